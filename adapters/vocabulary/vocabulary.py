@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from pathlib import Path
 from threading import Lock, RLock
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from adapters.vocabulary.exact_text import TextEncoder
 from adapters.vocabulary.token_bytes import added_tokens, byte_index, known_ids, num_ids, special_ids, token_bytes
+from adapters.vocabulary.tokenizer_files import explain
 
 T = TypeVar("T")
 
@@ -60,11 +62,16 @@ class Vocabulary:
             eos_token_ids: The tokenizer's own by default.
 
         Raises:
-            OSError: there is no tokenizer in it.
+            TokenizerDamaged: there is no tokenizer in it, or one that cannot be read; names the
+                file that is wrong.
         """
         from transformers import AutoTokenizer
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer: Any
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # of any class: the tokenizers library raises bare Exception
+            raise explain(Path(path), error) from error
         if eos_token_ids is None:
             eos_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         return cls(size, tokenizer, eos_token_ids, path=path)
@@ -167,7 +174,7 @@ def vocabulary_at(path: str, size: int, eos_token_ids: tuple[int, ...] | None = 
     """`Vocabulary.from_pretrained`, once per process: how pickled vocabularies are restored.
 
     Raises:
-        OSError: there is no tokenizer at ``path``.
+        TokenizerDamaged: there is no tokenizer at ``path`` that can be read.
     """
     key = (path, size, eos_token_ids)
     with _BY_PATH_LOCK:

@@ -272,6 +272,9 @@ def test_one_whose_weights_do_not_fit_each_other_is_made_again(
     def made(**changes: Any) -> loading.PackedModel:
         return loading.PackedModel(facts, replace(weights, **changes))
 
+    def sized(**sizes: int) -> loading.PackedModel:
+        return loading.PackedModel(replace(facts, geometry=replace(facts.geometry, **sizes)), weights)
+
     def like(projection: Projection) -> Projection:
         panels = projection.weight.panels.clone()
         return Projection(PackedWeight(panels, projection.weight.columns), projection.bias)
@@ -289,8 +292,10 @@ def test_one_whose_weights_do_not_fit_each_other_is_made_again(
         made(head=like(first.gate)),
         made(embedding=weights.norm.weight[None].clone()),
         made(layers=(replace(first, qkv=replace(first.qkv, bias=torch.zeros(3))), *others)),
-        loading.PackedModel(replace(facts, vocab_size=facts.vocab_size + 32), weights),
-        loading.PackedModel(replace(facts, heads=2 * facts.heads), weights),
+        sized(vocab_size=facts.vocab_size + 32),
+        sized(num_attention_heads=2 * facts.heads),
+        sized(num_hidden_layers=facts.num_layers + 1),
+        sized(intermediate_size=facts.geometry.intermediate_size // 2),
         made(layers=(replace(first, attention=replace(first.attention, window=-10)), *others)),
         made(embedding=None, is_tied=False),
     ]

@@ -219,14 +219,26 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "change", "reason"),
         [
-            ("model.norm.weight", None, "weights are incomplete, missing_keys: model.norm.weight"),
-            ("model.layers.0.mlp.up_proj.weight.codes", torch.zeros(3, 32, dtype=torch.uint8), "is in no format"),
+            ("model.norm.weight", None, "weights are incomplete, tensor model.norm.weight of"),
+            (
+                "model.layers.0.mlp.up_proj.weight.codes",
+                torch.zeros(3, 32, dtype=torch.uint8),
+                "must be of shape",
+            ),
             ("model.layers.0.mlp.up_proj.weight.scales", torch.full((128, 2), torch.nan).half(), "infinite or not a"),
             ("model.unknown.weight", torch.zeros(3), "has no place in the model"),
-            ("model.layers.0.mlp.up_proj.weight.codes", torch.zeros(64, dtype=torch.int8), "is in no format"),
-            ("model.layers.0.mlp.up_proj.weight.codes", torch.tensor(1, dtype=torch.int8), "is in no format"),
-            ("model.layers.0.mlp.up_proj.weight.codes", torch.zeros(128, 64, 2, dtype=torch.int8), "is in no format"),
-            ("model.layers.0.mlp.up_proj.weight.codes", torch.zeros(128, 32), "is in no format"),
+            (
+                "model.layers.0.mlp.up_proj.weight.codes",
+                torch.zeros(64, dtype=torch.int8),
+                "must be of shape",
+            ),
+            (
+                "model.layers.0.mlp.up_proj.weight.codes",
+                torch.tensor(1, dtype=torch.int8),
+                "must be of shape",
+            ),
+            ("model.layers.0.mlp.up_proj.weight.codes", torch.zeros(128, 64, 2, dtype=torch.int8), "must be of shape"),
+            ("model.layers.0.mlp.up_proj.weight.codes", torch.zeros(128, 32), "must be of type I8 or U8"),
             ("model.layers.0.mlp.up_proj.weight.scales", torch.zeros(128, 0).half(), "is in no format"),
             ("model.layers.0.mlp.up_proj.weight.scales", torch.tensor(1.0), "is in no format"),
             ("model.layers.0.mlp.up_proj.weight.scales", torch.zeros(128, 3).half(), "is in no format"),
@@ -324,7 +336,7 @@ class TestCommand:
             assert reason in line
         (tmp_path / "config.json").write_text("[]")
         assert main(["quantize", str(tmp_path), "--to", "int8", "--output", str(tmp_path / "new")]) == 1
-        assert "its config.json is no JSON object" in capsys.readouterr().err
+        assert "config.json: must be a JSON object, got list" in capsys.readouterr().err
         with pytest.raises(SystemExit):
             main(["quantize", source, "--to", "int8"])
         assert "give --report, --output DIR, or both" in capsys.readouterr().err
@@ -334,7 +346,7 @@ class TestCommand:
         [
             ("nan", "model.layers.1.mlp.up_proj.weight: a weight that is infinite or not a number"),
             ("cut off", "model.safetensors: "),
-            ("none", "it has no safetensors files"),
+            ("none", "it has no safetensors weights"),
         ],
     )
     def test_what_cannot_be_written_whole_is_not_written(

@@ -30,7 +30,7 @@ KINDS = {
     GGMLQuantizationType.Q4_1: torch.bfloat16,
     GGMLQuantizationType.Q5_0: torch.bfloat16,
 }
-"""Types of matrices, and the dtype of their checkpoint."""
+"""Types of matrices, and the dtype of theirs in the checkpoint; that of vectors is float32."""
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 PROMPT = [5, 300, 17, 600, 42, 7]
@@ -62,8 +62,13 @@ def test_weights_are_those_of_the_source(
     found = load_file(converted(source, tmp_path) / "model.safetensors")
     assert found.keys() == source.weights.keys()
     for name, value in source.weights.items():
-        stored = dequantize(quantize(value, kind), kind).reshape(value.shape) if value.ndim > 1 else value
-        assert torch.equal(found[name], torch.from_numpy(np.array(stored)).to(KINDS[kind])), name
+        if value.ndim > 1:
+            stored = torch.from_numpy(np.array(dequantize(quantize(value, kind), kind).reshape(value.shape)))
+            stored = stored.to(KINDS[kind])
+        else:
+            stored = torch.from_numpy(value)
+        assert found[name].dtype == stored.dtype, name
+        assert torch.equal(found[name], stored), name
 
 
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.F16, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0])
@@ -77,7 +82,8 @@ def test_transformers_reads_the_same(
     theirs = load_gguf_checkpoint(tmp_path / "model.gguf", return_tensors=True, model_to_load=network)
     ours = load_file(checkpoint / "model.safetensors")
     assert theirs["tensors"].keys() == ours.keys()
-    assert all(torch.equal(ours[name], value.to(KINDS[kind])) for name, value in theirs["tensors"].items())
+    for name, value in theirs["tensors"].items():
+        assert torch.equal(ours[name], value.to(KINDS[kind] if value.dim() > 1 else torch.float32)), name
     settings = json.loads((checkpoint / "config.json").read_text())
     known = {key: value for key, value in theirs["config"].items() if key in settings}
     assert len(known) > 10
@@ -204,11 +210,44 @@ def test_a_tensor_that_is_dequantised_in_parts(checkpoints: dict[str, Path], tmp
     assert torch.equal(found["model.embed_tokens.weight"], weights["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.Q8_0])
+@pytest.mark.parametrize("keeps_blocks", [False, True])
+def test_numbers_of_another_width_beside_them_keep_their_values(
+    checkpoints: dict[str, Path], tmp_path: Path, kind: GGMLQuantizationType, keeps_blocks: bool
+) -> None:
+    """float16 has no 100,000, bfloat16 no 1.001."""
+    source = Source(checkpoints["llama"], kind)
+    norm = np.linspace(0.5, 1e5, 64, dtype=np.float32)
+    norm[0] = 1.001
+    source.tensors["blk.0.ffn_norm.weight"] = norm, F32
+    file = source.write(tmp_path / "model.gguf")
+    checkpoint = convert_gguf(file, tmp_path / "cache", lambda line: None, keeps_blocks)
+    found = load_file(checkpoint / "model.safetensors")["model.layers.0.post_attention_layernorm.weight"]
+    assert torch.equal(found, torch.from_numpy(norm))
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert config["torch_dtype"] == ("bfloat16" if kind == GGMLQuantizationType.Q8_0 else "float32")
+    (result,) = Engine(checkpoint, device="cpu").generate([PROMPT], SamplingParams(max_tokens=2), progress=False)
+    assert result.finish_reason == "length"
+
+
+def test_a_file_of_float16_alone_stays_so(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Whose norms, float32 in every file, are numbers of float16 too."""
+    checkpoint = converted(Source(checkpoints["llama"], GGMLQuantizationType.F16), tmp_path)
+    assert json.loads((checkpoint / "config.json").read_text())["torch_dtype"] == "float16"
+    both = Source(checkpoints["llama"], GGMLQuantizationType.F16)
+    name = "blk.0.ffn_down.weight"
+    both.tensors[name] = both.tensors[name][0], GGMLQuantizationType.BF16
+    (tmp_path / "both").mkdir()
+    checkpoint = converted(both, tmp_path / "both")
+    assert json.loads((checkpoint / "config.json").read_text())["torch_dtype"] == "float32"
+
+
 def test_bfloat16_is_rounded_to_the_nearest() -> None:
-    from worker.models.checkpoint import _encoded
+    from worker.models.numbers import encoded
 
     values = torch.randn(4096, generator=torch.Generator().manual_seed(1)).numpy()
     values[:4] = [1.00390625, 1.01171875, 0.0, -1.00390625]  # two ties, down and up
     assert (
-        _encoded(values, "bfloat16") == torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+        encoded(values, "bfloat16").tobytes()
+        == torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().tobytes()
     )

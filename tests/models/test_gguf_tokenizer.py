@@ -6,10 +6,15 @@ import json
 from typing import Any
 
 import pytest
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
+from worker.models.gguf_file import GgufError
+from worker.models.splits import splits
 from worker.models.tokenizer import SPLITS, GgufTokenizer
 
 TEXTS = [
@@ -154,3 +159,19 @@ def test_answers_end_at_every_end_token_of_the_file() -> None:
     kinds = [*metadata_of(source)["tokenizer.ggml.token_type"], 3, 1]  # the last one is only text
     found = GgufTokenizer(metadata_of(source, pre="gpt-2", tokens=tokens, token_type=kinds, padding_token_id=1))
     assert found.special_ids == {"eos_token_id": [1, len(tokens) - 2], "bos_token_id": 0, "pad_token_id": 1}
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(pieces=st.sets(st.text("ab▁", max_size=9), max_size=40))
+def test_splits_of_a_vocabulary(pieces: set[str]) -> None:
+    found = list(splits(pieces))
+    tried = {(piece, piece[:cut], piece[cut:]) for piece in pieces for cut in range(1, len(piece))}
+    assert sorted(found) == sorted(each for each in tried if {*each} <= pieces)
+
+
+def test_a_long_token_takes_linear_time() -> None:
+    """Each of its 300,000 prefixes and suffixes, compared, is 45 thousand million characters."""
+    long = "ab" * 150_000
+    assert list(splits([long, "a", "b", "ab", long[:-1]])) == [(long, long[:-1], "b"), ("ab", "a", "b")]
+    with pytest.raises(GgufError, match="absurdly many ways"):
+        list(splits(["a" * number for number in range(1, 2000)]))

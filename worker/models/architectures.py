@@ -8,6 +8,7 @@ nobody reads would change the answers in silence.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 
+from worker.models.geometry import BOUNDS, Geometry, GeometryError, Tensor
 from worker.models.gguf_file import GgufError, GgufFile, GgufTensor
+from worker.models.numbers import are_exact
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 """Hugging Face's model type by GGUF's architecture."""
@@ -51,11 +54,50 @@ _KEYS = {
 }
 """Keys below the architecture's name that are understood, or mean nothing for the result."""
 
-_DTYPES = (
-    ({GGMLQuantizationType.F32}, "float32"),
-    ({GGMLQuantizationType.F32, GGMLQuantizationType.F16}, "float16"),
+_GGUF_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+"""Below the architecture's name, by the key of `Geometry`."""
+
+_GGUF_NAMES = (
+    ("model.embed_tokens.", "token_embd."),
+    ("model.norm.", "output_norm."),
+    ("lm_head.", "output."),
+    ("model.layers.", "blk."),
+    (".input_layernorm.", ".attn_norm."),
+    (".post_attention_layernorm.", ".ffn_norm."),
+    (".self_attn.o_proj.", ".attn_output."),
+    (".self_attn.q_norm.", ".attn_q_norm."),
+    (".self_attn.k_norm.", ".attn_k_norm."),
+    (".self_attn.q_proj.", ".attn_q."),
+    (".self_attn.k_proj.", ".attn_k."),
+    (".self_attn.v_proj.", ".attn_v."),
+    (".mlp.gate.", ".ffn_gate_inp."),
+    (".mlp.gate_proj.", ".ffn_gate."),
+    (".mlp.up_proj.", ".ffn_up."),
+    (".mlp.down_proj.", ".ffn_down."),
 )
-"""The dtype of a file that holds these types at most; norms are float32 in every file."""
+"""Parts of a weight's name, and what llama.cpp calls them."""
+
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+
+_NUMBERS = {
+    GGMLQuantizationType.F32: "float32",
+    GGMLQuantizationType.F16: "float16",
+    GGMLQuantizationType.BF16: "bfloat16",
+}
+"""The dtype of tensors that are plain numbers; blocks are dequantised and rounded to `BLOCKS`."""
+
+BLOCKS = "bfloat16"
 
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 _LOW_FREQUENCY_FACTOR, _HIGH_FREQUENCY_FACTOR, _ORIGINAL_CONTEXT = 1.0, 4.0, 8192
@@ -78,6 +120,11 @@ class Weight:
     tensor: GgufTensor
     rows: npt.NDArray[np.int64]
 
+    @property
+    def dtype(self) -> str:
+        """Data type that holds its values: exactly, if they are plain numbers."""
+        return _NUMBERS.get(self.tensor.kind, BLOCKS)
+
 
 class Architecture:
     """A file's model. Raises `GgufError` if its architecture is not supported.
@@ -92,19 +139,16 @@ class Architecture:
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
-        self._name = file.metadata.get("general.architecture")
-        if self._name not in MODEL_TYPES:
-            raise GgufError(f"architecture {self._name!r} is not supported, only {', '.join(MODEL_TYPES)}")
+        self._metadata = file.metadata
+        self._name = file.metadata.one_of("general.architecture", MODEL_TYPES)
         self._refuse_unknown_keys()
-        self._hidden = self._integer("embedding_length")
-        self._heads = self._integer("attention.head_count")
-        self._kv_heads = self._integer("attention.head_count_kv", self._heads)
-        self._head_dim = self._integer("attention.key_length", self._hidden // self._heads)
-        self._experts = self._integer("expert_count", 0, least=0)
+        self._hidden = self._integer("hidden_size")
+        self._heads = self._integer("num_attention_heads")
+        self._head_dim = self._integer("head_dim", self._hidden // self._heads)
+        self._experts = self._integer("num_experts", 0)
         self._refuse_variants()
-        self._vocabulary = self._tensor("token_embd.weight").shape[0]
         self.config = self._config()
-        self.weights = list(self._weights())
+        self.weights = list(self._weights(self._geometry()))
         self._refuse_unknown_tensors()
 
     def _refuse_unknown_keys(self) -> None:
@@ -112,34 +156,31 @@ class Architecture:
         for key in self._file.metadata:
             if key.startswith(prefix) and key.removeprefix(prefix) not in _KEYS:
                 raise GgufError(f"{key} is not supported")
-        parts = self._file.metadata.get("split.count", 1)
+        parts = self._metadata.integer("split.count", 1, least=0)
         if parts not in (0, 1):
-            raise GgufError(f"it is one of {parts} parts; join them with llama-gguf-split")
+            raise GgufError(f"split.count: it is one of {parts} parts; join them with llama-gguf-split")
 
     def _refuse_variants(self) -> None:
         for key in ("attention.value_length", "rope.dimension_count"):
-            if self._integer(key, self._head_dim) != self._head_dim:
+            if self._metadata.integer(f"{self._name}.{key}", self._head_dim) != self._head_dim:
                 raise GgufError(f"{self._name}.{key} other than the width of a head is not supported")
         if self._experts and self._name != "qwen3moe":
             raise GgufError(f"{self._name}.expert_count {self._experts} is not supported")
 
-    def _value(self, key: str, default: Any = None) -> Any:
-        value = self._file.metadata.get(f"{self._name}.{key}", default)
-        if value is None:
-            raise GgufError(f"it lacks {self._name}.{key}")
-        return value
+    def _geometry(self) -> Geometry:
+        try:
+            return Geometry.of(self.config)
+        except GeometryError as error:
+            names = {ours: f"{self._name}.{theirs}" for ours, theirs in _GGUF_KEYS.items()}
+            raise GgufError(error.named(names)) from None
 
-    def _integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        value = self._value(key, default)
-        if not isinstance(value, int) or value < least:
-            raise GgufError(f"{self._name}.{key} must be an integer of at least {least}, got {value!r}")
-        return value
+    def _integer(self, key: str, default: int | None = None) -> int:
+        """A size of `Geometry`."""
+        least, most = BOUNDS[key]
+        return self._metadata.integer(f"{self._name}.{_GGUF_KEYS[key]}", default, least, most)
 
-    def _number(self, key: str, default: float | None = None) -> float:
-        value = self._value(key, default)
-        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise GgufError(f"{self._name}.{key} must be a number above 0, got {value!r}")
-        return float(value)
+    def _number(self, key: str, default: float | None = None, most: float = 1e30) -> float:
+        return self._metadata.number(f"{self._name}.{key}", default, most=most)
 
     def _tensor(self, name: str) -> GgufTensor:
         if name not in self._file.tensors:
@@ -147,50 +188,64 @@ class Architecture:
         return self._file.tensors[name]
 
     def _config(self) -> dict[str, Any]:
-        kind = MODEL_TYPES[str(self._name)]
+        kind = MODEL_TYPES[self._name]
         config = {
             "architectures": [_CLASSES[kind]],
             "model_type": kind,
             "torch_dtype": self._dtype(),
-            "vocab_size": self._vocabulary,
+            "vocab_size": self._tensor("token_embd.weight").shape[0],
             "hidden_size": self._hidden,
-            "intermediate_size": self._integer("feed_forward_length"),
-            "num_hidden_layers": self._integer("block_count"),
+            "intermediate_size": self._integer("intermediate_size"),
+            "num_hidden_layers": self._integer("num_hidden_layers"),
             "num_attention_heads": self._heads,
-            "num_key_value_heads": self._kv_heads,
+            "num_key_value_heads": self._integer("num_key_value_heads", self._heads),
             "head_dim": self._head_dim,
             "hidden_act": "silu",
-            "max_position_embeddings": self._integer("context_length"),
+            "max_position_embeddings": self._integer("max_position_embeddings"),
             # float32 in the file, a short decimal number in its source
-            "rms_norm_eps": float(f"{self._number('attention.layer_norm_rms_epsilon'):.6g}"),
+            "rms_norm_eps": float(f"{self._number('attention.layer_norm_rms_epsilon', most=1.0):.6g}"),
             "rope_theta": self._number("rope.freq_base", 10_000.0),
             "rope_scaling": self._rope_scaling(),
             "tie_word_embeddings": "output.weight" not in self._file.tensors,
             "use_cache": True,
         }
         if kind == "qwen3_moe":
-            config["num_experts"] = self._integer("expert_count")
-            config["num_experts_per_tok"] = self._integer("expert_used_count")
-            config["moe_intermediate_size"] = self._integer("expert_feed_forward_length")
+            config["num_experts"] = self._integer("num_experts")
+            config["num_experts_per_tok"] = self._integer("num_experts_per_tok")
+            config["moe_intermediate_size"] = self._integer("moe_intermediate_size")
             config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         return config
 
     def _dtype(self) -> str:
-        """The file's own if it holds plain numbers; dequantised blocks are rounded to bfloat16."""
+        """What the model computes in by default: the narrowest that holds all plain numbers of the
+        file exactly; `BLOCKS` where there are blocks.
+        """
         kinds = {tensor.kind for tensor in self._file.tensors.values()}
-        return next((dtype for holds, dtype in _DTYPES if kinds <= holds), "bfloat16")
+        if not kinds <= set(_NUMBERS):
+            return BLOCKS
+        narrow = kinds - {GGMLQuantizationType.F32}
+        if len(narrow) != 1:
+            return "float32"
+        dtype = _NUMBERS[narrow.pop()]
+        return dtype if all(self._fits(tensor, dtype) for tensor in self._file.tensors.values()) else "float32"
+
+    def _fits(self, tensor: GgufTensor, dtype: str) -> bool:
+        """Whether each value of a tensor is one of `dtype`, bit by bit."""
+        if tensor.kind != GGMLQuantizationType.F32:
+            return True
+        return all(are_exact(rows, dtype) for rows in self._file.rows(tensor, np.arange(tensor.num_rows)))
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         if _ROPE_FREQUENCIES in self._file.tensors:
             return self._llama3_scaling()
-        kind = self._value("rope.scaling.type", "none")
+        prefix = f"{self._name}.rope.scaling."
+        kind = self._metadata.one_of(f"{prefix}type", ("none", "linear", "yarn"), "none")
         if kind == "none":
             return None
-        if kind not in ("linear", "yarn"):
-            raise GgufError(f"{self._name}.rope.scaling.type {kind!r} is not supported, only linear and yarn")
-        scaling: dict[str, Any] = {"rope_type": kind, "factor": self._number("rope.scaling.factor")}
+        scaling: dict[str, Any] = {"rope_type": kind, "factor": self._number("rope.scaling.factor", most=1e6)}
         if kind == "yarn":
-            scaling["original_max_position_embeddings"] = self._integer("rope.scaling.original_context_length")
+            context = self._metadata.integer(f"{prefix}original_context_length", most=2**31)
+            scaling["original_max_position_embeddings"] = context
         return scaling
 
     def _llama3_scaling(self) -> dict[str, Any]:
@@ -216,59 +271,37 @@ class Architecture:
             "original_max_position_embeddings": _ORIGINAL_CONTEXT,
         }
 
-    def _weights(self) -> Iterator[Weight]:
-        hidden = self._hidden
-        yield self._weight("model.embed_tokens.weight", "token_embd.weight", self._vocabulary, hidden)
-        for layer in range(self.config["num_hidden_layers"]):
-            yield from self._layer(f"model.layers.{layer}.", f"blk.{layer}.")
-        yield self._weight("model.norm.weight", "output_norm.weight", hidden)
-        if not self.config["tie_word_embeddings"]:
-            yield self._weight("lm_head.weight", "output.weight", self._vocabulary, hidden)
+    def _weights(self, geometry: Geometry) -> Iterator[Weight]:
+        for ours in geometry.tensors():
+            expert = _EXPERT.fullmatch(ours.name)
+            if expert is not None:
+                yield self._expert(ours, expert, geometry.num_experts)
+                continue
+            theirs = ours.name
+            for part, its in _GGUF_NAMES:
+                theirs = theirs.replace(part, its)
+            tensor = self._shaped(theirs, *ours.shape)
+            rows = np.arange(tensor.num_rows)
+            if self._name == "llama" and theirs.endswith((".attn_q.weight", ".attn_k.weight")):
+                rows = self._unpermuted(rows)
+            yield Weight(ours.name, ours.shape, tensor, rows)
 
-    def _layer(self, ours: str, theirs: str) -> Iterator[Weight]:
-        hidden, width = self._hidden, self._head_dim
-        yield self._weight(f"{ours}input_layernorm.weight", f"{theirs}attn_norm.weight", hidden)
-        yield self._weight(f"{ours}post_attention_layernorm.weight", f"{theirs}ffn_norm.weight", hidden)
-        parts = [("weight", (hidden,)), ("bias", ())] if self._name == "qwen2" else [("weight", (hidden,))]
-        for letter, heads in (("q", self._heads), ("k", self._kv_heads), ("v", self._kv_heads)):
-            for part, columns in parts:
-                names = f"{ours}self_attn.{letter}_proj.{part}", f"{theirs}attn_{letter}.{part}"
-                weight = self._weight(*names, heads * width, *columns)
-                yield self._unpermuted(weight, heads) if self._name == "llama" and letter != "v" else weight
-        yield self._weight(f"{ours}self_attn.o_proj.weight", f"{theirs}attn_output.weight", hidden, self._heads * width)
-        if self._name in ("qwen3", "qwen3moe"):
-            for letter in "qk":
-                yield self._weight(f"{ours}self_attn.{letter}_norm.weight", f"{theirs}attn_{letter}_norm.weight", width)
-        yield from self._experts_of(ours, theirs) if self._experts else self._mlp(ours, theirs)
+    def _expert(self, ours: Tensor, matched: re.Match[str], count: int) -> Weight:
+        """An expert's rows of the tensor that holds those of all experts of a layer."""
+        layer, number, part = matched.groups()
+        (rows, columns), expert = ours.shape, int(number)
+        whole = self._shaped(f"blk.{layer}.ffn_{part}_exps.weight", count, rows, columns)
+        return Weight(ours.name, ours.shape, whole, np.arange(expert * rows, (expert + 1) * rows))
 
-    def _mlp(self, ours: str, theirs: str) -> Iterator[Weight]:
-        hidden, inner = self._hidden, self.config["intermediate_size"]
-        for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
-            yield self._weight(f"{ours}mlp.{name}_proj.weight", f"{theirs}ffn_{name}.weight", rows, columns)
-
-    def _experts_of(self, ours: str, theirs: str) -> Iterator[Weight]:
-        hidden, inner, count = self._hidden, self.config["moe_intermediate_size"], self._experts
-        yield self._weight(f"{ours}mlp.gate.weight", f"{theirs}ffn_gate_inp.weight", count, hidden)
-        for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
-            whole = self._weight("", f"{theirs}ffn_{name}_exps.weight", count, rows, columns)
-            for expert in range(count):
-                yield Weight(
-                    f"{ours}mlp.experts.{expert}.{name}_proj.weight",
-                    (rows, columns),
-                    whole.tensor,
-                    np.arange(expert * rows, (expert + 1) * rows),
-                )
-
-    def _weight(self, ours: str, theirs: str, *shape: int) -> Weight:
-        tensor = self._tensor(theirs)
+    def _shaped(self, name: str, *shape: int) -> GgufTensor:
+        tensor = self._tensor(name)
         if tensor.shape != shape:
-            raise GgufError(f"tensor {theirs} must be of shape {list(shape)}, got {list(tensor.shape)}")
-        return Weight(ours, shape, tensor, np.arange(tensor.num_rows))
+            raise GgufError(f"tensor {name} must be of shape {list(shape)}, got {list(tensor.shape)}")
+        return tensor
 
-    def _unpermuted(self, weight: Weight, heads: int) -> Weight:
+    def _unpermuted(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Undoes llama.cpp's order of a head's rows, which pairs those that RoPE turns together."""
-        rows = weight.rows.reshape(heads, self._head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
-        return Weight(weight.name, weight.shape, weight.tensor, rows)
+        return rows.reshape(-1, self._head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
     def _refuse_unknown_tensors(self) -> None:
         known = {weight.tensor.name for weight in self.weights} | {_ROPE_FREQUENCIES}

@@ -30,18 +30,18 @@ from worker.errors import StartupError
 from worker.models.architectures import Architecture, Weight
 from worker.models.beside import work_directory
 from worker.models.gguf_file import GgufError, GgufFile
+from worker.models.numbers import BYTES, decoded, encoded
 from worker.models.quantised import CODES, MODEL_TYPES, OFFSETS, READ, SCALES, Codes, quantization_config, unpack_blocks
 from worker.models.safetensors_file import Stored, write_safetensors
 from worker.models.tokenizer import GgufTokenizer
 
-FORMAT = 1
+FORMAT = 2
 """Part of a directory's name: raised when the same file would be written differently."""
 
 Say = Callable[[str], None]
 """Takes one line for the operator."""
 
 SUFFIX = ".gguf"
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _NUMPY_CODES = {"uint8": "U8", "int8": "I8", "float16": "F16", "float32": "F32"}
 _HASHED_AT_ONCE = 16 * 2**20
@@ -155,19 +155,22 @@ def _kept(architecture: Architecture) -> list[Weight]:
 
 
 def _stored(file: GgufFile, architecture: Architecture, kept: list[Weight]) -> Iterator[Stored]:
-    dtype, names = architecture.config["torch_dtype"], {weight.name for weight in kept}
+    names = {weight.name for weight in kept}
     for weight in architecture.weights:
         if weight.name in names:
             yield from _stored_codes(file, weight)
             continue
-        # what is beside quantised weights is small, and need not be rounded
-        own = "float32" if kept and len(weight.shape) == 1 else dtype
-        parts = partial(_dense_parts, file, weight, own)
-        yield Stored(weight.name, _CODES[own], weight.shape, weight_bytes(weight, own), parts)
+        parts = partial(_dense_parts, file, weight)
+        size = math.prod(weight.shape) * BYTES[weight.dtype]
+        yield Stored(weight.name, _CODES[weight.dtype], weight.shape, size, parts)
 
 
-def _dense_parts(file: GgufFile, weight: Weight, dtype: str) -> Iterator[bytes]:
-    return (_encoded(rows, dtype) for rows in file.rows(weight.tensor, weight.rows))
+def _dense_parts(file: GgufFile, weight: Weight) -> Iterator[bytes]:
+    for rows in file.rows(weight.tensor, weight.rows):
+        values = encoded(rows, weight.dtype)
+        if not np.isfinite(rows).all() or not np.isfinite(decoded(values)).all():
+            raise GgufError(f"tensor {weight.tensor.name} holds a number that is infinite or not a number")
+        yield values.tobytes()
 
 
 def _stored_codes(file: GgufFile, weight: Weight) -> Iterator[Stored]:
@@ -187,19 +190,6 @@ def _code_parts(file: GgufFile, weight: Weight, which: Callable[[Codes], npt.NDA
         if part.dtype.kind == "f" and not np.isfinite(part).all():
             raise GgufError(f"tensor {weight.tensor.name} holds a scale that is infinite or not a number")
         yield part.tobytes()
-
-
-def weight_bytes(weight: Weight, dtype: str) -> int:
-    """Bytes of a weight in `dtype`."""
-    return math.prod(weight.shape) * _BYTES[dtype]
-
-
-def _encoded(values: npt.NDArray[np.float32], dtype: str) -> bytes:
-    if dtype != "bfloat16":
-        return values.astype(dtype).tobytes()
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))  # to nearest, ties to even
-    return (rounded >> np.uint32(16)).astype(np.uint16).tobytes()
 
 
 class _Progress:

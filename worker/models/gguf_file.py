@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,19 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from worker.models.problems import ModelFileError, shown
+
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 MAX_DEPTH = 4
 """Of arrays in arrays; the format sets no limit."""
+
+MAX_ITEMS = 2**24
+"""Of a list of the metadata. The largest vocabularies have 2**18 tokens, with 2**19 merges."""
+
+MAX_ENTRIES = 2**20
+"""Keys, and tensors, of a file."""
 
 CHUNK_VALUES = 16 * 2**20
 """Values that are dequantised at a time."""
@@ -34,8 +42,91 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 
 
-class GgufError(Exception):
+class GgufError(ModelFileError):
     """The file cannot be read or is not supported; the message is one line, without the path."""
+
+
+class Metadata(dict[str, Any]):
+    """Scalars, strings and lists by key, read with the type that is expected.
+
+    Every method raises `GgufError`, which names the key, for a value of another type or range; and
+    for a key that is missing, unless there is a default.
+    """
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._of(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, "a string", value)
+        return value
+
+    def one_of(self, key: str, known: Collection[str], default: str | None = None) -> str:
+        """A string of `known`."""
+        value = self.text(key, default)
+        if value not in known:
+            raise GgufError(f"{key} {shown(value)} is not supported, only {', '.join(known)}")
+        return value
+
+    def integer(self, key: str, default: int | None = None, least: int = 1, most: int = 2**63) -> int:
+        """An integer from `least` to `most`."""
+        value = self._of(key, default)
+        if type(value) is not int or not least <= value <= most:
+            raise self._wrong(key, f"an integer of at least {least}" + _at_most(most), value)
+        return value
+
+    def number(self, key: str, default: float | None = None, least: float = 0.0, most: float = math.inf) -> float:
+        """A finite number above `least`, `most` at most."""
+        value = self._of(key, default)
+        if not _is_finite(value) or not least < value <= most:
+            raise self._wrong(key, f"a number above {least:g}" + _at_most(most), value)
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._of(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false", value)
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """A list of strings, not empty."""
+        return self._list(key, "strings", lambda each: isinstance(each, str))
+
+    def integers(self, key: str) -> list[int]:
+        """A list of integers, not empty."""
+        return self._list(key, "integers", lambda each: type(each) is int)
+
+    def numbers(self, key: str) -> list[float]:
+        """A list of finite numbers, not empty."""
+        return self._list(key, "finite numbers", _is_finite)
+
+    def _of(self, key: str, default: Any) -> Any:
+        value = self.get(key, default)
+        if value is None:
+            raise GgufError(f"it lacks {key}")
+        return value
+
+    def _list(self, key: str, of: str, fits: Callable[[Any], bool]) -> list[Any]:
+        values = self._of(key, None)
+        if not isinstance(values, list):
+            raise self._wrong(key, f"a list of {of}", values)
+        if not values:
+            raise GgufError(f"it lacks {key}")
+        wrong = next((index for index, each in enumerate(values) if not fits(each)), None)
+        if wrong is not None:
+            raise self._wrong(f"{key}[{wrong}]", f"one of {of}", values[wrong])
+        return values
+
+    def _wrong(self, key: str, expected: str, value: object) -> GgufError:
+        return GgufError(f"{key} must be {expected}, got {shown(value)}")
+
+
+def _at_most(most: float) -> str:
+    return "" if most in (2**63, math.inf) else f" and at most {most}"
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +168,7 @@ class GgufFile:
         OSError: it cannot be opened.
 
     Attributes:
-        metadata: Scalars, strings and lists by key.
+        metadata: By key.
         tensors: By name.
     """
 
@@ -119,24 +210,32 @@ class _Header:
         self._data = data
         self._at = len(MAGIC)
 
-    def read(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    def read(self) -> tuple[Metadata, dict[str, GgufTensor]]:
         version = self._number("I")
         if version not in VERSIONS:
             raise GgufError(f"GGUF version {version} is not supported, only {' and '.join(map(str, VERSIONS))}")
-        num_tensors, num_keys = self._number("Q"), self._number("Q")
-        metadata = {}
+        num_tensors, num_keys = self._count("tensors", MAX_ENTRIES), self._count("keys", MAX_ENTRIES)
+        metadata = Metadata()
         for _ in range(num_keys):
             key = self._text()
-            metadata[key] = self._value(self._number("I"))
+            if key in metadata:
+                raise GgufError(f"its metadata hold {shown(key)} twice")
+            metadata[key] = self._value(key, self._number("I"))
         found = [self._tensor() for _ in range(num_tensors)]
-        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise GgufError(f"general.alignment must be a positive integer, got {alignment!r}")
+        alignment = metadata.integer("general.alignment", _DEFAULT_ALIGNMENT, most=2**20)
         base = -(-self._at // alignment) * alignment
-        tensors = {}
+        tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in found:
+            if name in tensors:
+                raise GgufError(f"it holds tensor {shown(name)} twice")
             tensors[name] = GgufTensor(name, shape, _readable(name, shape, kind), base + offset)
         return metadata, tensors
+
+    def _count(self, what: str, most: int) -> int:
+        count = self._number("Q")
+        if count > most:
+            raise GgufError(f"its header is damaged: it says that there are {count} {what}, {most} at most are read")
+        return int(count)
 
     def _number(self, code: str) -> Any:
         (value,) = struct.unpack_from(f"<{code}", self._data, self._at)
@@ -150,25 +249,25 @@ class _Header:
         self._at += length
         return self._data[self._at - length : self._at].decode("utf-8")
 
-    def _value(self, kind: int, depth: int = 0) -> Any:
+    def _value(self, key: str, kind: int, depth: int = 0) -> Any:
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
         if kind == _STRING:
             return self._text()
         if kind != _ARRAY or depth == MAX_DEPTH:
-            raise GgufError(f"its metadata holds a value of unknown type {kind}")
-        of, count = self._number("I"), self._number("Q")
+            raise GgufError(f"its metadata holds a value of unknown type {kind}: {shown(key)}")
+        of, count = self._number("I"), self._count(f"items of {shown(key)}", MAX_ITEMS)
         if of in _SCALARS:
             values = struct.unpack_from(f"<{count}{_SCALARS[of]}", self._data, self._at)
             self._at += struct.calcsize(f"<{count}{_SCALARS[of]}")
             return list(values)
-        return [self._value(of, depth + 1) for _ in range(count)]
+        return [self._value(key, of, depth + 1) for _ in range(count)]
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._text()
         num_dimensions = self._number("I")
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
-            raise GgufError(f"tensor {name} has {num_dimensions} dimensions")
+            raise GgufError(f"tensor {shown(name)} has {num_dimensions} dimensions")
         shape = tuple(reversed([self._number("Q") for _ in range(num_dimensions)]))
         return name, shape, self._number("I"), self._number("Q")
 

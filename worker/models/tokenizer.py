@@ -7,12 +7,15 @@ does for that name is said here. A name that is not known is refused: another sp
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from worker.models.gguf_file import GgufError
+from worker.models.gguf_file import GgufError, Metadata
+from worker.models.problems import shown
+from worker.models.splits import splits
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Types of tokens, as llama.cpp numbers them."""
@@ -72,10 +75,10 @@ class GgufTokenizer:
         special_ids: Of ``config.json`` and ``generation_config.json``.
     """
 
-    def __init__(self, metadata: dict[str, Any]) -> None:
-        self._metadata = metadata
-        self._tokens = self._list("tokens")
-        self._types = self._list("token_type") if "tokenizer.ggml.token_type" in metadata else []
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._metadata = metadata = Metadata(metadata)
+        self._tokens = metadata.texts("tokenizer.ggml.tokens")
+        self._types = metadata.integers("tokenizer.ggml.token_type") if "tokenizer.ggml.token_type" in metadata else []
         if self._types and len(self._types) != len(self._tokens):
             raise GgufError("tokenizer.ggml.token_type has another length than tokenizer.ggml.tokens")
         self._adds_bos = False
@@ -105,42 +108,44 @@ class GgufTokenizer:
             "clean_up_tokenization_spaces": False,
             "model_max_length": context_length,
         }
-        template = self._metadata.get("tokenizer.chat_template")
-        if template is not None:
-            config["chat_template"] = str(template)
+        if "tokenizer.chat_template" in self._metadata:
+            config["chat_template"] = self._metadata.text("tokenizer.chat_template")
         return {
             "tokenizer.json": self._tokenizer.to_str() + "\n",
             "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
         }
 
     def _build(self) -> Tokenizer:
-        kind = self._metadata.get("tokenizer.ggml.model")
-        if kind == "gpt2":
-            tokenizer = self._byte_level()
-        elif kind == "llama":
-            tokenizer = self._sentencepiece()
-        else:
-            raise GgufError(f"tokenizer.ggml.model {kind!r} is not supported, only gpt2 and llama")
+        kind = self._metadata.one_of("tokenizer.ggml.model", ("gpt2", "llama"))
+        tokenizer = self._byte_level() if kind == "gpt2" else self._sentencepiece()
         for kinds, special in ((_CONTROL, True), (_USER_DEFINED, False)):
             tokenizer.add_tokens(
                 [AddedToken(self._tokens[i], special=special, normalized=False) for i in self._ids_of(kinds)]
             )
         bos = self._token("bos_token_id")
         if self._adds_bos and bos is not None:
+            self._refuse_odd_bos(bos)
             tokenizer.post_processor = processors.TemplateProcessing(
                 single=f"{bos} $A",
                 pair=f"{bos} $A {bos}:1 $B:1",
-                special_tokens=[(bos, self._metadata["tokenizer.ggml.bos_token_id"])],
+                special_tokens=[(bos, self._id("bos_token_id"))],
             )
         return tokenizer
 
+    def _refuse_odd_bos(self, bos: str) -> None:
+        """Raises `GgufError` for a BOS token that the templates of tokenizers read as something
+        else.
+        """
+        if not bos or bos.startswith("$") or ":" in bos or any(character.isspace() for character in bos):
+            raise GgufError(
+                "tokenizer.ggml.bos_token_id must name a token without spaces and colons, not a variable, as every "
+                f"text begins with it, got {shown(bos)}"
+            )
+
     def _byte_level(self) -> Tokenizer:
-        name = self._metadata.get("tokenizer.ggml.pre")
-        if name not in SPLITS:
-            raise GgufError(f"tokenizer.ggml.pre {name!r} is not supported, only {', '.join(SPLITS)}")
-        split = SPLITS[name]
-        self._adds_bos = bool(self._metadata.get("tokenizer.ggml.add_bos_token", split.adds_bos))
-        merges = [_pair(merge) for merge in self._list("merges")]
+        split = SPLITS[self._metadata.one_of("tokenizer.ggml.pre", SPLITS)]
+        self._adds_bos = self._metadata.flag("tokenizer.ggml.add_bos_token", split.adds_bos)
+        merges = [_pair(merge) for merge in self._metadata.texts("tokenizer.ggml.merges")]
         tokenizer = self._bpe(merges, ignore_merges=split.ignores_merges)
         if split.is_composed:
             tokenizer.normalizer = normalizers.NFC()
@@ -153,8 +158,8 @@ class GgufTokenizer:
         return tokenizer
 
     def _sentencepiece(self) -> Tokenizer:
-        self._adds_bos = bool(self._metadata.get("tokenizer.ggml.add_bos_token", True))
-        has_prefix = bool(self._metadata.get("tokenizer.ggml.add_space_prefix", True))
+        self._adds_bos = self._metadata.flag("tokenizer.ggml.add_bos_token", True)
+        has_prefix = self._metadata.flag("tokenizer.ggml.add_space_prefix", True)
         unknown = self._token("unknown_token_id")
         tokenizer = self._bpe(self._score_merges(), unk_token=unknown, fuse_unk=True, byte_fallback=True)
         prefix = [normalizers.Prepend("▁")] if has_prefix else []
@@ -176,17 +181,12 @@ class GgufTokenizer:
         """SentencePiece joins the two neighbours whose piece has the highest score; as merges, in
         that order.
         """
-        scores = self._list("scores")
+        scores = self._metadata.numbers("tokenizer.ggml.scores")
         if len(scores) != len(self._tokens):
             raise GgufError("tokenizer.ggml.scores has another length than tokenizer.ggml.tokens")
         kept = self._ids_of(_NORMAL, _USER_DEFINED) if self._types else range(len(self._tokens))
         ranks = {self._tokens[number]: (-scores[number], number) for number in kept}
-        pairs = []
-        for piece, rank in ranks.items():
-            for cut in range(1, len(piece)):
-                left, right = piece[:cut], piece[cut:]
-                if left in ranks and right in ranks:
-                    pairs.append((rank, ranks[left], ranks[right], left, right))
+        pairs = [(ranks[piece], ranks[left], ranks[right], left, right) for piece, left, right in splits(ranks)]
         return [(left, right) for *_, left, right in sorted(pairs)]
 
     def _special_ids(self) -> dict[str, Any]:
@@ -201,27 +201,21 @@ class GgufTokenizer:
     def _ids_of(self, *kinds: int) -> list[int]:
         return [number for number, kind in enumerate(self._types) if kind in kinds]
 
-    def _list(self, key: str) -> list[Any]:
-        found = self._metadata.get(f"tokenizer.ggml.{key}")
-        if not isinstance(found, list) or not found:
-            raise GgufError(f"it lacks tokenizer.ggml.{key}")
-        return found
-
     def _id(self, key: str) -> int | None:
         found = self._metadata.get(f"tokenizer.ggml.{key}")
         if found is None:
             return None
-        if not isinstance(found, int) or not 0 <= found < len(self._tokens):
-            raise GgufError(f"tokenizer.ggml.{key} must be the id of a token, got {found!r}")
+        if type(found) is not int or not 0 <= found < len(self._tokens):
+            raise GgufError(f"tokenizer.ggml.{key} must be the id of a token, got {shown(found)}")
         return found
 
     def _token(self, key: str) -> str | None:
         number = self._id(key)
-        return None if number is None else str(self._tokens[number])
+        return None if number is None else self._tokens[number]
 
 
 def _pair(merge: str) -> tuple[str, str]:
     left, _, right = merge.partition(" ")
     if not left or not right or " " in right:
-        raise GgufError(f"tokenizer.ggml.merges: {merge!r} is not two pieces")
+        raise GgufError(f"tokenizer.ggml.merges: {shown(merge)} is not two pieces")
     return left, right

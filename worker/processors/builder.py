@@ -91,7 +91,7 @@ def make_chain_builder(
         return _with_policy(arguments, facts, registry)
     except (OSError, ValueError) as error:
         _close(sandbox)
-        raise StartupError(f"--model-path {arguments.model_path}: no tokenizer: {error}") from None
+        raise StartupError(f"--model-path {arguments.model_path}: {error}") from None
     except SandboxUnavailable as error:
         _close(sandbox)
         raise StartupError(f"the sandbox for grammars {error}") from None

@@ -15,7 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from worker.engines.embedded.model.quantisation import quantise
 from worker.errors import StartupError
+from worker.models.config_json import check_config, read_config
+from worker.models.problems import ModelFileError
 from worker.models.quantised import CODES, MODEL_TYPES, OFFSETS, SCALES, quantization_config
+from worker.models.weight_files import WeightFiles
 
 _LAYERS = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -28,14 +31,28 @@ def write_quantised(source: Path, to: str, directory: Path) -> None:
     there once it is complete.
 
     Raises:
-        StartupError: `source` is of an architecture that is not served in this form, has no
-            safetensors files, or is quantised already; or `directory` is there.
+        StartupError: `source` is of an architecture that is not served in this form, has a damaged
+            file or no weights, or is quantised already; or `directory` is there.
         OSError: a file cannot be read or written.
         ValueError: a file is damaged, or a weight infinite or not a number.
     """
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        raise StartupError(f"{source}: its config.json is no JSON object")
+    try:
+        config = read_config(source) or {}
+        files = _checked(source, config, to)
+    except ModelFileError as error:
+        raise StartupError(f"{source}: {error}") from None
+    if directory.exists():
+        raise StartupError(f"--output {directory}: it is there already")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="partial-", dir=directory.parent) as work:
+        written = Path(work) / directory.name
+        written.mkdir()
+        _write(files, to, written, config)
+        written.rename(directory)
+
+
+def _checked(source: Path, config: dict[str, Any], to: str) -> WeightFiles:
+    """The files of weights of a checkpoint that can be written."""
     if config.get("model_type") not in MODEL_TYPES:
         raise StartupError(
             f"{source}: only models of type {', '.join(MODEL_TYPES)} can be written, not {config.get('model_type')!r}; "
@@ -43,24 +60,17 @@ def write_quantised(source: Path, to: str, directory: Path) -> None:
         )
     if config.get("quantization_config"):
         raise StartupError(f"{source}: it is quantised already")
-    if directory.exists():
-        raise StartupError(f"--output {directory}: it is there already")
-    if not any(source.glob("*.safetensors")):
-        raise StartupError(f"{source}: it has no safetensors files")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="partial-", dir=directory.parent) as work:
-        written = Path(work) / directory.name
-        written.mkdir()
-        _write(source, to, written, config)
-        written.rename(directory)
+    check_config(config)
+    return WeightFiles(source)
 
 
-def _write(source: Path, to: str, directory: Path, config: dict[str, Any]) -> None:
+def _write(files: WeightFiles, to: str, directory: Path, config: dict[str, Any]) -> None:
     heads = {_EMBEDDING, _HEAD} if config.get("tie_word_embeddings") else {_HEAD}
-    for path in sorted(source.iterdir()):
-        if path.suffix == ".safetensors":
-            save_file(_quantised(_tensors(path), to, heads), directory / path.name, {"format": "pt"})
-        elif path.is_file() and not path.name.endswith(".safetensors.index.json"):
+    for file in files.files:
+        target = directory / file.replace("/", "-")
+        save_file(_quantised(_tensors(files.directory / file), to, heads), target, {"format": "pt"})
+    for path in sorted(files.directory.iterdir()):
+        if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json")):
             shutil.copyfile(path, directory / path.name)
     config["quantization_config"] = quantization_config(to)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -31,6 +31,9 @@ class AttentionSizes:
         dtype: Of queries, keys and values.
         device: Where they are.
         int8_rows: What a row of the KV store is made of; None if it is elements of `dtype`.
+
+    Raises:
+        ValueError: heads do not share key heads evenly, so that kernels would leave some unwritten.
     """
 
     heads: int
@@ -41,6 +44,10 @@ class AttentionSizes:
     dtype: torch.dtype
     device: torch.device
     int8_rows: Int8Rows | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1 or self.heads < 1 or self.heads % self.kv_heads or self.head_dim < 1:
+            raise ValueError(f"{self.heads} heads of width {self.head_dim} do not share {self.kv_heads} key heads")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tokenizers import Tokenizer
 
 from worker.engines.embedded.model import llama_weights
 from worker.errors import StartupError
+from worker.models.config_json import check_config, read_config, read_generation_config
+from worker.models.problems import ModelFileError, shown
 from worker.models.quantised import format_of
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
 
 MODEL_TYPES = (*llama_weights.MODEL_TYPES, "gemma2", "gemma3_text", "qwen3_moe")
 """Architectures that are tested; others may have attention variants that no backend computes."""
@@ -27,60 +32,49 @@ def read_settings(directory: Path) -> dict[str, Any]:
     """
     if not directory.is_dir():
         raise StartupError(f"--model-path {directory}: no such directory")
-    settings = _read_json(directory / "config.json")
+    settings = _told(directory, read_config, directory)
     if settings is None:
         raise StartupError(f"--model-path {directory}: it has no config.json")
     kind = settings.get("model_type")
     if kind not in MODEL_TYPES:
         raise StartupError(
-            f"--model-path {directory}: model type {kind!r} is not served by the embedded engine, "
+            f"--model-path {directory}: config.json: model_type {shown(kind)} is not served by the embedded engine, "
             f"which knows {', '.join(MODEL_TYPES)}"
         )
-    if settings.get("quantization_config") and format_of(settings) is None:
+    _told(directory, check_config, settings)
+    if settings.get("quantization_config") is not None and format_of(settings) is None:
         raise StartupError(
-            f"--model-path {directory}: checkpoints that other programs quantised are not served by the embedded engine"
+            f"--model-path {directory}: config.json: quantization_config: checkpoints that other programs quantised "
+            "are not served by the embedded engine"
         )
-    length_dependent = _rope_types(settings) & _LENGTH_DEPENDENT_ROPE
-    if length_dependent:
-        raise StartupError(
-            f"--model-path {directory}: rope type {min(length_dependent)!r} depends on the longest sequence of a batch "
-            "and is not served by the embedded engine"
-        )
+    for key in ("rope_parameters", "rope_scaling"):
+        length_dependent = _rope_types(settings.get(key) or {}) & _LENGTH_DEPENDENT_ROPE
+        if length_dependent:
+            raise StartupError(
+                f"--model-path {directory}: config.json: {key}: rope type {min(length_dependent)!r} depends on the "
+                "longest sequence of a batch and is not served by the embedded engine"
+            )
     if not any(directory.glob("*.safetensors")):
         raise StartupError(f"--model-path {directory}: it has no safetensors weights")
     return settings
 
 
-def _rope_types(settings: dict[str, Any]) -> set[str]:
+def _rope_types(rope: dict[str, Any]) -> set[str]:
     """RoPE types; Gemma-3 has one for each kind of layer."""
-    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     found = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     return {str(each.get("rope_type", each.get("type"))) for each in found}
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise StartupError(f"--model-path: cannot read {path}: {first_line(error)}") from error
-    if not isinstance(content, dict):
-        raise StartupError(f"--model-path: {path} does not hold a JSON object")
-    return content
 
 
 def checkpoint_dtype(settings: dict[str, Any]) -> torch.dtype:
     """The data type of a checkpoint with this ``config.json``."""
     name = settings.get("dtype") or settings.get("torch_dtype") or "float32"
-    dtype = getattr(torch, str(name), None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    dtype: torch.dtype = getattr(torch, name)  # one of `config_json.DTYPES`
+    return dtype
 
 
 def eos_token_ids(directory: Path, settings: dict[str, Any]) -> tuple[int, ...]:
     """Ids that end an answer. Raises `StartupError` for a file that cannot be read."""
-    generation = _read_json(directory / "generation_config.json") or {}
-    found = generation.get("eos_token_id", settings.get("eos_token_id"))
+    found = _told(directory, read_generation_config, directory).get("eos_token_id", settings.get("eos_token_id"))
     if found is None:
         return ()
     return tuple(found) if isinstance(found, list) else (int(found),)
@@ -98,8 +92,16 @@ def undecodable_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
     try:
         known = set(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values())
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise StartupError(f"--model-path: cannot read {path}: {first_line(error)}") from error
+        raise StartupError(f"--model-path {directory}: tokenizer.json: {first_line(error)}") from error
     return tuple(token for token in range(vocab_size) if token not in known)
+
+
+def _told(directory: Path, read: Callable[[Given], Result], given: Given) -> Result:
+    """``read(given)``; what is wrong with a file is told with the checkpoint's directory."""
+    try:
+        return read(given)
+    except ModelFileError as error:
+        raise StartupError(f"--model-path {directory}: {error}") from None
 
 
 def first_line(error: BaseException) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ from worker.engines.embedded.model.linear import linears
 from worker.engines.embedded.model.numerics import choose
 from worker.engines.embedded.plan import Plan
 from worker.errors import StartupError
+from worker.models.geometry import Geometry
 
 if TYPE_CHECKING:
     from worker.engines.embedded.model.llama import LlamaNetwork
@@ -37,12 +40,7 @@ class ModelFacts:
 
     Attributes:
         dtype: Of activations.
-        vocab_size: Width of a row of logits.
-        context_length: Its longest text, tokens.
-        num_layers: Each has a KV cache.
-        heads: Query heads of a layer.
-        kv_heads: Key and value heads of a layer.
-        head_dim: Width of a head.
+        geometry: Its sizes, which fit each other.
         softcap: Scores of attention go through ``softcap * tanh(score / softcap)``; None for none.
         eos_token_ids: Ids that end an answer.
         undecodable_ids: Ids that the tokenizer does not have.
@@ -50,16 +48,41 @@ class ModelFacts:
     """
 
     dtype: torch.dtype
-    vocab_size: int
-    context_length: int
-    num_layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    geometry: Geometry
     softcap: float | None
     eos_token_ids: tuple[int, ...]
     undecodable_ids: tuple[int, ...]
     weights: str | None
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of a row of logits."""
+        return self.geometry.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of its longest text."""
+        return self.geometry.max_position_embeddings
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, each of which has a KV cache."""
+        return self.geometry.num_hidden_layers
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a layer."""
+        return self.geometry.num_attention_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads of a layer."""
+        return self.geometry.num_key_value_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.geometry.head_dim
 
 
 class HfModel:
@@ -170,6 +193,22 @@ class HfModel:
         tile = self._tile
         is_nearly_full = tile and count > tile and -count % tile < tile // 4
         return -count % (tile if is_nearly_full else self._row_step)
+
+    @contextmanager
+    def spare_store(self) -> Iterator[None]:
+        """Computes in a KV store of one page beside its own, whose memory is not touched: the
+        system would clear huge pages of every layer, which takes a tenth of a start.
+        """
+        own = self._store
+        shape = (1, self._facts.kv_heads, self._page_size, self._row_width)
+        keys, values = (
+            [torch.zeros(shape, dtype=self._row_dtype, device=self.device) for _ in own.keys] for _ in range(2)
+        )
+        self._store = KvStore(keys, values, self._int8_rows)
+        try:
+            yield
+        finally:
+            self._store = own
 
     @property
     def kv_store(self) -> KvStore:

@@ -14,6 +14,7 @@ from worker.engines.embedded.attention import AttentionLayer, RopeTables
 from worker.engines.embedded.model.gemm import PackedWeight
 from worker.engines.embedded.model.linear import Projection, has_tied_embeddings
 from worker.engines.embedded.model.quantisation import PackedQuantised, QuantisedWeight
+from worker.models.geometry import Geometry
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -120,40 +121,47 @@ class LlamaWeights:
         network.lm_head = None
         return cls(network.dtype, rope, Norm.of(model.norm), head, embedding, is_tied, _layers(model, network.config))
 
-    def check(self, vocab_size: int, rounds_rows: bool) -> None:
-        """Raises `ValueError` unless all weights are packed and fit each other, so that no kernel
-        reads outside of them.
+    def check(self, geometry: Geometry, rounds_rows: bool) -> None:
+        """Raises `ValueError` unless all weights are packed and those of a model of this geometry,
+        so that no kernel reads outside of them.
 
         Args:
-            vocab_size: Width of a row of logits.
+            geometry: Of the model.
             rounds_rows: Of all that are quantised; see `QuantisedPanels`.
         """
-        (hidden,), layers = self.norm.weight.shape, list(self.layers)
-        if not layers or self.rope.frequencies.dim() != 1 or (self.embedding is None and not self.is_tied):
+        hidden, vocab_size, width = geometry.hidden_size, geometry.vocab_size, geometry.head_dim
+        layers = list(self.layers)
+        if len(layers) != geometry.num_hidden_layers or (self.embedding is None and not self.is_tied):
             raise ValueError("a part of it is missing")
-        first = layers[0].attention
-        queries, all_heads = first.heads * self.rope.head_dim, (first.heads + 2 * first.kv_heads) * self.rope.head_dim
-        self._check_all(rounds_rows, self.norm, (self.head, vocab_size, hidden))
         rows = self.head.weight if self.embedding is None else self.embedding
-        fits = tuple(rows.shape) == (vocab_size, hidden)
+        fits = self.rope.frequencies.dim() == 1 and self.rope.head_dim == width and self.norm.weight.shape == (hidden,)
+        fits = fits and tuple(rows.shape) == (vocab_size, hidden)
         if isinstance(rows, PackedQuantised):
             fits = fits and len(rows.parts) == 1
         else:
             fits = fits and isinstance(rows, (torch.Tensor, PackedWeight)) and rows.dtype == self.dtype
+        self._check_all(rounds_rows, self.norm, (self.head, vocab_size, hidden))
         for index, layer in enumerate(layers):
-            each = layer.attention
-            inner = layer.down.weight.shape[1]
-            self._check_all(
-                *(rounds_rows, layer.input_norm),
-                *((layer.qkv, all_heads, hidden), (layer.output, hidden, queries)),
-                *((layer.gate, inner, hidden), (layer.up, inner, hidden), (layer.down, hidden, inner)),
-            )
-            fits = fits and (each.index, each.heads, each.kv_heads) == (index, first.heads, first.kv_heads)
-            fits = fits and each.window >= 0
-            fits = fits and layer.mlp_norm.weight.shape == layer.input_norm.weight.shape == (hidden,)
-            norms = each.head_norms[:2] if each.head_norms else ()
-            fits = fits and all(norm.shape == (self.rope.head_dim,) and norm.dtype == self.dtype for norm in norms)
-        if not fits or first.heads % first.kv_heads:
+            self._check_layer(index, layer, geometry, rounds_rows)
+        if not fits:
+            raise ValueError("its weights do not fit each other")
+
+    def _check_layer(self, index: int, layer: LayerWeights, geometry: Geometry, rounds_rows: bool) -> None:
+        hidden, inner, width = geometry.hidden_size, geometry.intermediate_size, geometry.head_dim
+        heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
+        attention, queries = layer.attention, heads * width
+        self._check_all(
+            *(rounds_rows, layer.input_norm),
+            *((layer.qkv, queries + 2 * kv_heads * width, hidden), (layer.output, hidden, queries)),
+            *((layer.gate, inner, hidden), (layer.up, inner, hidden), (layer.down, hidden, inner)),
+        )
+        norms = attention.head_norms[:2] if attention.head_norms else ()
+        if (
+            (attention.index, attention.heads, attention.kv_heads) != (index, heads, kv_heads)
+            or attention.window < 0
+            or not (layer.mlp_norm.weight.shape == layer.input_norm.weight.shape == (hidden,))
+            or not all(norm.shape == (width,) and norm.dtype == self.dtype for norm in norms)
+        ):
             raise ValueError("its weights do not fit each other")
 
     def _check_all(self, rounds_rows: bool, norm: Norm, *expected: tuple[Projection, int, int]) -> None:

@@ -26,6 +26,7 @@ from worker.engines.embedded.model.packed_copy import PackedCopy, provenance_of
 from worker.engines.embedded.model.quantisation import FORMATS, PackedQuantised
 from worker.engines.embedded.native.quantised import QuantisedPanels
 from worker.errors import StartupError
+from worker.models.geometry import Geometry
 from worker.models.quantised import format_of
 
 if TYPE_CHECKING:
@@ -43,20 +44,13 @@ class PackedModel:
 
     def check(self, dtype: torch.dtype, rounds_rows: bool) -> None:
         """Raises `ValueError` unless everything in it fits together, and these settings."""
-        facts, weights = self.facts, self.weights
-        weights.check(facts.vocab_size, rounds_rows)
-        layers = tuple(weights.layers)
-        attention = layers[0].attention
-        found = (weights.dtype, len(layers), attention.heads, attention.kv_heads, weights.rope.head_dim)
-        if (
-            found != (facts.dtype, facts.num_layers, facts.heads, facts.kv_heads, facts.head_dim)
-            or dtype != facts.dtype
-        ):
+        self.weights.check(self.facts.geometry, rounds_rows)
+        if not self.weights.dtype == self.facts.dtype == dtype:
             raise ValueError("it holds another model")
 
 
 _KINDS = (
-    *(PackedModel, ModelFacts, LlamaWeights, LayerWeights, AttentionLayer, Norm, Rope, Projection),
+    *(PackedModel, ModelFacts, Geometry, LlamaWeights, LayerWeights, AttentionLayer, Norm, Rope, Projection),
     *(PackedWeight, PackedQuantised, QuantisedPanels),
 )
 """Classes of what a packed copy holds."""
@@ -99,8 +93,11 @@ def _load_model(config: EmbeddedConfig) -> HfModel:
         network, facts = LlamaNetwork(found.weights, kernels, found.facts.context_length), found.facts
     else:
         network, facts = _from_checkpoint(directory, settings, device, dtype, kernels, keeps)
+        packed = network.packed() if isinstance(network, LlamaNetwork) else None
+        if packed is not None:
+            packed.check(facts.geometry, kernels.rounds_rows)
         if copy is not None:
-            _keep(copy, network, facts)
+            _keep(copy, packed, facts)
     return HfModel(network, facts, device, config.numerics, kernels, config.kv_cache_dtype, found is not None)
 
 
@@ -113,16 +110,18 @@ def _from_checkpoint(
     keeps: bool,
 ) -> tuple[LlamaNetwork | TransformersNetwork, ModelFacts]:
     from worker.engines.embedded.model import transformers_checkpoint as checkpoint  # imports transformers
+    from worker.engines.embedded.model.checkpoint_gate import read_checked
 
     weights = kernels.quantisation
-    if format_of(settings) is None:
-        network = checkpoint.load_network(directory, dtype)
+    quantised = None if format_of(settings) is None else checkpoint.QuantisedCheckpoint(directory, settings)
+    config, geometry = read_checked(directory, settings, dtype)
+    if quantised is None:
+        network = checkpoint.load_network(directory, config, dtype)
     else:
-        quantised = checkpoint.QuantisedCheckpoint(directory, settings)
-        network = quantised.network(dtype, keeps)
+        network = quantised.network(config, dtype, keeps)
         weights = quantised.format if keeps else None
     network = network.to(device).eval()
-    facts = checkpoint.facts_of(network, directory, settings, weights)
+    facts = checkpoint.facts_of(network, geometry, directory, settings, weights)
     return checkpoint.packed(network, kernels, facts.context_length), facts
 
 
@@ -162,8 +161,7 @@ def _read(copy: PackedCopy, dtype: torch.dtype, kernels: KernelBackend) -> Packe
     return found
 
 
-def _keep(copy: PackedCopy, network: LlamaNetwork | TransformersNetwork, facts: ModelFacts) -> None:
-    weights = network.packed() if isinstance(network, LlamaNetwork) else None
+def _keep(copy: PackedCopy, weights: LlamaWeights | None, facts: ModelFacts) -> None:
     if weights is None:
         logger.debug("no packed copy is kept: other kernels compute a part of the model")
         return

@@ -30,7 +30,7 @@ from worker.models.safetensors_file import Stored, write_safetensors
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same checkpoint would be packed, or written, differently."""
 
 _SOURCES = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors", "*.safetensors.index.json")

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded.model import llama_weights
-from worker.engines.embedded.model.checkpoint_files import eos_token_ids, first_line, undecodable_ids
+from worker.engines.embedded.model.checkpoint_files import eos_token_ids, undecodable_ids
+from worker.engines.embedded.model.checkpoint_gate import UNREADABLE, one_line
 from worker.engines.embedded.model.hf_model import ModelFacts
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.llama import LlamaNetwork
@@ -26,22 +25,19 @@ from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.errors import StartupError
+from worker.models.geometry import Geometry
 from worker.models.quantised import CODES, MODEL_TYPES, OFFSETS, SCALES, format_of
-
-UNREADABLE = (
-    *(OSError, ValueError, LookupError, ArithmeticError, AttributeError, TypeError, RuntimeError),
-    *(SafetensorError, StrictDataclassError),
-)
-"""What transformers and its libraries raise for a checkpoint that is damaged, or whose config.json
-makes no model.
-"""
+from worker.models.weight_files import WeightFiles
 
 
-def facts_of(network: Any, directory: Path, settings: dict[str, Any], weights: str | None) -> ModelFacts:
+def facts_of(
+    network: Any, geometry: Geometry, directory: Path, settings: dict[str, Any], weights: str | None
+) -> ModelFacts:
     """Facts of transformers' causal language model, and of the tokenizer beside it.
 
     Args:
         network: Before its layers are taken.
+        geometry: Of the model.
         directory: Of the checkpoint.
         settings: Its ``config.json``.
         weights: What weights are held in, for people; None for its data type.
@@ -49,16 +45,10 @@ def facts_of(network: Any, directory: Path, settings: dict[str, Any], weights: s
     Raises:
         StartupError: a file of the checkpoint cannot be read.
     """
-    config = network.config
-    vocab_size = int(config.vocab_size)
+    config, vocab_size = network.config, geometry.vocab_size
     return ModelFacts(
         dtype=network.dtype,
-        vocab_size=vocab_size,
-        context_length=int(config.max_position_embeddings),
-        num_layers=int(config.num_hidden_layers),
-        heads=int(config.num_attention_heads),
-        kv_heads=int(config.num_key_value_heads),
-        head_dim=int(network.model.layers[0].self_attn.head_dim),
+        geometry=geometry,
         softcap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
         eos_token_ids=tuple(token for token in eos_token_ids(directory, settings) if token < vocab_size),
         undecodable_ids=undecodable_ids(directory, vocab_size),
@@ -75,8 +65,13 @@ def packed(network: Any, kernels: KernelBackend, num_positions: int = 0) -> Llam
     return TransformersNetwork(network, kernels)
 
 
-def load_network(directory: Path, dtype: torch.dtype) -> Any:
+def load_network(directory: Path, config: Any, dtype: torch.dtype) -> Any:
     """transformers' causal language model of a checkpoint that is not quantised, on the CPU.
+
+    Args:
+        directory: Of the checkpoint.
+        config: Of `checkpoint_gate.read_checked`.
+        dtype: Of its weights.
 
     Raises:
         StartupError: it cannot be read or is incomplete.
@@ -85,6 +80,7 @@ def load_network(directory: Path, dtype: torch.dtype) -> Any:
     try:
         network, report = loader.from_pretrained(
             directory,
+            config=config,
             dtype=dtype,
             local_files_only=True,
             trust_remote_code=False,
@@ -92,7 +88,7 @@ def load_network(directory: Path, dtype: torch.dtype) -> Any:
             output_loading_info=True,
         )
     except UNREADABLE as error:
-        raise StartupError(f"--model-path {directory}: cannot load it: {first_line(error)}") from error
+        raise StartupError(f"--model-path {directory}: cannot load it: {one_line(error)}") from error
     for problem in ("missing_keys", "mismatched_keys"):
         if report.get(problem):
             names = sorted(str(name) for name in report[problem])
@@ -117,16 +113,17 @@ class QuantisedCheckpoint:
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
         if settings.get("model_type") not in MODEL_TYPES:
             raise StartupError(
-                f"--model-path {directory}: quantised checkpoints of model type {settings.get('model_type')!r} are not "
-                f"served, only of {', '.join(MODEL_TYPES)}"
+                f"--model-path {directory}: config.json: quantization_config: quantised checkpoints of model type "
+                f"{settings.get('model_type')!r} are not served, only of {', '.join(MODEL_TYPES)}"
             )
         self.format = str(format_of(settings))
         self._directory = directory
 
-    def network(self, dtype: torch.dtype, keeps_quantised: bool) -> Any:
+    def network(self, config: Any, dtype: torch.dtype, keeps_quantised: bool) -> Any:
         """transformers' causal language model, on the CPU.
 
         Args:
+            config: Of `checkpoint_gate.read_checked`.
             dtype: Of whatever is not quantised.
             keeps_quantised: Whether quantised weights are a `QuantisedWeight` each, not
                 dequantised.
@@ -135,16 +132,18 @@ class QuantisedCheckpoint:
             StartupError: it cannot be read or is incomplete.
         """
         maker: Any = AutoModelForCausalLM
+        if not llama_weights.serves(config):
+            raise StartupError(
+                f"--model-path {self._directory}: config.json: quantization_config: a variant of its architecture "
+                "(hidden_act, partial_rotary_factor) that is not served from a quantised checkpoint"
+            )
         try:
-            config = AutoConfig.from_pretrained(self._directory, local_files_only=True)
-            if not llama_weights.serves(config):
-                raise ValueError("a variant of its architecture that is not served from a quantised checkpoint")
             with torch.device("meta"):
                 network = maker.from_config(config, dtype=dtype)
             network.model.rotary_emb = type(network.model.rotary_emb)(config)
-            self._fill(network, _weights(self._directory), dtype, keeps_quantised)
+            self._fill(network, _weights(WeightFiles(self._directory, is_quantised=True)), dtype, keeps_quantised)
         except UNREADABLE as error:
-            raise StartupError(f"--model-path {self._directory}: cannot load it: {first_line(error)}") from error
+            raise StartupError(f"--model-path {self._directory}: cannot load it: {one_line(error)}") from error
         if config.tie_word_embeddings:
             _set_weight(network, "lm_head.weight", network.model.embed_tokens.weight)
         missing = [name for name, value in network.named_parameters() if value.is_meta]
@@ -180,9 +179,9 @@ def _set_weight(network: Any, name: str, weight: torch.Tensor | QuantisedWeight)
         setattr(module, leaf, weight)
 
 
-def _weights(directory: Path) -> Iterable[tuple[str, torch.Tensor | QuantisedWeight]]:
-    for path in sorted(directory.glob("*.safetensors")):
-        tensors = load_file(path)
+def _weights(files: WeightFiles) -> Iterable[tuple[str, torch.Tensor | QuantisedWeight]]:
+    for file in files.files:
+        tensors = load_file(files.directory / file)
         for name, tensor in tensors.items():
             if name.endswith(CODES):
                 weight = name.removesuffix(CODES)
@@ -209,6 +208,4 @@ def _checked(name: str, weight: QuantisedWeight) -> QuantisedWeight:
         or (weight.bits == 4 and inner // groups % 8)
     ):
         raise ValueError(f"weight {name} is in no format that is known")
-    if not all(each.isfinite().all() for each in numbers):
-        raise ValueError(f"weight {name} has a scale that is infinite or not a number")
     return weight

@@ -293,6 +293,8 @@ def supports_weight(weight: torch.Tensor) -> bool:
 
 def supports_heads(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether `attend` computes attention of `heads` query heads over `kv_heads` key heads."""
+    if kv_heads < 1 or heads % kv_heads:
+        return False
     return dtype in _KINDS and head_dim % 2 == 0 and head_dim <= _WIDEST and heads // kv_heads <= _QUERIES
 
 

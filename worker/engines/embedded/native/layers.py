@@ -159,11 +159,16 @@ class DecoderLayers:
         heads: Query heads, H.
         kv_heads: Key and value heads, Hkv.
 
+    Raises:
+        ValueError: heads do not share key heads evenly.
+
     Attributes:
         group: Query heads per key head.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], heads: int, kv_heads: int) -> None:
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"{heads} heads do not share {kv_heads} key heads evenly")
         self.group = heads // kv_heads
         self._layers = layers
         self._heads, self._kv_heads = heads, kv_heads

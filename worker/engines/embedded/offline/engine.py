@@ -19,7 +19,7 @@ from worker.engines.embedded.offline.results import Result
 from worker.engines.embedded.offline.session import Session
 from worker.engines.embedded.plan import Model
 from worker.engines.embedded.serving import load
-from worker.errors import InvalidRequest
+from worker.errors import InvalidRequest, StartupError
 from worker.models import convert_gguf, find_gguf, model_cache
 from worker.sampling import SamplingParams
 
@@ -185,7 +185,10 @@ def _checkpoint(path: Path, quantization: str) -> Path:
 def _vocabulary(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
     if not (path / "tokenizer_config.json").is_file() and not (path / "tokenizer.json").is_file():
         return Vocabulary(size, None, eos_token_ids)
-    return Vocabulary.from_pretrained(str(path), size, eos_token_ids)
+    try:
+        return Vocabulary.from_pretrained(str(path), size, eos_token_ids)
+    except ValueError as error:
+        raise StartupError(f"--model-path {path}: {error}") from error
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -13,7 +13,7 @@ from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.host import limit_threads
 from worker.engines.embedded.kv_cache import choose_kv_blocks
-from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.model import HfModel, check_first_pass, load_model
 from worker.engines.embedded.plan import Model, Output, Request
 from worker.engines.embedded.serving.step_thread import MIN_AHEAD, RUN_AHEAD, Abort, Listen, StepThread, Stop, Submit
 from worker.engines.embedded.serving.stream import Stream
@@ -52,6 +52,8 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         )
     num_kv_blocks = choose_kv_blocks(config, model, context_length)
     stepper = make_stepper(config, model, num_kv_blocks)  # with the KV store numerics are chosen
+    if isinstance(model, HfModel):
+        check_first_pass(model, config.model_path)
     info = EngineInfo(
         name="embedded",
         version=torch.__version__,

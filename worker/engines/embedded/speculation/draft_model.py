@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache import KvCache, choose_page_size
-from worker.engines.embedded.model import load_model
+from worker.engines.embedded.model import check_first_pass, load_model
 from worker.engines.embedded.plan import Chunk, Model, Plan, Request
 from worker.engines.embedded.speculation.config import FLAG
 from worker.engines.embedded.speculation.proposer import NO_DRAFT, Draft
@@ -120,7 +120,9 @@ def load_draft_model(path: str, config: EmbeddedConfig, target: Model) -> DraftM
         )
     if _differ(Path(path) / "tokenizer.json", Path(config.model_path) / "tokenizer.json"):
         raise StartupError(f"{FLAG}: model {path} has another tokenizer than the model that it drafts for")
-    return DraftModel(model, config.max_num_seqs, config.context_length or target.context_length, config.kv_block_size)
+    draft = DraftModel(model, config.max_num_seqs, config.context_length or target.context_length, config.kv_block_size)
+    check_first_pass(model, path)
+    return draft
 
 
 def _differ(draft: Path, target: Path) -> bool:

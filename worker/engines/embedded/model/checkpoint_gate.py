@@ -1,0 +1,101 @@
+"""The gate that a checkpoint passes before transformers allocates anything for it.
+
+A packed copy is made of what has passed, and its own tensors are compared with the same `Geometry`.
+Importing transformers takes long, so this module is imported where there is no packed copy alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig
+
+from worker.errors import StartupError
+from worker.models.config_json import CONFIG, geometry_of
+from worker.models.geometry import Geometry
+from worker.models.problems import ModelFileError
+from worker.models.quantised import CODES, OFFSETS, SCALES, format_of
+from worker.models.weight_files import WeightFiles
+
+UNREADABLE = (
+    *(OSError, ValueError, LookupError, ArithmeticError, AttributeError, TypeError, RuntimeError, AssertionError),
+    *(SafetensorError, StrictDataclassError),
+)
+"""What transformers and its libraries raise for a checkpoint that is damaged, or whose config.json
+makes no model.
+"""
+
+_LARGEST_CODE = 128.0
+"""Of quantised weights, as a factor of the scale."""
+
+_FIELDS = tuple(Geometry.__dataclass_fields__)
+
+
+def read_checked(directory: Path, settings: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Geometry]:
+    """transformers' configuration of a checkpoint whose files fit it, and its geometry.
+
+    Args:
+        directory: Of the checkpoint.
+        settings: Its ``config.json``, of which `check_config` was asked.
+        dtype: What the weights will be held in.
+
+    Raises:
+        StartupError: sizes do not fit each other or the weights, or a weight is not a finite
+            number of `dtype`; the message names file and key or tensor.
+    """
+    try:
+        config = _configuration(directory)
+        geometry = geometry_of({name: getattr(config, name, None) for name in _FIELDS}, settings)
+        files = WeightFiles(directory, format_of(settings) is not None)
+        files.check(geometry)
+        check_finite(files, geometry, dtype)
+    except ModelFileError as error:
+        raise StartupError(f"--model-path {directory}: {error}") from None
+    return config, geometry
+
+
+def _configuration(directory: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except UNREADABLE as error:
+        raise ModelFileError(f"{CONFIG}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """An error's whole message in one line, or its class."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def check_finite(files: WeightFiles, geometry: Geometry, dtype: torch.dtype) -> None:
+    """Raises `ModelFileError` naming a weight that holds infinity, NaN, or what `dtype` cannot
+    hold; reads all of them once.
+    """
+    placed: dict[str, list[str]] = {file: [] for file in files.files}
+    for name in files.names(geometry):
+        placed[files.tensors[name].file].append(name)
+    for file, names in placed.items():
+        try:
+            with safe_open(files.directory / file, framework="pt") as opened:
+                for name in names:
+                    _check_tensor(file, name, opened.get_tensor(name), dtype)
+        except (SafetensorError, OSError) as error:
+            raise ModelFileError(f"{file}: {one_line(error)}") from error
+
+
+def _check_tensor(file: str, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if name.endswith(CODES) or not tensor.numel():
+        return
+    least, most = (float(each) for each in torch.aminmax(tensor))  # NaN if there is one
+    highest = max(-least, most)
+    if not highest < float("inf"):
+        raise ModelFileError(f"{file}: tensor {name} holds a number that is infinite or not a number")
+    if name.endswith((SCALES, OFFSETS)):
+        highest *= 2 * _LARGEST_CODE
+    if highest > torch.finfo(dtype).max:
+        wanted = str(dtype).removeprefix("torch.")
+        raise ModelFileError(f"{file}: tensor {name} holds {highest:g}, which {wanted} cannot; choose another --dtype")
