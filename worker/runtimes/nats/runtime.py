@@ -16,6 +16,7 @@ from worker.runtimes.nats.batch.consumer import BatchConsumer
 from worker.runtimes.nats.connection import ConnectionOptions, connect, disconnect
 from worker.runtimes.nats.messages import MessageServer
 from worker.runtimes.nats.probes import ProbeServer
+from worker.runtimes.nats.replies import OWN_INBOX
 from worker.runtimes.nats.service import NatsService
 from worker.serving import RequestServer
 
@@ -32,6 +33,7 @@ def connection_options(arguments: Arguments) -> ConnectionOptions:
         tls_ca=arguments.nats_tls_ca,
         tls_cert=arguments.nats_tls_cert,
         tls_key=arguments.nats_tls_key,
+        inbox_prefix=OWN_INBOX,
     )
 
 
@@ -55,6 +57,7 @@ class NatsWorker:
         self._service: NatsService | None = None
         self._batches: BatchConsumer | None = None
         self._leave = asyncio.Event()
+        self._client: Client | None = None
         self._probes: ProbeServer | None = None
 
     def shut_down(self) -> None:
@@ -68,7 +71,7 @@ class NatsWorker:
         Raises:
             StartupError: the server does not let us in, or the model cannot be loaded.
         """
-        client = await connect(
+        client = self._client = await connect(
             connection_options(self.arguments),
             f"worker {self.arguments.served_model_name}",
             closed=self._connection_closed,

@@ -17,6 +17,9 @@ STALL_S = 30.0
 ABSENT_S = 2.0
 """Seconds that a client may be absent, to connect again."""
 
+MAX_DIGITS = 18
+"""Of a sequence number."""
+
 Headers = Mapping[str, str]
 
 
@@ -38,7 +41,7 @@ class AnswerStream:
         connection: Sends.
         subject: The client's.
         acknowledge: Subject of acknowledgements; the server answers to it too, when nobody listens
-            to `subject` any more.
+            to `subject` any more. Empty for an answer without any.
         window: Messages ahead of the acknowledgements, 0 for any number.
         gone: Called once when the client has gone.
         clock: Monotonic, seconds.
@@ -146,7 +149,7 @@ class AnswerStream:
             self._give_up()
             return
         text = headers.get(SEQUENCE, "")
-        if not text.isdecimal() or int(text) > self._sequence:
+        if not text.isdecimal() or len(text) > MAX_DIGITS or int(text) > self._sequence:
             return
         self._absent_since_s = None
         while self._kept and self._kept[0][0] < int(text):
