@@ -28,9 +28,6 @@ _PART = r"[!-)+,\-/-=?-~]+"
 _SUBJECT = re.compile(rf"{_PART}(\.{_PART})*")
 """Parts of printable ASCII without wildcards, none of them empty."""
 
-_OVER_GATEWAY = re.compile(r"_GR_\.[^.]+\.[^.]+\.")
-"""What a server puts before the reply subject of a request that came from another cluster."""
-
 
 class ReplyGuard:
     """A connection whose subscribers get only messages that may be answered.
@@ -52,10 +49,8 @@ class ReplyGuard:
 
     def allows(self, reply: str) -> bool:
         """Whether something may be published to `reply`."""
-        inbox = _OVER_GATEWAY.sub("", reply, count=1) if reply.startswith("_GR_.") else reply
-        if not _SUBJECT.fullmatch(inbox) or inbox.startswith(f"{OWN_INBOX}."):
-            return False
-        return any(inbox.startswith(prefix) for prefix in self._prefixes)
+        is_subject = _SUBJECT.fullmatch(reply) is not None
+        return is_subject and reply.startswith(self._prefixes) and not reply.startswith(f"{OWN_INBOX}.")
 
     async def subscribe(
         self, subject: str, queue: str = "", cb: Callable[[Msg], Awaitable[None]] | None = None

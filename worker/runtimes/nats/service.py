@@ -146,7 +146,7 @@ class NatsService:
         try:
             message = protocol.decoded(data)
         except protocol.Malformed as error:
-            raise InvalidRequest("request", str(error)) from None
+            raise InvalidRequest(error.field, str(error)) from None
         request = self._running[request_id] = await self._messages.parsed(message)
         if stream.is_gone or request_id in self._cancelled:
             await stream.send({"token_ids": [], "index": 0, "finish_reason": "cancelled"})
