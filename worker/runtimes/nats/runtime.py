@@ -120,7 +120,9 @@ class NatsWorker:
         def ready() -> str | None:
             if self._leave.is_set():
                 return "draining"
-            return live() or (None if client.is_connected else "the NATS server is away")
+            if not client.is_connected:
+                return live() or "the NATS server is away"
+            return live() or (None if self._batches is None else self._batches.problem)
 
         host, port = self.arguments.metrics_host, self.arguments.metrics_port
         if port:

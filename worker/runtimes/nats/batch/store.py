@@ -11,8 +11,14 @@ from typing import Any
 
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.api import RetentionPolicy, StreamConfig
-from nats.js.errors import BucketNotFoundError, KeyNotFoundError, NotFoundError, ObjectNotFoundError
+from nats.js.api import ObjectMeta, ObjectMetaOptions
+from nats.js.errors import (
+    BucketNotFoundError,
+    DigestMismatchError,
+    KeyNotFoundError,
+    NotFoundError,
+    ObjectNotFoundError,
+)
 from nats.js.kv import KeyValue
 from nats.js.object_store import ObjectStore
 
@@ -20,9 +26,15 @@ from worker.errors import ConfigurationError
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch import layout
 from worker.runtimes.nats.batch.layout import BatchRecord, QueuedRequest
-from worker.runtimes.nats.protocol import Subjects
+from worker.runtimes.nats.batch.queues import ensure_queue
 
 PUBLISHED_AT_ONCE = 64
+
+CHUNK_BYTES = 128 * 2**10
+"""Of an object, at most; less where the server's messages are small."""
+
+OBJECT_S = 60.0
+"""Seconds for an object to arrive."""
 
 READ_TIMEOUT_S = 10.0
 """For one answer of the server."""
@@ -77,8 +89,8 @@ def read_lines(lines: Iterable[str]) -> Iterator[tuple[str, str, Any]]:
 
 def _checked(number: int, line: Line, seen: set[str]) -> tuple[str, str, Any]:
     custom_id, url = line.get("custom_id"), line.get("url")
-    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= 512:
-        raise MalformedLine(f"line {number}: custom_id must be a text of 1 to 512 characters")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= layout.MAX_CUSTOM_ID:
+        raise MalformedLine(f"line {number}: custom_id must be a text of 1 to {layout.MAX_CUSTOM_ID} characters")
     if custom_id in seen:
         raise MalformedLine(f"line {number}: custom_id {custom_id[:60]!r} occurs twice")
     seen.add(custom_id)
@@ -90,18 +102,6 @@ def _checked(number: int, line: Line, seen: set[str]) -> tuple[str, str, Any]:
     if unknown:
         raise MalformedLine(f"line {number}: unknown field {unknown[0][:60]!r}")
     return custom_id, str(url), line.get("body")
-
-
-async def ensure_queue(js: JetStreamContext, subjects: Subjects, priority: str) -> None:
-    """The work queue of a priority exists."""
-    await js.add_stream(
-        StreamConfig(
-            name=layout.stream_name(subjects, priority),
-            subjects=[layout.queue_subject(subjects, priority)],
-            retention=RetentionPolicy.WORK_QUEUE,
-            duplicate_window=layout.DUPLICATE_WINDOW_S,
-        )
-    )
 
 
 async def ensure_bucket(js: JetStreamContext, bucket: str) -> KeyValue:
@@ -127,14 +127,26 @@ async def put_object(js: JetStreamContext, data: bytes) -> str:
     try:
         await store.get_info(name)
     except ObjectNotFoundError:
-        await store.put(name, data)
+        size = max(1, min(CHUNK_BYTES, layout.large_bytes(js._nc.max_payload)))
+        await store.put(name, data, ObjectMeta(options=ObjectMetaOptions(max_chunk_size=size)))
     return name
 
 
 async def get_object(js: JetStreamContext, name: str) -> bytes:
-    """What `put_object` stored. Raises `NotFoundError`."""
-    found = await (await js.object_store(layout.BODIES)).get(name)
-    return found.data or b""
+    """What `put_object` stored.
+
+    Raises:
+        NotFoundError: there is no such object.
+        DigestMismatchError: it is not what was stored.
+        BadObjectMetaError: the same.
+        TimeoutError: a part of it is not there.
+    """
+    store = await js.object_store(layout.BODIES)
+    async with asyncio.timeout(OBJECT_S):  # it would wait for ever for what was removed
+        data = (await store.get(name)).data or b""
+    if layout.digest(bytes(data)) != name:
+        raise DigestMismatchError
+    return bytes(data)
 
 
 class BatchStore:
