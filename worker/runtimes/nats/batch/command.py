@@ -30,6 +30,7 @@ _CONNECTION = {
     "tls_ca": ("WORKER_NATS_TLS_CA", "file of the certificates that sign the server's"),
     "tls_cert": ("WORKER_NATS_TLS_CERT", "file of the own certificate"),
     "tls_key": ("WORKER_NATS_TLS_KEY", "file of its key"),
+    "inbox_prefix": ("DLW_NATS_INBOX_PREFIX", "what this user's inboxes begin with (default: _INBOX)"),
 }
 
 
@@ -160,12 +161,16 @@ def _as_json(status: BatchStatus) -> dict[str, Any]:
 
 
 async def _results(store: BatchStore, options: Any) -> int:
-    lines = [json.dumps(line, ensure_ascii=False) + "\n" async for line in store.results(options.batch)]
-    text = "".join(lines)
-    if options.output is None:
-        sys.stdout.write(text)
-    else:
-        await asyncio.to_thread(options.output.write_text, text, encoding="utf-8")
+    lines: list[str] = []
+    try:
+        async for line in store.results(options.batch):
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    finally:  # the whole ones are shown, whatever became of others
+        text = "".join(lines)
+        if options.output is None:
+            sys.stdout.write(text)
+        else:
+            await asyncio.to_thread(options.output.write_text, text, encoding="utf-8")
     status = await store.status(options.batch)
     return 0 if status.state == "completed" else 1
 

@@ -40,7 +40,7 @@ from worker.errors import InvalidRequest
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch import layout
 from worker.runtimes.nats.batch.layout import QueuedRequest
-from worker.runtimes.nats.batch.store import ensure_bucket, get_object, put_object
+from worker.runtimes.nats.batch.objects import ensure_bucket, get_object, put_object
 
 logger = logging.getLogger(__name__)
 
