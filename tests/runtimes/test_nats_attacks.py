@@ -18,10 +18,10 @@ from nats_workers import running
 from raw_nats import RawNats
 from servers import NatsServer
 
+from worker.migration.nats_store import INBOX
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.client import WorkerClient
 from worker.runtimes.nats.connection import ConnectionOptions, connect
-from worker.runtimes.nats.replies import OWN_INBOX
 from worker.runtimes.nats.runtime import NatsWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -99,7 +99,7 @@ async def test_a_request_cannot_make_the_worker_publish_elsewhere(
             "dlw.other.1.cancel.victim",
             "elsewhere.a",
             "dlw.M.1.generate",
-            f"{OWN_INBOX}.a",
+            f"{INBOX}.a",
             "_INBOX.a.>",
             "_INBOX.*",
             "_INBOX",

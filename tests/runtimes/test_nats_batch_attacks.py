@@ -584,6 +584,7 @@ async def test_5000_lines(own_server: NatsServer, tiny_model: Path) -> None:
             await asyncio.sleep(2)
         results = [each async for each in store.results(record.id)]
         status = await store.status(record.id, count_failed=True)
+        letters = await reasons(client, stream("many"))
     assert [each["custom_id"] for each in results] == [json.loads(each)["custom_id"] for each in lines]
     assert status.num_failed == 500
-    assert len(await reasons(client, stream("many"))) == len(MALFORMED)
+    assert len(letters) == len(MALFORMED)

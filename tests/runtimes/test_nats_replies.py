@@ -10,7 +10,8 @@ from nats.aio.client import Client
 
 from worker.arguments import parse_arguments
 from worker.errors import ConfigurationError
-from worker.runtimes.nats.replies import OWN_INBOX, ReplyGuard
+from worker.migration.nats_store import INBOX
+from worker.runtimes.nats.replies import ReplyGuard
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,6 @@ def test_what_is_allowed_is_below_a_prefix(reply: str) -> None:
     guard = ReplyGuard(Client(), "_INBOX., _INBOX_app.")
     if guard.allows(reply):
         assert reply.startswith(("_INBOX.", "_INBOX_app."))
-        assert not reply.startswith(f"{OWN_INBOX}.")
+        assert not reply.startswith(f"{INBOX}.")
         assert all(reply.split("."))
         assert not set(reply) & set("*> \t\r\n")

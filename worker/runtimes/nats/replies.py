@@ -17,10 +17,9 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-logger = logging.getLogger(__name__)
+from worker.migration.nats_store import INBOX
 
-OWN_INBOX = "_INBOX.dlw-worker"
-"""What inboxes of workers begin with: nothing is answered there."""
+logger = logging.getLogger(__name__)
 
 LOGGED_EVERY_S = 10.0
 
@@ -50,7 +49,7 @@ class ReplyGuard:
     def allows(self, reply: str) -> bool:
         """Whether something may be published to `reply`."""
         is_subject = _SUBJECT.fullmatch(reply) is not None
-        return is_subject and reply.startswith(self._prefixes) and not reply.startswith(f"{OWN_INBOX}.")
+        return is_subject and reply.startswith(self._prefixes) and not reply.startswith(f"{INBOX}.")
 
     async def subscribe(
         self, subject: str, queue: str = "", cb: Callable[[Msg], Awaitable[None]] | None = None

@@ -12,11 +12,11 @@ from nats.errors import Error as NatsError
 from worker.arguments import Arguments
 from worker.build import Built
 from worker.errors import StartupError
+from worker.migration.nats_store import INBOX
 from worker.runtimes.nats.batch.consumer import BatchConsumer
 from worker.runtimes.nats.connection import ConnectionOptions, connect, disconnect
 from worker.runtimes.nats.messages import MessageServer
 from worker.runtimes.nats.probes import ProbeServer
-from worker.runtimes.nats.replies import OWN_INBOX
 from worker.runtimes.nats.service import NatsService
 from worker.serving import RequestServer
 
@@ -33,7 +33,7 @@ def connection_options(arguments: Arguments) -> ConnectionOptions:
         tls_ca=arguments.nats_tls_ca,
         tls_cert=arguments.nats_tls_cert,
         tls_key=arguments.nats_tls_key,
-        inbox_prefix=OWN_INBOX,
+        inbox_prefix=INBOX,
     )
 
 
