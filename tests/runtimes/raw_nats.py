@@ -52,3 +52,9 @@ class RawNats:
             if line.startswith(b"-ERR"):
                 errors.append(line.decode(errors="replace"))
         return errors
+
+    async def subscribe_and_read_no_more(self, subject: bytes) -> None:
+        """Be a slow consumer: what is sent from now on stays in the buffers of the system."""
+        self._writer.write(b"SUB " + subject + b" 1\r\n")
+        await self.flushed()
+        self._writer.transport.pause_reading()  # type: ignore[attr-defined]

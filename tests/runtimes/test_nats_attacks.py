@@ -289,3 +289,50 @@ async def test_absurd_acknowledgements_are_ignored(server: NatsServer, workers: 
     finally:
         connection._error_cb = before
     assert errors == []
+
+
+async def test_a_client_that_never_reads_is_cut_off_and_holds_nothing(tmp_path: Path, tiny_model: Path) -> None:
+    """Without a window everything is sent to it at once; the server gives it up."""
+    server = NatsServer(tmp_path / "server", config='write_deadline: "100ms"\nmax_payload: 32KB\nmax_pending: 64KB\n')
+    server.start()
+    try:
+        async with (
+            running(tiny_model, server.url, "M", "--max-num-seqs", "8") as worker,
+            RawNats(server.port) as slow,
+            await client_of(server, "app") as quick,
+        ):
+            await slow.subscribe_and_read_no_more(b"_INBOX.slow")
+            options = {"sampling_options": {"n": 8, "seed": 1}, "output_options": {"logprobs": 5}}
+            for number in range(4):
+                headers = b"NATS/1.0\r\nDlw-Request-Id: slow-%d\r\n\r\n" % number
+                slow.publish(b"dlw.M.1.generate", b"_INBOX.slow", protocol.encoded(LONG | options), headers)
+            while not len(worker.server.in_flight):
+                await asyncio.sleep(0.001)
+            assert (await quick.generate(**SHORT)).choices[0].finish_reason == "length"
+            while len(worker.server.in_flight) or worker.server.engine.num_unfinished():
+                await asyncio.sleep(0.01)
+            assert (await quick.generate(**SHORT)).choices[0].finish_reason == "length"
+            assert worker._service is not None
+            while worker._service._streams:
+                await asyncio.sleep(0.01)
+        assert "Slow Consumer" in (server.directory / "log").read_text()
+    finally:
+        server.kill()
+
+
+async def test_a_flood_of_acknowledgements_holds_nobody_up(
+    server: NatsServer, workers: tuple[NatsWorker, NatsWorker]
+) -> None:
+    async with await client_of(server, "app") as asking, RawNats(server.port, "app") as raw:
+        stream = asking.stream(request_id="flooded", **LONG)
+        await anext(stream)
+        (receiver,) = asking._receivers.values()
+        assert receiver.acknowledge is not None
+        headers = b"NATS/1.0\r\nDlw-Seq: 0\r\nDlw-Kind: resume\r\n\r\n"
+        for _ in range(20_000):
+            raw.publish(receiver.acknowledge.encode(), headers=headers)
+        await raw.flushed()
+        async with await client_of(server, "app") as other:
+            assert (await other.generate(**SHORT)).choices[0].finish_reason == "length"
+        assert (await anext(stream)).get("finish_reason") is None
+        await stream.aclose()

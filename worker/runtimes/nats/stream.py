@@ -17,6 +17,11 @@ STALL_S = 30.0
 ABSENT_S = 2.0
 """Seconds that a client may be absent, to connect again."""
 
+RESEND_S = 0.25
+"""Least time between two times that a client is sent everything again. A client asks with each
+message that it cannot use; what is lost of the answer to that, heartbeats tell.
+"""
+
 MAX_DIGITS = 18
 """Of a sequence number."""
 
@@ -73,6 +78,7 @@ class AnswerStream:
         self._waiting_since_s: float | None = None
         self._absent_since_s: float | None = None
         self._absent_last_s = 0.0
+        self._resent_s = float("-inf")
         self.ended = False
         self.is_gone = False
         self.last_sent_s = clock()
@@ -155,7 +161,9 @@ class AnswerStream:
         while self._kept and self._kept[0][0] < int(text):
             self._kept.popleft()
         self._look_at_window()
-        if headers.get(KIND) == protocol.RESUME:
+        now = self._clock()
+        if headers.get(KIND) == protocol.RESUME and now - self._resent_s >= RESEND_S:
+            self._resent_s = now
             for _, kept_headers, data in tuple(self._kept):
                 await self._publish(data, kept_headers)
 
