@@ -434,6 +434,7 @@ async def test_a_full_disk_stops_batches_and_loses_none(
 ) -> None:
     """JetStream has no room at all: nothing is tried in vain, and all is answered once it has."""
     monkeypatch.setattr("worker.runtimes.nats.batch.storage.PATIENCE_S", 0.1)
+    monkeypatch.setattr("worker.runtimes.nats.batch.storage.PASSES_S", 0.5)
     small = NatsServer(tmp_path / "server", config="jetstream { max_file_store: 1MB }\n")
     small.start()
     lines = [line(f"l-{index}", prompt=[9, 30 + index], max_tokens=500, ignore_eos=True) for index in range(3)]
@@ -454,9 +455,13 @@ async def test_a_full_disk_stops_batches_and_loses_none(
                 await asyncio.sleep(0.01)
             await asyncio.sleep(1.0)  # many times the patience
             assert len(batches._running) == 3
+            assert batches.problem is not None
+            assert "insufficient resources" in batches.problem
             assert (await store.status(record.id)).num_answered == 0
             await js.purge_stream("FILL")
             results = await completed(store, record.id)
+            await emptied(client, stream("disk"))
+            assert batches.problem is None
             served = worker.server.metrics.registry.get_sample_value("dlw_requests_total", {"outcome": "length"})
     finally:
         small.kill()

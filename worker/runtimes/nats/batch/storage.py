@@ -8,6 +8,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from itertools import count
 from typing import Any, TypeVar
 
 from nats.aio.client import Client
@@ -40,13 +41,12 @@ from worker.errors import InvalidRequest
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch import layout
 from worker.runtimes.nats.batch.layout import QueuedRequest
+from worker.runtimes.nats.batch.loops import PASSES_S, RETRY_S
 from worker.runtimes.nats.batch.objects import ensure_bucket, get_object, put_object
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-RETRY_S = 0.25
 
 PATIENCE_S = 30.0
 """Seconds after which a server that answers others must have answered a request's call."""
@@ -83,6 +83,14 @@ class BatchStorage:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._buckets: OrderedDict[str, KeyValue] = OrderedDict()
+        self._failing: dict[int, tuple[float, str]] = {}
+        self._calls = count()
+
+    @property
+    def problem(self) -> str | None:
+        """What the server has not done for a while, None if it does everything."""
+        now_s = time.monotonic()
+        return next((text for since_s, text in self._failing.values() if now_s - since_s > PASSES_S), None)
 
     @property
     def js(self) -> JetStreamContext:
@@ -95,20 +103,29 @@ class BatchStorage:
             NatsError: the server refuses it, or fails it for `PATIENCE_S` and does other things.
             TimeoutError: the same.
         """
-        since_s: float | None = None
-        while True:
-            try:
-                return await call()
-            except _PASSING as error:
-                if self._client.is_closed:
-                    raise
-                logger.debug("batches: again after %r", error)
-                since_s = since_s or time.monotonic()
-                if not self._client.is_connected:
-                    since_s = None
-                elif time.monotonic() - since_s > PATIENCE_S and await self._does_other_things():
-                    raise
-                await asyncio.sleep(RETRY_S)
+        number = next(self._calls)
+        try:
+            while True:
+                try:
+                    return await call()
+                except _PASSING as error:
+                    if await self._is_over(number, error):
+                        raise
+                    await asyncio.sleep(RETRY_S)
+        finally:
+            self._failing.pop(number, None)
+
+    async def _is_over(self, number: int, error: BaseException) -> bool:
+        """Whether a call that has just failed is not to be tried again."""
+        logger.debug("batches: again after %r", error)
+        if self._client.is_closed:
+            return True
+        if not self._client.is_connected:
+            self._failing.pop(number, None)
+            return False
+        now_s, text = time.monotonic(), f"batches: {str(error) or type(error).__name__}"
+        since_s, _ = self._failing.setdefault(number, (now_s, text))
+        return now_s - since_s > PATIENCE_S and await self._does_other_things()
 
     async def _does_other_things(self) -> bool:
         try:
