@@ -24,8 +24,8 @@ class LoneSurrogate(Ambiguous):
     """
 
     def __init__(self, path: str) -> None:
-        super().__init__(f"has half of a surrogate pair in {path[:_SHOWN]}")
-        self.path = path
+        self.path = "".join(each if each.isprintable() else "?" for each in path[:_SHOWN])
+        super().__init__(f"has half of a surrogate pair in {self.path}")
 
 
 class RepeatedKey(Ambiguous):
@@ -117,4 +117,4 @@ def _constant(name: str) -> NoReturn:
 
 _DECODER = decoder()
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Matches every text with half of a surrogate pair, and some others: UTF-8 has none, so it is an escape."""
+"""Matches all JSON with half of a surrogate pair, and some other: UTF-8 has only escapes for it."""

@@ -16,6 +16,7 @@ from nats.errors import Error as NatsError
 from tqdm import tqdm
 
 from worker.errors import ConfigurationError, ServingError
+from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch.layout import PRIORITIES
 from worker.runtimes.nats.batch.store import BatchStatus, BatchStore
 from worker.runtimes.nats.connection import ConnectionOptions, connect
@@ -88,8 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _submit(store: BatchStore, options: Any) -> int:
-    text = await asyncio.to_thread(options.file.read_text, encoding="utf-8")
-    lines = text.splitlines()
+    lines = await asyncio.to_thread(_lines_of, options.file)
     deadline_s = None if options.deadline_s is None else time.time() + options.deadline_s
     with tqdm(total=len(lines), unit="requests", disable=not sys.stderr.isatty()) as bar:
         record = await store.submit(
@@ -105,10 +105,19 @@ async def _submit(store: BatchStore, options: Any) -> int:
     return 0
 
 
+def _lines_of(path: Path) -> list[str]:
+    """Lines of a file; only a line feed ends one: JSON may have Unicode's other ends in a text."""
+    try:
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        number = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigurationError(f"{path}: line {number}: is not UTF-8") from None
+
+
 def _model_of(lines: Sequence[str]) -> str:
     first = next((line for line in lines if line.strip()), "{}")
     try:
-        model = json.loads(first)["body"]["model"]
+        model = protocol.decoded(first.encode())["body"]["model"]
     except (ValueError, KeyError, TypeError):
         model = None
     if not isinstance(model, str) or not model:
