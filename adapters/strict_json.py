@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -13,6 +14,18 @@ _SHOWN = 60
 
 class Ambiguous(ValueError):
     """Two parsers may read this text in two ways."""
+
+
+class LoneSurrogate(Ambiguous):
+    """A text has half of a surrogate pair, which is no character: parsers drop, replace or keep it.
+
+    Args:
+        path: Of the text, for example ``messages[0].content``.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = "".join(each if each.isprintable() else "?" for each in path[:_SHOWN])
+        super().__init__(f"has half of a surrogate pair in {self.path}")
 
 
 class RepeatedKey(Ambiguous):
@@ -48,6 +61,7 @@ def read_object(data: bytes) -> dict[str, Any]:
 
     Raises:
         RepeatedKey: a key occurs twice in one object.
+        LoneSurrogate: a text is none.
         ValueError: it is no JSON object, or nested too deep, or ambiguous in another way; the text
             goes on after a subject ("the body").
     """
@@ -61,7 +75,25 @@ def read_object(data: bytes) -> dict[str, Any]:
         raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"must be a JSON object, got {type(found).__name__}")
+    if _SURROGATE.search(data):
+        _check_texts(found)
     return found
+
+
+def _check_texts(found: dict[str, Any]) -> None:
+    """Raises `LoneSurrogate` for the first text, or key, that is not Unicode."""
+    waiting: list[tuple[str, Any]] = [("", found)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, str):
+            if not value.isascii() and any("\ud800" <= each <= "\udfff" for each in value):
+                raise LoneSurrogate(path)
+        elif isinstance(value, dict):
+            for key, child in value.items():
+                below = f"{path}.{key}" if path else key
+                waiting += ((below, child), (f"a key of {path}" if path else "a key", key))
+        elif isinstance(value, list):
+            waiting += ((f"{path}[{index}]", child) for index, child in enumerate(value))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -84,3 +116,5 @@ def _constant(name: str) -> NoReturn:
 
 
 _DECODER = decoder()
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Matches all JSON with half of a surrogate pair, and some other: UTF-8 has only escapes for it."""

@@ -6,7 +6,9 @@ Exit 0 after a clean drain, 2 for configuration, 1 for the rest.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ EXIT_CONFIGURATION = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status; every failure is one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # in a log on a full disk one fails the start
     if list(argv[:1]) == ["replay"]:
         from worker.replay import main as replay  # imports torch
 
@@ -87,7 +90,8 @@ def _served(serve: Callable[[], None], server: RequestServer) -> int:
 
 
 def _complain(reason: ServingError | Exception | str, status: int) -> int:
-    print(f"worker: error: {' '.join(str(reason).split())}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # its disk is full, and the status says enough
+        print(f"worker: error: {' '.join(str(reason).split())}", file=sys.stderr)
     return status
 
 

@@ -127,6 +127,15 @@ def _subject_token(text: str) -> str:
     return text
 
 
+def _reply_prefixes(text: str) -> str:
+    for one in _list(text):
+        if not re.fullmatch(r"([!-)+,\-/-=?-~]+\.)+", one) or one.startswith(("$", "dlw.", "dlw-")):
+            raise ValueError(
+                "beginnings of subjects that end with a dot, neither NATS's own ($) nor the worker's (dlw)"
+            )
+    return text
+
+
 def _list(text: str) -> tuple[str, ...]:
     entries = tuple(entry.strip() for entry in text.split(","))
     if not all(entries):
@@ -425,6 +434,12 @@ class Arguments:
     )
     nats_tls_cert: str | None = _option(None, "File of this worker's certificate for NATS; needs --nats-tls-key.")
     nats_tls_key: str | None = _option(None, "File of the key of --nats-tls-cert.")
+    nats_reply_prefixes: str = _option(
+        "_INBOX.",
+        "What reply subjects of NATS clients begin with, separated by commas, each ending with a dot; messages with "
+        "another one are dropped (docs/nats.md).",
+        parse=_reply_prefixes,
+    )
     model_version: str = _option(
         "1", "Version of the model in the NATS subjects: letters, digits, hyphens, underscores.", parse=_subject_token
     )
@@ -650,6 +665,7 @@ _ONLY_NATS = (
     "nats_tls_ca",
     "nats_tls_cert",
     "nats_tls_key",
+    "nats_reply_prefixes",
     "model_version",
     "batch",
     "batch_ack_wait_s",

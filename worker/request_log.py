@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 import threading
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from worker.errors import InvalidRequest
 from worker.requests.fields import FIELDS, SECTIONS
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from adapters.chain import ProcessorFailed
     from worker.engines import QueueTimes
     from worker.sampling import SamplingParams
+
+logger = logging.getLogger("worker.log_requests")  # not LOGGER's, whose lines have no room
 
 LOGGER = "worker.request_log"
 """Name of the logger. Without handlers of the operator's own, its lines go to standard output."""
@@ -136,6 +139,50 @@ def known_field(path: str) -> str:
     return path or "other"
 
 
+class LineHandler(logging.Handler):
+    """Writes whole lines to a stream whose disk may be full.
+
+    Attributes:
+        failed: Whether the last line could not be written.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.failed = False
+        self._stream = stream
+        self._is_cut = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, or none: no traceback of each that finds no room."""
+        had_failed = self.failed
+        try:
+            self._write(f"{self.format(record)}\n")
+            self.failed = False
+        except OSError as error:
+            self.failed = True
+            if not had_failed:
+                logger.warning("--log-requests: lines are lost: %s", error.strerror or error)
+
+    def _write(self, line: str) -> None:
+        """Past the stream's buffer, which would keep a part of what it reports as not written."""
+        try:
+            number = self._stream.fileno()
+        except (OSError, ValueError):  # a stream in memory
+            self._stream.write(line)
+            self._stream.flush()
+            return
+        self._stream.flush()
+        data = line.encode("utf-8", "backslashreplace")
+        if self._is_cut:
+            data = b"\n" + data  # what there is of the line that had no room
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(number, data[written:])
+        finally:
+            self._is_cut = 0 < written < len(data) or (self._is_cut and not written)
+
+
 class RequestLog:
     """Writes lines in a thread of its own, so that a slow reader holds up no request.
 
@@ -146,9 +193,10 @@ class RequestLog:
     def __init__(self) -> None:
         self.num_lost = 0
         self._logger = logging.getLogger(LOGGER)
-        self._handler: logging.Handler | None = None
+        self._handler: LineHandler | None = None
+        self._num_unwritten = 0
         if not self._logger.handlers:
-            self._handler = logging.StreamHandler(sys.stdout)
+            self._handler = LineHandler(sys.stdout)
             self._logger.addHandler(self._handler)
             self._logger.propagate = False
         self._logger.setLevel(logging.INFO)
@@ -179,4 +227,8 @@ class RequestLog:
 
     def _run(self) -> None:
         while (data := self._lines.get()) is not None:
+            lost, handler = self._num_unwritten + data.get("lines_lost_before", 0), self._handler
+            if lost:
+                data["lines_lost_before"] = lost
             self._logger.info("%s", json.dumps(data))
+            self._num_unwritten = lost + 1 if handler is not None and handler.failed else 0

@@ -293,7 +293,8 @@ def test_the_workers_answer_and_everybody_may_do_their_own(server: NatsServer, t
         "url": "/v1/completions",
         "body": {"model": "tiny-model", "prompt": "Hi", "max_tokens": 3},
     }
-    (tmp_path / "batch.jsonl").write_text(json.dumps(line))
+    large = {**line, "custom_id": "large", "body": {**line["body"], "user": "u" * 400_000}}  # type: ignore[dict-item]
+    (tmp_path / "batch.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(large)}")
     batch = batch_command(server, "submit", str(tmp_path / "batch.jsonl"))  # before there is a worker
     workers = {name: start_worker(name, server, tmp_path) for name in WORKERS}
     try:
@@ -301,8 +302,10 @@ def test_the_workers_answer_and_everybody_may_do_their_own(server: NatsServer, t
             until_ready(process, url)
         asyncio.run(_ask_as_app(url_of(server, "app")))
         batch_command(server, "status", batch, "--watch")
-        result = json.loads(batch_command(server, "results", batch))
-        assert result["response"]["body"]["usage"]["completion_tokens"] == 3
+        for result in map(json.loads, batch_command(server, "results", batch).splitlines()):
+            assert result["response"]["body"]["usage"]["completion_tokens"] == 3
+        batch_command(server, "cancel", batch)
+        asyncio.run(_attack_as_batch(url_of(server, "batch"), batch))
         for process, url in workers.values():
             assert "dlw_waiting_requests 0.0" in http(f"{url}/metrics")[1]
             process.signal(signal.SIGTERM)
@@ -326,6 +329,26 @@ async def _ask_as_app(url: str) -> None:
         client._error_cb = _sets(refused)
         await client.subscribe("dlw.>")
         await asyncio.wait_for(refused.wait(), 5)
+    finally:
+        await client.close()
+
+
+async def _attack_as_batch(url: str, batch: str) -> None:
+    """Who submits batches can neither delete them nor forge a result."""
+    client = await connect(ConnectionOptions(url=url), "batch")
+    js, results = client.jetstream(timeout=0.5), f"KV_{layout.results_bucket(batch)}"
+    try:
+        before = await js.stream_info(results)
+        for attack in (
+            lambda: js.delete_stream(results),
+            lambda: js.update_stream(before.config),
+            lambda: js.delete_msg(results, 1),
+            lambda: js.publish(f"$KV.{layout.results_bucket(batch)}.forged", b"{}"),
+            lambda: js.delete_consumer(layout.stream_name(Subjects("tiny-model", "1"), "normal"), layout.CONSUMER),
+        ):
+            with pytest.raises(NatsError):
+                await attack()
+        assert (await js.stream_info(results)).state == before.state
     finally:
         await client.close()
 

@@ -290,6 +290,14 @@ def test_malformed_files(tmp_path: Path, nats_server: NatsServer, capsys: pytest
     assert refused(good, "{").startswith("line 2: the message is not JSON")
     assert refused(line("a", "/v1/embeddings")) == "line 1: url must be one of /v1/chat/completions, /v1/completions"
     assert refused(json.dumps({"custom_id": 3})) == "line 1: custom_id must be a text of 1 to 512 characters"
+    assert refused(good, r'{"custom_id": "b", "url": "/v1/completions", "body": {"prompt": "\ud800"}}') == (
+        "line 2: the message has half of a surrogate pair in body.prompt"
+    )
+    assert refused("[" * 100_000) == "line 1: the message is nested too deep"
+    assert refused(good, '{"a": ' * 200 + "1" + "}" * 200) == "line 2: the message is nested more than 128 deep"
+    (tmp_path / "latin").write_bytes(b"\n" + '{"custom_id": "é"}'.encode("latin-1"))
+    assert main(["submit", str(tmp_path / "latin"), "--nats-url", nats_server.url]) == 2
+    assert "latin: line 2: is not UTF-8" in capsys.readouterr().err
     assert refused("") == "the file has no requests"
     assert main(["status", "batch_none", "--nats-url", nats_server.url]) == 2
     assert "there is no batch 'batch_none'" in capsys.readouterr().err
@@ -299,7 +307,10 @@ def test_malformed_files(tmp_path: Path, nats_server: NatsServer, capsys: pytest
 async def test_the_command(
     nats_server: NatsServer, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "in.jsonl").write_text("\n".join(mixed_lines(4, model="command")))
+    odd = {"model": "command", "prompt": "a\u2028b\u0085c", "max_tokens": 1}  # ends of lines to Python, not to JSON
+    lines = [*mixed_lines(3, model="command"), json.dumps({"custom_id": "o", "url": "/v1/completions", "body": odd})]
+    lines[-1] = lines[-1].replace(r"\u2028", "\u2028").replace(r"\u0085", "\u0085")
+    (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
     url = ["--nats-url", nats_server.url]
     async with running(tiny_model, nats_server.url, "command", *QUICK):
         assert await asyncio.to_thread(main, ["submit", str(tmp_path / "in.jsonl"), *url]) == 0

@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -255,3 +256,30 @@ async def test_no_message_has_the_password(tmp_path: Path) -> None:
     assert f"nats://127.0.0.1:{port},nats://127.0.0.1:{port}: " in str(raised.value)
     assert "secret" not in str(raised.value)
     assert "token@" not in str(raised.value)
+
+
+@pytest.mark.slow
+async def test_a_full_disk_for_logs_stops_nothing(nats_server: NatsServer, tiny_model: Path) -> None:
+    """Both streams have no room from the start: the worker starts, serves, drains, exits with 0."""
+    given = ["--runtime", "nats", "--nats-url", nats_server.url, "--model-path", str(tiny_model), "--log-requests"]
+    command = [sys.executable, "-m", "worker", *given, "--served-model-name", "unlogged", *EXACT]
+    with Path("/dev/full").open("w") as full:
+        worker = subprocess.Popen(command, stdout=full, stderr=full, cwd=Path(__file__).parents[2])
+    try:
+        async with await connected(nats_server.url, "unlogged") as client:
+            while True:
+                try:
+                    await client.info()
+                    break
+                except RequestError:
+                    assert worker.poll() is None
+                    await asyncio.sleep(0.05)
+            for _ in range(3):
+                assert (await client.generate(**SHORT)).choices[0].finish_reason == "length"
+            with pytest.raises(RequestError, match="unknown field"):
+                await client.generate(**SHORT, temprature=1)
+        worker.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(worker.wait, 60) == 0
+    finally:
+        worker.kill()
+        worker.wait(30)

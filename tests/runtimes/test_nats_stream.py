@@ -9,7 +9,7 @@ from nats.errors import MaxPayloadError
 
 from worker.errors import InvalidRequest
 from worker.runtimes.nats.protocol import END, GONE, KIND, RESUME, SEQUENCE
-from worker.runtimes.nats.stream import ABSENT_S, STALL_S, AnswerStream
+from worker.runtimes.nats.stream import ABSENT_S, RESEND_S, STALL_S, AnswerStream
 
 NOBODY = {"Status": "503"}
 
@@ -138,3 +138,14 @@ async def test_a_message_that_cannot_be_sent_leaves_its_number() -> None:
     assert connection.numbers == [0, 1, 0, 1]
     await stream.acknowledged({KIND: GONE})
     assert stream.is_settled
+
+
+async def test_a_client_that_asks_for_everything_again_and_again_gets_it_now_and_then() -> None:
+    connection = Connection()
+    stream = await filled(connection)
+    for _ in range(100):
+        await stream.acknowledged({SEQUENCE: "0", KIND: RESUME})
+    assert connection.numbers == [0, 1, 2] * 2
+    connection.now_s += RESEND_S
+    await stream.acknowledged({SEQUENCE: "1", KIND: RESUME})
+    assert connection.numbers == [0, 1, 2] * 2 + [1, 2]

@@ -72,6 +72,7 @@ def example(option: Option) -> str:
         "endpoint_types": "chat",
         "boundary_store": "nats:nats://127.0.0.1:4222",
         "otlp_endpoint": "http://collector:4318/v1/traces",
+        "nats_reply_prefixes": "_INBOX_app.,_R_.",
     }.get(option.name, "word")
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.migration.boundary import Boundary, continuation
+from worker.migration.boundary import Boundary, _digest, continuation
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 
 LIMITS = RequestLimits(context_length=64, vocab_size=8, eos_token_ids=(2,))
@@ -67,21 +67,52 @@ def test_a_longer_prompt_with_the_same_id_and_the_same_limit_is_a_new_request(
 GOOD = json.loads(Boundary.of(parsed([1, 2], 5), 7, "a-0").encode())
 
 
+def sealed(**changes: object) -> str:
+    """A record with the digest that its fields have after `changes`."""
+    values = {name: value for name, value in (GOOD | changes).items() if name != "digest"}
+    return json.dumps(values | {"digest": _digest(values)})
+
+
 @pytest.mark.parametrize(
     "data",
     [
         "",
         "[]",
         "[" * 100_000,
-        json.dumps(GOOD | {"version": 2}),
-        json.dumps(GOOD | {"more": 1}),
+        json.dumps(GOOD | {"version": 1}),
+        sealed(version=3),
+        sealed(more=1),
         json.dumps({name: value for name, value in GOOD.items() if name != "seed"}),
-        json.dumps(GOOD | {"prompt_length": 0}),
-        json.dumps(GOOD | {"max_tokens": "5"}),
-        json.dumps(GOOD | {"attempts": True}),
-        json.dumps(GOOD | {"owner": None}),
+        json.dumps({name: value for name, value in GOOD.items() if name != "digest"}),
+        sealed(prompt_length=0),
+        sealed(max_tokens="5"),
+        sealed(max_tokens=10**30),
+        sealed(min_tokens=6),
+        sealed(seed=2**64),
+        sealed(attempts=True),
+        sealed(owner=None),
+        sealed(owner="a" * 1000),
     ],
 )
 def test_what_is_no_record_is_refused(data: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         Boundary.decode(data.encode())
+
+
+@given(st.data())
+def test_an_altered_record_is_none(data: st.DataObject) -> None:
+    """Any byte of it: a seed with another digit would go on with other tokens."""
+    written = bytearray(Boundary.of(parsed([1, 2], 5, 3), 2**63 + 12345, "a-0").encode())
+    place = data.draw(st.integers(0, len(written) - 1))
+    altered = data.draw(st.integers(0, 255).filter(lambda byte: byte != written[place]))
+    written[place] = altered
+    with pytest.raises(ValueError, match=r"."):
+        Boundary.decode(bytes(written))
+
+
+@given(st.integers(0, 200))
+def test_a_record_that_was_cut_off_is_none(length: int) -> None:
+    written = Boundary.of(parsed([1, 2], 5, 3), 7, "a-0").encode()
+    if length < len(written):
+        with pytest.raises(ValueError, match=r"."):
+            Boundary.decode(written[:length])

@@ -241,3 +241,19 @@ async def test_a_store_that_fails_or_hangs_refuses_requests_until_it_is_back(mon
     store.fails = False
     assert records.num_failures >= 3
     await records.close()
+
+
+@pytest.mark.parametrize("data", [b"", b"no record", b'{"version":1}', b"\xff"])
+async def test_a_damaged_record_refuses_its_request_and_no_other(data: bytes) -> None:
+    """Taken for a new request, a continuation would have its answer in its prompt."""
+    store = Memory()
+    records = BoundaryRecords(store, "pool")
+    store.values[records.key_of("damaged")] = data
+    with pytest.raises(BoundaryStoreUnavailable, match="memory: a record cannot be read"):
+        await records.begin("damaged", request(1, 3, 4))
+    assert records.num_failures == 1
+    record = await records.begin("other", request(1, 3, 4))
+    record.write(7)
+    await record.written()
+    record.abandon()
+    await records.close()

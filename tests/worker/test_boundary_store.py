@@ -5,11 +5,17 @@ is back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
+import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import nats
+import nats.js.errors
 import pytest
 import pytest_asyncio
 from ports import free_port
@@ -145,18 +151,153 @@ async def test_a_store_may_come_up_after_its_clients(kind: str, tmp_path: Path) 
 
 
 async def test_records_of_a_directory_go_away(tmp_path: Path) -> None:
-    later_s = [0.0]
-    store = FileStore(str(tmp_path), 10.0, clock=lambda: time.time() + later_s[0])
+    now_s = [0.0]
+    store = FileStore(str(tmp_path), 10.0, clock=lambda: now_s[0])
     for name in (KEY, OTHER, f"{KEY}.12-ab", "an operator's own file"):
         (tmp_path / name).write_bytes(b"1")
-    for name in (KEY, f"{KEY}.12-ab", "an operator's own file"):
-        os.utime(tmp_path / name, (time.time() - 11, time.time() - 11))
-    assert await store.get(KEY) is None
-    assert await store.get(OTHER) == b"1"
-    later_s[0] = 6.0
+    for now_s[0] in (6.0, 12.0):
+        await store.put("00ff", b"3")
+        await store.put(OTHER, b"2")
+        assert await store.get(KEY) == b"1"  # seen for no longer than its time to live
+    now_s[0] = 18.0
     await store.put("00ff", b"3")
+    assert await store.get(KEY) is None
+    assert await store.get(OTHER) == b"2"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00ff", "an operator's own file", OTHER]
     await store.close()
+
+
+@pytest.mark.parametrize("shift_s", [-86_400.0, 86_400.0])
+async def test_a_clock_that_is_set_back_or_forward_neither_loses_nor_keeps_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift_s: float
+) -> None:
+    """Of the machine, and so of the times of its files; or of another machine that shares them."""
+    now_s = [0.0]
+    store = FileStore(str(tmp_path), 10.0, clock=lambda: now_s[0])
+    await store.put(KEY, b"live")
+    await store.put(OTHER, b"left")
+    for path in tmp_path.iterdir():  # what was written before the clock was set
+        os.utime(path, (time.time() - shift_s, time.time() - shift_s))
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + shift_s)
+    for now_s[0] in (6.0, 12.0, 18.0):
+        assert await store.get(KEY) == b"live"
+        await store.put(KEY, b"live")  # renewed
+    assert await store.get(KEY) == b"live"
+    assert await store.get(OTHER) is None
+    await store.close()
+
+
+async def test_links_in_a_directory_are_not_followed(tmp_path: Path) -> None:
+    """A directory that others may write to: nothing of theirs is read or written through a link."""
+    directory, theirs = tmp_path / "store", tmp_path / "theirs"
+    theirs.write_bytes(b"secret")
+    directory.mkdir()
+    store = FileStore(str(directory))
+    await store.open()
+    (directory / KEY).symlink_to(theirs)
+    (directory / OTHER).symlink_to(tmp_path / "nowhere")
+    for key in (KEY, OTHER):
+        with pytest.raises(StoreError, match="symbolic links"):
+            await store.get(key)
+        await store.put(key, b"record")
+        assert await store.get(key) == b"record"
+    assert theirs.read_bytes() == b"secret"
+    assert not (tmp_path / "nowhere").exists()
+    await store.delete(KEY)
+    (directory / KEY).symlink_to(theirs)
+    await store.delete(KEY)
+    assert theirs.read_bytes() == b"secret"
+    linked = FileStore(str(tmp_path / "link"))  # of the operator's
+    (tmp_path / "link").symlink_to(directory)
+    await linked.open()
+    assert await linked.get(OTHER) == b"record"
+    await asyncio.gather(store.close(), linked.close())
+
+
+async def test_what_is_no_record_file_holds_up_nobody(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path))
+    await store.open()
+    os.mkfifo(tmp_path / KEY)
+    with pytest.raises(StoreError, match="a record is no file"):
+        await asyncio.wait_for(store.get(KEY), 10)
+    (tmp_path / OTHER).write_bytes(b"x" * 2**20)
+    with pytest.raises(StoreError, match="larger than 65536 bytes"):
+        await store.get(OTHER)
+    (tmp_path / "00ff").mkdir()
+    for operation in (store.get("00ff"), store.put("00ff", b"1"), store.delete("00ff")):
+        with pytest.raises(StoreError, match="directory"):
+            await operation
+    await store.close()
+
+
+@contextlib.contextmanager
+def small_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """What fills a file system, and frees it: a real one where this user may mount one."""
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(place)]
+    if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+
+        def fill(full: bool) -> None:
+            for number in range(8):
+                path = place / f"filler {number}"
+                with contextlib.suppress(OSError):
+                    path.write_bytes(b"x" * 4096) if full else path.unlink()
+
+        try:
+            yield fill
+        finally:
+            subprocess.run(["umount", str(place)], check=True)
+    else:
+        real, is_full = os.open, [False]
+
+        def opened(path: Any, flags: int, *more: Any) -> int:
+            if is_full[0] and flags & os.O_CREAT:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(path, flags, *more)
+
+        monkeypatch.setattr(os, "open", opened)
+        yield lambda full: is_full.__setitem__(0, full)
+
+
+async def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "small"
+    with small_disk(place, monkeypatch) as fill:
+        store = FileStore(str(place))
+        await store.open()
+        await store.put(KEY, b"1")
+        fill(True)
+        for _ in range(3):
+            with pytest.raises(StoreError, match="No space left on device"):
+                await store.put(OTHER, b"x" * 4096)
+        assert await store.get(KEY) == b"1"
+        assert [path.name for path in place.iterdir() if not path.name.startswith("filler")] == [KEY]
+        fill(False)
+        await store.put(OTHER, b"2")
+        assert await store.get(OTHER) == b"2"
+        await store.close()
+
+
+async def test_a_full_jetstream_is_said(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path, config="jetstream { max_file_store: 1MB }\n")
+    server.start()
+    store = make_store(address(server))
+    client = await nats.connect(server.url)
+    try:
+        await store.put(KEY, b"1")
+        await client.jetstream().add_stream(name="FILL", subjects=["fill"])
+        with contextlib.suppress(nats.js.errors.ServiceUnavailableError):
+            while True:
+                await client.jetstream().publish("fill", b"x" * 4096)
+        with pytest.raises(StoreError, match="insufficient resources"):
+            await store.put(OTHER, b"x" * 8192)
+        assert await store.get(KEY) == b"1"
+        await client.jetstream().purge_stream("FILL")
+        await store.put(OTHER, b"2")
+    finally:
+        await client.close()
+        await store.close()
+        server.kill()
 
 
 async def put_and_seen(store: BoundaryStore, value: bytes) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,7 @@ async def test_a_second_migration(pool: Pool) -> None:
 async def test_a_request_that_two_workers_died_with_is_refused(pool: Pool) -> None:
     raw = request_of("plain")
     whole, record = await pool.ask("poison", raw)
-    twice = Boundary.decode(record).encode().replace(b'"attempts":1', b'"attempts":2')
+    twice = replace(Boundary.decode(record), attempts=2).encode()
     with pytest.raises(exceptions.InvalidArgument, match="in flight in 2 workers that died"):
         await pool.take_over("poison 5", raw, twice, whole.token_ids[:5])
     with pytest.raises(exceptions.InvalidArgument, match="in flight in 2 workers that died"):

@@ -24,6 +24,11 @@ logger = logging.getLogger(__name__)
 SKIP_S = 2.0
 """How long a frontend that could not be reached is tried after the others."""
 
+SILENT_S = 5.0
+"""How long a frontend that has requests to answer may send nothing before it is tried last. An
+answer may take longer, so no request is given up for that.
+"""
+
 IDLE_S = 30.0
 """How long a connection is kept without a request."""
 
@@ -52,12 +57,18 @@ class Upstream:
         host: Name or address.
         port: Of its HTTP server.
         dead_until: Monotonic time until which it is tried last.
+        num_waiting: Requests of whose answers nothing has come yet.
+        waiting_since: Monotonic time at which there were some, or when it was heard of last.
+        is_silent: Whether it was found to hang.
         idle: Connections without a request, the last used at the end.
     """
 
     host: str
     port: int
     dead_until: float = 0.0
+    num_waiting: int = 0
+    waiting_since: float = 0.0
+    is_silent: bool = False
     idle: list[UpstreamConnection] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
@@ -68,12 +79,33 @@ class Upstream:
             raise ValueError(f"must be http://host:port, got {url!r}")
         return cls(parts.hostname, parts.port or 80)
 
+    def asked(self, now: float) -> None:
+        """A request was sent to it."""
+        if not self.num_waiting:
+            self.waiting_since = now
+        self.num_waiting += 1
+
+    def heard(self, now: float) -> None:
+        """It has sent something."""
+        self.waiting_since = now
+        if self.is_silent:
+            self.is_silent = False
+            logger.warning("frontend %s answers again", self)
+
+    def is_tried_last(self, now: float) -> bool:
+        """Whether it could not be reached a moment ago, or hangs with requests to answer."""
+        hangs = self.num_waiting > 0 and now - self.waiting_since > SILENT_S
+        if hangs and not self.is_silent:
+            logger.warning("frontend %s sends nothing, with %d requests to answer", self, self.num_waiting)
+        self.is_silent = hangs
+        return hangs or self.dead_until > now
+
     def __str__(self) -> str:
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
 class Upstreams:
-    """Frontends in turn, the dead ones last.
+    """Frontends in turn, the dead and the silent ones last.
 
     Args:
         upstreams: At least one.
@@ -94,11 +126,11 @@ class Upstreams:
         if len(self._upstreams) == 1:
             return self._upstreams
         now = self._now()
-        alive = [upstream for upstream in self._upstreams if upstream.dead_until <= now]
-        dead = [upstream for upstream in self._upstreams if upstream.dead_until > now]
-        start = self._num_requests % max(1, len(alive))
-        self._num_requests += 1
-        return alive[start:] + alive[:start] + dead
+        last = {id(upstream) for upstream in self._upstreams if upstream.is_tried_last(now)}
+        alive = [upstream for upstream in self._upstreams if id(upstream) not in last]
+        dead = [upstream for upstream in self._upstreams if id(upstream) in last]
+        number, self._num_requests = self._num_requests, self._num_requests + 1
+        return [*_from(alive, number), *_from(dead, number if not alive else 0)]
 
     async def connect(self, turn: Sequence[Upstream], connection: UpstreamConnection) -> None:
         """Connect to the first of ``turn`` that takes it; nothing has been sent.
@@ -131,6 +163,12 @@ class Upstreams:
         upstream.dead_until = self._now() + SKIP_S
 
 
+def _from(upstreams: list[Upstream], number: int) -> list[Upstream]:
+    """All of them, another one first for each number."""
+    start = number % max(1, len(upstreams))
+    return upstreams[start:] + upstreams[:start]
+
+
 class Client(Protocol):
     """Whom an answer goes to."""
 
@@ -160,6 +198,7 @@ class UpstreamConnection(WaitingProtocol):
         self._transport: asyncio.Transport | None = None
         self.socket: socket.socket
         self._begun = False
+        self._is_waited_for = False
         self._paused = False
 
     def begin(self, client: Client, end: AnswerEnd, data: bytes) -> None:
@@ -172,6 +211,9 @@ class UpstreamConnection(WaitingProtocol):
         """
         self._expect_nothing()
         self._client, self._end, self._begun = client, end, False
+        if self.upstream is not None:
+            self._is_waited_for = True
+            self.upstream.asked(time.monotonic())
         if self._transport is not None:
             self._transport.write(data)
 
@@ -185,6 +227,9 @@ class UpstreamConnection(WaitingProtocol):
         if client is None:
             self.abort()  # nothing was asked
             return
+        if self.upstream is not None:
+            self.upstream.heard(time.monotonic())
+        self._await_no_more()
         try:
             self._end.feed(data)
         except BadAnswer as error:
@@ -196,6 +241,12 @@ class UpstreamConnection(WaitingProtocol):
         client.received(data)
         if self._end.complete and self._client is client:  # which may have ended it
             self._finish()
+
+    def _await_no_more(self) -> None:
+        """The answer has begun, or is not awaited any more."""
+        if self._is_waited_for and self.upstream is not None:
+            self._is_waited_for = False
+            self.upstream.num_waiting -= 1
 
     def _acknowledge(self) -> None:
         """Acknowledge at once what has come, and what comes.
@@ -235,6 +286,7 @@ class UpstreamConnection(WaitingProtocol):
     def abort(self) -> None:
         """The client has gone: so must its request. Idempotent."""
         self._client = None
+        self._await_no_more()
         self._forget()
         if self._transport is not None:
             self._transport.abort()

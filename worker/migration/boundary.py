@@ -8,12 +8,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from hashlib import blake2b
 from typing import Any
 
+from worker.errors import shown
 from worker.requests.receipts import TokenDigest
 from worker.requests.request import GenerationRequest
 
-VERSION = 1
+VERSION = 2
+
+MAX_COUNT = 2**53
+"""Of tokens and attempts: every JSON parser reads it exactly."""
+
+MAX_SEED = 2**64 - 1
+MAX_OWNER = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,18 +85,22 @@ class Boundary:
         return len(request.prompt_token_ids) == self.prompt_length and self.begins(request.prompt_token_ids)
 
     def encode(self) -> bytes:
-        """JSON text."""
-        return json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":")).encode()
+        """JSON text, with a digest of all of it."""
+        values = {"version": VERSION, **asdict(self)}
+        return json.dumps({**values, "digest": _digest(values)}, separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Boundary:
-        """The record in ``data``. Raises `ValueError` if there is none of this version."""
+        """The record in ``data``. Raises `ValueError` if it is none of this version, or altered."""
         try:
             found: Any = json.loads(data)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
-        if not isinstance(found, dict) or found.pop("version", None) != VERSION:
+        if not isinstance(found, dict) or found.get("version") != VERSION:
             raise ValueError(f"it is not of version {VERSION}")
+        if found.pop("digest", None) != _digest(found):
+            raise ValueError("it was altered")
+        del found["version"]
         if set(found) != {field.name for field in fields(cls)}:
             raise ValueError("its fields are not those of this version")
         boundary = cls(**found)
@@ -101,10 +113,18 @@ class Boundary:
             value = getattr(self, name)
             if name == "min_tokens" and value is None:
                 continue
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} is {value!r}")
-        if not isinstance(self.owner, str) or not isinstance(self.prompt_digest, str):
-            raise ValueError("owner and prompt_digest must be texts")
+            most = MAX_SEED if name == "seed" else MAX_COUNT
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"{name} is {shown(value)}")
+        if self.min_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError("min_tokens is above max_tokens")
+        if not isinstance(self.owner, str) or not isinstance(self.prompt_digest, str) or len(self.owner) > MAX_OWNER:
+            raise ValueError("owner and prompt_digest must be short texts")
+
+
+def _digest(values: dict[str, Any]) -> str:
+    """Of a record, against what alters it by accident or by hand."""
+    return blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def continuation(request: GenerationRequest, boundary: Boundary) -> GenerationRequest:

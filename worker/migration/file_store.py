@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import os
 import re
+import secrets
+import stat
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,23 +27,35 @@ _OURS = re.compile(r"[0-9a-f]+(\.[0-9a-f-]+)?")
 """Names of records, and of those that are being written."""
 
 
+MAX_BYTES = 64 * 2**10
+"""Of a record, which has some hundreds."""
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
 class FileStore:
-    """One file per record, written aside and renamed; its age is the time since it was written.
+    """One file per record, written aside and renamed; links are not followed.
 
     Nothing is synchronised to the disk: the records need to survive processes, not the machine.
+    A record goes away once this process has seen it unchanged for its time to live, by a clock that
+    nobody sets: the file system's times, and those of other machines, only tell whether it was
+    written again.
 
     Args:
         directory: Made when the store is opened.
-        ttl_s: Seconds after which a record goes away.
-        clock: Seconds since 1970, as the file system's times.
+        ttl_s: Seconds after which a record goes away, at the earliest.
+        clock: Monotonic, seconds.
     """
 
-    def __init__(self, directory: str, ttl_s: float = TTL_S, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, directory: str, ttl_s: float = TTL_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.address = f"file:{directory}"
         self._directory = Path(directory)
         self._ttl_s = ttl_s
         self._clock = clock
         self._swept_s = clock()
+        self._seen: dict[str, tuple[int, float]] = {}  # time of the last change, and when it was first seen
+        self._sweeping = threading.Lock()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="boundary-store")
 
     async def open(self) -> None:
@@ -81,30 +96,46 @@ class FileStore:
 
     def _read(self, path: Path) -> bytes | None:
         try:
-            with path.open("rb") as file:
-                is_old = os.fstat(file.fileno()).st_mtime < self._clock() - self._ttl_s
-                return None if is_old else file.read()
+            number = os.open(path, _OLD)
         except FileNotFoundError:
             os.stat(self._directory)  # without it nothing can be said of the record
             return None
+        with open(number, "rb") as file:
+            if not stat.S_ISREG(os.fstat(number).st_mode):
+                raise OSError(0, "a record is no file")
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise OSError(0, f"a record is larger than {MAX_BYTES} bytes")
+        return data
 
     def _write(self, path: Path, value: bytes) -> None:
-        aside = path.with_name(f"{path.name}.{os.getpid()}-{id(value):x}")
+        aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
         try:
-            aside.write_bytes(value)
+            with open(os.open(aside, _NEW, 0o600), "wb") as file:
+                file.write(value)
             os.replace(aside, path)
         except OSError:
             with contextlib.suppress(OSError):
                 aside.unlink()
             raise
-        if self._clock() - self._swept_s > self._ttl_s / 2:
-            self._swept_s = self._clock()
-            self._sweep()
+        if self._clock() - self._swept_s > self._ttl_s / 2 and self._sweeping.acquire(blocking=False):
+            try:
+                self._swept_s = self._clock()
+                self._sweep()
+            finally:
+                self._sweeping.release()
 
     def _sweep(self) -> None:
-        latest = self._clock() - self._ttl_s
+        now_s, before, self._seen = self._clock(), self._seen, {}
         with os.scandir(self._directory) as entries:
             for entry in entries:
+                if not _OURS.fullmatch(entry.name):
+                    continue
                 with contextlib.suppress(FileNotFoundError):  # another worker sweeps too
-                    if _OURS.fullmatch(entry.name) and entry.stat().st_mtime < latest:
+                    changed_ns = entry.stat(follow_symlinks=False).st_mtime_ns
+                    known = before.get(entry.name)
+                    since_s = known[1] if known is not None and known[0] == changed_ns else now_s
+                    if now_s - since_s > self._ttl_s:
                         os.unlink(entry)
+                    else:
+                        self._seen[entry.name] = changed_ns, since_s

@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 BUCKET = "dynamo-logits-worker-boundaries"
 
+INBOX = "_INBOX.dlw-worker"
+"""What inboxes of workers begin with: apart from those of clients, to which workers answer."""
+
 RECONNECT_S = 0.25
 """Pause between two attempts to connect again."""
 
@@ -101,6 +104,7 @@ class NatsStore:
                 pending_size=0,  # while it is away, nothing is kept to be written late
                 error_cb=_note,
                 name="dynamo-logits-worker",
+                inbox_prefix=INBOX,
             )
         return self._client
 

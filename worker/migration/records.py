@@ -101,8 +101,23 @@ class BoundaryRecords:
         """The records of a request: its own pool's, and on a prefill worker that of its answer."""
         pools = [self._pool] if self._answering is None else [self._pool, self._answering]
         keys = [_key(pool, request_id) for pool in pools]
-        found = [(key, _decoded(await self._wanted(self._store.get(key)))) for key in keys]
+        found = [(key, self._readable(await self._wanted(self._store.get(key)))) for key in keys]
         return [(key, one) for key, one in found if one is not None]
+
+    def _readable(self, data: bytes | None) -> Boundary | None:
+        """The record in `data`.
+
+        Raises:
+            BoundaryStoreUnavailable: it is damaged, or another version's: whether the request goes
+                on, and where its answer begins, cannot be told.
+        """
+        try:
+            return None if data is None else Boundary.decode(data)
+        except ValueError as error:
+            self.num_failures += 1
+            raise BoundaryStoreUnavailable(
+                f"the boundary store {self._store.address}: a record cannot be read: {error}"
+            ) from None
 
     def _continuation(self, request: GenerationRequest, boundary: Boundary) -> GenerationRequest:
         """See `continuation`; a prefill worker is asked for one token more than there are."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib.metadata
 import logging
@@ -246,6 +247,7 @@ def finish(status: int) -> None:
     by `WorkerEngine.cleanup`.
     """
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # its disk is full
+            stream.flush()
     os._exit(status)

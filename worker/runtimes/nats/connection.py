@@ -17,6 +17,7 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
 from worker.errors import StartupError
+from worker.runtimes.nats.wire import TolerantClient
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class ConnectionOptions:
             system's.
         tls_cert: Our own certificate, with `tls_key`.
         tls_key: Its key.
+        inbox_prefix: What our inboxes begin with, without a dot at the end: this user's, where
+            users have inboxes of their own.
     """
 
     url: str = "nats://127.0.0.1:4222"
@@ -51,6 +54,7 @@ class ConnectionOptions:
     tls_ca: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
+    inbox_prefix: str = "_INBOX"
 
     @property
     def servers(self) -> list[str]:
@@ -67,7 +71,7 @@ class ConnectionOptions:
         Raises:
             StartupError: a file cannot be read, or a package is missing.
         """
-        given: dict[str, Any] = {"servers": self.servers}
+        given: dict[str, Any] = {"servers": self.servers, "inbox_prefix": self.inbox_prefix}
         needs_keys = self.credentials is not None or self.nkey_seed is not None
         if needs_keys and importlib.util.find_spec("nkeys") is None:
             raise StartupError("credentials and NKeys need the package nkeys: pip install nkeys")
@@ -130,7 +134,7 @@ async def connect(
         if reconnected is not None:
             await reconnected()
 
-    client = Client()
+    client = TolerantClient()
     connecting = client.connect(
         **given,
         name=name,

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from adapters.strict_json import RepeatedKey, read_object
+from adapters.strict_json import LoneSurrogate, RepeatedKey, read_object
 from worker.errors import (
     BoundaryStoreUnavailable,
     Draining,
@@ -128,23 +128,54 @@ def header_text(text: str) -> str:
 
 
 def encoded(data: Any) -> bytes:
-    """JSON, compact."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    """JSON, compact. Half of a surrogate pair stays what it is: whoever reads it refuses it."""
+    try:
+        return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        return json.dumps(data, separators=(",", ":")).encode()
+
+
+MAX_DEPTH = 128
+"""Of objects and lists within one another in a message: far below what JSON can be written with."""
 
 
 class Malformed(ValueError):
-    """A message is no JSON object; the text says what was expected."""
+    """A message is no JSON object, or one that cannot be served; the text says what was expected.
+
+    Args:
+        problem: The text.
+        field: Field that it is about.
+    """
+
+    def __init__(self, problem: str, field: str = "request") -> None:
+        super().__init__(problem)
+        self.field = field
 
 
 def decoded(data: bytes) -> dict[str, Any]:
     """The JSON object in a message.
 
     Raises:
-        Malformed: it is none, or one that two parsers may read in two ways.
+        Malformed: it is none, or one that two parsers may read in two ways, or nested too deep.
     """
     try:
-        return read_object(data)
+        found = read_object(data)
     except RepeatedKey as error:
         raise Malformed(f"the message is ambiguous: {error}") from None
+    except LoneSurrogate as error:
+        raise Malformed(f"the message {error}", error.path) from None
     except ValueError as error:
         raise Malformed(f"the message {error}") from None
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_deep(found):
+        raise Malformed(f"the message is nested more than {MAX_DEPTH} deep")
+    return found
+
+
+def _is_deep(found: Any) -> bool:
+    level = [found]
+    for _ in range(MAX_DEPTH):
+        children = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [child for some in children for child in some if isinstance(child, (dict, list))]
+        if not level:
+            return False
+    return True

@@ -12,6 +12,7 @@ from nats.errors import Error as NatsError
 from worker.arguments import Arguments
 from worker.build import Built
 from worker.errors import StartupError
+from worker.migration.nats_store import INBOX
 from worker.runtimes.nats.batch.consumer import BatchConsumer
 from worker.runtimes.nats.connection import ConnectionOptions, connect, disconnect
 from worker.runtimes.nats.messages import MessageServer
@@ -32,6 +33,7 @@ def connection_options(arguments: Arguments) -> ConnectionOptions:
         tls_ca=arguments.nats_tls_ca,
         tls_cert=arguments.nats_tls_cert,
         tls_key=arguments.nats_tls_key,
+        inbox_prefix=INBOX,
     )
 
 
@@ -55,6 +57,7 @@ class NatsWorker:
         self._service: NatsService | None = None
         self._batches: BatchConsumer | None = None
         self._leave = asyncio.Event()
+        self._client: Client | None = None
         self._probes: ProbeServer | None = None
 
     def shut_down(self) -> None:
@@ -68,7 +71,7 @@ class NatsWorker:
         Raises:
             StartupError: the server does not let us in, or the model cannot be loaded.
         """
-        client = await connect(
+        client = self._client = await connect(
             connection_options(self.arguments),
             f"worker {self.arguments.served_model_name}",
             closed=self._connection_closed,
@@ -117,7 +120,9 @@ class NatsWorker:
         def ready() -> str | None:
             if self._leave.is_set():
                 return "draining"
-            return live() or (None if client.is_connected else "the NATS server is away")
+            if not client.is_connected:
+                return live() or "the NATS server is away"
+            return live() or (None if self._batches is None else self._batches.problem)
 
         host, port = self.arguments.metrics_host, self.arguments.metrics_port
         if port:

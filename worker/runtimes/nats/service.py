@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import nats.micro
 from nats.aio.client import Client
@@ -23,6 +23,7 @@ from worker.metrics import OUTCOMES
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.messages import MessageServer
 from worker.runtimes.nats.protocol import HEARTBEAT_S, REQUEST_ID, WINDOW, Subjects
+from worker.runtimes.nats.replies import ReplyGuard
 from worker.runtimes.nats.request import NatsRequest
 from worker.runtimes.nats.stream import AnswerStream
 
@@ -47,6 +48,7 @@ class NatsService:
         self._server = messages.server
         self._arguments = arguments
         self._client: Client | None = None
+        self._guard: ReplyGuard | None = None
         self._service: Service | None = None
         self._streams: dict[str, AnswerStream] = {}
         self._running: dict[str, NatsRequest | None] = {}
@@ -63,9 +65,10 @@ class NatsService:
     async def start(self, client: Client) -> None:
         """Register: from now on requests come."""
         self._client = client
+        guard = self._guard = ReplyGuard(client, self._arguments.nats_reply_prefixes)
         info = self._server.info
         self._service = await nats.micro.add_service(
-            client,
+            cast(Client, guard),
             name=self.subjects.service,
             version=__version__,
             description=f"dynamo-logits-worker: {self.subjects.model}, version {self.subjects.version}",
@@ -77,8 +80,8 @@ class NatsService:
             },
             stats_handler=lambda _: self.stats(),
         )
-        await client.subscribe(self.subjects.acknowledge(self.instance, "*"), cb=self._acknowledged)
-        await client.subscribe(self.subjects.cancel("*"), cb=self._cancel)
+        await guard.subscribe(self.subjects.acknowledge(self.instance, "*"), cb=self._acknowledged)
+        await guard.subscribe(self.subjects.cancel("*"), cb=self._cancel)
         self._beat = asyncio.create_task(self._send_heartbeats())
         await self._service.add_endpoint(name="info", subject=self.subjects.info, handler=self._describe)
         await self._service.add_endpoint(
@@ -94,6 +97,7 @@ class NatsService:
         return {
             "in_flight": len(self._server.in_flight),
             "draining": self._server.in_flight.closed,
+            "refused_replies": 0 if self._guard is None else self._guard.num_refused,
             "requests": {name: int(number) for name, number in ended.items() if number},
         }
 
@@ -113,12 +117,12 @@ class NatsService:
             return
         headers = message.headers or {}
         request_id = headers.get(REQUEST_ID) or self._new_id()
-        stream = self._stream(subject, request_id, headers)
         try:
-            self._check_headers(request_id, headers)
-        except InvalidRequest as error:
-            await stream.fail(error)
+            window = self._checked_window(request_id, headers)
+        except InvalidRequest as error:  # nothing to acknowledge: the id may be another request's
+            await self._fail(self._stream(subject, "", "", 0), error)
             return
+        stream = self._stream(subject, request_id, self.subjects.acknowledge(self.instance, request_id), window)
         self._streams[request_id], self._running[request_id] = stream, None
         try:
             await self._answer(request_id, message.data, stream)
@@ -142,7 +146,7 @@ class NatsService:
         try:
             message = protocol.decoded(data)
         except protocol.Malformed as error:
-            raise InvalidRequest("request", str(error)) from None
+            raise InvalidRequest(error.field, str(error)) from None
         request = self._running[request_id] = await self._messages.parsed(message)
         if stream.is_gone or request_id in self._cancelled:
             await stream.send({"token_ids": [], "index": 0, "finish_reason": "cancelled"})
@@ -159,18 +163,16 @@ class NatsService:
         with contextlib.suppress(NatsError):  # the client notices by the silence
             await stream.fail(error)
 
-    def _stream(self, subject: str, request_id: str, headers: Mapping[str, str]) -> AnswerStream:
+    def _stream(self, subject: str, request_id: str, acknowledge: str, window: int) -> AnswerStream:
         assert self._client is not None
-        text = headers.get(WINDOW, "0")
-        window = int(text) if text.isdecimal() and len(text) < 8 else 0
-        acknowledge = self.subjects.acknowledge(self.instance, protocol.subject_token(request_id))
 
         def gone() -> None:
             self._end(request_id)
 
         return AnswerStream(self._client, subject, acknowledge, window, gone, time.monotonic)
 
-    def _check_headers(self, request_id: str, headers: Mapping[str, str]) -> None:
+    def _checked_window(self, request_id: str, headers: Mapping[str, str]) -> int:
+        """Messages that the client takes ahead of its acknowledgements. Raises `InvalidRequest`."""
         if not protocol.TOKEN.fullmatch(request_id):
             raise InvalidRequest(REQUEST_ID, f"must match {protocol.TOKEN.pattern}, got {request_id[:60]!r}")
         if request_id in self._streams:
@@ -178,6 +180,7 @@ class NatsService:
         window = headers.get(WINDOW, "0")
         if not window.isdecimal() or len(window) > 7 or int(window) > protocol.MAX_WINDOW:
             raise InvalidRequest(WINDOW, f"must be an integer from 0 to {protocol.MAX_WINDOW}, got {window[:60]!r}")
+        return int(window)
 
     def _new_id(self) -> str:
         assert self._client is not None

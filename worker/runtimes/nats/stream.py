@@ -17,6 +17,14 @@ STALL_S = 30.0
 ABSENT_S = 2.0
 """Seconds that a client may be absent, to connect again."""
 
+RESEND_S = 0.25
+"""Least time between two times that a client is sent everything again. A client asks with each
+message that it cannot use; what is lost of the answer to that, heartbeats tell.
+"""
+
+MAX_DIGITS = 18
+"""Of a sequence number."""
+
 Headers = Mapping[str, str]
 
 
@@ -38,7 +46,7 @@ class AnswerStream:
         connection: Sends.
         subject: The client's.
         acknowledge: Subject of acknowledgements; the server answers to it too, when nobody listens
-            to `subject` any more.
+            to `subject` any more. Empty for an answer without any.
         window: Messages ahead of the acknowledgements, 0 for any number.
         gone: Called once when the client has gone.
         clock: Monotonic, seconds.
@@ -70,6 +78,7 @@ class AnswerStream:
         self._waiting_since_s: float | None = None
         self._absent_since_s: float | None = None
         self._absent_last_s = 0.0
+        self._resent_s = float("-inf")
         self.ended = False
         self.is_gone = False
         self.last_sent_s = clock()
@@ -146,13 +155,15 @@ class AnswerStream:
             self._give_up()
             return
         text = headers.get(SEQUENCE, "")
-        if not text.isdecimal() or int(text) > self._sequence:
+        if not text.isdecimal() or len(text) > MAX_DIGITS or int(text) > self._sequence:
             return
         self._absent_since_s = None
         while self._kept and self._kept[0][0] < int(text):
             self._kept.popleft()
         self._look_at_window()
-        if headers.get(KIND) == protocol.RESUME:
+        now = self._clock()
+        if headers.get(KIND) == protocol.RESUME and now - self._resent_s >= RESEND_S:
+            self._resent_s = now
             for _, kept_headers, data in tuple(self._kept):
                 await self._publish(data, kept_headers)
 

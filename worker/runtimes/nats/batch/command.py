@@ -16,6 +16,7 @@ from nats.errors import Error as NatsError
 from tqdm import tqdm
 
 from worker.errors import ConfigurationError, ServingError
+from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch.layout import PRIORITIES
 from worker.runtimes.nats.batch.store import BatchStatus, BatchStore
 from worker.runtimes.nats.connection import ConnectionOptions, connect
@@ -30,6 +31,7 @@ _CONNECTION = {
     "tls_ca": ("WORKER_NATS_TLS_CA", "file of the certificates that sign the server's"),
     "tls_cert": ("WORKER_NATS_TLS_CERT", "file of the own certificate"),
     "tls_key": ("WORKER_NATS_TLS_KEY", "file of its key"),
+    "inbox_prefix": ("DLW_NATS_INBOX_PREFIX", "what this user's inboxes begin with (default: _INBOX)"),
 }
 
 
@@ -87,8 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _submit(store: BatchStore, options: Any) -> int:
-    text = await asyncio.to_thread(options.file.read_text, encoding="utf-8")
-    lines = text.splitlines()
+    lines = await asyncio.to_thread(_lines_of, options.file)
     deadline_s = None if options.deadline_s is None else time.time() + options.deadline_s
     with tqdm(total=len(lines), unit="requests", disable=not sys.stderr.isatty()) as bar:
         record = await store.submit(
@@ -104,10 +105,19 @@ async def _submit(store: BatchStore, options: Any) -> int:
     return 0
 
 
+def _lines_of(path: Path) -> list[str]:
+    """Lines of a file; only a line feed ends one: JSON may have Unicode's other ends in a text."""
+    try:
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        number = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigurationError(f"{path}: line {number}: is not UTF-8") from None
+
+
 def _model_of(lines: Sequence[str]) -> str:
     first = next((line for line in lines if line.strip()), "{}")
     try:
-        model = json.loads(first)["body"]["model"]
+        model = protocol.decoded(first.encode())["body"]["model"]
     except (ValueError, KeyError, TypeError):
         model = None
     if not isinstance(model, str) or not model:
@@ -160,12 +170,16 @@ def _as_json(status: BatchStatus) -> dict[str, Any]:
 
 
 async def _results(store: BatchStore, options: Any) -> int:
-    lines = [json.dumps(line, ensure_ascii=False) + "\n" async for line in store.results(options.batch)]
-    text = "".join(lines)
-    if options.output is None:
-        sys.stdout.write(text)
-    else:
-        await asyncio.to_thread(options.output.write_text, text, encoding="utf-8")
+    lines: list[str] = []
+    try:
+        async for line in store.results(options.batch):
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    finally:  # the whole ones are shown, whatever became of others
+        text = "".join(lines)
+        if options.output is None:
+            sys.stdout.write(text)
+        else:
+            await asyncio.to_thread(options.output.write_text, text, encoding="utf-8")
     status = await store.status(options.batch)
     return 0 if status.state == "completed" else 1
 

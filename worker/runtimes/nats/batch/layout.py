@@ -5,10 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from worker.runtimes.nats.protocol import TOKEN, Subjects, encoded
+from worker.errors import shown
+from worker.runtimes.nats.protocol import TOKEN, Malformed, Subjects, decoded, encoded
 
 PRIORITIES = ("high", "normal", "low")
 """Of batches; workers take what is left of a slot in this order."""
@@ -34,8 +38,20 @@ CANCEL_SUBJECT = "dlw-batch-cancel"
 LARGE_BYTES = 256 * 2**10
 """From this size on a body or a result goes into the object store."""
 
+HEADERS_BYTES = 4 * 2**10
+"""Of a message's largest size kept for its headers."""
+
+MAX_CUSTOM_ID = 512
+
 DUPLICATE_WINDOW_S = 3600.0
 """How long the server knows message ids, so that an interrupted submission can be run again."""
+
+
+def large_bytes(max_payload: int) -> int:
+    """Size from which on a body or a result goes into the object store, of a server whose messages
+    have at most `max_payload` bytes.
+    """
+    return max(0, min(LARGE_BYTES, max_payload - HEADERS_BYTES))
 
 
 def stream_name(subjects: Subjects, priority: str) -> str:
@@ -58,6 +74,13 @@ def result_key(custom_id: str) -> str:
     if TOKEN.fullmatch(custom_id):
         return custom_id
     return "=" + base64.urlsafe_b64encode(custom_id.encode()).decode()
+
+
+def custom_id_of(key: str) -> str:
+    """What `result_key` made the key of. Raises `ValueError` if it is none of its keys."""
+    if not key.startswith("="):
+        return key
+    return base64.urlsafe_b64decode(key[1:]).decode()
 
 
 def digest(data: bytes) -> str:
@@ -101,7 +124,8 @@ class BatchRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> BatchRecord:
-        return cls(**json.loads(data))
+        """Raises `Malformed` for what is none."""
+        return cls(**_checked(decoded(data), _OF_RECORD, {field.name for field in fields(cls)}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,5 +160,65 @@ class QueuedRequest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> QueuedRequest:
-        """Raises `ValueError` or `TypeError` for what is none."""
-        return cls(**json.loads(data))
+        """Raises `Malformed` for what is none."""
+        found = _checked(decoded(data), _OF_REQUEST, {field.name for field in fields(cls)})
+        if found.get("body_digest") and found.get("body") is not None:
+            raise Malformed("the message has both body and body_digest")
+        return cls(**found)
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, str) and TOKEN.fullmatch(value) is not None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= MAX_CUSTOM_ID
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"([0-9a-f]{32})?", value) is not None
+
+
+def _is_time(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and abs(value) < 2**53 and math.isfinite(value))
+
+
+_Checks = Mapping[str, tuple[Callable[[Any], bool], str, bool]]
+"""Of each field what it is, in words too, and whether it must be there."""
+
+_TOKEN = (_is_token, f"a text that matches {TOKEN.pattern}", True)
+_TIME = (_is_time, "a number of seconds or null", False)
+_OF_REQUEST: _Checks = {
+    "batch": _TOKEN,
+    "index": (_is_count, "an integer of at least 0", True),
+    "custom_id": (_is_name, f"a text of 1 to {MAX_CUSTOM_ID} characters", True),
+    "url": (_is_name, f"a text of 1 to {MAX_CUSTOM_ID} characters", True),
+    "body_digest": (_is_digest, "32 hexadecimal digits or empty", False),
+    "deadline_s": _TIME,
+}
+_OF_RECORD: _Checks = {
+    "id": _TOKEN,
+    "model": (lambda value: isinstance(value, str), "a text", True),
+    "version": (lambda value: isinstance(value, str), "a text", True),
+    "priority": (lambda value: value in PRIORITIES, f"one of {', '.join(PRIORITIES)}", True),
+    "num_requests": (_is_count, "an integer of at least 0", False),
+    "deadline_s": _TIME,
+    "cancelled": (lambda value: type(value) is bool, "true or false", False),
+}
+
+
+def _checked(found: dict[str, Any], checks: _Checks, known: set[str]) -> dict[str, Any]:
+    """Raises `Malformed` for a field that is unknown, missing, or not what it must be."""
+    unknown = sorted(found.keys() - known)
+    if unknown:
+        raise Malformed(f"the message has the unknown field {unknown[0][:60]!r}")
+    for name, (is_right, expected, is_needed) in checks.items():
+        if name not in found and is_needed:
+            raise Malformed(f"the message has no {name}")
+        if name in found and not is_right(found[name]):
+            raise Malformed(f"{name} must be {expected}, got {shown(found[name])}")
+    return found

@@ -62,6 +62,8 @@ def message_of(url: str, body: Any, digest: str) -> Message:
     Raises:
         InvalidRequest: a field is unknown or cannot be honoured.
     """
+    if url not in URLS:
+        raise InvalidRequest("url", f"must be one of {', '.join(URLS)}, got {shown(url)}")
     if not isinstance(body, Mapping):
         raise InvalidRequest("body", f"must be an object, got {shown(body)}")
     given = {name: value for name, value in body.items() if value is not None and name not in _NO_EFFECT}

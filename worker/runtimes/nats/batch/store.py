@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nats.aio.client import Client
-from nats.js import JetStreamContext
-from nats.js.api import RetentionPolicy, StreamConfig
-from nats.js.errors import BucketNotFoundError, KeyNotFoundError, NotFoundError, ObjectNotFoundError
+from nats.errors import Error as NatsError
+from nats.js.errors import (
+    BadObjectMetaError,
+    BucketNotFoundError,
+    DigestMismatchError,
+    KeyNotFoundError,
+    NotFoundError,
+)
 from nats.js.kv import KeyValue
-from nats.js.object_store import ObjectStore
 
 from worker.errors import ConfigurationError
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch import layout
 from worker.runtimes.nats.batch.layout import BatchRecord, QueuedRequest
-from worker.runtimes.nats.protocol import Subjects
+from worker.runtimes.nats.batch.objects import ensure_bucket, get_object, put_object
+from worker.runtimes.nats.batch.queues import ensure_queue
 
 PUBLISHED_AT_ONCE = 64
+
+SHOWN_PROBLEMS = 10
 
 READ_TIMEOUT_S = 10.0
 """For one answer of the server."""
@@ -32,6 +41,28 @@ Line = dict[str, Any]
 
 class MalformedLine(ConfigurationError):
     """A line of a batch file is no request; the message has its number."""
+
+
+class UnknownBatch(ConfigurationError):
+    """There is no batch of this id."""
+
+    def __init__(self, batch: str) -> None:
+        super().__init__(f"there is no batch {batch[:140]!r}")
+
+
+class DamagedResults(ConfigurationError):
+    """Results of a batch are missing or altered.
+
+    Args:
+        batch: Its id.
+        problems: What is wrong, by ``custom_id`` or line.
+    """
+
+    def __init__(self, batch: str, problems: Mapping[str, str]) -> None:
+        some = [f"{name} {problem}" for name, problem in list(problems.items())[:SHOWN_PROBLEMS]]
+        more = [f"and {len(problems) - len(some)} more"] if len(problems) > len(some) else []
+        super().__init__(f"{batch}: {'; '.join([*some, *more])}")
+        self.problems = problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +108,8 @@ def read_lines(lines: Iterable[str]) -> Iterator[tuple[str, str, Any]]:
 
 def _checked(number: int, line: Line, seen: set[str]) -> tuple[str, str, Any]:
     custom_id, url = line.get("custom_id"), line.get("url")
-    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= 512:
-        raise MalformedLine(f"line {number}: custom_id must be a text of 1 to 512 characters")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= layout.MAX_CUSTOM_ID:
+        raise MalformedLine(f"line {number}: custom_id must be a text of 1 to {layout.MAX_CUSTOM_ID} characters")
     if custom_id in seen:
         raise MalformedLine(f"line {number}: custom_id {custom_id[:60]!r} occurs twice")
     seen.add(custom_id)
@@ -90,51 +121,6 @@ def _checked(number: int, line: Line, seen: set[str]) -> tuple[str, str, Any]:
     if unknown:
         raise MalformedLine(f"line {number}: unknown field {unknown[0][:60]!r}")
     return custom_id, str(url), line.get("body")
-
-
-async def ensure_queue(js: JetStreamContext, subjects: Subjects, priority: str) -> None:
-    """The work queue of a priority exists."""
-    await js.add_stream(
-        StreamConfig(
-            name=layout.stream_name(subjects, priority),
-            subjects=[layout.queue_subject(subjects, priority)],
-            retention=RetentionPolicy.WORK_QUEUE,
-            duplicate_window=layout.DUPLICATE_WINDOW_S,
-        )
-    )
-
-
-async def ensure_bucket(js: JetStreamContext, bucket: str) -> KeyValue:
-    """A bucket of keys and values that exists."""
-    try:
-        return await js.key_value(bucket)
-    except BucketNotFoundError:
-        return await js.create_key_value(bucket=bucket)
-
-
-async def ensure_bodies(js: JetStreamContext) -> ObjectStore:
-    """The object store of large bodies and results."""
-    try:
-        return await js.object_store(layout.BODIES)
-    except NotFoundError:
-        return await js.create_object_store(layout.BODIES)
-
-
-async def put_object(js: JetStreamContext, data: bytes) -> str:
-    """Store ``data`` once; returns its digest, which is its name."""
-    name = layout.digest(data)
-    store = await ensure_bodies(js)
-    try:
-        await store.get_info(name)
-    except ObjectNotFoundError:
-        await store.put(name, data)
-    return name
-
-
-async def get_object(js: JetStreamContext, name: str) -> bytes:
-    """What `put_object` stored. Raises `NotFoundError`."""
-    found = await (await js.object_store(layout.BODIES)).get(name)
-    return found.data or b""
 
 
 class BatchStore:
@@ -174,6 +160,7 @@ class BatchStore:
 
         Raises:
             MalformedLine: a line is no request; nothing has been queued.
+            ConfigurationError: the id is that of another batch, or of one that was cancelled.
         """
         requests = list(read_lines(lines))
         if not requests:
@@ -181,6 +168,10 @@ class BatchStore:
         record = BatchRecord(batch or f"batch_{secrets.token_hex(12)}", model, version, priority, 0, deadline_s)
         if not protocol.TOKEN.fullmatch(record.id):
             raise ConfigurationError(f"the id of a batch must match {protocol.TOKEN.pattern}, got {record.id!r}")
+        if deadline_s is not None and not math.isfinite(deadline_s):
+            raise ConfigurationError(f"the deadline must be a number of seconds, got {deadline_s}")
+        if batch is not None:
+            await self._refuse_another(record)
         await ensure_queue(self._js, record.subjects, priority)
         await ensure_bucket(self._js, layout.results_bucket(record.id))
         records = await ensure_bucket(self._js, layout.BATCHES)
@@ -193,27 +184,59 @@ class BatchStore:
         await records.put(record.id, record.as_bytes())
         return record
 
+    async def _refuse_another(self, record: BatchRecord) -> None:
+        """Raises `ConfigurationError` if the id of a batch is taken by one that cannot go on."""
+        try:
+            known = await self.record(record.id)
+        except UnknownBatch:
+            return
+        if known.cancelled:
+            raise ConfigurationError(f"{record.id} was cancelled; submit under another id")
+        for name in ("model", "version", "priority"):
+            before, now = getattr(known, name), getattr(record, name)
+            if before != now:
+                raise ConfigurationError(f"{record.id} was submitted with {name} {before!r}, not {now!r}")
+
     async def _queue(self, record: BatchRecord, index: int, custom_id: str, url: str, body: Any) -> None:
         data = protocol.encoded(body)
         request = QueuedRequest(record.id, index, custom_id, url, body, "", record.deadline_s)
-        if len(data) >= layout.LARGE_BYTES:
+        if len(data) >= layout.large_bytes(self._connection.max_payload):
             request = replace(request, body=None, body_digest=await put_object(self._js, data))
         message_id = f"{record.id}/{request.key}/{layout.request_digest(custom_id, url, body)}"
         subject = layout.queue_subject(record.subjects, record.priority, record.id)
         await self._js.publish(subject, request.as_bytes(), headers={"Nats-Msg-Id": message_id})
 
     async def record(self, batch: str) -> BatchRecord:
-        """What was submitted. Raises `ConfigurationError` if there is no such batch."""
+        """What was submitted.
+
+        Raises:
+            UnknownBatch: there is no such batch.
+            ConfigurationError: its record was altered.
+        """
+        if not protocol.TOKEN.fullmatch(batch):
+            raise UnknownBatch(batch)
         try:
             entry = await (await self._js.key_value(layout.BATCHES)).get(batch)
         except (BucketNotFoundError, KeyNotFoundError):
-            raise ConfigurationError(f"there is no batch {batch!r}") from None
-        return BatchRecord.from_bytes(entry.value or b"")
+            raise UnknownBatch(batch) from None
+        try:
+            record = BatchRecord.from_bytes(entry.value or b"")
+        except protocol.Malformed as error:
+            raise ConfigurationError(f"the record of {batch} was altered: {error}") from None
+        if record.id != batch:
+            raise ConfigurationError(f"the record of {batch} was altered: its id is {record.id!r}")
+        return record
+
+    async def _bucket(self, batch: str) -> KeyValue:
+        try:
+            return await self._js.key_value(layout.results_bucket(batch))
+        except BucketNotFoundError:
+            raise ConfigurationError(f"the results of {batch} were deleted") from None
 
     async def status(self, batch: str, *, count_failed: bool = False) -> BatchStatus:
         """How far a batch is. Counting those that failed reads every result."""
         record = await self.record(batch)
-        bucket = await self._js.key_value(layout.results_bucket(batch))
+        bucket = await self._bucket(batch)
         answered = (await bucket.status()).values
         failed = None
         if count_failed:
@@ -221,26 +244,86 @@ class BatchStore:
         return BatchStatus(record, answered, failed)
 
     async def results(self, batch: str) -> AsyncIterator[Line]:
-        """The results so far, in the order of the file."""
-        await self.record(batch)
-        bucket = await self._js.key_value(layout.results_bucket(batch))
+        """The results so far, in the order of the file.
+
+        Raises:
+            DamagedResults: after those that are whole: others are missing or altered.
+        """
+        record = await self.record(batch)
+        is_queued = await self._is_queued(record)  # before: a result is written before its request leaves the queue
+        found: dict[int, Line] = {}
+        problems: dict[str, str] = {}
+        for key, entry in (await self._entries(await self._bucket(batch))).items():
+            try:
+                index, line = await self._result(key, entry)
+                found[index] = line
+            except (protocol.Malformed, NatsError, TimeoutError, ValueError) as error:
+                problems[_shown_key(key)] = str(error) if isinstance(error, protocol.Malformed) else f"({error!r})"
+        for index in sorted(found):
+            yield found[index]
+        if not problems and len(found) < record.num_requests and not is_queued and not record.cancelled:
+            missing = [index for index in range(record.num_requests) if index not in found]
+            problems = {f"request {index + 1}": "has no result, and is queued no more" for index in missing}
+        if problems:
+            raise DamagedResults(batch, problems)
+
+    async def _entries(self, bucket: KeyValue) -> dict[str, KeyValue.Entry]:
+        """Everything in a bucket, by key; what was deleted too."""
         number = (await bucket.status()).values
-        found: dict[str, tuple[int, Line]] = {}
+        found: dict[str, KeyValue.Entry] = {}
         watcher = await bucket.watchall()
         try:
             while len(found) < number:  # its own mark of the end may come before entries that are on their way
-                entry = await watcher.updates(READ_TIMEOUT_S)  # type: ignore[no-untyped-call]
+                try:
+                    entry = await watcher.updates(READ_TIMEOUT_S)  # type: ignore[no-untyped-call]
+                except TimeoutError:
+                    now = (await bucket.status()).values
+                    if now > len(found):
+                        raise ConfigurationError(f"NATS has sent {len(found)} of {now} results") from None
+                    break  # some were purged meanwhile
                 if entry is not None:
-                    found[entry.key] = await self._result(json.loads(entry.value))
+                    found[entry.key] = entry
         finally:
             await watcher.stop()  # type: ignore[no-untyped-call]
-        for _, line in sorted(found.values(), key=lambda each: each[0]):
-            yield line
+        return found
 
-    async def _result(self, value: Line) -> tuple[int, Line]:
-        if "object" in value:
-            value = json.loads(await get_object(self._js, value["object"]))
-        return value["index"], value["line"]
+    async def _result(self, key: str, entry: KeyValue.Entry) -> tuple[int, Line]:
+        """Place and line of a result. Raises `Malformed` or an error of NATS."""
+        if entry.operation is not None:
+            raise protocol.Malformed("was deleted")
+        try:
+            value = json.loads(entry.value or b"")
+            if "object" in value:
+                value = json.loads(await get_object(self._js, str(value["object"])))
+            index, line = value["index"], value["line"]
+            is_whole = type(index) is int and layout.result_key(line["custom_id"]) == key and "response" in line
+            is_whole = is_whole and "error" in line
+        except NotFoundError:
+            raise protocol.Malformed("is not in the object store any more") from None
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            DigestMismatchError,
+            BadObjectMetaError,
+        ):
+            is_whole = False
+        if not is_whole:
+            raise protocol.Malformed("was altered")
+        return index, line
+
+    async def _is_queued(self, record: BatchRecord) -> bool:
+        """Whether requests of a batch wait to be answered, or are being."""
+        subject = layout.queue_subject(record.subjects, record.priority, record.id)
+        try:
+            info = await self._js.stream_info(
+                layout.stream_name(record.subjects, record.priority), subjects_filter=subject
+            )
+        except NotFoundError:
+            return False
+        return bool((info.state.subjects or {}).get(subject))
 
     async def cancel(self, batch: str) -> BatchRecord:
         """No request of the batch is answered from now on; results that are there stay."""
@@ -248,7 +331,8 @@ class BatchStore:
         await (await self._js.key_value(layout.BATCHES)).put(batch, record.as_bytes())
         stream = layout.stream_name(record.subjects, record.priority)
         subject = layout.queue_subject(record.subjects, record.priority, batch)
-        await self._js.purge_stream(stream, subject=subject)
+        with contextlib.suppress(NotFoundError):  # the queue was deleted
+            await self._js.purge_stream(stream, subject=subject)
         await self._connection.publish(layout.CANCEL_SUBJECT, batch.encode())
         await self._connection.flush()
         return record
@@ -258,3 +342,11 @@ def is_failure(line: Line) -> bool:
     """Whether a line of the results is an error."""
     response = line["response"]
     return line["error"] is not None or response is None or response["status_code"] >= 400
+
+
+def _shown_key(key: str) -> str:
+    """The ``custom_id`` that a result is of, as an error shows it."""
+    try:
+        return repr(layout.custom_id_of(key))[:100]
+    except ValueError:
+        return f"the key {key!r}"[:100]
