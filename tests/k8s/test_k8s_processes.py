@@ -1,4 +1,4 @@
-"""The processes of `k8s/agg.yaml`, started here as a pod would start them, answer their probes
+"""The processes of `k8s/graphs/agg.yaml`, started here as a pod would start them, answer their probes
 and end in time.
 """
 
