@@ -216,7 +216,7 @@ export function detailsOf({ text, logprob, marks, id, position, place }) {
     );
   });
   return [
-    el("p", { class: "title" }, el("code", {}, shown(text)), logprob ? ` ${percent(logprob.logprob)}` : null),
+    el("p", { class: "title" }, el("code", {}, shown(text))),
     el("p", { class: "hint" }, [`token ${place + 1}`, position && `position ${position}`, id && `id ${id}`].filter(Boolean).join(" · ")),
     rows.length ? el("ul", {}, ...rows) : el("p", {}, "No processor acted here."),
     alternatives.length ? el("p", { class: "hint" }, "The model's own probabilities, before any control") : null,
@@ -228,5 +228,5 @@ const shown = (text) => `“${printable(text)}”`;
 
 const percent = (logprob) => {
   const probability = 100 * Math.exp(logprob);
-  return probability >= 0.1 ? `${probability.toFixed(1)} %` : probability > 0 ? `${probability.toExponential(0)} %` : "0 %";
+  return probability >= 0.1 ? `${probability.toFixed(1)} %` : probability >= 0.001 ? `${probability.toFixed(3)} %` : "< 0.001 %";
 };
