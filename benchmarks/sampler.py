@@ -39,8 +39,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from adapters.candidates import block_maxima
 from adapters.contract import apply_bitmask
+from adapters.sampling.candidates import block_maxima
 from worker.engines.embedded.plan import Edits, Plan, Request
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.sampling import SamplingParams

@@ -27,8 +27,9 @@ from pathlib import Path
 import torch
 from sampler import Case, cases, plan_of
 
+from adapters.sampling.prefixes import Select, select_by_sorting
 from worker.engines.embedded.plan import Edits
-from worker.engines.embedded.sampling.device_truncation import Select, select_by_sorting, truncate_and_sample_rows
+from worker.engines.embedded.sampling.device_truncation import truncate_and_sample_rows
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.engines.embedded.sampling.selection_kernels import choose_select
 

@@ -1,21 +1,28 @@
 """The ops' mathematics in torch, for any device, on checked rows ``[B, V]``.
 
-Truncation is that of `adapters.processors.truncation`: ties with the k-th value are kept, except
-with k = 1, where the lowest id is kept; top-p keeps the shortest prefix whose mass is at least p,
-ties by rising id. Batch-invariant: a row's result does not depend on the other rows, bit for bit.
+Truncation is that of `adapters.sampling`, as in processors and samplers: ties with the k-th value
+are kept, except with k = 1, where the lowest id is kept; top-p keeps the shortest prefix whose mass
+in integer weights is at least p, ties by rising id. Batch-invariant: a row's result does not depend
+on the other rows, bit for bit.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from adapters.pipe.parameters import PerRow
 from adapters.pipe.rows import check_highest
 from adapters.pipe.types import TensorType
-from adapters.processors.truncation import keep_top_k, keep_top_p, row_sums
+from adapters.processors.truncation import row_sums
+from adapters.sampling.truncation import beyond_shares, column, keep_top_k, rounded_up
+from adapters.sampling.weights import points_in, weights_of, weights_of_probabilities
 
-_UNIT = 2.0**53
 _ROWS_AT_ONCE = 64
+
+_Weigh = Callable[[torch.Tensor], torch.Tensor]
+"""From rows to their integer weights."""
 
 
 def scale(logits: torch.Tensor, temperature: PerRow) -> torch.Tensor:
@@ -54,8 +61,8 @@ def top_p_renorm(probs: torch.Tensor, top_p: PerRow, is_deterministic: bool) -> 
 
 def min_p_renorm(probs: torch.Tensor, min_p: PerRow) -> torch.Tensor:
     """The probabilities of at least min_p times the highest, renormalised."""
-    cuts = min_p.column(probs) * probs.amax(-1, keepdim=True)
-    return _normalised(probs.masked_fill(probs < cuts, 0.0))
+    least = column(min_p.values, probs, torch.float64) * probs.amax(-1, keepdim=True).double()
+    return _normalised(probs.masked_fill(probs < rounded_up(least, probs.dtype), 0.0))
 
 
 def top_k_sample(
@@ -104,7 +111,7 @@ def top_k_top_p_sample(
 def sample_logits(
     logits: torch.Tensor, indices: torch.Tensor | None, deterministic: bool, generator: torch.Generator | None
 ) -> torch.Tensor:
-    return sample_probs(logits.softmax(-1), indices, deterministic, generator)
+    return _sample(logits, weights_of, indices, generator)
 
 
 def sample_probs(
@@ -112,50 +119,48 @@ def sample_probs(
 ) -> torch.Tensor:
     """One token per row, or per entry of ``indices``, by inverse transform sampling.
 
-    Sample i takes the i-th number of the generator, and masses are summed as integer multiples of
-    2^-53, so that tokens are reproducible on every device whether ``deterministic`` or not, and a
-    row's token depends on its probabilities and its random number alone.
+    Sample i takes the i-th number of the generator, and masses are sums of integer weights, so that
+    tokens are reproducible on every device whether ``deterministic`` or not, and a row's token
+    depends on its probabilities and its random number alone.
 
     Returns:
         ``[B]`` int32, or ``[n]`` with the dtype of ``indices``.
     """
-    num_samples = len(probs) if indices is None else len(indices)
-    source = probs.device if generator is None else generator.device
-    uniforms = torch.rand(num_samples, dtype=torch.float64, device=source, generator=generator).to(probs.device)
+    return _sample(probs, weights_of_probabilities, indices, generator)
+
+
+def _sample(
+    rows: torch.Tensor, weigh: _Weigh, indices: torch.Tensor | None, generator: torch.Generator | None
+) -> torch.Tensor:
+    num_samples = len(rows) if indices is None else len(indices)
+    source = rows.device if generator is None else generator.device
+    uniforms = torch.rand(num_samples, dtype=torch.float64, device=source, generator=generator).to(rows.device)
     if indices is None:
-        return _one_each(probs, uniforms)
-    return _from_rows(probs, uniforms, indices.to(probs.device))
+        return _one_each(rows, weigh, uniforms)
+    return _from_rows(rows, weigh, uniforms, indices.to(rows.device))
 
 
-def _one_each(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    tokens = torch.empty(len(probs), dtype=torch.int32, device=probs.device)
-    for start in range(0, len(probs), _ROWS_AT_ONCE):
+def _one_each(rows: torch.Tensor, weigh: _Weigh, uniforms: torch.Tensor) -> torch.Tensor:
+    tokens = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
         part = slice(start, start + _ROWS_AT_ONCE)
-        tokens[part] = _search(_bounds(probs[part]), uniforms[part].unsqueeze(1)).squeeze(1)
+        tokens[part] = _search(weigh(rows[part]).cumsum(-1), uniforms[part].unsqueeze(1)).squeeze(1)
     return tokens
 
 
-def _from_rows(probs: torch.Tensor, uniforms: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def _from_rows(rows: torch.Tensor, weigh: _Weigh, uniforms: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Group samples by row, so that millions of samples from one row do not copy it."""
     tokens = torch.empty_like(indices)
     for row in torch.unique(indices).tolist():
         mine = indices == row
-        found = _search(_bounds(probs[row : row + 1]), uniforms[mine].unsqueeze(0))
+        found = _search(weigh(rows[row : row + 1]).cumsum(-1), uniforms[mine].unsqueeze(0))
         tokens[mine] = found.squeeze(0).to(tokens.dtype)
     return tokens
 
 
-def _bounds(probs: torch.Tensor) -> torch.Tensor:
-    """Cumulative distribution functions, int64 ``[R, V]``."""
-    shares = probs.double().div_(row_sums(probs).double()).mul_(_UNIT)
-    return shares.long().cumsum(-1)
-
-
 def _search(bounds: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The token of each random number in [0, 1), ``[R, n]``."""
-    totals = bounds[:, -1:]
-    targets = torch.minimum((uniforms * totals).long(), totals - 1)
-    return torch.searchsorted(bounds, targets, right=True)
+    """The token of each random number in [0, 1), ``[R, n]``; the bounds are cumulative weights."""
+    return torch.searchsorted(bounds, points_in(bounds[:, -1:], uniforms), right=True)
 
 
 def _top_k(probs: torch.Tensor, top_k: PerRow) -> torch.Tensor:
@@ -165,8 +170,9 @@ def _top_k(probs: torch.Tensor, top_k: PerRow) -> torch.Tensor:
 
 def _top_p(probs: torch.Tensor, top_p: PerRow) -> torch.Tensor:
     kept = probs.clone()
-    keep_top_p(kept, top_p.values, _normalised)
-    return kept.clamp_min_(0.0)
+    for some, beyond in beyond_shares(probs, lambda some: weights_of_probabilities(probs[some]), top_p.values):
+        kept[some] = kept[some].masked_fill(beyond, 0.0)
+    return kept
 
 
 def _normalised(probs: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 
 from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, uniform
+from adapters.sampling.truncation import column, lowest_kept, total_weights
 
 XTC = 1
 """Purpose of `Xtc`'s random numbers (`adapters.contract.random_numbers`)."""
@@ -26,6 +27,7 @@ class Xtc(ShapingProcessor):
     """
 
     name = "xtc"
+    version = 2  # weights are integers
     stage = Stage.TRUNCATION
     reads = Reads.NOTHING
 
@@ -52,9 +54,9 @@ class Xtc(ShapingProcessor):
         if not rows:
             return
         part = logits[rows]
-        thresholds = torch.tensor([processors[row].threshold for row in rows]).unsqueeze(1)
-        probabilities = part.softmax(-1)
-        choice = (probabilities >= thresholds.to(logits.device, non_blocking=True)) & (part > -torch.inf)
+        thresholds = column([processors[row].threshold for row in rows], part, torch.float64)
+        log_ratios = (thresholds * total_weights(part)).log_()
+        choice = (part >= lowest_kept(part.amax(-1, keepdim=True), log_ratios)) & (part > -torch.inf)
         least = part.masked_fill(~choice, torch.inf).amin(-1, keepdim=True)
         logits[rows] = part.masked_fill(choice & (part > least), -torch.inf)
 

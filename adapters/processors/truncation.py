@@ -3,32 +3,37 @@
 Every truncation writes -inf and nothing else, so that kept logits are unchanged, and none ever
 leaves NaN in a row that had none. A row without a finite logit is left unchanged. All but
 `TypicalP` keep the most likely token, so that they have no effect on greedy requests.
-Batch-invariant bit for bit: probabilities come from a row-wise softmax, other sums over the
-vocabulary are made one row at a time, and sums that decide a prefix are integer sums.
+What a share of probability keeps is decided by `adapters.sampling`, as for the sampler's own
+controls. Batch-invariant bit for bit, in any number of threads: weights are integers, and other
+sums over the vocabulary are `row_sums`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Self
 
 import torch
 from pydantic import Field, model_validator
 
-from adapters.candidates import block_maxima, highest_ids, top
 from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage
 from adapters.processors.arguments import MAX_INT
+from adapters.sampling.truncation import (
+    GREEDY_BELOW,
+    beyond_shares,
+    column,
+    divide_,
+    drop,
+    keep_min_p,
+    keep_share,
+    keep_top_k,
+    keep_top_p,
+    take,
+    total_weights,
+    weights_of_rows,
+)
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: only the lowest id of the highest logits is kept."""
-
-MASS_RESOLUTION = 2.0**-22
-"""Tolerance of a prefix's mass: about two float32 units in a sum of probabilities."""
-
-_WIDEST_TOPK = 1024
-_PREFIX_WIDTHS = (128, 1024, 8192)
-_UNIT = 2.0**53
+_SUMMED_AT_ONCE = 1024
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -60,9 +65,7 @@ class Temperature(_RowWise):
 
     @classmethod
     def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
-        greedy = [row for row, p in enumerate(processors) if p.value < GREEDY_BELOW]
-        logits.div_(_column([1.0 if p.value < GREEDY_BELOW else p.value for p in processors], logits))
-        keep_most_likely(logits, greedy)
+        divide_(logits, [p.value for p in processors])
 
 
 class DynamicTemperature(_RowWise):
@@ -92,17 +95,15 @@ class DynamicTemperature(_RowWise):
 
     @classmethod
     def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
-        highest = logits.amax(-1, keepdim=True)
         information = -logits.log_softmax(-1)
         entropy = _entropy(information, information.neg().exp_())
         count = (logits > -torch.inf).sum(-1, keepdim=True)
         share = (entropy / count.to(logits.dtype).log().clamp_(min=torch.finfo(logits.dtype).tiny)).clamp_(0.0, 1.0)
         low, high, exponent = (
-            _column(values, logits) for values in zip(*((p.low, p.high, p.exponent) for p in processors), strict=True)
+            column(values, logits) for values in zip(*((p.low, p.high, p.exponent) for p in processors), strict=True)
         )
         temperatures = (low + (high - low) * share.pow(exponent)).clamp_(min=GREEDY_BELOW)
-        warmed = (logits - highest) / temperatures  # from the highest down, so that nothing overflows
-        logits.copy_(torch.where(count > 1, warmed, logits))
+        logits.div_(torch.where(count > 1, temperatures, 1.0))
 
 
 class TopK(_RowWise):
@@ -130,10 +131,12 @@ class TopP(_RowWise):
     """Keeps the nucleus: the most likely tokens, as few as have a probability mass of at least p.
 
     Source: nucleus sampling (Holtzman et al., arXiv 1904.09751). The token that reaches p is kept.
-    Ties are ordered by rising id. 1 is off, 0 is greedy.
+    Ties are ordered by rising id. 1 is off, 0 is greedy. Masses are sums of integer weights
+    (`adapters.sampling.weights`), as those of the field.
     """
 
     name = "top_p"
+    version = 2  # weights are integers
     stage = Stage.TRUNCATION
 
     class Args(ProcessorArgs):
@@ -144,28 +147,29 @@ class TopP(_RowWise):
 
     @classmethod
     def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
-        keep_top_p(logits, [p.p for p in processors], lambda part: part.softmax(-1))
+        keep_top_p(logits, [p.p for p in processors])
 
 
 class MinP(_RowWise):
     """Keeps the tokens of probability at least p times the highest.
 
-    Source: Nguyen et al., arXiv 2407.01082. In logits: z >= max(z) + ln p. 0 is off.
+    Source: Nguyen et al., arXiv 2407.01082. In logits: z >= max(z) + ln p, in float64. 0 is off; 1
+    is greedy: ties keep the lowest id only.
     """
 
     name = "min_p"
+    version = 2  # the bound is computed in float64, and 1 is greedy
     stage = Stage.TRUNCATION
 
     class Args(ProcessorArgs):
         p: Fraction = Field(description="Least probability relative to the most likely token's; 0 keeps all.")
 
     def __init__(self, args: Args, context: Context) -> None:
-        self.offset = math.log(args.p) if args.p > 0 else -math.inf
+        self.p = args.p
 
     @classmethod
     def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
-        cuts = logits.amax(-1, keepdim=True) + _column([p.offset for p in processors], logits)
-        logits.masked_fill_(logits < cuts, -torch.inf)
+        keep_min_p(logits, [p.p for p in processors])
 
 
 class TopA(_RowWise):
@@ -176,6 +180,7 @@ class TopA(_RowWise):
     """
 
     name = "top_a"
+    version = 2  # weights are integers
     stage = Stage.TRUNCATION
 
     class Args(ProcessorArgs):
@@ -186,9 +191,8 @@ class TopA(_RowWise):
 
     @classmethod
     def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
-        probabilities = logits.softmax(-1)
-        cuts = _column([p.a for p in processors], logits) * probabilities.amax(-1, keepdim=True).square()
-        _drop_unlikely(logits, probabilities, cuts)
+        totals = total_weights(logits)
+        keep_share(logits, _column([p.a for p in processors], logits) / totals.square(), totals)
 
 
 class TypicalP(_RowWise):
@@ -200,6 +204,7 @@ class TypicalP(_RowWise):
     """
 
     name = "typical_p"
+    version = 2  # weights are integers
     stage = Stage.TRUNCATION
 
     class Args(ProcessorArgs):
@@ -213,12 +218,15 @@ class TypicalP(_RowWise):
         rows = [row for row, p in enumerate(processors) if p.p < 1.0]
         if not rows:
             return
-        part = _take(logits, rows)
+        part = take(logits, rows)
         information = -part.log_softmax(-1)
-        probabilities = information.neg().exp_()
-        closeness = -(information - _entropy(information, probabilities)).abs_()
-        cuts, _ = _prefixes(closeness, probabilities, [processors[row].p for row in rows])
-        _drop(logits, rows, part, closeness < cuts)
+        closeness = -(information - _entropy(information, information.neg().exp_())).abs_()
+        mask = torch.empty_like(part, dtype=torch.bool)
+        shares = [processors[row].p for row in rows]
+        for some, beyond in beyond_shares(closeness, lambda some: weights_of_rows(part[some]), shares):
+            last = closeness[some].masked_fill(beyond, torch.inf).amin(-1, keepdim=True)
+            mask[some] = closeness[some] < last
+        drop(logits, rows, part, mask)
 
 
 class TopNSigma(_RowWise):
@@ -246,7 +254,7 @@ class TopNSigma(_RowWise):
         mean = row_sums(below) / count
         squares = (below - mean).square_().masked_fill_(~finite, 0.0)
         sigma = (row_sums(squares) / count).sqrt_()
-        cuts = highest - _column([p.n for p in processors], logits) * sigma
+        cuts = highest - column([p.n for p in processors], logits) * sigma
         logits.masked_fill_(logits < cuts, -torch.inf)
 
 
@@ -257,6 +265,7 @@ class EpsilonCutoff(_RowWise):
     """
 
     name = "epsilon_cutoff"
+    version = 2  # weights are integers
     stage = Stage.TRUNCATION
 
     class Args(ProcessorArgs):
@@ -267,8 +276,7 @@ class EpsilonCutoff(_RowWise):
 
     @classmethod
     def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
-        cuts = _column([p.epsilon for p in processors], logits)
-        _drop_unlikely(logits, logits.softmax(-1), cuts)
+        keep_share(logits, _column([p.epsilon for p in processors], logits), total_weights(logits))
 
 
 class EtaCutoff(_RowWise):
@@ -279,6 +287,7 @@ class EtaCutoff(_RowWise):
     """
 
     name = "eta_cutoff"
+    version = 2  # weights are integers
     stage = Stage.TRUNCATION
 
     class Args(ProcessorArgs):
@@ -290,151 +299,27 @@ class EtaCutoff(_RowWise):
     @classmethod
     def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
         information = -logits.log_softmax(-1)
-        probabilities = logits.softmax(-1)
+        entropy = _entropy(information, information.neg().exp_()).double()
         epsilon = _column([p.epsilon for p in processors], logits)
-        eta = torch.minimum(epsilon, epsilon.sqrt() * _entropy(information, probabilities).neg_().exp_())
-        _drop_unlikely(logits, probabilities, eta)
-
-
-def keep_most_likely(logits: torch.Tensor, rows: Sequence[int]) -> None:
-    """Mask all but the highest logit in ``rows`` of float ``[B, V]``; ties keep the lowest id."""
-    if not rows:
-        return
-    part = logits[rows]
-    best = highest_ids(part, block_maxima(part)).unsqueeze(1)
-    highest = part.gather(-1, best)
-    logits[rows] = part.fill_(-torch.inf).scatter_(-1, best, highest)
-
-
-def keep_top_k(keys: torch.Tensor, ks: Sequence[int]) -> None:
-    """Mask all but the ``ks[i]`` highest of row i of float ``[B, V]`` and ties with the last.
-
-    0 and ``k >= V`` keep all; ``k = 1`` keeps only the lowest of the tied ids.
-    """
-    width = keys.shape[1]
-    keep_most_likely(keys, [row for row, k in enumerate(ks) if k == 1])
-    rows = [row for row, k in enumerate(ks) if 1 < k < width]
-    narrow = [row for row in rows if ks[row] <= _WIDEST_TOPK]
-    for together in (narrow, *([row] for row in rows if ks[row] > _WIDEST_TOPK)):
-        if together:
-            _keep_top_k(keys, together, [ks[row] for row in together])
-
-
-def keep_top_p(keys: torch.Tensor, ps: Sequence[float], probabilities: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Mask all but the nucleus of mass at least ``ps[i]`` in row i of float ``[B, V]``.
-
-    In descending order of the keys, ties by rising id. 1 keeps all.
-
-    Args:
-        probabilities: From some rows of the keys to their probabilities, float ``[R, V]``.
-    """
-    rows = [row for row, p in enumerate(ps) if p < 1.0]
-    if not rows:
-        return
-    part = _take(keys, rows)
-    cuts, room = _prefixes(part, probabilities(part), [ps[row] for row in rows])
-    drop = part < cuts
-    for i, kept in enumerate(room):
-        if kept is not None:  # more tokens tie with the last key than the prefix holds
-            tied = part[i] == cuts[i]
-            drop[i] |= tied & (tied.cumsum(0) > kept)
-    _drop(keys, rows, part, drop)
+        eta = torch.minimum(epsilon, epsilon.sqrt() * entropy.neg_().exp_())
+        keep_share(logits, eta, total_weights(logits))
 
 
 def row_sums(values: torch.Tensor) -> torch.Tensor:
-    """Row sums ``[R, 1]``, one row at a time.
+    """Row sums ``[R, 1]`` of float ``[R, V]``, the same in any batch and in any number of threads.
 
-    A sum over ``[1, V]`` is split among threads and one over ``[R, V]`` is not, so a joint sum
-    would not be batch-invariant.
+    Sums of pieces, and then their sum: torch splits the sum of one long row among threads.
     """
-    return _each_sum(values, values.dtype)
-
-
-def _each_sum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.stack([row.sum(dtype=dtype) for row in values]).unsqueeze(1)
+    whole = values.shape[1] // _SUMMED_AT_ONCE * _SUMMED_AT_ONCE
+    pieces = values[:, :whole].reshape(len(values), -1, _SUMMED_AT_ONCE).sum(-1)
+    return torch.cat((pieces, values[:, whole:].sum(-1, keepdim=True)), 1).sum(-1, keepdim=True)
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    """``[R, 1]`` on the device of ``like``."""
-    return torch.tensor(values, dtype=like.dtype).unsqueeze(1).to(like.device, non_blocking=True)
-
-
-def _take(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    return logits if len(rows) == len(logits) else logits[rows]
-
-
-def _drop(logits: torch.Tensor, rows: list[int], part: torch.Tensor, drop: torch.Tensor) -> None:
-    """Mask ``rows``, whose values `_take` returned as ``part``."""
-    part.masked_fill_(drop, -torch.inf)
-    if part is not logits:
-        logits[rows] = part
-
-
-def _drop_unlikely(logits: torch.Tensor, probabilities: torch.Tensor, cuts: torch.Tensor) -> None:
-    unlikely = (probabilities < cuts) & (logits < logits.amax(-1, keepdim=True))
-    logits.masked_fill_(unlikely, -torch.inf)
-
-
-def _keep_top_k(logits: torch.Tensor, rows: list[int], ks: list[int]) -> None:
-    part = _take(logits, rows)
-    last = torch.tensor(ks).unsqueeze(1).to(logits.device, non_blocking=True) - 1
-    cuts = top(part, max(ks))[0].gather(-1, last)
-    _drop(logits, rows, part, part < cuts)
+    """float64 ``[R, 1]`` on the device of ``like``."""
+    return column(values, like, torch.float64)
 
 
 def _entropy(information: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
     """Entropy in nats, ``[R, 1]``; masked tokens contribute nothing."""
     return row_sums((information * probabilities).masked_fill_(probabilities == 0, 0.0))
-
-
-def _prefixes(
-    keys: torch.Tensor, probabilities: torch.Tensor, masses: Sequence[float]
-) -> tuple[torch.Tensor, list[int | None]]:
-    """The shortest prefixes, in descending order of the keys, with at least the given mass.
-
-    A selection of the highest keys usually holds the whole prefix, as its mass proves; it is
-    widened until it does. Only prefixes of many thousands of tokens are found by sorting.
-
-    Args:
-        keys: float ``[R, V]``.
-        probabilities: float32 ``[R, V]``.
-        masses: One for each row.
-
-    Returns:
-        The key of the last token of each prefix, ``[R, 1]``; and how many tokens of that key the
-        prefix holds, None for all of them.
-    """
-    num_rows, width = keys.shape
-    # In float32 the probabilities of a large vocabulary sum to 1 only within a few millionths.
-    totals = _each_sum(probabilities, torch.float64)
-    shares = _column([mass - MASS_RESOLUTION for mass in masses], totals)
-    targets = (shares * totals * _UNIT).ceil().nan_to_num(1.0).long().clamp(min=1)  # a row may be all -inf
-    cuts = keys.new_empty((num_rows, 1))
-    room: list[int | None] = [None] * num_rows
-    pending = list(range(num_rows))
-    for num_selected in (*(w for w in _PREFIX_WIDTHS if w < width), width):
-        part, some = _take(keys, pending), _take(probabilities, pending)
-        ends, values = _ends(part, some, _take(targets, pending), num_selected)
-        found = [i for i, end in enumerate(ends) if end + 1 < num_selected or num_selected == width]
-        for i in found:
-            row, end = pending[i], min(ends[i], width - 1)
-            cuts[row, 0] = values[i, end]
-            if end + 1 < width and bool(values[i, end + 1] == values[i, end]):
-                room[row] = end + 1 - int((values[i] > values[i, end]).sum())
-        pending = [row for i, row in enumerate(pending) if i not in found]
-        if not pending:
-            break
-    return cuts, room
-
-
-def _ends(
-    keys: torch.Tensor, probabilities: torch.Tensor, targets: torch.Tensor, num_selected: int
-) -> tuple[list[int], torch.Tensor]:
-    """Index of each prefix's last token (``num_selected`` if beyond), and the keys, descending."""
-    if num_selected == keys.shape[1]:
-        values, ids = keys.sort(-1, descending=True)
-    else:
-        values, ids = top(keys, num_selected)
-    reached = (probabilities.gather(-1, ids).double() * _UNIT).long().cumsum(-1)
-    ends: list[int] = (reached < targets).sum(-1).tolist()
-    return ends, values

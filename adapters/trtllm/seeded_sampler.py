@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 
 from adapters.contract import SAMPLE, ProcessorArgs, Reads, ShapingProcessor, Stage, uniform
+from adapters.sampling.weights import point_in_one, weights_of
 
 
 class SeededSampler(ShapingProcessor):
     """Leaves one token: the argmax, or the one sampled with this request's seed.
 
-    Inverse transform sampling: the cumulative weights in the order of the ids, at a uniform number
-    that depends on seed, choice and position alone (`adapters.contract.random_numbers`).
+    The embedded engine's sample: the cumulative integer weights (`adapters.sampling.weights`) in
+    the order of the ids, at a uniform number that depends on seed, choice and position alone
+    (`adapters.contract.random_numbers`).
     Temperature and truncation precede it in the chain. No request can name it.
 
     Args:
@@ -35,10 +37,10 @@ class SeededSampler(ShapingProcessor):
         logits[token_id] = value
 
     def _sampled(self, logits: torch.Tensor, seed: int) -> int:
-        cumulative = (logits.double() - logits.max().double()).exp_().cumsum_(-1)
-        target = cumulative[-1] * uniform(seed, self._choice, self.position, SAMPLE)
-        below = torch.nextafter(cumulative[-1], torch.zeros_like(target))  # never past the last token with a weight
-        return int(torch.searchsorted(cumulative, torch.minimum(target, below), right=True))
+        cumulative = weights_of(logits[None])[0].cumsum(-1)
+        total = int(cumulative[-1])
+        point = point_in_one(total, uniform(seed, self._choice, self.position, SAMPLE))
+        return int(torch.searchsorted(cumulative, point, right=True))
 
 
 def _argmax(logits: torch.Tensor) -> int:

@@ -171,8 +171,7 @@ fuzz_weights(void)
     add_bytes_to_digest(values, rows * (int64_t)sizeof *values);
     exponentials(numbers, width);
     add_bytes_to_digest(numbers, width * (int64_t)sizeof *numbers);
-    const double temperature = (double)ONE_OF(1, 10, 13) / 10.0, depth = below(3) ? -INFINITY : -3.0;
-    const weighing_t w = {highest, temperature, depth, 384.0, below(3) ? -INFINITY : highest - 4.0f};
+    const weighing_t w = {highest, 384.0, below(3) ? -INFINITY : highest - (float)ONE_OF(0, 3, 4)};
     const int64_t total = weigh(&w, logits, width, sums, below(2) ? weights : NULL);
     add_bytes_to_digest(sums, blocks * (int64_t)sizeof *sums);
     weigh(&w, logits, width, NULL, weights);

@@ -51,8 +51,9 @@ def kept_ids(logits: list[float], **parameters: Any) -> list[int]:
 
 def reference(logits: list[float], temperature: float, min_p: float, top_k: int, top_p: float) -> dict[int, float]:
     """Probabilities of the kept tokens. Too close to a boundary to tell: not a case."""
+    logits = (torch.tensor(logits) / torch.tensor([temperature])).tolist()  # in float32, as the processor divides
     highest = max(logits)
-    mass = {token: math.exp((value - highest) / temperature) for token, value in enumerate(logits) if value > -math.inf}
+    mass = {token: math.exp(value - highest) for token, value in enumerate(logits) if value > -math.inf}
     assume(all(abs(value - min_p) > 1e-9 for value in mass.values()))
     mass = {token: value for token, value in mass.items() if value >= min_p}
     lowest = sorted((logits[token] for token in mass), reverse=True)[min(top_k, len(mass)) - 1]
@@ -169,13 +170,16 @@ def test_min_p_is_relative_to_the_likeliest_after_temperature() -> None:
     assert kept_ids([5.0, 5.0, 4.0], min_p=1.0) == [0, 1]
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-6])
-def test_a_tiny_temperature_leaves_the_highest_and_its_ties(temperature: float) -> None:
-    assert kept_ids([1.0, 3.0, 3.0, -5.0], temperature=temperature) == [1, 2]
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 9e-6])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    """As the processor's: of equal logits the lowest id."""
+    assert kept_ids([1.0, 3.0, 3.0, -5.0], temperature=temperature) == [1]
+    assert kept_ids([1.0, 3.0, 3.0, -5.0], temperature=temperature, min_p=0.1, top_k=2, top_p=0.9) == [1]
+    assert kept_ids([1.0, 3.0, 3.0, -5.0], temperature=1e-5) == [1, 2]
 
 
 def test_a_huge_temperature_flattens() -> None:
-    weights = log_weights(torch.tensor([[1.0, -1e30, 3.0, 0.0]]), [Controls(temperature=1e300)])
+    weights = log_weights(torch.tensor([[1.0, -1e20, 3.0, 0.0]]), [Controls(temperature=1e300)])
     assert weights.tolist() == [[0.0] * 4]
 
 

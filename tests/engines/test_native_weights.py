@@ -12,18 +12,15 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters import candidates
+from adapters.sampling import candidates
+from adapters.sampling.prefixes import select_by_sorting
+from adapters.sampling.weights import as_units, share_of_one, weight_bits
+from adapters.sampling.whole_row import TorchRow, WholeRow
 from worker.engines.embedded import native
 from worker.engines.embedded.native import weights as native_weights
-from worker.engines.embedded.native.weights import RowWeights, Weighing, exponential_
-from worker.engines.embedded.sampling.device_truncation import (
-    SamplingColumns,
-    select_by_sorting,
-    truncate_and_sample_rows,
-)
-from worker.engines.embedded.sampling.integer_weights import as_units, rounding, share_of_one, weight_bits
+from worker.engines.embedded.native.weights import NativeRow, exponential_
+from worker.engines.embedded.sampling.device_truncation import SamplingColumns, truncate_and_sample_rows
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows, truncate_and_sample
-from worker.engines.embedded.sampling.whole_row import NativeRow, TorchRow, WholeRow
 
 CPU = torch.device("cpu")
 PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
@@ -143,31 +140,26 @@ rows = st.builds(
     scale=st.sampled_from([1e-40, 0.01, 1.0, 5.0, 1e30]),
     masked=st.sampled_from([0.0, 0.05, 0.99]),
 )
-temperatures = st.sampled_from([1.0, 1.0, 0.7, 1.3, 5e-324, 1e300]) | st.floats(0.1, 3)
-depths = st.sampled_from([-math.inf, -math.inf, 0.0, -2.5]) | st.floats(-10, 0)
+ranks = st.sampled_from([None, None, 0, 20, 10_000])
 
 
-def weighing_of(row: torch.Tensor, temperature: float, depth: float, rank: int | None) -> Weighing:
-    offset, _ = rounding(weight_bits(len(row)))
-    lowest = -math.inf if rank is None else float(row.sort(descending=True).values[min(rank, len(row) - 1)])
-    return Weighing(float(row.max()), temperature, depth, offset, lowest)
+def lowest_of(row: torch.Tensor, rank: int | None) -> float:
+    """The logit of a rank; -inf for None."""
+    return -math.inf if rank is None else float(row.sort(descending=True).values[min(rank, len(row) - 1)])
 
 
-def by_formula(row: torch.Tensor, how: Weighing) -> torch.Tensor:
-    below = row.double() - how.highest
-    weights = as_units(exponential_(below / how.temperature), weight_bits(len(row)))
-    return weights * (below >= how.depth) * (row >= how.lowest)
+def by_formula(row: torch.Tensor, lowest: float) -> torch.Tensor:
+    weights = as_units(exponential_(row.double() - float(row.max())), weight_bits(len(row)))
+    return weights * (row >= lowest)
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(row=rows, temperature=temperatures, depth=depths, rank=st.sampled_from([None, None, 0, 20, 10_000]))
-def test_weights_of_a_row_are_those_of_the_formula(
-    path: str, row: torch.Tensor, temperature: float, depth: float, rank: int | None
-) -> None:
-    how = weighing_of(row, temperature, depth, rank)
-    expected = by_formula(row, how)
-    found = RowWeights(len(row))
-    assert found.weigh(row, how) == int(expected.sum()) == found.total
+@given(row=rows, rank=ranks)
+def test_weights_of_a_row_are_those_of_the_formula(path: str, row: torch.Tensor, rank: int | None) -> None:
+    lowest = lowest_of(row, rank)
+    expected = by_formula(row, lowest)
+    found = NativeRow(len(row))
+    assert found.weigh(row, float(row.max()), lowest) == int(expected.sum()) == found.total
     assert torch.equal(found.part(0, len(row)), expected)
     assert torch.equal(found.part(64, 64), expected[64:128])
     assert found.sums.tolist() == [int(block.sum()) for block in expected.split(64)]
@@ -186,23 +178,22 @@ def prefix_of(row: torch.Tensor, weights: torch.Tensor, target: int) -> torch.Te
 @settings(max_examples=examples(200), deadline=None)
 @given(
     row=rows,
-    temperature=temperatures,
-    depth=depths,
+    rank=ranks,
     shares=st.lists(st.sampled_from([0.0, 0.5, 0.9, 0.999, 1.0]) | st.floats(0, 1), min_size=2, max_size=3),
 )
 def test_prefixes_are_those_of_a_sorted_row(
-    path: str, row: torch.Tensor, temperature: float, depth: float, shares: list[float]
+    path: str, row: torch.Tensor, rank: int | None, shares: list[float]
 ) -> None:
-    how = weighing_of(row, temperature, depth, None)
-    found = RowWeights(len(row))
-    total = found.weigh(row, how)
+    lowest = lowest_of(row, rank)
+    found = NativeRow(len(row))
+    total = found.weigh(row, float(row.max()), lowest)
     for share in shares:
-        target = max(1, share_of_one(total, share))
+        target = share_of_one(total, share)
         ids, weights = found.prefix(target)
         assert bool((ids.diff() > 0).all())
         assert bool((weights > 0).all())
         kept = torch.zeros(len(row), dtype=torch.int64).scatter_(0, ids, weights)
-        assert torch.equal(kept, prefix_of(row, by_formula(row, how), target))
+        assert torch.equal(kept, prefix_of(row, by_formula(row, lowest), target))
 
 
 @pytest.mark.parametrize("above", [True, False])
@@ -211,10 +202,9 @@ def test_prefixes_of_a_row_that_its_sample_misleads_about(path: str, above: bool
     width = 20_003
     sampled = torch.arange(width) // 16 % 6 == 0
     row = row_of(1, width, 0.0, 0.01, 0.0) + (sampled == above) * 0.5
-    how = weighing_of(row, 1.0, -math.inf, None)
-    found = RowWeights(width)
-    total = found.weigh(row, how)
-    expected = by_formula(row, how)
+    found = NativeRow(width)
+    total = found.weigh(row, float(row.max()))
+    expected = by_formula(row, -math.inf)
     for share in (0.001, 0.2, 0.5, 0.8, 0.9, 0.95, 0.97, 0.99, 0.9999, 1.0):
         target = share_of_one(total, share)
         ids, weights = found.prefix(target)
@@ -224,8 +214,8 @@ def test_prefixes_of_a_row_that_its_sample_misleads_about(path: str, above: bool
 
 @pytest.mark.parametrize("target", [-1, 0, 1 << 44, 2**62])
 def test_a_target_that_no_prefix_has(path: str, target: int) -> None:
-    row = RowWeights(3)
-    total = row.weigh(torch.tensor([0.0, -40.0, -50.0]), weighing_of(torch.zeros(3), 1.0, -math.inf, None))
+    row = NativeRow(3)
+    total = row.weigh(torch.tensor([0.0, -40.0, -50.0]), 0.0)
     assert total == 1 << 44
     if target == total:
         assert row.prefix(target)[0].tolist() == [0]
@@ -237,27 +227,23 @@ def test_a_target_that_no_prefix_has(path: str, target: int) -> None:
 @settings(max_examples=examples(150), deadline=None)
 @given(
     row=rows,
-    temperature=temperatures,
-    depth=depths,
-    rank=st.sampled_from([None, None, 20]),
+    rank=ranks,
     parts=st.lists(st.floats(0, 1), min_size=1, max_size=4),
     is_strided=st.booleans(),
 )
 def test_a_row_is_the_same_with_torch_where_exp_is(
     path: str,
     row: torch.Tensor,
-    temperature: float,
-    depth: float,
     rank: int | None,
     parts: list[float],
     is_strided: bool,
 ) -> None:
-    how = weighing_of(row, temperature, depth, rank)
+    lowest, highest = lowest_of(row, rank), float(row.max())
     width = len(row)
     if is_strided:
         row = torch.stack((row, torch.full_like(row, math.nan)), 1)[:, 0]
     both: list[WholeRow] = [NativeRow(width), TorchRow(width)]
-    totals = {each.weigh(row, how.highest, temperature, depth, how.lowest) for each in both}
+    totals = {each.weigh(row, highest, lowest) for each in both}
     [total] = totals | {each.total for each in both}
     assert torch.equal(*(each.weights() for each in both))
     for part in parts:
@@ -273,7 +259,7 @@ def test_a_row_is_the_same_with_torch_where_exp_is(
 
 some_controls = st.builds(
     Controls,
-    temperature=st.sampled_from([0.3, 1.0, 1.0, 2.5]),
+    temperature=st.sampled_from([9e-6, 1e-5, 0.3, 1.0, 1.0, 2.5]),
     min_p=st.sampled_from([0.0, 0.0, 0.001, 0.05]),
     top_k=st.sampled_from([0, 0, 1, 20, 700, 2000]),
     top_p=st.sampled_from([1.0, 0.5, 0.9, 0.999]),
@@ -329,8 +315,8 @@ def test_all_ways_to_a_token_agree(
 
 def test_top_p_keeps_its_share(path: str) -> None:
     row = row_of(3, 40_003, 0.0, 1.0, 0.0)
-    found = RowWeights(len(row))
-    total = found.weigh(row, weighing_of(row, 1.0, -math.inf, None))
+    found = NativeRow(len(row))
+    total = found.weigh(row, float(row.max()))
     target = share_of_one(total, 0.9)
     ids, weights = found.prefix(target)
     lowest = int(weights[row[ids].argmin()])

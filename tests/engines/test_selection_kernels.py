@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from adapters.sampling.prefixes import select_by_sorting
 from worker.engines.embedded.sampling import selection_kernels
-from worker.engines.embedded.sampling.device_truncation import select_by_sorting
 from worker.engines.embedded.sampling.selection_kernels import agree, choose_select
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")

@@ -36,17 +36,8 @@ from adapters.contract import (
     SteeringProcessor,
     bitmask_of,
 )
-from adapters.vocabulary import Vocabulary
-from worker.engines import TokenLogprob
-from worker.engines.embedded.plan import Edits, Output, Plan, Request, Samples
-from worker.engines.embedded.sampling.device_sampler import DeviceStep
-from worker.engines.embedded.sampling.device_truncation import (
-    SamplingColumns,
-    padded,
-    select_by_sorting,
-    truncate_and_sample_rows,
-)
-from worker.engines.embedded.sampling.integer_weights import (
+from adapters.sampling.prefixes import select_by_sorting
+from adapters.sampling.weights import (
     exponential_,
     logarithms,
     point_in_one,
@@ -54,6 +45,15 @@ from worker.engines.embedded.sampling.integer_weights import (
     share_of,
     share_of_one,
     weight_bits,
+)
+from adapters.vocabulary import Vocabulary
+from worker.engines import TokenLogprob
+from worker.engines.embedded.plan import Edits, Output, Plan, Request, Samples
+from worker.engines.embedded.sampling.device_sampler import DeviceStep
+from worker.engines.embedded.sampling.device_truncation import (
+    SamplingColumns,
+    padded,
+    truncate_and_sample_rows,
 )
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.engines.embedded.sampling.truncation import Controls, group_rows, truncate_and_sample

@@ -1,7 +1,7 @@
 /* Sampling: maxima of blocks, weights of tokens as integers, and the shortest prefixes of a mass (top-p).
  *
- * A token's weight is exp((logit - highest) / temperature) in float64, rounded to a multiple of 2 ** -bits, its unit,
- * by adding `offset`, see `sampling/integer_weights.py`. The exponential is made of single multiplications and
+ * A token's weight is exp(logit - highest) in float64, rounded to a multiple of 2 ** -bits, its unit, by adding
+ * `offset`, see `adapters/sampling/weights.py`. The exponential is made of single multiplications and
  * additions in one order, none of them fused, and sums are sums of integers: all paths have the same bits, on every
  * processor. Everything belongs to the kernels in float32.
  */
@@ -24,7 +24,7 @@ typedef float floats __attribute__((vector_size(4 * WIDTH)));
 enum {
     TOGETHER = 4, /* vectors whose exponentials are computed in turns: each step waits for the one before */
     NUMBERS = TOGETHER * WIDTH,
-    BLOCK = 64, /* tokens: `BLOCK` in adapters/candidates.py */
+    BLOCK = 64, /* tokens: `BLOCK` in adapters/sampling/candidates.py */
 
     SAMPLE = 3000, /* tokens of a row's sample, approximately */
     PIECE = 16,    /* neighbours that are sampled together: a line of the cache */
@@ -84,7 +84,7 @@ exponentials(double *values, int64_t count)
 
 /* What weighing is compiled for. */
 typedef struct {
-    int is_divided, is_masked, is_kept;
+    int is_masked, is_kept;
 } how_t;
 
 /* The weights of BLOCK logits; returns their sum. */
@@ -103,9 +103,7 @@ weigh_block(how_t how, const weighing_t *w, const float *logits, uint64_t *weigh
             const doubles logit = __builtin_convertvector(each, doubles);
             x[i] = logit - w->highest;
             if (how.is_masked)
-                kept[i] = (units)(x[i] >= w->depth) & (units)(logit >= (double)w->lowest);
-            if (how.is_divided)
-                x[i] = x[i] / w->temperature;
+                kept[i] = (units)(logit >= (double)w->lowest);
         }
         exponential(x);
         EACH
@@ -127,7 +125,7 @@ weigh_block(how_t how, const weighing_t *w, const float *logits, uint64_t *weigh
 int64_t
 weigh(const weighing_t *w, const float *logits, int64_t width, int64_t *sums, int64_t *weights)
 {
-    const int is_masked = w->depth > -INFINITY || w->lowest > -INFINITY, is_divided = w->temperature != 1.0;
+    const int is_masked = w->lowest > -INFINITY;
     uint64_t total = 0;
     for (int64_t at = 0; at < width; at += BLOCK) {
         const int64_t count = smaller(width - at, BLOCK);
@@ -140,12 +138,10 @@ weigh(const weighing_t *w, const float *logits, int64_t width, int64_t *sums, in
             block = padded;
         }
         uint64_t sum;
-        if (weights || is_masked) /* dividing by 1 changes nothing */
-            sum = weigh_block((how_t){1, 1, 1}, w, block, found);
-        else if (is_divided)
-            sum = weigh_block((how_t){1, 0, 0}, w, block, NULL);
+        if (weights || is_masked)
+            sum = weigh_block((how_t){1, 1}, w, block, found);
         else
-            sum = weigh_block((how_t){0, 0, 0}, w, block, NULL);
+            sum = weigh_block((how_t){0, 0}, w, block, NULL);
         if (sums)
             sums[at / BLOCK] = (int64_t)sum;
         if (weights)

@@ -1,22 +1,22 @@
 """Weights of tokens, for sampling on the CPU, by the native kernels in float32.
 
-The weights are those of `sampling.integer_weights`. Their exponential is the kernels' own: single
+The weights are those of `adapters.sampling.weights`. Their exponential is the kernels' own: single
 multiplications and additions of float64 in one order, so that its bits are the same in all paths
-and on every processor.
+and on every processor. This module is the `adapters.sampling.native.Kernels` of the engine.
 """
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import astuple, dataclass
+import math
 from functools import cache, cached_property
 
 import torch
 
+from adapters.sampling.candidates import BLOCK
+from adapters.sampling.weights import rounding, weight_bits
+from adapters.sampling.whole_row import find_unit
 from worker.engines.embedded import native
-
-BLOCK = 64
-"""Tokens of a block: ``BLOCK`` in ``weights.c``."""
 
 
 @cache
@@ -25,36 +25,14 @@ def are_available() -> bool:
     return native.unavailable(torch.float32) is None
 
 
-@dataclass(frozen=True, slots=True)
-class Weighing:
-    """What decides a token's weight beside its logit.
-
-    Attributes:
-        highest: Logit of the row.
-        temperature: Above 0.
-        depth: Lowest logit that has a weight, less the highest; -inf for none.
-        offset: Rounds a weight to its unit when it is added: see `integer_weights.rounding`.
-        lowest: Lowest logit that has a weight, a float32; -inf for none.
-    """
-
-    highest: float
-    temperature: float
-    depth: float
-    offset: float
-    lowest: float
-
-
 class _Weighing(ctypes.Structure):
     """``weighing_t`` in ``weights.h``."""
 
-    _fields_ = (
-        *((name, ctypes.c_double) for name in ("highest", "temperature", "depth", "offset")),
-        ("lowest", ctypes.c_float),
-    )
+    _fields_ = (("highest", ctypes.c_double), ("offset", ctypes.c_double), ("lowest", ctypes.c_float))
 
 
 def block_maxima(logits: torch.Tensor) -> torch.Tensor:
-    """`adapters.candidates.block_maxima` of float32 ``[R, V]`` on the CPU, in half of the time.
+    """`adapters.sampling.candidates.block_maxima` of float32 ``[R, V]`` on the CPU, twice as fast.
 
     NaN where a block holds NaN.
     """
@@ -88,8 +66,15 @@ def exponential_(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-class RowWeights:
-    """Weights of one row of logits at a time, computed where they are asked for.
+def weigher(vocab_size: int) -> NativeRow:
+    """Weighs rows of `vocab_size` logits."""
+    return NativeRow(vocab_size)
+
+
+class NativeRow:
+    """Weights of one row of logits at a time (`adapters.sampling.whole_row.WholeRow`).
+
+    A row is read once for the sums of its blocks; no weight is kept.
 
     Args:
         width: V, of a row.
@@ -102,21 +87,27 @@ class RowWeights:
 
     def __init__(self, width: int) -> None:
         self._width = width
+        self._offset, _ = rounding(weight_bits(width))
         self.sums = torch.zeros(-(-width // BLOCK), dtype=torch.int64)
         self.total = 0
 
-    def weigh(self, logits: torch.Tensor, weighing: Weighing) -> int:
+    def weigh(self, logits: torch.Tensor, highest: float, lowest: float = -math.inf) -> int:
         """Weigh a row; returns the sum of the weights.
 
         Args:
-            logits: float32 ``[V]``, contiguous, none of them NaN or above the highest. They must
-                stay as they are until the next row is weighed.
-            weighing: How they are weighed; their sum must be less than 2**62.
+            logits: float32 ``[V]``, none of them NaN or above the highest. They must stay as they
+                are until the next row is weighed.
+            highest: Of them; finite.
+            lowest: Lowest logit that has a weight, a float32; -inf for none.
         """
-        self._logits = logits
-        self._weighing = _Weighing(*astuple(weighing))
-        self.total = self._weigh(logits, self.sums, None)
+        self._logits = logits.contiguous()
+        self._weighing = _Weighing(highest, self._offset, lowest)
+        self.total = self._weigh(self._logits, self.sums, None)
         return self.total
+
+    def weights(self) -> torch.Tensor:
+        """int64 ``[V]``."""
+        return self.part(0, self._width)
 
     def part(self, first: int, count: int) -> torch.Tensor:
         """Weights of `count` tokens from the id `first` on, fewer at the end, int64 ``[count]``."""
@@ -124,6 +115,11 @@ class RowWeights:
         weights = torch.empty(len(logits), dtype=torch.int64)
         self._weigh(logits, None, weights)
         return weights
+
+    def token_at(self, point: int) -> int:
+        """The token whose units include `point`, in ``range(total)``."""
+        block, inside = find_unit(self.sums.numpy(), point)
+        return block * BLOCK + find_unit(self.part(block * BLOCK, BLOCK).numpy(), inside)[0]
 
     def prefix(self, target: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The shortest prefix, by falling logit and rising id, of weight at least `target`.

@@ -8,10 +8,11 @@ import torch
 
 from adapters.chain import Planned
 from adapters.devices import upload_ids
+from adapters.sampling.prefixes import Select
+from adapters.sampling.weights import logarithms, weight_bits
 from worker.engines.embedded.host import HostCopy
 from worker.engines.embedded.plan import Samples
-from worker.engines.embedded.sampling.device_truncation import Select, truncate_and_sample_rows
-from worker.engines.embedded.sampling.integer_weights import logarithms, weight_bits
+from worker.engines.embedded.sampling.device_truncation import truncate_and_sample_rows
 from worker.engines.embedded.sampling.logprobs import Logprobs
 from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
@@ -62,7 +63,7 @@ class DeviceStep:
         """The tokens and log probabilities; synchronises with the device."""
         tokens, highest, values = (one.tolist() for one in self._copy.wait())
         samples = Samples(tokens, self._errors)
-        samples.errors |= unfit(highest, self._planned, samples.errors)
+        samples.errors |= unfit(self._table.divided(highest), self._planned, samples.errors)
         for forced, value in zip(self._forced, values, strict=True):
             if forced.row not in samples.errors and value == -math.inf:
                 samples.errors[forced.row] = forced.refuse()

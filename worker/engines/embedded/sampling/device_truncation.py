@@ -8,17 +8,16 @@ a CUDA graph can capture it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from adapters.devices import upload
-from worker.engines.embedded.sampling.integer_weights import as_units, exponential_, points_in, share_of, weight_bits
+from adapters.sampling.prefixes import Select, beyond_prefix
+from adapters.sampling.truncation import log_of, lowest_kept
+from adapters.sampling.weights import points_in, share_of, weigh
 from worker.engines.embedded.sampling.truncation import Controls
-
-Select = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Finds where prefixes end: `select_by_sorting`, or a kernel with the same results."""
 
 _STEP = 8
 
@@ -33,16 +32,16 @@ class SamplingColumns:
     """Controls of P rows, ``[P, 1]`` each on a device; None where they are off in all rows.
 
     Attributes:
-        temperature: float64.
-        depth: float64; see `Controls.min_p_depth`.
+        divisor: float32; see `Controls.divisor`.
+        log_min_p: float64, -inf where it is off.
         top_k: int64; the vocabulary's size where it is off.
-        top_p: float64; 1 where it is off.
+        share: float64; see `Controls.share`.
     """
 
-    temperature: torch.Tensor
-    depth: torch.Tensor | None
+    divisor: torch.Tensor | None
+    log_min_p: torch.Tensor | None
     top_k: torch.Tensor | None
-    top_p: torch.Tensor | None
+    share: torch.Tensor | None
 
     @classmethod
     def of(cls, controls: Sequence[Controls], vocab_size: int, device: torch.device) -> SamplingColumns:
@@ -53,20 +52,18 @@ class SamplingColumns:
 
         ks = [min(one.top_k or vocab_size, vocab_size) for one in controls]
         return cls(
-            column([one.temperature for one in controls]),
-            column([one.min_p_depth for one in controls]) if any(one.min_p for one in controls) else None,
+            column([one.divisor for one in controls], torch.float32)
+            if any(one.divisor != 1 for one in controls)
+            else None,
+            column([log_of(one.min_p) for one in controls]) if any(one.min_p for one in controls) else None,
             column(ks, torch.int64) if min(ks) < vocab_size else None,
-            column([one.top_p for one in controls]) if any(one.top_p < 1 for one in controls) else None,
+            column([one.share for one in controls]) if any(one.share < 1 for one in controls) else None,
         )
 
     def part(self, rows: slice) -> SamplingColumns:
         """The columns of a slice of the rows."""
-        return SamplingColumns(
-            self.temperature[rows],
-            None if self.depth is None else self.depth[rows],
-            None if self.top_k is None else self.top_k[rows],
-            None if self.top_p is None else self.top_p[rows],
-        )
+        columns = (self.divisor, self.log_min_p, self.top_k, self.share)
+        return SamplingColumns(*(None if one is None else one[rows] for one in columns))
 
 
 def truncate_and_sample_rows(
@@ -89,45 +86,18 @@ def truncate_and_sample_rows(
     Returns:
         Tokens, int64 ``[P]``, and the weights that they were sampled from, int64 ``[P, V]``.
     """
-    below = logits.double() - highest.double()
-    weights = as_units(exponential_(below / columns.temperature), weight_bits(logits.shape[1]))
-    if columns.depth is not None:
-        weights.masked_fill_(below < columns.depth, 0)
+    if columns.divisor is not None:
+        logits, highest = logits / columns.divisor, highest / columns.divisor
+    weights = weigh(logits, highest)
+    if columns.log_min_p is not None:
+        weights.masked_fill_(logits < lowest_kept(highest, columns.log_min_p), 0)
     if columns.top_k is not None:
         lowest, _ = select(logits, None, columns.top_k)
         weights.masked_fill_(logits < lowest, 0)
-    if columns.top_p is not None:
-        targets = share_of(weights.sum(-1, keepdim=True), columns.top_p)
-        last, before = select(logits, weights, targets)
-        # of the tokens that tie with the last key, the lower ids are kept until the target is met
-        tied = logits == last
-        spent = before + (weights * tied).cumsum(-1) - weights
-        weights.masked_fill_((logits < last) | (tied & (spent >= targets)), 0)
+    if columns.share is not None:
+        targets = share_of(weights.sum(-1, keepdim=True), columns.share)
+        weights.masked_fill_(beyond_prefix(logits, weights, targets, select), 0)
     cumulative = weights.cumsum(-1)
     points = points_in(cumulative[:, -1:], uniforms)
     tokens = (cumulative <= points).sum(-1)
     return tokens.clamp_(max=logits.shape[1] - 1), weights
-
-
-def select_by_sorting(
-    keys: torch.Tensor, masses: torch.Tensor | None, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the shortest prefixes, by falling key, of mass at least `targets` end.
-
-    Args:
-        keys: float32 ``[P, V]``. A row with NaN ends anywhere.
-        masses: int64 ``[P, V]``, at least 0, row sums below 2**62; 1 each if None.
-        targets: int64 ``[P, 1]``, from 1 to the sum.
-
-    Returns:
-        The key of the last token, float32 ``[P, 1]``, and the mass of all tokens with higher keys,
-        int64 ``[P, 1]``.
-    """
-    ordered, order = torch.sort(keys, dim=-1, descending=True)
-    if masses is None:
-        last = ordered.gather(1, targets - 1)
-        return last, (keys > last).sum(-1, keepdim=True)
-    reached = masses.gather(1, order).cumsum_(-1)
-    ends = (reached < targets).sum(-1, keepdim=True).clamp_(max=keys.shape[1] - 1)
-    last = ordered.gather(1, ends)
-    return last, (masses * (keys > last)).sum(-1, keepdim=True)

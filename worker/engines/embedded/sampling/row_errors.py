@@ -16,7 +16,7 @@ def unfit(highest: list[float], planned: Iterable[Planned], known: dict[int, str
     """Why a row cannot be sampled, for rows not in `known`; reported to their chains too.
 
     Args:
-        highest: The highest logit of each row, NaN if it holds NaN.
+        highest: The highest logit of each row, divided by its temperature; NaN if it holds NaN.
         planned: The rows that have a chain.
         known: Rows already known to have failed.
     """

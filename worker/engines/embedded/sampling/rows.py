@@ -12,10 +12,14 @@ import torch
 
 from adapters.contract import SAMPLE, uniform_rows
 from adapters.devices import upload, upload_ids
+from adapters.sampling.truncation import GREEDY_BELOW
 from worker.engines.embedded.plan import Request
 from worker.engines.embedded.sampling.device_truncation import SamplingColumns, padded
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows
 from worker.sampling import SamplingParams
+
+_LARGE = GREEDY_BELOW * float(np.finfo(np.float32).max)
+"""Logits that no temperature takes out of float32 are below this."""
 
 
 class RowTable:
@@ -97,6 +101,16 @@ class RowTable:
         if not self.random:
             return {}
         return dict(zip(self.random, self.uniforms_at(self.positions()).tolist(), strict=True))
+
+    def divided(self, highest: list[float]) -> list[float]:
+        """The highest logit of each row, divided by its temperature; infinite beyond float32."""
+        if all(abs(value) < _LARGE for value in highest):
+            return highest
+        found = np.array(highest, dtype=np.float32)
+        with np.errstate(over="ignore"):
+            for row, controls in self.controls.items():
+                found[row] /= np.float32(controls.divisor)
+        return list(map(float, found))
 
 
 class RandomRows:

@@ -9,10 +9,11 @@ from typing import Protocol
 
 import torch
 
-from adapters.candidates import highest_ids
 from adapters.chain import Planned, apply_edits, apply_late
 from adapters.contract import apply_bitmask
 from adapters.devices import upload_ids
+from adapters.sampling.candidates import highest_ids
+from adapters.sampling.whole_row import block_maxima, find_highest, is_searched_fast
 from worker.engines.embedded.plan import Edits, Plan, Samples
 from worker.engines.embedded.sampling.device_sampler import DeviceStep
 from worker.engines.embedded.sampling.logprobs import token_logprobs
@@ -20,7 +21,6 @@ from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
 from worker.engines.embedded.sampling.selection_kernels import choose_select
 from worker.engines.embedded.sampling.truncation import truncate_and_sample
-from worker.engines.embedded.sampling.whole_row import block_maxima, find_highest, is_searched_fast
 
 
 class Launched(Protocol):
@@ -152,7 +152,7 @@ class Sampler:
             return _choose_plain(logits, errors)
         maxima = block_maxima(logits)
         groups = table.groups
-        highest = maxima.amax(-1).tolist()  # propagates NaN
+        highest = table.divided(maxima.amax(-1).tolist())  # propagates NaN
         unfit_rows = {row for row, value in enumerate(highest) if not math.isfinite(value)}
         if unfit_rows:
             errors |= unfit(highest, planned, errors)

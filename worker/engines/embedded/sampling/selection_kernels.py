@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from worker.engines.embedded.sampling.device_truncation import Select, select_by_sorting
+from adapters.sampling.prefixes import Select, select_by_sorting
 
 logger = logging.getLogger(__name__)
 

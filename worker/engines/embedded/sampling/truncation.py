@@ -1,17 +1,17 @@
 """Temperature, min-p, top-k, top-p and sampling on the CPU: logits and a uniform to a token.
 
-Order: temperature, then min-p, then top-k, renormalised, then top-p. Weights are those of
-`integer_weights`, whose sums are exact, so that a token depends on its row, its controls and its
-uniform random number alone, bit for bit, whichever path finds it. A few hundred of the highest
-logits nearly always include every token that can be sampled. It is detected when they do not; then
-the weights of the whole row are computed, one row at a time (`whole_row`). `device_truncation`
-gives the same tokens sync-free.
+Order: temperature, then min-p, then top-k, renormalised, then top-p, each with the rule of
+`adapters.sampling`, which the processors of these names apply to whole rows. Sums of weights are
+exact, so that a token depends on its row, its controls and its uniform random number alone, bit for
+bit, whichever path finds it. A few hundred of the highest logits nearly always include every token
+that can be sampled. It is detected when they do not; then the weights of the whole row are
+computed, one row at a time. `device_truncation` gives the same tokens sync-free.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,23 +19,25 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from adapters.candidates import sort_ids, top_in_order
-from worker.engines.embedded.sampling.integer_weights import (
-    as_units,
-    exponential_,
+from adapters.sampling.candidates import sort_ids, top_in_order
+from adapters.sampling.prefixes import prefix_of_ordered
+from adapters.sampling.truncation import GREEDY_BELOW, log_of, lowest_kept
+from adapters.sampling.weights import (
     logarithms,
     point_in_one,
     points_in,
     share_of,
     share_of_one,
+    weigh,
     weight_bits,
 )
-from worker.engines.embedded.sampling.whole_row import WholeRow, block_maxima, whole_row
+from adapters.sampling.whole_row import WholeRow, block_maxima, whole_row
 
 _WIDTHS = (32, 64, 128, 256, 512, 1024)
 """Numbers of candidates: few distinct ones, so that rows of similar controls share a group."""
 
 _WIDTH_WITHOUT_TOP_K = 128
+_HIGHEST = torch.finfo(torch.float32).max
 _ROOM_FOR_TIES = 14
 """Candidates beyond top-k, at least: logits that tie with the k-th are kept."""
 
@@ -45,7 +47,7 @@ class Controls:
     """Temperature and truncation of one row.
 
     Attributes:
-        temperature: Above 0.
+        temperature: Above 0; below `GREEDY_BELOW` the row is greedy.
         min_p: Keep tokens of at least this probability relative to the highest; off: 0.
         top_k: Keep the k highest logits, and ties with the lowest of them; off: 0.
         top_p: Keep the shortest prefix, by falling logit and rising id, of at least this mass;
@@ -58,9 +60,14 @@ class Controls:
     top_p: float = 1.0
 
     @property
-    def min_p_depth(self) -> float:
-        """Lowest logit that min-p keeps, relative to the highest: at most 0, -inf if off."""
-        return self.temperature * math.log(self.min_p) if self.min_p > 0 else -math.inf
+    def divisor(self) -> float:
+        """What the logits are divided by; 1 where the row is greedy."""
+        return 1.0 if self.temperature < GREEDY_BELOW else min(self.temperature, _HIGHEST)
+
+    @property
+    def share(self) -> float:
+        """The share of the weight that a prefix has; of a greedy row, that of its first token."""
+        return 0.0 if self.temperature < GREEDY_BELOW else self.top_p
 
 
 def truncate_and_sample(
@@ -77,7 +84,7 @@ def truncate_and_sample(
             otherwise finite ones or -inf.
         groups: From `group_rows`.
         uniforms: A random number in [0, 1) for each row.
-        maxima: `adapters.candidates.block_maxima` of `logits`.
+        maxima: `adapters.sampling.candidates.block_maxima` of `logits`.
         wanted: Rows whose distribution is returned.
 
     Returns:
@@ -107,8 +114,8 @@ class Group:
     """
 
     def __init__(self, controls: dict[int, Controls], width: int, vocab_size: int, device: torch.device) -> None:
-        def column(values: list[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+        def column(values: list[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
         rows = list(controls.values())
         self.controls = controls
@@ -117,15 +124,17 @@ class Group:
         self.is_wide = False
         self.vocab_size = vocab_size
         self.index = torch.tensor(self.rows, dtype=torch.long, device=device)
-        self.temperature = column([one.temperature for one in rows])
-        self.depth = column([one.min_p_depth for one in rows]) if any(one.min_p for one in rows) else None
+        self.divisor = None
+        if any(one.divisor != 1 for one in rows):
+            self.divisor = column([one.divisor for one in rows], torch.float32)
+        self.log_min_p = column([log_of(one.min_p) for one in rows]) if any(one.min_p for one in rows) else None
         self.last = None
         if any(one.top_k for one in rows):
             lasts = [min(one.top_k or width, width) - 1 for one in rows]
             self.last = torch.tensor(lasts, dtype=torch.long, device=device)[:, None]
-        self.top_p = None
-        if any(one.top_p < 1 for one in rows):
-            self.top_p = column([one.top_p for one in rows])
+        self.share = None
+        if any(one.share < 1 for one in rows):
+            self.share = column([one.share for one in rows])
 
     def without(self, rows: AbstractSet[int]) -> Group:
         """This group less some rows."""
@@ -147,7 +156,7 @@ def _width(controls: Controls, vocab_size: int) -> int:
     """Candidates that suffice for nearly every row; depends on the row's own controls alone."""
     if controls.top_k:
         needed = controls.top_k + max(_ROOM_FOR_TIES, controls.top_k // 4)
-    elif controls.min_p > 0 or controls.top_p < 1:
+    elif controls.min_p > 0 or controls.share < 1:
         needed = _WIDTH_WITHOUT_TOP_K
     else:
         return 0
@@ -160,7 +169,7 @@ class _Candidates:
     """The highest logits of some rows, by falling logit and rising id.
 
     Attributes:
-        values: float32 ``[R, n]``.
+        values: float32 ``[R, n]``, divided by the temperature.
         ids: int64 ``[R, n]``.
         weights: int64 ``[R, n]``; 0 where min-p or top-k exclude a token.
         complete: bool ``[R, 1]``; whether every token with a weight is a candidate.
@@ -191,40 +200,49 @@ class _Sampling:
         return whole_row(self._logits.shape[1])
 
     @cached_property
-    def _highest(self) -> list[float]:
-        highest: list[float] = self._maxima.amax(-1).tolist()
-        return highest
+    def _divided(self) -> torch.Tensor:
+        """Holds a row that is divided by its temperature."""
+        return torch.empty_like(self._logits[0])
+
+    @cached_property
+    def _highest(self) -> torch.Tensor:
+        return self._maxima.amax(-1)
 
     def sample(self, group: Group) -> None:
         if not group.width or group.is_wide:
-            kept = [self._sample_whole(row, group.controls[row]) for row in group.rows]
+            kept = [self._sample_whole(group, index) for index in range(len(group.rows))]
             group.is_wide = min(kept, default=0) > group.width > 0
             return
         found = self._candidates(group)
-        targets = None if group.top_p is None else share_of(found.weights.sum(-1, keepdim=True), group.top_p)
+        targets = None if group.share is None else share_of(found.weights.sum(-1, keepdim=True), group.share)
         done: set[int] = set()
         if not bool(found.complete.all()):
             done = self._settle_incomplete(group, found, targets)
         if len(done) < len(group.rows):
             self._sample_candidates(group, found, targets, done)
-        group.is_wide = len(done) == len(group.rows) and group.depth is None and group.last is None
+        group.is_wide = len(done) == len(group.rows) and group.log_min_p is None and group.last is None
 
     def _candidates(self, group: Group) -> _Candidates:
         every = len(group.rows) == len(self._logits)
         maxima = self._maxima if every else self._maxima.index_select(0, group.index)
-        values, ids = top_in_order(self._logits, group.width, maxima, None if every else group.index)
-        below = values.double() - values[:, :1].double()
-        weights = as_units(exponential_(below / group.temperature), self._bits)
+        values, ids = top_in_order(
+            self._logits, group.width, maxima, None if every else group.index, divisors=group.divisor
+        )
+        weights = weigh(values, values[:, :1])
         last = values[:, -1:]
         complete = (last == -torch.inf) if group.width < group.vocab_size else torch.ones_like(last, dtype=torch.bool)
-        if group.depth is not None:
-            complete = complete | (below[:, -1:] < group.depth)
-            weights = weights * (below >= group.depth)
-        if group.last is not None:
-            lowest = values.gather(1, group.last)
-            complete = complete | (lowest > last)
+        for lowest in self._bounds(group, values):
+            complete = complete | (last < lowest)
             weights = weights * (values >= lowest)
         return _Candidates(values, ids, weights, complete)
+
+    @staticmethod
+    def _bounds(group: Group, values: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The lowest logits that min-p and top-k keep, ``[R, 1]`` each."""
+        if group.log_min_p is not None:
+            yield lowest_kept(values[:, :1], group.log_min_p)
+        if group.last is not None:
+            yield values.gather(1, group.last)
 
     def _settle_incomplete(self, group: Group, found: _Candidates, targets: torch.Tensor | None) -> set[int]:
         """Resolve the rows for which the candidates do not hold all of the weight.
@@ -241,9 +259,9 @@ class _Sampling:
                 continue
             row = group.rows[index]
             controls = group.controls[row]
-            lowest = None if not controls.top_k else found.values[index, min(controls.top_k, group.width) - 1]
-            target = self._weigh(row, controls, lowest)
-            if targets is not None and controls.top_p < 1 and sure[index] >= target:
+            kth = found.values[index, min(controls.top_k, group.width) - 1] if controls.top_k else None
+            target = self._weigh(group, index, self._divide(group, index), kth)
+            if targets is not None and controls.share < 1 and sure[index] >= target:
                 targets[index] = target
             else:
                 self._sample_from_row(row, target)
@@ -255,7 +273,7 @@ class _Sampling:
     ) -> None:
         weights = found.weights
         if targets is not None:
-            weights = weights * (weights.cumsum(-1) - weights < targets)
+            weights = prefix_of_ordered(weights, targets)
         ids, order = sort_ids(found.ids)
         cumulative = weights.gather(1, order).cumsum_(-1)
         uniforms = torch.tensor([self._uniforms[row] for row in group.rows], dtype=torch.float64)[:, None]
@@ -267,16 +285,27 @@ class _Sampling:
                 if row in self._wanted:
                     self._keep_distribution(row, found.ids[index], weights[index])
 
-    def _sample_whole(self, row: int, controls: Controls) -> int:
-        lowest = self._logits[row].topk(controls.top_k).values[-1] if controls.top_k else None
-        return self._sample_from_row(row, self._weigh(row, controls, lowest))
+    def _sample_whole(self, group: Group, index: int) -> int:
+        logits = self._divide(group, index)
+        top_k = group.controls[group.rows[index]].top_k
+        kth = logits.topk(top_k).values[-1] if top_k else None
+        return self._sample_from_row(group.rows[index], self._weigh(group, index, logits, kth))
 
-    def _weigh(self, row: int, controls: Controls, lowest: torch.Tensor | None) -> int:
+    def _divide(self, group: Group, index: int) -> torch.Tensor:
+        """The row divided by its temperature; until the next one is."""
+        logits = self._logits[group.rows[index]]
+        return logits if group.divisor is None else torch.div(logits, group.divisor[index], out=self._divided)
+
+    def _weigh(self, group: Group, index: int, logits: torch.Tensor, kth: torch.Tensor | None) -> int:
         """Compute the weights of the whole row; returns the weight that top-p keeps."""
-        bound = -math.inf if lowest is None else float(lowest)
-        highest, depth = self._highest[row], controls.min_p_depth
-        total = self._row.weigh(self._logits[row], highest, controls.temperature, depth, bound)
-        return share_of_one(total, controls.top_p)
+        highest = self._highest[group.rows[index], None]
+        if group.divisor is not None:
+            highest = highest / group.divisor[index]
+        lowest = -math.inf if kth is None else float(kth)
+        if group.log_min_p is not None:
+            lowest = max(lowest, float(lowest_kept(highest, group.log_min_p[index])))
+        total = self._row.weigh(logits, float(highest), lowest)
+        return share_of_one(total, group.controls[group.rows[index]].share)
 
     def _sample_from_row(self, row: int, target: int) -> int:
         """Sample from the row weighed last; returns the number of tokens that top-p keeps."""

@@ -8,7 +8,8 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.candidates import block_maxima, highest_ids, prefix_of_mass, sort_ids, top, top_in_order
+from adapters.sampling.candidates import block_maxima, highest_ids, sort_ids, top, top_in_order
+from adapters.sampling.prefixes import prefix_of_mass
 
 WIDTHS = [1, 5, 63, 64, 65, 700, 4096, 9000, 20_003]
 
@@ -37,15 +38,30 @@ def test_top_finds_what_torch_finds(seed: int, width: int, count: int, grain: fl
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(seed=seeds, width=st.sampled_from(WIDTHS), count=st.integers(1, 150), grain=grains, part=st.booleans())
-def test_top_in_order(seed: int, width: int, count: int, grain: float, part: bool) -> None:
+@given(
+    seed=seeds,
+    width=st.sampled_from(WIDTHS),
+    count=st.integers(1, 150),
+    grain=grains,
+    part=st.booleans(),
+    divisor=st.sampled_from([None, 0.7, 3e30]),
+)
+def test_top_in_order(seed: int, width: int, count: int, grain: float, part: bool, divisor: float | None) -> None:
+    """The last divisor makes many values tie."""
     values = rows_of(seed, 3, width, grain)
     values[1, width // 2 :] = -torch.inf
     values[2, ::7] = -0.0
     rows = torch.tensor([2, 1]) if part else None
     chosen = values if rows is None else values[rows]
     count = min(count, width)
-    found, ids = top_in_order(values, count, None, rows)
+    if divisor is None:
+        found, ids = top_in_order(values, count, None, rows)
+    else:
+        divisors = torch.tensor([1.0, divisor, divisor])[: len(chosen), None]
+        scale = 1e-15 if divisor > 1 else 1.0
+        chosen, values = chosen * scale, values * scale
+        found, ids = top_in_order(values, count, None, rows, divisors)
+        chosen = chosen / divisors
     assert torch.equal(found, chosen.topk(count, dim=-1).values)
     assert torch.equal(chosen.gather(1, ids), found)
     for row, places in zip(chosen.tolist(), ids.tolist(), strict=True):

@@ -1,9 +1,10 @@
 """Weights of tokens as integers, whose sums do not depend on the order in which they are added.
 
-A token's weight is ``exp((z - max z) / T)``, computed in float64 (`exponential_`) and rounded to a
-multiple of ``2**-weight_bits(V)``, its unit. The weights of a row sum to less than 2**62, so that
-every sum of them is exact in int64 in any order: over candidates, over a whole row, or by the
-threads of a GPU. A token with a weight below half a unit, 3e-14 of the highest, is never sampled.
+A token's weight is ``exp(z - max z)`` of float32 logits that the temperature has divided already
+(`truncation.divided`), computed in float64 (`exponential_`) and rounded to a multiple of
+``2**-weight_bits(V)``, its unit. The weights of a row sum to less than 2**62, so that every sum of
+them is exact in int64 in any order: over candidates, over a whole row, or by the threads of a GPU.
+A token with a weight below half a unit, 3e-14 of the highest, is never sampled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from worker.engines.embedded.native import weights as native_weights
+from adapters.sampling.native import native_kernels
 
 _MOST_BITS = 44
 
@@ -42,11 +43,12 @@ def rounding(bits: int) -> tuple[float, int]:
 def exponential_(values: torch.Tensor) -> torch.Tensor:
     """``values.exp_()`` of contiguous float64, none above 709.
 
-    On the CPU by the native kernels, whose bits are the same on every processor; where they were
-    not built by torch or numpy, whichever is faster here. That holds for the process.
+    On the CPU by the native kernels, whose bits are the same on every processor; without them by
+    torch or numpy, whichever is faster here. That holds for the process.
     """
-    if values.device.type == "cpu" and native_weights.are_available():
-        return native_weights.exponential_(values)
+    kernels = native_kernels()
+    if values.device.type == "cpu" and kernels is not None:
+        return kernels.exponential_(values)
     if values.device.type == "cpu" and _NUMPY_IS_FASTER:
         array = values.numpy()
         np.exp(array, out=array)
@@ -60,15 +62,37 @@ def as_units(weights: torch.Tensor, bits: int) -> torch.Tensor:
     return weights.add_(offset).view(torch.int64).sub_(zero)
 
 
+def weigh(logits: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
+    """int64 weights of float logits ``[R, V]``.
+
+    Args:
+        logits: Finite or -inf, which has the weight 0.
+        highest: Of each row, finite, ``[R, 1]``. The weights of a row whose is not are undefined.
+    """
+    return as_units(exponential_(logits.double() - highest.double()), weight_bits(logits.shape[1]))
+
+
+def weights_of(logits: torch.Tensor) -> torch.Tensor:
+    """int64 weights of float logits ``[R, V]``; 0 in a row whose highest logit is not finite."""
+    highest = logits.amax(-1, keepdim=True)
+    return weigh(logits, highest).mul_(highest.isfinite())
+
+
+def weights_of_probabilities(probabilities: torch.Tensor) -> torch.Tensor:
+    """int64 weights of probabilities ``[R, V]``, at least 0; the highest has ``2**weight_bits``."""
+    highest = probabilities.amax(-1, keepdim=True).double()
+    return as_units(probabilities.double().div_(highest), weight_bits(probabilities.shape[1]))
+
+
 def logarithms(units: torch.Tensor, bits: int) -> torch.Tensor:
     """float64 logarithms of weights: 0 for the highest logit, -inf for weight 0."""
     return units.double().mul_(2.0**-bits).log_()
 
 
 def share_of(totals: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """ceil(`totals` (int64) * `shares` (float64)), at most `totals`; a share of 1 is all."""
+    """ceil(`totals` (int64) * `shares` (float64)), from 1 to `totals`; a share of 1 is all."""
     wanted = (totals.double() * shares).ceil_().to(torch.int64)
-    return torch.where(shares < 1, torch.minimum(wanted, totals), totals)
+    return torch.where(shares < 1, torch.minimum(wanted, totals), totals).clamp_(min=1)
 
 
 def points_in(totals: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -78,7 +102,7 @@ def points_in(totals: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 def share_of_one(total: int, share: float) -> int:
     """`share_of` of one row."""
-    return min(math.ceil(float(total) * share), total) if share < 1 else total
+    return max(min(math.ceil(float(total) * share), total), 1) if share < 1 else max(total, 1)
 
 
 def point_in_one(total: int, uniform: float) -> int:

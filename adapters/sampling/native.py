@@ -1,0 +1,62 @@
+"""Native kernels that an engine passes in: faster, with the same results.
+
+Nothing here imports an engine, so that one that brings kernels calls `use_kernels` and
+`use_select` when it is imported. They hold for the process: processors, pipes and samplers of one
+process compute the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from adapters.sampling.prefixes import Select
+    from adapters.sampling.whole_row import WholeRow
+
+
+class Kernels(Protocol):
+    """Kernels for float32 rows on the CPU; a module that has these functions is one."""
+
+    def are_available(self) -> bool:
+        """Whether they compute here; asked at each use."""
+
+    def exponential_(self, values: torch.Tensor) -> torch.Tensor:
+        """As `weights.exponential_`."""
+
+    def block_maxima(self, logits: torch.Tensor) -> torch.Tensor:
+        """As `candidates.block_maxima`."""
+
+    def highest_ids(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
+        """As `whole_row.find_highest`."""
+
+    def weigher(self, vocab_size: int) -> WholeRow:
+        """Weighs rows of `vocab_size` logits."""
+
+
+_kernels: Kernels | None = None
+_choose_select: Callable[[torch.device], Select] | None = None
+
+
+def use_kernels(kernels: Kernels) -> None:
+    """Compute with `kernels` from now on, wherever they are available."""
+    global _kernels
+    _kernels = kernels
+
+
+def use_select(choose: Callable[[torch.device], Select]) -> None:
+    """Find prefixes on a device with what `choose` returns for it."""
+    global _choose_select
+    _choose_select = choose
+
+
+def native_kernels() -> Kernels | None:
+    """The kernels that were passed in, None if there are none or they do not compute here."""
+    return _kernels if _kernels is not None and _kernels.are_available() else None
+
+
+def select_on(device: torch.device) -> Select | None:
+    """The kernel that was passed in for a device; None for `prefixes.select_by_sorting`."""
+    return None if _choose_select is None or device.type == "cpu" else _choose_select(device)
