@@ -41,7 +41,24 @@ SAMPLING = {"temperature": 0.9, "top_k": 40, "repetition_penalty": 1.3}
 VOID = {"meta", "input"}
 REPOSITORY = Path(__file__).resolve().parents[2]
 TAGS = {
-    *("html", "head", "title", "style", "body", "h1", "h2", "p", "section", "ol", "ul", "li", "a", "div", "select", "option"),
+    *(
+        "html",
+        "head",
+        "title",
+        "style",
+        "body",
+        "h1",
+        "h2",
+        "p",
+        "section",
+        "ol",
+        "ul",
+        "li",
+        "a",
+        "div",
+        "select",
+        "option",
+    ),
     *("span", "article", "table", "thead", "tbody", "tr", "th", "td", "code", "svg", "rect", "script", *VOID),
 }
 

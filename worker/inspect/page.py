@@ -84,7 +84,7 @@ def _bar(*, is_compared: bool) -> str:
 
 
 def _legend(*, is_compared: bool) -> str:
-    """Colours of tokens by their verdicts; ``forced`` has the playground's, whose others mean something else."""
+    """Colours of tokens by their verdicts; only ``forced`` is in the playground, too."""
     entries = [
         f'<li><span class="word {verdict}">{verdict}</span> {meaning}</li>' for verdict, meaning in VERDICTS.items()
     ]
