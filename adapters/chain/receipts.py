@@ -158,6 +158,7 @@ class Receipt:
             if left_out:
                 data["tokens_left_out"] = left_out
             if self.logprobs:
-                names = ("position", "logprob")
-                data["processed_logprobs"] = [dict(zip(names, each, strict=True)) for each in self.logprobs]
+                data["processed_logprobs"] = [
+                    {"position": position, "logprob": logprob} for position, logprob in self.logprobs
+                ]
         return data
