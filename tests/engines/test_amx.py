@@ -20,6 +20,9 @@ from worker.engines.embedded.kv_cache import SequenceSlice
 from worker.engines.embedded.model.quantisation import QuantisedGemm, QuantisedWeight
 
 
+pytestmark = pytest.mark.native
+
+
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
 def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     found: torch.dtype = request.param
