@@ -19,7 +19,6 @@ from worker.engines.embedded import native
 from worker.engines.embedded.kv_cache import SequenceSlice
 from worker.engines.embedded.model.quantisation import QuantisedGemm, QuantisedWeight
 
-
 pytestmark = pytest.mark.native
 
 
