@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from effort import EFFORT, examples
 from hypothesis import settings
 
 import adapters.chain.chain
+from worker.engines.embedded.native import unavailable
 
 # The developer's own settings of the worker and of Dynamo are no part of a test.
 for name in list(os.environ):
@@ -31,11 +33,22 @@ WITHOUT_STACKS = ("adapters", "engines", "models", "worker")
 """Folders whose tests need no server and no process of Dynamo's."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+NO_KERNELS = unavailable(torch.float32)
+"""Why there are no native kernels; None if there are."""
+
+
+def pytest_report_header() -> str | None:
+    return None if NO_KERNELS is None else f"native kernels: {NO_KERNELS}; their tests are left out"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     folder = Path(__file__).parent
     for item in items:
         if item.path.relative_to(folder).parts[0] not in WITHOUT_STACKS:
             item.add_marker(pytest.mark.stack)
+    if NO_KERNELS is not None:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("native")])
+        items[:] = [item for item in items if not item.get_closest_marker("native")]
 
 
 @atexit.register  # the first one, so that it is called last

@@ -93,6 +93,9 @@ class Receipt:
         attribution: Keep what each processor did to each token, in `tokens`.
         tokens: ``(position, token id, processor, what it did)``, in the order of the positions, the
             first `MAX_ATTRIBUTED` of them.
+        logprobs: ``(position, log probability)`` of tokens in what they were sampled from, after
+            all controls, in the order of the positions, the first `MAX_ATTRIBUTED` of them; of
+            requests that report log probabilities, which are the model's own.
     """
 
     records: list[ProcessorRecord]
@@ -103,6 +106,7 @@ class Receipt:
     numerics: str = "fast"
     seed: int = 0
     tokens: list[tuple[int, int, str, str]] = field(default_factory=list)
+    logprobs: list[tuple[int, float]] = field(default_factory=list)
 
     def begin(self, mode: str, prompt_length: int, replayed: int) -> None:
         """Start after a prompt; ``replayed`` tokens were generated before a migration."""
@@ -117,11 +121,18 @@ class Receipt:
             record.forget_from(position)
         while self.tokens and self.tokens[-1][0] >= position:
             self.tokens.pop()
+        while self.logprobs and self.logprobs[-1][0] >= position:
+            self.logprobs.pop()
 
     def attribute(self, position: int, token_id: int, record: ProcessorRecord, kind: str) -> None:
         """With attribution on, note what a processor did to the token at ``position``."""
         if self.attribution and len(self.tokens) < MAX_ATTRIBUTED:
             self.tokens.append((position, token_id, record.name, kind))
+
+    def add_logprob(self, position: int, logprob: float) -> None:
+        """Note the processed log probability of the token at `position`."""
+        if len(self.logprobs) < MAX_ATTRIBUTED:
+            self.logprobs.append((position, logprob))
 
     def as_json(self, *, attribution: bool = True) -> dict[str, Any]:
         """JSON data, which does not change afterwards; the key order is stable.
@@ -146,4 +157,8 @@ class Receipt:
             left_out = sum(record.steps_active for record in self.records) - len(self.tokens)
             if left_out:
                 data["tokens_left_out"] = left_out
+            if self.logprobs:
+                data["processed_logprobs"] = [
+                    {"position": position, "logprob": logprob} for position, logprob in self.logprobs
+                ]
         return data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,6 +101,8 @@ def test_a_processor_by_its_form_colours_the_answer(page: Page) -> None:
     expect(details).to_contain_text("token 3")
     expect(details).to_contain_text("logit_bias changed logits")
     expect(details).to_contain_text("banned_tokens forbade other tokens")
+    expect(details).to_contain_text("100.0 % in what it was sampled from, after all of them")
+    expect(details).to_contain_text(re.compile(r"[\d.]+ % in the model, before any control"))
     text.locator(".token").first.focus()
     page.keyboard.press("ArrowRight")
     expect(details).to_contain_text("token 2")
@@ -109,6 +112,18 @@ def test_a_processor_by_its_form_colours_the_answer(page: Page) -> None:
     expect(answer(page).locator(".legend button")).to_have_text(["logit_bias biased 8"])
     answer(page).locator(".receipt summary").click()
     expect(answer(page).locator(".receipt pre")).to_contain_text('"processor": "logit_bias"')
+    assert_is_inside(answer(page).locator(".receipt"), answer(page))
+
+
+def assert_is_inside(inner: Locator, outer: Locator) -> None:
+    """Neither is wider than the other, nor than the page."""
+    one, other = inner.bounding_box(), outer.bounding_box()
+    assert one is not None
+    assert other is not None
+    assert other["x"] <= one["x"]
+    assert one["x"] + one["width"] <= other["x"] + other["width"]
+    assert outer.evaluate("element => element.scrollWidth <= element.clientWidth")
+    assert outer.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
 
 
 def test_a_refused_value_shows_its_field(page: Page) -> None:
@@ -227,7 +242,8 @@ def test_a_narrow_screen(served: tuple[Worker, Door], browser: Browser, scheme: 
         page.get_by_label("max_tokens").fill("4")
         page.get_by_label("Close the settings").click()
         say(page, "Hello")
-        answer(page)
+        answer(page).locator(".receipt summary").click()
+        assert_is_inside(answer(page).locator(".receipt pre"), answer(page))
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
 

@@ -21,7 +21,7 @@ FLAGS = {
 DOT_IN_EVEX = "-DDOT_IN_EVEX=1"
 """AVX2 with the instruction of AVX-VNNI in the form that processors with AVX-512 have."""
 
-needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="nothing to compile them with")
+needs_compiler = pytest.mark.native
 
 needs_dot_in_evex = pytest.mark.skipif(
     shutil.which("cc") is None or not native._cpu_flags() >= {"avx512vl", "avx512_vnni"},

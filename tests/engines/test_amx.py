@@ -19,6 +19,8 @@ from worker.engines.embedded import native
 from worker.engines.embedded.kv_cache import SequenceSlice
 from worker.engines.embedded.model.quantisation import QuantisedGemm, QuantisedWeight
 
+pytestmark = pytest.mark.native
+
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
 def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:

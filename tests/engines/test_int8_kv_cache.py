@@ -147,7 +147,7 @@ def test_every_path_has_the_same_logits(arch: str, dtype: torch.dtype, every_che
             assert torch.equal(logits(model, (0, 33, 34, 89, 90))[-1:], expected)
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("kernels", [pytest.param("native", marks=pytest.mark.native), "torch"])
 @pytest.mark.parametrize("arch", EVERY_TYPE)
 @pytest.mark.usefixtures("one_thread")
 def test_predictions_are_near_those_of_elements(arch: str, kernels: str, every_checkpoint: dict[str, Path]) -> None:

@@ -36,7 +36,7 @@ LENGTHS = (1, 5, 70, 300)
 """Tokens of the prompts; the last one takes two pages."""
 NEW_TOKENS = 6
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.native]
 
 
 PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]

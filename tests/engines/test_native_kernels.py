@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -27,6 +26,8 @@ from worker.engines.embedded.model.kernels import choose_kernels
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.errors import StartupError
 from worker.sampling import SamplingParams
+
+pytestmark = pytest.mark.native
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22}
 """Of a result, relative: half a unit in the last place of bfloat16, and what a few operations
@@ -68,7 +69,6 @@ def randn(dtype: torch.dtype, generator: torch.Generator, *shape: int) -> torch.
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="nothing to build them with")
 @pytest.mark.parametrize("dtype", native._KINDS, ids=str)
 def test_every_path_of_this_processor_is_built(dtype: torch.dtype) -> None:
     has = {path for path, flags in native._KINDS[dtype].needs.items() if set(flags) <= native._cpu_flags()}

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
 WIDTHS = [1, 5, 63, 64, 65, 700, 3000, 9001, 40_003]
 
-pytestmark = pytest.mark.skipif(not PATHS, reason="there was no compiler to build the kernels with")
+pytestmark = pytest.mark.native
 
 
 @pytest.fixture(scope="module", params=PATHS)

@@ -41,7 +41,7 @@ MODULES = os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(not DTYPES, reason="no native kernels were built here"),
+    pytest.mark.native,
 ]
 
 

@@ -30,6 +30,8 @@ from worker.engines.embedded.model.quantisation import (
 )
 from worker.errors import StartupError
 
+pytestmark = pytest.mark.native
+
 PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
 if not amx_emulation.IS_REAL and amx_emulation.reason_against(torch.float32) is None:
     PATHS.insert(0, "amx")

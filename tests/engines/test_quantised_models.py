@@ -29,7 +29,7 @@ from worker.sampling import SamplingParams
 
 PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.native]
 
 
 def load(path: Path, **settings: str) -> HfModel:

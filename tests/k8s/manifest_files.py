@@ -36,7 +36,7 @@ def load_schema() -> dict[str, Any]:
 
 
 def load_graph(name: str) -> dict[str, Any]:
-    graph: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    graph: dict[str, Any] = yaml.safe_load((FOLDER / "graphs" / f"{name}.yaml").read_text())
     return graph
 
 

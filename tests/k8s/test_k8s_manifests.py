@@ -125,6 +125,16 @@ def test_the_pod_is_one_to_kubernetes(component: Component) -> None:
 
 
 @each_component
+def test_replicas_are_spread_over_nodes(component: Component) -> None:
+    (spread,) = component.pod["topologySpreadConstraints"]
+    assert (spread["topologyKey"], spread["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
+    assert spread["labelSelector"]["matchLabels"] == {
+        "nvidia.com/dynamo-graph-deployment-name": load_graph(component.graph)["metadata"]["name"],
+        "nvidia.com/dynamo-component-type": component.type,
+    }
+
+
+@each_component
 def test_what_is_mounted_is_there(component: Component) -> None:
     mounts = {mount["name"]: mount["mountPath"] for mount in component.main["volumeMounts"]}
     assert mounts.keys() == {volume["name"] for volume in component.pod["volumes"]}
@@ -170,6 +180,8 @@ def test_every_topology_is_what_its_name_says() -> None:
 def test_a_router_is_its_topology_with_several_workers_that_publish_their_blocks(base: str) -> None:
     plain, routed = load_graph(base), load_graph(f"{base}_router")
     assert routed["metadata"].pop("name") == f"{plain['metadata'].pop('name')}-router"
+    for part in (*plain["spec"]["components"], *routed["spec"]["components"]):
+        del part["podTemplate"]["spec"]["topologySpreadConstraints"]  # they have the graph's name
     frontend, *workers = (Component(base, fields, routed["spec"]["env"]) for fields in routed["spec"]["components"])
     mode = frontend.main["args"].index("--router-mode")
     assert frontend.main["args"][mode : mode + 2] == ["--router-mode", "kv"]

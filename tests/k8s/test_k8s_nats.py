@@ -48,7 +48,7 @@ each_worker = pytest.mark.parametrize("name", WORKERS)
 @cache
 def built() -> str:
     kubectl = Path(sys.executable).with_name("kubectl")
-    command = [kubectl, "kustomize", "--load-restrictor", "LoadRestrictionsNone", FOLDER / "nats"]
+    command = [kubectl, "kustomize", FOLDER / "nats"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -187,6 +187,17 @@ def test_policies_and_budgets_and_the_scrape_select_the_pods() -> None:
     assert f'{admitted[1].popitem()[0]}: "true"' in (FOLDER / "README.md").read_text()
     for name, budget in of_kind("PodDisruptionBudget").items():
         assert budget["spec"]["selector"]["matchLabels"].items() <= pod(name)["metadata"]["labels"].items()
+
+
+def test_workers_resolve_names_as_those_of_the_graphs_do() -> None:
+    graphs = yaml.safe_load_all((FOLDER / "operations/network-policy.yaml").read_text())
+    dns = next(rule for each in graphs for rule in each["spec"].get("egress", []) if {"ipBlock"} <= _peers(rule))
+    assert dns in of_kind("NetworkPolicy")["dlw-worker"]["spec"]["egress"]
+
+
+def _peers(rule: dict[str, Any]) -> set[str]:
+    """Kinds of the peers of a rule."""
+    return {kind for peer in rule.get("to", []) for kind in peer}
 
 
 def test_workers_are_scaled_by_their_queues() -> None:

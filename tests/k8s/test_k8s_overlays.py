@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 @cache
 def built(overlay: str) -> str:
     kubectl = Path(sys.executable).with_name("kubectl")
-    command = [kubectl, "kustomize", "--load-restrictor", "LoadRestrictionsNone", FOLDER / "overlays" / overlay]
+    command = [kubectl, "kustomize", FOLDER / "overlays" / overlay]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -56,7 +57,7 @@ def test_an_overlay_is_a_graph_with_all_that_operates_it(overlay: str) -> None:
     assert kinds == sorted(
         [
             *("ConfigMap", "DynamoGraphDeployment", "NetworkPolicy", "NetworkPolicy", "PodDisruptionBudget"),
-            *("PodDisruptionBudget", "PodMonitor", "PrometheusRule"),
+            *("PodDisruptionBudget", "PodMonitor", "PodMonitor", "PrometheusRule"),
             *([] if overlay == "trtllm" else ["ScaledObject"]),
         ]
     )
@@ -133,9 +134,22 @@ def test_ports_are_those_of_the_pods(overlay: str) -> None:
     assert [one["port"] for one in policies["dlw-agg"]["ingress"][1]["ports"]] == [system]
     served = int(frontend.door["args"][frontend.door["args"].index("--port") + 1])
     assert [one["port"] for one in policies["dlw-agg-frontend"]["ingress"][0]["ports"]] == [served]
-    (monitor,) = of_kind(overlay, "PodMonitor")
-    assert [one["portNumber"] for one in monitor["spec"]["podMetricsEndpoints"]] == [system]
-    assert set(monitor["spec"]["selector"]["matchExpressions"][0]["values"]) == set(WORKERS)
+    monitors = {each["metadata"]["name"]: each["spec"] for each in of_kind(overlay, "PodMonitor")}
+    assert [one["portNumber"] for one in monitors["dlw-agg"]["podMetricsEndpoints"]] == [system]
+    assert set(monitors["dlw-agg"]["selector"]["matchExpressions"][0]["values"]) == set(WORKERS)
+    assert [one["portNumber"] for one in monitors["dlw-agg-frontend"]["podMetricsEndpoints"]] == [served]
+
+
+@each_overlay
+def test_names_are_resolved_and_the_api_server_is_reached(overlay: str) -> None:
+    """In clusters whose DNS lies elsewhere, too, and whose API server listens on another port."""
+    (policy,) = [each["spec"] for each in of_kind(overlay, "NetworkPolicy") if "Egress" in each["spec"]["policyTypes"]]
+    _, dns, server = policy["egress"]
+    (names,) = dns["to"][0]["namespaceSelector"]["matchExpressions"]
+    assert (names["operator"], set(names["values"])) == ("In", {"kube-system", "openshift-dns"})
+    assert dns["to"][1] == {"ipBlock": {"cidr": "169.254.20.10/32"}}
+    assert {(one["protocol"], one["port"]) for one in dns["ports"]} == {*product(("UDP", "TCP"), (53, 5353))}
+    assert {one["port"] for one in server["ports"]} == {443, 6443, 8443, 16443}
 
 
 # Metrics: docs/metrics.md is compared with a scrape in tests/worker/test_metrics_document.py.

@@ -1,5 +1,5 @@
-"""The processes of `k8s/agg.yaml`, started here as a pod would start them, answer their probes
-and end in time.
+"""Processes of `k8s/graphs/agg.yaml`, started here as in a pod, answer their probes and end in
+time.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from worker.__main__ import main
 from worker.arguments import parse_arguments
 from worker.inspect.named_model import model_options, model_path
 from worker.inspect.page import page
-from worker.inspect.recording import Recording, asked_of, printable, record
+from worker.inspect.recording import VERDICTS, Recording, asked_of, printable, record
 from worker.inspect.terminal import show
 from worker.models import DEFAULT_MODEL, model_cache
 from worker.models.checkpoint import FORMAT
@@ -39,8 +39,26 @@ BAN = {"name": "banned_tokens", "args": {"token_ids": [37]}}
 SAMPLING = {"temperature": 0.9, "top_k": 40, "repetition_penalty": 1.3}
 
 VOID = {"meta", "input"}
+REPOSITORY = Path(__file__).resolve().parents[2]
 TAGS = {
-    *("html", "head", "title", "style", "body", "h1", "h2", "p", "section", "ol", "li", "a", "div", "select", "option"),
+    *(
+        "html",
+        "head",
+        "title",
+        "style",
+        "body",
+        "h1",
+        "h2",
+        "p",
+        "section",
+        "ol",
+        "ul",
+        "li",
+        "a",
+        "div",
+        "select",
+        "option",
+    ),
     *("span", "article", "table", "thead", "tbody", "tr", "th", "td", "code", "svg", "rect", "script", *VOID),
 }
 
@@ -181,12 +199,32 @@ def compared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Page:
     return Page(file.read_text())
 
 
+def custom_properties(page: str, name: str) -> list[str]:
+    """Values of a colour in a style sheet, of light pages and of dark ones."""
+    text = (REPOSITORY / "worker" / page).read_text()
+    pair = re.search(rf"--{name}: light-dark\((.+?), (.+?)\)", text)
+    return list(pair.groups()) if pair else re.findall(rf"--{name}: (.+?);", text)
+
+
+def test_a_colour_means_the_same_here_and_in_the_playground() -> None:
+    """``forced`` is on both pages; what one page alone has is in no colour of the other."""
+    here, there = "inspect/page.css", "frontdoor/playground/style.css"
+    assert custom_properties(here, "forced") == custom_properties(there, "forced") != []
+    assert custom_properties(here, "forced-paper") == custom_properties(there, "forced-paper") != []
+    others = {colour for did in ("masked", "biased", "shaped") for colour in custom_properties(there, did)}
+    assert len(others) == 6
+    assert not others & {colour for verdict in ("changed", "differs") for colour in custom_properties(here, verdict)}
+
+
 def test_a_page_of_two_answers(compared: Page) -> None:
     timelines = compared.all("ol", **{"class": "timeline"})
     assert len(timelines) == 2
     steps = compared.all("article")
     differing = [each.attributes["data-differs"] == "yes" for each in steps]
     assert any(differing)
+    (legend,) = compared.all("ul", **{"class": "legend"})
+    assert all(f"{verdict} {meaning}" in legend.text for verdict, meaning in VERDICTS.items())
+    assert "underlined A and B differ" in legend.text
     text = compared.all("p", id="summary")[0].text
     assert f"step {differing.index(True) + 1}" in text
     for step in steps:

@@ -108,6 +108,7 @@ async def test_the_tokens_are_those_that_were_recorded(
         assert await files.replay({**answer.receipt, "seed": answer.receipt["seed"] ^ 1}, PROMPT) == 1
 
 
+@pytest.mark.native
 async def test_what_is_quantised_is_recorded(model: Path, files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"quantization": "int8", "activation_dtype": "int8", "kv_cache_dtype": "int8"}
     flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]

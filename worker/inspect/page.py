@@ -16,7 +16,7 @@ from pathlib import Path
 
 from worker import __version__
 from worker.inspect.comparison import first_difference, shared_places, summary
-from worker.inspect.recording import Recording, printable, verdict_of
+from worker.inspect.recording import VERDICTS, Recording, printable, verdict_of
 from worker.inspect.terminal import described, rank_of
 from worker.replay.position import Candidate, Position, Stage
 
@@ -54,6 +54,7 @@ def page(notes: Sequence[str], recordings: Sequence[Recording]) -> str:
             f'<meta name="generator" content="dynamo-logits-worker {escape(__version__)}">',
             f"<title>Token inspector</title>\n<style>{style}</style>\n</head>\n<body>\n<h1>Token inspector</h1>",
             *(f'<p class="notes">{_shown(line)}</p>' for line in notes),
+            _legend(is_compared=len(recordings) > 1),
             *_timelines(recordings),
             _bar(is_compared=len(recordings) > 1),
             *_steps(recordings),
@@ -80,6 +81,16 @@ def _bar(*, is_compared: bool) -> str:
         f'aria-label="Search"><select id="show" aria-label="Show">{options}</select>'
         '<span id="count" role="status"></span><span class="notes">j, k: next and previous step</span></div>'
     )
+
+
+def _legend(*, is_compared: bool) -> str:
+    """Colours of tokens by their verdicts; only ``forced`` is in the playground, too."""
+    entries = [
+        f'<li><span class="word {verdict}">{verdict}</span> {meaning}</li>' for verdict, meaning in VERDICTS.items()
+    ]
+    if is_compared:
+        entries.append('<li><span class="differs">underlined</span> A and B differ</li>')
+    return f'<ul class="legend">{"".join(entries)}</ul>'
 
 
 def _timelines(recordings: Sequence[Recording]) -> Iterator[str]:

@@ -134,12 +134,17 @@ def printable(text: str) -> str:
     return repr(text)[1:-1].replace("\\'", "'") if text else "(nothing)"
 
 
-def verdict_of(position: Position) -> str:
-    """What the processors did to the token of a position, in one word.
+VERDICTS = {
+    "kept": "the model's most likely token is the most likely one after the processors, too",
+    "changed": "another token is the most likely one after them",
+    "forced": "they left one token",
+    "failed": "the request ended here without a token",
+}
+"""Meanings of the answers of `verdict_of`."""
 
-    ``failed``: the request ended here without a token. ``forced``: they left one token.
-    ``changed``: the model's likeliest token is another one after them. ``kept``: it is the same.
-    """
+
+def verdict_of(position: Position) -> str:
+    """Verdict on what the processors did to the token of a position, a key of `VERDICTS`."""
     if position.token_id is None:
         return "failed"
     acted = [stage for stage in position.stages if stage.name != SAMPLER]

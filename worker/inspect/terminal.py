@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from worker.inspect.comparison import shared_places, summary
-from worker.inspect.recording import Recording, printable, verdict_of
+from worker.inspect.recording import VERDICTS, Recording, printable, verdict_of
 from worker.replay.position import Candidate, Position, Stage
 
-STYLES = {"kept": "", "changed": "yellow", "forced": "cyan", "failed": "bold red"}
+STYLES = {"kept": "", "changed": "magenta", "forced": "cyan", "failed": "bold red"}
 """By `verdict_of`."""
 
 _SVG = """\
@@ -49,6 +49,10 @@ def show(console: Console, notes: Sequence[str], recordings: Sequence[Recording]
     """
     for line in notes:
         console.print(Text(printable(line), style="dim"))
+    legend = Text("tokens: ", style="dim")
+    for verdict, style in STYLES.items():
+        legend.append(verdict, style=f"not dim {style}").append(f" {VERDICTS[verdict]}; ")
+    console.print(legend[:-2])
     for recording, shared in zip(recordings, shared_places(recordings), strict=True):
         console.print(answer(recording, shared))
     said = summary(recordings)

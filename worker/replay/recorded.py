@@ -51,6 +51,14 @@ class RecordedToken(BaseModel):
     did: str
 
 
+class RecordedLogprob(BaseModel):
+    """Log probability of one token in what it was sampled from."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    position: int
+    logprob: float
+
+
 class RecordedReceipt(BaseModel):
     """A receipt, as `worker.requests.receipts.RequestReceipt.as_json` writes it."""
 
@@ -66,6 +74,7 @@ class RecordedReceipt(BaseModel):
     processors: list[dict[str, Any]]
     tokens: list[RecordedToken] = []
     tokens_left_out: int = 0
+    processed_logprobs: list[RecordedLogprob] = []
     preemptions: int | None
     prompt_digest: str
     generated_tokens: int = Field(ge=1)

@@ -320,11 +320,14 @@ class Samples:
         token_ids: One id per row; meaningless for rows in `errors`.
         errors: Why a row has no token.
         logprobs: Sampled token first, then the top-n; only for rows that asked.
+        processed: Processed log probability of the sampled token, of rows that report raw ones and
+            whose receipt says what was done to each token.
     """
 
     token_ids: list[int]
     errors: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    processed: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)  # not frozen: one is made per token, and frozen ones take three times as long

@@ -93,11 +93,14 @@ export class Answer {
   }
 
   /** The attribution at the end of an answer: what was done to each token. */
-  #attribute({ tokens, prompt_length: first }) {
+  #attribute({ tokens, prompt_length: first, processed_logprobs: processed = [] }) {
     for (const token of this.#tokens) token.marks = [];
     for (const { position, token_id: id, processor, did } of tokens) {
       const token = this.#tokens[position - first] ?? this.#addEnd(position - first);
       if (token) Object.assign(token, { id, position }).marks.push({ processor, did });
+    }
+    for (const { position, logprob } of processed) {
+      if (this.#tokens[position - first]) this.#tokens[position - first].processed = logprob;
     }
     for (const token of this.#tokens) this.#colour(token);
     this.#showLegend();
@@ -199,7 +202,7 @@ export class Answer {
 }
 
 /** The content of the card that describes a token. */
-export function detailsOf({ text, logprob, marks, id, position, place }) {
+export function detailsOf({ text, logprob, processed, marks, id, position, place }) {
   const rows = marks.map(({ processor, did }) =>
     el("li", {}, el("span", { class: "swatch", "data-did": did }), `${processor} ${MEANINGS[did] ?? did}`),
   );
@@ -216,10 +219,12 @@ export function detailsOf({ text, logprob, marks, id, position, place }) {
     );
   });
   return [
-    el("p", { class: "title" }, el("code", {}, shown(text)), logprob ? ` ${percent(logprob.logprob)}` : null),
+    el("p", { class: "title" }, el("code", {}, shown(text))),
     el("p", { class: "hint" }, [`token ${place + 1}`, position && `position ${position}`, id && `id ${id}`].filter(Boolean).join(" · ")),
+    logprob ? el("p", {}, `${percent(logprob.logprob)} in the model, before any control`) : null,
+    processed === undefined ? null : el("p", {}, `${percent(processed)} in what it was sampled from, after all of them`),
     rows.length ? el("ul", {}, ...rows) : el("p", {}, "No processor acted here."),
-    alternatives.length ? el("p", { class: "hint" }, "The model's own probabilities, before any control") : null,
+    alternatives.length ? el("p", { class: "hint" }, "Most likely tokens of the model, before any control") : null,
     alternatives.length ? el("table", {}, el("tbody", {}, ...alternatives)) : null,
   ].filter(Boolean);
 }
@@ -228,5 +233,5 @@ const shown = (text) => `“${printable(text)}”`;
 
 const percent = (logprob) => {
   const probability = 100 * Math.exp(logprob);
-  return probability >= 0.1 ? `${probability.toFixed(1)} %` : probability > 0 ? `${probability.toExponential(0)} %` : "0 %";
+  return probability >= 0.1 ? `${probability.toFixed(1)} %` : probability >= 0.001 ? `${probability.toFixed(3)} %` : "< 0.001 %";
 };

@@ -13,7 +13,7 @@ from adapters.sampling.weights import logarithms, weight_bits
 from worker.engines.embedded.host import HostCopy
 from worker.engines.embedded.plan import Samples
 from worker.engines.embedded.sampling.device_truncation import truncate_and_sample_rows
-from worker.engines.embedded.sampling.logprobs import Logprobs
+from worker.engines.embedded.sampling.logprobs import Logprobs, attach
 from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
 
@@ -52,12 +52,13 @@ class DeviceStep:
         weights = self._sample(logits, highest, tokens, select) if table.random else None
         values = self._force(logits, tokens)
         self._copy = HostCopy(tokens, highest, values)
-        self._logprobs: list[tuple[list[int], Logprobs]] = []
+        self._logprobs: list[tuple[list[int], frozenset[int], Logprobs]] = []
         if raw is not None:
-            self._start_logprobs(raw, tokens, table.raw, table.raw_index)
+            self._start_logprobs(raw, tokens, table.raw, table.raw_index, frozenset())
         if table.processed:
             index = upload_ids(table.processed, logits.device)
-            self._start_logprobs(self._distributions(logits, index, weights), tokens, table.processed, index)
+            final = self._distributions(logits, index, weights)
+            self._start_logprobs(final, tokens, table.processed, index, table.attributed)
 
     def collect(self) -> Samples:
         """The tokens and log probabilities; synchronises with the device."""
@@ -67,8 +68,8 @@ class DeviceStep:
         for forced, value in zip(self._forced, values, strict=True):
             if forced.row not in samples.errors and value == -math.inf:
                 samples.errors[forced.row] = forced.refuse()
-        for rows, logprobs in self._logprobs:
-            samples.logprobs |= dict(zip(rows, logprobs.read(), strict=True))
+        for rows, attributed, logprobs in self._logprobs:
+            attach(samples, rows, logprobs.read(), attributed)
         return samples
 
     def _sample(
@@ -115,6 +116,13 @@ class DeviceStep:
             final.view(-1).index_fill_(0, upload_ids(flat, logits.device), 0.0)
         return final
 
-    def _start_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: list[int], index: torch.Tensor) -> None:
-        counts = [self._table.logprob_counts[row] for row in rows]
-        self._logprobs.append((rows, Logprobs(logits, tokens.index_select(0, index), counts)))
+    def _start_logprobs(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        rows: list[int],
+        index: torch.Tensor,
+        attributed: frozenset[int],
+    ) -> None:
+        counts = self._table.counts(rows, attributed)
+        self._logprobs.append((rows, attributed, Logprobs(logits, tokens.index_select(0, index), counts)))

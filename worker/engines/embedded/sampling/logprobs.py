@@ -9,6 +9,7 @@ import torch
 
 from worker.engines import TokenLogprob
 from worker.engines.embedded.host import HostCopy
+from worker.engines.embedded.plan import Samples
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[list[TokenLogprob]]:
@@ -22,6 +23,17 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Seque
         counts: n of each row's top-n.
     """
     return Logprobs(logits, torch.tensor(token_ids, device=logits.device), counts).read()
+
+
+def attach(
+    samples: Samples, rows: Sequence[int], found: Sequence[list[TokenLogprob]], attributed: frozenset[int]
+) -> None:
+    """Write what `token_logprobs` found for `rows` into `samples`."""
+    for row, one in zip(rows, found, strict=True):
+        if row in attributed:
+            samples.processed[row] = one[0].logprob
+        else:
+            samples.logprobs[row] = one
 
 
 class Logprobs:

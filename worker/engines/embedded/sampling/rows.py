@@ -37,7 +37,9 @@ class RowTable:
         greedy: Rows that take the argmax.
         random: Rows that sample randomly; `controls` has the temperature and truncation of each.
         raw: Rows with raw log probabilities.
-        processed: Rows with processed log probabilities.
+        processed: Rows whose processed log probabilities are needed.
+        attributed: Those of `processed` of which the sampled token's alone is, for a receipt; their
+            requests report raw ones.
         logprob_counts: n of each row's top-n log probabilities.
 
     Raises:
@@ -61,12 +63,17 @@ class RowTable:
         self._choices = [self.owners[row][0].choice for row in self.random]
         logprobs = _rows(params, lambda one: one.logprobs is not None)
         self.raw = [row for row in logprobs if params[row].logprobs_mode == "raw"]
-        self.processed = [row for row in logprobs if params[row].logprobs_mode == "processed"]
+        self.attributed = frozenset(row for row in self.raw if _is_attributed(self.owners[row][0]))
+        self.processed = [row for row in logprobs if row not in self.raw or row in self.attributed]
         self.controls = {row: controls_of(params[row]) for row in self.random}
 
     def is_for(self, requests: tuple[Request, ...], offsets: Sequence[int] | None) -> bool:
         """Whether the table was made from these very objects."""
         return self.requests is requests and self.offsets is offsets
+
+    def counts(self, rows: Sequence[int], attributed: frozenset[int]) -> list[int]:
+        """n of the top-n log probabilities of each of `rows`, 0 for the `attributed` ones."""
+        return [0 if row in attributed else self.logprob_counts[row] for row in rows]
 
     @cached_property
     def raw_index(self) -> torch.Tensor:
@@ -180,3 +187,7 @@ def _owners(count: int, offsets: Sequence[int] | None) -> list[tuple[int, int]]:
 
 def _rows(params: Sequence[SamplingParams], wanted: Callable[[SamplingParams], bool]) -> list[int]:
     return [row for row, one in enumerate(params) if wanted(one)]
+
+
+def _is_attributed(request: Request) -> bool:
+    return request.chain is not None and request.chain.receipt.attribution

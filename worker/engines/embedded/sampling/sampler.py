@@ -16,7 +16,7 @@ from adapters.sampling.candidates import highest_ids
 from adapters.sampling.whole_row import block_maxima, find_highest, is_searched_fast
 from worker.engines.embedded.plan import Edits, Plan, Samples
 from worker.engines.embedded.sampling.device_sampler import DeviceStep
-from worker.engines.embedded.sampling.logprobs import token_logprobs
+from worker.engines.embedded.sampling.logprobs import attach, token_logprobs
 from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
 from worker.engines.embedded.sampling.selection_kernels import choose_select
@@ -114,7 +114,7 @@ class Sampler:
             return DeviceStep(logits, table, edits.planned, raw, errors, self._select)
         samples = self._choose(logits, table, edits.planned, errors)
         if raw is not None:
-            _attach_logprobs(samples, raw, table, table.raw)
+            _attach_logprobs(samples, raw, table, table.raw, frozenset())
         return Chosen(samples)
 
     def prepare_next(self) -> None:
@@ -174,7 +174,7 @@ class Sampler:
                 if row in forced:
                     final[entry] = -torch.inf
                     final[entry, forced[row]] = 0.0
-            _attach_logprobs(samples, final, table, table.processed)
+            _attach_logprobs(samples, final, table, table.processed, table.attributed)
         return samples
 
     def _force(self, logits: torch.Tensor, samples: Samples, planned: list[Planned]) -> dict[int, int]:
@@ -218,7 +218,9 @@ def _never(ids: tuple[int, ...], vocab_size: int, device: torch.device) -> slice
     return upload_ids(ids, device)
 
 
-def _attach_logprobs(samples: Samples, logits: torch.Tensor, table: RowTable, rows: list[int]) -> None:
-    counts = [table.logprob_counts[row] for row in rows]
+def _attach_logprobs(
+    samples: Samples, logits: torch.Tensor, table: RowTable, rows: list[int], attributed: frozenset[int]
+) -> None:
+    counts = table.counts(rows, attributed)
     found = token_logprobs(logits, [samples.token_ids[row] for row in rows], counts)
-    samples.logprobs |= dict(zip(rows, found, strict=True))
+    attach(samples, rows, found, attributed)
