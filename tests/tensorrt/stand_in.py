@@ -29,11 +29,18 @@ def stand_in(**switches: Any) -> Iterator[None]:
         patch.setenv("TRTLLM_STANDIN", json.dumps(switches))
         patch.setenv("TRTLLM_STANDIN_FORKS", "yes")
         patch.syspath_prepend(str(STAND_IN))
-        _forget()
-        try:
+        with forgotten():
             yield
-        finally:
-            _forget()
+
+
+@contextlib.contextmanager
+def forgotten() -> Iterator[None]:
+    """``tensorrt_llm`` is imported anew, and forgotten afterwards."""
+    _forget()
+    try:
+        yield
+    finally:
+        _forget()
 
 
 def _forget() -> None:

@@ -123,7 +123,7 @@ def test_what_a_version_lacks(tmp_path: Path) -> None:
 
 
 def test_a_package_that_cannot_be_imported() -> None:
-    with pytest.raises(StartupError, match="--engine trtllm: ModuleNotFoundError"):
+    with pytest.raises(StartupError, match="--engine trtllm: tensorrt_llm cannot be used: ModuleNotFoundError"):
         read_package()
 
 
