@@ -48,16 +48,17 @@ def _forget() -> None:
         del sys.modules[name]
 
 
-def engine(model: Path, *argv: str) -> TrtllmEngine:
-    seats = [] if "--max-num-seqs" in argv else ["--max-num-seqs", "16"]
+def engine(model: Path, *argv: str, library_batch: bool = False) -> TrtllmEngine:
+    """``library_batch``: as many requests as the library takes; else 16, unless ``argv`` says."""
+    seats = [] if library_batch or "--max-num-seqs" in argv else ["--max-num-seqs", "16"]
     arguments = ["--model-path", str(model), "--engine", "trtllm", *seats, *argv]
     return TrtllmEngine(config_from(parse_arguments(arguments, {})))
 
 
 @contextlib.asynccontextmanager
-async def running(model: Path, *argv: str, **switches: Any) -> AsyncIterator[TrtllmEngine]:
+async def running(model: Path, *argv: str, library_batch: bool = False, **switches: Any) -> AsyncIterator[TrtllmEngine]:
     with stand_in(**switches):
-        started = engine(model, *argv)
+        started = engine(model, *argv, library_batch=library_batch)
         try:
             await started.start()
             yield started

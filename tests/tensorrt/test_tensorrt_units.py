@@ -1,11 +1,10 @@
-"""The engine's parts by themselves: settings, probes, deltas, reports, health."""
+"""The engine's parts by themselves: probes, deltas, reports, health."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,111 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.trtllm import Step
-from worker.arguments import parse_arguments
-from worker.engines.trtllm import TrtllmEngine, config_from, reports, verify
+from worker.engines.trtllm import reports, verify
 from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.health import Watch, described, submission_error
 from worker.engines.trtllm.probes import NUM_TOKENS, Calls, ProbeRefused, find_honoured, judge_calls
-from worker.engines.trtllm.settings import EVENT_BUFFER, REFUSED, TrtllmConfig
-from worker.errors import ConfigurationError, InvalidRequest, RequestFailed, StartupError
-
-# Settings
-
-
-def configured(tmp_path: Path, yaml: str = "", *argv: str) -> TrtllmConfig:
-    path = tmp_path / "extra.yaml"
-    path.write_text(yaml)
-    arguments = ["--model-path", "/m", "--engine", "trtllm", "--extra-engine-args", str(path), *argv]
-    return config_from(parse_arguments(arguments, {}))
-
-
-def test_settings_by_default(tmp_path: Path) -> None:
-    config = configured(tmp_path)
-    assert config.options == {
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "max_batch_size": 64,
-        "kv_cache_config": {"event_buffer_max_size": EVENT_BUFFER},
-        "disable_overlap_scheduler": True,
-        "enable_chunked_prefill": True,
-        "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
-        "enable_iter_perf_stats": True,
-    }
-    assert (config.history, config.fails_open, config.role) == ("exact", False, "aggregated")
-
-
-def test_settings_from_flags_and_file(tmp_path: Path) -> None:
-    config = configured(
-        tmp_path,
-        "max_batch_size: 8\nkv_cache_config: {free_gpu_memory_fraction: 0.5}\nattn_backend: FLASHINFER\n",
-        *("--tensor-parallel-size", "2", "--context-length", "512", "--kv-block-size", "64", "--kv-blocks", "10"),
-        *("--history", "lagged", "--processor-errors", "open", "--dtype", "bfloat16", "--enable-kv-routing", "false"),
-        *("--max-num-batched-tokens", "2048"),
-    )
-    assert config.options == {
-        "attn_backend": "FLASHINFER",
-        "max_batch_size": 8,
-        "tensor_parallel_size": 2,
-        "pipeline_parallel_size": 1,
-        "max_num_tokens": 2048,
-        "max_seq_len": 512,
-        "dtype": "bfloat16",
-        "kv_cache_config": {"free_gpu_memory_fraction": 0.5, "tokens_per_block": 64, "max_tokens": 640},
-        "disable_overlap_scheduler": False,
-        "enable_chunked_prefill": False,
-        "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
-        "enable_iter_perf_stats": True,
-    }
-    assert (config.max_num_seqs, config.history, config.fails_open) == (8, "lagged", True)
-
-
-def test_a_prefill_worker_does_not_overlap_steps(tmp_path: Path) -> None:
-    for role, overlaps in (("prefill", False), ("decode", True)):
-        config = configured(tmp_path, "", "--disaggregation-mode", role, "--history", "lagged")
-        assert config.options["disable_overlap_scheduler"] is not overlaps
-        assert config.history == "lagged"
-
-
-async def test_a_prefill_worker_stays_for_its_readers(tmp_path: Path) -> None:
-    config = configured(tmp_path, "", "--disaggregation-mode", "prefill", "--kv-lease-s", "0.1")
-    assert config.kv_lease_s == 0.1
-    engine = TrtllmEngine(config)
-    now = asyncio.get_running_loop().time
-    began = engine._last_prefill = now()
-    await engine.stop()
-    assert now() - began >= 0.1
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_names_that_the_file_may_not_set(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name}: "):
-        configured(tmp_path, f"{name}: 1")
-
-
-@pytest.mark.parametrize(
-    ("yaml", "argv", "problem"),
-    [
-        ("max_batch_size: 8", ["--max-num-seqs", "9"], "--max-num-seqs asks for max_batch_size: 9, but"),
-        ("kv_cache_config: {tokens_per_block: 32}", ["--kv-block-size", "64"], "--kv-block-size asks for"),
-        ("", ["--kv-blocks", "5"], "--kv-blocks needs --kv-block-size"),
-        ("enable_chunked_prefill: true", ["--history", "lagged"], "a prompt must be prefilled at once"),
-        ("a: 1\na: 2", [], "given twice"),
-    ],
-)
-def test_contradictory_settings(tmp_path: Path, yaml: str, argv: list[str], problem: str) -> None:
-    with pytest.raises(ConfigurationError, match=problem):
-        configured(tmp_path, yaml, *argv)
-
-
-def test_what_a_version_lacks(tmp_path: Path) -> None:
-    config = configured(tmp_path, "sampler_type: auto")
-    known = set(config.options) - {"enable_iter_perf_stats"}
-    assert "enable_iter_perf_stats" not in config.llm_arguments(known, "x")
-    for lacking in ("sampler_type", "disable_overlap_scheduler"):
-        with pytest.raises(StartupError, match=f"has no argument '{lacking}'"):
-            config.llm_arguments(known - {lacking}, "x")
+from worker.engines.trtllm.settings import TrtllmConfig
+from worker.errors import InvalidRequest, RequestFailed, StartupError
 
 
 def test_a_package_that_cannot_be_imported() -> None:

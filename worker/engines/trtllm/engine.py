@@ -87,7 +87,7 @@ class TrtllmEngine(RuntimeReports):
         self._loop = asyncio.get_running_loop()
         package = self._package = read_package()
         context_length, eos_token_ids = checkpoint_facts(self.config.model_path)
-        arguments = self.config.llm_arguments(package.llm_fields, package.version)
+        arguments = self.config.llm_arguments(package.llm_fields, package.version, context_length)
         try:
             # in the event loop, as in Dynamo's own worker: the executor's queues belong to this
             # thread's loop
@@ -173,8 +173,8 @@ class TrtllmEngine(RuntimeReports):
     async def _describe(
         self, package: Package, vocab_size: int, context_length: int | None, eos_token_ids: tuple[int, ...]
     ) -> EngineInfo:
-        args = getattr(self._llm, "args", None)
-        length = getattr(args, "max_seq_len", None) or context_length
+        args = self._llm.args
+        length = args.max_seq_len or context_length
         if length is None:
             raise StartupError("the checkpoint does not say the context length; give --context-length")
         block, total = await self._kv_capacity(args)
@@ -186,8 +186,8 @@ class TrtllmEngine(RuntimeReports):
             eos_token_ids=eos_token_ids,
             kv_block_size=block,
             total_kv_blocks=total,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=int(getattr(args, "max_num_tokens", None) or length),
+            max_num_seqs=self.config.max_num_seqs or int(args.max_batch_size),
+            max_num_batched_tokens=int(args.max_num_tokens or length),
             draws_by_seed=False,
             computed_by="TensorRT-LLM",
         )
@@ -198,8 +198,7 @@ class TrtllmEngine(RuntimeReports):
             capacity = self._llm.get_kv_cache_capacity()
             if capacity:  # empty if the version reports no KV cache, or no number of blocks
                 return int(capacity["tokensPerBlock"]), int(capacity["maxNumBlocks"])
-        cache = getattr(args, "kv_cache_config", None)
-        block = int(getattr(cache, "tokens_per_block", 32))
+        block = int(args.kv_cache_config.tokens_per_block)
         with contextlib.suppress(AssertionError, RuntimeError):
             async for record in self._llm.get_stats_async(timeout=1):
                 found = kv_blocks(record)
@@ -289,7 +288,8 @@ class TrtllmEngine(RuntimeReports):
             raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not support cache salts")
         number = next(self._numbers)
         made = native_request(params, prompt, number, self._served, generated)
-        check_queue(len(self._requests), self.config.max_num_seqs, self.config.max_queue)
+        if not isinstance(kv, ReadKv):  # its prompt's KV waits at a prefill worker, and would until the time-out
+            check_queue(len(self._requests), self._info.max_num_seqs, self.config.max_queue)
         request = self._running_request(request_id, made, params, self._info.context_length - len(tokens))
         request.num_given = len(tokens)
         request.number = str(number)
@@ -346,7 +346,7 @@ class TrtllmEngine(RuntimeReports):
         reporter = self._channel.reporter(request.number)
         adapter.report, adapter.watch = reporter, reporter.step
         adapter.fails_open = self.config.fails_open
-        if int(self.config.options.get("tensor_parallel_size", 1)) > 1:
+        if int(self.config.options.get("tensor_parallel_size") or 1) > 1:
             # Ranks must agree on every token, and clocks differ between them: the worker enforces
             # the budget instead.
             request.step_budget_s, adapter.chain.step_budget_s = adapter.chain.step_budget_s, math.inf
