@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
+import threading
 from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +19,8 @@ from adapters.trtllm import Step
 from worker.engines.trtllm import reports, verify
 from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
-from worker.engines.trtllm.deltas import Cursor
-from worker.engines.trtllm.health import Watch, described, submission_error
+from worker.engines.trtllm.deltas import LEAST_LOGPROB, Cursor, entries_of
+from worker.engines.trtllm.health import Watch, described, own_check, submission_error
 from worker.engines.trtllm.probes import NUM_TOKENS, Calls, ProbeRefused, find_honoured, judge_calls
 from worker.engines.trtllm.settings import TrtllmConfig
 from worker.errors import InvalidRequest, RequestFailed, StartupError
@@ -216,6 +218,29 @@ def test_the_sampled_token_comes_first_whatever_the_order() -> None:
     assert [(entry.token_id, entry.rank) for entry in delta.logprobs[0]] == [(3, 7), (8, 1)]
 
 
+def logprob(value: float, rank: int) -> Any:
+    return SimpleNamespace(logprob=value, rank=rank)
+
+
+@pytest.mark.parametrize("nothing", [-math.inf, LEAST_LOGPROB, math.nan])
+def test_tokens_without_a_probability_are_not_among_the_most_likely(nothing: float) -> None:
+    """TensorRT-LLM fills the top n with them where truncation leaves fewer tokens."""
+    at = [{7: logprob(-0.5, 1), 3: logprob(nothing, 2), 8: logprob(nothing, 3)}]
+    delta = Cursor(0, frozenset(), num_logprobs=3).advance(output([7], logprobs=at))
+    assert delta is not None
+    assert delta.logprobs is not None
+    assert [(entry.token_id, entry.logprob) for entry in delta.logprobs[0]] == [(7, -0.5), (7, -0.5)]
+
+
+@pytest.mark.parametrize("nothing", [-math.inf, math.nan])
+def test_the_sampled_tokens_log_probability_is_a_number(nothing: float) -> None:
+    delta = Cursor(0, frozenset(), num_logprobs=0).advance(output([3], logprobs=[{3: logprob(nothing, 9)}]))
+    assert delta is not None
+    assert delta.logprobs is not None
+    assert [entry.logprob for entry in delta.logprobs[0]] == [LEAST_LOGPROB]
+    assert [entry.logprob for entry in entries_of([(3, nothing, 9)])] == [LEAST_LOGPROB]
+
+
 # Reports
 
 
@@ -371,6 +396,7 @@ class Executor:
 
     def __init__(self, answer: Exception | str | None = None, *, healthy: bool = True) -> None:
         self.answer, self.is_healthy = answer, healthy
+        self.until, self.has_returned = threading.Event(), False
         self.num_canaries = 0
         self.reasons: list[str] = []
 
@@ -384,6 +410,9 @@ class Executor:
     def check(self) -> bool:
         if self.answer == "check raises":
             raise RuntimeError("gone")
+        if self.answer == "check hangs":
+            self.until.wait(60)
+            self.has_returned = True
         return self.is_healthy
 
     def watch(self, *, has_check: bool = True, interval_s: float = 0.001, timeout_s: float = 0.05) -> Watch:
@@ -397,13 +426,39 @@ class Executor:
         (Executor(healthy=False), "health check fails"),
         (Executor("check raises"), "health check fails"),
         (Executor("hangs"), "did not answer a canary"),
+        (Executor("check hangs"), "health check did not return within 0.05 s"),
         (Executor(RuntimeError("CUDA error")), "CUDA error"),
     ],
 )
 async def test_a_dead_executor_is_noticed(executor: Executor, reason: str) -> None:
     await asyncio.wait_for(executor.watch().run(), 10)
+    executor.until.set()
     assert len(executor.reasons) == 1
     assert reason in executor.reasons[0]
+
+
+async def test_a_health_check_that_blocks_does_not_hold_the_event_loop() -> None:
+    executor = Executor("check hangs")
+    task = asyncio.create_task(executor.watch(interval_s=1000, timeout_s=1000).run())
+    await asyncio.sleep(0.01)
+    assert not executor.has_returned  # the loop went on beside it
+    executor.until.set()
+    task.cancel()
+    assert executor.reasons == []
+
+
+def test_whose_health_check_it_is() -> None:
+    def yes() -> bool:
+        return True
+
+    def no() -> bool:
+        return False
+
+    executor = SimpleNamespace(check_health=no)
+    assert own_check(SimpleNamespace(_check_health=yes, _executor=executor)) is yes
+    assert own_check(SimpleNamespace(_executor=executor)) is no
+    assert own_check(SimpleNamespace(_executor=None)) is None
+    assert own_check(SimpleNamespace()) is None
 
 
 @pytest.mark.parametrize("answer", [None, _RequestError("no")])

@@ -14,6 +14,7 @@ import os
 import pickle
 import sys
 import threading
+import uuid
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -402,17 +403,30 @@ def _passed_on(client_id: int, prompt: list[int], tokens: list[int], entries: li
     from tensorrt_llm.executor.result import Logprob
 
     rows = [{token: Logprob(value, rank) for token, value, rank in entry} for entry in entries]
-    return DisaggregatedParams(
+    passed = DisaggregatedParams(
         request_type="context_only",
         first_gen_tokens=list(tokens),
         first_gen_log_probs=rows or None,
         ctx_request_id=client_id,
         opaque_state=b"\x00\xff" + _digest(prompt).encode(),
+        **(_identity(client_id) if SWITCHES.lifecycle else {}),
     )
+    if SWITCHES.lifecycle:
+        passed._lifecycle_identity_locked = True
+    return passed
+
+
+def _identity(number: int) -> dict[str, Any]:
+    """The ids of a hand-off."""
+    names = ("prefill_artifact_id", "handoff_attempt_uuid", "consumer_grant_id", "transfer_session_id")
+    uuids = {name: str(uuid.UUID(int=4 * number + index + 1)) for index, name in enumerate(names)}
+    return {"logical_request_id": number, "artifact_version": 1, **uuids}
 
 
 def _first_tokens(hand_off: Any, prompt: list[int]) -> list[int]:
     """A hand-off without state is found by its id, as that of the transceiver in Python."""
+    if SWITCHES.lifecycle and hand_off.logical_request_id is None:
+        raise ServingError("the ids of the hand-off are gone")
     if hand_off.opaque_state is None and hand_off.disagg_request_id is not None:
         return list(hand_off.first_gen_tokens)
     if hand_off.opaque_state != b"\x00\xff" + _digest(prompt).encode():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import math
 import secrets
@@ -20,7 +21,7 @@ from worker.engines.trtllm import disaggregated_params
 from worker.engines.trtllm.cache_reports import kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import Cursor, entries_of
-from worker.engines.trtllm.health import Watch, described, submission_error
+from worker.engines.trtllm.health import Watch, described, own_check, submission_error
 from worker.engines.trtllm.params import NativeRequest, Served, callable_of, native_request
 from worker.engines.trtllm.probes import NUM_TOKENS, CallProbe, Calls, ProbeRefused, find_honoured, judge_calls
 from worker.engines.trtllm.reports import RuntimeReports
@@ -207,10 +208,14 @@ class TrtllmEngine(RuntimeReports):
         return block, 0
 
     def _start_watching(self, package: Package) -> None:
-        healthy = getattr(self._llm, "_check_health", None)
         config = self.config
         self._watch = Watch(
-            healthy, self._send_canary, package, config.canary_interval_s, config.canary_timeout_s, self._break
+            own_check(self._llm),
+            self._send_canary,
+            package,
+            config.canary_interval_s,
+            config.canary_timeout_s,
+            self._break,
         )
         self._tasks = [asyncio.create_task(self._watch.run()), asyncio.create_task(self._report_load())]
 
@@ -500,10 +505,10 @@ def _check_prompt(prompt: list[int], info: EngineInfo) -> None:
 
 
 def _context_only(package: Package) -> Any:
-    params = package.disaggregated_params(request_type="context_only")
-    if hasattr(params, "disagg_request_id"):
-        params.disagg_request_id = _MIN_DISAGG_ID + secrets.randbelow(2**63 - _MIN_DISAGG_ID)
-    return params
+    cls, ids = package.disaggregated_params, {}
+    if "disagg_request_id" in {field.name for field in dataclasses.fields(cls)}:
+        ids["disagg_request_id"] = _MIN_DISAGG_ID + secrets.randbelow(2**63 - _MIN_DISAGG_ID)
+    return cls(request_type="context_only", **ids)
 
 
 def _logprobs_of(hand_off: Mapping[str, Any]) -> list[TokenLogprob] | None:

@@ -159,6 +159,7 @@ class _NewLLM:
         raise RuntimeError("the stand-in does not preprocess")
 
     def _check_health(self) -> bool:
+        time.sleep(SWITCHES.health_blocks_s)
         return self._fatal is None and not self._down
 
     def shutdown(self) -> None:
