@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.trtllm import Step
+from worker.engines import RequestHints
 from worker.engines.trtllm import reports, verify
 from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
@@ -23,6 +24,7 @@ from worker.engines.trtllm.deltas import LEAST_LOGPROB, Cursor, entries_of
 from worker.engines.trtllm.health import Watch, described, own_check, submission_error
 from worker.engines.trtllm.probes import NUM_TOKENS, Calls, ProbeRefused, find_honoured, judge_calls
 from worker.engines.trtllm.settings import TrtllmConfig
+from worker.engines.trtllm.submission import hint_arguments
 from worker.errors import InvalidRequest, RequestFailed, StartupError
 
 
@@ -255,7 +257,7 @@ class Sink:
         self.calls.append(("removed", block_hashes))
 
 
-def block(block_hash: int, tokens: Sequence[int]) -> dict[str, Any]:
+def block(block_hash: int | str, tokens: Sequence[int]) -> dict[str, Any]:
     return {"block_hash": block_hash, "tokens": [{"token_id": token, "token_extra_id": 0} for token in tokens]}
 
 
@@ -295,6 +297,40 @@ def test_kv_events_of_smaller_attention_windows_are_left_out() -> None:
         relay.take({"event_id": number, "data": data, "window_size": window})
     assert sink.calls == [("stored", None, [2], [1, 2], None), ("removed", [2])]
     assert relay.num_gaps == 0
+
+
+def test_hashes_of_kv_cache_manager_v2() -> None:
+    """It says them as hexadecimal text where the operator chose ``v2_sha256``."""
+    sink = Sink()
+    relay = EventRelay(sink, 2)
+    first, second, partial, third = ("ab" * 32, "0" * 64, "f" * 64, "1f" * 32)
+    blocks = [block(first, [1, 2]), block(second, [3, 4]), block(partial, [5])]
+    relay.take({"data": {**stored(*blocks), "parent_hash": None}, "hash_algo": "v2_sha256", "layer_group_id": 0})
+    relay.take({"data": {**stored(block(third, [5, 6])), "parent_hash": second}})
+    relay.take({"data": {"type": "removed", "block_hashes": [second, partial, third]}})
+    (_, _, hashes, _, _), (_, parent, more, _, _), removed = sink.calls
+    assert all(type(each) is int and 0 <= each < 2**64 for each in [*hashes, *more])
+    assert len({*hashes, *more}) == 3
+    assert parent == hashes[1]
+    assert removed == ("removed", [hashes[1], *more])
+
+
+def test_kv_events_of_other_groups_of_layers_are_left_out() -> None:
+    sink = Sink()
+    relay = EventRelay(sink, 2)
+    events = [
+        (4096, 1, {"type": "created"}),
+        (4096, 0, {"type": "created"}),
+        (128, 2, {"type": "created"}),
+        (4096, 0, stored(block(1, [1, 2]))),
+        (4096, 1, stored(block(1, [1, 2]))),
+        (4096, 1, {"type": "removed", "block_hashes": [1]}),
+        (128, 2, stored(block(3, [1, 2]))),
+        (4096, 0, {"type": "removed", "block_hashes": [1]}),
+    ]
+    for number, (window, group, data) in enumerate(events):
+        relay.take({"event_id": number, "data": data, "window_size": window, "layer_group_id": group})
+    assert sink.calls == [("stored", None, [1], [1, 2], None), ("removed", [1])]
 
 
 def test_salts_of_kv_events() -> None:
@@ -364,6 +400,26 @@ def test_statistics() -> None:
     assert kv_blocks({"kvCacheStats": {"usedNumBlocks": 3, "maxNumBlocks": 9}}) == (3, 9)
     assert kv_blocks({"kvCacheStats": {}}) is None
     assert kv_blocks({}) is None
+
+
+# Hints
+
+
+@pytest.mark.parametrize(
+    ("priority", "expected"), [(0, None), (1, 0.75), (-1, 0.25), (10**400, 1.0), (-(10**400), 0.0)], ids=str
+)
+def test_priorities_lie_between_0_and_1(priority: int, expected: float | None) -> None:
+    taken = package(generate_arguments=frozenset({"priority"}))
+    assert hint_arguments(RequestHints({}, priority), taken).get("priority") == expected
+    assert hint_arguments(RequestHints({"traceparent": "x"}, priority), package()) == {}  # of an older version
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=6))
+def test_more_urgent_is_not_later(priorities: list[int]) -> None:
+    taken = package(generate_arguments=frozenset({"priority"}))
+    given_ = [hint_arguments(RequestHints({}, each), taken).get("priority", 0.5) for each in sorted(priorities)]
+    assert given_ == sorted(given_)
+    assert all(0 <= each <= 1 for each in given_)
 
 
 # Health

@@ -85,6 +85,12 @@ def boolean(path: str, value: Any) -> bool:
     return value
 
 
+def integer(path: str, value: Any) -> int:
+    if type(value) is not int:
+        raise InvalidRequest(path, f"must be an integer, got {shown(value)}")
+    return value
+
+
 def text(path: str, value: Any) -> str:
     if not isinstance(value, str):
         raise InvalidRequest(path, f"must be a text, got {shown(value)}")
@@ -330,8 +336,11 @@ _OTHER_FIELDS: tuple[Field, ...] = (
     _honoured("routing.cache_salt", text, "Requests share the KV of common beginnings only if their salt is the same."),
     _no_effect("routing.priority_jump", _ROUTER),
     _no_effect("routing.strict_priority", _ROUTER),
-    _no_effect(
-        "routing.priority", "A hint about order: the router acts on it, this worker serves in order of arrival."
+    _honoured(
+        "routing.priority",
+        integer,
+        "A hint about order, for the router and for TensorRT-LLM's waiting queue (docs/tensorrt-llm.md); the embedded "
+        "engine serves in order of arrival.",
     ),
     _no_effect("routing.allowed_worker_ids", _ROUTER),
     _no_effect("routing.routing_constraints", _ROUTER),

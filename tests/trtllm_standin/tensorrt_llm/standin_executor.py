@@ -343,7 +343,10 @@ class Executor:
                 table.pop(client_id, None)
 
     def _publish(self, data: dict[str, Any], window: int) -> None:
-        self.connection.send(("event", 0, {"event_id": next(self.events), "data": data, "window_size": window}))
+        event = {"event_id": next(self.events), "data": data, "window_size": window}
+        if self.settings["manager_v2"]:
+            event |= {"hash_algo": self.settings["hash_algo"], "layer_group_id": SWITCHES.windows.index(window)}
+        self.connection.send(("event", 0, event))
 
     def _stored(self, prompt: list[int], block: int, window: int, salt: str | None) -> dict[str, Any]:
         blocks, parent = [], window
@@ -351,7 +354,9 @@ class Executor:
             part = prompt[start : start + block]
             parent = int.from_bytes(hashlib.blake2b(f"{parent}:{part}".encode(), digest_size=8).digest(), "big")
             tokens = [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in part]
-            one = {"type": "stored_block", "block_hash": parent, "tokens": tokens, "cache_level": 0, "priority": 35}
+            is_text = self.settings["manager_v2"] and self.settings["hash_algo"] == "v2_sha256"
+            said = hashlib.sha256(str(parent).encode()).hexdigest() if is_text else parent
+            one = {"type": "stored_block", "block_hash": said, "tokens": tokens, "cache_level": 0, "priority": 35}
             blocks.append(one if salt is None else {**one, "cache_salt": salt})
         return {"type": "stored", "parent_hash": None, "blocks": blocks}
 

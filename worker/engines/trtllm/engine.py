@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import math
-import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -15,18 +13,19 @@ from typing import Any
 from adapters.trtllm import ChainAdapter, Failure, Step
 from adapters.trtllm.side_channel import SideChannel
 from adapters.vocabulary import Vocabulary
-from worker.engines import EngineInfo, KeepKv, ReadKv, TokenDelta, TokenLogprob
+from worker.engines import NO_HINTS, EngineInfo, KeepKv, ReadKv, RequestHints, TokenDelta
 from worker.engines.refusals import check_queue
 from worker.engines.trtllm import disaggregated_params
 from worker.engines.trtllm.cache_reports import kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
-from worker.engines.trtllm.deltas import Cursor, entries_of
+from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.health import Watch, described, own_check, submission_error
 from worker.engines.trtllm.params import NativeRequest, Served, callable_of, native_request
 from worker.engines.trtllm.probes import NUM_TOKENS, CallProbe, Calls, ProbeRefused, find_honoured, judge_calls
 from worker.engines.trtllm.reports import RuntimeReports
 from worker.engines.trtllm.running_request import RunningRequest
 from worker.engines.trtllm.settings import TrtllmConfig, checkpoint_facts
+from worker.engines.trtllm.submission import check_prompt, context_only, handed_logprobs, hint_arguments
 from worker.errors import (
     Draining,
     EngineBroken,
@@ -45,9 +44,6 @@ PROBE_TOKEN = 7
 
 SHUTDOWN_S = 30.0
 """Time for the executor to shut down."""
-
-_MIN_DISAGG_ID = 2**42
-"""Lower ids are TensorRT-LLM's own."""
 
 
 class TrtllmEngine(RuntimeReports):
@@ -236,12 +232,13 @@ class TrtllmEngine(RuntimeReports):
         cache_salt: str | None = None,
         generated_token_ids: Sequence[int] = (),
         choice: int = 0,
+        hints: RequestHints = NO_HINTS,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
         if choice:
             raise InvalidRequest("sampling_options.n", "TensorRT-LLM's random numbers do not depend on the choice")
         prompt, generated = list(prompt_token_ids), list(generated_token_ids)
-        request = await self._submit(request_id, prompt, generated, sampling_params, kv, cache_salt)
+        request = await self._submit(request_id, prompt, generated, sampling_params, kv, cache_salt, hints)
         try:
             while True:
                 yield await request.take()
@@ -280,6 +277,7 @@ class TrtllmEngine(RuntimeReports):
         params: SamplingParams,
         kv: KeepKv | ReadKv | None,
         cache_salt: str | None,
+        hints: RequestHints,
     ) -> RunningRequest:
         if self._refusal is not None:
             raise self._refusal
@@ -288,7 +286,7 @@ class TrtllmEngine(RuntimeReports):
         if request_id in self._requests:
             raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
         tokens = prompt + generated
-        _check_prompt(tokens, self._info)
+        check_prompt(tokens, self._info)
         if cache_salt is not None and "cache_salt" not in self._package.generate_arguments:
             raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not support cache salts")
         number = next(self._numbers)
@@ -299,7 +297,7 @@ class TrtllmEngine(RuntimeReports):
         request.num_given = len(tokens)
         request.number = str(number)
         adapter = self._adapter(request, made, params)
-        arguments = self._disaggregated(request, kv, params)
+        arguments = hint_arguments(hints, self._package) | self._disaggregated(request, kv, params)
         if adapter is not None:
             adapter.handed_over = request.handed_over
         if cache_salt is not None:
@@ -370,7 +368,7 @@ class TrtllmEngine(RuntimeReports):
             raise InvalidRequest("sampling_params.n", "must be 1 in disaggregated serving: one sequence is handed over")
         if self.config.role != ("prefill" if isinstance(kv, KeepKv) else "decode"):
             raise InvalidRequest(disaggregated_params.FIELD, f"this worker serves {self.config.role}")
-        given = _context_only(self._package) if isinstance(kv, KeepKv) else self._handed_over(request, kv.handle)
+        given = context_only(self._package) if isinstance(kv, KeepKv) else self._handed_over(request, kv.handle)
         request.disaggregated_params = given
         return {"disaggregated_params": given}
 
@@ -381,7 +379,7 @@ class TrtllmEngine(RuntimeReports):
 
         given = disaggregated_params.decode(hand_off, self._package.disaggregated_params, Logprob)
         request.handed_over = len(given.first_gen_tokens)
-        request.handed_logprobs = _logprobs_of(hand_off)
+        request.handed_logprobs = handed_logprobs(hand_off)
         request.must_not_abort = True
         request.note_mode("disaggregated")
         return given
@@ -490,32 +488,3 @@ class TrtllmEngine(RuntimeReports):
     def honoured(self) -> list[str]:
         """Controls that this version honours exactly; the others run as processors."""
         return sorted(self._served.honoured) if self._served is not None else []
-
-
-def _check_prompt(prompt: list[int], info: EngineInfo) -> None:
-    if not prompt:
-        raise InvalidRequest("prompt_token_ids", "must hold at least one token")
-    if len(prompt) >= info.context_length:
-        problem = f"must be shorter than the context of {info.context_length} tokens, got {len(prompt)}"
-        raise InvalidRequest("prompt_token_ids", problem)
-    for index, token_id in enumerate(prompt):
-        if type(token_id) is not int or not 0 <= token_id < info.vocab_size:
-            problem = f"must be token ids from 0 to {info.vocab_size - 1}, got {token_id!r} at index {index}"
-            raise InvalidRequest("prompt_token_ids", problem)
-
-
-def _context_only(package: Package) -> Any:
-    cls, ids = package.disaggregated_params, {}
-    if "disagg_request_id" in {field.name for field in dataclasses.fields(cls)}:
-        ids["disagg_request_id"] = _MIN_DISAGG_ID + secrets.randbelow(2**63 - _MIN_DISAGG_ID)
-    return cls(request_type="context_only", **ids)
-
-
-def _logprobs_of(hand_off: Mapping[str, Any]) -> list[TokenLogprob] | None:
-    entries = hand_off.get("logprobs")
-    if entries is None:
-        return None
-    try:
-        return entries_of([(int(token), float(value), int(rank)) for token, value, rank in entries])
-    except (TypeError, ValueError):
-        raise InvalidRequest(f"{disaggregated_params.FIELD}.logprobs", "is malformed") from None
