@@ -23,6 +23,7 @@ import torch
 
 from adapters.chain import PROBLEMS, ProcessorChain, ProcessorFailed, apply_plan, row_problem
 
+
 @runtime_checkable
 class BaseLogitsProcessor(Protocol):
     """Dynamo's processor protocol, restated for use without ai-dynamo installed."""

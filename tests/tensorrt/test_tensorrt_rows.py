@@ -279,7 +279,7 @@ async def test_a_row_for_each_argument_of_a_submission(model: Path) -> None:
     assert rows == set(SUBMISSION)
     assert {text.partition("=")[0] for text in CONTRACT["generate_async"]["1.2"]} <= rows
     sent: set[str] = set()
-    hints = {"hints": RequestHints({"traceparent": "x"}, 1), "cache_salt": "tenant"}
+    hints: dict[str, Any] = {"hints": RequestHints({"traceparent": "x"}, 1), "cache_salt": "tenant"}
     with stand_in():
         prefill, decode = in_role(model, "prefill"), in_role(model, "decode")
         try:
