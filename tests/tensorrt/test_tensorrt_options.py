@@ -264,20 +264,20 @@ async def test_the_librarys_own_batch_limits_the_queue(model: Path) -> None:
 def test_a_transfer_has_a_time_out(tmp_path: Path) -> None:
     for role in ("prefill", "decode"):
         config = configured(tmp_path, "", "--disaggregation-mode", role, "--kv-lease-s", "12.5")
-        assert config.options["cache_transceiver_config"] == {"backend": "DEFAULT", "kv_transfer_timeout_ms": 12500}
+        assert config.options["cache_transceiver_config"] == {"backend": "DEFAULT", "kv_transfer_timeout_ms": 25000}
     assert "cache_transceiver_config" not in configured(tmp_path).options
 
 
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ("{backend: UCX}", {"backend": "UCX", "kv_transfer_timeout_ms": 30000}),
+        ("{backend: UCX}", {"backend": "UCX", "kv_transfer_timeout_ms": 60000}),
         (
             "{max_tokens_in_buffer: 9}",
-            {"max_tokens_in_buffer": 9, "backend": "DEFAULT", "kv_transfer_timeout_ms": 30000},
+            {"max_tokens_in_buffer": 9, "backend": "DEFAULT", "kv_transfer_timeout_ms": 60000},
         ),
-        ("{kv_transfer_timeout_ms: 60000}", {"backend": "DEFAULT", "kv_transfer_timeout_ms": 60000}),
-        ("null", {"backend": "DEFAULT", "kv_transfer_timeout_ms": 30000}),
+        ("{kv_transfer_timeout_ms: 30000}", {"backend": "DEFAULT", "kv_transfer_timeout_ms": 30000}),
+        ("null", {"backend": "DEFAULT", "kv_transfer_timeout_ms": 60000}),
         ("{kv_transfer_timeout_ms: null}", None),
         ("{kv_transfer_timeout_ms: 29999}", None),
         ("{kv_transfer_timeout_ms: 60000.5}", None),

@@ -160,7 +160,7 @@ KV_CACHE = {
 }
 TRANSCEIVER = {
     "backend": "DEFAULT, unless the file has one",
-    "kv_transfer_timeout_ms": "the lease, unless the file has a longer one",
+    "kv_transfer_timeout_ms": "twice the lease, unless the file has another, of a lease at least",
     "kv_transfer_sender_future_timeout_ms": "passed",
     "max_tokens_in_buffer": "passed",
     "transceiver_runtime": "passed",

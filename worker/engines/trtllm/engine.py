@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -16,9 +15,9 @@ from adapters.vocabulary import Vocabulary
 from worker.engines import NO_HINTS, EngineInfo, KeepKv, ReadKv, RequestHints, TokenDelta
 from worker.engines.refusals import check_queue
 from worker.engines.trtllm import disaggregated_params
-from worker.engines.trtllm.cache_reports import kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import Cursor
+from worker.engines.trtllm.description import ModelSizes, describe
 from worker.engines.trtllm.health import Watch, described, own_check, submission_error
 from worker.engines.trtllm.params import NativeRequest, Served, callable_of, native_request
 from worker.engines.trtllm.probes import NUM_TOKENS, CallProbe, Calls, ProbeRefused, find_honoured, judge_calls
@@ -101,7 +100,8 @@ class TrtllmEngine(RuntimeReports):
         self._served = Served(
             package.sampling_fields, honoured, calls.vocab_size, eos_token_ids, self.config.history == "lagged"
         )
-        self._info = await self._describe(package, calls.vocab_size, context_length, eos_token_ids)
+        sizes = ModelSizes(calls.vocab_size, context_length, eos_token_ids)
+        self._info = await describe(self._llm, package.version, sizes, self.config.max_num_seqs)
         self._start_watching(package)
         if self.config.role != "aggregated":
             logger.warning("NVIDIA does not support logits processors with disaggregated serving: docs/tensorrt-llm.md")
@@ -166,42 +166,6 @@ class TrtllmEngine(RuntimeReports):
             raise ProbeRefused(" ".join(str(error).split())) from error
         except Exception as error:  # the start-up boundary
             raise StartupError(f"TensorRT-LLM failed on its first requests: {error}") from error
-
-    async def _describe(
-        self, package: Package, vocab_size: int, context_length: int | None, eos_token_ids: tuple[int, ...]
-    ) -> EngineInfo:
-        args = self._llm.args
-        length = args.max_seq_len or context_length
-        if length is None:
-            raise StartupError("the checkpoint does not say the context length; give --context-length")
-        block, total = await self._kv_capacity(args)
-        return EngineInfo(
-            name="trtllm",
-            version=package.version,
-            context_length=int(length),
-            vocab_size=vocab_size,
-            eos_token_ids=eos_token_ids,
-            kv_block_size=block,
-            total_kv_blocks=total,
-            max_num_seqs=self.config.max_num_seqs or int(args.max_batch_size),
-            max_num_batched_tokens=int(args.max_num_tokens or length),
-            draws_by_seed=False,
-            computed_by="TensorRT-LLM",
-        )
-
-    async def _kv_capacity(self, args: Any) -> tuple[int, int]:
-        """Tokens per KV block, and number of blocks; (…, 0) if the version does not report it."""
-        if hasattr(self._llm, "get_kv_cache_capacity"):
-            capacity = self._llm.get_kv_cache_capacity()
-            if capacity:  # empty if the version reports no KV cache, or no number of blocks
-                return int(capacity["tokensPerBlock"]), int(capacity["maxNumBlocks"])
-        block = int(args.kv_cache_config.tokens_per_block)
-        with contextlib.suppress(AssertionError, RuntimeError):
-            async for record in self._llm.get_stats_async(timeout=1):
-                found = kv_blocks(record)
-                if found is not None:
-                    return block, found[1]
-        return block, 0
 
     def _start_watching(self, package: Package) -> None:
         config = self.config

@@ -147,12 +147,14 @@ def _add_cache(options: _Options, arguments: Arguments) -> None:
 def _add_transceiver(options: _Options, arguments: Arguments) -> None:
     """The transceiver, with a time-out: without one TensorRT-LLM keeps the KV of a prompt whose
     decode worker never comes for good, and its transceiver in Python does not start.
+
+    A transfer may begin until the lease ends, so it gets as long again.
     """
     transceiver = _Options(options.values.get("cache_transceiver_config") or {}, options.path)
     lease_ms = math.ceil(arguments.kv_lease_s * 1000)
     if transceiver.values.get("backend") is None:
         transceiver.values["backend"] = "DEFAULT"
-    timeout = transceiver.values.setdefault("kv_transfer_timeout_ms", lease_ms)
+    timeout = transceiver.values.setdefault("kv_transfer_timeout_ms", 2 * lease_ms)
     if type(timeout) is not int or timeout < lease_ms:
         problem = f"must be at least the {lease_ms} ms of --kv-lease-s, got {timeout!r}"
         name = "cache_transceiver_config.kv_transfer_timeout_ms"
