@@ -452,7 +452,8 @@ class Executor:
 
     def __init__(self, answer: Exception | str | None = None, *, healthy: bool = True) -> None:
         self.answer, self.is_healthy = answer, healthy
-        self.until, self.has_returned = threading.Event(), False
+        self.until = threading.Event()
+        self.has_begun = self.has_returned = False
         self.num_canaries = 0
         self.reasons: list[str] = []
 
@@ -467,7 +468,8 @@ class Executor:
         if self.answer == "check raises":
             raise RuntimeError("gone")
         if self.answer == "check hangs":
-            self.until.wait(60)
+            self.has_begun = True
+            self.until.wait(10)
             self.has_returned = True
         return self.is_healthy
 
@@ -495,9 +497,10 @@ async def test_a_dead_executor_is_noticed(executor: Executor, reason: str) -> No
 
 async def test_a_health_check_that_blocks_does_not_hold_the_event_loop() -> None:
     executor = Executor("check hangs")
-    task = asyncio.create_task(executor.watch(interval_s=1000, timeout_s=1000).run())
-    await asyncio.sleep(0.01)
-    assert not executor.has_returned  # the loop went on beside it
+    task = asyncio.create_task(executor.watch(timeout_s=1000).run())
+    while not executor.has_begun:
+        await asyncio.sleep(0.001)
+    assert not executor.has_returned  # the loop goes on beside it
     executor.until.set()
     task.cancel()
     assert executor.reasons == []
