@@ -191,9 +191,9 @@ async def test_a_request() -> None:
 async def test_the_engine_hears_what_a_client_says_of_a_request() -> None:
     worker, engine, _ = await started()
     await collect(worker, request(), "a")
-    await collect(worker, request(routing={"priority": 7}), "b")
-    assert engine.hints == [RequestHints({"traceparent": "a"}, 0), RequestHints({"traceparent": "b"}, 7)]
-    with pytest.raises(exceptions.InvalidArgument, match=r"routing\.priority: must be an integer"):
+    await collect(worker, request(routing={"priority": 7.5}), "b")
+    assert engine.hints == [RequestHints({"traceparent": "a"}, 0), RequestHints({"traceparent": "b"}, 7.5)]
+    with pytest.raises(exceptions.InvalidArgument, match=r"routing\.priority: must be a number"):
         await collect(worker, request(routing={"priority": "high"}))
 
 

@@ -82,7 +82,7 @@ class RequestHints:
     """
 
     trace_headers: Mapping[str, str] = field(default_factory=dict)
-    priority: int = 0
+    priority: float = 0
 
 
 NO_HINTS = RequestHints()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -85,10 +86,10 @@ def boolean(path: str, value: Any) -> bool:
     return value
 
 
-def integer(path: str, value: Any) -> int:
-    if type(value) is not int:
-        raise InvalidRequest(path, f"must be an integer, got {shown(value)}")
-    return value
+def number(path: str, value: Any) -> float:
+    if type(value) is int or (type(value) is float and math.isfinite(value)):
+        return value
+    raise InvalidRequest(path, f"must be a number, got {shown(value)}")
 
 
 def text(path: str, value: Any) -> str:
@@ -338,7 +339,7 @@ _OTHER_FIELDS: tuple[Field, ...] = (
     _no_effect("routing.strict_priority", _ROUTER),
     _honoured(
         "routing.priority",
-        integer,
+        number,
         "A hint about order, for the router and for TensorRT-LLM's waiting queue (docs/tensorrt-llm.md); the embedded "
         "engine serves in order of arrival.",
     ),

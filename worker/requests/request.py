@@ -70,7 +70,7 @@ class GenerationRequest:
     require_reasoning: bool = False
     annotations: tuple[str, ...] = ()
     cache_salt: str | None = None
-    priority: int = 0
+    priority: float = 0
     prefill_result: Mapping[str, Any] | None = None
     is_probe: bool = False
 

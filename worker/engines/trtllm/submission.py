@@ -22,7 +22,7 @@ _MIN_DISAGG_ID = 2**42
 def hint_arguments(hints: RequestHints, package: Package) -> dict[str, Any]:
     """Trace headers and priority, where the request has them and the version takes them.
 
-    Its priorities lie between 0 and 1, 0.5 is usual; those of requests are integers around 0.
+    Its priorities lie between 0 and 1, 0.5 is usual; those of requests are numbers around 0.
     """
     found: dict[str, Any] = {}
     if hints.trace_headers:
