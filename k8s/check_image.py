@@ -1,9 +1,10 @@
 """Fails the build of an image that the worker could not run in: ``check_image.py [--extra NAME]
-[--native-kernels] MODULE...``.
+[--distribution NAME] [--native-kernels] MODULE...``.
 
 Every requirement of the installed worker must be met, also those of its extras that are named, and
-every module must be importable. The native kernels must load, where that is asked for: without them
-the worker runs too, but slowly.
+every module must be importable. A distribution must be installed, with a package of that name; it
+is not imported, because a build has no GPU and so no libcuda. The native kernels must load, where
+that is asked for: without them the worker runs too, but slowly.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -38,6 +40,16 @@ def problems(extras: Iterable[str], modules: Iterable[str]) -> Iterator[str]:
             yield f"import {name}: {problem}"
 
 
+def distribution_problem(name: str) -> str | None:
+    """Why a distribution is not usable as far as a build can tell; None if nothing is wrong."""
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{name} is not installed"
+    package = name.replace("-", "_")
+    return None if importlib.util.find_spec(package) else f"{name} is installed without its package {package}"
+
+
 def import_problem(name: str) -> str | None:
     """Why a module cannot be imported; None if it can."""
     try:
@@ -60,10 +72,12 @@ def kernels_problem() -> str | None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--extra", action="append", default=[], help="an extra of the worker whose requirements count")
+    parser.add_argument("--distribution", action="append", default=[], help="must be installed; is not imported")
     parser.add_argument("--native-kernels", action="store_true", help="they must load")
     parser.add_argument("modules", nargs="+", metavar="MODULE", help="what must be importable")
     arguments = parser.parse_args(argv)
-    found = list(problems(arguments.extra, arguments.modules))
+    found = list(filter(None, map(distribution_problem, arguments.distribution)))
+    found += problems(arguments.extra, arguments.modules)
     if arguments.native_kernels and not found:
         found += filter(None, [kernels_problem()])
     for line in found:

@@ -233,9 +233,17 @@ class Arguments:
         choices=("auto", "off"),
         engine=True,
     )
-    max_num_seqs: int = _option(64, "Requests decoded in one step at most.", parse=_positive, engine=True)
+    max_num_seqs: int = _option(
+        64,
+        "Requests decoded in one step at most. TensorRT-LLM has a default of its own.",
+        parse=_positive,
+        engine=True,
+    )
     max_num_batched_tokens: int = _option(
-        1024, "Token budget of a step; at least max-num-seqs.", parse=_positive, engine=True
+        1024,
+        "Token budget of a step; at least max-num-seqs. TensorRT-LLM has a default of its own.",
+        parse=_positive,
+        engine=True,
     )
     max_mixed_chunk: int | None = _option(
         None,
@@ -700,7 +708,9 @@ def _refuse_contradictions(a: Arguments) -> None:
     _refuse_options_of_other_runtimes(a)
     if a.runtime == "nats":
         _refuse_nats_contradictions(a)
-    if a.max_num_batched_tokens < a.max_num_seqs:
+    # TensorRT-LLM has defaults of its own for what is not given
+    sizes_count = a.engine == "embedded" or {"max_num_seqs", "max_num_batched_tokens"} <= a.given
+    if sizes_count and a.max_num_batched_tokens < a.max_num_seqs:
         raise ConfigurationError(
             f"--max-num-batched-tokens ({a.max_num_batched_tokens}) must be at least --max-num-seqs ({a.max_num_seqs})"
         )

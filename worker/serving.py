@@ -26,6 +26,7 @@ from worker.engines import (
     KeepsAlive,
     Measured,
     ReadKv,
+    RequestHints,
     SelfReporting,
     ServingEngine,
     Speculating,
@@ -233,7 +234,7 @@ class RequestServer:
             metadata: Of the runtime, where processors may be selected too.
             choice: Which of several answers to one prompt this is, behind the one that the request
                 selects; each is a request of its own.
-            trace: Headers of the W3C trace context that its spans belong to.
+            trace: Headers of the W3C trace context that its spans, and the engine's, belong to.
 
         Raises:
             ServingError: it was refused, or failed; see `worker.errors`.
@@ -241,7 +242,7 @@ class RequestServer:
         entry = RequestEntry(request_id=request_id, model=self.arguments.served_model_name)
         record: RequestRecord | None = None
         try:
-            serving = await self._admit(entry, request, metadata, choice)
+            serving = await self._admit(entry, request, metadata, choice, trace or {})
             record = serving.record
             try:
                 async with contextlib.aclosing(serving.deltas) as deltas:
@@ -290,7 +291,12 @@ class RequestServer:
                 self.tracer.ended(entry, trace)
 
     async def _admit(
-        self, entry: RequestEntry, raw: Mapping[str, Any], metadata: Mapping[str, str], choice: int
+        self,
+        entry: RequestEntry,
+        raw: Mapping[str, Any],
+        metadata: Mapping[str, str],
+        choice: int,
+        trace: Mapping[str, str],
     ) -> _Serving:
         info, _ = self._ready()
         entry.numerics = info.numerics
@@ -300,7 +306,7 @@ class RequestServer:
         record: RequestRecord = UnrecordedRequest(request)
         try:
             record = await self._record_of(admitted, request)
-            return await self._begin(entry, admitted, record, metadata, choice)
+            return await self._begin(entry, admitted, record, metadata, choice, trace)
         except _Aborted:
             record.linger()
             builder = ResponseBuilder(request, frozenset())
@@ -323,6 +329,7 @@ class RequestServer:
         record: RequestRecord,
         metadata: Mapping[str, str],
         choice: int,
+        trace: Mapping[str, str],
     ) -> _Serving:
         """Give an admitted request to the engine."""
         info, chains = self._ready()
@@ -343,8 +350,9 @@ class RequestServer:
         receipt = self._receipt(request, params, selection, choice)
         builder = entry.builder = ResponseBuilder(request, hidden, receipt)
         builder.num_cached_tokens = min(part.num_cached_tokens, len(prompt))
+        hints = RequestHints(trace, request.priority)
         deltas = self.engine.generate(
-            admitted.request_id, prompt, params, part.kv, request.cache_salt, generated, choice
+            admitted.request_id, prompt, params, part.kv, request.cache_salt, generated, choice, hints
         )
         if selection.deadline is not None:
             deltas = until(selection.deadline, deltas)

@@ -15,6 +15,7 @@ from adapters.trtllm.adapter import (
     Step,
     TrtllmAdapter,
     create_trtllm_adapters,
+    join_library,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "Step",
     "TrtllmAdapter",
     "create_trtllm_adapters",
+    "join_library",
 ]

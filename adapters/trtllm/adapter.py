@@ -11,24 +11,17 @@ forced to ``end_id`` from then on.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import inspect
 import pickle
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from adapters.chain import PROBLEMS, ProcessorChain, ProcessorFailed, apply_plan, row_problem
-
-if TYPE_CHECKING:
-    _Base = object
-elif importlib.util.find_spec("tensorrt_llm") is not None:
-    from tensorrt_llm.sampling_params import LogitsProcessor as _Base
-else:
-    _Base = object
 
 
 @runtime_checkable
@@ -97,10 +90,11 @@ _OURS = ("end_id", "report", "failure", "fails_open", "_known", "_unusable")
 """State of an adapter that is this package's own; the rest may hold third-party objects."""
 
 
-class TrtllmAdapter(_Base):
+class TrtllmAdapter:
     """Base of the callables: CUDA stream, shape check, sticky failure, forced end token.
 
-    Subclasses edit one row.
+    Subclasses edit one row. TensorRT-LLM is not imported for it (that needs a GPU's driver, even
+    where the package is installed): `join_library` makes it a subclass of the library's own.
 
     Attributes:
         failure: The first failure, None while all is well. Once set, every call forces ``end_id``.
@@ -116,7 +110,6 @@ class TrtllmAdapter(_Base):
     __signature__ = _CALL_SIGNATURE
 
     def __init__(self, *, end_id: int | None = None, report: Report | None = None) -> None:
-        super().__init__()
         self.end_id = end_id
         self.report = report
         self.failure: Failure | None = None
@@ -371,12 +364,13 @@ def create_trtllm_adapters(
     Returns:
         One callable per processor. They pickle if the processors do, carry a cached
         ``__signature__``, and are instances of ``tensorrt_llm.sampling_params.LogitsProcessor``
-        where that is installed.
+        where that has been imported.
 
     Raises:
         TypeError: a processor is not callable, or is a class instead of an instance.
         ValueError: ``lagged``, and a chain needs the last sampled token.
     """
+    join_library()
     adapters: list[TrtllmAdapter] = []
     for index, processor in enumerate(processors):
         if isinstance(processor, ProcessorChain):
@@ -386,6 +380,16 @@ def create_trtllm_adapters(
         else:
             adapters.append(DynamoAdapter(processor, end_id=end_id, report=report))
     return adapters
+
+
+def join_library() -> None:
+    """Make the callables instances of TensorRT-LLM's ``LogitsProcessor``, if it is loaded.
+
+    That is an abstract base class, with which `TrtllmAdapter` is registered. Nothing is imported.
+    """
+    library = getattr(sys.modules.get("tensorrt_llm.sampling_params"), "LogitsProcessor", None)
+    if library is not None and not issubclass(TrtllmAdapter, library):
+        library.register(TrtllmAdapter)
 
 
 def _on_stream(stream_ptr: int | None, logits: torch.Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -208,12 +208,14 @@ def test_is_an_instance_of_the_engines_own_class_where_that_is_installed(tmp_pat
         "    @abstractmethod\n"
         "    def __call__(self, req_id, logits, token_ids, stream_ptr, client_id): ...\n"
     )
-    code = (
-        "from tensorrt_llm.sampling_params import LogitsProcessor\n"
-        "from adapters import TemperatureProcessor, create_trtllm_adapters\n"
-        "assert isinstance(create_trtllm_adapters([TemperatureProcessor()])[0], LogitsProcessor)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join([str(tmp_path), *sys.path])})
+    imports = [
+        "from tensorrt_llm.sampling_params import LogitsProcessor\n",
+        "from adapters import TemperatureProcessor, create_trtllm_adapters\n",
+    ]
+    made = "assert isinstance(create_trtllm_adapters([TemperatureProcessor()])[0], LogitsProcessor)\n"
+    environ = {"PYTHONPATH": ":".join([str(tmp_path), *sys.path])}
+    for order in (imports, imports[::-1]):
+        subprocess.run([sys.executable, "-c", "".join([*order, made])], check=True, env=environ)
 
 
 def test_open_adapters_undo_report_once_and_go_on():

@@ -150,6 +150,36 @@ def test_disaggregated_params(contract: Any, version: str, ask: Ask) -> None:
     assert found[1:] == ["ValueError", facts["schedule_style"], facts["request_types"]]
 
 
+LIFECYCLE = """
+import dataclasses, importlib
+from tensorrt_llm import standin_switches, disaggregated_params
+plain = standin_switches.SWITCHES
+standin_switches.SWITCHES = dataclasses.replace(plain, lifecycle=True)
+try:
+    made = importlib.reload(disaggregated_params).DisaggregatedParams
+finally:
+    standin_switches.SWITCHES = plain
+    importlib.reload(disaggregated_params)
+"""
+
+
+def test_disaggregated_params_with_the_ids_of_a_hand_off(contract: Any, version: str, ask: Ask) -> None:
+    facts = contract["disaggregated_params"]
+    ids, last = facts["lifecycle"]["fields"], facts["lifecycle"]["last"]
+    found = ask(
+        f"{FIELDS}{LIFECYCLE}answer = [table(made), []]\n"
+        f"whole = dict.fromkeys({[row[0] for row in ids[:6]]!r}, 'x')\n"
+        "for attempt in (lambda: made(artifact_version=1), lambda: setattr(locked, 'artifact_version', 2)):\n"
+        "    locked = made(**whole); locked._lifecycle_identity_locked = True\n"
+        "    try:\n        attempt(); answer[1].append(None)\n"
+        "    except (ValueError, AttributeError) as error:\n        answer[1].append(type(error).__name__)\n"
+    )
+    rows = without(facts["fields"], facts["not_in_1.2"], version)
+    at = [row[0] for row in rows].index(facts["lifecycle"]["before"])
+    same(found[0], [*rows[:at], *ids, *rows[at:], last])
+    assert found[1] == ["ValueError", "AttributeError"]
+
+
 def test_llm(contract: Any, version: str, ask: Ask) -> None:
     found = ask(
         "import inspect\nfrom tensorrt_llm import LLM\n"
@@ -193,12 +223,16 @@ def test_llm_args(contract: Any, version: str, ask: Ask) -> None:
         "plain = {n: d for n, d in defaults(a.TorchLlmArgs).items() if not hasattr(d, 'model_fields')}\n"
         "try:\n    a.TorchLlmArgs(model='m', no_such_key=1); error = None\n"
         "except ValidationError:\n    error = 'refused'\n"
-        "answer = [plain, defaults(a.KvCacheConfig), defaults(a.CacheTransceiverConfig), error]"
+        "kv = type(a.TorchLlmArgs(model='m').kv_cache_config)\n"
+        "answer = [plain, defaults(kv), defaults(a.CacheTransceiverConfig), error]"
     )
     expected = {**contract["llm_args"], **(contract["llm_args_only_in_1.2"] if version == "1.2" else {})}
     moe = {"moe_expert_parallel_size", "moe_tensor_parallel_size", "moe_cluster_parallel_size"}
-    assert {name: value for name, value in found[0].items() if name not in moe} == expected
-    assert found[1] == contract["kv_cache_config"]
+    lacking = contract["llm_args_not_in_1.2"] + contract["kv_cache_config_not_in_1.2"] if version == "1.2" else []
+    assert {name: value for name, value in found[0].items() if name not in moe} == {
+        name: value for name, value in expected.items() if name not in lacking
+    }
+    assert found[1] == {name: value for name, value in contract["kv_cache_config"].items() if name not in lacking}
     assert found[2] == contract["cache_transceiver_config"]
     assert found[3] == "refused"
 

@@ -56,6 +56,17 @@ def test_answers_are_the_embedded_engines(both: tuple[Stack, Stack], number: int
     assert answers[0] == answers[1]
 
 
+def test_a_priority_is_a_hint(both: tuple[Stack, Stack]) -> None:
+    """The frontend passes it on as an integer, and no token depends on it."""
+    answers = []
+    for stack in both:
+        for priority in (-5, 0, 5):
+            status, reply = chat(stack, nvext={"agent_hints": {"priority": priority}})
+            assert status == 200, reply
+            answers.append(reply["choices"][0]["message"]["content"])
+    assert len(set(answers)) == 1
+
+
 def test_a_stream(both: tuple[Stack, Stack]) -> None:
     ours, theirs = both
     texts = []
@@ -126,8 +137,9 @@ def test_an_executor_that_dies_takes_the_worker_with_it(stack: Stack) -> None:
 
 
 STARTUP: dict[str, tuple[list[str], int, str]] = {
-    "unknown argument": (["no_such_argument: 1"], 1, "TensorRT-LLM 1.3.0rc29 has no argument 'no_such_argument'"),
-    "not served": (["speculative_config: {}"], 2, "speculative_config: is not compatible with logits processors"),
+    "unknown argument": (["no_such_argument: 1"], 2, "no_such_argument: is in no row of this worker's table"),
+    "of another version": (["sleep_config: {}"], 1, "TensorRT-LLM 1.3.0rc29 has no argument 'sleep_config'"),
+    "not served": (["speculative_config: {}"], 2, "speculative_config: must be null, got {}: logits processors do not"),
     "bad value": (["kv_cache_config: {no_such_key: 1}"], 1, "no_such_key"),
 }
 

@@ -60,6 +60,9 @@ class Context:
     def id(self) -> str:
         return self._id
 
+    def trace_headers(self) -> None:
+        return None
+
 
 class LocalWorker:
     """One worker without a runtime around it.

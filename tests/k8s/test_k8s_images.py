@@ -4,6 +4,7 @@ their processes.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from e2e_stack import Process, Stack, running_stack, wait_for
 from image_files import closure, commands, environment_of, extras, install_command, pins, requirements
-from manifest_files import FOLDER, REPOSITORY, Component, components
+from manifest_files import FOLDER, Component, components
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from ports import free_port
@@ -146,9 +147,35 @@ def has(requirement: Requirement) -> bool:
     return version is None or requirement.specifier.contains(version)
 
 
-def test_an_image_without_tensorrt_llm_or_the_worker_fails_its_build() -> None:
+UNUSABLE = "raise ImportError('libcuda.so.1: cannot open shared object file: No such file or directory')\n"
+
+
+def test_tensorrt_llm_is_not_imported_at_its_images_build(tmp_path: Path) -> None:
+    """Where there is no GPU, as in a build, its import fails."""
     found = commands("trtllm")
     assert "cd /tmp" in found
-    assert 'python3 -c "import tensorrt_llm, worker"' in found
-    assert not any(re.search(r"\|\||;|\btrue$", command) for command in found)
-    assert (REPOSITORY / "worker" / "engines" / "trtllm" / "__init__.py").is_file()
+    assert not any(re.search(r"\|\||;|\btrue$|\bimport tensorrt_llm", command) for command in found)
+    (check,) = (command for command in found if command.startswith(f"python3 /src/{Path(CHECK).name} "))
+    words = check.split()[2:]
+
+    def build(*packages: Path) -> str:
+        environ = {"PYTHONPATH": os.pathsep.join(map(str, packages))}
+        done = subprocess.run([sys.executable, CHECK, *words], capture_output=True, text=True, env=environ)
+        assert (done.returncode == 0) is (done.stderr == "")
+        return done.stderr
+
+    installed = tmp_path / "installed"
+    for name, text in {
+        "tensorrt_llm/__init__.py": UNUSABLE,
+        "tensorrt_llm-1.3.0rc22.dist-info/METADATA": "Metadata-Version: 2.1\nName: tensorrt_llm\nVersion: 1.3.0rc22\n",
+    }.items():
+        (installed / name).parent.mkdir(parents=True, exist_ok=True)
+        (installed / name).write_text(text)
+    assert build(installed) == ""
+    assert build() == "check_image: tensorrt_llm is not installed\n"
+    (installed / "tensorrt_llm" / "__init__.py").rename(tmp_path / "gone")
+    (installed / "tensorrt_llm").rmdir()
+    assert build(installed) == "check_image: tensorrt_llm is installed without its package tensorrt_llm\n"
+    (tmp_path / "broken/worker").mkdir(parents=True)
+    (tmp_path / "broken/worker/__init__.py").write_text("raise ImportError('no')\n")
+    assert "check_image: import worker.engines.trtllm: " in build(installed, tmp_path / "broken")

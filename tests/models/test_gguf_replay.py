@@ -27,6 +27,9 @@ class Context:
     def id(self) -> str:
         return "request"
 
+    def trace_headers(self) -> None:
+        return None
+
 
 async def receipt_of(options: list[str]) -> dict[str, Any]:
     """The receipt of an answer with a drawn seed."""

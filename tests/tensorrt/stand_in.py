@@ -29,11 +29,18 @@ def stand_in(**switches: Any) -> Iterator[None]:
         patch.setenv("TRTLLM_STANDIN", json.dumps(switches))
         patch.setenv("TRTLLM_STANDIN_FORKS", "yes")
         patch.syspath_prepend(str(STAND_IN))
-        _forget()
-        try:
+        with forgotten():
             yield
-        finally:
-            _forget()
+
+
+@contextlib.contextmanager
+def forgotten() -> Iterator[None]:
+    """``tensorrt_llm`` is imported anew, and forgotten afterwards."""
+    _forget()
+    try:
+        yield
+    finally:
+        _forget()
 
 
 def _forget() -> None:
@@ -41,16 +48,17 @@ def _forget() -> None:
         del sys.modules[name]
 
 
-def engine(model: Path, *argv: str) -> TrtllmEngine:
-    seats = [] if "--max-num-seqs" in argv else ["--max-num-seqs", "16"]
+def engine(model: Path, *argv: str, library_batch: bool = False) -> TrtllmEngine:
+    """``library_batch``: as many requests as the library takes; else 16, unless ``argv`` says."""
+    seats = [] if library_batch or "--max-num-seqs" in argv else ["--max-num-seqs", "16"]
     arguments = ["--model-path", str(model), "--engine", "trtllm", *seats, *argv]
     return TrtllmEngine(config_from(parse_arguments(arguments, {})))
 
 
 @contextlib.asynccontextmanager
-async def running(model: Path, *argv: str, **switches: Any) -> AsyncIterator[TrtllmEngine]:
+async def running(model: Path, *argv: str, library_batch: bool = False, **switches: Any) -> AsyncIterator[TrtllmEngine]:
     with stand_in(**switches):
-        started = engine(model, *argv)
+        started = engine(model, *argv, library_batch=library_batch)
         try:
             await started.start()
             yield started

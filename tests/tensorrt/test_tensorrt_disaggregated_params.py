@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from hypothesis import given
+from effort import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from stand_in import collect, engine, stand_in
 
@@ -21,10 +24,10 @@ from adapters.processors.forcing import ForcedPrefix
 from adapters.vocabulary import Vocabulary
 from worker.engines import KeepKv, ReadKv, TokenDelta
 from worker.engines.trtllm import TrtllmEngine, disaggregated_params
-from worker.engines.trtllm.deltas import Cursor
+from worker.engines.trtllm.deltas import LEAST_LOGPROB, Cursor
 from worker.engines.trtllm.running_request import RunningRequest
 from worker.engines.trtllm.settings import Role
-from worker.errors import InvalidRequest, RequestFailed
+from worker.errors import InvalidRequest, Overloaded, RequestFailed
 from worker.sampling import SamplingParams
 
 
@@ -83,6 +86,66 @@ def test_what_cannot_travel_stops_the_hand_off() -> None:
         disaggregated_params.encode(Params(first_gen_log_probs=[[1]]))
 
 
+@dataclasses.dataclass(kw_only=True)
+class NewerParams(Params):
+    """With what a version may add: ids, a state of its own, a private argument."""
+
+    handoff_attempt_uuid: str | None = None
+    endpoint: Any = None
+    _locked: bool = dataclasses.field(default=False, init=False)
+    _hint: Any = None
+
+    def __post_init__(self) -> None:
+        if self.handoff_attempt_uuid == "":
+            raise ValueError("handoff_attempt_uuid must be\na UUID")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(uuid=st.none() | st.text(min_size=1), endpoint=JSON, hint=JSON | st.binary(), locked=st.booleans())
+@settings(max_examples=examples(100))
+def test_what_a_version_adds_travels_if_it_is_json(uuid: str | None, endpoint: Any, hint: Any, locked: bool) -> None:
+    sent = NewerParams(first_gen_tokens=[1], handoff_attempt_uuid=uuid, endpoint=endpoint, _hint=hint)
+    sent._locked = locked
+    completed = disaggregated_params.complete(Output([1], sent), NewerParams(request_type="context_only"))
+    data = json.loads(json.dumps(disaggregated_params.encode(completed), allow_nan=False))
+    assert not [name for name in data["params"] if name.startswith("_")]
+    found = disaggregated_params.decode(data, NewerParams, Logprob)
+    assert (found.handoff_attempt_uuid, found.endpoint, found._locked, found._hint) == (uuid, endpoint, False, None)
+
+
+@pytest.mark.parametrize("value", [(1, 2), {1: 2}, [b"x"], {"a": Logprob(0.0)}, math.inf], ids=repr)
+def test_what_a_version_adds_and_json_cannot_say_stops_the_hand_off(value: Any) -> None:
+    with pytest.raises(RequestFailed, match="cannot be sent"):
+        disaggregated_params.encode(NewerParams(first_gen_tokens=[1], endpoint=value))
+
+
+@pytest.mark.parametrize("name", ["_locked", "_hint", "unknown"])
+def test_the_state_of_an_object_is_not_taken_from_a_hand_off(name: str) -> None:
+    given_ = {**GOOD, "params": {**GOOD["params"], name: True}}
+    with pytest.raises(InvalidRequest, match=f"the installed TensorRT-LLM has no '{name}'"):
+        disaggregated_params.decode(given_, NewerParams, Logprob)
+
+
+def test_what_a_version_checks_itself_is_a_refusal() -> None:
+    given_ = {**GOOD, "params": {**GOOD["params"], "handoff_attempt_uuid": ""}}
+    with pytest.raises(InvalidRequest, match=r"params: handoff_attempt_uuid must be a UUID"):
+        disaggregated_params.decode(given_, NewerParams, Logprob)
+
+
+def test_log_probabilities_of_a_hand_off_are_numbers() -> None:
+    at = {5: Logprob(-0.5, 1), 7: Logprob(-math.inf, 2)}
+    data = disaggregated_params.encode(Params(first_gen_tokens=[5], first_gen_log_probs=[at]))
+    text = json.dumps(data, allow_nan=False)
+    found = disaggregated_params.decode(json.loads(text), Params, Logprob)
+    assert found.first_gen_log_probs == [{5: Logprob(-0.5, 1), 7: Logprob(LEAST_LOGPROB, 2)}]
+
+
 GOOD = disaggregated_params.encode(Params(first_gen_tokens=[1], opaque_state=b"x"))
 
 
@@ -109,7 +172,8 @@ def test_a_malformed_hand_off_is_refused(change: dict[str, Any]) -> None:
 
 def in_role(model: Path, role: Role, *argv: str) -> TrtllmEngine:
     config = engine(model, *argv).config
-    options = {**config.options, "cache_transceiver_config": {"backend": "DEFAULT"}}
+    transceiver = {"backend": "DEFAULT", "kv_transfer_timeout_ms": 30000}
+    options = {**config.options, "cache_transceiver_config": transceiver}
     return TrtllmEngine(dataclasses.replace(config, role=role, options=options, kv_lease_s=0.001))
 
 
@@ -131,6 +195,7 @@ VERSIONS: list[dict[str, Any]] = [
     {},
     {"context_only_ends": "not_finished", "checks_transferred": True},
     {"passes_on": False},
+    {"lifecycle": True},
 ]
 
 
@@ -193,6 +258,30 @@ async def test_prefill_and_decode_make_the_aggregated_answer(
                 assert (alone.token_ids, alone.finish_reason) == (expected.token_ids, expected.finish_reason)
         finally:
             for each in engines:
+                await each.stop()
+
+
+async def test_decode_does_not_refuse_what_prefill_has_computed(model: Path) -> None:
+    """The KV would stay with the prefill worker until the transfer's time-out."""
+    with stand_in():
+        prefill = in_role(model, "prefill")
+        decode = in_role(model, "decode", "--max-num-seqs", "1", "--max-queue", "0")
+        try:
+            for each in (prefill, decode):
+                await each.start()
+            params = SamplingParams(max_tokens=200, ignore_eos=True)
+            handed = [await collect(prefill, PROMPT, params, f"p{number}", kv=KeepKv()) for number in range(3)]
+            answers = await asyncio.gather(
+                *(collect(decode, PROMPT, params, f"d{i}", kv=ReadKv(one.kv or {})) for i, one in enumerate(handed))
+            )
+            assert [(len(each.token_ids), each.finish_reason) for each in answers] == [(200, "length")] * 3
+            whole = decode.generate("whole", PROMPT, params)  # a prompt that it computes itself
+            await anext(whole)
+            with pytest.raises(Overloaded):
+                await collect(decode, PROMPT, params)
+            await whole.aclose()
+        finally:
+            for each in (prefill, decode):
                 await each.stop()
 
 

@@ -76,6 +76,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "require_reasoning": (True, {}, ()),
     # these are arguments of ``generate`` beside the sampling parameters
     "routing.cache_salt": ("tenant", {}, ()),
+    "routing.priority": (3, {}, ()),
     "prefill_result": ({"disaggregated_params": {}}, {}, ()),
     "_HEALTH_CHECK": (True, {}, ()),
     "annotations": (["x"], {}, ()),

@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
+import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faulty_processors import Raw
-from stand_in import running, stand_in
+from stand_in import collect, embedded, running, stand_in
 
 from adapters.trtllm import Step
 from adapters.trtllm.side_channel import SideChannel
+from worker.engines import NO_HINTS, RequestHints
 from worker.engines.trtllm.probes import CallProbe
 from worker.sampling import SamplingParams
 
@@ -37,6 +41,11 @@ class Api:
     def close(self) -> None:
         self.llm.shutdown()
         self.channel.close()
+
+    async def tokens(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """An answer, with nothing else asked for."""
+        output = await self.llm.generate_async(prompt, self.params(max_tokens=num_tokens, ignore_eos=True))
+        return list(output.outputs[0].token_ids)
 
     async def positions(self, prompt: list[int], num_tokens: int) -> list[int]:
         """At which positions a processor is called."""
@@ -129,8 +138,15 @@ class Sink:
         raise AssertionError("nothing is removed here")
 
 
-async def test_load_and_kv_events_reach_the_runtime(model: Path) -> None:
-    async with running(model, "--kv-block-size", "16", windows=[128, 4096]) as served:
+MANAGERS = {"V1": "{}", "V2": "{use_kv_cache_manager_v2: true, kv_cache_event_hash_algo: v2_sha256}"}
+
+
+@pytest.mark.parametrize("manager", MANAGERS)
+async def test_load_and_kv_events_reach_the_runtime(model: Path, tmp_path: Path, manager: str) -> None:
+    path = tmp_path / "extra.yaml"
+    path.write_text(f"kv_cache_config: {MANAGERS[manager]}")
+    options = ("--kv-block-size", "16", "--extra-engine-args", str(path))
+    async with running(model, *options, windows=[128, 4096]) as served:
         loads: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         served.tell_load(lambda used, total: loads.put_nowait((used, total)))
         sink = Sink()
@@ -144,6 +160,63 @@ async def test_load_and_kv_events_reach_the_runtime(model: Path) -> None:
         assert sink.heard.empty()  # nothing of the smaller window
         for prompt, salt, (parent, hashes, tokens, told) in zip(prompts, (None, "tenant"), found, strict=True):
             assert (parent, len(set(hashes)), tokens, told) == (None, 2, prompt[:32], salt)  # the last is not full
+            assert all(type(each) is int for each in hashes)
         used, total = await asyncio.wait_for(loads.get(), 30)
         assert served._info is not None
         assert 0 <= used <= total == served._info.total_kv_blocks
+
+
+async def test_hints_reach_the_library(model: Path) -> None:
+    trace = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    asked: list[dict[str, Any]] = []
+    async with running(model) as served:
+        generate = served._llm.generate_async
+
+        def spy(*given: Any, **arguments: Any) -> Any:
+            asked.append({name: arguments.get(name) for name in ("trace_headers", "priority")})
+            return generate(*given, **arguments)
+
+        served._llm.generate_async = spy
+        for hints in (NO_HINTS, RequestHints(trace, 3), RequestHints({}, -3)):
+            async for _ in served.generate("r", PROMPT, SamplingParams(max_tokens=2), hints=hints):
+                pass
+    assert asked == [
+        {"trace_headers": None, "priority": None},
+        {"trace_headers": trace, "priority": 0.875},
+        {"trace_headers": None, "priority": 0.125},
+    ]
+
+
+async def test_defaults_of_the_model_are_not_taken_for_the_clients(model: Path, tmp_path: Path) -> None:
+    """``generation_config: auto`` samples what was asked for without a temperature."""
+    taught = tmp_path / "taught"
+    shutil.copytree(model, taught)
+    path = taught / "generation_config.json"
+    defaults = {"temperature": 9.0, "top_k": 0, "repetition_penalty": 30.0}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **defaults}))
+    with stand_in():
+        api = Api(taught, generation_config="auto", enable_iter_perf_stats=True)
+        try:
+            drawn = [await api.tokens(PROMPT, 12) for _ in range(2)]
+        finally:
+            api.close()
+    async with running(taught) as served, embedded(model) as reference:
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
+        answer, expected = await collect(served, PROMPT, params), await collect(reference, PROMPT, params)
+        assert served._llm.args.generation_config == "trtllm"
+    assert answer.token_ids == expected.token_ids
+    assert all(each != expected.token_ids for each in drawn)
+
+
+async def test_log_probabilities_after_truncation_are_json(model: Path) -> None:
+    """The library fills the most likely tokens up with those that truncation has left out."""
+    params = SamplingParams(
+        max_tokens=4, ignore_eos=True, temperature=1.0, top_k=2, logprobs=5, logprobs_mode="processed"
+    )
+    async with running(model) as served:
+        answer = await collect(served, PROMPT, params)
+    assert answer.logprobs is not None
+    for sampled, *top in answer.logprobs:
+        assert 1 <= len(top) <= 2
+        assert sampled.token_id in {each.token_id for each in top}
+        assert all(math.isfinite(each.logprob) for each in (sampled, *top))

@@ -284,6 +284,20 @@ async def test_an_idle_executor_that_dies_is_noticed(model: Path, version: str) 
             await served.stop()
 
 
+async def test_a_health_check_that_blocks_delays_no_request(model: Path) -> None:
+    with stand_in(health_blocks_s=30.0):
+        served = TrtllmEngine(replace(engine(model).config, canary_interval_s=0.01))
+        try:
+            await served.start()
+            reasons: list[str] = []
+            served.tell_broken(reasons.append)
+            await asyncio.sleep(0.2)  # the check has begun
+            answer = await asyncio.wait_for(collect(served, PROMPT, params()), 20)
+            assert (answer.finish_reason, reasons) == ("length", [])
+        finally:
+            await served.stop()
+
+
 async def test_refusals_aborts_and_the_drain(model: Path) -> None:
     async with running(model, "--max-num-seqs", "1", "--max-queue", "0") as served:
         for prompt, problem in (([], "at least one"), ([1024], "token ids from 0"), ([5] * 2048, "shorter than")):

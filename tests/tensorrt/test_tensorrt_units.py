@@ -1,11 +1,12 @@
-"""The engine's parts by themselves: settings, probes, deltas, reports, health."""
+"""The engine's parts by themselves: probes, deltas, reports, health."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
+import threading
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,115 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.trtllm import Step
-from worker.arguments import parse_arguments
-from worker.engines.trtllm import TrtllmEngine, config_from, reports, verify
+from worker.engines import RequestHints
+from worker.engines.trtllm import reports, verify
 from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
-from worker.engines.trtllm.deltas import Cursor
-from worker.engines.trtllm.health import Watch, described, submission_error
+from worker.engines.trtllm.deltas import LEAST_LOGPROB, Cursor, entries_of
+from worker.engines.trtllm.health import Watch, described, own_check, submission_error
 from worker.engines.trtllm.probes import NUM_TOKENS, Calls, ProbeRefused, find_honoured, judge_calls
-from worker.engines.trtllm.settings import EVENT_BUFFER, REFUSED, TrtllmConfig
-from worker.errors import ConfigurationError, InvalidRequest, RequestFailed, StartupError
-
-# Settings
-
-
-def configured(tmp_path: Path, yaml: str = "", *argv: str) -> TrtllmConfig:
-    path = tmp_path / "extra.yaml"
-    path.write_text(yaml)
-    arguments = ["--model-path", "/m", "--engine", "trtllm", "--extra-engine-args", str(path), *argv]
-    return config_from(parse_arguments(arguments, {}))
-
-
-def test_settings_by_default(tmp_path: Path) -> None:
-    config = configured(tmp_path)
-    assert config.options == {
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "max_batch_size": 64,
-        "kv_cache_config": {"event_buffer_max_size": EVENT_BUFFER},
-        "disable_overlap_scheduler": True,
-        "enable_chunked_prefill": True,
-        "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
-        "enable_iter_perf_stats": True,
-    }
-    assert (config.history, config.fails_open, config.role) == ("exact", False, "aggregated")
-
-
-def test_settings_from_flags_and_file(tmp_path: Path) -> None:
-    config = configured(
-        tmp_path,
-        "max_batch_size: 8\nkv_cache_config: {free_gpu_memory_fraction: 0.5}\nattn_backend: FLASHINFER\n",
-        *("--tensor-parallel-size", "2", "--context-length", "512", "--kv-block-size", "64", "--kv-blocks", "10"),
-        *("--history", "lagged", "--processor-errors", "open", "--dtype", "bfloat16", "--enable-kv-routing", "false"),
-        *("--max-num-batched-tokens", "2048"),
-    )
-    assert config.options == {
-        "attn_backend": "FLASHINFER",
-        "max_batch_size": 8,
-        "tensor_parallel_size": 2,
-        "pipeline_parallel_size": 1,
-        "max_num_tokens": 2048,
-        "max_seq_len": 512,
-        "dtype": "bfloat16",
-        "kv_cache_config": {"free_gpu_memory_fraction": 0.5, "tokens_per_block": 64, "max_tokens": 640},
-        "disable_overlap_scheduler": False,
-        "enable_chunked_prefill": False,
-        "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
-        "enable_iter_perf_stats": True,
-    }
-    assert (config.max_num_seqs, config.history, config.fails_open) == (8, "lagged", True)
-
-
-def test_a_prefill_worker_does_not_overlap_steps(tmp_path: Path) -> None:
-    for role, overlaps in (("prefill", False), ("decode", True)):
-        config = configured(tmp_path, "", "--disaggregation-mode", role, "--history", "lagged")
-        assert config.options["disable_overlap_scheduler"] is not overlaps
-        assert config.history == "lagged"
-
-
-async def test_a_prefill_worker_stays_for_its_readers(tmp_path: Path) -> None:
-    config = configured(tmp_path, "", "--disaggregation-mode", "prefill", "--kv-lease-s", "0.1")
-    assert config.kv_lease_s == 0.1
-    engine = TrtllmEngine(config)
-    now = asyncio.get_running_loop().time
-    began = engine._last_prefill = now()
-    await engine.stop()
-    assert now() - began >= 0.1
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_names_that_the_file_may_not_set(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name}: "):
-        configured(tmp_path, f"{name}: 1")
-
-
-@pytest.mark.parametrize(
-    ("yaml", "argv", "problem"),
-    [
-        ("max_batch_size: 8", ["--max-num-seqs", "9"], "--max-num-seqs asks for max_batch_size: 9, but"),
-        ("kv_cache_config: {tokens_per_block: 32}", ["--kv-block-size", "64"], "--kv-block-size asks for"),
-        ("", ["--kv-blocks", "5"], "--kv-blocks needs --kv-block-size"),
-        ("enable_chunked_prefill: true", ["--history", "lagged"], "a prompt must be prefilled at once"),
-        ("a: 1\na: 2", [], "given twice"),
-    ],
-)
-def test_contradictory_settings(tmp_path: Path, yaml: str, argv: list[str], problem: str) -> None:
-    with pytest.raises(ConfigurationError, match=problem):
-        configured(tmp_path, yaml, *argv)
-
-
-def test_what_a_version_lacks(tmp_path: Path) -> None:
-    config = configured(tmp_path, "sampler_type: auto")
-    known = set(config.options) - {"enable_iter_perf_stats"}
-    assert "enable_iter_perf_stats" not in config.llm_arguments(known, "x")
-    for lacking in ("sampler_type", "disable_overlap_scheduler"):
-        with pytest.raises(StartupError, match=f"has no argument '{lacking}'"):
-            config.llm_arguments(known - {lacking}, "x")
+from worker.engines.trtllm.settings import TrtllmConfig
+from worker.engines.trtllm.submission import hint_arguments
+from worker.errors import InvalidRequest, RequestFailed, StartupError
 
 
 def test_a_package_that_cannot_be_imported() -> None:
-    with pytest.raises(StartupError, match="--engine trtllm: ModuleNotFoundError"):
+    with pytest.raises(StartupError, match="--engine trtllm: tensorrt_llm cannot be used: ModuleNotFoundError"):
         read_package()
 
 
@@ -314,6 +220,29 @@ def test_the_sampled_token_comes_first_whatever_the_order() -> None:
     assert [(entry.token_id, entry.rank) for entry in delta.logprobs[0]] == [(3, 7), (8, 1)]
 
 
+def logprob(value: float, rank: int) -> Any:
+    return SimpleNamespace(logprob=value, rank=rank)
+
+
+@pytest.mark.parametrize("nothing", [-math.inf, LEAST_LOGPROB, math.nan])
+def test_tokens_without_a_probability_are_not_among_the_most_likely(nothing: float) -> None:
+    """TensorRT-LLM fills the top n with them where truncation leaves fewer tokens."""
+    at = [{7: logprob(-0.5, 1), 3: logprob(nothing, 2), 8: logprob(nothing, 3)}]
+    delta = Cursor(0, frozenset(), num_logprobs=3).advance(output([7], logprobs=at))
+    assert delta is not None
+    assert delta.logprobs is not None
+    assert [(entry.token_id, entry.logprob) for entry in delta.logprobs[0]] == [(7, -0.5), (7, -0.5)]
+
+
+@pytest.mark.parametrize("nothing", [-math.inf, math.nan])
+def test_the_sampled_tokens_log_probability_is_a_number(nothing: float) -> None:
+    delta = Cursor(0, frozenset(), num_logprobs=0).advance(output([3], logprobs=[{3: logprob(nothing, 9)}]))
+    assert delta is not None
+    assert delta.logprobs is not None
+    assert [entry.logprob for entry in delta.logprobs[0]] == [LEAST_LOGPROB]
+    assert [entry.logprob for entry in entries_of([(3, nothing, 9)])] == [LEAST_LOGPROB]
+
+
 # Reports
 
 
@@ -328,7 +257,7 @@ class Sink:
         self.calls.append(("removed", block_hashes))
 
 
-def block(block_hash: int, tokens: Sequence[int]) -> dict[str, Any]:
+def block(block_hash: int | str, tokens: Sequence[int]) -> dict[str, Any]:
     return {"block_hash": block_hash, "tokens": [{"token_id": token, "token_extra_id": 0} for token in tokens]}
 
 
@@ -368,6 +297,40 @@ def test_kv_events_of_smaller_attention_windows_are_left_out() -> None:
         relay.take({"event_id": number, "data": data, "window_size": window})
     assert sink.calls == [("stored", None, [2], [1, 2], None), ("removed", [2])]
     assert relay.num_gaps == 0
+
+
+def test_hashes_of_kv_cache_manager_v2() -> None:
+    """It says them as hexadecimal text where the operator chose ``v2_sha256``."""
+    sink = Sink()
+    relay = EventRelay(sink, 2)
+    first, second, partial, third = ("ab" * 32, "0" * 64, "f" * 64, "1f" * 32)
+    blocks = [block(first, [1, 2]), block(second, [3, 4]), block(partial, [5])]
+    relay.take({"data": {**stored(*blocks), "parent_hash": None}, "hash_algo": "v2_sha256", "layer_group_id": 0})
+    relay.take({"data": {**stored(block(third, [5, 6])), "parent_hash": second}})
+    relay.take({"data": {"type": "removed", "block_hashes": [second, partial, third]}})
+    (_, _, hashes, _, _), (_, parent, more, _, _), removed = sink.calls
+    assert all(type(each) is int and 0 <= each < 2**64 for each in [*hashes, *more])
+    assert len({*hashes, *more}) == 3
+    assert parent == hashes[1]
+    assert removed == ("removed", [hashes[1], *more])
+
+
+def test_kv_events_of_other_groups_of_layers_are_left_out() -> None:
+    sink = Sink()
+    relay = EventRelay(sink, 2)
+    events = [
+        (4096, 1, {"type": "created"}),
+        (4096, 0, {"type": "created"}),
+        (128, 2, {"type": "created"}),
+        (4096, 0, stored(block(1, [1, 2]))),
+        (4096, 1, stored(block(1, [1, 2]))),
+        (4096, 1, {"type": "removed", "block_hashes": [1]}),
+        (128, 2, stored(block(3, [1, 2]))),
+        (4096, 0, {"type": "removed", "block_hashes": [1]}),
+    ]
+    for number, (window, group, data) in enumerate(events):
+        relay.take({"event_id": number, "data": data, "window_size": window, "layer_group_id": group})
+    assert sink.calls == [("stored", None, [1], [1, 2], None), ("removed", [1])]
 
 
 def test_salts_of_kv_events() -> None:
@@ -439,6 +402,26 @@ def test_statistics() -> None:
     assert kv_blocks({}) is None
 
 
+# Hints
+
+
+@pytest.mark.parametrize(
+    ("priority", "expected"), [(0, None), (1, 0.75), (-1, 0.25), (10**400, 1.0), (-(10**400), 0.0)], ids=str
+)
+def test_priorities_lie_between_0_and_1(priority: int, expected: float | None) -> None:
+    taken = package(generate_arguments=frozenset({"priority"}))
+    assert hint_arguments(RequestHints({}, priority), taken).get("priority") == expected
+    assert hint_arguments(RequestHints({"traceparent": "x"}, priority), package()) == {}  # of an older version
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=6))
+def test_more_urgent_is_not_later(priorities: list[int]) -> None:
+    taken = package(generate_arguments=frozenset({"priority"}))
+    given_ = [hint_arguments(RequestHints({}, each), taken).get("priority", 0.5) for each in sorted(priorities)]
+    assert given_ == sorted(given_)
+    assert all(0 <= each <= 1 for each in given_)
+
+
 # Health
 
 
@@ -469,6 +452,8 @@ class Executor:
 
     def __init__(self, answer: Exception | str | None = None, *, healthy: bool = True) -> None:
         self.answer, self.is_healthy = answer, healthy
+        self.until = threading.Event()
+        self.has_begun = self.has_returned = False
         self.num_canaries = 0
         self.reasons: list[str] = []
 
@@ -482,6 +467,10 @@ class Executor:
     def check(self) -> bool:
         if self.answer == "check raises":
             raise RuntimeError("gone")
+        if self.answer == "check hangs":
+            self.has_begun = True
+            self.until.wait(10)
+            self.has_returned = True
         return self.is_healthy
 
     def watch(self, *, has_check: bool = True, interval_s: float = 0.001, timeout_s: float = 0.05) -> Watch:
@@ -495,13 +484,40 @@ class Executor:
         (Executor(healthy=False), "health check fails"),
         (Executor("check raises"), "health check fails"),
         (Executor("hangs"), "did not answer a canary"),
+        (Executor("check hangs"), "health check did not return within 0.05 s"),
         (Executor(RuntimeError("CUDA error")), "CUDA error"),
     ],
 )
 async def test_a_dead_executor_is_noticed(executor: Executor, reason: str) -> None:
     await asyncio.wait_for(executor.watch().run(), 10)
+    executor.until.set()
     assert len(executor.reasons) == 1
     assert reason in executor.reasons[0]
+
+
+async def test_a_health_check_that_blocks_does_not_hold_the_event_loop() -> None:
+    executor = Executor("check hangs")
+    task = asyncio.create_task(executor.watch(timeout_s=1000).run())
+    while not executor.has_begun:
+        await asyncio.sleep(0.001)
+    assert not executor.has_returned  # the loop goes on beside it
+    executor.until.set()
+    task.cancel()
+    assert executor.reasons == []
+
+
+def test_whose_health_check_it_is() -> None:
+    def yes() -> bool:
+        return True
+
+    def no() -> bool:
+        return False
+
+    executor = SimpleNamespace(check_health=no)
+    assert own_check(SimpleNamespace(_check_health=yes, _executor=executor)) is yes
+    assert own_check(SimpleNamespace(_executor=executor)) is no
+    assert own_check(SimpleNamespace(_executor=None)) is None
+    assert own_check(SimpleNamespace()) is None
 
 
 @pytest.mark.parametrize("answer", [None, _RequestError("no")])

@@ -19,7 +19,7 @@ from adapters.catalog import Catalog, Policy
 from adapters.vocabulary import Vocabulary
 from worker.arguments import Arguments, parse_arguments
 from worker.disaggregation.seal import Seal
-from worker.engines import EngineInfo, TokenDelta
+from worker.engines import NO_HINTS, EngineInfo, RequestHints, TokenDelta
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
 from worker.metrics import OUTCOMES
 from worker.processors.builder import ServedChainBuilder
@@ -61,6 +61,9 @@ class Context:
     def metadata(self) -> dict[str, str]:
         return {}
 
+    def trace_headers(self) -> dict[str, str]:
+        return {"traceparent": self._id}
+
 
 def chains(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ServedChainBuilder:
     """Of a model without a tokenizer."""
@@ -74,6 +77,7 @@ class FakeEngine:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.aborted: list[str] = []
+        self.hints: list[RequestHints] = []
         self.given_away = asyncio.Event()
         self.num_stops = 0
         self.failure: Exception | None = None
@@ -92,7 +96,9 @@ class FakeEngine:
         cache_salt: str | None = None,
         generated_token_ids: Sequence[int] = (),
         choice: int = 0,
+        hints: RequestHints = NO_HINTS,
     ) -> AsyncGenerator[TokenDelta, None]:
+        self.hints.append(hints)
         return self.script(request_id, sampling_params)
 
     def abort(self, request_id: str) -> None:
@@ -180,6 +186,15 @@ async def test_a_request() -> None:
     assert chunks[-1]["completion_usage"]["total_tokens"] == 5
     assert len(worker.in_flight) == 0
     assert outcome(worker, "length") == 1
+
+
+async def test_the_engine_hears_what_a_client_says_of_a_request() -> None:
+    worker, engine, _ = await started()
+    await collect(worker, request(), "a")
+    await collect(worker, request(routing={"priority": 7.5}), "b")
+    assert engine.hints == [RequestHints({"traceparent": "a"}, 0), RequestHints({"traceparent": "b"}, 7.5)]
+    with pytest.raises(exceptions.InvalidArgument, match=r"routing\.priority: must be a number"):
+        await collect(worker, request(routing={"priority": "high"}))
 
 
 async def test_an_engine_that_is_silent_is_asked_to_keep_its_streams_alive() -> None:

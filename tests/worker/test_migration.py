@@ -38,6 +38,9 @@ class Context:
     def id(self) -> str:
         return self._id
 
+    def trace_headers(self) -> None:
+        return None
+
 
 @dataclass
 class Answer:

@@ -73,6 +73,22 @@ class ReadKv:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestHints:
+    """What a client says of a request that changes no token. An engine without a use ignores it.
+
+    Attributes:
+        trace_headers: W3C trace context that its spans belong to.
+        priority: How urgent it is beside others: more is sooner, 0 is usual.
+    """
+
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    priority: float = 0
+
+
+NO_HINTS = RequestHints()
+
+
+@dataclass(frozen=True, slots=True)
 class QueueTimes:
     """When a request left the waiting queue; seconds of `time.monotonic`.
 
@@ -199,6 +215,7 @@ class ServingEngine(Protocol):
         cache_salt: str | None = None,
         generated_token_ids: Sequence[int] = (),
         choice: int = 0,
+        hints: RequestHints = NO_HINTS,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request, or in disaggregated serving one worker's part of it.
 

@@ -9,6 +9,7 @@ with the reason). A field without a row is refused. The rows of sampling control
 from __future__ import annotations
 
 import array
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -83,6 +84,12 @@ def boolean(path: str, value: Any) -> bool:
     if type(value) is not bool:
         raise InvalidRequest(path, f"must be true or false, got {shown(value)}")
     return value
+
+
+def number(path: str, value: Any) -> float:
+    if type(value) is int or (type(value) is float and math.isfinite(value)):
+        return value
+    raise InvalidRequest(path, f"must be a number, got {shown(value)}")
 
 
 def text(path: str, value: Any) -> str:
@@ -333,8 +340,11 @@ _OTHER_FIELDS: tuple[Field, ...] = (
     _honoured("routing.cache_salt", text, "Requests share the KV of common beginnings only if their salt is the same."),
     _no_effect("routing.priority_jump", _ROUTER),
     _no_effect("routing.strict_priority", _ROUTER),
-    _no_effect(
-        "routing.priority", "A hint about order: the router acts on it, this worker serves in order of arrival."
+    _honoured(
+        "routing.priority",
+        number,
+        "A hint about order, for the router and for TensorRT-LLM's waiting queue (docs/tensorrt-llm.md); the embedded "
+        "engine serves in order of arrival.",
     ),
     _no_effect("routing.allowed_worker_ids", _ROUTER),
     _no_effect("routing.routing_constraints", _ROUTER),

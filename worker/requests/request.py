@@ -55,6 +55,7 @@ class GenerationRequest:
         require_reasoning: Whether the grammar starts after the thinking.
         annotations: The client's annotations, verbatim.
         cache_salt: Requests share KV only with those of the same salt.
+        priority: How urgent it is beside others; 0 is usual, and more is sooner.
         prefill_result: Parameters of the KV transfer, with the frontend's additions; None
             without one.
         is_probe: Whether this is the runtime's health probe.
@@ -69,6 +70,7 @@ class GenerationRequest:
     require_reasoning: bool = False
     annotations: tuple[str, ...] = ()
     cache_salt: str | None = None
+    priority: float = 0
     prefill_result: Mapping[str, Any] | None = None
     is_probe: bool = False
 

@@ -68,7 +68,7 @@ class WorkerEngine(RequestServer, LLMEngine):
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """One request. Everything that can refuse it does so before the first chunk."""
         try:
-            trace = None if self.tracer is None else runtime.trace_headers(context)
+            trace = runtime.trace_headers(context)
             serving = self.serve(context.id(), request, context.metadata or {}, trace=trace)
             async with contextlib.aclosing(serving) as chunks:
                 async for chunk in chunks:

@@ -77,6 +77,15 @@ class _Rules:
     def _is_old(cls) -> bool:
         return "logprobs_mode" not in cls.__dataclass_fields__
 
+    def _apply_generation_config_defaults(self: Any, generation_config: dict[str, Any]) -> None:
+        """What is not set gets the model's default."""
+        names = ("early_stopping", "length_penalty", "min_p", "no_repeat_ngram_size")
+        for name in (*names, "repetition_penalty", "temperature", "top_k", "top_p"):
+            value = generation_config.get(name)
+            if getattr(self, name) is None and value is not None:
+                setattr(self, name, value)
+        self.__post_init__()
+
     @property
     def _greedy_decoding(self: Any) -> bool:
         if self.use_beam_search:

@@ -14,6 +14,7 @@ import os
 import pickle
 import sys
 import threading
+import uuid
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -342,7 +343,10 @@ class Executor:
                 table.pop(client_id, None)
 
     def _publish(self, data: dict[str, Any], window: int) -> None:
-        self.connection.send(("event", 0, {"event_id": next(self.events), "data": data, "window_size": window}))
+        event = {"event_id": next(self.events), "data": data, "window_size": window}
+        if self.settings["manager_v2"]:
+            event |= {"hash_algo": self.settings["hash_algo"], "layer_group_id": SWITCHES.windows.index(window)}
+        self.connection.send(("event", 0, event))
 
     def _stored(self, prompt: list[int], block: int, window: int, salt: str | None) -> dict[str, Any]:
         blocks, parent = [], window
@@ -350,7 +354,9 @@ class Executor:
             part = prompt[start : start + block]
             parent = int.from_bytes(hashlib.blake2b(f"{parent}:{part}".encode(), digest_size=8).digest(), "big")
             tokens = [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in part]
-            one = {"type": "stored_block", "block_hash": parent, "tokens": tokens, "cache_level": 0, "priority": 35}
+            is_text = self.settings["manager_v2"] and self.settings["hash_algo"] == "v2_sha256"
+            said = hashlib.sha256(str(parent).encode()).hexdigest() if is_text else parent
+            one = {"type": "stored_block", "block_hash": said, "tokens": tokens, "cache_level": 0, "priority": 35}
             blocks.append(one if salt is None else {**one, "cache_salt": salt})
         return {"type": "stored", "parent_hash": None, "blocks": blocks}
 
@@ -402,17 +408,30 @@ def _passed_on(client_id: int, prompt: list[int], tokens: list[int], entries: li
     from tensorrt_llm.executor.result import Logprob
 
     rows = [{token: Logprob(value, rank) for token, value, rank in entry} for entry in entries]
-    return DisaggregatedParams(
+    passed = DisaggregatedParams(
         request_type="context_only",
         first_gen_tokens=list(tokens),
         first_gen_log_probs=rows or None,
         ctx_request_id=client_id,
         opaque_state=b"\x00\xff" + _digest(prompt).encode(),
+        **(_identity(client_id) if SWITCHES.lifecycle else {}),
     )
+    if SWITCHES.lifecycle:
+        passed._lifecycle_identity_locked = True
+    return passed
+
+
+def _identity(number: int) -> dict[str, Any]:
+    """The ids of a hand-off."""
+    names = ("prefill_artifact_id", "handoff_attempt_uuid", "consumer_grant_id", "transfer_session_id")
+    uuids = {name: str(uuid.UUID(int=4 * number + index + 1)) for index, name in enumerate(names)}
+    return {"logical_request_id": number, "artifact_version": 1, **uuids}
 
 
 def _first_tokens(hand_off: Any, prompt: list[int]) -> list[int]:
     """A hand-off without state is found by its id, as that of the transceiver in Python."""
+    if SWITCHES.lifecycle and hand_off.logical_request_id is None:
+        raise ServingError("the ids of the hand-off are gone")
     if hand_off.opaque_state is None and hand_off.disagg_request_id is not None:
         return list(hand_off.first_gen_tokens)
     if hand_off.opaque_state != b"\x00\xff" + _digest(prompt).encode():

@@ -48,6 +48,9 @@ class Switches:
         tells_capacity: `LLM.get_kv_cache_capacity` says something.
         windows: Attention windows of the model's layers, in tokens; each has KV blocks and events
             of its own.
+        lifecycle: `DisaggregatedParams` has the ids of a hand-off, which a context-only request's
+            output sets.
+        health_blocks_s: Seconds that `LLM._check_health` blocks its caller.
     """
 
     version: str = NEW
@@ -64,6 +67,8 @@ class Switches:
     odd_reason: str | None = None
     tells_capacity: bool = True
     windows: list[int] = field(default_factory=lambda: [4096])
+    lifecycle: bool = False
+    health_blocks_s: float = 0.0
 
     @property
     def is_old(self) -> bool:

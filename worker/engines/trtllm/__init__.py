@@ -1,10 +1,11 @@
 """TensorRT-LLM's LLM API as an engine. Imports without TensorRT-LLM; `TrtllmEngine.start` needs it.
 
-`settings.py` makes the arguments of ``LLM``; `capabilities.py` inspects the installed package,
-`probes.py` the behaviour of the loaded engine; `params.py` turns a request into native parameters
-and one callable; `running_request.py` is the state of one request; `deltas.py` splits cumulative
-outputs; `disaggregated_params.py` is the codec between prefill and decode; `cache_reports.py` and
-`health.py` monitor the executor; `engine.py` puts them together.
+`settings.py` makes the arguments of ``LLM``, of which `llm_options.py` has a row each;
+`capabilities.py` inspects the installed package, `probes.py` the behaviour of the loaded engine,
+`description.py` its sizes; `params.py` turns a request into native parameters and one callable, and
+`submission.py` into what goes beside them; `running_request.py` is the state of one request;
+`deltas.py` splits cumulative outputs; `disaggregated_params.py` is the codec between prefill and
+decode; `cache_reports.py` and `health.py` monitor the executor; `engine.py` puts them together.
 """
 
 from worker.engines.trtllm.engine import TrtllmEngine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 from worker.engines import KvEventSink
@@ -23,14 +24,15 @@ class EventRelay:
         num_gaps: Gaps in the event ids, left by overflows of the buffer.
 
     A model with several attention windows has KV blocks and events for each of them; only those of
-    the largest window are forwarded to the router. The pools of all windows are announced
-    (``created``) before anything is stored.
+    the largest window are forwarded to the router, and of its first group of layers where KV cache
+    manager V2 has several. The pools of all of them are announced (``created``) before anything is
+    stored.
     """
 
     sink: KvEventSink
     block_size: int
     num_gaps: int = 0
-    _window: int | None = None
+    _pool: tuple[int, int] | None = None
     _partial: set[int] = field(default_factory=set)
     _last_id: int | None = None
 
@@ -42,7 +44,7 @@ class EventRelay:
             LookupError, TypeError, AttributeError: its form is unknown. Nothing is forwarded.
         """
         self._check_order(event.get("event_id"))
-        if not self._is_of_largest_window(event.get("window_size")):
+        if not self._is_of_largest_window(event):
             return
         data = event.get("data") or {}
         kind = data.get("type")
@@ -61,12 +63,14 @@ class EventRelay:
             logger.warning("KV events %d to %d were lost", self._last_id + 1, event_id - 1)
         self._last_id = event_id
 
-    def _is_of_largest_window(self, window: int | None) -> bool:
+    def _is_of_largest_window(self, event: Mapping[str, Any]) -> bool:
         """Old versions have one window and do not name it."""
+        window = event.get("window_size")
         if window is None:
             return True
-        self._window = window if self._window is None else max(self._window, window)
-        return window == self._window
+        pool = window, -(event.get("layer_group_id") or 0)
+        self._pool = pool if self._pool is None else max(self._pool, pool)
+        return pool == self._pool
 
     def _stored(self, data: Mapping[str, Any]) -> None:
         token_ids: list[int] = []
@@ -74,7 +78,7 @@ class EventRelay:
         salt = _salt_of(data)
         for block in data.get("blocks") or ():
             tokens = [int(token["token_id"]) for token in block["tokens"]]
-            block_hash = int(block["block_hash"])
+            block_hash = _hash_of(block["block_hash"])
             if len(tokens) != self.block_size:
                 self._partial.add(block_hash)
                 break
@@ -82,14 +86,21 @@ class EventRelay:
             hashes.append(block_hash)
         if hashes:
             parent = data.get("parent_hash")
-            self.sink.stored(None if parent is None else int(parent), hashes, token_ids, salt)
+            self.sink.stored(None if parent is None else _hash_of(parent), hashes, token_ids, salt)
 
     def _removed(self, block_hashes: Iterable[int]) -> None:
-        gone = [int(each) for each in block_hashes]
+        gone = [_hash_of(each) for each in block_hashes]
         published = [each for each in gone if each not in self._partial]
         self._partial.difference_update(gone)
         if published:
             self.sink.removed(published)
+
+
+def _hash_of(block_hash: int | str) -> int:
+    """64 bits that identify a block; KV cache manager V2 may say a hash as text (``v2_sha256``)."""
+    if isinstance(block_hash, str):
+        return int.from_bytes(blake2b(block_hash.encode(), digest_size=8).digest(), "big")
+    return int(block_hash)
 
 
 def _salt_of(data: Mapping[str, Any]) -> str | None:

@@ -8,6 +8,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from adapters.trtllm import join_library
 from worker.errors import StartupError
 
 NEEDED = frozenset(
@@ -59,7 +60,8 @@ def read_package() -> Package:
     """Import TensorRT-LLM and inspect it.
 
     Raises:
-        StartupError: it cannot be imported, or lacks an attribute of every supported version.
+        StartupError: it cannot be imported, or lacks an attribute of every supported version. An
+            import needs the driver of a GPU: libcuda, NVML.
     """
     try:
         root = importlib.import_module("tensorrt_llm")
@@ -75,8 +77,10 @@ def read_package() -> Package:
             llm_fields=frozenset(llm_args.TorchLlmArgs.model_fields),
             generate_arguments=frozenset(inspect.signature(root.LLM.generate_async).parameters) - {"self"},
         )
-    except (ImportError, AttributeError, OSError) as error:
-        raise StartupError(f"--engine trtllm: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        join_library()
+    except Exception as error:  # the library's import: whatever CUDA, NVML or MPI run into
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise StartupError(f"--engine trtllm: tensorrt_llm cannot be used: {problem}") from error
     missing = NEEDED - package.sampling_fields
     if missing:
         names = ", ".join(sorted(missing))

@@ -22,6 +22,9 @@ _FINISH: dict[str, FinishReason] = {
     "not_finished": "length",  # of a context_only request: its one token
 }
 
+LEAST_LOGPROB = -9999.0
+"""Log probability for minus infinity, as newer versions of TensorRT-LLM say it: JSON has none."""
+
 
 @dataclass(slots=True)
 class Cursor:
@@ -119,13 +122,20 @@ def _finish(delta: TokenDelta, reason: str, stop_reason: Any) -> None:
 
 
 def _entries(token_id: int, found: Mapping[int, Any], count: int) -> list[TokenLogprob]:
-    """The sampled token first, whatever the version's order; then the top-n by rank."""
-    entries = [TokenLogprob(each, float(at.logprob), int(at.rank or 0)) for each, at in found.items()]
+    """The sampled token first, whatever the version's order; then the top-n by rank, without those
+    that could not have been sampled.
+    """
+    entries = [TokenLogprob(each, finite(float(at.logprob)), int(at.rank or 0)) for each, at in found.items()]
     sampled = [entry for entry in entries if entry.token_id == token_id]
-    top = sorted((entry for entry in entries if 0 < entry.rank <= count), key=lambda entry: entry.rank)
-    return [*sampled, *top]
+    top = [entry for entry in entries if 0 < entry.rank <= count and entry.logprob > LEAST_LOGPROB]
+    return [*sampled, *sorted(top, key=lambda entry: entry.rank)]
 
 
 def entries_of(step: Sequence[tuple[int, float, int]]) -> list[TokenLogprob]:
     """The same from a chain's report."""
-    return [TokenLogprob(token_id, logprob, rank) for token_id, logprob, rank in step]
+    return [TokenLogprob(token_id, finite(logprob), rank) for token_id, logprob, rank in step]
+
+
+def finite(logprob: float) -> float:
+    """A log probability that JSON can say: at least `LEAST_LOGPROB`, also for NaN."""
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB

@@ -1,8 +1,9 @@
 """Versioned JSON codec of ``DisaggregatedParams``, sent from a prefill to a decode worker.
 
 Bytes are encoded as base64, log probabilities as ``[[{token_id, logprob, rank}]]``, the form of
-trtllm-serve and of Dynamo's codec. A set field without an encoding is an error: nothing is silently
-dropped.
+trtllm-serve and of Dynamo's codec. A field that a version adds (ids of the hand-off, an endpoint)
+travels as it is if it is JSON data; one that is private or that its constructor does not take is
+the object's own state and stays. Any other set field is an error: nothing is silently dropped.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from worker.engines.trtllm.deltas import finite
 from worker.errors import InvalidRequest, RequestFailed
 
 VERSION = 1
 FIELD = "prefill_result.disaggregated_params"
 
-_PLAIN = (
-    "request_type",
-    "first_gen_tokens",
-    "ctx_request_id",
-    "draft_tokens",
-    "disagg_request_id",
-    "ctx_dp_rank",
-    "ctx_info_endpoint",
-    "schedule_style",
-    "ctx_usage",
-    "conversation_id",
+NOT_SENT = frozenset(
+    {
+        "first_gen_logits",
+        "multimodal_embedding_handles",
+        "multimodal_hashes",
+        "mrope_position_ids_handle",
+        "mrope_position_deltas_handle",
+    }
 )
+"""Fields of requests that this worker refuses (raw logits, pictures): set, they stop a hand-off."""
+
 GOES_ON = ("length", "not_finished")
 """Finish reasons of a context-only request that the generation phase continues.
 
@@ -40,6 +41,7 @@ whose KV is still being sent may end as ``not_finished``.
 
 _BYTES = "opaque_state"
 _LOGPROBS = "first_gen_log_probs"
+_TOKENS = frozenset({"first_gen_tokens", "draft_tokens"})
 _INTEGERS = frozenset({"ctx_request_id", "disagg_request_id", "ctx_dp_rank"})
 
 
@@ -54,7 +56,7 @@ def complete(output: Any, given: Any) -> Any:
         RequestFailed: there is no token.
     """
     found = given if output.disaggregated_params is None else output.disaggregated_params
-    names = [field.name for field in dataclasses.fields(found)]
+    names = _names_sent(found)
     lacking = {name: getattr(given, name) for name in names if getattr(found, name) is None}
     if not found.first_gen_tokens:
         if not output.token_ids:
@@ -72,27 +74,49 @@ def encode(params: Any, **extra: Any) -> dict[str, Any]:
         RequestFailed: a field cannot be encoded.
     """
     data: dict[str, Any] = {}
-    for field in dataclasses.fields(params):
-        value = getattr(params, field.name)
+    for name in _names_sent(params):
+        value = getattr(params, name)
         if value is None:
             continue
-        if field.name in _PLAIN:
-            data[field.name] = value
-        elif field.name == _BYTES:
-            data[_BYTES] = base64.b64encode(value).decode()
-        elif field.name == _LOGPROBS:
-            data[_LOGPROBS] = [_encode_position(each) for each in value]
-        else:
-            raise RequestFailed(f"DisaggregatedParams has {field.name}, which cannot be sent")
+        if name in NOT_SENT:
+            raise RequestFailed(f"DisaggregatedParams has {name}, which cannot be sent")
+        data[name] = _encode_value(name, value)
     try:
-        return json.loads(json.dumps({"version": VERSION, "engine": "trtllm", "params": data, **extra}))  # type: ignore[no-any-return]
+        text = json.dumps({"version": VERSION, "engine": "trtllm", "params": data, **extra}, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise RequestFailed(f"DisaggregatedParams cannot be sent: {error}") from error
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def _names_sent(params: Any) -> list[str]:
+    """Fields of a ``DisaggregatedParams``, object or class, but its own state."""
+    return [field.name for field in dataclasses.fields(params) if field.init and not field.name.startswith("_")]
+
+
+def _encode_value(name: str, value: Any) -> Any:
+    if name == _BYTES:
+        return base64.b64encode(value).decode()
+    if name == _LOGPROBS:
+        return [_encode_position(each) for each in value]
+    if not _is_json(value):
+        raise RequestFailed(f"DisaggregatedParams has {name} as {type(value).__name__}, which cannot be sent")
+    return value
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value arrives as what it was sent as; an integer's subclass (an enumeration) counts
+    as its number.
+    """
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, (str, int, float))
 
 
 def _encode_position(position: Any) -> list[dict[str, Any]]:
     if isinstance(position, Mapping):
-        return [{"token_id": t, "logprob": each.logprob, "rank": each.rank} for t, each in position.items()]
+        return [{"token_id": t, "logprob": finite(each.logprob), "rank": each.rank} for t, each in position.items()]
     raise RequestFailed(f"DisaggregatedParams has log probabilities as {type(position).__name__}")
 
 
@@ -113,16 +137,19 @@ def decode(data: Any, cls: Any, make_logprob: Any) -> Any:
     params = data.get("params")
     if not isinstance(params, Mapping):
         raise InvalidRequest(f"{FIELD}.params", "must be a mapping")
-    known = {field.name for field in dataclasses.fields(cls)}
+    known = set(_names_sent(cls)) - NOT_SENT
     values: dict[str, Any] = {}
     for name, value in params.items():
-        if name not in known or name not in (*_PLAIN, _BYTES, _LOGPROBS):
+        if name not in known:
             raise InvalidRequest(f"{FIELD}.params", f"the installed TensorRT-LLM has no {str(name)[:60]!r}")
         values[name] = _decode_value(name, value, make_logprob)
     if not values.get("first_gen_tokens"):
         raise InvalidRequest(f"{FIELD}.params.first_gen_tokens", "must hold the first token")
     values["request_type"] = "generation_only"
-    return cls(**values)
+    try:
+        return cls(**values)
+    except (TypeError, ValueError, AssertionError) as error:  # what a version checks itself
+        raise InvalidRequest(f"{FIELD}.params", " ".join(str(error).split())) from None
 
 
 def _decode_value(name: str, value: Any, make_logprob: Any) -> Any:
@@ -134,7 +161,7 @@ def _decode_value(name: str, value: Any, make_logprob: Any) -> Any:
             return [{int(e["token_id"]): make_logprob(float(e["logprob"]), e["rank"]) for e in each} for each in value]
     except (TypeError, ValueError, KeyError, binascii.Error):
         raise InvalidRequest(path, "is malformed") from None
-    if name in ("first_gen_tokens", "draft_tokens") and not _are_ids(value):
+    if name in _TOKENS and not _are_ids(value):
         raise InvalidRequest(path, "must be a list of token ids")
     if name in _INTEGERS and type(value) is not int:
         raise InvalidRequest(path, "must be an integer")

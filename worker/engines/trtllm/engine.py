@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -14,18 +12,19 @@ from typing import Any
 from adapters.trtllm import ChainAdapter, Failure, Step
 from adapters.trtllm.side_channel import SideChannel
 from adapters.vocabulary import Vocabulary
-from worker.engines import EngineInfo, KeepKv, ReadKv, TokenDelta, TokenLogprob
+from worker.engines import NO_HINTS, EngineInfo, KeepKv, ReadKv, RequestHints, TokenDelta
 from worker.engines.refusals import check_queue
 from worker.engines.trtllm import disaggregated_params
-from worker.engines.trtllm.cache_reports import kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
-from worker.engines.trtllm.deltas import Cursor, entries_of
-from worker.engines.trtllm.health import Watch, described, submission_error
+from worker.engines.trtllm.deltas import Cursor
+from worker.engines.trtllm.description import ModelSizes, describe
+from worker.engines.trtllm.health import Watch, described, own_check, submission_error
 from worker.engines.trtllm.params import NativeRequest, Served, callable_of, native_request
 from worker.engines.trtllm.probes import NUM_TOKENS, CallProbe, Calls, ProbeRefused, find_honoured, judge_calls
 from worker.engines.trtllm.reports import RuntimeReports
 from worker.engines.trtllm.running_request import RunningRequest
 from worker.engines.trtllm.settings import TrtllmConfig, checkpoint_facts
+from worker.engines.trtllm.submission import check_prompt, context_only, handed_logprobs, hint_arguments
 from worker.errors import (
     Draining,
     EngineBroken,
@@ -44,9 +43,6 @@ PROBE_TOKEN = 7
 
 SHUTDOWN_S = 30.0
 """Time for the executor to shut down."""
-
-_MIN_DISAGG_ID = 2**42
-"""Lower ids are TensorRT-LLM's own."""
 
 
 class TrtllmEngine(RuntimeReports):
@@ -87,7 +83,7 @@ class TrtllmEngine(RuntimeReports):
         self._loop = asyncio.get_running_loop()
         package = self._package = read_package()
         context_length, eos_token_ids = checkpoint_facts(self.config.model_path)
-        arguments = self.config.llm_arguments(package.llm_fields, package.version)
+        arguments = self.config.llm_arguments(package.llm_fields, package.version, context_length)
         try:
             # in the event loop, as in Dynamo's own worker: the executor's queues belong to this
             # thread's loop
@@ -104,7 +100,8 @@ class TrtllmEngine(RuntimeReports):
         self._served = Served(
             package.sampling_fields, honoured, calls.vocab_size, eos_token_ids, self.config.history == "lagged"
         )
-        self._info = await self._describe(package, calls.vocab_size, context_length, eos_token_ids)
+        sizes = ModelSizes(calls.vocab_size, context_length, eos_token_ids)
+        self._info = await describe(self._llm, package.version, sizes, self.config.max_num_seqs)
         self._start_watching(package)
         if self.config.role != "aggregated":
             logger.warning("NVIDIA does not support logits processors with disaggregated serving: docs/tensorrt-llm.md")
@@ -170,48 +167,15 @@ class TrtllmEngine(RuntimeReports):
         except Exception as error:  # the start-up boundary
             raise StartupError(f"TensorRT-LLM failed on its first requests: {error}") from error
 
-    async def _describe(
-        self, package: Package, vocab_size: int, context_length: int | None, eos_token_ids: tuple[int, ...]
-    ) -> EngineInfo:
-        args = getattr(self._llm, "args", None)
-        length = getattr(args, "max_seq_len", None) or context_length
-        if length is None:
-            raise StartupError("the checkpoint does not say the context length; give --context-length")
-        block, total = await self._kv_capacity(args)
-        return EngineInfo(
-            name="trtllm",
-            version=package.version,
-            context_length=int(length),
-            vocab_size=vocab_size,
-            eos_token_ids=eos_token_ids,
-            kv_block_size=block,
-            total_kv_blocks=total,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=int(getattr(args, "max_num_tokens", None) or length),
-            draws_by_seed=False,
-            computed_by="TensorRT-LLM",
-        )
-
-    async def _kv_capacity(self, args: Any) -> tuple[int, int]:
-        """Tokens per KV block, and number of blocks; (…, 0) if the version does not report it."""
-        if hasattr(self._llm, "get_kv_cache_capacity"):
-            capacity = self._llm.get_kv_cache_capacity()
-            if capacity:  # empty if the version reports no KV cache, or no number of blocks
-                return int(capacity["tokensPerBlock"]), int(capacity["maxNumBlocks"])
-        cache = getattr(args, "kv_cache_config", None)
-        block = int(getattr(cache, "tokens_per_block", 32))
-        with contextlib.suppress(AssertionError, RuntimeError):
-            async for record in self._llm.get_stats_async(timeout=1):
-                found = kv_blocks(record)
-                if found is not None:
-                    return block, found[1]
-        return block, 0
-
     def _start_watching(self, package: Package) -> None:
-        healthy = getattr(self._llm, "_check_health", None)
         config = self.config
         self._watch = Watch(
-            healthy, self._send_canary, package, config.canary_interval_s, config.canary_timeout_s, self._break
+            own_check(self._llm),
+            self._send_canary,
+            package,
+            config.canary_interval_s,
+            config.canary_timeout_s,
+            self._break,
         )
         self._tasks = [asyncio.create_task(self._watch.run()), asyncio.create_task(self._report_load())]
 
@@ -232,12 +196,13 @@ class TrtllmEngine(RuntimeReports):
         cache_salt: str | None = None,
         generated_token_ids: Sequence[int] = (),
         choice: int = 0,
+        hints: RequestHints = NO_HINTS,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
         if choice:
             raise InvalidRequest("sampling_options.n", "TensorRT-LLM's random numbers do not depend on the choice")
         prompt, generated = list(prompt_token_ids), list(generated_token_ids)
-        request = await self._submit(request_id, prompt, generated, sampling_params, kv, cache_salt)
+        request = await self._submit(request_id, prompt, generated, sampling_params, kv, cache_salt, hints)
         try:
             while True:
                 yield await request.take()
@@ -276,6 +241,7 @@ class TrtllmEngine(RuntimeReports):
         params: SamplingParams,
         kv: KeepKv | ReadKv | None,
         cache_salt: str | None,
+        hints: RequestHints,
     ) -> RunningRequest:
         if self._refusal is not None:
             raise self._refusal
@@ -284,17 +250,18 @@ class TrtllmEngine(RuntimeReports):
         if request_id in self._requests:
             raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
         tokens = prompt + generated
-        _check_prompt(tokens, self._info)
+        check_prompt(tokens, self._info)
         if cache_salt is not None and "cache_salt" not in self._package.generate_arguments:
             raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not support cache salts")
         number = next(self._numbers)
         made = native_request(params, prompt, number, self._served, generated)
-        check_queue(len(self._requests), self.config.max_num_seqs, self.config.max_queue)
+        if not isinstance(kv, ReadKv):  # its prompt's KV waits at a prefill worker, and would until the time-out
+            check_queue(len(self._requests), self._info.max_num_seqs, self.config.max_queue)
         request = self._running_request(request_id, made, params, self._info.context_length - len(tokens))
         request.num_given = len(tokens)
         request.number = str(number)
         adapter = self._adapter(request, made, params)
-        arguments = self._disaggregated(request, kv, params)
+        arguments = hint_arguments(hints, self._package) | self._disaggregated(request, kv, params)
         if adapter is not None:
             adapter.handed_over = request.handed_over
         if cache_salt is not None:
@@ -346,7 +313,7 @@ class TrtllmEngine(RuntimeReports):
         reporter = self._channel.reporter(request.number)
         adapter.report, adapter.watch = reporter, reporter.step
         adapter.fails_open = self.config.fails_open
-        if int(self.config.options.get("tensor_parallel_size", 1)) > 1:
+        if int(self.config.options.get("tensor_parallel_size") or 1) > 1:
             # Ranks must agree on every token, and clocks differ between them: the worker enforces
             # the budget instead.
             request.step_budget_s, adapter.chain.step_budget_s = adapter.chain.step_budget_s, math.inf
@@ -365,7 +332,7 @@ class TrtllmEngine(RuntimeReports):
             raise InvalidRequest("sampling_params.n", "must be 1 in disaggregated serving: one sequence is handed over")
         if self.config.role != ("prefill" if isinstance(kv, KeepKv) else "decode"):
             raise InvalidRequest(disaggregated_params.FIELD, f"this worker serves {self.config.role}")
-        given = _context_only(self._package) if isinstance(kv, KeepKv) else self._handed_over(request, kv.handle)
+        given = context_only(self._package) if isinstance(kv, KeepKv) else self._handed_over(request, kv.handle)
         request.disaggregated_params = given
         return {"disaggregated_params": given}
 
@@ -376,7 +343,7 @@ class TrtllmEngine(RuntimeReports):
 
         given = disaggregated_params.decode(hand_off, self._package.disaggregated_params, Logprob)
         request.handed_over = len(given.first_gen_tokens)
-        request.handed_logprobs = _logprobs_of(hand_off)
+        request.handed_logprobs = handed_logprobs(hand_off)
         request.must_not_abort = True
         request.note_mode("disaggregated")
         return given
@@ -485,32 +452,3 @@ class TrtllmEngine(RuntimeReports):
     def honoured(self) -> list[str]:
         """Controls that this version honours exactly; the others run as processors."""
         return sorted(self._served.honoured) if self._served is not None else []
-
-
-def _check_prompt(prompt: list[int], info: EngineInfo) -> None:
-    if not prompt:
-        raise InvalidRequest("prompt_token_ids", "must hold at least one token")
-    if len(prompt) >= info.context_length:
-        problem = f"must be shorter than the context of {info.context_length} tokens, got {len(prompt)}"
-        raise InvalidRequest("prompt_token_ids", problem)
-    for index, token_id in enumerate(prompt):
-        if type(token_id) is not int or not 0 <= token_id < info.vocab_size:
-            problem = f"must be token ids from 0 to {info.vocab_size - 1}, got {token_id!r} at index {index}"
-            raise InvalidRequest("prompt_token_ids", problem)
-
-
-def _context_only(package: Package) -> Any:
-    params = package.disaggregated_params(request_type="context_only")
-    if hasattr(params, "disagg_request_id"):
-        params.disagg_request_id = _MIN_DISAGG_ID + secrets.randbelow(2**63 - _MIN_DISAGG_ID)
-    return params
-
-
-def _logprobs_of(hand_off: Mapping[str, Any]) -> list[TokenLogprob] | None:
-    entries = hand_off.get("logprobs")
-    if entries is None:
-        return None
-    try:
-        return entries_of([(int(token), float(value), int(rank)) for token, value, rank in entries])
-    except (TypeError, ValueError):
-        raise InvalidRequest(f"{disaggregated_params.FIELD}.logprobs", "is malformed") from None

@@ -8,9 +8,11 @@ forever, or from the library's client side in this process: `Watch.verdict` dist
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import pickle
 import re
+import threading
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -54,15 +56,25 @@ def _text(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def own_check(llm: Any) -> Callable[[], bool] | None:
+    """The health check of an ``LLM``, or of its executor; None if the version has neither."""
+    for owner, name in ((llm, "_check_health"), (getattr(llm, "_executor", None), "check_health")):
+        check = getattr(owner, name, None)
+        if callable(check):
+            return check  # type: ignore[no-any-return]
+    return None
+
+
 class Watch:
     """Monitors the executor.
 
     Args:
-        healthy: Its own health check, None if the version has none.
+        healthy: Its own health check (`own_check`), None if the version has none. It may block:
+            it runs in a thread of its own.
         canary: Runs a request of one token.
         package: For the class of its errors.
         interval_s: Seconds between checks; a canary is sent if nothing was `heard` in between.
-        timeout_s: Seconds that the canary may take.
+        timeout_s: Seconds that the check may take, and the canary.
         broken: Called once, with the reason.
     """
 
@@ -126,18 +138,23 @@ class Watch:
             self._heard = False
         self._suspicious.clear()
 
-    def _is_healthy(self) -> bool:
+    async def _own_problem(self) -> str | None:
+        """What the executor's own check says, without blocking the event loop."""
         if self._healthy is None:
-            return True
+            return None
         try:
-            return bool(self._healthy())
+            is_healthy = await asyncio.wait_for(_in_thread(self._healthy), self._timeout_s)
+        except TimeoutError:
+            return f"TensorRT-LLM's own health check did not return within {self._timeout_s:g} s"
         except Exception:  # the engine boundary: a check that raises has failed
             logger.exception("TensorRT-LLM's own health check")
-            return False
+            is_healthy = False
+        return None if is_healthy else "TensorRT-LLM's own health check fails"
 
     async def _look(self) -> str | None:
-        if not self._is_healthy():
-            return "TensorRT-LLM's own health check fails"
+        problem = await self._own_problem()
+        if problem is not None:
+            return problem
         if self._heard:
             self._heard = False
             return None
@@ -150,6 +167,35 @@ class Watch:
         except Exception as error:  # any other exception is not a request error
             return described(error)
         return None
+
+
+def _in_thread(check: Callable[[], bool]) -> asyncio.Future[bool]:
+    """The result of a check that runs in a thread which a dead executor may hold for ever.
+
+    So it is a daemon's, and not one of the loop's pool, which the process waits for at its end.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[bool] = loop.create_future()
+
+    def told(found: bool | Exception) -> None:
+        if result.done():  # nobody waits any more
+            return
+        if isinstance(found, Exception):
+            result.set_exception(found)
+        else:
+            result.set_result(found)
+
+    def run() -> None:
+        found: bool | Exception
+        try:
+            found = bool(check())
+        except Exception as error:  # the engine boundary: it is the waiting side's to judge
+            found = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(told, found)
+
+    threading.Thread(target=run, name="trtllm-health", daemon=True).start()
+    return result
 
 
 def _answer(asking: Iterable[asyncio.Future[str | None]], problem: str | None) -> None:

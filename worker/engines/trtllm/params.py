@@ -26,7 +26,7 @@ from worker.sampling.field_processors import is_sampled, processor_controls, wit
 
 REFUSED = {
     **REFUSED_EVERYWHERE,
-    "apply_batched_logits_processor": "only the TensorRT backend has batched logits processors",
+    "apply_batched_logits_processor": "the PyTorch backend does not call batched logits processors",
     "lookahead_config": "the PyTorch backend does not look ahead",
 }
 """Fields that are not served, with the reason; refused when they differ from their default."""

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from worker.arguments import OPTIONS, Arguments, load_yaml
+from worker.engines.trtllm import llm_options
 from worker.errors import ConfigurationError, StartupError
 
 Role = Literal["aggregated", "prefill", "decode"]
 
 EVENT_BUFFER = 100_000
 """Size of TensorRT-LLM's KV event buffer, as in Dynamo's own worker; older events are lost."""
-
-_PROCESSORS = "is not compatible with logits processors"
-
-REFUSED: dict[str, str] = {
-    "model": "is --model-path",
-    "tokenizer": "is the checkpoint's own",
-    "skip_tokenizer_init": "TensorRT-LLM's tokenizer sets up stop tokens",
-    "trust_remote_code": "code in a checkpoint is never run",
-    "disable_overlap_scheduler": "is --history",
-    "speculative_config": _PROCESSORS,
-    "lookahead_config": _PROCESSORS,
-    "enable_attention_dp": _PROCESSORS,
-    "max_beam_width": "beam search is not served",
-    "guided_decoding_backend": "grammars run as logits processors",
-    "reasoning_parser": "thinking budgets run as logits processors, and the frontend parses reasoning",
-    "num_postprocess_workers": "the worker sends token ids",
-    "stream_interval": "every token must be a delta",
-    "batched_logits_processor": "only the TensorRT backend calls it",
-}
-"""Names that the YAML file may not set, with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +28,14 @@ class TrtllmConfig:
         options: Arguments of ``LLM`` besides the model. Those in `optional` are omitted if a
             version lacks them.
         optional: Names in `options` that the worker sets by itself.
-        max_num_seqs: Largest batch.
+        max_num_seqs: Largest batch; None is TensorRT-LLM's own default.
         max_queue: Length of the waiting queue.
         history: ``exact`` shows processors every sampled token; ``lagged`` uses overlapped
             scheduling, where they see it late.
         fails_open: As in Dynamo's own adapter, a request continues without a failing processor.
         role: ``prefill`` and ``decode`` transfer KV through TensorRT-LLM's cache transceiver.
-        kv_lease_s: Seconds that a prefill worker stays after its last prompt, for decode workers to
-            fetch the KV.
+        kv_lease_s: Seconds that a prefill worker keeps the KV of a prompt, and stays after its last
+            prompt, for decode workers to fetch it.
         canary_interval_s: Seconds without a response after which a canary is sent.
         canary_timeout_s: Timeout of the canary.
     """
@@ -61,7 +43,7 @@ class TrtllmConfig:
     model_path: str
     options: Mapping[str, Any] = field(default_factory=dict)
     optional: frozenset[str] = frozenset()
-    max_num_seqs: int = 64
+    max_num_seqs: int | None = None
     max_queue: int = 256
     history: Literal["exact", "lagged"] = "exact"
     fails_open: bool = False
@@ -70,14 +52,23 @@ class TrtllmConfig:
     canary_interval_s: float = 10.0
     canary_timeout_s: float = 60.0
 
-    def llm_arguments(self, known: Collection[str], version: str) -> dict[str, Any]:
+    def llm_arguments(self, known: Collection[str], version: str, context_length: int | None = None) -> dict[str, Any]:
         """Arguments for the installed version.
+
+        Args:
+            known: Names that the version has.
+            version: For messages.
+            context_length: The checkpoint's. It is given where the operator gives no length:
+                TensorRT-LLM would deduce its own, and does not tell which.
 
         Raises:
             StartupError: it lacks an argument that the operator gave, or one that exactness needs.
         """
         chosen = {}
-        for name, value in self.options.items():
+        options = dict(self.options)
+        if options.get("max_seq_len") is None and context_length is not None:
+            options["max_seq_len"] = context_length
+        for name, value in options.items():
             if name in known:
                 chosen[name] = value
             elif name not in self.optional:
@@ -92,31 +83,34 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
         ConfigurationError: they contradict each other, or a name may not be set.
     """
     path = arguments.extra_engine_args
-    given = {} if path is None else load_yaml(path)
-    for name in given:
-        if name in REFUSED:
-            raise ConfigurationError(f"--extra-engine-args {path}: {name}: {REFUSED[name]}")
-    options = _Options(given, path)
-    _add_sizes(options, arguments)
-    _add_cache(options, arguments)
     role: Role = arguments.disaggregation_mode  # type: ignore[assignment]  # one of its choices
-    if role != "aggregated":
-        options.default("cache_transceiver_config", {"backend": "DEFAULT"})
     # a context-only request takes one step, so there is nothing to overlap; versions of 2025 refuse
     # overlap
     overlaps = arguments.history == "lagged" and role != "prefill"
+    has_code = _has_code(arguments.model_path)
+    rows = llm_options.needed(model_path=arguments.model_path, overlaps=overlaps, has_code=has_code)
+    given, problem = llm_options.split({} if path is None else load_yaml(path), rows)
+    if problem is not None:
+        raise ConfigurationError(f"--extra-engine-args {path}: {problem}")
+    options = _Options(given, path)
+    _add_sizes(options, arguments)
+    _add_cache(options, arguments)
+    if role != "aggregated":
+        _add_transceiver(options, arguments)
     options.default("disable_overlap_scheduler", not overlaps, needed=True)
+    options.default("generation_config", "trtllm")
     options.default("enable_chunked_prefill", arguments.history == "exact")
     if arguments.history == "lagged" and options.values["enable_chunked_prefill"]:
         problem = "with --history lagged a prompt must be prefilled at once"
         raise ConfigurationError(f"--extra-engine-args {path}: enable_chunked_prefill: {problem}")
     options.default("scheduler_config", {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"})
     options.default("enable_iter_perf_stats", True)
+    batch = options.values.get("max_batch_size")
     return TrtllmConfig(
         model_path=arguments.model_path,
         options=options.values,
         optional=frozenset(options.optional),
-        max_num_seqs=int(options.values["max_batch_size"]),
+        max_num_seqs=None if batch is None else int(batch),
         max_queue=arguments.max_queue,
         history="exact" if arguments.history == "exact" else "lagged",
         fails_open=arguments.processor_errors == "open",
@@ -126,9 +120,9 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
 
 
 def _add_sizes(options: _Options, arguments: Arguments) -> None:
-    options.flag("tensor_parallel_size", arguments, "tensor_parallel_size", always=True)
-    options.flag("pipeline_parallel_size", arguments, "pipeline_parallel_size", always=True)
-    options.flag("max_batch_size", arguments, "max_num_seqs", always=True)
+    options.flag("tensor_parallel_size", arguments, "tensor_parallel_size")
+    options.flag("pipeline_parallel_size", arguments, "pipeline_parallel_size")
+    options.flag("max_batch_size", arguments, "max_num_seqs")
     options.flag("max_num_tokens", arguments, "max_num_batched_tokens")
     options.flag("max_seq_len", arguments, "context_length")
     if arguments.dtype != "auto":
@@ -150,6 +144,24 @@ def _add_cache(options: _Options, arguments: Arguments) -> None:
         options.values["kv_cache_config"] = inner.values
 
 
+def _add_transceiver(options: _Options, arguments: Arguments) -> None:
+    """The transceiver, with a time-out: without one TensorRT-LLM keeps the KV of a prompt whose
+    decode worker never comes for good, and its transceiver in Python does not start.
+
+    A transfer may begin until the lease ends, so it gets as long again.
+    """
+    transceiver = _Options(options.values.get("cache_transceiver_config") or {}, options.path)
+    lease_ms = math.ceil(arguments.kv_lease_s * 1000)
+    if transceiver.values.get("backend") is None:
+        transceiver.values["backend"] = "DEFAULT"
+    timeout = transceiver.values.setdefault("kv_transfer_timeout_ms", 2 * lease_ms)
+    if type(timeout) is not int or timeout < lease_ms:
+        problem = f"must be at least the {lease_ms} ms of --kv-lease-s, got {timeout!r}"
+        name = "cache_transceiver_config.kv_transfer_timeout_ms"
+        raise ConfigurationError(f"--extra-engine-args {options.path}: {name}: {problem}")
+    options.values["cache_transceiver_config"] = transceiver.values
+
+
 class _Options:
     """Values by name; those of the YAML file have priority, and a flag must not contradict them."""
 
@@ -158,13 +170,11 @@ class _Options:
         self.path = path
         self.optional: set[str] = set()
 
-    def flag(self, name: str, arguments: Arguments, option: str, *, always: bool = False) -> None:
-        """Take an option of the worker if it was given, or ``always``."""
-        value = getattr(arguments, option)
+    def flag(self, name: str, arguments: Arguments, option: str) -> None:
+        """Take an option of the worker if it was given; else the library's default holds."""
         if option in arguments.given:
+            value = getattr(arguments, option)
             self.same(name, value, next(each.flag for each in OPTIONS if each.name == option))
-        elif always:
-            self.values.setdefault(name, value)
 
     def same(self, name: str, value: Any, flag: str) -> None:
         """Set a value that the file may repeat but not contradict."""
@@ -193,6 +203,12 @@ def checkpoint_facts(model_path: str) -> tuple[int | None, tuple[int, ...]]:
     found = generation.get("eos_token_id", text.get("eos_token_id"))
     ends = [] if found is None else found if isinstance(found, list) else [found]
     return length, tuple(int(token) for token in ends)
+
+
+def _has_code(model_path: str) -> bool:
+    """Whether the checkpoint names code of its own, for its model or its tokenizer."""
+    files = ("config.json", "tokenizer_config.json")
+    return any("auto_map" in _read_json(Path(model_path) / name) for name in files)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

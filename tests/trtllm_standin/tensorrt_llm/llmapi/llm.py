@@ -67,6 +67,8 @@ class _NewLLM:
             raise TypeError(f"The sampling_params must be type SamplingParams, got {type(params).__name__}")
         if not 0 <= priority <= 1:
             raise ValueError(f"priority must be in [0, 1], got {priority}")
+        if getattr(self.args, "generation_config", "trtllm") == "auto":
+            params._apply_generation_config_defaults(_generation_config(Path(self.args.model)))
         kind = self._kind(disaggregated_params)
         if kind == "context_only":
             params.max_tokens = 1
@@ -159,6 +161,7 @@ class _NewLLM:
         raise RuntimeError("the stand-in does not preprocess")
 
     def _check_health(self) -> bool:
+        time.sleep(SWITCHES.health_blocks_s)
         return self._fatal is None and not self._down
 
     def shutdown(self) -> None:
@@ -200,6 +203,8 @@ class _NewLLM:
             "overlap": not args.disable_overlap_scheduler,
             "chunked": args.enable_chunked_prefill,
             "events": self._events_wanted,
+            "hash_algo": getattr(args.kv_cache_config, "kv_cache_event_hash_algo", "auto"),
+            "manager_v2": getattr(args.kv_cache_config, "use_kv_cache_manager_v2", "auto") is True,
             "stats": args.enable_iter_perf_stats,
             "total_blocks": self._capacity_tokens() // args.kv_cache_config.tokens_per_block,
         }
@@ -310,9 +315,13 @@ def _prompt(inputs: Any) -> list[int]:
     return inputs
 
 
-def _end_ids(model: Path) -> list[int]:
+def _generation_config(model: Path) -> dict[str, Any]:
     path = model / "generation_config.json"
-    found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    return json.loads(path.read_text()) if path.is_file() else {}  # type: ignore[no-any-return]
+
+
+def _end_ids(model: Path) -> list[int]:
+    found = _generation_config(model).get("eos_token_id")
     return [] if found is None else found if isinstance(found, list) else [found]
 
 

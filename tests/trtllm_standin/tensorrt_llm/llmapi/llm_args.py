@@ -30,6 +30,7 @@ class SchedulerConfig(_Strict):
     capacity_scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
     context_chunking_policy: Optional[str] = None
     dynamic_batch_config: Optional[DynamicBatchConfig] = None
+    waiting_queue_policy: Literal["fcfs", "priority"] = "fcfs"
 
 
 class CudaGraphConfig(_Strict):
@@ -50,6 +51,11 @@ class KvCacheConfig(_Strict):
     copy_on_partial_reuse: bool = True
     dtype: str = "auto"
     tokens_per_block: int = 32
+
+
+class NewKvCacheConfig(KvCacheConfig):
+    use_kv_cache_manager_v2: bool | Literal["auto"] = "auto"
+    kv_cache_event_hash_algo: Literal["auto", "v1_block_key", "v2_sha256", "v2_sha256_64"] = "auto"
 
 
 class CacheTransceiverConfig(_Strict):
@@ -106,5 +112,10 @@ TorchLlmArgs: Any = (
         disable_flashinfer_sampling=(bool, False),
     )
     if SWITCHES.is_old
-    else create_model("TorchLlmArgs", __base__=_NewArgs)
+    else create_model(
+        "TorchLlmArgs",
+        __base__=_NewArgs,
+        kv_cache_config=(NewKvCacheConfig, NewKvCacheConfig()),
+        generation_config=(Literal["auto", "trtllm"], "trtllm"),
+    )
 )

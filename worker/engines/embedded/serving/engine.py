@@ -8,7 +8,17 @@ from itertools import count
 
 import torch
 
-from worker.engines import BATCH_SIZES, EngineInfo, EngineLoad, KeepKv, KvEventSink, ReadKv, TokenDelta
+from worker.engines import (
+    BATCH_SIZES,
+    NO_HINTS,
+    EngineInfo,
+    EngineLoad,
+    KeepKv,
+    KvEventSink,
+    ReadKv,
+    RequestHints,
+    TokenDelta,
+)
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.host import limit_threads
@@ -142,8 +152,9 @@ class EmbeddedEngine:
         cache_salt: str | None = None,
         generated_token_ids: Sequence[int] = (),
         choice: int = 0,
+        hints: RequestHints = NO_HINTS,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Decode one request; see `worker.engines.ServingEngine.generate`."""
+        """Decode one request, in order of arrival; see `worker.engines.ServingEngine.generate`."""
         stream = self._admit(request_id, prompt_token_ids, sampling_params, kv, cache_salt, generated_token_ids, choice)
         try:
             while True:

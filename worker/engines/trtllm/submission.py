@@ -1,0 +1,68 @@
+"""What a request is submitted with beside its ``SamplingParams``: checks, and arguments of
+``generate_async``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from worker.engines import EngineInfo, RequestHints, TokenLogprob
+from worker.engines.trtllm.capabilities import Package
+from worker.engines.trtllm.deltas import entries_of
+from worker.engines.trtllm.disaggregated_params import FIELD
+from worker.errors import InvalidRequest
+
+_MIN_DISAGG_ID = 2**42
+"""Lower ids are TensorRT-LLM's own."""
+
+
+def hint_arguments(hints: RequestHints, package: Package) -> dict[str, Any]:
+    """Trace headers and priority, where the request has them and the version takes them.
+
+    Its priorities lie between 0 and 1, 0.5 is usual; those of requests are numbers around 0.
+    """
+    found: dict[str, Any] = {}
+    if hints.trace_headers:
+        found["trace_headers"] = dict(hints.trace_headers)
+    if hints.priority:
+        found["priority"] = 0.5 * (1 + hints.priority / (1 + abs(hints.priority)))
+    return {name: value for name, value in found.items() if name in package.generate_arguments}
+
+
+def check_prompt(prompt: list[int], info: EngineInfo) -> None:
+    """Raises `InvalidRequest` if a prompt is empty, too long or out of the vocabulary."""
+    if not prompt:
+        raise InvalidRequest("prompt_token_ids", "must hold at least one token")
+    if len(prompt) >= info.context_length:
+        problem = f"must be shorter than the context of {info.context_length} tokens, got {len(prompt)}"
+        raise InvalidRequest("prompt_token_ids", problem)
+    for index, token_id in enumerate(prompt):
+        if type(token_id) is not int or not 0 <= token_id < info.vocab_size:
+            problem = f"must be token ids from 0 to {info.vocab_size - 1}, got {token_id!r} at index {index}"
+            raise InvalidRequest("prompt_token_ids", problem)
+
+
+def context_only(package: Package) -> Any:
+    """``DisaggregatedParams`` of a prefill, with an id of its own where the version has one."""
+    cls, ids = package.disaggregated_params, {}
+    if "disagg_request_id" in {field.name for field in dataclasses.fields(cls)}:
+        ids["disagg_request_id"] = _MIN_DISAGG_ID + secrets.randbelow(2**63 - _MIN_DISAGG_ID)
+    return cls(request_type="context_only", **ids)
+
+
+def handed_logprobs(hand_off: Mapping[str, Any]) -> list[TokenLogprob] | None:
+    """Log probabilities of the token that prefill's chain sampled, None if it reported none.
+
+    Raises:
+        InvalidRequest: they are malformed.
+    """
+    entries = hand_off.get("logprobs")
+    if entries is None:
+        return None
+    try:
+        return entries_of([(int(token), float(value), int(rank)) for token, value, rank in entries])
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"{FIELD}.logprobs", "is malformed") from None
