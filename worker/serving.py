@@ -52,6 +52,7 @@ from worker.migration.safe_chunks import SafeChunks
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.processors.smoke import SmokeTest
 from worker.request_log import RequestEntry, RequestLog
+from worker.requests.client import client_of
 from worker.requests.deadline import until
 from worker.requests.receipts import RequestReceipt, Server
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
@@ -329,6 +330,7 @@ class RequestServer:
         request = record.request
         prompt, generated = request.prompt_token_ids, request.generated_token_ids
         entry.num_prompt_tokens = len(prompt)
+        client = client_of(metadata)
         selection = chains.select(request, metadata)
         choice += selection.choice
         entry.processors = [one.name for one in selection.processors if one.name in chains.catalog]
@@ -344,7 +346,7 @@ class RequestServer:
         builder = entry.builder = ResponseBuilder(request, hidden, receipt)
         builder.num_cached_tokens = min(part.num_cached_tokens, len(prompt))
         deltas = self.engine.generate(
-            admitted.request_id, prompt, params, part.kv, request.cache_salt, generated, choice
+            admitted.request_id, prompt, params, part.kv, request.cache_salt, generated, choice, client
         )
         if selection.deadline is not None:
             deltas = until(selection.deadline, deltas)

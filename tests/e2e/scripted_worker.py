@@ -58,6 +58,7 @@ class ScriptedEngine:
         cache_salt: str | None = None,
         generated_token_ids: Sequence[int] = (),
         choice: int = 0,
+        client: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         script = self.letters.get(prompt_token_ids[0], "")
         if script == "o":

@@ -92,6 +92,7 @@ class FakeEngine:
         cache_salt: str | None = None,
         generated_token_ids: Sequence[int] = (),
         choice: int = 0,
+        client: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         return self.script(request_id, sampling_params)
 

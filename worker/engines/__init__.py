@@ -199,12 +199,16 @@ class ServingEngine(Protocol):
         cache_salt: str | None = None,
         generated_token_ids: Sequence[int] = (),
         choice: int = 0,
+        client: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request, or in disaggregated serving one worker's part of it.
 
         Requests share the KV of a common prefix only if their `cache_salt` is the same. `choice` is
         which of several answers to one prompt this is: requests with one seed that differ in it
         have different random numbers.
+
+        `client` is the label of the client that it comes from, among whom an engine with a queue of
+        its own takes turns; None is one client.
 
         A migrated request comes with the tokens of its answer so far, ``generated_token_ids``, and
         the stream begins after them. Everything else, ``max_tokens`` too, is as if they had been

@@ -232,6 +232,7 @@ class TrtllmEngine(RuntimeReports):
         cache_salt: str | None = None,
         generated_token_ids: Sequence[int] = (),
         choice: int = 0,
+        client: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
         if choice:

@@ -140,9 +140,12 @@ class EmbeddedEngine:
         cache_salt: str | None = None,
         generated_token_ids: Sequence[int] = (),
         choice: int = 0,
+        client: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
-        stream = self._admit(request_id, prompt_token_ids, sampling_params, kv, cache_salt, generated_token_ids, choice)
+        stream = self._admit(
+            request_id, prompt_token_ids, sampling_params, kv, cache_salt, generated_token_ids, choice, client
+        )
         try:
             while True:
                 delta = await stream.take()
@@ -228,6 +231,7 @@ class EmbeddedEngine:
         cache_salt: str | None,
         generated: Sequence[int],
         choice: int,
+        client: str | None,
     ) -> Stream:
         if self._refusal is not None:
             raise self._refusal
@@ -239,7 +243,7 @@ class EmbeddedEngine:
         request = admit(
             request_id, number, prompt, params, self._model, context_length, choice=choice, generated=generated
         )
-        request.cache_salt = cache_salt
+        request.cache_salt, request.client = cache_salt, client
         handle = self._part(request, kv)
         check_queue(len(self._streams), self.config.max_num_seqs, self.config.max_queue)
         stream = self._streams[request_id] = Stream(request)
