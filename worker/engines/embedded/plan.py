@@ -117,7 +117,7 @@ class Request:
     num_sent: int = 0
     arrival: int = -1
     client: str | None = None
-    turn: int = -1
+    turn: float = -1
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached_tokens: int | None = None

@@ -12,11 +12,15 @@ from adapters.chain import ProcessorChain, ProcessorFailed
 from worker.engines import QueueTimes
 from worker.engines.embedded.kv_cache import KvCache, hash_blocks
 from worker.engines.embedded.plan import TILE, Chunk, Output, PageCopy, Plan, Request, Samples
-from worker.engines.embedded.turns import Turns, counts_of, in_rounds
+from worker.engines.embedded.turns import Turns, counts_of
 
 FAIR_CHUNK = 128
 """Tokens of each prompt that a step computes before any prompt gets more; a quarter of the token
 budget at most. So short prompts do not wait for the end of a long one.
+"""
+
+SHARED_CHUNKS = 2
+"""Prompt tokens of a step while several clients share the engine, in units of ``max_mixed_chunk``.
 """
 
 FEW_ROWS = 16
@@ -305,11 +309,15 @@ class Scheduler:
 
         While requests decode, prompts are to slow them by about two steps and no more, so a mixed
         batch gets ``max_mixed_chunk`` prompt tokens, corrected for what makes them cheap or dear.
+        Where several clients share the engine, a step is short whatever one of them has sent:
+        another's request waits for its end.
         """
         most = self.max_num_batched_tokens - len(self.decoding)
-        if self.max_mixed_chunk is None or not self.decoding:
-            return most
         rows, chunk, part = len(self.decoding), self.max_mixed_chunk, 2
+        if chunk is not None and self._turns.is_shared:
+            return min(most, _whole_tiles(SHARED_CHUNKS * chunk + TILE // 2 - 1, rows))
+        if chunk is None or not self.decoding:
+            return most
         if rows < FEW_ROWS:
             # a step with few rows is short: half a chunk already takes as long as two of them, and
             # the rows themselves count
@@ -322,8 +330,7 @@ class Scheduler:
         # half less behind LONG_CONTEXT tokens, in proportion before.
         wanted -= sum(chunk * min(one.num_computed, LONG_CONTEXT) // (part * LONG_CONTEXT) for one in self.prefilling)
         if wanted >= TILE:
-            # GEMMs compute whole tiles of tokens, decode rows among them: a started tile is paid
-            wanted = (rows + wanted + TILE // 2) // TILE * TILE - rows
+            wanted = _whole_tiles(wanted, rows)
         return min(most, wanted)
 
     def _admit(self, budget: int) -> tuple[PageCopy, ...]:
@@ -426,13 +433,12 @@ class Scheduler:
         return 2 * shared * self.cache.block_size > len(request.tokens) - first * self.cache.block_size
 
     def _cut(self, budget: int) -> tuple[Chunk, ...]:
-        """Chunks of the prompts, clients in turn: a fair one each while the budget lasts, the rest
-        to the first.
-        """
-        fair = max(_fair_chunk(budget), budget // (2 * len(self.prefilling)))
+        """Chunks of the prompts: a fair one each while the budget lasts, the rest to the first."""
+        prompts, fair = self.prefilling, max(_fair_chunk(budget), budget // (2 * len(self.prefilling)))
+        if self._turns.is_shared:
+            prompts, fair = self._turns.prompts(self.prefilling), FAIR_CHUNK
         left = budget
         counts = []
-        prompts = in_rounds(self.prefilling)
         for request in prompts:
             counts.append(min(fair, _remaining(request), left))
             left -= counts[-1]
@@ -460,6 +466,11 @@ class Scheduler:
 
 
 _arrival = attrgetter("arrival")
+
+
+def _whole_tiles(wanted: int, rows: int) -> int:
+    """Prompt tokens beside decode rows: GEMMs compute whole tiles, and a started one is paid."""
+    return max(1, (rows + wanted + TILE // 2) // TILE * TILE - rows)
 
 
 def _fair_chunk(budget: int) -> int:

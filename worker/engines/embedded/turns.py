@@ -12,7 +12,7 @@ SHARED_S = 30.0
 """Seconds after its last request that a second client counts as one that may come back."""
 
 MAX_KNOWN = 1024
-"""Clients whose turns are remembered before those that have lost their meaning are dropped."""
+"""Clients whose turns are remembered, those whose requests were admitted last."""
 
 
 class Turns:
@@ -31,6 +31,8 @@ class Turns:
         self._now = now
         self._served = 0  # the turn that is being served
         self._next: dict[str | None, int] = {}  # of each client, behind its last turn
+        self._led: dict[str | None, int] = {}  # the step in which a client's prompt was last the first
+        self._num_led = 0
         self._last: tuple[str | None] | None = None  # the client whose request came last
         self._shared_until_s = float("-inf")
 
@@ -50,7 +52,7 @@ class Turns:
         if len({request.client for request in waiting}) < 2:
             return list(waiting)
         ahead: Counter[str | None] = Counter()
-        keys: dict[int, tuple[int, bool, int]] = {}
+        keys: dict[int, tuple[float, bool, int]] = {}
         for request in waiting:
             is_new = request.turn < 0
             turn = self._first(request.client) + ahead[request.client] if is_new else request.turn
@@ -62,15 +64,35 @@ class Turns:
         """A request leaves the queue. One that comes back into it keeps its turn."""
         if request.turn >= 0:
             return
-        request.turn = self._first(request.client)
-        self._served = max(self._served, request.turn)
-        self._next[request.client] = request.turn + 1
+        turn = self._first(request.client)
+        self._served = max(self._served, turn)
+        self._next.pop(request.client, None)
+        request.turn, self._next[request.client] = turn, turn + 1
         if len(self._next) > MAX_KNOWN:
-            self._next = {client: turn for client, turn in self._next.items() if turn > self._served}
+            del self._next[next(iter(self._next))]
 
     def give_way(self, request: Request) -> None:
-        """A running request goes back into the queue to make room: behind those who wait now."""
-        request.turn = self._served + 1
+        """A running request goes back into the queue to make room: behind the next of each client,
+        before the second ones.
+        """
+        request.turn = self._served + 1.5
+
+    def prompts(self, requests: Sequence[Request]) -> list[Request]:
+        """The requests whose prompts a step is to compute, in the order in which it does.
+
+        One of each client comes before the second of any, and the client whose turn to be first was
+        longest ago is the first.
+        """
+        rounds: Counter[str | None] = Counter()
+        keys: list[tuple[int, int, int]] = []
+        for index, request in enumerate(requests):
+            keys.append((rounds[request.client], self._led.get(request.client, -1), index))
+            rounds[request.client] += 1
+        ordered = [requests[index] for *_, index in sorted(keys)]
+        self._num_led += 1
+        self._led = {client: step for client, step in self._led.items() if client in rounds}
+        self._led[ordered[0].client] = self._num_led
+        return ordered
 
     def _first(self, client: str | None) -> int:
         return max(self._served, self._next.get(client, 0))
@@ -79,13 +101,3 @@ class Turns:
 def counts_of(requests: Iterable[Request]) -> Counter[str | None]:
     """Requests of each client."""
     return Counter(request.client for request in requests)
-
-
-def in_rounds(requests: Sequence[Request]) -> list[Request]:
-    """The first request of each client, then the second ones, and so on, each round in order."""
-    rounds: Counter[str | None] = Counter()
-    ranked: list[tuple[int, int]] = []
-    for index, request in enumerate(requests):
-        ranked.append((rounds[request.client], index))
-        rounds[request.client] += 1
-    return [requests[index] for _, index in sorted(ranked)]
