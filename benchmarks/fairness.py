@@ -208,7 +208,7 @@ def serving(directory: Path, arguments: Sequence[str]) -> Iterator[int]:
         "DYN_EVENT_PLANE": "zmq",
         "DYN_FILE_KV": str(directory / "discovery"),
         "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
-        "DYN_LOG": "error,dynamo_runtime::storage=off",
+        "DYN_LOG": "off",
         "DYN_TCP_RESPONSE_STREAM_HOST": "lo",
         "DYN_TCP_RPC_HOST": "127.0.0.1",
         "HOME": str(directory),
@@ -216,10 +216,10 @@ def serving(directory: Path, arguments: Sequence[str]) -> Iterator[int]:
         "TMPDIR": str(directory),
         "WORKER_ENABLE_KV_ROUTING": "false",
     }
+    upstream = f"http://127.0.0.1:{ports[0]}"
     commands = [
         ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(ports[0])],
-        ["-m", "worker.frontdoor", "--port", str(ports[1]), "--upstream", f"http://127.0.0.1:{ports[0]}"]
-        + ["--api-key-file", str(directory / "keys")],
+        ["-m", "worker.frontdoor", "--port", str(ports[1]), "--upstream", upstream, f"--api-key-file={directory}/keys"],
         ["-m", "worker", "--model-path", str(model), "--served-model-name", MODEL, "--device", "cpu", *arguments],
     ]
     processes = [subprocess.Popen([sys.executable, *command], env=environment) for command in commands]

@@ -330,9 +330,7 @@ _OTHER_FIELDS: tuple[Field, ...] = (
     _honoured("routing.cache_salt", text, "Requests share the KV of common beginnings only if their salt is the same."),
     _no_effect("routing.priority_jump", _ROUTER),
     _no_effect("routing.strict_priority", _ROUTER),
-    _no_effect(
-        "routing.priority", "A hint about order: the router acts on it, this worker serves in order of arrival."
-    ),
+    _no_effect("routing.priority", "A hint about order: the router acts on it, this worker serves clients in turn."),
     _no_effect("routing.allowed_worker_ids", _ROUTER),
     _no_effect("routing.routing_constraints", _ROUTER),
     _no_effect("extra_args.nvext.cache_salt", "As routing.cache_salt, where the frontend puts it too."),

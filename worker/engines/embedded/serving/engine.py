@@ -245,7 +245,8 @@ class EmbeddedEngine:
         )
         request.cache_salt, request.client = cache_salt, client
         handle = self._part(request, kv)
-        check_queue(len(self._streams), self.config.max_num_seqs, self.config.max_queue)
+        is_first = client is not None and all(other.client != client for other in self._streams.values())
+        check_queue(len(self._streams), self.config.max_num_seqs, self.config.max_queue, is_first=is_first)
         stream = self._streams[request_id] = Stream(request)
         self._thread.tell(Submit(request, handle))
         return stream
