@@ -163,3 +163,29 @@ def test_keys_of_a_file(served: tuple[Stack, Worker, Door], tmp_path: Path) -> N
     assert http(f"{door.url}/health")[0] == 200
     door.signal(signal.SIGTERM)
     assert door.wait() == 0
+
+
+async def test_clients_take_turns(stack: Stack, tmp_path: Path) -> None:
+    """One slot: the second key's request comes before the rest of the first one's."""
+    (tmp_path / "keys").write_text("large\nsmall\n")
+    stack.start_frontend()
+    worker = stack.start_worker(*PATIENT, "--max-num-seqs", "1")
+    door = Door(stack, "--api-key-file", str(tmp_path / "keys"))
+    ended: list[str] = []
+
+    async def ask(client: openai.AsyncOpenAI, name: str, key: str, max_tokens: int) -> None:
+        client = client.with_options(api_key=key)
+        await client.completions.create(
+            model=MODEL, prompt=name, max_tokens=max_tokens, extra_body={"ignore_eos": True}, timeout=100
+        )
+        ended.append(name)
+
+    async with door.async_client() as client:
+        large = [asyncio.create_task(ask(client, f"large {n}", "large", 400)) for n in range(5)]
+        while worker.metric("dlw_in_flight_requests") < 5:
+            await asyncio.sleep(0.01)
+        assert ended == []
+        await ask(client, "small", "small", 1)
+        assert len(ended) <= 2
+        await asyncio.gather(*large)
+    assert sorted(ended) == [*(f"large {n}" for n in range(5)), "small"]
