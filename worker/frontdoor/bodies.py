@@ -38,8 +38,8 @@ class Bodies:
         self.least_rate = least_rate
         self.timeout_s = timeout_s
         self.now = now
-        self.small = _Room(SMALL_ROOM)
-        self.large = _Room(LARGE_AT_ONCE * max(largest, SMALL))
+        self.small = _Room(SMALL_ROOM, now)
+        self.large = _Room(LARGE_AT_ONCE * max(largest, SMALL), now)
 
     @property
     def num_bytes(self) -> int:
@@ -79,14 +79,13 @@ class Body:
             if isinstance(self._parts, bytes):
                 self._parts = bytearray(self._parts)
             self._parts += part
-        self.num_bytes += len(part)
+        num_bytes = len(part)
+        self.num_bytes += num_bytes
         room = self._bodies.small if self.num_bytes <= SMALL else self._bodies.large
-        if room is self._room:
-            room.grow(self, len(part), self._bodies.now())
-        else:
-            self._leave(self.num_bytes - len(part))
-            self._room = room
-            room.grow(self, self.num_bytes, self._bodies.now())
+        if room is not self._room:
+            self._leave(self.num_bytes - num_bytes)
+            self._room, num_bytes = room, self.num_bytes
+        room.grow(self, num_bytes)
 
     def take(self) -> bytes:
         """All of it. It keeps its room until `free`."""
@@ -121,19 +120,22 @@ class _Room:
 
     Args:
         capacity: Bytes.
+        now: The clock.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, now: Callable[[], float]) -> None:
         self._capacity = capacity
+        self._now = now
         self._bodies: dict[Body, None] = {}  # in order of arrival
         self.num_bytes = 0
 
-    def grow(self, body: Body, num_bytes: int, now: float) -> None:
+    def grow(self, body: Body, num_bytes: int) -> None:
         """More of a body has come. Raises `Refused` (503) if it is the slowest of too many."""
         self._bodies[body] = None
         self.num_bytes += num_bytes
         while self.num_bytes > self._capacity:
             coming = [each for each in self._bodies if not each.is_complete]
+            now = self._now()
             slowest = min(coming, key=lambda each: each.rate(now))
             if slowest is body:
                 raise Refused(503, "too many bodies at a time", kind="server_error")

@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.request_reader import Head
@@ -48,6 +49,7 @@ class Hosts:
             )
 
 
+@lru_cache(256)
 def host_name(host: str) -> str | None:
     """The name or address in a ``Host`` header, in lower case; None if it is none."""
     found = _HOST.fullmatch(host.lower())
@@ -95,6 +97,7 @@ class Keys:
         return key if scheme.lower() == b"bearer" and any(matches) else b""
 
 
+@lru_cache(1024)
 def label_of(key: bytes, peer: bytes) -> bytes:
     """What stands for a client before the workers: it does not show its key, and is the same at
     each front door.

@@ -50,6 +50,7 @@ class Head(NamedTuple):
         version: ``1.1`` or ``1.0``.
         lines: Names, as they were written, and values of its headers.
         headers: The values by name in lower case; of several the last.
+        connection: The options that all ``Connection`` lines name, in lower case.
     """
 
     method: bytes
@@ -57,19 +58,13 @@ class Head(NamedTuple):
     version: bytes
     lines: list[tuple[bytes, bytes]]
     headers: dict[bytes, bytes]
+    connection: frozenset[bytes] = NO_HEADERS
 
     def values(self, name: bytes) -> list[bytes]:
         """The values of all lines of a header, by its name in lower case."""
         if name not in self.headers:
             return []
         return [value for each, value in self.lines if each.lower() == name]
-
-    def connection_options(self) -> frozenset[bytes]:
-        """The options that all ``Connection`` lines name, in lower case."""
-        if b"connection" not in self.headers:
-            return NO_HEADERS
-        listed = b",".join(self.values(b"connection")).lower().split(b",")
-        return frozenset(option.strip(b"\t ") for option in listed)
 
     @property
     def is_chunked(self) -> bool:
@@ -81,7 +76,7 @@ class Head(NamedTuple):
         framings, of which another server may have taken the other one.
         """
         two_framings = self.is_chunked and b"content-length" in self.headers
-        return self.version == b"1.1" and not two_framings and b"close" not in self.connection_options()
+        return self.version == b"1.1" and not two_framings and b"close" not in self.connection
 
     @property
     def awaits_continue(self) -> bool:
@@ -97,7 +92,7 @@ class Head(NamedTuple):
         """Raises `Refused` (400) if ``Connection`` names a header that is meant for what is behind:
         a proxy would have to take it out, and with it what the request asks for.
         """
-        for option in self.connection_options():
+        for option in self.connection:
             if option in self.headers and (option in _END_TO_END or option.startswith(_END_TO_END_PREFIXES)):
                 name = option.decode("latin-1")
                 raise Refused(400, f"connection: {name} is no header of one connection", "connection")
@@ -114,8 +109,8 @@ class Head(NamedTuple):
             added: Further header lines, each with its CRLF.
         """
         dropped = _DROPPED | without if without else _DROPPED
-        if b"connection" in self.headers:
-            dropped |= self.connection_options()
+        if not self.connection.isdisjoint(self.headers):
+            dropped |= self.connection
         parts = [b"%b %b HTTP/%b" % (self.method, self.target, self.version)]
         parts += [b": ".join(line) for line in self.lines if line[0].lower() not in dropped]
         if num_bytes is not None:
@@ -134,25 +129,44 @@ def read_head(head: bytes) -> Head:
             for another version than 1.0 and 1.1.
     """
     first, *rest = head.split(b"\r\n")
+    if head.translate(None, _IN_LINES) != b"\r\n" * len(rest):
+        _check_lines(head)
+        raise Refused(400, _BAD + "a control character in the head")
     request = _REQUEST_LINE.fullmatch(first)
     if request is None:
         raise Refused(400, _BAD + "no request line")
-    if head.translate(None, _IN_LINES) != b"\r\n" * len(rest):
-        raise Refused(400, _BAD + "a control character in the head")
     method, target, version = request.groups()
     if version not in (b"1.1", b"1.0"):
         raise Refused(505, f"HTTP/{version.decode()} is not supported")
     lines, headers = [], {}
     for line in rest:
         name, colon, value = line.partition(b":")
-        if not colon or not name or name.translate(None, _TOKEN):
-            raise Refused(400, _BAD + ("a folded line" if line[:1] in (b" ", b"\t") else "a header without a name"))
+        if not (colon and name):
+            raise _bad_line(line)
         value = value.strip(b"\t ")
         lines.append((name, value))
         headers[name.lower()] = value
-    found = Head(method, target, version, lines, headers)
+    if b"".join(headers).translate(None, _TOKEN):
+        raise _bad_line(next(line for line in rest if line.partition(b":")[0].translate(None, _TOKEN)))
+    options = NO_HEADERS
+    if b"connection" in headers:
+        listed = [headers[b"connection"]]
+        if len(headers) < len(lines):
+            listed = [value for name, value in lines if name.lower() == b"connection"]
+        options = frozenset(option.strip(b"\t ") for option in b",".join(listed).lower().split(b","))
+    found = Head(method, target, version, lines, headers, options)
     _check_framing(found)
     return found
+
+
+def _check_lines(head: bytes) -> None:
+    """Raises `Refused` (400) if a line of ``head`` ends with LF alone."""
+    if head.count(b"\n") != head.count(b"\r\n"):
+        raise Refused(400, _BAD + "a bare LF")
+
+
+def _bad_line(line: bytes) -> Refused:
+    return Refused(400, _BAD + ("a folded line" if line[:1] in (b" ", b"\t") else "a header without a name"))
 
 
 def _check_framing(head: Head) -> None:
@@ -237,14 +251,8 @@ class RequestReader:
         if data[0] <= 0x20:
             raise Refused(400, _BAD + "no request line")
         end = data.find(b"\r\n\r\n", max(0, self._looked_at - 3), MAX_HEAD)
-        seen = min(len(data), MAX_HEAD) if end < 0 else end + 4
-        start = max(0, self._looked_at - 1)
-        if data.count(b"\n", start, seen) != data.count(b"\r\n", start, seen) + (start > 0 and data[start] == 0x0A):
-            raise Refused(400, _BAD + "a bare LF")
-        self._looked_at = seen
         if end < 0:
-            if len(data) >= MAX_HEAD:
-                raise Refused(431, f"the head has more than {MAX_HEAD} bytes")
+            self._check_part(data)
             return None
         head = read_head(data[:end])
         self._position = end + 4
@@ -252,6 +260,14 @@ class RequestReader:
         if head.is_chunked:
             self._chunks = _Chunks(self._max_body)
         return head
+
+    def _check_part(self, data: bytes) -> None:
+        """Refuse the beginning of a head where all of it would be refused for the same."""
+        seen = min(len(data), MAX_HEAD)
+        _check_lines(data[self._looked_at : seen])
+        if len(data) >= MAX_HEAD:
+            raise Refused(431, f"the head has more than {MAX_HEAD} bytes")
+        self._looked_at = seen - data.endswith(b"\r")
 
 
 class _Chunks:
