@@ -77,7 +77,8 @@ async def stream_completion(port: int, model: str, num_tokens: int) -> float:
         }
     ).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n"
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

@@ -38,6 +38,7 @@ fi
 prepare_environment
 prepare_runtime
 prepare_model
+[[ -n ${DYN_SYSTEM_PORT:-} ]] || publish_metrics worker
 start_frontend
 start_worker "${worker_arguments[@]}" "$@"
 await_model

@@ -47,6 +47,8 @@ restart_after_s=$((ETCD_LEASE_TTL + 2))
 export DYN_REQUEST_PLANE=nats DYN_EVENT_PLANE=nats NATS_SERVER=$nats_url
 share_machine "$WORKERS"
 export WORKER_ENABLE_KV_ROUTING=true
+mapfile -t workers < <(names worker "$WORKERS")
+publish_metrics "${workers[@]}"
 start_frontend --router-mode kv "${frontend_arguments[@]}"
 start_workers worker "$WORKERS" "${worker_arguments[@]}" "$@"
 await_model

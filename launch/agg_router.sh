@@ -40,6 +40,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
 prepare_several
 share_machine "$WORKERS"
 export WORKER_ENABLE_KV_ROUTING=true
+mapfile -t workers < <(names worker "$WORKERS")
+publish_metrics "${workers[@]}"
 start_frontend --router-mode kv "${frontend_arguments[@]}"
 start_workers worker "$WORKERS" "${worker_arguments[@]}" "$@"
 await_model

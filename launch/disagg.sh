@@ -39,6 +39,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
 
 prepare_several disagg
 share_machine $((PREFILL_WORKERS + DECODE_WORKERS))
+mapfile -t workers < <(names prefill "$PREFILL_WORKERS" && names decode "$DECODE_WORKERS")
+publish_metrics "${workers[@]}"
 start_frontend "${frontend_arguments[@]}"
 start_workers prefill "$PREFILL_WORKERS" --disaggregation-mode prefill "${worker_arguments[@]}" "$@"
 await_workers "$PREFILL_WORKERS" # a frontend that finds both roles at once may keep them apart

@@ -28,6 +28,7 @@ frontend_url= # behind the front door
 probe= # prepares the model, or waits for it
 declare -a process_names=() # in the order they were started
 declare -A process_pids=()
+declare -A system_ports=() # of workers, by name: where their metrics are
 declare -A status_of_sigterm=() # of processes that may end with another one than 0 when they are told to
 
 say() {
@@ -145,6 +146,19 @@ start_frontend() {
         --upstream "$frontend_url" --body-limit-mib "$DYN_HTTP_BODY_LIMIT_MB" -- "${script_arguments[@]}"
 }
 
+# publish_metrics NAME...: the workers of these names get system ports on loopback, and the front door's /metrics has
+# their series too. Before start_frontend.
+publish_metrics() {
+    local name urls=()
+    [[ $FRONT_DOOR == on && -z ${FRONT_DOOR_WORKER_METRICS:-} ]] || return 0
+    for name in "$@"; do
+        system_ports[$name]=$(free_port)
+        urls+=("http://127.0.0.1:${system_ports[$name]}")
+    done
+    FRONT_DOOR_WORKER_METRICS=$(IFS=, && echo "${urls[*]}")
+    export FRONT_DOOR_WORKER_METRICS
+}
+
 # A port that nobody listens on, and that the kernel does not give to a connection before the frontend takes it.
 free_port() {
     "$python" -c '
@@ -158,7 +172,8 @@ for port in random.sample(range(10_000, 32_000), 1000):
 }
 
 start_worker() {
-    start worker "$python" -m worker --model-path "$MODEL_PATH" "$@"
+    local port=${system_ports[worker]:-}
+    start worker ${port:+env "DYN_SYSTEM_PORT=$port"} "$python" -m worker --model-path "$MODEL_PATH" "$@"
 }
 
 alive() {

@@ -69,6 +69,11 @@ prepare_pool_secret() {
     fi
 }
 
+# names ROLE COUNT: ROLE 1 to ROLE COUNT, one per line.
+names() {
+    seq -f "$1 %.0f" "$2"
+}
+
 # start_workers ROLE COUNT ARGUMENT...: workers ROLE 1 to ROLE COUNT.
 start_workers() {
     local role=$1 count=$2 number
@@ -81,7 +86,8 @@ start_workers() {
 
 # begin_worker NAME: starts it, for the first time or again.
 begin_worker() {
-    eval "DLW_POOL_SECRET=\$pool_secret start \"\$1\" ${worker_commands[${1% *}]}"
+    local port=${system_ports[$1]:-}
+    eval "DLW_POOL_SECRET=\$pool_secret start \"\$1\" ${port:+env DYN_SYSTEM_PORT=$port} ${worker_commands[${1% *}]}"
 }
 
 # A worker that died is started again, unless it has been too often already; the others go on. A worker that left in

@@ -53,6 +53,7 @@ from worker.migration.safe_chunks import SafeChunks
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.processors.smoke import SmokeTest
 from worker.request_log import RequestEntry, RequestLog
+from worker.requests.client import client_of
 from worker.requests.deadline import until
 from worker.requests.receipts import RequestReceipt, Server
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
@@ -350,7 +351,7 @@ class RequestServer:
         receipt = self._receipt(request, params, selection, choice)
         builder = entry.builder = ResponseBuilder(request, hidden, receipt)
         builder.num_cached_tokens = min(part.num_cached_tokens, len(prompt))
-        hints = RequestHints(trace, request.priority)
+        hints = RequestHints(trace, request.priority, client_of(metadata))
         deltas = self.engine.generate(
             admitted.request_id, prompt, params, part.kv, request.cache_salt, generated, choice, hints
         )

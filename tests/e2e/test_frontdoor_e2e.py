@@ -53,13 +53,43 @@ def test_processors_from_a_stock_client(served: tuple[Stack, Worker, Door]) -> N
 
 def test_what_is_not_the_front_doors_is_the_frontends(served: tuple[Stack, Worker, Door]) -> None:
     stack, _, door = served
-    for path in ("/v1/models", "/live", "/nothing", "/openapi.json"):
+    for path in ("/v1/models", f"/v1/models/{MODEL}", f"/v1/models/{MODEL}/ready", "/live"):
         assert http(door.url + path) == http(stack.url + path)
-    assert "dynamo_frontend" in http(f"{door.url}/metrics")[1]
     catalogue = json.loads(http(f"{door.url}/v1/logits_processors")[1])
     assert [each["name"] for each in catalogue["processors"]] == Catalog.default().names
     wrong = {"model": "other", "messages": MESSAGES}
     assert http(f"{door.url}/v1/chat/completions", wrong) == http(f"{stack.url}/v1/chat/completions", wrong)
+
+
+def test_what_the_frontend_has_besides_is_out_of_reach(served: tuple[Stack, Worker, Door]) -> None:
+    """Every path and method that this version of it documents."""
+    stack, _, door = served
+    theirs = json.loads(http(f"{stack.url}/openapi.json")[1])["paths"]
+    ours = json.loads(http(f"{door.url}/openapi.json")[1])["paths"]
+    assert "/busy_threshold" in theirs
+    assert "/busy_threshold" not in ours
+    for path, methods in theirs.items():
+        if path not in ours and "{" not in path:
+            for method in methods:
+                status, text = http(door.url + path, None if method == "get" else {})
+                assert (status, json.loads(text)["error"]["code"]) == (404, "unsupported_endpoint"), path
+                assert path in text
+    assert http(f"{stack.url}/busy_threshold")[0] != 404
+
+
+def test_health_and_metrics(served: tuple[Stack, Worker, Door]) -> None:
+    stack, worker, door = served
+    assert "127.0.0.1:" in http(f"{stack.url}/health")[1]
+    assert json.loads(http(f"{door.url}/health")[1]) == {"status": "healthy", "instances": 1}
+    text = http(f"{door.url}/metrics")[1]
+    assert "dynamo_frontend" in text
+    assert "dlw_" in text.splitlines()[-1]
+    assert "--worker-metrics" in text.splitlines()[-1]
+    url = f"http://127.0.0.1:{worker.port}"
+    text = http(f"{Door(stack, '--worker-metrics', url).url}/metrics")[1]
+    assert "dynamo_frontend" in text
+    assert f'dlw_max_num_seqs{{worker="{url}",' in text
+    assert text.count("# TYPE process_cpu_seconds_total ") <= 1
 
 
 async def test_a_client_that_leaves_frees_its_slot(served: tuple[Stack, Worker, Door]) -> None:
@@ -133,3 +163,29 @@ def test_keys_of_a_file(served: tuple[Stack, Worker, Door], tmp_path: Path) -> N
     assert http(f"{door.url}/health")[0] == 200
     door.signal(signal.SIGTERM)
     assert door.wait() == 0
+
+
+async def test_clients_take_turns(stack: Stack, tmp_path: Path) -> None:
+    """One slot: the second key's request comes before the rest of the first one's."""
+    (tmp_path / "keys").write_text("large\nsmall\n")
+    stack.start_frontend()
+    worker = stack.start_worker(*PATIENT, "--max-num-seqs", "1")
+    door = Door(stack, "--api-key-file", str(tmp_path / "keys"))
+    ended: list[str] = []
+
+    async def ask(client: openai.AsyncOpenAI, name: str, key: str, max_tokens: int) -> None:
+        client = client.with_options(api_key=key)
+        await client.completions.create(
+            model=MODEL, prompt=name, max_tokens=max_tokens, extra_body={"ignore_eos": True}, timeout=100
+        )
+        ended.append(name)
+
+    async with door.async_client() as client:
+        large = [asyncio.create_task(ask(client, f"large {n}", "large", 400)) for n in range(5)]
+        while worker.metric("dlw_in_flight_requests") < 5:
+            await asyncio.sleep(0.01)
+        assert ended == []
+        await ask(client, "small", "small", 1)
+        assert len(ended) <= 2
+        await asyncio.gather(*large)
+    assert sorted(ended) == [*(f"large {n}" for n in range(5)), "small"]

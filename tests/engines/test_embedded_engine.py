@@ -12,7 +12,7 @@ import pytest
 import torch
 from engine_doubles import END, ScriptedModel, StartEngine, collect, config
 
-from worker.engines import TokenDelta
+from worker.engines import RequestHints, TokenDelta
 from worker.engines.embedded import EmbeddedEngine, Plan
 from worker.engines.embedded.kv_cache.cache import KvCache
 from worker.engines.embedded.serving import step_thread
@@ -275,6 +275,27 @@ async def test_a_full_queue_refuses_at_once(start_engine: StartEngine, gate: Gat
     gate.open()
     assert [tokens for tokens, _ in await asyncio.gather(*admitted)] == [model.greedy(PROMPT, 5)] * 3
     assert (await collect(engine, "more", PROMPT, params()))[1].finish_reason == "length"
+
+
+async def test_a_full_queue_of_one_client_does_not_keep_another_out(start_engine: StartEngine, gate: Gate) -> None:
+    model = ScriptedModel(gate)
+    engine = await start_engine(model, max_num_seqs=1, max_queue=2)
+
+    async def ask(name: str, client: str | None) -> list[int]:
+        stream = engine.generate(name, PROMPT, params(5), hints=RequestHints(client=client))
+        return [token async for delta in stream for token in delta.token_ids]
+
+    admitted = [asyncio.create_task(ask(str(number), "large")) for number in range(3)]
+    admitted.append(asyncio.create_task(ask("small", "small")))
+    while engine.num_unfinished() < 4:
+        await asyncio.sleep(0.001)
+    for client in ("large", "small", None):  # nor are as many clients' as may run exceeded
+        with pytest.raises(Overloaded):
+            await ask("more", client)
+    with pytest.raises(Overloaded):
+        await ask("more", "another")
+    gate.open()
+    assert await asyncio.gather(*admitted) == [model.greedy(PROMPT, 5)] * 4
 
 
 async def test_an_id_in_use_is_refused_and_its_owner_untouched(start_engine: StartEngine, gate: Gate) -> None:

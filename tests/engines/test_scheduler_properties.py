@@ -32,8 +32,10 @@ class House:
         budget: int = 24,
         mixed: int | None = 3,
         routes: bool = True,
+        clients: int = 1,
     ) -> None:
         self.routes = routes
+        self.clients = clients
         self.model = RecallModel(CONTEXT)
         self.model.allocate_kv(num_pages, page_size)
         self.cache = KvCache(num_pages, page_size, BLOCK)
@@ -62,6 +64,8 @@ class House:
             name = str(self.num_arrived)
             self.num_arrived += 1
             self.live[name] = recall_request(self.model, name, prompt, max_tokens)
+            if self.clients > 1:
+                self.live[name].client = source.choice("abcdefgh"[: self.clients])
             self.scheduler.add(self.live[name])
 
     def abort(self, name: str) -> None:
@@ -111,11 +115,13 @@ class House:
             self.num_finished += 1
 
     def check_victims(self, before: list[Request]) -> None:
-        """Whoever was preempted arrived after all who run on."""
+        """Whoever was preempted arrived after all who run on; with several clients also where one
+        client has no slot.
+        """
         stay = [one.arrival for one in before if one.pages]
         gone = [one.arrival for one in before if not one.pages]
         assert not before or stay, "everybody was preempted"
-        assert not gone or min(gone) > max(stay)
+        assert not gone or self.clients > 1 or min(gone) > max(stay)
         for one in before:
             if not one.pages:
                 self.computed.pop(one.id)
@@ -134,7 +140,7 @@ class House:
             assert one.num_cached_tokens is not None
             assert 0 <= one.num_cached_tokens < one.prompt_length
             self.computed[one.id] = one.num_computed
-            for passed in self.scheduler.waiting if self.routes else ():
+            for passed in self.scheduler.waiting if self.routes and self.clients == 1 else ():
                 if passed.arrival < one.arrival:
                     assert any(shared_tokens(passed, other) > len(passed.tokens) // 2 for other in self.running)
 
@@ -250,6 +256,18 @@ TestRequests = Requests.TestCase
 TestRequests.settings = settings(max_examples=examples(25), stateful_step_count=30, deadline=None)
 
 
+class SharedRequests(Requests):
+    """The same of several clients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.house = House(clients=4)
+
+
+TestSharedRequests = SharedRequests.TestCase
+TestSharedRequests.settings = TestRequests.settings
+
+
 @pytest.mark.campaign
 class TestRequestsAtLength(Requests.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(max_examples=examples(200), stateful_step_count=50, deadline=None)
@@ -276,10 +294,12 @@ def operate(house: House, source: random.Random, operations: int) -> None:
     house.finish()
 
 
-def test_ten_thousand_operations() -> None:
-    house = House()
+@pytest.mark.parametrize(("clients", "least"), [(1, 500), (4, 250)])
+def test_ten_thousand_operations(clients: int, least: int) -> None:
+    """Several clients have shorter steps."""
+    house = House(clients=clients)
     operate(house, random.Random(1), 10_000)
-    assert house.num_finished > 500
+    assert house.num_finished > least
     assert house.num_aborted > 100
     assert house.num_sent_back > 100
     assert house.scheduler.num_preemptions - house.num_sent_back > 100

@@ -19,7 +19,7 @@ from manifest_files import FOLDER, GRAPHS, REPOSITORY, SECRETS, WORKERS, Compone
 from worker.arguments import Arguments, parse_arguments
 from worker.disaggregation.seal import SECRET, take_seal
 from worker.frontdoor.options import Options, parse_options
-from worker.frontdoor.server import OPEN_PATHS
+from worker.frontdoor.routes import ROUTES
 from worker.frontdoor.upstreams import Upstream
 from worker.runtimes.dynamo import SHUTDOWN_LIMIT, allow_drain
 
@@ -73,7 +73,7 @@ def test_the_front_door_is_what_others_reach(component: Component) -> None:
     probes = [part[name] for part in (component.main, component.door) for name in part if name.endswith("Probe")]
     assert len(probes) == 6
     assert {probe["httpGet"]["port"] for probe in probes} == {options.port}
-    assert {probe["httpGet"]["path"] for probe in probes} <= OPEN_PATHS
+    assert {probe["httpGet"]["path"] for probe in probes} <= {route.path for route in ROUTES if not route.needs_key}
 
 
 @each_frontend

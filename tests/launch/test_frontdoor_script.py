@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from launched_script import launched
@@ -23,6 +25,10 @@ def test_a_control_arrives_with_a_key(tmp_path: Path) -> None:
         script.wait_until_ready()
         with openai.OpenAI(base_url=script.url, api_key="secret", max_retries=0, timeout=60) as client:
             assert biased(client, script.model) == "DDDD"
+            metrics = httpx.get(f"{script.url.removesuffix('/v1')}/metrics", headers={"authorization": "Bearer secret"})
+            assert re.search(
+                r'^dlw_requests_total\{worker="http://127.0.0.1:\d+",.*outcome="length".*\} ', metrics.text, re.M
+            )
         with script.client() as client, pytest.raises(openai.AuthenticationError):
             biased(client, script.model)
         children = script.children()

@@ -102,3 +102,24 @@ def test_api_keys(tmp_path: Path) -> None:
     for wrong in (path, tmp_path / "missing"):
         with pytest.raises(StartupError, match="--api-key-file"):
             api_keys(str(wrong))
+
+
+def test_hosts_headers_rates_and_workers() -> None:
+    options = parse_options(
+        [
+            *UPSTREAM,
+            "--allowed-hosts",
+            "api.example, b",
+            "--client-header",
+            "X-Forwarded-For",
+            "--body-rate-kib-s",
+            "0",
+        ],
+        {"FRONT_DOOR_WORKER_METRICS": "http://127.0.0.1:3,http://[::1]:4"},
+    )
+    assert options.allowed_hosts == ("api.example", "b")
+    assert (options.client_header, options.body_rate_kib_s) == ("X-Forwarded-For", 0.0)
+    assert [str(each) for each in options.worker_metrics] == ["http://127.0.0.1:3", "http://[::1]:4"]
+    for argv in (["--allowed-hosts", "a:b c"], ["--client-header", "a b"], ["--body-rate-kib-s", "-1"]):
+        with pytest.raises(ConfigurationError, match=argv[0]):
+            parse_options([*UPSTREAM, *argv])

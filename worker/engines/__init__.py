@@ -74,15 +74,18 @@ class ReadKv:
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """What a client says of a request that changes no token. An engine without a use ignores it.
+    """What is known of a request that changes no token. An engine without a use ignores it.
 
     Attributes:
         trace_headers: W3C trace context that its spans belong to.
         priority: How urgent it is beside others: more is sooner, 0 is usual.
+        client: Label of the client that it comes from, among whom an engine with a queue of its own
+            takes turns; None is one client.
     """
 
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     priority: float = 0
+    client: str | None = None
 
 
 NO_HINTS = RequestHints()

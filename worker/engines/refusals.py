@@ -38,9 +38,13 @@ def check_refused(params: SamplingParams, refused: Mapping[str, str], allowed: A
             raise InvalidRequest(f"sampling_params.{name}", reason)
 
 
-def check_queue(num_requests: int, max_num_seqs: int, max_queue: int) -> None:
-    """Raises `Overloaded` if as many requests are unfinished as may run and wait."""
-    if num_requests >= max_num_seqs + max_queue:
+def check_queue(num_requests: int, max_num_seqs: int, max_queue: int, *, is_first: bool = False) -> None:
+    """Raises `Overloaded` if as many requests are unfinished as may run and wait.
+
+    ``is_first``: it is the only request of its client, whom a full queue of others does not keep
+    out; as many of these as may run are taken beyond it.
+    """
+    if num_requests >= max_num_seqs + max_queue + (max_num_seqs if is_first else 0):
         raise Overloaded(
             f"the queue is full: {max_num_seqs} requests may run and {max_queue} wait; retry later or elsewhere"
         )

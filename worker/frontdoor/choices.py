@@ -12,10 +12,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import h11
-
-from worker.frontdoor.http import HOP_BY_HOP, AnswerEnd
-from worker.frontdoor.upstreams import Client, NoUpstream, UpstreamConnection, Upstreams
+from worker.frontdoor.answers import ParsedAnswer
+from worker.frontdoor.http import COMMENT, HOP_BY_HOP, INTERIM, AnswerEnd
+from worker.frontdoor.upstreams import Client, NoUpstream, Upstreams
 
 MAX_ANSWER = 64 * 2**20
 """Bytes of all answers together that are not streamed, and of an event."""
@@ -45,9 +44,9 @@ class Choices:
     def __init__(self, client: Asker, requests: Sequence[bytes], *, chunked: bool) -> None:
         self._client = client
         self._requests = list(requests)
-        self._answers = [_Answer(self, index) for index in range(len(requests))]
+        self._answers = [ParsedAnswer(self, index) for index in range(len(requests))]
         self._chunked = chunked
-        self._first: _Answer | None = None
+        self._first: ParsedAnswer | None = None
         self._num_bytes = 0
         self._begun = False
         self._over = False
@@ -62,14 +61,14 @@ class Choices:
         loop = asyncio.get_running_loop()
         self._asking = [loop.create_task(self._ask(upstreams, answer)) for answer in self._answers]
 
-    async def _ask(self, upstreams: Upstreams, answer: _Answer) -> None:
+    async def _ask(self, upstreams: Upstreams, answer: ParsedAnswer) -> None:
         try:
             await upstreams.connect(upstreams.in_turn(), answer.connection)
         except NoUpstream:
             if answer.ended:
                 return  # another choice's error is the answer
             if self._begun:
-                self.failed("no frontend can be reached")
+                self._fail("no frontend can be reached")
             elif not self._over:
                 self.abort()
                 self._client.unreachable()
@@ -105,9 +104,15 @@ class Choices:
             if not answer.ended:
                 answer.connection.abort()
 
+    def filler(self) -> bytes | None:
+        """As `UpstreamConnection.filler`."""
+        if not self._begun:
+            return INTERIM
+        return self._framed(COMMENT)
+
     # What the answers say.
 
-    def headed(self, answer: _Answer) -> None:
+    def headed(self, answer: ParsedAnswer) -> None:
         """The head of an answer has come."""
         if self._first is None:
             self._first = answer
@@ -121,7 +126,7 @@ class Choices:
             self._first = answer
             self._drop_others(answer)
 
-    def data(self, answer: _Answer, data: bytes) -> None:
+    def data(self, answer: ParsedAnswer, data: bytes) -> None:
         """Bytes of an answer's body."""
         if self._over:
             return
@@ -131,16 +136,16 @@ class Choices:
             self._pass_on(answer, events)
         self._num_bytes += len(data)
         if len(answer.body) > MAX_ANSWER or (not self._begun and self._num_bytes > MAX_ANSWER):
-            self.failed(f"an answer beyond {MAX_ANSWER} bytes")
+            self._fail(f"an answer beyond {MAX_ANSWER} bytes")
 
-    def ended(self, answer: _Answer) -> None:
+    def ended(self, answer: ParsedAnswer) -> None:
         """An answer is complete."""
         answer.ended = True
         if self._over:
             return
         if answer.collects:
             self._write(b"data: " + answer.body.replace(b"\n", b" ") + b"\n\n")
-            self.failed(f"choice {answer.index} was answered with {answer.status}")
+            self._fail(f"choice {answer.index} was answered with {answer.status}")
         elif self._first is not None and self._first.status != 200:
             self._finish(_whole(answer.status, answer.headers, answer.body))
         else:
@@ -149,13 +154,16 @@ class Choices:
             if all(each.ended for each in self._answers):
                 self._end()
 
-    def failed(self, reason: str) -> None:
+    def failed(self, answer: ParsedAnswer, reason: str) -> None:
         """A frontend has gone before the end of its answer."""
+        self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
         if not self._over:
             self.abort()
             self._client.failed(self._begun, reason)
 
-    def _drop_others(self, kept: _Answer) -> None:
+    def _drop_others(self, kept: ParsedAnswer) -> None:
         for answer, asking in zip(self._answers, self._asking, strict=True):
             if answer is not kept:
                 asking.cancel()  # it may not be connected yet
@@ -164,12 +172,12 @@ class Choices:
 
     # A stream.
 
-    def _begin(self, answer: _Answer) -> None:
+    def _begin(self, answer: ParsedAnswer) -> None:
         self._begun = True
         framing = b"transfer-encoding: chunked\r\n" if self._chunked else b"connection: close\r\n"
         self._client.received(_head(200, answer.headers) + framing + b"\r\n")
 
-    def _pass_on(self, answer: _Answer, events: Sequence[bytes]) -> None:
+    def _pass_on(self, answer: ParsedAnswer, events: Sequence[bytes]) -> None:
         out = b""
         for event in events:
             lines = [self._line(answer, line) for line in event.split(b"\n")]
@@ -178,7 +186,7 @@ class Choices:
         if out:
             self._write(out)
 
-    def _line(self, answer: _Answer, line: bytes) -> bytes | None:
+    def _line(self, answer: ParsedAnswer, line: bytes) -> bytes | None:
         """A line of an event as it goes out, None for one that waits for the end of all."""
         if line == _DONE:
             answer.is_done = True
@@ -195,7 +203,7 @@ class Choices:
             return None
         return b"data: " + _encoded(chunk)
 
-    def _adapt(self, answer: _Answer, chunk: dict[str, Any]) -> None:
+    def _adapt(self, answer: ParsedAnswer, chunk: dict[str, Any]) -> None:
         """Make a chunk, or an answer, of one choice that of all."""
         for name in ("id", "created"):
             if name in chunk:
@@ -213,7 +221,7 @@ class Choices:
             try:
                 merged = self._merged()
             except (ValueError, KeyError, TypeError, AttributeError):
-                self.failed("an answer is not in OpenAI's form")
+                self._fail("an answer is not in OpenAI's form")
             else:
                 self._finish(merged)
             return
@@ -240,75 +248,16 @@ class Choices:
         return _whole(200, first.headers, _encoded(whole))
 
     def _write(self, data: bytes) -> None:
-        self._client.received(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        self._client.received(self._framed(data))
+
+    def _framed(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
 
     def _finish(self, data: bytes) -> None:
         self.abort()
         if data:
             self._client.received(data)
         self._client.answered(self._begun and not self._chunked)
-
-
-class _Answer:
-    """The answer to one choice.
-
-    Attributes:
-        connection: On which it comes.
-        status: Of HTTP, 0 until it is known.
-        headers: Names in lower case.
-        body: What has come of it; of a stream, what has come of an event.
-        collects: It is an error behind the beginning of a stream.
-        is_done: It has said ``[DONE]``.
-        ended: It is complete.
-    """
-
-    def __init__(self, whole: Choices, index: int) -> None:
-        self.index = index
-        self.connection = UpstreamConnection()
-        self.status = 0
-        self.headers: dict[bytes, bytes] = {}
-        self.body = b""
-        self.collects = False
-        self.is_done = False
-        self.ended = False
-        self._whole = whole
-        self._parser = h11.Connection(h11.CLIENT)
-        self._parser.send(h11.Request(method="POST", target="/", headers=[("host", "frontend")]))
-        self._parser.send(h11.EndOfMessage())
-
-    @property
-    def is_stream(self) -> bool:
-        return self.headers.get(b"content-type", b"").startswith(b"text/event-stream")
-
-    def received(self, data: bytes) -> None:
-        """Bytes of the answer."""
-        self._parser.receive_data(data)
-        self._read()
-
-    def answered(self, closes: bool) -> None:
-        """The answer is complete; ``closes``: its end is that of the connection."""
-        if closes:
-            self._parser.receive_data(b"")
-            self._read()
-        self._whole.ended(self)
-
-    def failed(self, begun: bool, reason: str) -> None:
-        """The frontend has gone before the end of the answer."""
-        self._whole.failed(reason)
-
-    def _read(self) -> None:
-        try:
-            while True:
-                event = self._parser.next_event()
-                if isinstance(event, h11.Response):
-                    self.status, self.headers = event.status_code, dict(event.headers)
-                    self._whole.headed(self)
-                elif isinstance(event, h11.Data):
-                    self._whole.data(self, bytes(event.data))
-                elif not isinstance(event, h11.InformationalResponse):
-                    return
-        except h11.RemoteProtocolError as error:
-            self._whole.failed(str(error))
 
 
 def merged_usage(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ class Refused(Exception):
         param: The field of the request that is to blame, as ``messages[0].content``.
         kind: OpenAI's type of error.
         code: OpenAI's code of the error, if there is one.
+        headers: Further header lines of the answer, each with its CRLF.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class Refused(Exception):
         *,
         kind: str = INVALID,
         code: str | None = None,
+        headers: bytes = b"",
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -34,6 +36,7 @@ class Refused(Exception):
         self.param = param
         self.kind = kind
         self.code = code
+        self.headers = headers
 
     def body(self) -> bytes:
         """The answer's JSON."""

@@ -26,8 +26,14 @@ HOP_BY_HOP = frozenset(
 MAX_HEAD = 64 * 1024
 """Largest head of a request or an answer, in bytes."""
 
-_FRAMING = re.compile(rb"\r\n[\t ]*(connection|content-length|transfer-encoding)[\t ]*:([^\r\n]*)")
-"""The headers of an answer, in lower case, that say where it ends."""
+_FRAMING = re.compile(rb"\r\n[\t ]*(connection|content-length|content-type|transfer-encoding)[\t ]*:([^\r\n]*)")
+"""The headers of an answer, in lower case, that say where it ends, and whether it is a stream."""
+
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""Before the head of an answer clients leave it out of account (RFC 9110, 15.2)."""
+
+COMMENT = b":\n\n"
+"""An event that clients leave out of account, between the events of a stream."""
 
 
 class BadAnswer(Exception):
@@ -87,6 +93,9 @@ class AnswerEnd:
         self._line = b""
         self._trailers = False
         self._stays = False
+        self._is_stream = False
+        self._has_body = False
+        self._last = b""
         self.complete = False
 
     @property
@@ -104,8 +113,18 @@ class AnswerEnd:
         """Whether the connection may carry another answer after this one."""
         return self.complete and self._stays
 
+    @property
+    def is_between_events(self) -> bool:
+        """Whether this is a stream in chunks, and what has come of it ends with an event, or with
+        its head.
+        """
+        if not (self._is_stream and self._chunked) or self._line or self._remaining or self._trailers:
+            return False
+        return not self._has_body or self._last.endswith(b"\n\n\r\n")
+
     def feed(self, data: bytes) -> None:
         """Take the next bytes. Raises `BadAnswer`."""
+        self._last = data
         while self._head is not None and data:
             data = self._feed_head(data)
         if not data:
@@ -143,6 +162,7 @@ class AnswerEnd:
 
     def _begin_body(self, status: int, framing: list[tuple[bytes, bytes]]) -> None:
         headers = dict(framing)
+        self._is_stream = headers.get(b"content-type", b"").strip().startswith(b"text/event-stream")
         if any(name == b"connection" and b"close" in value for name, value in framing):
             self._stays = False
         if self._head_only or status in (204, 304):
@@ -159,6 +179,7 @@ class AnswerEnd:
     def _feed_chunks(self, data: bytes) -> None:
         """Step from the head of a chunk to the next one, over what is between them."""
         assert self._remaining is not None
+        self._has_body = True
         position, end = self._remaining, len(data)
         while position < end:
             newline = data.find(b"\n", position)

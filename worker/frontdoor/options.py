@@ -38,6 +38,25 @@ def _seconds(text: str) -> float:
     return float(text)
 
 
+def _rate(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text):
+        raise ValueError("a number of KiB per second")
+    return float(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(re.fullmatch(r"[A-Za-z0-9._:-]+", name) for name in names):
+        raise ValueError("host names without ports, separated by commas")
+    return names
+
+
+def _header(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9-]+", text):
+        raise ValueError("the name of a header")
+    return text
+
+
 def _upstreams(text: str) -> tuple[Upstream, ...]:
     try:
         return tuple(Upstream.of(url.strip()) for url in text.split(","))
@@ -79,16 +98,37 @@ class Options:
     api_key_file: str | None = _option(
         None, "File of API keys, one per line; a request must bring one, but for GET /health and /live.", _text
     )
+    allowed_hosts: tuple[str, ...] = _option(
+        (),
+        "Names that Host headers may have beside localhost and the address served on, separated by commas. Without it "
+        "Host is checked on loopback without API keys alone.",
+        _names,
+    )
+    client_header: str | None = _option(
+        None,
+        "Header in which a trusted proxy says who a client is; without API keys clients take turns by it, or else by "
+        "address.",
+        _header,
+    )
     body_limit_mib: int = _option(8, "Largest body of a request, MiB; beyond it, a 413.", _count)
     max_connections: int = _option(4096, "Connections of clients at a time; one more gets a 503.", _count)
     header_timeout_s: float = _option(10.0, "Seconds in which the head of a request must arrive.", _seconds)
     body_timeout_s: float = _option(60.0, "Seconds in which the body of a request must arrive.", _seconds)
+    body_rate_kib_s: float = _option(
+        1.0, "Least rate of a body, KiB per second; one that comes slower for 10 seconds is a 408.", _rate
+    )
     idle_timeout_s: float = _option(75.0, "Seconds that a connection may stay without a request.", _seconds)
     send_timeout_s: float = _option(
         60.0, "Seconds that a client may take none of its answer; then its request is cancelled.", _seconds
     )
     connect_timeout_s: float = _option(2.0, "Seconds to wait for a connection to a frontend.", _seconds)
     drain_timeout_s: float = _option(120.0, "Seconds that answers under way get after SIGTERM.", _seconds)
+    worker_metrics: tuple[Upstream, ...] = _option(
+        (),
+        "System ports of workers, http://host:port, separated by commas, whose metrics /metrics has beside the "
+        "frontend's.",
+        _upstreams,
+    )
     tool_call_format: str | None = _option(
         None,
         f"How the models write tool calls, which are then held to their tools: {', '.join(FORMATS)}, or {NO_FORMAT}. "

@@ -9,6 +9,7 @@ from typing import Any
 
 from adapters.catalog import ANNOTATION, MAX_CHOICES, METADATA_KEY, Catalog, Selection, SelectionError, parse_selection
 from adapters.client import from_openai_logit_bias
+from adapters.contract import MAX_LIST
 from adapters.strict_json import RepeatedKey, read_object
 from worker.errors import InvalidRequest
 from worker.frontdoor.errors import FieldRefused, Refused
@@ -202,8 +203,9 @@ def _with_selection(fields: Body, made: Sequence[Made], headers: Mapping[bytes, 
     listed = list(selection.get("processors", ()))
     selection["processors"] = listed + [each.processor for each in made]
     text = json.dumps(selection, separators=(",", ":"))
-    receipt = _checked(text, catalog, _naming(len(listed), made, isinstance(chosen, list))).receipt
-    _annotate(fields, places, ANNOTATION + text, bool(receipt))
+    name = _naming(listed, made, chosen)
+    receipt = _checked(text, catalog, name).receipt
+    _annotate(fields, places, ANNOTATION + text, bool(receipt), name)
     return True
 
 
@@ -241,7 +243,7 @@ def _other_choices(fields: Body, num_choices: int) -> Iterator[Body]:
     for choice in range(first + 1, last + 1):
         found = dict(fields)
         text = json.dumps({**selection, "choice": choice}, separators=(",", ":"))
-        _annotate(found, places, ANNOTATION + text, receipt=False)
+        _annotate(found, places, ANNOTATION + text, False, lambda path: _SELECTION_FIELD)
         yield found
 
 
@@ -250,6 +252,8 @@ def _bias_as_processor(bias: Any) -> Made | None:
         return None
     if not isinstance(bias, dict):
         raise FieldRefused("logit_bias", f"must be an object of token ids and numbers, got {type(bias).__name__}")
+    if len(bias) > MAX_LIST:  # before anything is made of them
+        raise FieldRefused("logit_bias", f"must have at most {MAX_LIST} entries, got {len(bias)}")
     try:
         return Made(from_openai_logit_bias(bias), lambda path: "logit_bias")
     except ValueError as error:
@@ -259,14 +263,24 @@ def _bias_as_processor(bias: Any) -> Made | None:
 _ENTRY = re.compile(r"processors\[(\d+)\](.*)", re.DOTALL)
 
 
-def _naming(num_listed: int, made: Sequence[Made], is_list: bool) -> Callable[[str], str]:
-    """How the client calls a path in the selection that was made from its fields."""
+def _naming(listed: Sequence[Any], made: Sequence[Made], chosen: Any) -> Callable[[str], str]:
+    """How the client calls a path in the selection that was made from its fields.
+
+    Args:
+        listed: Processors of the selection that the client wrote itself.
+        made: Those behind them.
+        chosen: The field that selects processors, if there is one.
+    """
 
     def name(path: str) -> str:
         entry = _ENTRY.fullmatch(path)
-        if entry and num_listed <= int(entry[1]) < num_listed + len(made):
-            return made[int(entry[1]) - num_listed].blamed(entry[2])
-        if is_list and path.startswith("processors"):
+        if entry and len(listed) <= int(entry[1]) < len(listed) + len(made):
+            return made[int(entry[1]) - len(listed)].blamed(entry[2])
+        if not path and made:  # all of it is at fault: it is too large
+            largest = max(made, key=lambda each: len(json.dumps(each.processor)))
+            if len(json.dumps(largest.processor)) > len(json.dumps(listed)):
+                return largest.blamed("")
+        if isinstance(chosen, list) and path.startswith("processors"):
             return _SELECTION_FIELD + path.removeprefix("processors")
         return f"{_SELECTION_FIELD}.{path}" if path else _SELECTION_FIELD
 
@@ -282,16 +296,16 @@ def _checked(text: str, catalog: Catalog, name: Callable[[str], str]) -> Selecti
     return selection
 
 
-def _annotate(fields: Body, replaced: list[str], annotation: str, receipt: bool) -> None:
+def _annotate(fields: Body, replaced: list[str], annotation: str, receipt: bool, name: Callable[[str], str]) -> None:
     nvext = fields.get("nvext")
     if nvext is not None and not isinstance(nvext, dict):
         raise FieldRefused("nvext", f"must be an object, got {type(nvext).__name__}")
     nvext = dict(nvext or {})
     others = [text for text in nvext.get("annotations") or () if text not in replaced]
     try:
-        nvext["annotations"] = list(client_annotations(_SELECTION_FIELD, [*others, annotation]))
+        nvext["annotations"] = list(client_annotations("", [*others, annotation]))
     except InvalidRequest as error:
-        raise FieldRefused(error.field, f"as an annotation, {error.problem}") from None
+        raise FieldRefused(name(""), f"as an annotation, {error.problem}") from None
     if receipt:
         extra = nvext.get("extra_fields") or []
         if not isinstance(extra, list):

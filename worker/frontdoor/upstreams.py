@@ -17,7 +17,7 @@ from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 from worker.frontdoor.deadline import WaitingProtocol
-from worker.frontdoor.http import AnswerEnd, BadAnswer
+from worker.frontdoor.http import COMMENT, INTERIM, AnswerEnd, BadAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -267,6 +267,14 @@ class UpstreamConnection(WaitingProtocol):
             self._finish()
         else:
             self._fail(str(exc or "it closed the connection"))
+
+    def filler(self) -> bytes | None:
+        """What may be sent to the client now and changes nothing of its answer, None if nothing
+        may.
+        """
+        if not self._begun:
+            return INTERIM
+        return b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT) if self._end.is_between_events else None
 
     def pause(self) -> None:
         """Read no more for now."""

@@ -344,7 +344,7 @@ _OTHER_FIELDS: tuple[Field, ...] = (
         "routing.priority",
         number,
         "A hint about order, for the router and for TensorRT-LLM's waiting queue (docs/tensorrt-llm.md); the embedded "
-        "engine serves in order of arrival.",
+        "engine serves clients in turn.",
     ),
     _no_effect("routing.allowed_worker_ids", _ROUTER),
     _no_effect("routing.routing_constraints", _ROUTER),

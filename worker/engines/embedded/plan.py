@@ -86,6 +86,8 @@ class Request:
         num_sent: Tokens, from the first on, that nothing takes back: the prompt, and what has been
             sent, here or by another worker. Where the chain backtracks, `HeldOutputs` counts on.
         arrival: Number in the order of arrival, given by the scheduler.
+        client: Label of the client that it comes from; clients take turns. None is one client.
+        turn: Its client's turn with which it was admitted, given by the scheduler; -1 before.
         pages: Its page table, while it runs: position p is in ``pages[p // page_size]`` at slot
             ``p % page_size``.
         num_computed: Tokens, from the first on, whose KV is in `pages`.
@@ -114,6 +116,8 @@ class Request:
     speculates: bool = True
     num_sent: int = 0
     arrival: int = -1
+    client: str | None = None
+    turn: float = -1
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached_tokens: int | None = None

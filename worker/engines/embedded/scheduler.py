@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import islice
 from operator import attrgetter
 
 from adapters.chain import ProcessorChain, ProcessorFailed
 from worker.engines import QueueTimes
 from worker.engines.embedded.kv_cache import KvCache, hash_blocks
 from worker.engines.embedded.plan import TILE, Chunk, Output, PageCopy, Plan, Request, Samples
+from worker.engines.embedded.turns import Turns, counts_of
 
 FAIR_CHUNK = 128
 """Tokens of each prompt that a step computes before any prompt gets more; a quarter of the token
 budget at most. So short prompts do not wait for the end of a long one.
+"""
+
+SHARED_CHUNKS = 2
+"""Prompt tokens of a step while several clients share the engine, in units of ``max_mixed_chunk``.
 """
 
 FEW_ROWS = 16
@@ -35,9 +39,11 @@ lead to a preemption."""
 
 
 class Scheduler:
-    """First come, first served; preemption by recomputation. Pure bookkeeping, one thread.
+    """Clients in turn, first come, first served; preemption by recomputation. Pure bookkeeping,
+    one thread.
 
-    Where pages run out, the request that arrived last goes back to the waiting queue. Only the
+    Where pages run out, the request that arrived last goes back to the waiting queue; where slots
+    do, one of the client that has most of them, if another client has none. Only the
     scheduler edits its queues; see `worker.engines.embedded.transfer.connector` for what pins.
 
     ====================  =================  ==================================================
@@ -57,10 +63,16 @@ class Scheduler:
         max_mixed_chunk: Prompt tokens per prompt in a mixed batch, one that decodes too; None for
             no limit. It bounds the time between two tokens of the decoding requests; see
             `_prompt_budget`.
+        turns: Between clients.
     """
 
     def __init__(
-        self, cache: KvCache, max_num_seqs: int, max_num_batched_tokens: int, max_mixed_chunk: int | None = None
+        self,
+        cache: KvCache,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_mixed_chunk: int | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
@@ -73,6 +85,7 @@ class Scheduler:
         self.pinned: list[Request] = []
         self._blocked_transfer: Request | None = None  # nobody who arrived after it is admitted
         self._num_arrived = 0
+        self._turns = turns or Turns()
 
     def __repr__(self) -> str:
         return (
@@ -100,6 +113,7 @@ class Scheduler:
     def arrive(self, request: Request) -> None:
         """Number a request in order of arrival, unless it has a number."""
         if request.arrival < 0:
+            self._turns.arrived(request)
             request.arrival = self._num_arrived
             self._num_arrived += 1
 
@@ -295,11 +309,15 @@ class Scheduler:
 
         While requests decode, prompts are to slow them by about two steps and no more, so a mixed
         batch gets ``max_mixed_chunk`` prompt tokens, corrected for what makes them cheap or dear.
+        Where several clients share the engine, a step is short whatever one of them has sent:
+        another's request waits for its end.
         """
         most = self.max_num_batched_tokens - len(self.decoding)
-        if self.max_mixed_chunk is None or not self.decoding:
-            return most
         rows, chunk, part = len(self.decoding), self.max_mixed_chunk, 2
+        if chunk is not None and self._turns.is_shared:
+            return min(most, _whole_tiles(SHARED_CHUNKS * chunk + TILE // 2 - 1, rows))
+        if chunk is None or not self.decoding:
+            return most
         if rows < FEW_ROWS:
             # a step with few rows is short: half a chunk already takes as long as two of them, and
             # the rows themselves count
@@ -312,23 +330,22 @@ class Scheduler:
         # half less behind LONG_CONTEXT tokens, in proportion before.
         wanted -= sum(chunk * min(one.num_computed, LONG_CONTEXT) // (part * LONG_CONTEXT) for one in self.prefilling)
         if wanted >= TILE:
-            # GEMMs compute whole tiles of tokens, decode rows among them: a started tile is paid
-            wanted = (rows + wanted + TILE // 2) // TILE * TILE - rows
+            wanted = _whole_tiles(wanted, rows)
         return min(most, wanted)
 
     def _admit(self, budget: int) -> tuple[PageCopy, ...]:
-        """Move waiting requests into prefill, in order of arrival."""
-        slots = self.max_num_seqs - len(self.decoding) - len(self.prefilling)
+        """Move waiting requests into prefill, clients in turn."""
+        order = self._turns.order(self.waiting)
+        copies = self._admit_starved(order)
         fair = _fair_chunk(budget)
         reserved = sum(min(fair, _remaining(request)) for request in self.prefilling)
-        if slots <= 0 or reserved >= budget:
-            return ()
-        copies: list[PageCopy] = []
+        prefilling = counts_of(self.prefilling)
         pending = self._pending(self.prefilling)
-        for request in list(islice(self.waiting, slots)):  # one that is skipped keeps its slot free
-            if self._blocked_transfer is not None and request.arrival > self._blocked_transfer.arrival:
-                break
-            if pending and self._awaits_prefix(request, pending):
+        slots = self.max_num_seqs - len(self.decoding) - len(self.prefilling)
+        for request in order[: max(0, slots)]:  # one that is skipped keeps its slot free
+            if reserved >= budget and prefilling[request.client]:
+                continue  # a client's first prompt need not wait for the end of others'
+            if request.pages or not self._may_begin(request, pending):
                 continue
             copied = self.cache.allocate(request, self._spare())
             if copied is None:
@@ -336,10 +353,48 @@ class Scheduler:
             copies += copied
             self._begin(request)
             pending |= self._pending([request])
+            prefilling[request.client] += 1
             reserved += min(fair, _remaining(request))
-            if reserved >= budget:
-                break
         return tuple(copies)
+
+    def _admit_starved(self, order: Sequence[Request]) -> list[PageCopy]:
+        """Where slots or pages are missing, make room for one request of each client that has none
+        running. The client that has most of them gives up its last one, and never its only one.
+        """
+        copies: list[PageCopy] = []
+        running = counts_of((*self.decoding, *self.prefilling))
+        if max(running.values(), default=0) < 2:
+            return copies
+        for request in order:
+            if running[request.client] or not self._may_begin(request, self._pending(self.prefilling)):
+                continue
+            preempted = False
+            while not self._has_room(request) and max(running.values(), default=0) > 1:
+                self._make_room(running)
+                preempted = True
+            copied = self.cache.allocate(request, self._spare()) if preempted and self._has_room(request) else None
+            if copied is not None:  # without a preemption it has its turn
+                copies += copied
+                self._begin(request)
+                running[request.client] += 1
+        return copies
+
+    def _has_room(self, request: Request) -> bool:
+        return self.has_slot and self.cache.has_room(request, self._spare())
+
+    def _make_room(self, running: Counter[str | None]) -> None:
+        client = max(running, key=lambda each: running[each])
+        last = max((one for one in (*self.decoding, *self.prefilling) if one.client == client), key=_arrival)
+        self.preempt(last)
+        self._turns.give_way(last)
+        running[client] -= 1
+
+    def _may_begin(self, request: Request, pending: set[int]) -> bool:
+        """Whether neither a transfer that came before nor a prefix hit is to be waited for."""
+        blocked = self._blocked_transfer
+        if blocked is not None and request.arrival > blocked.arrival:
+            return False
+        return not (pending and self._awaits_prefix(request, pending))
 
     def _spare(self) -> int:
         """Pages that an admission must leave available: running requests will need them soon."""
@@ -349,6 +404,7 @@ class Scheduler:
 
     def _begin(self, request: Request) -> None:
         self.waiting.remove(request)
+        self._turns.admit(request)
         self._join(request)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed
@@ -377,15 +433,17 @@ class Scheduler:
         return 2 * shared * self.cache.block_size > len(request.tokens) - first * self.cache.block_size
 
     def _cut(self, budget: int) -> tuple[Chunk, ...]:
-        """Chunks of the prompts: a fair one each while the budget lasts, the rest to the oldest."""
-        fair = max(_fair_chunk(budget), budget // (2 * len(self.prefilling)))
+        """Chunks of the prompts: a fair one each while the budget lasts, the rest to the first."""
+        prompts, fair = self.prefilling, max(_fair_chunk(budget), budget // (2 * len(self.prefilling)))
+        if self._turns.is_shared:
+            prompts, fair = self._turns.prompts(self.prefilling), FAIR_CHUNK
         left = budget
         counts = []
-        for request in self.prefilling:
+        for request in prompts:
             counts.append(min(fair, _remaining(request), left))
             left -= counts[-1]
         chunks = []
-        for request, count in zip(self.prefilling, counts, strict=True):
+        for request, count in zip(prompts, counts, strict=True):
             more = min(left, _remaining(request) - count)
             left -= more
             if count + more:
@@ -408,6 +466,11 @@ class Scheduler:
 
 
 _arrival = attrgetter("arrival")
+
+
+def _whole_tiles(wanted: int, rows: int) -> int:
+    """Prompt tokens beside decode rows: GEMMs compute whole tiles, and a started one is paid."""
+    return max(1, (rows + wanted + TILE // 2) // TILE * TILE - rows)
 
 
 def _fair_chunk(budget: int) -> int:

@@ -132,12 +132,12 @@ class KvCache:
             What must be copied in the store before the step writes; None, and nothing is changed,
             if there are too few pages.
         """
+        if not self.has_room(request, spare):
+            return None
         chain = self.match_prefix(request)
         num_whole, num_copied = divmod(len(chain), self._per_page)
         shared = self._whole_pages(chain, num_whole)
         missing = self.count_pages(len(request.tokens)) - num_whole
-        if missing + spare > self.num_available - sum(page in self._cached for page in shared):
-            return None
         for page in shared:
             self._share(page)
         request.pages = shared
@@ -146,6 +146,14 @@ class KvCache:
         for _ in range(missing - bool(num_copied)):
             self._append(request)
         return copies
+
+    def has_room(self, request: Request, spare: int = 0) -> bool:
+        """Whether `allocate` would give a request its pages."""
+        chain = self.match_prefix(request)
+        num_whole = len(chain) // self._per_page
+        missing = self.count_pages(len(request.tokens)) - num_whole
+        shared = self._whole_pages(chain, num_whole)
+        return missing + spare <= self.num_available - sum(page in self._cached for page in shared)
 
     def append_page(self, request: Request) -> bool:
         """Give a request one more page; False if requests own all of them."""

@@ -154,8 +154,10 @@ class EmbeddedEngine:
         choice: int = 0,
         hints: RequestHints = NO_HINTS,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Decode one request, in order of arrival; see `worker.engines.ServingEngine.generate`."""
-        stream = self._admit(request_id, prompt_token_ids, sampling_params, kv, cache_salt, generated_token_ids, choice)
+        """Decode one request; see `worker.engines.ServingEngine.generate`."""
+        stream = self._admit(
+            request_id, prompt_token_ids, sampling_params, kv, cache_salt, generated_token_ids, choice, hints.client
+        )
         try:
             while True:
                 delta = await stream.take()
@@ -241,6 +243,7 @@ class EmbeddedEngine:
         cache_salt: str | None,
         generated: Sequence[int],
         choice: int,
+        client: str | None,
     ) -> Stream:
         if self._refusal is not None:
             raise self._refusal
@@ -252,9 +255,10 @@ class EmbeddedEngine:
         request = admit(
             request_id, number, prompt, params, self._model, context_length, choice=choice, generated=generated
         )
-        request.cache_salt = cache_salt
+        request.cache_salt, request.client = cache_salt, client
         handle = self._part(request, kv)
-        check_queue(len(self._streams), self.config.max_num_seqs, self.config.max_queue)
+        is_first = client is not None and all(other.client != client for other in self._streams.values())
+        check_queue(len(self._streams), self.config.max_num_seqs, self.config.max_queue, is_first=is_first)
         stream = self._streams[request_id] = Stream(request)
         self._thread.tell(Submit(request, handle))
         return stream

@@ -12,10 +12,11 @@ from worker.errors import ServingError
 class Stream:
     """One request's pending delta. For one event loop and one consumer."""
 
-    __slots__ = ("_failure", "_is_silent", "_pending", "_request", "_waiter", "finished", "request_id")
+    __slots__ = ("_failure", "_is_silent", "_pending", "_request", "_waiter", "client", "finished", "request_id")
 
     def __init__(self, request: Request) -> None:
         self.request_id = request.id
+        self.client = request.client
         self._request = request  # the step thread's; only counts and times of it are read here
         self.finished = False  # whether the last output has come in, or a failure
         self._is_silent = False

@@ -1,0 +1,261 @@
+"""Turns between clients: whoever sends much waits for itself, and not others for it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.engines.embedded.kv_cache.cache import KvCache
+from worker.engines.embedded.plan import Plan, Request, Samples
+from worker.engines.embedded.scheduler import FAIR_CHUNK, Scheduler
+from worker.engines.embedded.turns import MAX_KNOWN, SHARED_S, Turns
+from worker.sampling import SamplingParams
+
+BLOCK = 16
+
+
+def request(name: str, client: str | None, prompt: int = 1, answer: int = 1) -> Request:
+    source = random.Random(name)
+    tokens = [source.randrange(100_000) for _ in range(prompt)]
+    one = Request(name, 0, SamplingParams(), tokens, prompt, prompt + answer, frozenset(), 0)
+    one.client = client
+    return one
+
+
+@dataclass(slots=True)
+class Engine:
+    """A scheduler without a model; a step takes as long as its tokens say."""
+
+    slots: int
+    pages: int = 10_000
+    mixed: int | None = 64
+    now_s: float = 0.0
+    scheduler: Scheduler = field(init=False)
+    plans: list[Plan] = field(default_factory=list)
+    first_s: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        cache = KvCache(self.pages, BLOCK, BLOCK)
+        self.scheduler = Scheduler(cache, self.slots, 1024, self.mixed, Turns(lambda: self.now_s))
+
+    def step(self) -> list[str]:
+        """Ids of the requests that ended."""
+        plan = self.scheduler.schedule()
+        self.plans.append(plan)
+        self.now_s += 0.012 + 0.0006 * plan.num_tokens  # a model of 125 million parameters on two cores
+        self.scheduler.settle(plan)
+        outputs = self.scheduler.commit(plan, Samples([7] * len(plan.sampled)))
+        self.scheduler.check_integrity()
+        for output in outputs:
+            self.first_s.setdefault(output.request_id, self.now_s)
+        return [output.request_id for output in outputs if output.finish_reason is not None]
+
+    @property
+    def running(self) -> list[Request]:
+        return [*self.scheduler.decoding, *self.scheduler.prefilling]
+
+
+def order_of(engine: Engine) -> list[str]:
+    """In which order requests get their first tokens, one slot for all."""
+    while not engine.scheduler.is_idle:
+        engine.step()
+    return sorted(engine.first_s, key=lambda name: engine.first_s[name])
+
+
+def test_clients_take_turns() -> None:
+    engine = Engine(slots=1)
+    for name, client in (("a0", "a"), ("a1", "a"), ("a2", "a"), ("b0", "b"), ("a3", "a"), ("b1", "b"), ("c0", None)):
+        engine.scheduler.add(request(name, client))
+    assert order_of(engine) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
+
+
+@pytest.mark.parametrize("client", [None, "a"])
+def test_one_client_is_served_in_order_of_arrival(client: str | None) -> None:
+    engine = Engine(slots=1)
+    names = [f"a{number}" for number in range(20)]
+    for name in names:
+        engine.scheduler.add(request(name, client))
+    assert order_of(engine) == names
+
+
+def test_one_that_comes_back_has_no_turn_too_many() -> None:
+    """Nor does a client pay for requests that it has given up."""
+    engine = Engine(slots=1)
+    for number in range(50):
+        engine.scheduler.add(request(f"a{number}", "a"))
+    for number in range(1, 40):
+        engine.scheduler.abort(f"a{number}")
+    for number in range(3):
+        engine.scheduler.add(request(f"b{number}", "b"))
+    assert order_of(engine)[:6] == ["a0", "b0", "a40", "b1", "a41", "b2"]
+
+
+def test_a_client_without_a_slot_gets_one_of_whoever_has_most() -> None:
+    engine = Engine(slots=4)
+    for number in range(3):
+        engine.scheduler.add(request(f"a{number}", "a", 40, 100))
+    engine.scheduler.add(request("b0", "b", 40, 100))
+    engine.step()
+    engine.scheduler.add(request("c0", "c", 40, 2))
+    engine.step()
+    assert sorted(one.id for one in engine.running) == ["a0", "a1", "b0", "c0"]
+    while "c0" in {one.id for one in engine.running}:
+        engine.step()
+    engine.step()
+    assert sorted(one.id for one in engine.running) == ["a0", "a1", "a2", "b0"]
+    assert engine.scheduler.num_preemptions == 1
+    while not engine.scheduler.is_idle:
+        engine.step()
+    assert len(engine.first_s) == 5
+
+
+def test_nobody_loses_an_only_slot() -> None:
+    engine = Engine(slots=2)
+    for name in "ab":
+        engine.scheduler.add(request(name, name, 4, 5))
+    engine.step()
+    engine.scheduler.add(request("c", "c"))
+    engine.step()
+    assert sorted(one.id for one in engine.running) == ["a", "b"]
+    assert engine.scheduler.num_preemptions == 0
+
+
+def test_pages_are_made_room_for_too() -> None:
+    engine = Engine(slots=8, pages=12)
+    for number in range(3):
+        engine.scheduler.add(request(f"a{number}", "a", 3 * BLOCK + 1, BLOCK - 2))
+    engine.step()
+    engine.scheduler.add(request("b", "b", 3 * BLOCK + 1, 1))
+    engine.step()
+    assert "b" in engine.first_s
+    while not engine.scheduler.is_idle:
+        engine.step()
+    assert len(engine.first_s) == 4
+
+
+def test_a_prompt_does_not_wait_for_the_end_of_others() -> None:
+    engine = Engine(slots=64, mixed=None)
+    for number in range(20):
+        engine.scheduler.add(request(f"a{number}", "a", 2000, 2))
+    engine.step()
+    engine.scheduler.add(request("b", "b", FAIR_CHUNK, 2))
+    engine.step()
+    assert "b" in engine.first_s
+
+
+def test_clients_lead_the_prompts_in_turn() -> None:
+    turns = Turns(lambda: 0.0)
+    prompts = [request("a0", "a"), request("a1", "a"), request("b0", "b")]
+    orders = [[one.id for one in turns.prompts(prompts)] for _ in range(3)]
+    assert orders == [["a0", "b0", "a1"], ["b0", "a0", "a1"], ["a0", "b0", "a1"]]
+
+
+def test_steps_are_short_while_several_clients_come() -> None:
+    def tokens(engine: Engine) -> int:
+        engine.step()
+        return engine.plans[-1].num_tokens
+
+    engine = Engine(slots=64)
+    engine.scheduler.add(request("a0", "a", 10_000))
+    assert tokens(engine) == 1024
+    engine.scheduler.add(request("b0", "b", 10))
+    assert tokens(engine) == 128
+    engine.now_s += SHARED_S
+    assert tokens(engine) == 1024
+
+
+def test_labels_that_nobody_uses_any_more_are_dropped() -> None:
+    turns = Turns(lambda: 0.0)
+    for number in range(10 * MAX_KNOWN):
+        one = request("x", f"client {number}")
+        turns.arrived(one)
+        turns.admit(one)
+    assert len(turns._next) == MAX_KNOWN
+
+
+ARRIVALS = st.lists(
+    st.tuples(st.sampled_from("aaaaabcd"), st.integers(1, 60), st.integers(1, 8), st.integers(0, 3)),
+    min_size=1,
+    max_size=60,
+)
+
+
+@given(ARRIVALS, st.integers(1, 5), st.sampled_from([12, 40, 1000]))
+@settings(max_examples=examples(200), deadline=None)
+def test_no_client_waits_for_more_than_a_bounded_number_of_others(
+    arrivals: list[tuple[str, int, int, int]], slots: int, pages: int
+) -> None:
+    """Bounded by the number of clients and slots, whatever the others send."""
+    engine = Engine(slots=slots, pages=pages)
+    clients = len({client for client, *_ in arrivals})
+    admitted: list[Request] = []
+    at_arrival: dict[str, tuple[int, int]] = {}
+
+    def step() -> None:
+        before = {id(one) for one in engine.running}
+        ended = engine.step()
+        plan = engine.plans[-1]
+        assert plan.num_tokens
+        admitted.extend(chunk.request for chunk in plan.chunks if id(chunk.request) not in before)
+        del ended
+
+    everyone = []
+    for number, (client, prompt, answer, steps) in enumerate(arrivals):
+        one = request(f"{client}{number}", client, prompt, answer)
+        ahead = sum(other.client == client for other in engine.scheduler.waiting)
+        at_arrival[one.id] = (len(admitted), ahead)
+        everyone.append(one)
+        engine.scheduler.add(one)
+        for _ in range(steps):
+            if not engine.scheduler.is_idle:
+                step()
+    while not engine.scheduler.is_idle:
+        step()
+    first = {}
+    for index, one in enumerate(admitted):
+        first.setdefault(one.id, index)
+    for one in everyone:
+        begin, ahead = at_arrival[one.id]
+        others = Counter(other.client for other in admitted[begin : first[one.id]] if other.client != one.client)
+        for client, count in others.items():
+            assert count <= (ahead + 2) * (clients + slots), (one.id, client, count)
+
+
+@pytest.mark.parametrize(("answer", "prompt"), [(64, (64, 512)), (400, (16, 64)), (16, (1000, 2000))])
+def test_first_tokens_of_a_small_client_beside_a_large_one(answer: int, prompt: tuple[int, int]) -> None:
+    """At most three times as late as alone, of all 60; 64 of the other's are always under way."""
+    source = random.Random(1)
+    alone = 0.012 + 0.0006 * FAIR_CHUNK
+    engine = Engine(slots=64)
+    num_large, waits = 0, []
+
+    def fill() -> None:
+        nonlocal num_large
+        live = len(engine.running) + len(engine.scheduler.waiting)
+        for _ in range(64 - live):
+            engine.scheduler.add(request(f"large{num_large}", "large", source.randint(*prompt), answer))
+            num_large += 1
+
+    fill()
+    engine.scheduler.add(request("small", "small", 1, 1))  # it has been here before
+    for number in range(60):
+        begin_s = engine.now_s + source.uniform(0.05, 0.3)
+        name, since_s = f"small{number}", begin_s
+        while engine.now_s < begin_s:
+            since_s = engine.now_s
+            fill()
+            engine.step()
+        engine.scheduler.add(request(name, "small", FAIR_CHUNK, 1))
+        while name not in engine.first_s:
+            engine.step()
+            fill()
+        assert since_s <= begin_s <= engine.now_s
+        waits.append(engine.first_s[name] - begin_s)
+    assert max(waits) <= 3 * alone
+    assert engine.scheduler.num_preemptions <= 60 + 1

@@ -1,0 +1,91 @@
+"""Answers of frontends that are read rather than passed on."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import h11
+
+from worker.frontdoor.upstreams import UpstreamConnection
+
+
+class Whole(Protocol):
+    """What is made of answers."""
+
+    def headed(self, answer: ParsedAnswer) -> None:
+        """The head of an answer has come."""
+
+    def data(self, answer: ParsedAnswer, data: bytes) -> None:
+        """Bytes of an answer's body."""
+
+    def ended(self, answer: ParsedAnswer) -> None:
+        """An answer is complete."""
+
+    def failed(self, answer: ParsedAnswer, reason: str) -> None:
+        """Whoever answers has gone before the end."""
+
+
+class ParsedAnswer:
+    """One of several answers that are made into one: its head and its body, as they come.
+
+    Args:
+        whole: Is told of them.
+        index: Number of the request that it answers.
+
+    Attributes:
+        connection: On which it comes.
+        status: Of HTTP, 0 until it is known.
+        headers: Names in lower case.
+        body: What has come of it; of a stream, what has come of an event.
+        collects: It is an error behind the beginning of a stream.
+        is_done: It has said ``[DONE]``.
+        ended: It is complete.
+    """
+
+    def __init__(self, whole: Whole, index: int) -> None:
+        self.index = index
+        self.connection = UpstreamConnection()
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.body = b""
+        self.collects = False
+        self.is_done = False
+        self.ended = False
+        self._whole = whole
+        self._parser = h11.Connection(h11.CLIENT)
+        self._parser.send(h11.Request(method="POST", target="/", headers=[("host", "frontend")]))
+        self._parser.send(h11.EndOfMessage())
+
+    @property
+    def is_stream(self) -> bool:
+        return self.headers.get(b"content-type", b"").startswith(b"text/event-stream")
+
+    def received(self, data: bytes) -> None:
+        """Bytes of the answer."""
+        self._parser.receive_data(data)
+        self._read()
+
+    def answered(self, closes: bool) -> None:
+        """The answer is complete; ``closes``: its end is that of the connection."""
+        if closes:
+            self._parser.receive_data(b"")
+            self._read()
+        self._whole.ended(self)
+
+    def failed(self, begun: bool, reason: str) -> None:
+        """The frontend has gone before the end of the answer."""
+        self._whole.failed(self, reason)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                event = self._parser.next_event()
+                if isinstance(event, h11.Response):
+                    self.status, self.headers = event.status_code, dict(event.headers)
+                    self._whole.headed(self)
+                elif isinstance(event, h11.Data):
+                    self._whole.data(self, bytes(event.data))
+                elif not isinstance(event, h11.InformationalResponse):
+                    return
+        except h11.RemoteProtocolError as error:
+            self._whole.failed(self, str(error))

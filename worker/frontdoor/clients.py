@@ -1,0 +1,114 @@
+"""Who asks: which hosts and keys are taken, and the label that stands for a client."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.request_reader import Head
+from worker.requests.client import LABEL_CHARACTERS
+
+_LOOPBACK_NAMES = frozenset(("localhost", "localhost.", "127.0.0.1", "::1"))
+_BEARER = b"www-authenticate: Bearer\r\n"
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:@/?#\s]+))(?::[0-9]{0,5})?")
+
+
+class Hosts:
+    """Names under which the front door is served.
+
+    A web page may have its own name lead to 127.0.0.1 (DNS rebinding), and then read answers of
+    what is served there without a key: the name in ``Host`` gives it away.
+
+    Args:
+        served_on: Address that it listens on.
+        allowed: Further names; with any, names are checked whatever the address.
+        needs_key: Whether requests bring a key, which a web page does not have.
+    """
+
+    def __init__(self, served_on: str, allowed: Collection[str], needs_key: bool) -> None:
+        self.are_checked = bool(allowed) or (is_loopback(served_on) and not needs_key)
+        self._names = _LOOPBACK_NAMES | {served_on.lower()} | {name.lower() for name in allowed}
+
+    def check(self, head: Head) -> None:
+        """Raises `Refused` (403) for another name; HTTP/1.0 need not have one, and browsers do."""
+        if not self.are_checked or b"host" not in head.headers:
+            return
+        host = head.headers[b"host"].decode("latin-1")
+        if host_name(host) not in self._names:
+            raise Refused(
+                403,
+                f"host: {host[:60]} is none of the names that this server has: localhost, an address of loopback, "
+                "or what --allowed-hosts names",
+                "host",
+                code="host_not_allowed",
+            )
+
+
+@lru_cache(256)
+def host_name(host: str) -> str | None:
+    """The name or address in a ``Host`` header, in lower case; None if it is none."""
+    found = _HOST.fullmatch(host.lower())
+    return None if found is None else found[1] or found[2]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what is served on an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
+
+
+class Keys:
+    """API keys, of which each request must bring one; none: none is needed.
+
+    Args:
+        keys: The keys.
+    """
+
+    def __init__(self, keys: Collection[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def check(self, authorizations: Sequence[bytes]) -> bytes:
+        """The key in the ``Authorization`` lines of a request; each must have a valid one.
+
+        Raises:
+            Refused: 401.
+        """
+        keys = [self._valid(each) for each in authorizations]
+        if not keys or not all(keys):
+            problem = "a valid API key is needed: Authorization: Bearer KEY"
+            raise Refused(401, problem, code="invalid_api_key", headers=_BEARER)
+        return keys[0]
+
+    def _valid(self, authorization: bytes) -> bytes:
+        scheme, _, key = authorization.partition(b" ")
+        key = key.strip()
+        given = _digest(key)
+        matches = [hmac.compare_digest(given, known) for known in self._digests]
+        return key if scheme.lower() == b"bearer" and any(matches) else b""
+
+
+@lru_cache(1024)
+def label_of(key: bytes, peer: bytes) -> bytes:
+    """What stands for a client before the workers: it does not show its key, and is the same at
+    each front door.
+
+    Args:
+        key: Its API key, empty without one.
+        peer: Its address, or what a proxy says of it, which counts without a key.
+    """
+    whom = b"key " + key if key else b"peer " + peer
+    return hashlib.sha256(b"front door client: " + whom).hexdigest()[:LABEL_CHARACTERS].encode()
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,47 @@
+"""Where bodies are read and rewritten: small ones at once, large ones beside the event loop.
+
+A large body takes tenths of a second, for which every other client would wait. One at a time is in
+a thread, and those that wait for it are gone as soon as their clients are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from worker.frontdoor.errors import Refused
+
+AT_ONCE = 32 * 1024
+"""Bytes of the largest body that the event loop reads itself: about a millisecond at worst."""
+
+Bodies = tuple[bytes, ...]
+
+
+class Rewriting:
+    """Runs what rewrites large bodies."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "front-door-bodies")
+        self._turn = asyncio.Lock()
+
+    async def aside(self, rewrite: Callable[[], Bodies]) -> Bodies | Refused:
+        """What ``rewrite`` returns, or the refusal that it raises."""
+        async with self._turn:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, _run, rewrite)
+
+    def close(self) -> None:
+        """No more bodies come."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _run(rewrite: Callable[[], Bodies]) -> Bodies | Refused:
+    # reading a million lists would set off a thousand collections, which hold the event loop up
+    gc.disable()
+    try:
+        return rewrite()
+    except Refused as refused:
+        return refused
+    finally:
+        gc.enable()

@@ -1,0 +1,187 @@
+"""Every path that is served, by which methods, and by whom; all others are refused by name.
+
+A frontend has more paths than those that generate text: its ``POST /busy_threshold`` makes a router
+shed other clients' requests. So a path passes only if it has a row here. `docs/front-door.md` shows
+the table, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from adapters.catalog import Catalog
+from worker import __version__
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES, UNCHECKED, Field, shown
+
+By = Literal["checked", "frontend", "health", "metrics", "document"]
+
+CATALOGUE = "/v1/logits_processors"
+OPENAPI = "/openapi.json"
+_READ = ("GET", "HEAD")
+_NAME = r"(?!\.\.?(?:/|$))[A-Za-z0-9._~%:@+-]+"
+"""A part of a model's name in a path; none that leads elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One path.
+
+    Attributes:
+        path: As in OpenAPI: ``{model}`` stands for a model's name.
+        methods: What it may be asked for with.
+        by: ``checked``: the frontend, once every field is; ``frontend``: it alone; ``health`` and
+            ``metrics``: the frontend, and the answer is made anew; ``document``: the front door.
+        summary: What it is.
+        needs_key: False for what a probe reads.
+        pattern: Matches the path, if it stands for several.
+    """
+
+    path: str
+    methods: tuple[str, ...]
+    by: By
+    summary: str
+    needs_key: bool = True
+    pattern: re.Pattern[str] | None = None
+
+
+ROUTES: tuple[Route, ...] = (
+    Route(CHAT, ("POST",), "checked", "Chat, as OpenAI's; every field is honoured or refused."),
+    Route(COMPLETIONS, ("POST",), "checked", "Completion, as OpenAI's; every field is honoured or refused."),
+    Route("/v1/models", _READ, "frontend", "The models that are served."),
+    Route(
+        "/v1/models/{model}",
+        _READ,
+        "frontend",
+        "One of them, or `/ready` behind it: whether it can answer.",
+        pattern=re.compile(rf"/v1/models(?:/{_NAME})+"),
+    ),
+    Route(
+        CATALOGUE, _READ, "document", "The processors that requests may name, with a JSON Schema of their arguments."
+    ),
+    Route("/health", _READ, "health", "Whether models are served: the frontend's status.", needs_key=False),
+    Route("/live", _READ, "frontend", "Whether the frontend lives.", needs_key=False),
+    Route(
+        "/metrics",
+        _READ,
+        "metrics",
+        "Prometheus metrics of the frontend, and of workers that `--worker-metrics` names.",
+    ),
+    Route(OPENAPI, _READ, "document", "This table, and the fields of requests, as OpenAPI."),
+)
+
+
+class Routes:
+    """The routes of one front door.
+
+    Args:
+        documents: Paths of further documents of its own, which are served without a key.
+    """
+
+    def __init__(self, documents: Sequence[str] = ()) -> None:
+        own = [Route(path, _READ, "document", "A file of the playground.", needs_key=False) for path in documents]
+        self.table = (*ROUTES, *own)
+        self._exact = {route.path: route for route in self.table if route.pattern is None}
+        self._patterns = [route for route in self.table if route.pattern is not None]
+
+    def at(self, path: str) -> Route | None:
+        """The route of a path, None if it is not served."""
+        found = self._exact.get(path)
+        if found is None:
+            matches = (each for each in self._patterns if each.pattern is not None and each.pattern.fullmatch(path))
+            found = next(matches, None)
+        return found
+
+    def check(self, route: Route | None, method: str, path: str) -> Route:
+        """``route``, if it may be asked for with ``method``.
+
+        Raises:
+            Refused: 404 or 405, with the path's name.
+        """
+        if route is None and path in UNCHECKED:
+            problem = f"{path} is not served: fields of its requests would be dropped; use {CHAT}"
+            raise Refused(404, problem, code="unsupported_endpoint")
+        if route is None:
+            problem = f"{shown(path)} is not served here; {OPENAPI} lists what is"
+            raise Refused(404, problem, code="unsupported_endpoint")
+        if method not in route.methods:
+            allowed = ", ".join(route.methods)
+            raise Refused(
+                405,
+                f"{shown(path)} is not served for {shown(method)}; use {allowed}",
+                code="unsupported_method",
+                headers=b"allow: %b\r\n" % allowed.encode(),
+            )
+        return route
+
+
+def openapi(routes: Routes, catalog: Catalog) -> dict[str, Any]:
+    """The OpenAPI document of what is served."""
+    paths = {
+        route.path: {method.lower(): _operation(route, catalog) for method in route.methods if method != "HEAD"}
+        for route in routes.table
+    }
+    key = {"type": "http", "scheme": "bearer"}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "dynamo-logits-worker front door",
+            "version": __version__,
+            "description": "Every field of a request is honoured, or refused with a 400 that names it.",
+        },
+        "paths": paths,
+        "components": {"securitySchemes": {"key": key}, "schemas": {"Error": _ERROR}},
+    }
+
+
+def _operation(route: Route, catalog: Catalog) -> dict[str, Any]:
+    failed = {"description": "An error", "content": _json({"$ref": "#/components/schemas/Error"})}
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "responses": {"200": {"description": "The answer"}, "default": failed},
+        "security": [{"key": []}, {}] if route.needs_key else [{}],
+    }
+    if route.pattern is not None:
+        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if route.by == "checked":
+        operation["requestBody"] = {"required": True, "content": _json(_body(route.path, catalog))}
+    return operation
+
+
+def _body(path: str, catalog: Catalog) -> dict[str, Any]:
+    properties = {field.name: dict(_property(field)) for field in TABLES[path].values()}
+    properties["logits_processors"]["x-processors"] = list(catalog.names)
+    required = ["model", "messages" if path == CHAT else "prompt"]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _property(field: Field) -> Iterator[tuple[str, Any]]:
+    if field.fate != "refused":
+        yield "description", field.why
+        return
+    yield "description", f"Refused: {field.why}."
+    yield "enum", [None, *field.neutral]
+
+
+def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+_ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": _TEXT_OR_NULL,
+                "code": _TEXT_OR_NULL,
+            },
+        }
+    },
+}

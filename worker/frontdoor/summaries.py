@@ -1,0 +1,216 @@
+"""Answers that the front door makes of others': ``/health`` without the addresses behind it, and
+``/metrics`` of frontend and workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from worker.frontdoor.answers import ParsedAnswer
+from worker.frontdoor.choices import Asker
+from worker.frontdoor.http import INTERIM, AnswerEnd, Document
+from worker.frontdoor.upstreams import NoUpstream, Upstream, Upstreams
+
+TIMEOUT_S = 5.0
+"""How long one of those that are asked may take."""
+
+MAX_BYTES = 16 * 2**20
+"""Largest answer of one of them."""
+
+METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Whoever is asked.
+
+    Attributes:
+        turn: Servers, of which the first that can be reached is asked.
+        path: What it is asked for.
+        name: Stands for it in the answer.
+    """
+
+    turn: Sequence[Upstream]
+    path: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What one of them said.
+
+    Attributes:
+        status: Of HTTP; 503 if it cannot be reached, did not answer in time or said too much.
+        body: Of its answer.
+    """
+
+    status: int
+    body: bytes
+
+
+UNREACHABLE = Reply(503, b"")
+
+
+class Summary:
+    """Asks several servers, and makes one answer of theirs.
+
+    Args:
+        client: Whom it goes to.
+        upstreams: Connects.
+        sources: Whoever is asked, at least one.
+        make: The status and the document made of the replies, in the order of the sources.
+        answer: Writes a status and a document.
+    """
+
+    def __init__(
+        self,
+        client: Asker,
+        upstreams: Upstreams,
+        sources: Sequence[Source],
+        make: Callable[[Sequence[Reply]], tuple[int, Document]],
+        answer: Callable[[int, Document], bytes],
+    ) -> None:
+        self._client = client
+        self._upstreams = upstreams
+        self._sources = sources
+        self._make = make
+        self._answer = answer
+        self._task: asyncio.Task[None] | None = None
+
+    def ask(self) -> None:
+        """Begin."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        replies = await asyncio.gather(*(_Asking(self._upstreams, source).reply() for source in self._sources))
+        self._client.received(self._answer(*self._make(replies)))
+        self._client.answered(False)
+
+    def pause(self) -> None:
+        """There is nothing to hold back."""
+
+    def resume(self) -> None:
+        """As `pause`."""
+
+    def abort(self) -> None:
+        """End it. Idempotent."""
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+
+    def filler(self) -> bytes | None:
+        """As `UpstreamConnection.filler`."""
+        return INTERIM
+
+
+class _Asking:
+    """One request to one server, on a connection of its own."""
+
+    def __init__(self, upstreams: Upstreams, source: Source) -> None:
+        self._upstreams = upstreams
+        self._source = source
+        self._answer = ParsedAnswer(self, 0)
+        self._ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def reply(self) -> Reply:
+        """Its answer."""
+        connection = self._answer.connection
+        host = str(self._source.turn[0]).removeprefix("http://")
+        request = f"GET {self._source.path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+        try:
+            await self._upstreams.connect(self._source.turn, connection)
+            connection.begin(self._answer, AnswerEnd(), request.encode())
+            complete = await asyncio.wait_for(self._ended, TIMEOUT_S)
+        except (NoUpstream, TimeoutError):
+            return UNREACHABLE
+        finally:
+            connection.abort()
+        return Reply(self._answer.status, self._answer.body) if complete else UNREACHABLE
+
+    def headed(self, answer: ParsedAnswer) -> None:
+        """Nothing depends on the head alone."""
+
+    def data(self, answer: ParsedAnswer, data: bytes) -> None:
+        """Bytes of its body."""
+        answer.body += data
+        if len(answer.body) > MAX_BYTES:
+            self._end(False)
+
+    def ended(self, answer: ParsedAnswer) -> None:
+        """Its answer is complete."""
+        self._end(True)
+
+    def failed(self, answer: ParsedAnswer, reason: str) -> None:
+        """It has gone before the end of its answer."""
+        self._end(False)
+
+    def _end(self, is_complete: bool) -> None:
+        if not self._ended.done():
+            self._ended.set_result(is_complete)
+
+
+def health(replies: Sequence[Reply]) -> tuple[int, Document]:
+    """The frontend's health: its status, and how many workers it knows, but not where they are."""
+    (reply,) = replies
+    try:
+        told = json.loads(reply.body)
+        instances = told["instances"]
+        shown = {"instances": len(instances)} if isinstance(instances, list) else {}
+    except (ValueError, KeyError, TypeError):
+        shown = {}
+    status = "healthy" if reply.status == 200 else "unhealthy"
+    return reply.status, Document(b"application/json", json.dumps({"status": status, **shown}).encode())
+
+
+_SAMPLE = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(\{)?")
+_FAMILY = re.compile(r"# (?:HELP|TYPE) (\S+)")
+_ELSEWHERE = (
+    "# Series of the workers (dlw_*) are at /metrics of each worker's DYN_SYSTEM_PORT; with their addresses as "
+    "--worker-metrics they are here too (docs/metrics.md).\n"
+)
+
+
+def metrics(sources: Sequence[Source]) -> Callable[[Sequence[Reply]], tuple[int, Document]]:
+    """Makes one document, in Prometheus' text format, of the frontend's metrics and the workers'.
+
+    Args:
+        sources: The frontend, then workers; their series get the label ``worker``.
+    """
+
+    def make(replies: Sequence[Reply]) -> tuple[int, Document]:
+        families: dict[str, list[str]] = {}
+        comments = [] if len(sources) > 1 else [_ELSEWHERE]
+        for number, (source, reply) in enumerate(zip(sources, replies, strict=True)):
+            if reply.status != 200:
+                comments.append(f"# {source.name} does not answer.\n")
+                continue
+            for family, line in _lines(reply.body.decode(errors="replace"), source.name if number else None):
+                known = families.setdefault(family, [])
+                if not line.startswith("#") or line not in known:
+                    known.append(line)
+        text = "".join("".join(lines) for lines in families.values()) + "".join(comments)
+        only_comments = not families
+        return (503 if only_comments else 200), Document(METRICS_TYPE, text.encode())
+
+    return make
+
+
+def _lines(text: str, worker: str | None) -> Iterator[tuple[str, str]]:
+    """The lines of a document with the family that each belongs to."""
+    family = ""
+    for line in text.splitlines():
+        described = _FAMILY.match(line)
+        if described:
+            family = described[1]
+        sample = _SAMPLE.match(line)
+        if sample is None and not described:
+            continue
+        if sample and not (family and sample[1].startswith(family)):
+            family = sample[1]  # one without a description
+        if sample and worker is not None:
+            labels = f'{sample[1]}{{worker="{worker}"' + ("," if sample[2] else "}")
+            line = labels + line[sample.end() :]
+        yield family, line + "\n"
