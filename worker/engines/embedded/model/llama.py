@@ -107,7 +107,7 @@ class _Layer(torch.nn.Module):
         self._mlp_norm = _RmsNorm(weights.mlp_norm, kernels)
         self._qkv = Linear.of(weights.qkv)
         self._output = Linear.of(weights.output)
-        self._gate = Linear.of(weights.gate)
+        self._gate = Linear.of(weights.gate, activation="silu")
         self._up = Linear.of(weights.up)
         self._down = Linear.of(weights.down)
 
@@ -139,4 +139,4 @@ class _Layer(torch.nn.Module):
         attended = step.attend_qkv(self.attention, qkv, rope)
         hidden = self._output.add(attended.reshape(len(hidden), -1), hidden)
         normed = self._mlp_norm(hidden)
-        return self._down.add(self._up.mul(normed, self._gate.silu(normed)), hidden)
+        return self._down.add(self._up.mul(normed, self._gate.activated(normed)), hidden)
