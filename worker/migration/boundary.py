@@ -13,7 +13,7 @@ from typing import Any
 from worker.requests.receipts import TokenDigest
 from worker.requests.request import GenerationRequest
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,8 @@ class Boundary:
         owner: Who wrote the record last: one request in one worker.
         attempts: Workers that have taken the request on and have neither finished it nor passed it
             on in order; the owner is among them.
+        numerics: What the answer is computed with; see `EngineInfo.made_by`.
+        kv_dtype: See `EngineInfo.kv_dtype`.
     """
 
     prompt_length: int
@@ -38,9 +40,19 @@ class Boundary:
     seed: int
     owner: str
     attempts: int
+    numerics: str = ""
+    kv_dtype: str = ""
 
     @classmethod
-    def of(cls, request: GenerationRequest, seed: int, owner: str, attempts: int = 1) -> Boundary:
+    def of(
+        cls,
+        request: GenerationRequest,
+        seed: int,
+        owner: str,
+        attempts: int = 1,
+        numerics: str = "",
+        kv_dtype: str = "",
+    ) -> Boundary:
         """The record of a request that its first worker has received."""
         params = request.params
         assert params.max_tokens is not None, "a parsed request has a limit"
@@ -52,6 +64,8 @@ class Boundary:
             seed=seed,
             owner=owner,
             attempts=attempts,
+            numerics=numerics,
+            kv_dtype=kv_dtype,
         )
 
     def begins(self, token_ids: Sequence[int]) -> bool:
@@ -75,6 +89,16 @@ class Boundary:
     def is_repeated_by(self, request: GenerationRequest) -> bool:
         """Whether a request, as parsed, has this very prompt: nothing was generated yet."""
         return len(request.prompt_token_ids) == self.prompt_length and self.begins(request.prompt_token_ids)
+
+    def difference(self, numerics: str, kv_dtype: str) -> str | None:
+        """How a worker that is to go on computes otherwise than the one before, or None: the answer
+        would be one that neither of them gives.
+        """
+        ours = {"numerics": numerics, "kv_dtype": kv_dtype}
+        for name, here in ours.items():
+            if (there := getattr(self, name)) != here:
+                return f"{name} is {there!r} on the worker that began the answer and {here!r} on this one"
+        return None
 
     def encode(self) -> bytes:
         """JSON text."""
@@ -103,8 +127,9 @@ class Boundary:
                 continue
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} is {value!r}")
-        if not isinstance(self.owner, str) or not isinstance(self.prompt_digest, str):
-            raise ValueError("owner and prompt_digest must be texts")
+        texts = ("owner", "prompt_digest", "numerics", "kv_dtype")
+        if any(not isinstance(getattr(self, name), str) for name in texts):
+            raise ValueError(f"{', '.join(texts)} must be texts")
 
 
 def continuation(request: GenerationRequest, boundary: Boundary) -> GenerationRequest:

@@ -190,6 +190,7 @@ class TrtllmEngine(RuntimeReports):
             max_num_batched_tokens=int(getattr(args, "max_num_tokens", None) or length),
             draws_by_seed=False,
             computed_by="TensorRT-LLM",
+            made_by="TensorRT-LLM",
         )
 
     async def _kv_capacity(self, args: Any) -> tuple[int, int]:

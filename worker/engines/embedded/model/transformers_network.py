@@ -60,7 +60,8 @@ class TransformersNetwork(torch.nn.Module):
         replace_linears(model)
         _replace_norms(model, kernels)
         _replace_mlps(model)
-        self.foreign = sorted({mlp.foreign for mlp in model.modules() if isinstance(mlp, GatedMlp) and mlp.foreign})
+        mlps = [module for module in model.modules() if isinstance(module, GatedMlp)]
+        self.foreign = tuple(sorted({mlp.foreign for mlp in mlps if mlp.foreign}))
         pack_all(self, kernels)
         model.embed_tokens = _ScaledEmbedding(model.embed_tokens, self._head, is_tied)
         self._layer_types: list[str | None] = [None] * len(model.layers)
