@@ -73,7 +73,7 @@ GOOD = json.loads(Boundary.of(parsed([1, 2], 5), 7, "a-0").encode())
         "",
         "[]",
         "[" * 100_000,
-        json.dumps(GOOD | {"version": 2}),
+        json.dumps(GOOD | {"version": 1}),
         json.dumps(GOOD | {"more": 1}),
         json.dumps({name: value for name, value in GOOD.items() if name != "seed"}),
         json.dumps(GOOD | {"prompt_length": 0}),

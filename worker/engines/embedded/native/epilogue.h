@@ -17,7 +17,7 @@ takes_other(then_t then)
     return then == ADD || then == MULTIPLY;
 }
 
-/* y * sigmoid(x), for y * x >= 0 or finite x: 2 ** -x is not asked for where it would not be a number. */
+/* y * sigmoid(x); NaN stays NaN, and an infinite x is none to `vec_exp2`. */
 INLINED vec
 gated(vec y, vec x)
 {
