@@ -31,6 +31,7 @@ class AttentionSizes:
         dtype: Of queries, keys and values.
         device: Where they are.
         int8_rows: What a row of the KV store is made of; None if it is elements of `dtype`.
+        has_windows: Whether tokens of some layers attend to a window alone.
     """
 
     heads: int
@@ -41,6 +42,7 @@ class AttentionSizes:
     dtype: torch.dtype
     device: torch.device
     int8_rows: Int8Rows | None = None
+    has_windows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ class HfModel:
         facts = self._facts
         sizes = AttentionSizes(
             *(facts.heads, facts.kv_heads, facts.head_dim, facts.softcap, self._page_size),
-            *(self.dtype, self.device, self._int8_rows),
+            *(self.dtype, self.device, self._int8_rows, self._network.has_windows),
         )
         attention = self._kernels.attention(sizes)
         chosen = choose(self._wanted_numerics, linears(self._network), attention, sizes)

@@ -89,6 +89,11 @@ class LlamaNetwork(torch.nn.Module):
             hidden = layer(hidden, rope, step)
         return hidden
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether tokens of some layers attend to a window alone."""
+        return any(layer.attention.window for layer in self._layers if isinstance(layer, _Layer))
+
     def layer_kinds(self) -> list[int]:
         """Index of a layer of each kind: of attention."""
         kinds: dict[int, int] = {}

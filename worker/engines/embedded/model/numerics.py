@@ -144,6 +144,11 @@ def _is_invariant(backend: AttentionBackend, sizes: AttentionSizes, num_threads:
 
     `num_threads` is what torch computes with.
     """
+    windows = (0, sizes.page_size // 2 + 2) if sizes.has_windows else (0,)
+    return all(_is_invariant_in(window, backend, sizes) for window in windows)
+
+
+def _is_invariant_in(window: int, backend: AttentionBackend, sizes: AttentionSizes) -> bool:
     page_size = sizes.page_size
     count = page_size + page_size // 2 + 3
     generator = torch.Generator().manual_seed(0)
@@ -164,7 +169,7 @@ def _is_invariant(backend: AttentionBackend, sizes: AttentionSizes, num_threads:
         )
         step = backend.plan(store, sequences, torch.stack((pages, positions % page_size)))
         scale = sizes.head_dim**-0.5
-        return step.attend(0, query[positions], key[positions], value[positions], scale, 0, sizes.softcap)
+        return step.attend(0, query[positions], key[positions], value[positions], scale, window, sizes.softcap)
 
     # one sequence, stored three times: in pages that ascend, descend, and lie apart
     page_tables = ([0, 1], [4, 3], [2, 6])

@@ -98,18 +98,26 @@ class TransformersNetwork(torch.nn.Module):
         last: torch.Tensor = self._model.norm(hidden)[0]
         return last
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether tokens of some layers attend to a window alone."""
+        return any(_window(layer) for layer in self._model.layers)
+
     def layer_kinds(self) -> list[int]:
         """Index of a layer of each kind: of attention, and of MLP."""
         kinds: dict[object, int] = {}
         for index, layer in enumerate(self._model.layers):
-            window = getattr(layer.self_attn, "sliding_window", None)  # not all types have windows
-            kinds.setdefault((self._layer_types[index], window, type(layer.mlp)), index)
+            kinds.setdefault((self._layer_types[index], _window(layer), type(layer.mlp)), index)
         return list(kinds.values())
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, float32 ``[n, vocab_size]``, of hidden states ``[n, hidden]``."""
         logits: torch.Tensor = self._head(hidden)
         return logits if self._softcap is None else self._soft_cap(logits, self._softcap)
+
+
+def _window(layer: Any) -> int:
+    return getattr(layer.self_attn, "sliding_window", None) or 0  # not all types have windows
 
 
 class _Norm(torch.nn.Module):
