@@ -30,19 +30,37 @@ BUDGETS = (7, 64)
 
 GEMMA_3_1B = {
     **GEMMA,
-    **{"hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4, "num_key_value_heads": 1},
-    **{"head_dim": 256, "num_hidden_layers": 1, "layer_types": ["sliding_attention"], "sliding_window": 100},
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "num_hidden_layers": 1,
+    "layer_types": ["sliding_attention"],
+    "sliding_window": 100,
 }
 GEMMA_2_2B = {
     **GEMMA,
-    **{"hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4},
-    **{"head_dim": 256, "num_hidden_layers": 1, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "num_hidden_layers": 1,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
 }
 QWEN_3_MOE = {
     **MIXTURE,
-    **{"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 16},
-    **{"num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 2, "mlp_only_layers": [0]},
-    **{"norm_topk_prob": True},
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 2,
+    "mlp_only_layers": [0],
+    "norm_topk_prob": True,
 }
 ODD_LLAMA = {"hidden_size": 100, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE: dict[str, tuple[str, dict[str, Any]]] = {

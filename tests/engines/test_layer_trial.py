@@ -132,9 +132,7 @@ def test_a_trial_is_cheap() -> None:
     assert len(trial_ids(64, 40, 9)) == 40
 
 
-def test_an_activation_that_is_not_ours_is_not_called_exact(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_activation_that_is_not_ours_is_not_called_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, "llama", {"hidden_act": "mish"})
     with pytest.raises(StartupError, match="the activation MishActivation is not known to be batch-invariant"):
         loaded(tmp_path, "exact")

@@ -146,10 +146,7 @@ def test_bits_are_those_of_plain_c(
         stored_in_int8 = [int8_rows.quantise(each) for each in stored]
         projections = native.Projections(qkv, group, cosine, sine, norms)
         return [
-            *(
-                native.linear(x, native.pack(weight), columns, bias, then, other)
-                for then in native.EPILOGUES
-            ),
+            *(native.linear(x, native.pack(weight), columns, bias, then, other) for then in native.EPILOGUES),
             native.attend(query, *cached, tiles, width**-0.5, window, softcap),
             native.attend(query, *cached_in_int8, tiles, width**-0.5, window, softcap),
             native.rms_norm(query, norms[0], 1e-5),
@@ -175,7 +172,9 @@ def test_weights_of_any_size_have_the_bits_of_plain_c(path: str, dtype: torch.dt
 
     def computed() -> torch.Tensor:
         panels = native.pack(weight.to(dtype))
-        return torch.stack([native.linear(x.to(dtype), panels, 300, None, then) for then in ("none", *native.ACTIVATIONS)])
+        return torch.stack(
+            [native.linear(x.to(dtype), panels, 300, None, then) for then in ("none", *native.ACTIVATIONS)]
+        )
 
     with plain_c(dtype):
         expected = computed()
@@ -387,7 +386,9 @@ def test_a_result_is_not_a_number_where_something_in_it_is_not(dtype: torch.dtyp
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_as_near_to_the_truth_as_torchs(path: str, dtype: torch.dtype, name: str) -> None:
     x = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([0.0, -0.0, 3e12, -3e12, 1e38, -1e38]))).to(dtype)
-    found = native.linear(x[:, None].expand(-1, 2) * torch.tensor([1, 0], dtype=dtype), PICK_FIRST[dtype], 1, None, name)
+    found = native.linear(
+        x[:, None].expand(-1, 2) * torch.tensor([1, 0], dtype=dtype), PICK_FIRST[dtype], 1, None, name
+    )
     expected = ACTIVATIONS[name](x.double())
     tolerance = 2 * ROUNDING[dtype] * expected.abs() + 3e-7 * x.double().abs().clamp(max=1.0)
     assert ((found[:, 0].double() - expected).abs() <= tolerance).all()

@@ -75,7 +75,9 @@ def test_workers_that_compute_otherwise_differ(here: tuple[str, str], there: tup
     assert (found is None) == (here == there)
     if found is not None:
         name, ours, theirs = next(
-            (name, *pair) for name, *pair in zip(("numerics", "kv_dtype"), here, there, strict=True) if pair[0] != pair[1]
+            (name, *pair)
+            for name, *pair in zip(("numerics", "kv_dtype"), here, there, strict=True)
+            if pair[0] != pair[1]
         )
         assert found == f"{name} is {theirs!r} on the worker that began the answer and {ours!r} on this one"
 

@@ -157,6 +157,9 @@ async def test_an_answer_goes_on_only_where_its_bits_do(
         for number, worker in enumerate(workers):
             await worker.start(number)
         whole, record = await pools[0].ask("one", raw)
+        async with asyncio.timeout(30):
+            while await pools[0].store.get(pools[0].key("one")) is not None:  # it is about to be removed
+                await asyncio.sleep(0.01)
         if reason is not None:
             with pytest.raises(exceptions.InvalidArgument, match=f"its answer cannot go on here: {reason}"):
                 await pools[1].take_over("one", raw, record, whole.token_ids[:9])

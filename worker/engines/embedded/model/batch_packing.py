@@ -30,7 +30,7 @@ class Batch:
     new_pages: list[int] = field(default_factory=list)
 
     def append(self, pages: Sequence[int], start: int, tokens: Sequence[int], page_size: int) -> None:
-        """Append a row: `tokens` of a sequence whose page table is `pages`, from position `start`."""
+        """Append a row: `tokens` of a sequence with this page table, from position `start` on."""
         stop = start + len(tokens)
         self.ids += tokens
         self.positions += range(start, stop)

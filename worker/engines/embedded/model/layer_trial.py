@@ -56,7 +56,7 @@ class LayerTrial:
                 return f"layer {layer}"
         rows = whole[:: max(1, len(whole) // _NUM_LOGITS)][:_NUM_LOGITS].contiguous()
         together = self.network.logits(rows.clone())
-        alone = torch.cat([self.network.logits(row.clone()) for row in rows.split(1)])
+        alone = torch.cat([self.network.logits(row.clone()) for row in torch.split(rows, 1)])
         return None if torch.equal(together, alone) else "the LM head"
 
     def _pages(self, is_ascending: bool) -> list[int]:
@@ -74,8 +74,7 @@ class LayerTrial:
         """As prefill in chunks, each of which reads the KV of those before."""
         cuts = [0, *(cut for cut in _CUTS if cut < len(self.ids)), len(self.ids)]
         return all(
-            torch.equal(self._rows(layer, False, (start, stop)), whole[start:stop])
-            for start, stop in pairwise(cuts)
+            torch.equal(self._rows(layer, False, (start, stop)), whole[start:stop]) for start, stop in pairwise(cuts)
         )
 
     def _is_equal_in_a_mix(self, layer: int, whole: torch.Tensor) -> bool:

@@ -33,7 +33,6 @@ class LayerShape(NamedTuple):
     activation: str | None = None
 
 
-
 @dataclass(frozen=True, slots=True)
 class GemmTiling:
     """Numbers of rows that a GEMM is called with: multiples of `step` up to `most`, and `blocks`.

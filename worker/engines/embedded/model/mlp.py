@@ -35,4 +35,5 @@ class GatedMlp(torch.nn.Module):
         """``[..., hidden]`` to the same."""
         rows = hidden.reshape(-1, hidden.shape[-1])
         gated = self._activation(self._gate(rows)) if self.foreign else self._gate.activated(rows)
-        return self._down(self._up.mul(rows, gated)).view(hidden.shape)
+        result: torch.Tensor = self._down(self._up.mul(rows, gated))
+        return result.view(hidden.shape)
