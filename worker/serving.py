@@ -186,6 +186,8 @@ class RequestServer:
                 await self._boundaries.open()
                 self.metrics.watch(self._boundaries)
             info = await self.engine.start()
+            if self._boundaries is not None:
+                self._boundaries.computes(info)
             self._chains = await asyncio.to_thread(self._make_chains, self.arguments, info, self.metrics.registry)
             self._server = await asyncio.to_thread(Server.of, info, self.arguments)
             if self._smoke_wanted:

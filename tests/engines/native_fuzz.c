@@ -9,6 +9,7 @@
 #include <unistd.h>
 #endif
 
+#include "epilogue.h"
 #include "fuzz_numbers.h"
 #include "kv_rows.h"
 #include "layers.h"
@@ -74,7 +75,7 @@ fuzz_linear(void)
     element *x = some(rows * inner), *panels = some(padded * inner), *bias = some(columns);
     element *other = some(rows * columns), *y = some(rows * columns), *norm = some(inner);
     float *sums = malloc(rows * columns * sizeof *sums);
-    const int64_t epilogue = below(4), has_bias = below(2);
+    const int64_t epilogue = below(RELU + 1), has_bias = below(2);
     const team_t team = some_team();
     for (int32_t is_unrounded = 0; is_unrounded < 2; is_unrounded++)
         linear(x, rows, inner, panels, columns, has_bias ? bias : NULL, (int32_t)epilogue, other,
@@ -82,6 +83,10 @@ fuzz_linear(void)
     rms_norm(panels, padded, inner, norm, 1e-5f, panels, &team);
     add_to_digest(y, rows * columns);
     add_to_digest((const element *)sums, rows * columns * PER_WORD);
+#ifdef FLOAT32
+    soft_cap(y, rows * columns, 3.0f, &team);
+    add_to_digest(y, rows * columns);
+#endif
     add_to_digest(panels, padded * inner);
     void *const all[] = {x, panels, bias, other, y, sums, norm};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
@@ -121,7 +126,7 @@ fuzz_quantised(int is_integer)
     void *other = some_numbers(rows * columns, 0, is_bfloat16);
     const int64_t size = is_bfloat16 && !is_unrounded ? 2 : 4;
     void *y = malloc(rows * columns * size);
-    const int32_t epilogue = (int32_t)below(4);
+    const int32_t epilogue = (int32_t)below(RELU + 1);
     const team_t team = some_team();
     (is_integer ? integer_linear : quantised_linear)(
         x, is_bfloat16, rows, inner, codes, bits, group, scale, has_offsets ? offset : NULL, is_half, -8.0f, columns,
@@ -211,7 +216,7 @@ fuzz_attention(int32_t is_int8)
     const int64_t width = ONE_OF(2, 6, 30, 34, 64), window = ONE_OF(0, 1, 20);
     const team_t team = some_team();
     const int64_t has_norm = below(2), has_softcap = below(2);
-    const int64_t size = ONE_OF(3, 16, 64, 80), tokens = 1 + below(100), pages = (tokens + size - 1) / size;
+    const int64_t size = ONE_OF(3, 16, 24, 48, 64, 80, 100), tokens = 1 + below(100), pages = (tokens + size - 1) / size;
     const int64_t most = 64 / group, start = below(tokens), count = 1 + below(smaller(most, tokens - start));
     const tile_t tile = {0, count, start, 0};
     element *qkv = some(tokens * (heads + 2 * kv_heads) * width), *query = some(tokens * heads * width);

@@ -21,22 +21,25 @@ from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, OneDnnGemm
 from worker.engines.embedded.model.kernels import TORCH
-from worker.engines.embedded.model.linear import GemmTiling, Linear
+from worker.engines.embedded.model.linear import GemmTiling, LayerShape, Linear
 from worker.engines.embedded.model.numerics import Numerics
 from worker.engines.embedded.plan import Chunk, PageCopy, Plan, Request
 from worker.sampling import SamplingParams
 
 PAGE = 32
-NUM_PAGES = 24
-LENGTHS = (1, 3, 31, 33, 45, 70)
+SLOTS = 1024
+LENGTHS = (1, 3, 31, 33, 45, 70, 140)
 """Of the sequences that are computed again and again; in tokens."""
+
+PAGE_SIZES = (7, 24, 32, 48, 64, 100, 256)
+THREADS = (1, 2, 3, 5)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Loaded:
     """A model and the logits of every token of some sequences, each computed alone and in one
-    piece.
+    piece, in pages of `PAGE` tokens and by the threads of the moment.
     """
 
     def __init__(self, path: Path, dtype: str, kernels: str = "auto", kv_cache_dtype: str = "auto") -> None:
@@ -49,15 +52,22 @@ class Loaded:
             kv_cache_dtype=kv_cache_dtype,
         )
         self.model: HfModel = load_model(config)
-        self.model.allocate_kv(NUM_PAGES, PAGE)
+        self.allocate(PAGE)
         generator = torch.Generator().manual_seed(3)
         width = self.model.vocab_size
         self.tokens = [torch.randint(width, (length,), generator=generator).tolist() for length in LENGTHS]
-        self.tokens[-1][:PAGE] = self.tokens[-2][:PAGE]
+        self.tokens[-2][:PAGE] = self.tokens[-3][:PAGE]
         self.expected = [self.alone(tokens) for tokens in self.tokens]
 
+    def allocate(self, page_size: int) -> None:
+        """From now on in pages of that size; numerics are chosen again, for the threads of now."""
+        self.page_size = page_size
+        self.num_pages = SLOTS // page_size
+        self.model.allocate_kv(self.num_pages, page_size)
+        assert self.model.numerics == "exact"
+
     def alone(self, tokens: list[int]) -> torch.Tensor:
-        request = make_request(tokens, list(range(-(-len(tokens) // PAGE))))
+        request = make_request(tokens, list(range(-(-len(tokens) // self.page_size))))
         tap = request.tap = EveryToken()
         self.model.forward(step(chunks=[Chunk(request, 0, len(tokens))]))
         return torch.cat(tap.seen)
@@ -102,12 +112,15 @@ def check_run(loaded: Loaded, data: st.DataObject) -> None:
     """Compute all sequences again, cut and mixed as `data` says, and compare each row of logits
     on the way.
     """
-    free = data.draw(st.permutations(range(NUM_PAGES)))
+    page_size = loaded.page_size
+    free = data.draw(st.permutations(range(loaded.num_pages)))
     rows = data.draw(st.lists(st.integers(0, len(LENGTHS) - 1), min_size=1, max_size=5, unique=True))
+    if sum(-(-LENGTHS[which] // page_size) for which in rows) > len(free):
+        rows = rows[:1]  # of long pages there are few
     requests: dict[int, Request] = {}
     copies: tuple[PageCopy, ...] = ()
     for which in rows:
-        count = -(-LENGTHS[which] // PAGE)
+        count = -(-LENGTHS[which] // page_size)
         requests[which] = make_request([], [free.pop() for _ in range(count)])
     done = dict.fromkeys(rows, 0)
     while any(done[which] < LENGTHS[which] for which in rows):
@@ -142,9 +155,9 @@ def check_run(loaded: Loaded, data: st.DataObject) -> None:
                 if data.draw(st.booleans()):
                     done[which] = 0  # preempted: everything is computed again
                 else:  # as after a preemption that found its blocks in the cache: the tail is copied elsewhere
-                    last = (done[which] - 1) // PAGE
+                    last = (done[which] - 1) // page_size
                     held = requests[which].pages
-                    kept = done[which] - last * PAGE
+                    kept = done[which] - last * page_size
                     copies = (*copies, PageCopy(held[last], free[-1], kept))
                     held[last] = free.pop()
 
@@ -164,6 +177,9 @@ def same_bits(
         case = (arch, dtype, kernels, kv_cache_dtype, threads)
         if case not in loaded:
             loaded[case] = Loaded(every_checkpoint[arch], dtype, kernels, kv_cache_dtype)
+        if kernels == "native":  # whose bits depend on neither
+            torch.set_num_threads(data.draw(st.sampled_from(THREADS)))
+            loaded[case].allocate(data.draw(st.sampled_from(PAGE_SIZES)))
         check_run(loaded[case], data)
     finally:
         torch.set_num_threads(1)
@@ -173,7 +189,12 @@ DTYPES = (("float32", torch.float32), ("bfloat16", torch.bfloat16))
 NATIVE = [(name, "native") for name, dtype in DTYPES if native.unavailable(dtype) is None]
 COMPUTED = [("float32", "torch"), ("bfloat16", "torch"), *NATIVE]
 KINDS = [(arch, *computed, "auto", 1) for arch in EVERY_TYPE for computed in COMPUTED]
-WITH_MORE_THREADS = [(arch, *computed, "auto", 2) for arch in ("llama", "qwen3_moe") for computed in COMPUTED[1:]]
+WITH_MORE_THREADS = [
+    *((arch, "bfloat16", "torch", 2) for arch in ("llama", "qwen3_moe")),
+    *((arch, "float32", "torch", threads) for arch, threads in (("gemma3_text", 3), ("qwen3_moe", 5))),
+]
+WITH_MORE_THREADS = [(*case[:3], "auto", case[3]) for case in WITH_MORE_THREADS]
+"""Of torch's kernels, whose bits depend on their number."""
 IN_INT8 = [
     *((arch, *computed, "int8", 1) for arch in EVERY_TYPE for computed in NATIVE),
     *((arch, *computed, "int8", threads) for arch, threads in (("llama", 2), ("gemma2", 1)) for computed in COMPUTED),
@@ -194,13 +215,13 @@ test_logits_are_the_same_bits_in_many_runs = pytest.mark.campaign(pytest.mark.ti
 
 def test_rows_that_share_a_prefix_have_the_bits_of_rows_alone(checkpoints: dict[str, Path]) -> None:
     one = Loaded(checkpoints["llama"], "bfloat16")
-    first, second = one.tokens[-2], one.tokens[-1]
+    first, second = one.tokens[-3], one.tokens[-2]
     requests = [make_request(first, [5, 6, 7]), make_request(second, [5, 8, 9, 10])]
     one.model.forward(step(chunks=[Chunk(requests[0], 0, len(first) - 1)]))
     one.model.forward(step(chunks=[Chunk(requests[1], PAGE, len(second) - 1)]))
     logits = one.model.forward(step(decode=requests))
-    assert torch.equal(logits[0], one.expected[-2][-1])
-    assert torch.equal(logits[1], one.expected[-1][-1])
+    assert torch.equal(logits[0], one.expected[-3][-1])
+    assert torch.equal(logits[1], one.expected[-2][-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -212,7 +233,7 @@ def test_a_tiling_changes_nothing_but_the_shape(dtype: torch.dtype, tiling: Gemm
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(24, 40, generator=generator).to(dtype)
     bias = torch.randn(24, generator=generator).to(dtype)
-    layer = Linear(weight, bias)
+    layer = Linear(weight, bias, activation="silu")
     if is_packed:
         layer.pack(TORCH)
     layer.tiling = tiling
@@ -224,7 +245,7 @@ def test_a_tiling_changes_nothing_but_the_shape(dtype: torch.dtype, tiling: Gemm
         for result, expected in (
             (layer(x), exact),
             (layer(x[None])[0], exact),
-            (layer.silu(x), torch.nn.functional.silu(exact)),
+            (layer.activated(x), torch.nn.functional.silu(exact)),
             (layer.add(x, other), exact + other),
             (layer.mul(x, other), exact * other),
         ):
@@ -241,13 +262,17 @@ def test_the_receipt_says_which_ran(checkpoints: dict[str, Path]) -> None:
 
 
 def test_whose_bits_they_are() -> None:
-    def made_by(name: str, gemm: type[GemmBackend], attention: AttentionBackend) -> str:
-        return Numerics(name, {(8, 8, gemm, False): GemmTiling()}, attention).made_by
+    def made_by(name: str, gemm: type[GemmBackend], attention: AttentionBackend, threads: int = 2) -> str:
+        return Numerics(name, {LayerShape(8, 8, gemm): GemmTiling()}, attention, 48, threads).made_by
 
-    assert made_by("fast", NativeGemm, NativeAttention()) == "fast"
+    of_torch = torch.backends.cpu.get_cpu_capability()
+    assert made_by("fast", OneDnnGemm, NativeAttention()) == "fast"
     assert made_by("exact", NativeGemm, NativeAttention()) == "exact, native kernels"
-    assert made_by("exact", OneDnnGemm, TorchAttention()) == "exact, torch kernels"
-    assert made_by("exact", NativeGemm, TorchAttention()) == "exact, torch and native kernels"
+    assert made_by("exact", OneDnnGemm, NativeAttention()) == f"exact, torch and native kernels, {of_torch}, 2 threads"
+    pages = "pages of 48 tokens"
+    assert made_by("exact", OneDnnGemm, TorchAttention(), 1) == f"exact, torch kernels, {of_torch}, 1 thread, {pages}"
+    both = f"exact, torch and native kernels, {of_torch}, 2 threads, {pages}"
+    assert made_by("exact", NativeGemm, TorchAttention()) == both
 
 
 def test_fast_and_auto(checkpoints: dict[str, Path]) -> None:

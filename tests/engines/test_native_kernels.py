@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import pairwise
@@ -33,10 +33,18 @@ ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22}
 """Of a result, relative: half a unit in the last place of bfloat16, and what a few operations
 lose in float32.
 """
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
 COMPUTED = [
     (path, dtype) for dtype in native._KINDS for path in native.PATHS if native.unavailable(dtype, path) is None
 ]
 """Paths that this processor has, and their data types; plain C is always among them."""
+PICK_FIRST = {dtype: native.pack(torch.tensor([[1.0, 0.0]], dtype=dtype)) for dtype in native._KINDS}
+"""A weight that returns the first element of a row."""
 EMULATED = [
     ("amx", dtype)
     for dtype in native._KINDS
@@ -138,10 +146,7 @@ def test_bits_are_those_of_plain_c(
         stored_in_int8 = [int8_rows.quantise(each) for each in stored]
         projections = native.Projections(qkv, group, cosine, sine, norms)
         return [
-            *(
-                native.linear(x, native.pack(weight), columns, bias, then, other)
-                for then in ("none", "silu", "add", "mul")
-            ),
+            *(native.linear(x, native.pack(weight), columns, bias, then, other) for then in native.EPILOGUES),
             native.attend(query, *cached, tiles, width**-0.5, window, softcap),
             native.attend(query, *cached_in_int8, tiles, width**-0.5, window, softcap),
             native.rms_norm(query, norms[0], 1e-5),
@@ -167,7 +172,9 @@ def test_weights_of_any_size_have_the_bits_of_plain_c(path: str, dtype: torch.dt
 
     def computed() -> torch.Tensor:
         panels = native.pack(weight.to(dtype))
-        return torch.stack([native.linear(x.to(dtype), panels, 300, None, then) for then in ("none", "silu")])
+        return torch.stack(
+            [native.linear(x.to(dtype), panels, 300, None, then) for then in ("none", *native.ACTIVATIONS)]
+        )
 
     with plain_c(dtype):
         expected = computed()
@@ -186,7 +193,7 @@ def test_each_path_sums_in_the_same_order(path: str, dtype: torch.dtype) -> None
     columns=st.integers(1, 150),
     inner=st.one_of(st.integers(1, 80), st.integers(1000, 1100), st.just(2100)),
     has_bias=st.booleans(),
-    then=st.sampled_from(["none", "silu", "add", "mul"]),
+    then=st.sampled_from([*native.EPILOGUES]),
     threads=st.integers(1, 3),
     seed=st.integers(0, 2**32 - 1),
 )
@@ -212,7 +219,7 @@ def test_a_product_is_the_product(
     product = functional.linear(x.double(), weight.double(), bias.double() if bias is not None else None)
     expected = {
         "none": lambda: product,
-        "silu": lambda: functional.silu(product),
+        **{name: lambda name=name: ACTIVATIONS[name](product) for name in ACTIVATIONS},
         "add": lambda: product + other.double(),
         "mul": lambda: product * other.double(),
     }[then]()
@@ -367,13 +374,43 @@ def test_a_result_is_not_a_number_where_something_in_it_is_not(dtype: torch.dtyp
     generator = torch.Generator().manual_seed(0)
     x, weight = randn(dtype, generator, 3, 8), randn(dtype, generator, 5, 8)
     x[1, 3] = torch.nan
-    for then in ("none", "silu"):
+    for then in ("none", *native.ACTIVATIONS):
         found = native.linear(x, native.pack(weight), 5, None, then)
         assert found.isnan().tolist() == [[False] * 5, [True] * 5, [False] * 5]
     keys, values, query = (randn(dtype, generator, *shape) for shape in ((1, 1, 4, 2), (1, 1, 4, 2), (4, 1, 2)))
     keys[0, 0, 2] = torch.nan
     found = native.attend(query, keys, values, native.Tiles([SequenceSlice([0], 0, 4)], 1), 1.0, 0, None)
     assert found.isnan()[:, 0, 0].tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_as_near_to_the_truth_as_torchs(path: str, dtype: torch.dtype, name: str) -> None:
+    x = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([0.0, -0.0, 3e12, -3e12, 1e38, -1e38]))).to(dtype)
+    found = native.linear(
+        x[:, None].expand(-1, 2) * torch.tensor([1, 0], dtype=dtype), PICK_FIRST[dtype], 1, None, name
+    )
+    expected = ACTIVATIONS[name](x.double())
+    tolerance = 2 * ROUNDING[dtype] * expected.abs() + 3e-7 * x.double().abs().clamp(max=1.0)
+    assert ((found[:, 0].double() - expected).abs() <= tolerance).all()
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(count=st.integers(1, 40_000), cap=st.sampled_from([0.5, 2.0, 30.0]), threads=st.integers(1, 5))
+def test_a_soft_cap_is_computed_element_by_element(count: int, cap: float, threads: int) -> None:
+    x = 3 * cap * torch.randn(count, generator=torch.Generator().manual_seed(count))
+    with computing_with(threads):
+        found = native.soft_cap(x.clone(), cap)
+    with plain_c(torch.float32):
+        expected = torch.cat([native.soft_cap(piece.clone(), cap) for piece in x.split(4099)])
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(found.double(), (x.double() / cap).tanh() * cap, atol=5e-7 * cap, rtol=1e-6)
+
+
+def test_what_no_soft_cap_computes_is_refused() -> None:
+    with pytest.raises(ValueError, match="contiguous float32"):
+        native.soft_cap(torch.zeros(4, 4).T[:2], 1.0)
+    with pytest.raises(ValueError, match="contiguous float32"):
+        native.soft_cap(torch.zeros(4, dtype=torch.bfloat16), 1.0)
 
 
 def test_places_that_hold_nothing_yet_are_not_read(dtype: torch.dtype) -> None:
@@ -426,16 +463,17 @@ def test_int8_rows_of_any_numbers_are_those_of_torch(dtype: torch.dtype) -> None
 def test_a_model_is_as_near_to_the_truth_as_with_torchs_kernels(
     path: str, dtype: torch.dtype, arch: str, every_checkpoint: dict[str, Path]
 ) -> None:
-    tokens = torch.randint(300, (90,), generator=torch.Generator().manual_seed(5)).tolist()
+    prompts = torch.randint(300, (8, 90), generator=torch.Generator().manual_seed(5)).tolist()
 
     def logits(dtype: str, kernels: str) -> torch.Tensor:
         config = EmbeddedConfig(model_path=every_checkpoint[arch], device="cpu", dtype=dtype, kernels=kernels)
         model = load_model(config)
         model.allocate_kv(4, 32)
-        request = Request("", 0, SamplingParams(), tokens, len(tokens), 999, frozenset(), 0, pages=[2, 0, 3])
         rows = []
-        for start, stop in ((0, 40), (40, 89), (89, 90)):
-            rows.append(model.forward(Plan((), (Chunk(request, start, stop),), (request,))))
+        for tokens in prompts:
+            request = Request("", 0, SamplingParams(), tokens, len(tokens), 999, frozenset(), 0, pages=[2, 0, 3])
+            for start, stop in ((0, 40), (40, 89), (89, 90)):
+                rows.append(model.forward(Plan((), (Chunk(request, start, stop),), (request,))))
         return torch.cat(rows).double()
 
     truth = logits("float32", "torch")

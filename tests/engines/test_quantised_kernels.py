@@ -110,7 +110,7 @@ GEMMS = {
     "rows": st.one_of(st.integers(0, 14), st.integers(190, 200)),
     "columns": st.sampled_from([1, 15, 33, 70]),
     "groups": st.sampled_from([1, 3, 9]),
-    "then": st.sampled_from(["none", "silu", "add", "mul"]),
+    "then": st.sampled_from([*native.EPILOGUES]),
     "has_bias": st.booleans(),
     "threads": st.integers(1, 3),
     "seed": st.integers(0, 2**32 - 1),
@@ -167,7 +167,7 @@ def test_bits_are_those_of_float32_on_the_unpacked_weight(
     kind=st.sampled_from(KINDS),
     rows=st.integers(1, 14),
     columns=st.sampled_from([1, 15, 33, 70]),
-    then=st.sampled_from(["none", "silu", "add", "mul"]),
+    then=st.sampled_from([*native.EPILOGUES]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_bfloat16_rows_are_widened_and_results_rounded_once(

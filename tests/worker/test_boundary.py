@@ -64,6 +64,24 @@ def test_a_longer_prompt_with_the_same_id_and_the_same_limit_is_a_new_request(
     assert not boundary.is_continued_by(parsed(prompt + more, max_tokens))
 
 
+kinds = st.sampled_from(["exact, native kernels", "exact, native-amx kernels", "fast"])
+types = st.sampled_from(["bfloat16", "int8 of bfloat16"])
+
+
+@given(here=st.tuples(kinds, types), there=st.tuples(kinds, types))
+def test_workers_that_compute_otherwise_differ(here: tuple[str, str], there: tuple[str, str]) -> None:
+    boundary = Boundary.decode(Boundary.of(parsed([1, 2], 5), 7, "a-0", 1, *there).encode())
+    found = boundary.difference(*here)
+    assert (found is None) == (here == there)
+    if found is not None:
+        name, ours, theirs = next(
+            (name, *pair)
+            for name, *pair in zip(("numerics", "kv_dtype"), here, there, strict=True)
+            if pair[0] != pair[1]
+        )
+        assert found == f"{name} is {theirs!r} on the worker that began the answer and {ours!r} on this one"
+
+
 GOOD = json.loads(Boundary.of(parsed([1, 2], 5), 7, "a-0").encode())
 
 
@@ -92,6 +110,8 @@ def sealed(**changes: object) -> str:
         sealed(attempts=True),
         sealed(owner=None),
         sealed(owner="a" * 1000),
+        sealed(numerics=3),
+        sealed(kv_dtype=None),
     ],
 )
 def test_what_is_no_record_is_refused(data: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from worker.errors import BoundaryStoreUnavailable, PoisonRequest
+from worker.engines import EngineInfo
+from worker.errors import BoundaryStoreUnavailable, InvalidRequest, PoisonRequest
 from worker.migration import records as module
 from worker.migration.boundary import Boundary
 from worker.migration.records import BoundaryRecords
@@ -121,6 +123,23 @@ async def test_a_drawn_seed_survives_also_before_the_first_token() -> None:
     assert (await worker(store).begin("a", request(1, 2))).request.params.seed == 7
     moved = (await worker(store).begin("a", request(1, 2, 5, max_tokens=8))).request
     assert (moved.params.seed, moved.params.max_tokens, moved.generated_token_ids) == (7, 9, [5])
+
+
+async def test_an_answer_does_not_go_on_in_a_worker_that_computes_other_bits() -> None:
+    store = Memory()
+    info = EngineInfo("embedded", "0", 64, 8, (2,), 4, 10, 4, 64, made_by="exact, native kernels", kv_dtype="bfloat16")
+    first, alike, other = worker(store), worker(store), worker(store)
+    for records, changes in ((first, {}), (alike, {}), (other, {"kv_dtype": "int8 of bfloat16"})):
+        records.computes(replace(info, **changes))
+    record = await first.begin("a", request(1, 2))
+    record.write(7)
+    await record.written()
+    moved = request(1, 2, 5, max_tokens=8)
+    with pytest.raises(InvalidRequest, match=r"request id: its answer cannot go on here: kv_dtype is 'bfloat16' on"):
+        await other.begin("a", moved)
+    assert (await alike.begin("a", moved)).request.generated_token_ids == [5]
+    assert (await other.begin("a", request(1, 2))).request.params.seed == 7  # nothing was generated yet
+    assert store.attempts == [1]
 
 
 async def test_who_migrates_in_order_is_not_counted() -> None:

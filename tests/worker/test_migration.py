@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 from dynamo.llm import exceptions
 from transformers import AutoTokenizer
 
 from adapters.client import processor, selection
 from worker.arguments import parse_arguments
 from worker.build import make_engine
+from worker.engines.embedded import native
 from worker.migration.boundary import Boundary
 from worker.migration.file_store import FileStore
 from worker.runtimes.dynamo_engine import WorkerEngine
@@ -135,6 +137,41 @@ def request_of(name: str) -> dict[str, Any]:
     annotation = "logits_processors:" + selection(*processors, receipt=True)
     stops = {"max_tokens": LENGTH, "min_tokens": 8}
     return {"token_ids": PROMPT, "annotations": [annotation], "sampling_options": sampling, "stop_conditions": stops}
+
+
+@pytest.mark.skipif(native.unavailable(torch.float32) is not None, reason="there are no native kernels")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--kernels", "native", "--kv-block-size", "24"), None),
+        (("--kernels", "native", "--kv-block-size", "7"), None),
+        (("--kernels", "native", "--kv-cache-dtype", "int8"), "numerics is 'exact, native kernels'"),
+        (("--kernels", "torch"), "numerics is 'exact, native kernels'"),
+    ],
+)
+async def test_an_answer_goes_on_only_where_its_bits_do(
+    model: Path, tmp_path: Path, options: tuple[str, ...], reason: str | None
+) -> None:
+    prompt = [3 + (7 * i) % 400 for i in range(150)]  # more than one block of keys
+    raw = {**request_of("mirostat"), "token_ids": prompt}
+    workers = [make_worker(model, tmp_path, "--kernels", "native"), make_worker(model, tmp_path, *options)]
+    pools = [Pool(worker, FileStore(str(tmp_path))) for worker in workers]
+    try:
+        for number, worker in enumerate(workers):
+            await worker.start(number)
+        whole, record = await pools[0].ask("one", raw)
+        async with asyncio.timeout(30):
+            while await pools[0].store.get(pools[0].key("one")) is not None:  # it is about to be removed
+                await asyncio.sleep(0.01)
+        if reason is not None:
+            with pytest.raises(exceptions.InvalidArgument, match=f"its answer cannot go on here: {reason}"):
+                await pools[1].take_over("one", raw, record, whole.token_ids[:9])
+            return
+        rest = await pools[1].take_over("one", raw, record, whole.token_ids[:9])
+        assert whole.token_ids[:9] + rest.token_ids == whole.token_ids
+    finally:
+        for worker in workers:
+            await worker.cleanup()
 
 
 @pytest.mark.parametrize("name", CASES)

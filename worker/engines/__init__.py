@@ -31,6 +31,10 @@ class EngineInfo:
         numerics: ``exact`` if tokens are batch-invariant, bit for bit, else ``fast``.
         computed_by: What the bits of a logit depend on beside model and tokens: device, data type,
             numerics, kernels, threads.
+        made_by: What the bits of KV and logits depend on, as far as workers of a pool may differ in
+            it; a KV transfer compares it, and a migration.
+        kv_dtype: What keys and values are held in, and what they were computed in, if that is not
+            it; compared likewise.
     """
 
     name: str
@@ -45,6 +49,8 @@ class EngineInfo:
     draws_by_seed: bool = True
     numerics: str = "fast"
     computed_by: str = ""
+    made_by: str = ""
+    kv_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from worker.requests.request import GenerationRequest
 VERSION = 2
 
 MAX_COUNT = 2**53
-"""Of tokens and attempts: every JSON parser reads it exactly."""
+"""Tokens and attempts at most: every JSON parser reads it exactly."""
 
 MAX_SEED = 2**64 - 1
 MAX_OWNER = 256
@@ -37,6 +37,8 @@ class Boundary:
         owner: Who wrote the record last: one request in one worker.
         attempts: Workers that have taken the request on and have neither finished it nor passed it
             on in order; the owner is among them.
+        numerics: What the answer is computed with; see `EngineInfo.made_by`.
+        kv_dtype: See `EngineInfo.kv_dtype`.
     """
 
     prompt_length: int
@@ -46,9 +48,19 @@ class Boundary:
     seed: int
     owner: str
     attempts: int
+    numerics: str = ""
+    kv_dtype: str = ""
 
     @classmethod
-    def of(cls, request: GenerationRequest, seed: int, owner: str, attempts: int = 1) -> Boundary:
+    def of(
+        cls,
+        request: GenerationRequest,
+        seed: int,
+        owner: str,
+        attempts: int = 1,
+        numerics: str = "",
+        kv_dtype: str = "",
+    ) -> Boundary:
         """The record of a request that its first worker has received."""
         params = request.params
         assert params.max_tokens is not None, "a parsed request has a limit"
@@ -60,6 +72,8 @@ class Boundary:
             seed=seed,
             owner=owner,
             attempts=attempts,
+            numerics=numerics,
+            kv_dtype=kv_dtype,
         )
 
     def begins(self, token_ids: Sequence[int]) -> bool:
@@ -83,6 +97,16 @@ class Boundary:
     def is_repeated_by(self, request: GenerationRequest) -> bool:
         """Whether a request, as parsed, has this very prompt: nothing was generated yet."""
         return len(request.prompt_token_ids) == self.prompt_length and self.begins(request.prompt_token_ids)
+
+    def difference(self, numerics: str, kv_dtype: str) -> str | None:
+        """How a worker that is to go on computes otherwise than the one before, or None: the answer
+        would be one that neither of them gives.
+        """
+        ours = {"numerics": numerics, "kv_dtype": kv_dtype}
+        for name, here in ours.items():
+            if (there := getattr(self, name)) != here:
+                return f"{name} is {there!r} on the worker that began the answer and {here!r} on this one"
+        return None
 
     def encode(self) -> bytes:
         """JSON text, with a digest of all of it."""
@@ -118,12 +142,13 @@ class Boundary:
                 raise ValueError(f"{name} is {shown(value)}")
         if self.min_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError("min_tokens is above max_tokens")
-        if not isinstance(self.owner, str) or not isinstance(self.prompt_digest, str) or len(self.owner) > MAX_OWNER:
-            raise ValueError("owner and prompt_digest must be short texts")
+        texts = ("owner", "prompt_digest", "numerics", "kv_dtype")
+        if any(not isinstance(getattr(self, name), str) for name in texts) or len(self.owner) > MAX_OWNER:
+            raise ValueError(f"{', '.join(texts)} must be short texts")
 
 
 def _digest(values: dict[str, Any]) -> str:
-    """Of a record, against what alters it by accident or by hand."""
+    """Digest of a record, against what alters it by accident or by hand."""
     return blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

@@ -15,7 +15,8 @@ from itertools import count
 from typing import TypeVar
 
 from worker.arguments import Arguments
-from worker.errors import BoundaryStoreUnavailable, PoisonRequest
+from worker.engines import EngineInfo
+from worker.errors import BoundaryStoreUnavailable, InvalidRequest, PoisonRequest
 from worker.migration.boundary import Boundary, continuation
 from worker.migration.store import TTL_S, BoundaryStore, StoreError, make_store
 from worker.requests.request import GenerationRequest
@@ -65,6 +66,7 @@ class BoundaryRecords:
         self._live: set[BoundaryRecord] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_down = False
+        self._numerics = self._kv_dtype = ""
 
     async def open(self) -> None:
         """Open the store. Raises `StartupError` if it is not configured as it can be used."""
@@ -81,12 +83,15 @@ class BoundaryRecords:
         Raises:
             BoundaryStoreUnavailable: the store cannot be read.
             PoisonRequest: `MAX_CRASHES` workers have died with it.
+            InvalidRequest: it is a continuation, and this worker computes other bits than the one
+                before.
         """
         key = self.key_of(request_id)
         for found_key, found in await self._found(request_id):
             previous = found if found_key == key else None
             if found.is_continued_by(request):
                 _refuse_poison(found)
+                self._refuse_other_bits(found)
                 self.num_continued += 1
                 self.num_replayed_tokens += len(request.prompt_token_ids) - found.prompt_length
                 return BoundaryRecord(self, key, self._continuation(request, found), found.attempts, previous)
@@ -96,6 +101,15 @@ class BoundaryRecords:
                     request = replace(request, params=replace(request.params, seed=found.seed))
                 return BoundaryRecord(self, key, request, found.attempts, previous)
         return BoundaryRecord(self, key, request)
+
+    def computes(self, info: EngineInfo) -> None:
+        """Note what the engine computes with, once it has started."""
+        self._numerics, self._kv_dtype = info.made_by, info.kv_dtype
+
+    def _refuse_other_bits(self, found: Boundary) -> None:
+        difference = found.difference(self._numerics, self._kv_dtype)
+        if difference is not None:
+            raise InvalidRequest("request id", f"its answer cannot go on here: {difference}")
 
     async def _found(self, request_id: str) -> list[tuple[str, Boundary]]:
         """The records of a request: its own pool's, and on a prefill worker that of its answer."""
@@ -238,7 +252,8 @@ class BoundaryRecord:
 
     def write(self, seed: int) -> None:
         """Begin to write the record of the request, whose draws are made of ``seed``."""
-        self._boundary = Boundary.of(self.request, seed, self.owner, self._num_crashes + 1)
+        computed = self._records._numerics, self._records._kv_dtype
+        self._boundary = Boundary.of(self.request, seed, self.owner, self._num_crashes + 1, *computed)
         self._put = asyncio.create_task(self._records._wanted(self._store_it()))
         self._put.add_done_callback(_retrieved)
         self._records._live.add(self)

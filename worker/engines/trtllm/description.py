@@ -55,6 +55,7 @@ async def describe(llm: Any, version: str, sizes: ModelSizes, max_num_seqs: int 
         max_num_batched_tokens=int(args.max_num_tokens or length),
         draws_by_seed=False,
         computed_by="TensorRT-LLM",
+        made_by="TensorRT-LLM",
     )
 
 

@@ -31,6 +31,7 @@ class AttentionSizes:
         dtype: Of queries, keys and values.
         device: Where they are.
         int8_rows: What a row of the KV store is made of; None if it is elements of `dtype`.
+        has_windows: Whether tokens of some layers attend to a window alone.
 
     Raises:
         ValueError: heads do not share key heads evenly, so that kernels would leave some unwritten.
@@ -44,6 +45,7 @@ class AttentionSizes:
     dtype: torch.dtype
     device: torch.device
     int8_rows: Int8Rows | None = None
+    has_windows: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads < 1 or self.heads % self.kv_heads or self.head_dim < 1:

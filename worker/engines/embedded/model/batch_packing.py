@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from worker.engines.embedded.kv_cache import SequenceSlice
-from worker.engines.embedded.plan import Plan, Request
+from worker.engines.embedded.plan import Plan
 
 
 @dataclass(slots=True)
@@ -29,27 +29,27 @@ class Batch:
     sequences: list[SequenceSlice] = field(default_factory=list)
     new_pages: list[int] = field(default_factory=list)
 
+    def append(self, pages: Sequence[int], start: int, tokens: Sequence[int], page_size: int) -> None:
+        """Append a row: `tokens` of a sequence with this page table, from position `start` on."""
+        stop = start + len(tokens)
+        self.ids += tokens
+        self.positions += range(start, stop)
+        self.sequences.append(SequenceSlice(pages, start, stop))
+        while start < stop:
+            page, slot = pages[start // page_size], start % page_size
+            end = min(stop, start - slot + page_size)
+            self.pages += [page] * (end - start)
+            self.slots += range(slot, slot + end - start)
+            if slot == 0:
+                self.new_pages.append(page)
+            start = end
+
 
 def pack(plan: Plan, page_size: int) -> Batch:
     """The batch of `plan`, for a KV store with `page_size` tokens per page."""
     batch = Batch()
     for request, tokens in plan.decode_tokens():
-        _append(batch, request, len(request.tokens) - 1, tokens, page_size)
+        batch.append(request.pages, len(request.tokens) - 1, tokens, page_size)
     for chunk in plan.chunks:
-        _append(batch, chunk.request, chunk.start, chunk.request.tokens[chunk.start : chunk.stop], page_size)
+        batch.append(chunk.request.pages, chunk.start, chunk.request.tokens[chunk.start : chunk.stop], page_size)
     return batch
-
-
-def _append(batch: Batch, request: Request, start: int, tokens: Sequence[int], size: int) -> None:
-    stop = start + len(tokens)
-    batch.ids += tokens
-    batch.positions += range(start, stop)
-    batch.sequences.append(SequenceSlice(request.pages, start, stop))
-    while start < stop:
-        page, slot = request.pages[start // size], start % size
-        end = min(stop, start - slot + size)
-        batch.pages += [page] * (end - start)
-        batch.slots += range(slot, slot + end - start)
-        if slot == 0:
-            batch.new_pages.append(page)
-        start = end

@@ -12,11 +12,21 @@ import torch
 from torch.nn import functional
 
 from worker.engines.embedded import native
+from worker.engines.embedded.model.activations import activated
 from worker.engines.embedded.model.panels import Panels
 from worker.engines.embedded.native.layers import Gemm
 
 _PACKED_FOR_ROWS = 8
 """Rows that oneDNN is told to pack for; this layout serves all numbers at nearly equal speed."""
+
+_ONEDNN_EPILOGUES = {
+    "none": ("none", ""),
+    "silu": ("swish", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "relu": ("relu", ""),
+}
+"""Name and variant of what oneDNN computes within a GEMM."""
 
 _ONEDNN_COLUMNS = (8, 16, 24, 32, 48, 64)
 """Rows of a weight in one panel of oneDNN's layouts."""
@@ -86,7 +96,7 @@ class GemmBackend(Protocol):
 
         Args:
             x: Rows.
-            epilogue: ``none``; ``silu``; or ``add`` or ``mul`` with `other`.
+            epilogue: ``none``; one of `native.ACTIVATIONS`; or ``add`` or ``mul`` with `other`.
             other: ``[n, N]``.
         """
 
@@ -161,7 +171,7 @@ class TorchGemm:
             result = result if self._bias is None else result.add_(self._bias)
         else:
             result = functional.linear(x.to(self._weight.dtype), self._weight, self._bias)
-        return functional.silu(result, inplace=True) if epilogue == "silu" else result
+        return activated(epilogue, result) if epilogue in native.ACTIVATIONS else result
 
 
 @cache
@@ -201,9 +211,9 @@ class OneDnnGemm(TorchGemm):
         return onednn_layouts(words, self._shape, self._dtype, owner=self._weight)
 
     def _multiply(self, x: torch.Tensor, epilogue: str) -> torch.Tensor:
-        unary = "swish" if epilogue == "silu" else "none"
+        unary, variant = _ONEDNN_EPILOGUES.get(epilogue, _ONEDNN_EPILOGUES["none"])
         x = x.to(self._dtype)
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, unary, [], "")
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, unary, [], variant)
         return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from worker.engines.embedded.attention import AttentionBackend, AttentionSizes
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.kv_cache import Int8Rows, KvStore, row_shape
-from worker.engines.embedded.model.batch_packing import pack
+from worker.engines.embedded.model.batch_packing import Batch, pack
 from worker.engines.embedded.model.checkpoint_files import first_line
 from worker.engines.embedded.model.kernels import KernelBackend
+from worker.engines.embedded.model.layer_trial import LayerTrial, num_trial_pages, trial_ids
 from worker.engines.embedded.model.linear import linears
-from worker.engines.embedded.model.numerics import choose
+from worker.engines.embedded.model.numerics import Numerics, choose
 from worker.engines.embedded.plan import Plan
 from worker.errors import StartupError
 from worker.models.geometry import Geometry
@@ -164,15 +166,18 @@ class HfModel:
         facts = self._facts
         sizes = AttentionSizes(
             *(facts.heads, facts.kv_heads, facts.head_dim, facts.softcap, self._page_size),
-            *(self.dtype, self.device, self._int8_rows),
+            *(self.dtype, self.device, self._int8_rows, self._network.has_windows),
         )
-        layers = list(linears(self._network))
-        chosen = choose(self._wanted_numerics, layers, self._kernels.attention(sizes), sizes)
-        for layer in layers:
-            layer.settle(chosen.tilings[layer.shape])
-        self._row_step = min((layer.tiling.step for layer in layers), default=1)
-        self._tile = max((layer.tiling.most or 0 for layer in layers), default=0)
-        self._attention = chosen.attention
+        attention = self._kernels.attention(sizes)
+        chosen = choose(self._wanted_numerics, linears(self._network), attention, sizes)
+        self._settle(chosen)
+        reason = self._inexact() if chosen.name == "exact" else None
+        if reason is not None:
+            if self._wanted_numerics == "exact":
+                raise StartupError(f"--numerics exact: {reason}; use fast or auto")
+            logger.warning("numerics are fast: %s", reason)
+            chosen = choose("fast", linears(self._network), attention, sizes)
+            self._settle(chosen)
         self.numerics = chosen.name
         self.made_by = chosen.made_by + (f", {facts.weights} weights" if facts.weights else "")
         self.made_by += ", int8 activations" if self._kernels.rounds_rows else ""
@@ -183,6 +188,32 @@ class HfModel:
             *(chosen.made_by, self.kernels, facts.weights or dtype, str(self._row_dtype).removeprefix("torch.")),
         )
         self.wants_dense_kv = chosen.attention.wants_dense_pages
+
+    def _settle(self, chosen: Numerics) -> None:
+        layers = list(linears(self._network))
+        for layer in layers:
+            layer.settle(chosen.tilings[layer.shape])
+        self._row_step = min((layer.tiling.step for layer in layers), default=1)
+        self._tile = max((layer.tiling.most or 0 for layer in layers), default=0)
+        self._attention = chosen.attention
+
+    def _inexact(self) -> str | None:
+        """Why numerics are not exact although GEMMs and attention are; None if they are."""
+        if self._network.foreign:
+            return f"the activation {' and '.join(self._network.foreign)} is not known to be batch-invariant"
+        facts = self._facts
+        ids = trial_ids(facts.heads * facts.head_dim, facts.context_length, facts.vocab_size)
+        shape = (num_trial_pages(ids, self._page_size), facts.kv_heads, self._page_size, self._row_width)
+        keys, values = (torch.zeros(shape, dtype=self._row_dtype) for _ in range(2))
+        store = KvStore([keys] * facts.num_layers, [values] * facts.num_layers, self._int8_rows)
+
+        def compute(batch: Batch, layer: int) -> torch.Tensor:
+            return self._hidden(batch, store, layer)[: len(batch.ids)]
+
+        started_s = time.perf_counter()
+        found = LayerTrial(self._network, compute, self._page_size, ids).difference()
+        logger.debug("a prompt of %d tokens was tried in %.3f s", len(ids), time.perf_counter() - started_s)
+        return None if found is None else f"{found} has other bits in another batch"
 
     def _padding(self, count: int) -> int:
         """Rows of padding behind `count` rows.
@@ -221,16 +252,20 @@ class HfModel:
         batch = pack(plan, self._page_size)
         self._store.copy(plan.copies)
         self._store.zero(batch.new_pages)
-        tensors = torch.tensor([batch.ids, batch.positions, batch.pages, batch.slots])
-        tensors = tensors.to(self.device, non_blocking=True)
-        step = self._attention.plan(self._store, batch.sequences, tensors[2:])
-        padding = self._padding(len(batch.ids))
-        ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]
-        hidden = self._network.hidden(ids, positions, step)
+        hidden = self._hidden(batch, self._store)
         if plan.scored:
             plan.show_scored(hidden, self._network.logits)
         if plan.chunks:
             hidden = hidden[torch.tensor(plan.logit_rows(), dtype=torch.long, device=self.device)]
-        elif padding:
+        elif len(hidden) > len(batch.ids):
             hidden = hidden[: len(batch.ids)]
         return self._network.logits(hidden)
+
+    def _hidden(self, batch: Batch, store: KvStore, only: int | None = None) -> torch.Tensor:
+        """Last hidden states, with those of padding behind; of one layer alone if it is given."""
+        tensors = torch.tensor([batch.ids, batch.positions, batch.pages, batch.slots])
+        tensors = tensors.to(self.device, non_blocking=True)
+        step = self._attention.plan(store, batch.sequences, tensors[2:])
+        padding = self._padding(len(batch.ids))
+        ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]
+        return self._network.hidden(ids, positions, step, only)

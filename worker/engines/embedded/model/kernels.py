@@ -1,4 +1,6 @@
-"""Kernel backends: the choice of a model's GEMM and attention backends, and of its RMSNorm."""
+"""Kernel backends: the choice of a model's GEMM and attention backends, of its RMSNorm, and of what
+caps its logits.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,7 @@ class KernelBackend:
         attentions: Attention backends; the last one supports all sizes.
         rms_norm: ``x / sqrt(mean(x * x) + epsilon) * weight`` of ``x [..., K]``, ``weight [K]`` and
             an epsilon.
+        soft_cap: ``cap * tanh(x / cap)`` of float32 ``x [..., K]`` and a cap; it may replace x.
         reads_quantised: Whether they compute with quantised weights.
         quantisation: What weights are rounded to, one of `quantisation.FORMATS`; None for nothing.
         rounds_rows: Whether rows that meet quantised weights are rounded to 8 bits.
@@ -34,6 +37,7 @@ class KernelBackend:
     gemms: tuple[type[GemmBackend], ...]
     attentions: tuple[type[AttentionBackend], ...]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    soft_cap: Callable[[torch.Tensor, float], torch.Tensor]
     reads_quantised: bool = False
     quantisation: str | None = None
     rounds_rows: bool = False
@@ -63,7 +67,11 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Te
     return torch.rms_norm(x, weight.shape, weight, epsilon)
 
 
-TORCH = KernelBackend("torch", (OneDnnGemm, TorchGemm), (TorchAttention,), _rms_norm)
+def _soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    return x.div_(cap).tanh_().mul_(cap)
+
+
+TORCH = KernelBackend("torch", (OneDnnGemm, TorchGemm), (TorchAttention,), _rms_norm, _soft_cap)
 
 
 @cache
@@ -82,7 +90,12 @@ def native_kernels(path: str, sums_as_others: bool = True) -> KernelBackend:
     """
     gemm, attention = (NativeGemm, NativeAttention) if sums_as_others else _in_own_order(path)
     return KernelBackend(
-        f"native-{path}", (gemm, *TORCH.gemms), (attention, *TORCH.attentions), native.rms_norm, reads_quantised=True
+        f"native-{path}",
+        (gemm, *TORCH.gemms),
+        (attention, *TORCH.attentions),
+        native.rms_norm,
+        native.soft_cap,
+        reads_quantised=True,
     )
 
 

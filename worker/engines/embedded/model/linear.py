@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -22,8 +22,15 @@ from worker.engines.embedded.model.quantisation import (
 )
 from worker.engines.embedded.native.layers import Gemm
 
-LayerShape = tuple[int, int, type[GemmBackend], bool]
-"""Output and input features, the GEMM backend, and whether results are unrounded."""
+
+class LayerShape(NamedTuple):
+    """What the tiling of a `Linear` depends on; attributes as there."""
+
+    out_features: int
+    in_features: int
+    gemm: type[GemmBackend]
+    is_unrounded: bool = False
+    activation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +65,6 @@ class GemmTiling:
             yield slice(start, start + count)
             start += count
 
-
-EPILOGUES = ("none", "silu")
-"""Those that are computed within a GEMM."""
 
 NUM_TRIAL_ROWS = 128
 
@@ -98,6 +102,10 @@ class Linear(torch.nn.Module):
         bias: ``[N]`` or None.
         is_unrounded: Whether results are the float32 sums, not rounded to the rows' data type.
         is_quantisable: Whether `pack` may round the weight to fewer bits.
+        activation: What `activated` computes, one of `native.ACTIVATIONS`.
+
+    Attributes:
+        activation: The same.
     """
 
     def __init__(
@@ -106,9 +114,11 @@ class Linear(torch.nn.Module):
         bias: torch.Tensor | None = None,
         is_unrounded: bool = False,
         is_quantisable: bool = True,
+        activation: str | None = None,
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        self.activation = activation
         self.tiling = GemmTiling()
         self.num_bytes = weight.nbytes
         self._weight: torch.Tensor | PackedWeight | Quantised | None
@@ -123,9 +133,9 @@ class Linear(torch.nn.Module):
             self._gemm = TorchGemm(weight.detach(), self._bias)
 
     @classmethod
-    def of(cls, projection: Projection, is_unrounded: bool = False) -> Linear:
+    def of(cls, projection: Projection, is_unrounded: bool = False, activation: str | None = None) -> Linear:
         """Of a projection."""
-        return cls(projection.weight, projection.bias, is_unrounded)
+        return cls(projection.weight, projection.bias, is_unrounded, activation=activation)
 
     def pack(self, kernels: KernelBackend) -> None:
         """Choose the GEMM backend, which packs the weight; once."""
@@ -168,7 +178,8 @@ class Linear(torch.nn.Module):
     @property
     def shape(self) -> LayerShape:
         """Layers of the same one have the same tiling."""
-        return self.out_features, self.in_features, type(self._gemm), self._is_unrounded
+        features = self.out_features, self.in_features
+        return LayerShape(*features, type(self._gemm), self._is_unrounded, self.activation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., K]`` to ``[..., N]``."""
@@ -176,9 +187,10 @@ class Linear(torch.nn.Module):
             return self._tiled(x)
         return self._tiled(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
-    def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """``y * sigmoid(y)`` of the result y."""
-        return self._tiled(x, "silu")
+    def activated(self, x: torch.Tensor) -> torch.Tensor:
+        """The activation of the result."""
+        assert self.activation is not None
+        return self._tiled(x, self.activation)
 
     def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """The result plus `other` ``[n, N]``."""
@@ -229,7 +241,7 @@ class Linear(torch.nn.Module):
         if self._sample is not None:
             count = min(num_rows, NUM_TRIAL_ROWS)
             rows[:count] = cancelling_rows(self._sample, self._bias, count)
-        return all(self._has_same_bits(tiling, rows, epilogue) for epilogue in EPILOGUES)
+        return all(self._has_same_bits(tiling, rows, epilogue) for epilogue in ("none", self.activation) if epilogue)
 
     def _has_same_bits(self, tiling: GemmTiling, rows: torch.Tensor, epilogue: str) -> bool:
         most = tiling.most

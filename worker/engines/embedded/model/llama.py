@@ -29,7 +29,12 @@ class LlamaNetwork(torch.nn.Module):
         kernels: What computes.
         num_positions: Positions for which RoPE is computed now, if they are not too many, instead
             of in each step.
+
+    Attributes:
+        foreign: See `TransformersNetwork.foreign`; none.
     """
+
+    foreign: tuple[str, ...] = ()
 
     def __init__(self, weights: LlamaWeights, kernels: KernelBackend, num_positions: int = 0) -> None:
         super().__init__()
@@ -60,22 +65,42 @@ class LlamaNetwork(torch.nn.Module):
     @cached_property
     def _native(self) -> DecoderLayers | None:
         """The layers, where native kernels compute all of them; how they do is settled by now."""
-        layers = [layer for layer in self._layers if isinstance(layer, _Layer)]
-        found = [native for native in (layer.native() for layer in layers) if native is not None]
-        if len(found) < len(layers):
-            return None
-        attention = layers[0].attention
-        return DecoderLayers(found, attention.heads, attention.kv_heads)
+        return _native_layers(self._layers)
 
-    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``."""
+    def hidden(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, only: int | None = None
+    ) -> torch.Tensor:
+        """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``.
+
+        Args:
+            ids: Of the tokens.
+            positions: In their sequences.
+            step: Attends.
+            only: Index of the one layer to compute; None for all.
+        """
         hidden = self._embed(ids)
         rope = self._rope_tables(positions)
-        if isinstance(step, NativeStep) and step.tokens == len(hidden) and self._native is not None:
-            return step.compute_layers(self._native, hidden, rope)
-        for layer in self._layers:
+        layers = self._layers if only is None else self._layers[only : only + 1]
+        if isinstance(step, NativeStep) and step.tokens == len(hidden):
+            native = self._native if only is None else _native_layers(layers)
+            if native is not None:
+                return step.compute_layers(native, hidden, rope)
+        for layer in layers:
             hidden = layer(hidden, rope, step)
         return hidden
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether tokens of some layers attend to a window alone."""
+        return any(layer.attention.window for layer in self._layers if isinstance(layer, _Layer))
+
+    def layer_kinds(self) -> list[int]:
+        """Index of a layer of each kind: of attention."""
+        kinds: dict[int, int] = {}
+        for layer in self._layers:
+            assert isinstance(layer, _Layer)
+            kinds.setdefault(layer.attention.window, layer.attention.index)
+        return list(kinds.values())
 
     def _rope_tables(self, positions: torch.Tensor) -> RopeTables:
         """Of all tokens."""
@@ -87,6 +112,15 @@ class LlamaNetwork(torch.nn.Module):
         """Logits, float32 ``[n, vocab_size]``, of hidden states ``[n, hidden]``."""
         logits: torch.Tensor = self._head(self._norm(hidden))
         return logits
+
+
+def _native_layers(modules: torch.nn.ModuleList) -> DecoderLayers | None:
+    layers = [layer for layer in modules if isinstance(layer, _Layer)]
+    found = [native for native in (layer.native() for layer in layers) if native is not None]
+    if len(found) < len(layers):
+        return None
+    attention = layers[0].attention
+    return DecoderLayers(found, attention.heads, attention.kv_heads)
 
 
 class _RmsNorm:
@@ -107,7 +141,7 @@ class _Layer(torch.nn.Module):
         self._mlp_norm = _RmsNorm(weights.mlp_norm, kernels)
         self._qkv = Linear.of(weights.qkv)
         self._output = Linear.of(weights.output)
-        self._gate = Linear.of(weights.gate)
+        self._gate = Linear.of(weights.gate, activation="silu")
         self._up = Linear.of(weights.up)
         self._down = Linear.of(weights.down)
 
@@ -129,6 +163,7 @@ class _Layer(torch.nn.Module):
         norms = [(each.norm.weight, each.norm.epsilon) for each in (self._input_norm, self._mlp_norm)]
         attention = self.attention
         return DecoderLayer(
+            attention.index,
             (norms[0], norms[1]),
             *(attention.head_norms, attention.scale, attention.window, qkv),
             *(parts[0] for parts in one_part),
@@ -139,4 +174,4 @@ class _Layer(torch.nn.Module):
         attended = step.attend_qkv(self.attention, qkv, rope)
         hidden = self._output.add(attended.reshape(len(hidden), -1), hidden)
         normed = self._mlp_norm(hidden)
-        return self._down.add(self._up.mul(normed, self._gate.silu(normed)), hidden)
+        return self._down.add(self._up.mul(normed, self._gate.activated(normed)), hidden)

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from worker.engines.embedded.model.activations import softmax, sums
 from worker.engines.embedded.model.linear import Linear
+from worker.engines.embedded.model.mlp import GatedMlp
 
 
 class Router(torch.nn.Module):
@@ -21,9 +23,9 @@ class Router(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits ``[n, experts]``, and weights and indices of the top-k experts ``[n, top_k]``."""
         logits: torch.Tensor = self._linear(hidden)
-        weights, experts = logits.float().softmax(-1).topk(self._top_k, -1)
+        weights, experts = softmax(logits.float()).topk(self._top_k, -1)
         if self._normalises:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / sums(weights)
         return logits, weights.to(logits.dtype), experts
 
 
@@ -32,18 +34,16 @@ class Experts(torch.nn.Module):
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
-        pairs = [gate_up.chunk(2) for gate_up in experts.gate_up_proj]
-        self._gates = torch.nn.ModuleList(Linear(gate) for gate, _ in pairs)
-        self._ups = torch.nn.ModuleList(Linear(up) for _, up in pairs)
-        self._downs = torch.nn.ModuleList(Linear(down) for down in experts.down_proj)
+        self._experts = torch.nn.ModuleList()
+        for gate_up, down in zip(experts.gate_up_proj, experts.down_proj, strict=True):
+            gate, up = gate_up.chunk(2)
+            self._experts.append(GatedMlp(Linear(gate), Linear(up), Linear(down), experts.act_fn))
 
     def forward(self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum ``[n, hidden]`` of each token's `experts`, indices ``[n, top_k]``."""
         total = torch.zeros_like(hidden)
         for expert in sorted(set(experts.flatten().tolist())):
             tokens, ranks = torch.where(experts == expert)
-            routed = hidden[tokens]
-            gate, up, down = self._gates[expert], self._ups[expert], self._downs[expert]
-            result = down(up.mul(routed, gate.silu(routed))) * weights[tokens, ranks, None]
+            result = self._experts[expert](hidden[tokens]) * weights[tokens, ranks, None]
             total.index_add_(0, tokens, result.to(total.dtype))
         return total

@@ -26,19 +26,43 @@ _BLOCKS = (128, 96, 64)
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What was chosen: ``exact`` or ``fast``, GEMM tilings by `Linear.shape`, and attention."""
+    """What was chosen.
+
+    Attributes:
+        name: ``exact`` or ``fast``.
+        tilings: GEMM tilings by `Linear.shape`.
+        attention: What computes attention.
+        page_size: Tokens per page of the KV cache.
+        num_threads: What torch computes with.
+    """
 
     name: str
     tilings: dict[LayerShape, GemmTiling]
     attention: AttentionBackend
+    page_size: int
+    num_threads: int
 
     @property
     def made_by(self) -> str:
-        """The name and, where bits count, whose kernels compute them: those of others differ."""
+        """The name and, where bits count, whose kernels compute them: those of others differ.
+
+        The bits of torch's kernels depend on instructions and threads too, and, since its attention
+        merges page after page, on the size of a page.
+        """
         if self.name == "fast":
             return self.name
-        kernels = {gemm.kernels for _, _, gemm, _ in self.tilings} | {self.attention.kernels}
-        return f"{self.name}, {' and '.join(sorted(kernels, reverse=True))} kernels"
+        kernels = {shape.gemm.kernels for shape in self.tilings} | {self.attention.kernels}
+        parts = [self.name, f"{' and '.join(sorted(kernels, reverse=True))} kernels"]
+        if "torch" in kernels:
+            parts += [torch.backends.cpu.get_cpu_capability(), shown_threads(self.num_threads)]
+        if self.attention.kernels == "torch":
+            parts.append(f"pages of {self.page_size} tokens")
+        return ", ".join(parts)
+
+
+def shown_threads(number: int) -> str:
+    """A number of threads as text."""
+    return f"{number} {'thread' if number == 1 else 'threads'}"
 
 
 def choose(mode: str, layers: Iterable[Linear], attention: AttentionBackend, sizes: AttentionSizes) -> Numerics:
@@ -54,7 +78,8 @@ def choose(mode: str, layers: Iterable[Linear], attention: AttentionBackend, siz
         StartupError: exact was asked for, and this machine has no batch-invariant shapes.
     """
     distinct = {layer.shape: layer for layer in layers}
-    fast = Numerics("fast", dict.fromkeys(distinct, GemmTiling()), attention)
+    where = sizes.page_size, torch.get_num_threads()
+    fast = Numerics("fast", dict.fromkeys(distinct, GemmTiling()), attention, *where)
     is_cpu = sizes.device.type == "cpu"
     if mode == "fast" or (mode == "auto" and not is_cpu):
         return fast
@@ -64,7 +89,7 @@ def choose(mode: str, layers: Iterable[Linear], attention: AttentionBackend, siz
     tilings = _invariant_tilings(distinct, sizes.dtype, may_cost)
     invariant = _invariant_attention(attention, sizes, may_cost) if tilings is not None else None
     if tilings is not None and invariant is not None:
-        return Numerics("exact", tilings, invariant)
+        return Numerics("exact", tilings, invariant, *where)
     if mode == "exact":
         what = "GEMMs" if tilings is None else "attention"
         raise StartupError(f"--numerics exact: {what} in {sizes.dtype} depend on the batch on this machine; use fast")
@@ -119,6 +144,11 @@ def _is_invariant(backend: AttentionBackend, sizes: AttentionSizes, num_threads:
 
     `num_threads` is what torch computes with.
     """
+    windows = (0, sizes.page_size // 2 + 2) if sizes.has_windows else (0,)
+    return all(_is_invariant_in(window, backend, sizes) for window in windows)
+
+
+def _is_invariant_in(window: int, backend: AttentionBackend, sizes: AttentionSizes) -> bool:
     page_size = sizes.page_size
     count = page_size + page_size // 2 + 3
     generator = torch.Generator().manual_seed(0)
@@ -139,7 +169,7 @@ def _is_invariant(backend: AttentionBackend, sizes: AttentionSizes, num_threads:
         )
         step = backend.plan(store, sequences, torch.stack((pages, positions % page_size)))
         scale = sizes.head_dim**-0.5
-        return step.attend(0, query[positions], key[positions], value[positions], scale, 0, sizes.softcap)
+        return step.attend(0, query[positions], key[positions], value[positions], scale, window, sizes.softcap)
 
     # one sequence, stored three times: in pages that ascend, descend, and lie apart
     page_tables = ([0, 1], [4, 3], [2, 6])

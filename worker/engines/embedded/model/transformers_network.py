@@ -20,7 +20,9 @@ from worker.engines.embedded.model.linear import (
     pack_all,
     replace_linears,
 )
+from worker.engines.embedded.model.mlp import GatedMlp
 from worker.engines.embedded.model.moe import Experts, Router
+from worker.errors import StartupError
 
 _IMPLEMENTATION = "embedded_kv_store"
 _STEP_ARGUMENT = "embedded_step"
@@ -30,42 +32,120 @@ class TransformersNetwork(torch.nn.Module):
     """Any causal language model that attends through transformers' interface; same use as
     `LlamaNetwork`.
 
+    Whatever does more to an element than one addition or multiplication is ours: transformers'
+    layers say in which order things are computed.
+
     Args:
-        network: transformers' causal language model; its linear layers are replaced.
+        network: transformers' causal language model; its linear layers, norms, activations and
+            experts are replaced.
         kernels: What they and attention compute with.
+
+    Raises:
+        StartupError: a norm is of a kind that is not known.
+
+    Attributes:
+        foreign: Activations that transformers computes, so that nothing is known of their bits.
     """
 
     def __init__(self, network: Any, kernels: KernelBackend) -> None:
         super().__init__()
         _register_attention()
         network.set_attn_implementation(_IMPLEMENTATION)
-        self._model = network.model
+        model = self._model = network.model
         is_tied = has_tied_embeddings(network)
         self._head = lm_head(Projection.of(network.lm_head))
         self._softcap = getattr(network.config, "final_logit_softcapping", None)  # only Gemma's configurations have it
-        _replace_experts(self._model)
-        replace_linears(self._model)
+        self._soft_cap = kernels.soft_cap
+        _replace_experts(model)
+        replace_linears(model)
+        _replace_norms(model, kernels)
+        _replace_mlps(model)
+        mlps = [module for module in model.modules() if isinstance(module, GatedMlp)]
+        self.foreign = tuple(sorted({mlp.foreign for mlp in mlps if mlp.foreign}))
         pack_all(self, kernels)
-        self._model.embed_tokens = _ScaledEmbedding(self._model.embed_tokens, self._head, is_tied)
-        for parameter in self._model.parameters() if self._head.is_packed else ():
+        model.embed_tokens = _ScaledEmbedding(model.embed_tokens, self._head, is_tied)
+        self._layer_types: list[str | None] = [None] * len(model.layers)
+        if isinstance(model.rotary_emb.rope_type, dict):  # Gemma 3's layers rotate by their type
+            self._layer_types = [str(layer_type) for layer_type in network.config.layer_types]
+        for parameter in model.parameters() if self._head.is_packed else ():
             parameter.data = parameter.data.clone()  # what is left would keep the whole checkpoint mapped into memory
 
-    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``."""
-        hidden: torch.Tensor = self._model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            **{_STEP_ARGUMENT: step},
-        ).last_hidden_state[0]
-        return hidden
+    def hidden(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, only: int | None = None
+    ) -> torch.Tensor:
+        """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``.
+
+        Args:
+            ids: Of the tokens.
+            positions: In their sequences.
+            step: Attends.
+            only: Index of the one layer to compute; None for all.
+        """
+        hidden = self._model.embed_tokens(ids)[None]
+        layers = range(len(self._layer_types)) if only is None else [only]
+        ropes: dict[str | None, Any] = {}
+        for layer_type in {self._layer_types[index] for index in layers}:
+            kind = () if layer_type is None else (layer_type,)
+            ropes[layer_type] = self._model.rotary_emb(hidden, positions[None], *kind)
+        for index in layers:
+            hidden = self._model.layers[index](
+                hidden,
+                attention_mask=None,
+                position_ids=positions[None],
+                position_embeddings=ropes[self._layer_types[index]],
+                **{_STEP_ARGUMENT: step},
+            )
+        last: torch.Tensor = self._model.norm(hidden)[0]
+        return last
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether tokens of some layers attend to a window alone."""
+        return any(_window(layer) for layer in self._model.layers)
+
+    def layer_kinds(self) -> list[int]:
+        """Index of a layer of each kind: of attention, and of MLP."""
+        kinds: dict[object, int] = {}
+        for index, layer in enumerate(self._model.layers):
+            kinds.setdefault((self._layer_types[index], _window(layer), type(layer.mlp)), index)
+        return list(kinds.values())
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, float32 ``[n, vocab_size]``, of hidden states ``[n, hidden]``."""
         logits: torch.Tensor = self._head(hidden)
-        if self._softcap is None:
-            return logits
-        return logits.div_(self._softcap).tanh_().mul_(self._softcap)
+        return logits if self._softcap is None else self._soft_cap(logits, self._softcap)
+
+
+def _window(layer: Any) -> int:
+    return getattr(layer.self_attn, "sliding_window", None) or 0  # not all types have windows
+
+
+class _Norm(torch.nn.Module):
+    """RMSNorm, computed in float32 and rounded once.
+
+    Args:
+        norm: transformers'.
+        kernels: What computes it.
+
+    Raises:
+        StartupError: transformers' has other values.
+    """
+
+    def __init__(self, norm: Any, kernels: KernelBackend) -> None:
+        super().__init__()
+        self._kernel = kernels.rms_norm
+        self._epsilon = float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+        weight = norm.weight.detach().float()
+        x = torch.linspace(-3.0, 2.0, weight.numel(), device=weight.device)[None]
+        expected = norm(x)
+        for self._weight in (weight.clone(), weight + 1.0):  # Gemma's are stored without the 1
+            if torch.allclose(torch.rms_norm(x, weight.shape, self._weight, self._epsilon), expected, 1e-3, 1e-3):
+                return
+        raise StartupError(f"--model-path: its {type(norm).__name__} is not served by the embedded engine")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., K]`` to the same."""
+        return self._kernel(x.float(), self._weight, self._epsilon).to(x.dtype)
 
 
 class _ScaledEmbedding(torch.nn.Module):
@@ -116,3 +196,18 @@ def _replace_experts(model: Any) -> None:
         if hasattr(layer.mlp, "experts"):
             layer.mlp.gate = Router(layer.mlp.gate)
             layer.mlp.experts = Experts(layer.mlp.experts)
+
+
+def _replace_mlps(model: Any) -> None:
+    for layer in model.layers:
+        mlp = layer.mlp
+        if not hasattr(mlp, "experts"):
+            layer.mlp = GatedMlp(mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn)
+
+
+def _replace_norms(module: torch.nn.Module, kernels: KernelBackend) -> None:
+    for name, child in list(module.named_children()):
+        if type(child).__name__.endswith("RMSNorm"):
+            setattr(module, name, _Norm(child, kernels))
+        else:
+            _replace_norms(child, kernels)

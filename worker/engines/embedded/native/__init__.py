@@ -82,7 +82,9 @@ _QUERIES = 64
 _WIDEST = 256
 """Largest head size: ``WIDEST`` in ``kv_rows.h``."""
 
-EPILOGUES = {"none": 0, "silu": 1, "add": 2, "mul": 3}
+ACTIVATIONS = {"silu": 1, "gelu": 4, "gelu_tanh": 5, "relu": 6}
+
+EPILOGUES = {"none": 0, "add": 2, "mul": 3, **ACTIVATIONS}
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -237,6 +239,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for function in (library.rms_norm, library.rotate_and_store, library.attend):
         function.restype = None
     if hasattr(library, "weigh"):  # in those of float32
+        library.soft_cap.argtypes = [_POINTER, _INT64, _FLOAT, _POINTER]
+        library.soft_cap.restype = None
         library.block_maxima.argtypes = [_POINTER, _INT64, _INT64, _INT64, _POINTER]
         library.highest_ids.argtypes = [_POINTER, _INT64, _INT64, _INT64, _POINTER, _POINTER]
         library.highest_ids.restype = None
@@ -333,7 +337,7 @@ def linear(
         panels: What `pack` returned.
         columns: N.
         bias: ``[N]``; None for none.
-        epilogue: ``none``; ``silu``; or ``add`` or ``mul`` with `other`.
+        epilogue: ``none``; one of `ACTIVATIONS`; or ``add`` or ``mul`` with `other`.
         other: ``[n, N]``.
         is_unrounded: Whether the result is the float32 sums instead, which are not rounded.
 
@@ -369,6 +373,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
         *(output.data_ptr(), team()),
     )
     return output
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """``cap * tanh(x / cap)`` of float32 numbers, in place; returns them."""
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        raise ValueError(f"soft_cap computes contiguous float32, not {x.dtype} of strides {x.stride()}")
+    library(x.dtype).soft_cap(x.data_ptr(), x.numel(), cap, team())
+    return x
 
 
 @dataclass(frozen=True, slots=True)

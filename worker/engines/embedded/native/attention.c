@@ -1,9 +1,9 @@
-/* Attention over the paged KV cache, whose pages are read in place.
+/* Attention over the paged KV cache, whose pages are read in place; a block that lies in several pages is copied.
  *
- * A token's keys are read in blocks of 64 that begin at fixed positions of its sequence, in ascending order, with an
+ * A token's keys are read in blocks of 64 that begin at multiples of 64 in its sequence, in ascending order, with an
  * online softmax: its maximum, sum and result are carried from block to block (Milakov and Gimelshein, "Online
  * normalizer calculation for softmax", 2018). A token's result depends on nothing else: not on the tokens computed
- * beside it, nor on the page layout. So it is batch-invariant.
+ * beside it, nor on the page layout or the size of pages. So it is batch-invariant.
  *
  * Keys and values in int8 are dequantised block by block: the result has the bits of attention over their elements.
  */
@@ -56,19 +56,19 @@ find_row(const attention_t *c, const tile_t *tile, int64_t head, int64_t positio
     return (c->pages[tile->pages + position / c->size] * c->kv_heads + head) * c->size + position % c->size;
 }
 
-/* Rows that follow each other in a block from `position` on, in a page. */
+/* Rows that follow each other in memory from `position` on, before `stop`: those of its page. */
 static inline int64_t
 count_rows(const attention_t *c, int64_t position, int64_t stop)
 {
-    return smaller(KEYS, smaller(c->size - position % c->size, stop - position));
+    return smaller(c->size - position % c->size, stop - position);
 }
 
-/* The block of a tile's keys that attention begins with. */
+/* The block of a tile's keys that attention begins with: blocks begin at multiples of KEYS, wherever pages do. */
 static inline int64_t
 first_key(const attention_t *c, const tile_t *tile)
 {
     const int64_t seen = c->window && tile->position >= c->window ? tile->position + 1 - c->window : 0;
-    return seen - seen % c->size % KEYS;
+    return seen - seen % KEYS;
 }
 
 /* What is not fetched yet of the block that comes next. */
@@ -81,7 +81,7 @@ static inline ahead_t
 find_block(const attention_t *c, const tile_t *tile, int64_t head, int64_t begin)
 {
     const int64_t at = find_row(c, tile, head, begin) * c->row_bytes;
-    const int64_t rows = count_rows(c, begin, tile->position + tile->count);
+    const int64_t rows = count_rows(c, begin, smaller(begin + KEYS, tile->position + tile->count));
     return (ahead_t){c->keys + at, c->values + at, rows * c->row_bytes};
 }
 
@@ -99,14 +99,26 @@ fetch(ahead_t *ahead, int64_t lines)
     }
 }
 
-/* The elements of `count` rows: where they lie or, of rows in int8, in `elements`. */
+/* The elements of a block's rows in `pages`, keys or values: where they lie or, of rows in int8 and of several pages, in
+ * `elements`.
+ */
 static inline const element *
-read_rows(const attention_t *c, const char *rows, int count, element *elements)
+read_rows(const attention_t *c, const char *pages, const tile_t *tile, int64_t head, const block_t *block,
+          element *elements)
 {
-    if (!c->is_int8)
-        return (const element *)rows;
-    for (int row = 0; row < count; row++)
-        dequantise_row(rows + row * c->row_bytes, c->width, elements + row * c->width);
+    const int64_t stop = block->begin + block->count;
+    if (!c->is_int8 && count_rows(c, block->begin, stop) == block->count)
+        return (const element *)(pages + find_row(c, tile, head, block->begin) * c->row_bytes);
+    element *to = elements;
+    for (int64_t at = block->begin; at < stop;) {
+        const int64_t rows = count_rows(c, at, stop);
+        const char *from = pages + find_row(c, tile, head, at) * c->row_bytes;
+        if (!c->is_int8)
+            memcpy(to, from, rows * c->row_bytes);
+        for (int64_t row = 0; c->is_int8 && row < rows; row++)
+            dequantise_row(from + row * c->row_bytes, c->width, to + row * c->width);
+        at += rows, to += rows * c->width;
+    }
     return elements;
 }
 
@@ -183,11 +195,8 @@ weigh(const attention_t *c, const float *scores, uint64_t seen, operand *weights
 #pragma GCC unroll 4
     for (int i = 0; i < KEYS / LANES; i++) {
         vec x = vec_mul(vec_load(scores + i * LANES), vec_all(c->scale));
-        if (c->softcap > 0) { /* tanh(x) = 1 - 2 / (exp(2 x) + 1) */
-            const vec one = vec_all(1.0f), power = vec_exp2(vec_mul(x, vec_all(2 * LOG2_E / c->softcap)));
-            x = vec_sub(one, vec_div(vec_all(2.0f), vec_add(power, one)));
-            x = vec_mul(x, vec_all(c->softcap));
-        }
+        if (c->softcap > 0)
+            x = vec_soft_cap(x, c->softcap);
         score[i] = vec_mul_where((uint16_t)(seen >> (i * LANES)), x, vec_all(LOG2_E), vec_all(-INFINITY));
         highest = vec_max(highest, score[i]);
     }
@@ -262,16 +271,15 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head, const tile_t
     }
     const int64_t stop = tile->position + tile->count;
     for (int64_t begin = first_key(c, tile); begin < stop; begin += block.count) {
-        const int64_t row = find_row(c, tile, head, begin);
         block.begin = begin;
-        block.count = (int)count_rows(c, begin, stop);
+        block.count = (int)smaller(KEYS, stop - begin);
         ahead_t ahead = {0};
         if (begin + block.count < stop)
             ahead = find_block(c, tile, head, begin + block.count);
         else if (next)
             ahead = find_block(c, next, next_head, first_key(c, next));
-        lay_out_keys(read_rows(c, c->keys + row * c->row_bytes, block.count, elements), width, &block, &ahead);
-        lay_out_values(read_rows(c, c->values + row * c->row_bytes, block.count, elements), width, &block, &ahead);
+        lay_out_keys(read_rows(c, c->keys, tile, head, &block, elements), width, &block, &ahead);
+        lay_out_values(read_rows(c, c->values, tile, head, &block, elements), width, &block, &ahead);
         attend_to_block(c, tile, &block, &q, &ahead);
         fetch(&ahead, KEYS * WIDEST);
     }

@@ -1,15 +1,64 @@
-/* What a GEMM does with a sum before it is stored. */
+/* What a GEMM does with a sum before it is stored. Each element is computed alone, by the same operations wherever in a
+ * row or a vector it lies; torch's activations compute the last elements of a thread's part by others.
+ */
 #ifndef EPILOGUE_H
 #define EPILOGUE_H
 
 #include "vector.h"
 
-typedef enum { NOTHING, SILU, ADD, MULTIPLY } then_t;
+#define SQRT_HALF 0.707106781f
+#define TWICE_SQRT_2_PI 1.59576912f /* 2 * sqrt(2 / pi) */
+
+typedef enum { NOTHING, SILU, ADD, MULTIPLY, GELU, GELU_TANH, RELU } then_t;
 
 INLINED int
 takes_other(then_t then)
 {
     return then == ADD || then == MULTIPLY;
+}
+
+/* y * sigmoid(x); NaN stays NaN, and an infinite x is none to `vec_exp2`. */
+INLINED vec
+gated(vec y, vec x)
+{
+    const vec power = vec_max(vec_all(-200.0f), vec_mul(x, vec_all(LOG2_E))); /* NaN stays */
+    return vec_div(y, vec_add(vec_all(1.0f), vec_exp2(vec_sub(vec_zero(), power))));
+}
+
+/* erfc(z) for z >= 0, to a relative error of 1.2e-7 in exact arithmetic: Press et al., "Numerical Recipes in C", 6.2. */
+INLINED vec
+vec_erfc(vec z)
+{
+    const vec t = vec_div(vec_all(1.0f), vec_fmadd(z, vec_all(0.5f), vec_all(1.0f)));
+    vec power = vec_all(0.17087277f);
+    power = vec_fmadd(power, t, vec_all(-0.82215223f));
+    power = vec_fmadd(power, t, vec_all(1.48851587f));
+    power = vec_fmadd(power, t, vec_all(-1.13520398f));
+    power = vec_fmadd(power, t, vec_all(0.27886807f));
+    power = vec_fmadd(power, t, vec_all(-0.18628806f));
+    power = vec_fmadd(power, t, vec_all(0.09678418f));
+    power = vec_fmadd(power, t, vec_all(0.37409196f));
+    power = vec_fmadd(power, t, vec_all(1.00002368f));
+    power = vec_fmadd(power, t, vec_all(-1.26551223f));
+    power = vec_sub(power, vec_mul(z, z));
+    return vec_mul(t, vec_exp2(vec_mul(power, vec_all(LOG2_E))));
+}
+
+/* y * (1 + erf(y / sqrt(2))) / 2 as max(y, 0) - |y| * erfc(|y| / sqrt(2)) / 2, in which nothing cancels below 0. */
+INLINED vec
+gelu(vec y)
+{
+    const vec size = vec_max(y, vec_sub(vec_zero(), y));
+    const vec half = vec_mul(vec_erfc(vec_mul(size, vec_all(SQRT_HALF))), vec_all(0.5f));
+    return vec_sub(vec_max(vec_zero(), y), vec_mul(size, half));
+}
+
+/* y * (1 + tanh(u)) / 2 = y * sigmoid(2 * u) with u = sqrt(2 / pi) * (y + 0.044715 * y ** 3). */
+INLINED vec
+gelu_tanh(vec y)
+{
+    const vec cube = vec_mul(vec_mul(y, y), y);
+    return gated(y, vec_mul(vec_fmadd(cube, vec_all(0.044715f), y), vec_all(TWICE_SQRT_2_PI)));
 }
 
 /* The epilogue of sums y; `other` is its operand, if it takes one. */
@@ -23,6 +72,12 @@ epilogue(then_t then, vec y, vec other)
         return vec_add(y, other);
     case MULTIPLY:
         return vec_mul(y, other);
+    case GELU:
+        return gelu(y);
+    case GELU_TANH:
+        return gelu_tanh(y);
+    case RELU:
+        return vec_max(vec_zero(), y);
     default:
         return y;
     }

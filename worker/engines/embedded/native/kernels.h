@@ -21,6 +21,10 @@ KERNEL int32_t linear(const element *input, int64_t rows, int64_t inner, const e
 KERNEL void rms_norm(const element *x, int64_t rows, int64_t width, const element *weight, float epsilon, element *y,
                      const team_t *team);
 
+#ifdef FLOAT32
+KERNEL void soft_cap(float *x, int64_t count, float cap, const team_t *team);
+#endif
+
 KERNEL void rotate_and_store(const element *qkv, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width,
                              const element *cosine, const element *sine, const element *query_norm,
                              const element *key_norm, float epsilon, element *query, char *keys, char *values,

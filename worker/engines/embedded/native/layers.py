@@ -92,6 +92,7 @@ class DecoderLayer:
     """A layer of the Llama family.
 
     Attributes:
+        index: Of the layer, and so of its keys and values in the KV store.
         norms: RMSNorm weights ``[hidden]`` and epsilons, before attention and before the MLP.
         head_norms: See `AttentionLayer.head_norms`.
         scale: Factor of the scores.
@@ -103,6 +104,7 @@ class DecoderLayer:
         down: Likewise.
     """
 
+    index: int
     norms: tuple[tuple[torch.Tensor, float], tuple[torch.Tensor, float]]
     head_norms: tuple[torch.Tensor, torch.Tensor, float] | None
     scale: float
@@ -152,7 +154,7 @@ class StepTensors:
 
 
 class DecoderLayers:
-    """All layers of a model.
+    """Layers of a model.
 
     Args:
         layers: In order; their tensors are kept.
@@ -185,8 +187,8 @@ class DecoderLayers:
             MemoryError: there is no memory for what lies between the layers.
         """
         if self._keys is not step.keys:
-            for layer, keys, values in zip(self._in_c, step.keys, step.values, strict=True):
-                layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+            for layer, in_c in zip(self._layers, self._in_c, strict=True):
+                in_c.keys, in_c.values = step.keys[layer.index].data_ptr(), step.values[layer.index].data_ptr()
             self._keys = step.keys
         pages, slots = step.slot_mapping
         tiles = step.tiles

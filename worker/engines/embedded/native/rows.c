@@ -1,4 +1,4 @@
-/* Row-wise operations: RMSNorm, RoPE, and writing keys and values to the paged KV cache. */
+/* Row-wise operations: RMSNorm, soft caps, RoPE, and writing keys and values to the paged KV cache. */
 #include "kernels.h"
 #include "kv_rows.h"
 
@@ -47,6 +47,34 @@ rms_norm(const element *x, int64_t rows, int64_t width, const element *weight, f
     const norm_rows_t job = {x, width, weight, epsilon, y};
     share_work(team, rows, rows > FEW ? TOGETHER : FEW, normalise_rows, &job);
 }
+
+#ifdef FLOAT32
+/* Numbers in place, SPAN at a time. */
+typedef struct {
+    float *x;
+    int64_t count;
+    float cap;
+} soft_cap_t;
+
+enum { SPAN = 4096 };
+
+static void
+soft_cap_spans(const void *job, int64_t first, int64_t stop)
+{
+    const soft_cap_t *s = job;
+    const int64_t end = smaller(stop * SPAN, s->count);
+    for (int64_t at = first * SPAN; at < end; at += LANES)
+        store_lanes(s->x + at, end - at, vec_soft_cap(load_lanes(s->x + at, end - at), s->cap));
+}
+
+/* x = cap * tanh(x / cap) for each of `count` numbers. */
+void
+soft_cap(float *x, int64_t count, float cap, const team_t *team)
+{
+    const soft_cap_t job = {x, count, cap};
+    share_work(team, (count + SPAN - 1) / SPAN, 4, soft_cap_spans, &job);
+}
+#endif
 
 /* RoPE: rotates the two halves of a head by the angles of the token's position. */
 static inline void

@@ -97,4 +97,12 @@ vec_exp2(vec x)
     return vec_zero_where_below(x, -126.0f, vec_scale(power, whole));
 }
 
+/* cap * tanh(x / cap), with tanh(x) = 1 - 2 / (exp(2 x) + 1). */
+INLINED vec
+vec_soft_cap(vec x, float cap)
+{
+    const vec one = vec_all(1.0f), power = vec_exp2(vec_mul(x, vec_all(2 * LOG2_E / cap)));
+    return vec_mul(vec_sub(one, vec_div(vec_all(2.0f), vec_add(power, one))), vec_all(cap));
+}
+
 #endif

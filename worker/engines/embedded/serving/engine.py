@@ -24,6 +24,7 @@ from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.host import limit_threads
 from worker.engines.embedded.kv_cache import choose_kv_blocks
 from worker.engines.embedded.model import HfModel, check_first_pass, load_model
+from worker.engines.embedded.model.numerics import shown_threads
 from worker.engines.embedded.plan import Model, Output, Request
 from worker.engines.embedded.serving.step_thread import MIN_AHEAD, RUN_AHEAD, Abort, Listen, StepThread, Stop, Submit
 from worker.engines.embedded.serving.stream import Stream
@@ -76,6 +77,8 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         max_num_batched_tokens=config.max_num_batched_tokens,
         numerics=model.numerics,
         computed_by=_computed_by(model),
+        made_by=model.made_by if isinstance(model, HfModel) else model.numerics,
+        kv_dtype=model.kv_store.dtype_name if isinstance(model, HfModel) else "",
     )
     if config.role != "aggregated":
         if not isinstance(model, HfModel):
@@ -89,10 +92,10 @@ def _computed_by(model: Model) -> str:
     if not isinstance(model, HfModel):
         return f"{model.device.type}, {model.numerics}"
     dtype = str(model.dtype).removeprefix("torch.")
-    number = torch.get_num_threads()
-    threads = f", {number} {'threads' if number > 1 else 'thread'}" if model.device.type == "cpu" else ""
+    threads = shown_threads(torch.get_num_threads())
+    says_threads = model.device.type != "cpu" or threads in model.made_by
     device = model.device.type + (f" ({model.kernels})" if model.kernels != "torch" else "")
-    return f"{device}, {dtype}, {model.made_by}{threads}"
+    return f"{device}, {dtype}, {model.made_by}" + ("" if says_threads else f", {threads}")
 
 
 class EmbeddedEngine:
