@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from worker.engines.embedded.model.checkpoint_files import first_line
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import linears
 from worker.engines.embedded.model.numerics import choose
-from worker.engines.embedded.plan import Plan
+from worker.engines.embedded.plan import Plan, Request
 from worker.errors import StartupError
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class HfModel:
         self.kernels = self._kernels.name
         self._network = network
         self._store = KvStore([], [])
+        self._hidden = torch.empty(0, 0)  # of the last step's tokens
         self._page_size = 0
         self._attention: AttentionBackend  # chosen by the page size, too
         self._wanted_numerics = numerics
@@ -188,10 +190,21 @@ class HfModel:
         padding = self._padding(len(batch.ids))
         ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]
         hidden = self._network.hidden(ids, positions, step)
+        self._hidden = hidden[: len(batch.ids)]
         if plan.scored:
             plan.show_scored(hidden, self._network.logits)
         if plan.chunks:
             hidden = hidden[torch.tensor(plan.logit_rows(), dtype=torch.long, device=self.device)]
         elif padding:
-            hidden = hidden[: len(batch.ids)]
+            hidden = self._hidden
         return self._network.logits(hidden)
+
+    @torch.inference_mode()
+    def spoiled(self, plan: Plan) -> list[Request]:
+        """See `Model.spoiled`."""
+        hidden = self._hidden
+        if all(math.isfinite(value) for value in torch.stack(torch.aminmax(hidden)).tolist()):  # they propagate NaN
+            return []
+        spoiled = (~hidden.isfinite().all(-1)).tolist()
+        found = {id(request): request for request, bad in zip(plan.owners(), spoiled, strict=True) if bad}
+        return list(found.values())
