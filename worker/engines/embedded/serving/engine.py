@@ -22,7 +22,7 @@ from worker.engines.embedded.step import Stepper, make_stepper
 from worker.engines.embedded.transfer import (
     KvConnector,
     KvHandle,
-    fingerprint,
+    fingerprint_beside,
     handle_from_json,
     note_mode,
     open_connector,
@@ -44,6 +44,9 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
     """
     config.check()
     SpeculativeConfig.parse(config.speculative_config)  # before the model, which takes long to load
+    identity = None
+    if config.role != "aggregated":
+        identity = fingerprint_beside(config.model_path, keeps=config.packed_copy != "off")
     model = model or load_model(config)
     context_length = config.context_length or model.context_length
     if context_length > model.context_length:
@@ -65,11 +68,10 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         numerics=model.numerics,
         computed_by=_computed_by(model),
     )
-    if config.role != "aggregated":
+    if identity is not None:
         if not isinstance(model, HfModel):
             raise StartupError(f"--disaggregation-mode {config.role}: {type(model).__name__} has no KV to transfer")
-        identity = fingerprint(config.model_path)
-        stepper.connector = open_connector(model.kv_store, stepper.scheduler, config, identity, model.made_by)
+        stepper.connector = open_connector(model.kv_store, stepper.scheduler, config, identity.result(), model.made_by)
     return stepper, info
 
 
