@@ -7,12 +7,13 @@ Exit 0 after a clean drain, 2 for configuration, 1 for the rest.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from worker.build import Built, build
+from worker.build import Built, build, check_threads
 from worker.errors import ConfigurationError, ServingError, StartupError
 from worker.runtimes import dynamo as runtime
 
@@ -26,6 +27,10 @@ EXIT_CONFIGURATION = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status; every failure is one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
+    try:
+        check_threads(os.environ)
+    except ConfigurationError as error:
+        return _complain(error, EXIT_CONFIGURATION)
     if list(argv[:1]) == ["replay"]:
         from worker.replay import main as replay  # imports torch
 
