@@ -1,4 +1,5 @@
-"""The native kernels; all else of the build is in ``pyproject.toml``.
+"""What is native: the kernels, and the watchdog's thread; all else of the build is in
+``pyproject.toml``.
 
 They are built where there is a C compiler, one library for each set of instructions that it knows.
 A processor chooses among them at start (`worker.engines.embedded.native`); without any the embedded
@@ -41,7 +42,16 @@ def kernels(name: str, *instructions: str, amx: bool = False) -> Extension:
     )
 
 
-KERNELS = [
+WATCHDOG = Extension(
+    "worker.engines.embedded.host.beats_thread",
+    ["worker/engines/embedded/host/beats_thread.c"],
+    extra_compile_args=["-O2"],
+    optional=True,
+)
+"""Not a kernel: it ends a process whose interpreter hangs."""
+
+MODULES = [
+    WATCHDOG,
     kernels("amx_bfloat16", *AVX512, "-mavx512bf16", amx=True),
     kernels("avx512_bfloat16", *AVX512, "-mavx512bf16"),
     kernels("avx512_float32", *AVX512),
@@ -68,4 +78,4 @@ class BuildKernels(build_ext):
 
 
 if __name__ == "__main__":
-    setup(ext_modules=KERNELS, cmdclass={"build_ext": BuildKernels})
+    setup(ext_modules=MODULES, cmdclass={"build_ext": BuildKernels})

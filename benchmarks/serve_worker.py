@@ -58,6 +58,10 @@ class NullModel:
     def forward(self, plan: Plan) -> torch.Tensor:
         return self._logits[len(plan.sampled)]  # nobody writes into them or drafts: no request here has a chain
 
+    def spoiled(self, plan: Plan) -> tuple[()]:
+        """Never any."""
+        return ()
+
 
 class ConstantEngine(LLMEngine):
     """``max_tokens`` times the same id, awaiting the loop before each."""

@@ -23,7 +23,7 @@ requests under way finish first. The first run makes .venv.
                      largest request that the frontend reads, MB (default: 2)
   DLW_VENV           an environment to use as it is instead of .venv
 
-Other arguments go to the worker; `python -m worker --help` lists them.
+Other arguments go to the worker; `.venv/bin/python -m worker --help` lists them.
 Exit status: 0 after Ctrl-C or SIGTERM once the model has answered; non-zero when it could not start, or when the
 frontend or the worker ended by itself.
 TEXT

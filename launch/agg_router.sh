@@ -29,7 +29,7 @@ where no stranger can connect.
                      largest request that the frontend reads, MB (default: 2)
   DLW_VENV           an environment to use as it is instead of .venv
 
-Other arguments go to every worker; `python -m worker --help` lists them.
+Other arguments go to every worker; `.venv/bin/python -m worker --help` lists them.
 Exit status: 0 after Ctrl-C or SIGTERM once the model has answered; non-zero when it could not start, when
 no worker was left, or when another process ended by itself.
 TEXT

@@ -57,6 +57,9 @@ check_http_port() {
 # prepare_environment [EXTRA...]: sets python, the interpreter of an environment that has everything, with these extras
 # of the package; makes the environment on first use.
 prepare_environment() {
+    if [[ ! ${OMP_NUM_THREADS:-1} =~ ^[1-9][0-9]*(,[1-9][0-9]*)*$ ]]; then
+        fail "OMP_NUM_THREADS must be a number of threads, got '$OMP_NUM_THREADS'"
+    fi
     "$repository/scripts/install" --runtime-only "${@/#/--with=}"
     python=$(realpath -s "${DLW_VENV:-$repository/.venv}")/bin/python
     # The checkout goes first, and the current directory is no place to import from.
@@ -81,18 +84,20 @@ prepare_runtime() {
     export DYN_LOG=${DYN_LOG:-warn,mm_routing=error,dynamo_llm::local_model=error,dynamo_runtime::component=off,dynamo_llm::discovery=error}
 }
 
-# Sets MODEL_PATH unless it names a model: to SmolLM2, or to a tiny model with random weights if that cannot be had or
-# MODEL_PATH is "tiny". Both are made on first use.
+# Sets MODEL_PATH unless it names a model: to SmolLM2, or to a tiny model with random weights if it is "tiny". Both are
+# made on first use. Random weights answer nobody who has not asked for them.
 prepare_model() {
     [[ -z ${MODEL_PATH:-} || $MODEL_PATH == tiny ]] || return 0
     local cache=${XDG_CACHE_HOME:-${HOME:-$scratch}/.cache}/dynamo-logits-worker
     mkdir -p "$cache" 2> /dev/null && [[ -w $cache ]] || cache=$scratch
-    if [[ -z ${MODEL_PATH:-} ]] && prepare_default_model "$cache/models"; then
+    if [[ -z ${MODEL_PATH:-} ]]; then
+        prepare_default_model "$cache/models" ||
+            fail "no model; set MODEL_PATH to a checkpoint or a GGUF file, or to tiny for a tiny model with random weights"
         return
     fi
     MODEL_PATH=$cache/tiny-model
     say "a tiny model with random weights answers, in $MODEL_PATH"
-    "$python" -m worker.tiny_model "$MODEL_PATH" > /dev/null
+    "$python" -m worker.tiny_model "$MODEL_PATH" > /dev/null || fail "no model"
 }
 
 # Sets MODEL_PATH to the default model in DIRECTORY; fails, with a line that says why, if it cannot be had.

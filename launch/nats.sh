@@ -18,7 +18,7 @@ Starts a NATS server, unless there is one, and one worker that answers requests 
   NATS_STORE         and where it keeps batches (default: in ~/.cache/dynamo-logits-worker)
   DLW_VENV           an environment to use as it is instead of .venv
 
-Other arguments go to the worker; `python -m worker --help` lists them.
+Other arguments go to the worker; `.venv/bin/python -m worker --help` lists them.
 Exit status: 0 after Ctrl-C or SIGTERM once the model has answered; non-zero when it could not start, or when the
 server or the worker ended by itself.
 TEXT

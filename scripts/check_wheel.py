@@ -27,7 +27,7 @@ SETUP = Path(__file__).parents[1] / "setup.py"
 
 def expected() -> set[str]:
     """Paths of the native modules, without their suffixes."""
-    return {module.name.replace(".", "/") for module in runpy.run_path(str(SETUP))["KERNELS"]}
+    return {module.name.replace(".", "/") for module in runpy.run_path(str(SETUP))["MODULES"]}
 
 
 def problems(wheel: Path) -> Iterator[str]:

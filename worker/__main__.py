@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from worker.build import Built, build
+from worker.build import Built, build, check_threads
 from worker.errors import ConfigurationError, ServingError, StartupError
 from worker.runtimes import dynamo as runtime
 
@@ -29,6 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status; every failure is one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # in a log on a full disk one fails the start
+    try:
+        check_threads(os.environ)
+    except ConfigurationError as error:
+        return _complain(error, EXIT_CONFIGURATION)
     if list(argv[:1]) == ["replay"]:
         from worker.replay import main as replay  # imports torch
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,6 +63,15 @@ def build(argv: Sequence[str] | None = None) -> Built:
         runtime.check_ports(os.environ)
     arguments = with_checkpoint(arguments)
     return Built(make_engine(arguments), arguments, seal, smoke)
+
+
+def check_threads(environ: Mapping[str, str]) -> None:
+    """Raises `ConfigurationError` if ``OMP_NUM_THREADS`` is not what OpenMP takes; it would take
+    another number.
+    """
+    given = environ.get("OMP_NUM_THREADS")
+    if given and not re.fullmatch(r"\s*[1-9]\d{0,4}\s*(,\s*[1-9]\d{0,4}\s*)*", given, re.ASCII):
+        raise ConfigurationError(f"OMP_NUM_THREADS must be a number of threads, from 1 to 99999, got {given!r}")
 
 
 def check_adapters_package() -> None:

@@ -55,7 +55,7 @@ from worker.processors.smoke import SmokeTest
 from worker.request_log import RequestEntry, RequestLog
 from worker.requests.client import client_of
 from worker.requests.deadline import until
-from worker.requests.receipts import RequestReceipt, Server
+from worker.requests.receipts import RequestReceipt, Server, digest_of_model
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 from worker.requests.response import ResponseBuilder
 from worker.requests.stop_text import StopText, TokenBytes
@@ -185,11 +185,12 @@ class RequestServer:
             if self._boundaries is not None:
                 await self._boundaries.open()
                 self.metrics.watch(self._boundaries)
+            digest = digest_of_model(self.arguments)
             info = await self.engine.start()
             if self._boundaries is not None:
                 self._boundaries.computes(info)
             self._chains = await asyncio.to_thread(self._make_chains, self.arguments, info, self.metrics.registry)
-            self._server = await asyncio.to_thread(Server.of, info, self.arguments)
+            self._server = await asyncio.to_thread(Server.of, info, self.arguments, digest)
             if self._smoke_wanted:
                 eos = info.eos_token_ids[0] if info.eos_token_ids else None
                 self._smoke = await asyncio.to_thread(SmokeTest, self.arguments.model_path, eos)

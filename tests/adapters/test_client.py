@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_only_json_data_is_sent():
         logits_processors(processor("top_p", p={1}))
 
 
-def test_the_file_needs_only_the_standard_library():
+def test_the_file_may_be_copied():
     tree = ast.parse(Path(client.__file__).read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -146,3 +147,32 @@ def test_token_healing_takes_the_last_word_off_a_prompt(prompt, sent, written):
 def test_token_healing_needs_a_prompt_that_is_left(prompt):
     with pytest.raises(ValueError, match="more than one word"):
         client.healed(prompt)
+
+
+CLIENT = """
+import sys
+
+sys.path.insert(0, sys.argv[1])
+from adapters.client import logits_processors, processor
+
+body = logits_processors(processor("min_tokens", n=8), receipt=True)
+assert body["nvext"]["annotations"], body
+alien = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names) - {"adapters", "__main__"}
+assert not alien, alien
+"""
+
+
+def test_a_bare_python_imports_it():
+    """One that has the checkout, and no package."""
+    command = [sys._base_executable, "-I", "-S", "-c", CLIENT, str(Path(client.__file__).parents[1])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={})
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_package_offers_its_names_all_the_same():
+    import adapters
+
+    assert set(adapters.__all__) <= set(dir(adapters))
+    assert all(callable(getattr(adapters, name)) for name in adapters.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        adapters.missing  # noqa: B018

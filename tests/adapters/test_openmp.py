@@ -14,7 +14,7 @@ import pytest
 from adapters.openmp import SPIN_COUNT, bound_spin
 
 ROOT = Path(__file__).parents[2]
-ENTRIES = ["adapters", "worker.engines.embedded", "worker.runtimes.dynamo_engine"]
+ENTRIES = ["adapters.basic", "worker.engines.embedded", "worker.runtimes.dynamo_engine"]
 AT_IMPORT = """
 import importlib, os, sys
 

@@ -19,7 +19,7 @@ import httpx
 import openai
 import pytest
 import yaml
-from document_pages import BLOCKS, PAGES, ROOT, Block, prose_of
+from document_pages import BLOCKS, PAGES, ROOT, Block, prose_of, text_of
 from documented_commands import Command
 from documented_programs import PROGRAMS, RUN_ELSEWHERE, files_in, run_programs, taken_for_granted
 from served_tiny_model import CATALOG, ServedTinyModel, selection_of, sent_to_the_worker
@@ -96,7 +96,7 @@ def check_request(command: Command, shown: str, engine: Engine) -> None:
 
 
 OWN_COMMAND = re.compile(
-    r"`((?:python -m (?:worker|adapters)|(?:\./)?(?:launch|scripts)/[\w.-]+|dlw-batch) [^`]*-[^`]*)`"
+    r"`((?:\.venv/bin/python -m (?:worker|adapters)|(?:\./)?(?:launch|scripts)/[\w.-]+|dlw-batch) [^`]*-[^`]*)`"
 )
 
 
@@ -105,6 +105,17 @@ def test_commands_in_the_text_are_parsed(page: str) -> None:
     """Those with options; what a sentence leaves out may be given."""
     for text in OWN_COMMAND.findall(prose_of(page)):
         documented_commands.check(Command((*shlex.split(text), "..."), {}))
+
+
+BARE_PYTHON = re.compile(r"(?:^|[\s`$(])python[\d.]* (?:-m|[\w/]+\.py)", re.MULTILINE)
+HISTORY = ("CHANGELOG.md", "docs/decisions/")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith(HISTORY)])
+def test_commands_say_which_python(page: str) -> None:
+    """The one of the environment that `scripts/install` makes: another has no package of ours."""
+    text = re.sub(r"<!--.*?-->", "", text_of(page), flags=re.DOTALL)
+    assert BARE_PYTHON.findall(text) == []
 
 
 @blocks("json")

@@ -61,7 +61,15 @@ class ScriptedModel:
         logits = torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
         if self.hook is not None:
             self.hook(plan, logits)
+        self.was_finite = logits.isfinite().all(-1).tolist()
         return logits
+
+    def spoiled(self, plan: Plan) -> list[Request]:
+        """Those with a drafted row that is not finite: what else is not is the head's doing."""
+        rows = (one for one, tokens in plan.decode_tokens() for _ in tokens)
+        drafted = {id(one) for one, draft in zip(plan.decode, plan.drafts, strict=False) if draft}
+        found = {id(one): one for one, finite in zip(rows, self.was_finite, strict=False) if not finite}
+        return [one for key, one in found.items() if key in drafted]
 
     def show_scored(self, plan: Plan) -> None:
         places = [

@@ -92,6 +92,9 @@ class RecallModel:
         tokens = self.choose(plan).token_ids
         return torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.long), WIDTH).float()
 
+    def spoiled(self, plan: Plan) -> tuple[()]:
+        return ()
+
     def _read(self, one: Request, position: int) -> int:
         return self.store[one.pages[position // self.size]][position % self.size]
 

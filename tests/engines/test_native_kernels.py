@@ -486,7 +486,9 @@ def test_a_model_is_as_near_to_the_truth_as_with_torchs_kernels(
         torch.testing.assert_close(logits("float32", f"native-{path}"), truth, atol=2e-4, rtol=2e-4)
 
 
-def test_asked_for_in_vain(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asked_for_in_vain(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def load(kernels: str) -> HfModel:
         return load_model(EmbeddedConfig(model_path=checkpoints["llama"], device="cpu", kernels=kernels))
 
@@ -497,9 +499,12 @@ def test_asked_for_in_vain(checkpoints: dict[str, Path], monkeypatch: pytest.Mon
     monkeypatch.setattr(native, "unavailable", lambda dtype, path=None: "there is no compiler")
     with pytest.raises(StartupError, match="--kernels native: there is no compiler"):
         load("native")
+    assert not caplog.records
     model = load("auto")
     model.allocate_kv(4, 32)
     assert "native" not in model.made_by
+    (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert said.getMessage().endswith("and not the native ones: there is no compiler")
 
 
 AVX2 = ("avx2", "fma", "f16c")

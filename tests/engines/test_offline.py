@@ -36,7 +36,11 @@ from worker.engines.embedded.offline.results import Result
 from worker.engines.embedded.plan import SCORED_AT_ONCE
 from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
 from worker.errors import InvalidRequest, StartupError
+from worker.models import DEFAULT_MODEL, model_cache
+from worker.models.checkpoint import FORMAT
+from worker.models.default_model import _GGUF_SHA256
 from worker.sampling import GuidedDecodingParams, SamplingParams
+from worker.tiny_model import write_tiny_model
 
 TEXTS = ["Once upon a time", "What is the capital of France?", "def add(left: int", "Grüße aus Köln"]
 
@@ -800,3 +804,19 @@ def test_padding_is_never_likely() -> None:
     assert isinstance(after, list)
     assert all(one.token_id < WIDTH - 6 for one in after)
     assert END < WIDTH - 6
+
+
+def test_models_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default model is in the cache, its weights kept: nothing is fetched."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    packed = model_cache() / f"{_GGUF_SHA256[:16]}-{FORMAT}-quantised" / DEFAULT_MODEL
+    packed.parent.mkdir(parents=True)
+    write_tiny_model(packed)
+    engine = Engine("default", device="cpu", context_length=64)
+    assert (engine.config.model_path, engine.config.dtype) == (packed, "float32")
+    assert engine.generate("Once", SamplingParams(max_tokens=2), progress=False)[0].text
+    assert Engine("default", device="cpu", dtype="bfloat16", context_length=64).config.dtype == "bfloat16"
+    tiny = Engine("tiny", device="cpu", context_length=64)
+    assert tiny.config.model_path == tmp_path / "dynamo-logits-worker" / "tiny-model"
+    with pytest.raises(StartupError, match="no such directory"):
+        Engine(Path("default"))

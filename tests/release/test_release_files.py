@@ -67,7 +67,7 @@ def test_the_wheel_has_every_file_but_the_sources_in_c(source: Path, tmp_path: P
 
 
 def test_every_source_in_c_is_named_by_the_modules_that_are_built() -> None:
-    modules = runpy.run_path(str(REPOSITORY / "setup.py"))["KERNELS"]
+    modules = runpy.run_path(str(REPOSITORY / "setup.py"))["MODULES"]
     named = {name for module in modules for name in (*module.sources, *module.depends)}
     assert named == {name for name in tracked("worker") if name.endswith((".c", ".h"))}
     for module in modules:

@@ -22,7 +22,7 @@ from served_worker import Client, serving
 from adapters.client import processor
 from worker.__main__ import main
 from worker.arguments import parse_arguments
-from worker.inspect.named_model import model_options, model_path
+from worker.inspect.command import model_options
 from worker.inspect.page import page
 from worker.inspect.recording import VERDICTS, Recording, asked_of, printable, record
 from worker.inspect.terminal import show
@@ -413,9 +413,8 @@ async def _ask(client: Client) -> Any:
 
 def test_tiny_is_the_model_of_the_launch_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert model_path("tiny") == str(tmp_path / "dynamo-logits-worker" / "tiny-model")
+    assert model_options("tiny") == ["--model-path", str(tmp_path / "dynamo-logits-worker" / "tiny-model")]
     assert (tmp_path / "dynamo-logits-worker" / "tiny-model" / "model.safetensors").is_file()
-    assert model_path("/some/where") == "/some/where"
 
 
 def test_the_default_model_is_as_the_launch_scripts_serve_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,3 +124,19 @@ def test_statuses_of_checks(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
     assert all(line.startswith("worker: error: ") for line in lines)
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "four", "2,0", "1.5", "999999"])
+@pytest.mark.parametrize("command", [[], ["replay"], ["inspect"], ["quantize"]])
+def test_a_number_of_threads_that_is_none(
+    value: str, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert program.main(command) == 2
+    expected = f"worker: error: OMP_NUM_THREADS must be a number of threads, from 1 to 99999, got {value!r}\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("value", [None, "", "1", " 4 ", "4,2"])
+def test_numbers_of_threads(value: str | None) -> None:
+    checks.check_threads({} if value is None else {"OMP_NUM_THREADS": value})

@@ -14,6 +14,9 @@ from served_worker import Answer, Client, serving
 
 from adapters.client import processor, selection
 from worker.__main__ import main
+from worker.models import DEFAULT_MODEL, model_cache
+from worker.models.checkpoint import FORMAT
+from worker.models.default_model import _GGUF_SHA256
 from worker.requests.receipts import TokenDigest
 from worker.tiny_model import write_tiny_model
 
@@ -267,7 +270,7 @@ async def test_bad_receipts_name_the_field(
     outside = [{"name": "min_tokens", "scope": "all", "args": {"n": -1}}]
     engine = {**receipt["engine"], "options": {"dtype": "float7"}}
     cases: list[tuple[Any, str]] = [
-        ([], "Input should be a valid dictionary"),
+        ([], "holds no receipt: a request gets one"),
         (without_seed, "seed: Field required"),
         ({**receipt, "seed": -1}, "seed: Input should be greater than or equal to 0"),
         ({**receipt, "extra": 1}, "extra: Extra inputs are not permitted"),
@@ -309,3 +312,30 @@ async def test_another_answer_than_the_recorded_one_is_said_to_be_different(
     attributed = [{"position": len(PROMPT), "token_id": 1023, "processor": "regex", "did": "masked"}]
     assert await files.replay({**receipt, "answer_digest": "0" * 32, "tokens": attributed}, PROMPT) == 1
     assert f"the first known one at position {len(PROMPT)}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("nvext", [{}, {"nvext": None}, {"nvext": {"engine_data": None}}, {"nvext": {"timing": {}}}])
+async def test_an_answer_without_a_receipt(
+    nvext: dict[str, Any], files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = {"id": "chatcmpl-1", "model": "m", "object": "chat.completion", "choices": [], "usage": None, **nvext}
+    assert await files.replay(answer, PROMPT) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"worker replay: error: {files.receipt}: holds no receipt: a request gets one with its answer"
+    )
+
+
+async def test_models_by_name(
+    receipt: dict[str, Any], files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tiny model is the one that answered; the default one is in the cache."""
+    cache = files.receipt.parent / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    files.model = Path("tiny")
+    assert await files.replay(receipt, PROMPT) == 0, capsys.readouterr()
+    other = model_cache() / f"{_GGUF_SHA256[:16]}-{FORMAT}-quantised" / DEFAULT_MODEL
+    other.parent.mkdir(parents=True)
+    write_tiny_model(other)
+    files.model = Path("default")
+    assert await files.replay(receipt, PROMPT) == 0, capsys.readouterr()

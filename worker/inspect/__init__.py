@@ -1,6 +1,6 @@
 """``python -m worker inspect``: what each processor did at every position of an answer.
 
-`command` is the command line; `named_model` finds the model, `recording` decodes an answer and
+`command` is the command line; `recording` decodes an answer and
 keeps what `worker.replay.position` sees of it, `comparison` aligns two answers; `terminal` and
 `page` show them. ``page.css`` and ``page.js`` are written into the page.
 """

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +23,11 @@ from rich.console import Console
 from adapters.catalog import SelectionError, parse_selection
 from worker.arguments import Arguments, StrictParser, parse_arguments
 from worker.errors import ConfigurationError, ServingError
-from worker.inspect.named_model import DEFAULT, TINY, model_options
 from worker.inspect.page import page
 from worker.inspect.recording import Asked, Recording, asked_of, record
 from worker.inspect.terminal import as_svg, show
+from worker.models import named_model
+from worker.models.named import DEFAULT, DEFAULT_DTYPE, TINY
 from worker.replay.position import NUM_CANDIDATES
 from worker.replay.prompt import read_prompt
 from worker.replay.recorded import Recorded, as_recorded, read_receipt, selection_of
@@ -120,6 +122,22 @@ def _refuse_contradictions(options: argparse.Namespace, argv: Sequence[str]) -> 
         given = [each for each in own if any(one == each or one.startswith(each + "=") for one in argv)]
         if given:
             raise ConfigurationError(f"{given[0]}: a receipt has its own; give --compare for another answer")
+
+
+def model_options(name: str) -> list[str]:
+    """The worker's options for the model `name`: `DEFAULT` is as the launch scripts serve it, in
+    their type unless WORKER_DTYPE names another.
+
+    Raises:
+        StartupError: see `named_model`.
+    """
+    path = named_model(name, _say) or name
+    given = name != DEFAULT or os.environ.get("WORKER_DTYPE")
+    return ["--model-path", str(path), *([] if given else ["--dtype", DEFAULT_DTYPE])]
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"worker inspect: {line}\n")
 
 
 async def _shown(options: argparse.Namespace, arguments: Arguments, recorded: Recorded | None) -> Shown:

@@ -2,11 +2,12 @@
 
 `gguf_file` reads a GGUF file's header and tensors, `architectures` and `tokenizer` say them in
 Hugging Face's words, `checkpoint` writes and caches the result, `default_model` fetches the model
-that the launch scripts serve unless another is named. Imported without torch; nothing here knows an
-engine.
+that the launch scripts serve unless another is named, and `named` finds models by a name. Imported
+without torch; nothing here knows an engine.
 """
 
 from worker.models.checkpoint import convert_gguf, find_gguf, model_cache
 from worker.models.default_model import DEFAULT_MODEL, prepare_default_model
+from worker.models.named import named_model
 
-__all__ = ["DEFAULT_MODEL", "convert_gguf", "find_gguf", "model_cache", "prepare_default_model"]
+__all__ = ["DEFAULT_MODEL", "convert_gguf", "find_gguf", "model_cache", "named_model", "prepare_default_model"]

@@ -15,9 +15,11 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +34,14 @@ _PACKAGES = ("transformers", "tokenizers")
 """What they tell of a checkpoint is in the files."""
 
 _PART_BYTES = 32 * 2**20
+
+_DIGESTS = "digests.json"
+_SETTLED_NS = 2 * 10**9
+"""Age of a file's last change from which on another one would have another time."""
+
+_digests_lock = threading.Lock()
+_digests: dict[Path, dict[str, list[Any]]] = {}
+"""What this process knows, by directory; as in a file of digests."""
 
 
 class Provenance:
@@ -59,7 +69,7 @@ class Provenance:
             except OSError:  # a link to nothing
                 continue
             if stat.S_ISREG(found.st_mode):
-                states[path] = [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+                states[path] = _state(found)
         return states
 
     def record(self) -> dict[str, Any]:
@@ -68,7 +78,8 @@ class Provenance:
         Raises:
             OSError: a file cannot be read, or has changed.
         """
-        files = {path.name: [*state, file_digest(path)] for path, state in self._states.items()}
+        digests = file_digests(self._checkpoint, list(self._states))
+        files = {path.name: [*state, digests[path]] for path, state in self._states.items()}
         if self._stat() != self._states:
             raise OSError("the checkpoint has changed meanwhile")
         return {"versions": self._versions, "files": files}
@@ -87,6 +98,58 @@ class Provenance:
             *known, digest = files[path.name]
             if known != state and (known[0] != state[0] or file_digest(path) != digest):
                 raise ValueError(f"the checkpoint has another {path.name}")
+
+
+def file_digests(directory: Path, paths: Iterable[Path], *, keeps: bool = True) -> dict[Path, str]:
+    """`file_digest` of each of some files.
+
+    It is computed once: a file whose size, inode and times are the same is not read again, in this
+    process, and, with `keeps`, in later ones: digests are kept in the `DIRECTORY` of `directory`
+    where that can be written. Those of a file that was changed a moment ago are not kept: it might
+    be changed once more without another time.
+
+    Raises:
+        OSError: a file cannot be read, or changes meanwhile.
+    """
+    with _digests_lock:
+        known = (_read_digests(directory) if keeps else {}) | _digests.get(directory, {})
+        found, new = {}, {}
+        for path in paths:
+            name, state, now_ns = os.path.relpath(path, directory), _state(path.stat()), time.time_ns()
+            *before, digest = known.get(name, [None])
+            if before != state:
+                digest = file_digest(path)
+                if _state(path.stat()) != state:
+                    raise OSError(f"{path} has changed meanwhile")
+                if state[-1] < now_ns - _SETTLED_NS:
+                    new[name] = [*state, digest]
+            found[path] = str(digest)
+        if new:
+            _digests[directory] = known | new
+            if keeps:
+                _keep_digests(directory, known | new)
+        return found
+
+
+def _state(found: os.stat_result) -> list[int]:
+    """What changes with a file's content."""
+    return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def _read_digests(directory: Path) -> dict[str, list[Any]]:
+    try:
+        content: dict[str, list[Any]] = opened(json.loads((directory / DIRECTORY / _DIGESTS).read_bytes()))
+        return {str(name): [*map(int, state), str(digest)] for name, (*state, digest) in content.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or a damaged one
+        return {}
+
+
+def _keep_digests(directory: Path, content: dict[str, list[Any]]) -> None:
+    def write(path: Path) -> None:
+        path.write_text(json.dumps(sealed(content)), encoding="ascii")
+
+    with suppress(OSError):  # it cannot be written, or another process is doing so: they are computed again
+        keep(directory / DIRECTORY / _DIGESTS, write)
 
 
 @contextmanager

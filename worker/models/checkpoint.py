@@ -85,7 +85,7 @@ def convert_gguf(path: Path, cache: Path, say: Say, keeps_blocks: bool = False) 
     except GgufError as error:
         raise StartupError(f"--model-path {path}: {error}") from None
     except OSError as error:
-        raise StartupError(f"--model-path {path}: cannot convert it: {error}") from None
+        raise StartupError(f"--model-path {path}: cannot convert it in {cache}: {error}") from None
 
 
 def cached_checkpoint(

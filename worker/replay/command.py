@@ -1,8 +1,8 @@
 """The command line: an answer made again, and compared with the recorded one.
 
-``python -m worker replay RECEIPT.json --prompt-file FILE --model-path DIR [--position N]``, with
-any option of the worker. Exit 0 if the tokens are those that were recorded, 1 if they are not, 2 if
-that could not be found out.
+``python -m worker replay RECEIPT.json --prompt-file FILE --model-path MODEL [--position N]``, with
+any option of the worker; a model is a path, or a name of `worker.models.named`. Exit 0 if the
+tokens are those that were recorded, 1 if they are not, 2 if that could not be found out.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from worker.arguments import Arguments, StrictParser, parse_arguments
 from worker.engines.embedded.plan import Request
 from worker.errors import ConfigurationError, ServingError
+from worker.models import named_model
 from worker.replay.position import PositionTap, table
 from worker.replay.prompt import read_prompt
 from worker.replay.recorded import Recorded, RecordedReceipt, as_recorded, read_receipt, selection_of
@@ -31,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, arguments = _parse(argv)
         recorded = read_receipt(options.receipt)
-        arguments = as_recorded(arguments, recorded.receipt)
+        arguments = _with_named_model(as_recorded(arguments, recorded.receipt))
         return asyncio.run(_main(options, arguments, recorded))
     except ServingError as error:
         print(f"worker replay: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -43,7 +45,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
         prog="python -m worker replay RECEIPT.json",
         allow_abbrev=False,
         description="Make one answer again from its receipt, and compare its tokens with those that were recorded.",
-        epilog="The worker's own options may follow: --model-path is needed, and --processor-policy and "
+        epilog="The worker's own options may follow: --model-path is needed, default and tiny are the models of the "
+        "launch scripts, and --processor-policy and "
         "--logits-processor where the worker had them.",
     )
     parser.add_argument("--prompt-file", required=True, type=Path, help="token ids (JSON), a request body, or text")
@@ -54,6 +57,16 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
     options, rest = parser.parse_known_args(argv[1:])
     options.receipt = Path(argv[0])
     return options, parse_arguments(rest)
+
+
+def _with_named_model(arguments: Arguments) -> Arguments:
+    """The arguments with the model that ``--model-path default`` or ``tiny`` means."""
+    named = named_model(arguments.model_path, _say, arguments.quantization == "auto")
+    return arguments if named is None else replace(arguments, model_path=str(named))
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"worker replay: {line}\n")
 
 
 async def _main(options: argparse.Namespace, arguments: Arguments, recorded: Recorded) -> int:

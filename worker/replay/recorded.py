@@ -122,6 +122,11 @@ def read_receipt(path: Path) -> Recorded:
     for key in ("nvext", "engine_data", CHANNEL):
         if isinstance(data, dict) and key in data:
             data = data[key]
+    if not isinstance(data, dict) or not data.keys() & RecordedReceipt.model_fields.keys() - {"model"}:
+        raise ConfigurationError(
+            f"{path}: holds no receipt: a request gets one with its answer if its selection of processors says "
+            '"receipt": true'
+        )
     receipt = _validated(RecordedReceipt, data, str(path))
     if receipt.request is None:
         raise ConfigurationError(f"{path}: request: is not in this chunk's receipt; it comes with the finish reason")

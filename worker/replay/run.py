@@ -22,7 +22,7 @@ from worker.engines.embedded.step import Stepper
 from worker.errors import ConfigurationError, InvalidRequest
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.replay.position import PositionTap
-from worker.requests.receipts import Server
+from worker.requests.receipts import Server, digest_of_model
 from worker.sampling import SamplingParams
 
 
@@ -91,10 +91,11 @@ async def loaded(arguments: Arguments) -> AsyncIterator[LoadedModel]:
     arguments = with_checkpoint(arguments)
     config = embedded_config(arguments)
     limit_threads(config.model_path, config.local_workers)  # as a worker does: how torch computes depends on it
+    digest = digest_of_model(arguments)
     stepper, info = load(config)
     chains = make_chain_builder(arguments, info, CollectorRegistry(), renders_templates=True)
     try:
-        yield LoadedModel(arguments, stepper, info, Server.of(info, arguments), chains)
+        yield LoadedModel(arguments, stepper, info, Server.of(info, arguments, digest), chains)
     except InvalidRequest as error:
         raise ConfigurationError(f"request: {error}") from None
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from adapters.catalog import Selection
 from worker.arguments import Arguments
 from worker.engines import EngineInfo, TokenDelta
-from worker.engines.embedded.transfer import fingerprint
+from worker.engines.embedded.transfer import fingerprint_beside
 from worker.errors import StartupError
 from worker.sampling import SamplingParams
 
@@ -84,15 +85,21 @@ class Server:
     model_digest: str | None
 
     @classmethod
-    def of(cls, info: EngineInfo, arguments: Arguments) -> Server:
-        """What an engine that has started tells of itself; reads kilobytes of the checkpoint."""
+    def of(cls, info: EngineInfo, arguments: Arguments, digest: Future[str]) -> Server:
+        """What an engine that has started tells of itself.
+
+        Args:
+            info: The engine.
+            arguments: The worker's options.
+            digest: From `digest_of_model`, begun before the engine was; waits for it.
+        """
         try:
-            digest = fingerprint(arguments.model_path)
+            found = digest.result()
         except StartupError:
-            digest = None
+            found = None
         names = OPTIONS_OF_BITS if info.name == "embedded" else ()
         options = {name: getattr(arguments, name) for name in names}
-        return cls(info.name, info.version, info.computed_by, options, arguments.served_model_name, digest)
+        return cls(info.name, info.version, info.computed_by, options, arguments.served_model_name, found)
 
     def as_json(self) -> dict[str, Any]:
         """For the receipt."""
@@ -105,6 +112,11 @@ class Server:
             },
             "model": {"name": self.model, "digest": self.model_digest},
         }
+
+
+def digest_of_model(arguments: Arguments) -> Future[str]:
+    """The digest of the checkpoint that is about to be loaded, computed meanwhile."""
+    return fingerprint_beside(arguments.model_path, keeps=arguments.packed_copy != "off")
 
 
 class RequestReceipt:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -97,6 +97,8 @@ class Request:
         block_hashes: Of its full blocks, as far as they have been needed; see `blocks.hash_block`.
         cached_blocks: Its prefix hit, as `KvCache.match_prefix` found it last.
         draft_sources: What drafts for it, and how that does; the `Speculator`'s own.
+        is_spoiled: Whether one of its tokens is not finite in the model (`Model.spoiled`): it ends
+            with an error where it would get its next token, and caches no more blocks.
     """
 
     id: str
@@ -126,6 +128,7 @@ class Request:
     block_hashes: list[int] = field(default_factory=list)
     cached_blocks: list[Block] = field(default_factory=list)
     draft_sources: Sequence[Any] | None = None
+    is_spoiled: bool = False
 
     @property
     def num_reusable(self) -> int:
@@ -266,6 +269,28 @@ class Plan:
         """Tokens computed in this step."""
         return self.num_decode_tokens + sum(chunk.stop - chunk.start for chunk in self.chunks)
 
+    def owners(self) -> Iterator[Request]:
+        """The request of each token of the step: those of `decode`, drafts among them, then those
+        of `chunks`."""
+        for request, tokens in self.decode_tokens():
+            yield from repeat(request, len(tokens))
+        for chunk in self.chunks:
+            yield from repeat(chunk.request, chunk.stop - chunk.start)
+
+    def without(self, requests: Sequence[Request]) -> tuple[Plan, list[int]]:
+        """The plan without some decode rows, and the indices of the logits that are left."""
+        gone = set(map(id, requests))
+        kept = [row for row, request in enumerate(self.decode) if id(request) not in gone]
+        owners = [request for request, tokens in self.decode_tokens() for _ in tokens]
+        owners += self.sampled[len(self.decode) :]
+        left = replace(
+            self,
+            decode=tuple(self.decode[row] for row in kept),
+            sampled=tuple(request for request in self.sampled if id(request) not in gone),
+            drafts=tuple(self.drafts[row] for row in kept) if self.drafts else (),
+        )
+        return left, [index for index, request in enumerate(owners) if id(request) not in gone]
+
 
 class Model(Protocol):
     """What the engine needs of a model. `HfModel` is the real one; a benchmark may bring its own.
@@ -300,6 +325,14 @@ class Model(Protocol):
         A decode row with a draft has one row for its newest token and one for each drafted token,
         in order; every other request has one. The sampler may write into them. Those of the chunks
         of ``plan.scored`` go to the taps of their requests; see `Plan.show_scored`.
+        """
+
+    def spoiled(self, plan: Plan) -> Sequence[Request]:
+        """Requests of the step that `forward` computed last, `plan`, of which a token is not
+        finite: NaN or infinity is in its hidden state, and so may be in the KV cache.
+
+        Attention multiplies what its mask hides by 0, which NaN survives: the KV of tokens before
+        it, computed in the same step, may not be finite either. Waits for the device.
         """
 
 

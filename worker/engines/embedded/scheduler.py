@@ -257,6 +257,16 @@ class Scheduler:
             self.decoding = plan.sampled if plan.decode else self.decoding + plan.sampled
             self.prefilling = [one for one in self.prefilling if one.num_computed < len(one.tokens)]
 
+    def spoil(self, plan: Plan, spoiled: Sequence[Request]) -> None:
+        """Set requests of a settled step without drafts apart, whose KV `Model.spoiled` tells of.
+
+        What earlier steps computed of them is sound.
+        """
+        starts = {id(chunk.request): chunk.start for chunk in plan.chunks}
+        for request in spoiled:
+            request.is_spoiled = True
+            self.cache.withdraw(request, starts.get(id(request), request.num_computed - 1))
+
     def commit(self, plan: Plan, samples: Samples) -> list[Output]:
         """Take over the sampled tokens of a settled step; returns one output per sampled row."""
         outputs = [advance(request, samples, row) for row, request in enumerate(plan.sampled)]
@@ -417,9 +427,9 @@ class Scheduler:
         self.prefilling.sort(key=_arrival)
 
     def _pending(self, requests: Iterable[Request]) -> set[int]:
-        """Hashes of the blocks that `requests` are about to compute."""
-        size = self.cache.block_size
-        return {each for one in requests for each in hash_blocks(one, size)[one.num_computed // size :]}
+        """Hashes of the blocks that `requests` are about to compute, and to cache."""
+        size, sound = self.cache.block_size, (one for one in requests if not one.is_spoiled)
+        return {each for one in sound for each in hash_blocks(one, size)[one.num_computed // size :]}
 
     def _awaits_prefix(self, request: Request, pending: set[int]) -> bool:
         """Whether more than half of what a request has to compute is about to be cached.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from math import isfinite
 
 import torch
 
@@ -31,6 +30,8 @@ of `EmbeddedConfig.max_mixed_chunk`.
 
 STARVED_POLL_S = 0.005
 """How soon to try again where requests wait for pages that are pinned for transfer."""
+
+_SPOILED = "the model's hidden state of a token is NaN or infinite"
 
 
 class Stepper:
@@ -111,18 +112,28 @@ class Stepper:
         if plan.decode:
             plan = self.scheduler.add_drafts(plan, self.speculator.draft(plan))
         logits = self.model.forward(plan)
-        outputs = self._sample(plan, logits[plan.first_rows()] if plan.drafts else logits)
+        computed = plan
+        if plan.drafts:
+            plan, logits = self._recompute_spoiled(plan, logits)
+        outputs = self._sample(plan, logits[plan.first_rows()] if plan.drafts else logits, computed)
         if self.connector is not None and self.scheduler.pinned:
             self.connector.lease(plan, outputs)
-        if plan.decode:
-            self.speculator.learn_cost(plan)
-        if plan.drafts:
-            self.speculator.learn(plan, self._verify(plan, logits, outputs))
+        if computed.decode:
+            self.speculator.learn_cost(computed)
+        if computed.drafts:
+            accepted = dict(zip(map(id, plan.decode), self._verify(plan, logits, outputs), strict=True))
+            self.speculator.learn(computed, [accepted.get(id(one), 0) for one in computed.decode])
         self._note_ended(plan, outputs)
         return self._held.pass_on(plan.sampled, outputs)
 
-    def _sample(self, plan: Plan, logits: torch.Tensor) -> list[Output]:
-        """Sample and commit one position of each of ``plan.sampled``."""
+    def _sample(self, plan: Plan, logits: torch.Tensor, computed: Plan | None = None) -> list[Output]:
+        """Sample and commit one position of each of ``plan.sampled``.
+
+        Args:
+            plan: Of the rows.
+            logits: One row each.
+            computed: What `Model.forward` was given, where these are the first positions of it.
+        """
         edits = plan_edits(plan)  # needs no logits: on CUDA they are still being computed
         if self._tapped:
             show_logits(plan, logits)
@@ -130,9 +141,27 @@ class Stepper:
         self.scheduler.settle(plan)  # on CUDA, while the tokens are on their way
         self.sampler.prepare_next()
         samples = launched.collect()
+        if computed is not None:  # asked only now: on CUDA, what is asked for waits for the step
+            self.scheduler.spoil(plan, [one for one in self.model.spoiled(computed) if one.pages])
+        samples.errors = spoiled_errors(plan) | samples.errors
         if self._tapped:
             samples.errors |= tap_errors(plan)
         return self.scheduler.commit(plan, samples)
+
+    def _recompute_spoiled(self, plan: Plan, logits: torch.Tensor) -> tuple[Plan, torch.Tensor]:
+        """Preempt rows with a draft of which a token is not finite; plan and logits of the others.
+
+        If that token is a drafted one, NaN may also be in the rows before it, and in their KV:
+        decoded alone they might be finite. After a preemption they are computed without a draft.
+        """
+        drafted = {id(one) for one, draft in zip(plan.decode, plan.drafts, strict=True) if draft}
+        again = [one for one in self.model.spoiled(plan) if id(one) in drafted]
+        if not again:
+            return plan, logits
+        for request in again:
+            self.scheduler.preempt(request)
+        left, rows = plan.without(again)
+        return left, logits[rows]
 
     def _verify(self, plan: Plan, logits: torch.Tensor, outputs: list[Output]) -> list[int]:
         """Sample the drafted positions, each as in a step of its own whose logits are known.
@@ -158,32 +187,7 @@ class Stepper:
             for row in rows:
                 accepted[row] = depth
         self.scheduler.roll_back(plan)
-        self._recompute_overflown(plan, logits, accepted)
         return accepted
-
-    def _recompute_overflown(self, plan: Plan, logits: torch.Tensor, accepted: Sequence[int]) -> None:
-        """Preempt rows of which a rejected draft may have left NaN or infinity in the KV cache.
-
-        Attention multiplies what its mask hides by 0, and a NaN would survive that. Where the KV of
-        a token is not finite its logits are not, either.
-        """
-        first = plan.first_rows()
-        rejected = [
-            (request, first[row] + depth)
-            for row, (request, draft) in enumerate(zip(plan.decode, plan.drafts, strict=True))
-            for depth in range(accepted[row] + 1, len(draft) + 1)
-        ]
-        if not rejected:
-            return
-        highest = logits[[index for _, index in rejected]].amax(-1)
-        if bool(highest.isfinite().all()):
-            return
-        overflown = {
-            request: None for (request, _), value in zip(rejected, highest.tolist(), strict=True) if not isfinite(value)
-        }
-        for request in overflown:
-            if request.pages:
-                self.scheduler.preempt(request)
 
     def _note_ended(self, plan: Plan, outputs: list[Output]) -> None:
         ended = {output.request_id: output for output in outputs if output.finish_reason is not None}
@@ -204,6 +208,11 @@ def show_logits(plan: Plan, logits: torch.Tensor) -> None:
 def tap_errors(plan: Plan) -> dict[int, str]:
     """Why requests of sampled rows end here, by row: those whose tap has failed."""
     return {row: request.tap_error for row, request in enumerate(plan.sampled) if request.tap_error is not None}
+
+
+def spoiled_errors(plan: Plan) -> dict[int, str]:
+    """Why requests of sampled rows end here, by row: those that are spoiled."""
+    return {row: _SPOILED for row, request in enumerate(plan.sampled) if request.is_spoiled}
 
 
 def plan_edits(plan: Plan) -> Edits:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from worker.engines.embedded.kv_cache.blocks import ROOT, Block, BlocksRemoved, BlocksStored, hash_blocks
@@ -163,12 +163,24 @@ class KvCache:
         return True
 
     def complete(self, request: Request, num_computed: int) -> None:
-        """A request's KV is valid up to `num_computed` tokens: its full blocks are cached."""
+        """A request's KV is computed up to `num_computed` tokens: its full blocks are cached, those
+        of a spoiled request are not.
+        """
         size = self.block_size
         first, end = request.num_computed // size, num_computed // size
         request.num_computed = num_computed
-        if first < end:
+        if first < end and not request.is_spoiled:
             self._register(request, first, end)
+
+    def withdraw(self, request: Request, num_tokens: int) -> None:
+        """The KV of a request's first `num_tokens` tokens alone is sound: blocks that hold later
+        ones, which no other request has been given yet, are no longer cached.
+        """
+        removed: list[int] = []
+        for index, number in enumerate(request.pages):
+            kept = max(0, num_tokens // self.block_size - index * self._per_page)
+            removed += self._detach(number, kept)
+        self._record_removed(removed)
 
     def trim(self, request: Request) -> None:
         """Take back the pages behind a request's computed tokens: they hold rejected drafts."""
@@ -348,17 +360,24 @@ class KvCache:
 
     def _evict(self) -> int:
         number, _ = self._cached.popitem(last=False)
-        page = self._pages[number]
-        evicted = []
-        for block in page.blocks:
+        self._record_removed(self._detach(number, 0))
+        return number
+
+    def _detach(self, number: int, kept: int) -> list[int]:
+        """Take a page's blocks from it, but for the first `kept`; the hashes of those that no page
+        holds any more."""
+        page, removed = self._pages[number], []
+        for block in page.blocks[kept:]:
             block.pages.remove(number)
             if not block.pages and self._index.get(block.hash) is block:
                 del self._index[block.hash]
-                evicted.append(block.hash)
-        page.blocks = []
-        if evicted and self._events is not None:
-            self._events.append(BlocksRemoved(tuple(evicted)))
-        return number
+                removed.append(block.hash)
+        del page.blocks[kept:]
+        return removed
+
+    def _record_removed(self, hashes: Sequence[int]) -> None:
+        if hashes and self._events is not None:
+            self._events.append(BlocksRemoved(tuple(hashes)))
 
     def _register(self, request: Request, first: int, end: int) -> None:
         size = self.block_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.layer_trial import LayerTrial, num_trial_pages, trial_ids
 from worker.engines.embedded.model.linear import linears
 from worker.engines.embedded.model.numerics import Numerics, choose
-from worker.engines.embedded.plan import Plan
+from worker.engines.embedded.plan import Plan, Request
 from worker.errors import StartupError
 from worker.models.geometry import Geometry
 
@@ -132,6 +133,7 @@ class HfModel:
         self.kernels = self._kernels.name
         self._network = network
         self._store = KvStore([], [])
+        self._last_hidden = torch.empty(0, 0)  # of the last step's tokens
         self._page_size = 0
         self._attention: AttentionBackend  # chosen by the page size, too
         self._wanted_numerics = numerics
@@ -253,13 +255,24 @@ class HfModel:
         self._store.copy(plan.copies)
         self._store.zero(batch.new_pages)
         hidden = self._hidden(batch, self._store)
+        self._last_hidden = hidden[: len(batch.ids)]
         if plan.scored:
             plan.show_scored(hidden, self._network.logits)
         if plan.chunks:
             hidden = hidden[torch.tensor(plan.logit_rows(), dtype=torch.long, device=self.device)]
         elif len(hidden) > len(batch.ids):
-            hidden = hidden[: len(batch.ids)]
+            hidden = self._last_hidden
         return self._network.logits(hidden)
+
+    @torch.inference_mode()
+    def spoiled(self, plan: Plan) -> list[Request]:
+        """See `Model.spoiled`."""
+        hidden = self._last_hidden
+        if all(math.isfinite(value) for value in torch.stack(torch.aminmax(hidden)).tolist()):  # they propagate NaN
+            return []
+        spoiled = (~hidden.isfinite().all(-1)).tolist()
+        found = {id(request): request for request, bad in zip(plan.owners(), spoiled, strict=True) if bad}
+        return list(found.values())
 
     def _hidden(self, batch: Batch, store: KvStore, only: int | None = None) -> torch.Tensor:
         """Last hidden states, with those of padding behind; of one layer alone if it is given."""

@@ -4,6 +4,7 @@ caps its logits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,6 +16,8 @@ from worker.engines.embedded.attention import AttentionBackend, AttentionSizes, 
 from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, OneDnnGemm, PackedWeight, TorchGemm
 from worker.engines.embedded.model.quantisation import Quantised, QuantisedGemm, quantise
 from worker.errors import StartupError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,8 @@ def choose_kernels(
     if kernels != "auto" and reason is not None:
         raise StartupError(f"--kernels {kernels}: {reason}")
     if reason is not None:
+        if device.type == "cpu":
+            logger.warning("torch's kernels compute, which are slower, and not the native ones: %s", reason)
         return TORCH
     native.choose_path(torch.float32, path)  # computes quantised weights, whatever the data type of the rows
     path = native.choose_path(dtype, path)

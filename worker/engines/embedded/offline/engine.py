@@ -20,7 +20,8 @@ from worker.engines.embedded.offline.session import Session
 from worker.engines.embedded.plan import Model
 from worker.engines.embedded.serving import load
 from worker.errors import InvalidRequest, StartupError
-from worker.models import convert_gguf, find_gguf, model_cache
+from worker.models import convert_gguf, find_gguf, model_cache, named_model
+from worker.models.named import DEFAULT, DEFAULT_DTYPE
 from worker.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,9 @@ class Engine:
 
     Args:
         model_path: Directory of the checkpoint, or a GGUF file, which is converted once into the
-            cache (`worker.models`). A tokenizer is needed only for text input or output.
+            cache (`worker.models`); the text ``default`` for the model that the launch scripts
+            serve, in float32 unless `settings` say otherwise, or ``tiny``. A tokenizer is needed
+            only for text input or output.
         model: A model to use instead of the checkpoint's; the tokenizer is still read from
             `model_path`.
         catalog: Logits processors that may be named; the built-in ones by default.
@@ -57,7 +60,9 @@ class Engine:
     def __init__(
         self, model_path: str | Path, *, model: Model | None = None, catalog: Catalog | None = None, **settings: Any
     ) -> None:
-        model_path = _checkpoint(Path(model_path), settings.get("quantization", "auto"))
+        if model_path == DEFAULT:
+            settings = {"dtype": DEFAULT_DTYPE, **settings}
+        model_path = _checkpoint(model_path, settings.get("quantization", "auto"))
         self.config = EmbeddedConfig(model_path=model_path, **settings)
         stepper, self.info = load(self.config, model)
         if self.config.max_mixed_chunk is None:  # offline, throughput matters and latency does not
@@ -174,12 +179,16 @@ class Engine:
         return [group.result() for group in ended if group.is_done]
 
 
-def _checkpoint(path: Path, quantization: str) -> Path:
-    """``path``, or the checkpoint of the GGUF file that it names; see
+def _checkpoint(model: str | Path, quantization: str) -> Path:
+    """The path, or the checkpoint of the model or the GGUF file that it names; see
     `EmbeddedConfig.quantization`.
     """
-    file = find_gguf(path)
-    return path if file is None else convert_gguf(file, model_cache(), logger.info, quantization == "auto")
+    keeps_blocks = quantization == "auto"
+    named = named_model(model, logger.info, keeps_blocks) if isinstance(model, str) else None
+    if named is not None:
+        return named
+    file = find_gguf(Path(model))
+    return Path(model) if file is None else convert_gguf(file, model_cache(), logger.info, keeps_blocks)
 
 
 def _vocabulary(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:

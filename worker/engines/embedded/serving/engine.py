@@ -33,7 +33,7 @@ from worker.engines.embedded.step import Stepper, make_stepper
 from worker.engines.embedded.transfer import (
     KvConnector,
     KvHandle,
-    fingerprint,
+    fingerprint_beside,
     handle_from_json,
     note_mode,
     open_connector,
@@ -55,6 +55,9 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
     """
     config.check()
     SpeculativeConfig.parse(config.speculative_config)  # before the model, which takes long to load
+    identity = None
+    if config.role != "aggregated":
+        identity = fingerprint_beside(config.model_path, keeps=config.packed_copy != "off")
     model = model or load_model(config)
     context_length = config.context_length or model.context_length
     if context_length > model.context_length:
@@ -80,11 +83,10 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         made_by=model.made_by if isinstance(model, HfModel) else model.numerics,
         kv_dtype=model.kv_store.dtype_name if isinstance(model, HfModel) else "",
     )
-    if config.role != "aggregated":
+    if identity is not None:
         if not isinstance(model, HfModel):
             raise StartupError(f"--disaggregation-mode {config.role}: {type(model).__name__} has no KV to transfer")
-        identity = fingerprint(config.model_path)
-        stepper.connector = open_connector(model.kv_store, stepper.scheduler, config, identity, model.made_by)
+        stepper.connector = open_connector(model.kv_store, stepper.scheduler, config, identity.result(), model.made_by)
     return stepper, info
 
 

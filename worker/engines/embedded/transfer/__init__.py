@@ -6,7 +6,15 @@ under `leases`; `handle` says where leased KV is, `params` for which request it 
 """
 
 from worker.engines.embedded.transfer.connector import KvConnector, note_mode, open_connector
-from worker.engines.embedded.transfer.fingerprint import fingerprint
+from worker.engines.embedded.transfer.fingerprint import fingerprint, fingerprint_beside
 from worker.engines.embedded.transfer.handle import KvHandle, handle_from_json
 
-__all__ = ["KvConnector", "KvHandle", "fingerprint", "handle_from_json", "note_mode", "open_connector"]
+__all__ = [
+    "KvConnector",
+    "KvHandle",
+    "fingerprint",
+    "fingerprint_beside",
+    "handle_from_json",
+    "note_mode",
+    "open_connector",
+]

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 from worker.errors import StartupError
+from worker.models.beside import file_digests
 
 _DIGEST_BYTES = 16
-_SAMPLES = 16
-_SAMPLE_BYTES = 4096
 _VOLATILE = ("_name_or_path", "transformers_version")
+_INDEX = "*.safetensors.index.json"
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth")
 
 
-def fingerprint(model_path: str | Path) -> str:
-    """128 bits over a model's configuration, names and shapes of its weights, and samples of them.
+def fingerprint(model_path: str | Path, *, keeps: bool = True) -> str:
+    """128 bits over a model's configuration, and the names and every byte of its weights' files.
 
-    Reads some kilobytes of each file. Two copies of a checkpoint have the same one, wherever they
-    lie.
+    Files are read once: their digests are kept beside them, unless `keeps` is false; see
+    `beside.file_digests`. Two copies of a checkpoint have the same one, wherever they lie.
 
     Raises:
         StartupError: the checkpoint cannot be read.
@@ -31,19 +35,50 @@ def fingerprint(model_path: str | Path) -> str:
         for name in _VOLATILE:
             config.pop(name, None)
         digest.update(json.dumps(config, sort_keys=True).encode())
-        for path in sorted(directory.glob("*.safetensors")):
-            _digest_file(digest, path)
-    except (OSError, ValueError) as error:
+        for path, found in file_digests(directory, weight_files(directory), keeps=keeps).items():
+            name = os.path.relpath(path, directory)
+            digest.update(json.dumps([name, found]).encode())
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise StartupError(f"--model-path {model_path}: {error}") from None
     return digest.hexdigest()
 
 
-def _digest_file(digest: Any, path: Path) -> None:
-    size = path.stat().st_size
-    digest.update(f"{path.name}:{size}".encode())
-    with path.open("rb") as file:
-        header = int.from_bytes(file.read(8), "little")
-        digest.update(file.read(min(header, 2**24)))
-        for sample in range(_SAMPLES):
-            file.seek(header + 8 + (size - header - 8) * sample // _SAMPLES)
-            digest.update(file.read(_SAMPLE_BYTES))
+def fingerprint_beside(model_path: str | Path, *, keeps: bool = True) -> Future[str]:
+    """`fingerprint`, in a thread of its own that no exit waits for: a model loads meanwhile."""
+    future: Future[str] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(fingerprint(model_path, keeps=keeps))
+        except BaseException as error:  # the thread's outermost frame: the one who waits raises it
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="fingerprint", daemon=True).start()
+    return future
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files of a checkpoint's weights, in order: those that lie in it or in directories in it,
+    hidden ones left out, and those that its index names; other formats only without safetensors.
+
+    Raises:
+        OSError: the index cannot be read.
+        ValueError: it is malformed.
+    """
+    found = {path for path in directory.rglob("*.safetensors") if path.is_file() and not _is_hidden(path, directory)}
+    found.update(directory / name for index in directory.glob(_INDEX) for name in _shards(index))
+    if not found:
+        found.update(path for pattern in _OTHER_WEIGHTS for path in directory.glob(pattern) if path.is_file())
+    return sorted(found)
+
+
+def _is_hidden(path: Path, directory: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(directory).parts)
+
+
+def _shards(index: Path) -> Iterable[str]:
+    content = json.loads(index.read_text(encoding="utf-8"))
+    shards = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise ValueError(f"{index.name}: weight_map must be an object of file names")
+    return set(shards.values())

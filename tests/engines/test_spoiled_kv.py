@@ -1,0 +1,219 @@
+"""A token that is not finite in the model fails its own request, and no other one, ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from effort import examples
+from engine_doubles import Drafting
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from worker.engines.embedded import Engine, Plan, Request
+from worker.engines.embedded.kv_cache import BlocksRemoved, BlocksStored, KvCache
+from worker.engines.embedded.offline.results import Result
+from worker.sampling import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BLOCK = 4
+BAD = (40, 41)
+"""Tokens whose embedding is NaN, and infinite."""
+
+
+def damaged(source: Path, target: Path) -> Path:
+    """A copy of a checkpoint in which the tokens `BAD` have no finite embedding, and are never
+    generated."""
+    target.mkdir()
+    for path in source.iterdir():
+        if path.suffix != ".safetensors":
+            (target / path.name).write_bytes(path.read_bytes())
+    weights = load_file(source / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = weights.get("lm_head.weight", embedding.clone())
+    embedding[BAD[0]] = torch.nan
+    embedding[BAD[1], 3] = torch.inf
+    weights["lm_head.weight"][list(BAD)] = 0
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    config = (target / "config.json").read_text()
+    (target / "config.json").write_text(config.replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
+    return target
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return damaged(checkpoints["llama"], tmp_path_factory.mktemp("spoiled") / "llama")
+
+
+def engine(checkpoint: Path, **changes: object) -> Engine:
+    options = {
+        "device": "cpu",
+        "dtype": "float32",
+        "numerics": "exact",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "context_length": 128,
+        "kv_block_size": BLOCK,
+        "kv_blocks": 160,
+        "packed_copy": "off",
+    }
+    return Engine(checkpoint, **(options | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", params=["native", "torch"])
+def served(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
+    return engine(checkpoint, kernels=request.param)
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, ignore_eos=True)
+
+
+def answer(result: Result) -> tuple[str | None, list[int]]:
+    (one,) = result.outputs
+    return one.finish_reason, one.token_ids
+
+
+def cache_of(served: Engine) -> KvCache:
+    return served.session.stepper.scheduler.cache
+
+
+def check_cached(served: Engine) -> None:
+    """Every cached block is finite, and has no bad token before it."""
+    cache, store = cache_of(served), served.session.stepper.model.kv_store  # type: ignore[attr-defined]
+    for block in cache._index.values():
+        each = block
+        while each is not None:
+            assert not set(BAD) & set(each.tokens)
+            each = each.parent  # type: ignore[assignment]
+        for number in block.pages:
+            first = cache._pages[number].blocks.index(block) * BLOCK
+            for tensor in store.tensors:
+                assert bool(tensor[number, :, first : first + BLOCK].isfinite().all())
+    cache.check_blocks()
+    cache.check_integrity([])
+
+
+GOOD = [7 + each for each in range(20)]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("budget", [8, 64])
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_a_failed_prompt_leaves_nothing_that_others_read(checkpoint: Path, kernels: str, budget: int, bad: int) -> None:
+    one = engine(checkpoint, kernels=kernels, max_num_batched_tokens=budget)
+    wanted = answer(engine(checkpoint, kernels=kernels).generate([*GOOD, 9, 9], greedy(6))[0])
+    assert wanted[0] == "length"
+    (failed,) = one.generate([*GOOD, bad, 5, 6, 7, 8], greedy(6))
+    assert failed.outputs[0].finish_reason == "error"
+    assert failed.outputs[0].error is not None
+    assert failed.outputs[0].token_ids == []
+    check_cached(one)
+    assert answer(one.generate([*GOOD, 9, 9], greedy(6))[0]) == wanted
+    check_cached(one)
+
+
+def test_blocks_of_earlier_steps_stay_cached_and_a_router_hears_of_those_that_do_not(checkpoint: Path) -> None:
+    one = engine(checkpoint, max_num_batched_tokens=8)
+    cache = cache_of(one)
+    cache.record_events()
+    one.generate([*GOOD, BAD[0], 5, 6, 7], greedy(2))
+    known: set[int] = set()
+    for event in cache.drain_events():
+        if isinstance(event, BlocksStored):
+            known.update(event.block_hashes)
+        if isinstance(event, BlocksRemoved):
+            known.difference_update(event.block_hashes)
+    assert known == set(cache._index)
+    assert len(known) == 16 // BLOCK  # two steps of 8 tokens; the third one had the bad one
+
+
+def test_requests_that_run_beside_the_failing_one_and_share_its_prefix(served: Engine) -> None:
+    prompts = [[*GOOD, 9], [*GOOD, BAD[0], 9], [*GOOD, BAD[1]], [*GOOD, 9, 10]]
+    fresh = [answer(engine_result) for engine_result in served.generate(prompts[::3], greedy(5))]
+    cache_of(served).clear()
+    found = [answer(result) for result in served.generate(prompts, greedy(5))]
+    assert found == [fresh[0], ("error", []), ("error", []), fresh[1]]
+    check_cached(served)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_drafted_token_that_is_not_finite_changes_no_answer(checkpoint: Path, kernels: str, length: int) -> None:
+    one = engine(checkpoint, kernels=kernels)
+    plain = [answer(result) for result in one.generate([GOOD, GOOD[:9]], greedy(20))]
+    cache_of(one).clear()
+
+    def draft(request: Request) -> Sequence[int]:
+        count = len(request.tokens) - request.prompt_length
+        right = plain[0][1] if request.prompt_length == len(GOOD) else plain[1][1]
+        return [*right[count : count + length], BAD[count % 2], 5] if count % 5 == 2 else []
+
+    stepper = one.session.stepper
+    speculator, stepper.speculator = stepper.speculator, Drafting(draft)
+    found = [answer(result) for result in one.generate([GOOD, GOOD[:9]], greedy(20))]
+    stepper.speculator = speculator
+    assert found == plain
+    assert stepper.scheduler.num_preemptions
+    check_cached(one)
+
+
+def test_a_token_that_is_not_finite_is_found_in_every_step(served: Engine) -> None:
+    """Also where no row of logits of the step shows it, as in the middle of a prompt."""
+    stepper = served.session.stepper
+    cache_of(served).clear()
+    group = served.session.prepare([[*GOOD, BAD[0], *GOOD, *GOOD]], [greedy(2)], [[]])
+    served.session.add(group[0])
+    seen: list[tuple[Plan, bool]] = []
+    forward = stepper.model.forward
+
+    def recorded(plan: Plan) -> torch.Tensor:
+        logits = forward(plan)
+        seen.append((plan, bool(stepper.model.spoiled(plan))))
+        return logits
+
+    stepper.model.forward = recorded  # type: ignore[method-assign]
+    while not served.session.is_idle:
+        served.session.step()
+        check_finite_index = all(not set(BAD) & set(block.tokens) for block in cache_of(served)._index.values())
+        assert check_finite_index
+    stepper.model.forward = forward  # type: ignore[method-assign]
+    spans = [(chunk.start, chunk.stop, spoiled) for plan, spoiled in seen for chunk in plan.chunks]
+    assert [spoiled for start, stop, spoiled in spans if stop <= len(GOOD)] == [False] * (len(GOOD) // 16)
+    assert all(spoiled for start, stop, spoiled in spans if start <= len(GOOD) < stop)
+
+
+prompts = st.builds(
+    lambda family, shared, own: [3 + family * 7 + each for each in range(shared)] + own,
+    st.integers(0, 1),
+    st.integers(1, 30),
+    st.lists(st.one_of(st.integers(3, 39), st.sampled_from(BAD)), min_size=1, max_size=12),
+)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(batches=st.lists(st.lists(prompts, min_size=1, max_size=5), min_size=1, max_size=3), data=st.data())
+def test_the_cache_serves_sound_blocks_alone(
+    served: Engine, batches: list[list[list[int]]], data: st.DataObject
+) -> None:
+    """Whatever fails beside and before a request, it is answered as by a fresh engine."""
+    cache = cache_of(served)
+    asked = [prompt for batch in batches for prompt in batch]
+    budget = data.draw(st.sampled_from([4, 7, 16, 64]))
+    served.session.stepper.scheduler.max_num_batched_tokens = budget
+    fresh = []
+    for prompt in asked:
+        cache.clear()
+        fresh.append(answer(served.generate(prompt, greedy(4))[0]))
+    cache.clear()
+    found = []
+    for batch in batches:
+        found += [answer(result) for result in served.generate(batch, greedy(4))]
+        check_cached(served)
+    assert found == fresh
+    failed = [reason == "error" for reason, _ in found]
+    assert failed == [bool(set(BAD) & set(prompt)) for prompt in asked]
