@@ -132,6 +132,20 @@ def test_weights_that_are_no_numbers(checkpoint: Path, name: str, value: float) 
     assert not (checkpoint / ".packed").exists()
 
 
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_no_weight_is_left_out(every_checkpoint: dict[str, Path], playground: Path, data: st.DataObject) -> None:
+    """Each tensor of each model type is looked at, wherever the number is."""
+    shutil.rmtree(playground, ignore_errors=True)
+    copied(every_checkpoint[data.draw(st.sampled_from(EVERY_TYPE))], playground)
+    value = data.draw(st.sampled_from([float("nan"), float("inf"), -float("inf")]))
+    weights = load_file(playground / "model.safetensors")
+    name = data.draw(st.sampled_from(sorted(weights)))
+    weights[name].view(-1)[data.draw(st.integers(0, weights[name].numel() - 1))] = value
+    save_file(weights, playground / "model.safetensors", metadata={"format": "pt"})
+    assert refusal(playground).startswith(f"model.safetensors: tensor {name} holds a number that is")
+
+
 @pytest.mark.parametrize("part", ["scales", "offsets"])
 def test_quantised_weights_that_are_no_numbers(checkpoint: Path, tmp_path: Path, part: str) -> None:
     write_quantised(checkpoint, "int4", tmp_path / "quantised")

@@ -49,6 +49,14 @@ def drop_a_weight(path: Path) -> None:
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
+def let_weights_overflow(path: Path) -> None:
+    """Together: each is finite."""
+    weights = load_file(path / "model.safetensors")
+    weights["model.norm.weight"].fill_(3e38)
+    weights["lm_head.weight"].fill_(1e10)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
 def cut_the_weights(path: Path) -> None:
     content = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(content[: len(content) // 2])
@@ -74,6 +82,7 @@ def cut_the_weights(path: Path) -> None:
         (lambda path: edit_config(path, hidden_size=32), "model"),
         (lambda path: (path / "model.safetensors").unlink(), "no safetensors weights"),
         (cut_the_weights, "model.safetensors: is cut off: tensor "),
+        (let_weights_overflow, "its first forward pass in float32 gives logits that are infinite or not a number"),
         (drop_a_weight, "model.safetensors: weights are incomplete, tensor model.norm.weight of shape [64] is missing"),
         (lambda path: (path / "tokenizer.json").write_text("{}"), "tokenizer.json"),
     ],

@@ -107,6 +107,10 @@ def odd_bos(text: str) -> Callable[[Source], None]:
         (metadata("tokenizer.ggml.pre", ["gpt-2"]), "tokenizer.ggml.pre must be a string, got ['gpt-2']"),
         (metadata("tokenizer.ggml.merges", [1, 2]), "tokenizer.ggml.merges[0] must be one of strings, got 1"),
         (metadata("tokenizer.ggml.tokens", [1, 2]), "tokenizer.ggml.tokens[0] must be one of strings, got 1"),
+        (
+            metadata("tokenizer.ggml.tokens", ["x"] * 1025),
+            "tokenizer.ggml.tokens has 1025 tokens, tensor ",
+        ),
         (metadata("tokenizer.ggml.tokens", 7), "tokenizer.ggml.tokens must be a list of strings, got 7"),
         (metadata("tokenizer.ggml.token_type", ["a"]), "tokenizer.ggml.token_type[0] must be one of integers, got 'a'"),
         (

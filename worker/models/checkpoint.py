@@ -130,7 +130,7 @@ def write_checkpoint(source: Path, directory: Path, name: str, say: Say, keeps_b
     """
     file = GgufFile(source)
     architecture = Architecture(file)
-    tokenizer = GgufTokenizer(file.metadata)
+    tokenizer = GgufTokenizer(file.metadata, architecture.config["vocab_size"])
     config = architecture.config | tokenizer.special_ids
     kept = _kept(architecture) if keeps_blocks else []
     if kept:

@@ -257,7 +257,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     except RepeatedKey as error:
         raise ModelFileError(f"{path.name}: {error}") from None
     except ValueError as error:
-        raise ModelFileError(f"{path.name}: {' '.join(str(error).split())}") from None
+        raise ModelFileError(f"{path.name}: {error}") from None
 
 
 def _checked(schema: type[Schema], settings: Mapping[str, Any], file: str) -> Schema:

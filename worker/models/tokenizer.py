@@ -71,13 +71,21 @@ _END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|e
 class GgufTokenizer:
     """The tokenizer of a file's metadata. Raises `GgufError` if it is incomplete or not supported.
 
+    Args:
+        metadata: Of the file.
+        vocab_size: Rows of its embedding; None where they are not known.
+
     Attributes:
         special_ids: Of ``config.json`` and ``generation_config.json``.
     """
 
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
+    def __init__(self, metadata: Mapping[str, Any], vocab_size: int | None = None) -> None:
         self._metadata = metadata = Metadata(metadata)
         self._tokens = metadata.texts("tokenizer.ggml.tokens")
+        if vocab_size is not None and len(self._tokens) > vocab_size:
+            raise GgufError(
+                f"tokenizer.ggml.tokens has {len(self._tokens)} tokens, tensor token_embd.weight {vocab_size} rows"
+            )
         self._types = metadata.integers("tokenizer.ggml.token_type") if "tokenizer.ggml.token_type" in metadata else []
         if self._types and len(self._types) != len(self._tokens):
             raise GgufError("tokenizer.ggml.token_type has another length than tokenizer.ggml.tokens")
