@@ -291,6 +291,7 @@ async def test_absurd_acknowledgements_are_ignored(server: NatsServer, workers: 
     assert errors == []
 
 
+@pytest.mark.slow
 async def test_a_client_that_never_reads_is_cut_off_and_holds_nothing(tmp_path: Path, tiny_model: Path) -> None:
     """Without a window everything is sent to it at once; the server gives it up."""
     server = NatsServer(tmp_path / "server", config='write_deadline: "100ms"\nmax_payload: 32KB\nmax_pending: 64KB\n')
