@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from effort import examples
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from nats.aio.client import Client
 from nats_workers import running
@@ -217,6 +217,7 @@ _parts = st.binary(max_size=12).map(lambda part: bytes(each for each in part if 
         max_size=20,
     )
 )
+@example([(b"info", b"", b"elsewhere.", b"a", None, b"{}"), (b"cancel.", b"\xff", b"", b"", None, b"")])
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_no_message_makes_the_worker_deaf_or_publish_elsewhere(
     server: NatsServer,
@@ -291,6 +292,7 @@ async def test_absurd_acknowledgements_are_ignored(server: NatsServer, workers: 
     assert errors == []
 
 
+@pytest.mark.slow
 async def test_a_client_that_never_reads_is_cut_off_and_holds_nothing(tmp_path: Path, tiny_model: Path) -> None:
     """Without a window everything is sent to it at once; the server gives it up."""
     server = NatsServer(tmp_path / "server", config='write_deadline: "100ms"\nmax_payload: 32KB\nmax_pending: 64KB\n')
