@@ -267,8 +267,8 @@ def _words(width: int, token_ids: Sequence[int]) -> _Words:
 class JsonSchema(GrammarProcessor):
     """Restricts the answer to JSON that a JSON Schema describes.
 
-    Source: JSON Schema draft 2020-12 as llguidance implements it; a keyword that it does not
-        implement is an error.
+    Source: JSON Schema, draft 4 to 2020-12. A schema is enforced exactly, or refused with the
+        place of the keyword (`adapters.grammars.json_schema`).
     """
 
     name = "json_schema"
@@ -279,7 +279,9 @@ class JsonSchema(GrammarProcessor):
             dict[str, Any] | bool,
             Field(alias="schema", description="A JSON Schema; true allows any JSON."),
         ]
-        compact: bool = Field(default=True, description="No whitespace between tokens of the JSON.")
+        compact: bool = Field(
+            default=True, description="No whitespace between tokens of the JSON, no fraction of an integer."
+        )
 
     @classmethod
     def grammar(cls, args: Args, vocabulary: Vocabulary) -> str:

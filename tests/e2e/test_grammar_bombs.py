@@ -84,11 +84,14 @@ BOMBS: dict[str, tuple[dict[str, Any], str]] = {
     "60,000 parentheses": ({"guided_regex": parentheses(60_000)}, TOO_DEEP),
     "60,000 parentheses in a schema": (
         {"guided_json": {"type": "string", "pattern": parentheses(60_000)}},
-        TOO_DEEP,
+        "#/pattern: expected at most 4096 characters",
     ),
     "repeats of repeats": (of(processor("regex", pattern=REPEAT)), "too many expressions"),
     "repeats of repeats in Dynamo's field": ({"guided_regex": REPEAT}, "too many expressions"),
-    "a schema that refers to itself": (of(processor("json_schema", schema={"$ref": "#"})), "no text matches it"),
+    "a schema that refers to itself": (
+        of(processor("json_schema", schema={"$ref": "#"})),
+        "refers to itself without an end",
+    ),
     "chain of 3,000 rules": (of(processor("grammar", lark=rule_chain(3000))), STACK),
     "chain of 5,000 rules": ({"guided_grammar": rule_chain(5000)}, STACK),
     "chain of 20,000 terminals": ({"guided_grammar": terminal_chain(20_000)}, STACK),

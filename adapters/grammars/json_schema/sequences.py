@@ -7,6 +7,9 @@ from collections.abc import Callable
 from adapters.grammars.json_schema.settled import Object
 from adapters.grammars.json_schema.shapes import SchemaRefused
 
+_BLOCK = 8
+"""Members that one rule lists before it names the next: chained rules take llguidance's stack."""
+
 MAX_STATES = 4_096
 """Places of one object by how many members there have been."""
 
@@ -49,7 +52,8 @@ class MemberSequence:
         for index in range(last, 0, -1):
             num_required -= self._names[index][1] if index < last else 0
             for count in range(min(num_required, self._cap), min(index, self._cap) + 1):
-                self._from(index, count)
+                if count or index % _BLOCK == 0 or index == len(self._names):
+                    self._from(index, count)
         found = self._from(0, 0)
         assert found is not None
         return found
@@ -75,26 +79,35 @@ class MemberSequence:
 
     def _ordered(self, index: int) -> str:
         """The named members from ``index`` on, and others, behind as many as there must be."""
-        if self._cap == 1 and index > self._num_first:  # reached from one place
-            parts = [f'"," {source}' if required else f'("," {source})?' for source, required in self._names[index:]]
-            return " ".join([*parts, self._tail(self._cap) or ""])
+        if self._cap == 1 and index > self._num_first and index % _BLOCK:  # reached from one place
+            return self._listed(index, len(self._names))
         if (index, self._cap) not in self._rules:
-            source, required = self._names[index]
-            member = f'"," {source}' if required else f'("," {source})?'
-            rest = self._from(index + 1, self._cap)
-            self._rules[index, self._cap] = self._new_rule(f"{member} {rest}".rstrip())
+            last = len(self._names)
+            if self._cap > 1 or index <= self._num_first:
+                last = min(index - index % _BLOCK + _BLOCK, last)
+            self._rules[index, self._cap] = self._new_rule(self._listed(index, last))
         return self._rules[index, self._cap] or ""
 
+    def _listed(self, index: int, last: int) -> str:
+        """The named members from ``index`` to ``last``, and what is behind them."""
+        parts = [f'"," {source}' if required else f'("," {source})?' for source, required in self._names[index:last]]
+        return " ".join([*parts, self._from(last, self._cap) or ""]).rstrip()
+
     def _choice(self, index: int, count: int) -> str | None:
-        source, required = self._names[index]
         comma = '"," ' if count else ""
         options = list[str]()
-        taken = self._from(index + 1, count + 1)
-        if taken is not None:
-            options.append(f"{comma}{source} {taken}".rstrip())
-        left = None if required else self._from(index + 1, count)
-        if left is not None:
-            options.append(left or '""')
+        while True:
+            source, required = self._names[index]
+            taken = self._from(index + 1, count + 1)
+            if taken is not None:
+                options.append(f"{comma}{source} {taken}".rstrip())
+            if required:
+                break
+            index += 1
+            if index % _BLOCK == 0 or index == len(self._names):
+                left = self._from(index, count)
+                options += [left or '""'] if left is not None else []
+                break
         return self._new_rule(" | ".join(options)) if options else None
 
     def _tail(self, count: int) -> str | None:

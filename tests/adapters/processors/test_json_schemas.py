@@ -135,6 +135,30 @@ def test_numbers_in_tools_and_tags_are_those_of_the_schema():
         assert lark.writes(f'{{"id": {value}}}') == (value == BIG)
 
 
+MANY = [f"p{index}" for index in range(20)]
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(st.data())
+def test_many_members_are_counted_and_ordered(data: st.DataObject):
+    named = MANY[: data.draw(st.integers(0, 20))]
+    schema: dict[str, Any] = {"type": "object", "properties": {name: {"type": "null"} for name in named}}
+    schema["required"] = data.draw(st.lists(st.sampled_from(MANY), max_size=4, unique=True))
+    for keyword in data.draw(st.sets(st.sampled_from(["minProperties", "maxProperties"]))):
+        schema[keyword] = data.draw(st.integers(0, 12))
+    schema["additionalProperties"] = data.draw(st.booleans())
+    found = enforced(schema)
+    for size in (0, 1, 3, 8, 12, 20):
+        chosen = data.draw(st.sets(st.sampled_from([*MANY, "x"]), min_size=min(size, 10), max_size=size))
+        chosen |= set(data.draw(st.sampled_from([[], schema["required"]])))
+        order = [*named, *schema["required"], *MANY, "x"]  # of the grammar
+        value = dict.fromkeys(sorted(chosen, key=order.index))
+        if isinstance(found, Writer):
+            assert found.writes(json.dumps(value, separators=(",", ":"))) == is_valid(schema, value), value
+        else:
+            assert "minProperties" in found.problem or not is_valid(schema, value), found
+
+
 ENDS = st.one_of(st.sampled_from(NUMBERS), st.integers(-1200, 1200), st.integers(-900, 900).map(lambda n: n / 64))
 INSIDE = {
     "minimum": lambda value, end: value >= end,
