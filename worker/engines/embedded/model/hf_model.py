@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes
-from worker.engines.embedded.host import in_own_thread
+from worker.engines.embedded.host import HostCopy, in_own_thread
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.kv_cache import Int8Rows, KvStore, row_shape
 from worker.engines.embedded.model.batch_packing import pack
@@ -109,6 +109,7 @@ class HfModel:
         self._network = network
         self._store = KvStore([], [])
         self._hidden = torch.empty(0, 0)  # of the last step's tokens
+        self._extremes = HostCopy()  # the lowest and the highest number in it
         self._page_size = 0
         self._attention: AttentionBackend  # chosen by the page size, too
         self._wanted_numerics = numerics
@@ -191,6 +192,7 @@ class HfModel:
         ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]
         hidden = self._network.hidden(ids, positions, step)
         self._hidden = hidden[: len(batch.ids)]
+        self._extremes = HostCopy(torch.stack(torch.aminmax(self._hidden)))
         if plan.scored:
             plan.show_scored(hidden, self._network.logits)
         if plan.chunks:
@@ -202,9 +204,9 @@ class HfModel:
     @torch.inference_mode()
     def spoiled(self, plan: Plan) -> list[Request]:
         """See `Model.spoiled`."""
-        hidden = self._hidden
-        if all(math.isfinite(value) for value in torch.stack(torch.aminmax(hidden)).tolist()):  # they propagate NaN
+        (extremes,) = self._extremes.wait()  # NaN, if there is one
+        if all(map(math.isfinite, extremes.tolist())):
             return []
-        spoiled = (~hidden.isfinite().all(-1)).tolist()
+        spoiled = (~self._hidden.isfinite().all(-1)).tolist()
         found = {id(request): request for request, bad in zip(plan.owners(), spoiled, strict=True) if bad}
         return list(found.values())
