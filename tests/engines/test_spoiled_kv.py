@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from worker.engines.embedded import Engine, Plan, Request
-from worker.engines.embedded.kv_cache import BlocksRemoved, BlocksStored, KvCache
+from worker.engines.embedded.kv_cache import Block, BlocksRemoved, BlocksStored, KvCache, budget
 from worker.engines.embedded.offline.results import Result
 from worker.sampling import SamplingParams
 
@@ -66,7 +66,14 @@ def engine(checkpoint: Path, **changes: object) -> Engine:
 
 @pytest.fixture(scope="module", params=["native", "torch"])
 def served(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
-    return engine(checkpoint, kernels=request.param)
+    return small(checkpoint, request.param)
+
+
+def small(checkpoint: Path, kernels: str) -> Engine:
+    """One with pages of two blocks, and too few of them for four long requests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "PAGE_TOKENS", 2 * BLOCK)
+        return engine(checkpoint, kernels=kernels, context_length=64, kv_blocks=40)
 
 
 def greedy(count: int) -> SamplingParams:
@@ -82,30 +89,29 @@ def cache_of(served: Engine) -> KvCache:
     return served.session.stepper.scheduler.cache
 
 
-def check_cached(served: Engine) -> None:
-    """Every cached block is finite, and has no bad token before it."""
-    cache, store = cache_of(served), served.session.stepper.model.kv_store  # type: ignore[attr-defined]
-    for block in cache._index.values():
-        each = block
-        while each is not None:
-            assert not set(BAD) & set(each.tokens)
-            each = each.parent  # type: ignore[assignment]
+def check_finite(served: Engine) -> None:
+    """Every cached block is finite, and has no bad token in it."""
+    for block in cache_of(served)._index.values():
+        assert not set(BAD) & set(block.tokens)
         for number in block.pages:
-            first = cache._pages[number].blocks.index(block) * BLOCK
-            for tensor in store.tensors:
-                assert bool(tensor[number, :, first : first + BLOCK].isfinite().all())
-    cache.check_blocks()
-    cache.check_integrity([])
+            assert all(bool(tensor.isfinite().all()) for tensor in kv_of(served, block, number))
+
+
+def check_cached(served: Engine) -> None:
+    """The same, and nothing is owned by anybody."""
+    check_finite(served)
+    cache_of(served).check_blocks()
+    cache_of(served).check_integrity([])
 
 
 GOOD = [7 + each for each in range(20)]
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("budget", [8, 64])
+@pytest.mark.parametrize("tokens", [8, 64])
 @pytest.mark.parametrize("kernels", ["native", "torch"])
-def test_a_failed_prompt_leaves_nothing_that_others_read(checkpoint: Path, kernels: str, budget: int, bad: int) -> None:
-    one = engine(checkpoint, kernels=kernels, max_num_batched_tokens=budget)
+def test_a_failed_prompt_leaves_nothing_that_others_read(checkpoint: Path, kernels: str, tokens: int, bad: int) -> None:
+    one = engine(checkpoint, kernels=kernels, max_num_batched_tokens=tokens)
     wanted = answer(engine(checkpoint, kernels=kernels).generate([*GOOD, 9, 9], greedy(6))[0])
     assert wanted[0] == "length"
     (failed,) = one.generate([*GOOD, bad, 5, 6, 7, 8], greedy(6))
@@ -179,12 +185,49 @@ def test_a_token_that_is_not_finite_is_found_in_every_step(served: Engine) -> No
     stepper.model.forward = recorded  # type: ignore[method-assign]
     while not served.session.is_idle:
         served.session.step()
-        check_finite_index = all(not set(BAD) & set(block.tokens) for block in cache_of(served)._index.values())
-        assert check_finite_index
+        check_finite(served)
     stepper.model.forward = forward  # type: ignore[method-assign]
     spans = [(chunk.start, chunk.stop, spoiled) for plan, spoiled in seen for chunk in plan.chunks]
     assert [spoiled for start, stop, spoiled in spans if stop <= len(GOOD)] == [False] * (len(GOOD) // 16)
     assert all(spoiled for start, stop, spoiled in spans if start <= len(GOOD) < stop)
+
+
+class Reference:
+    """KV of tokens as an engine computes it that has never seen anything else."""
+
+    def __init__(self, checkpoint: Path, kernels: str) -> None:
+        self._engine = small(checkpoint, kernels)
+
+    def check(self, served: Engine) -> None:
+        """Every cached block of an engine has the KV of its tokens, bit for bit."""
+        cache = cache_of(served)
+        parents = {id(block.parent) for block in cache._index.values()}
+        for block in [one for one in cache._index.values() if id(one) not in parents]:
+            chain = [block]
+            while chain[-1].parent is not None:
+                chain.append(chain[-1].parent)
+            tokens = [token for one in reversed(chain) for token in one.tokens]
+            fresh = cache_of(self._engine)
+            fresh.clear()
+            self._engine.generate([*tokens, 9], greedy(1), progress=False)
+            for one in chain:
+                own = fresh._index[one.hash]
+                for number in one.pages:
+                    for theirs, ours in zip(kv_of(served, one, number), kv_of(self._engine, own), strict=True):
+                        assert torch.equal(theirs, ours)
+
+
+def kv_of(served: Engine, block: Block, number: int | None = None) -> list[torch.Tensor]:
+    """Keys and values of a block, where page `number` holds it."""
+    number = block.pages[0] if number is None else number
+    first = cache_of(served)._pages[number].blocks.index(block) * BLOCK
+    store = served.session.stepper.model.kv_store  # type: ignore[attr-defined]
+    return [tensor[number, :, first : first + BLOCK] for tensor in store.tensors]
+
+
+@pytest.fixture(scope="module")
+def reference(served: Engine, checkpoint: Path) -> Reference:
+    return Reference(checkpoint, str(served.config.kernels))
 
 
 prompts = st.builds(
@@ -203,8 +246,7 @@ def test_the_cache_serves_sound_blocks_alone(
     """Whatever fails beside and before a request, it is answered as by a fresh engine."""
     cache = cache_of(served)
     asked = [prompt for batch in batches for prompt in batch]
-    budget = data.draw(st.sampled_from([4, 7, 16, 64]))
-    served.session.stepper.scheduler.max_num_batched_tokens = budget
+    served.session.stepper.scheduler.max_num_batched_tokens = data.draw(st.sampled_from([4, 7, 16, 64]))
     fresh = []
     for prompt in asked:
         cache.clear()
@@ -217,3 +259,67 @@ def test_the_cache_serves_sound_blocks_alone(
     assert found == fresh
     failed = [reason == "error" for reason, _ in found]
     assert failed == [bool(set(BAD) & set(prompt)) for prompt in asked]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    arrivals=st.lists(st.tuples(prompts, st.integers(0, 6), st.integers(1, 8)), min_size=1, max_size=8),
+    tokens=st.sampled_from([4, 7, 16]),
+    data=st.data(),
+)
+def test_any_interleaving(
+    served: Engine,
+    reference: Reference,
+    arrivals: list[tuple[list[int], int, int]],
+    tokens: int,
+    data: st.DataObject,
+) -> None:
+    """Requests come, end, fail, are aborted, preempted and drafted for, with bad tokens too."""
+    session, stepper, cache = served.session, served.session.stepper, cache_of(served)
+    stepper.scheduler.max_num_batched_tokens = tokens
+    fresh = []
+    for prompt, _, count in arrivals:
+        cache.clear()
+        fresh.append(answer(served.generate(prompt, greedy(count), progress=False)[0]))
+    cache.clear()
+    bad = data.draw(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([*BAD, 7])), min_size=1, max_size=5))
+
+    def draft(request: Request) -> Sequence[int]:
+        wanted, token = bad[len(request.tokens) % len(bad)]
+        own = next(
+            ids for (prompt, _, _), (_, ids) in zip(arrivals, fresh, strict=True) if prompt == prompt_of(request)
+        )
+        count = len(request.tokens) - request.prompt_length
+        return [*own[count : count + wanted], token, 5]
+
+    speculator, stepper.speculator = stepper.speculator, Drafting(draft)
+    try:
+        groups, aborted = [], set()
+        for prompt, steps, count in arrivals:
+            (group,) = session.prepare([prompt], [greedy(count)], [[]])
+            session.add(group)
+            groups.append(group)
+            for _ in range(steps):
+                session.step()
+                check_finite(served)
+            if steps == 3:
+                session.abort(group.id)
+                aborted.add(group.id)
+        while not session.is_idle:
+            session.step()
+            check_finite(served)
+    finally:
+        stepper.speculator = speculator
+        for group_id in session.group_ids:
+            session.abort(group_id)
+    found = [answer(group.result()) for group in groups]
+    for group, mine, theirs in zip(groups, found, fresh, strict=True):
+        assert mine == theirs or (
+            group.id in aborted and mine[0] == "cancelled" and mine[1] == theirs[1][: len(mine[1])]
+        )
+    check_cached(served)
+    reference.check(served)
+
+
+def prompt_of(request: Request) -> list[int]:
+    return request.tokens[: request.prompt_length]

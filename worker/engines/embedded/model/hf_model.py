@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes
-from worker.engines.embedded.host import in_own_thread
+from worker.engines.embedded.host import HostCopy, in_own_thread
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.kv_cache import Int8Rows, KvStore, row_shape
 from worker.engines.embedded.model.batch_packing import Batch, pack
@@ -134,6 +134,7 @@ class HfModel:
         self._network = network
         self._store = KvStore([], [])
         self._last_hidden = torch.empty(0, 0)  # of the last step's tokens
+        self._extremes = HostCopy()  # the lowest and the highest number in it
         self._page_size = 0
         self._attention: AttentionBackend  # chosen by the page size, too
         self._wanted_numerics = numerics
@@ -256,6 +257,7 @@ class HfModel:
         self._store.zero(batch.new_pages)
         hidden = self._hidden(batch, self._store)
         self._last_hidden = hidden[: len(batch.ids)]
+        self._extremes = HostCopy(torch.stack(torch.aminmax(self._last_hidden)))
         if plan.scored:
             plan.show_scored(hidden, self._network.logits)
         if plan.chunks:
@@ -267,10 +269,10 @@ class HfModel:
     @torch.inference_mode()
     def spoiled(self, plan: Plan) -> list[Request]:
         """See `Model.spoiled`."""
-        hidden = self._last_hidden
-        if all(math.isfinite(value) for value in torch.stack(torch.aminmax(hidden)).tolist()):  # they propagate NaN
+        (extremes,) = self._extremes.wait()  # NaN, if there is one
+        if all(map(math.isfinite, extremes.tolist())):
             return []
-        spoiled = (~hidden.isfinite().all(-1)).tolist()
+        spoiled = (~self._last_hidden.isfinite().all(-1)).tolist()
         found = {id(request): request for request, bad in zip(plan.owners(), spoiled, strict=True) if bad}
         return list(found.values())
 
