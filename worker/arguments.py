@@ -108,6 +108,12 @@ def _device(text: str) -> str:
     return text
 
 
+def _packed_copy(text: str) -> str:
+    if text not in ("auto", "off") and not Path(text).is_absolute():
+        raise ValueError("auto, off or an absolute path")
+    return text
+
+
 def _positive_seconds(text: str) -> float:
     seconds = _seconds(text)
     if seconds == 0:
@@ -229,8 +235,9 @@ class Arguments:
     packed_copy: str = _option(
         "auto",
         "auto keeps packed weights and the tokenizer beside the checkpoint, in .packed, where that can be written, so "
-        "that the next start is fast (docs/models.md); off neither reads nor writes there.",
-        choices=("auto", "off"),
+        "that the next start is fast (docs/models.md); an absolute path keeps them in that directory, for checkpoints "
+        "on read-only volumes; off neither reads nor writes any.",
+        parse=_packed_copy,
         engine=True,
     )
     max_num_seqs: int = _option(

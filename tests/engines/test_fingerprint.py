@@ -141,7 +141,7 @@ def test_a_directory_that_cannot_be_written(
 
 def test_nothing_is_written_unless_it_may_be(checkpoint: Path, hashed: list[str]) -> None:
     settled(checkpoint)
-    fingerprint(checkpoint, keeps=False)
+    fingerprint(checkpoint, "off")
     assert not (checkpoint / beside.DIRECTORY).exists()
 
 

@@ -179,8 +179,26 @@ def test_off_does_not_read_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
     calls = loads_the_checkpoint(monkeypatch)
     load(checkpoint, packed_copy="off")
     assert calls
-    with pytest.raises(StartupError, match="--packed-copy must be one of auto, off, got 'on'"):
+    with pytest.raises(StartupError, match="--packed-copy must be auto, off or an absolute path, got 'on'"):
         EmbeddedConfig(model_path=checkpoint, packed_copy="on").check()
+
+
+def test_a_directory_is_named_for_checkpoints_that_cannot_be_written(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them has a directory of its own there, even if their names are the same."""
+    other = copied(checkpoint, tmp_path / "other" / checkpoint.name)
+    (other / "config.json").write_text((other / "config.json").read_text() + " ")
+    found = {}
+    for path in (checkpoint, other):
+        calls = loads_the_checkpoint(monkeypatch)
+        expected = load(path, packed_copy=str(tmp_path / "all"))
+        assert len(calls) == 1
+        found[path] = load(path, packed_copy=str(tmp_path / "all"))
+        assert len(calls) == 1
+        assert torch.equal(logits(found[path]), logits(expected))
+        assert not (path / beside.DIRECTORY).exists()
+    assert len(list((tmp_path / "all").glob("*/*.safetensors"))) == 2
 
 
 def change_configuration(path: Path) -> None:
@@ -302,7 +320,7 @@ def test_one_whose_weights_do_not_fit_each_other_is_made_again(
     calls = loads_the_checkpoint(monkeypatch)
     for number, each in enumerate(wrong, 1):
         [path] = copies(checkpoint)
-        PackedCopy(checkpoint, provenance_of(checkpoint), path.stem, loading._KINDS).write(each)
+        PackedCopy(path.parent, provenance_of(checkpoint, path.parent), path.stem, loading._KINDS).write(each)
         assert torch.equal(logits(load(checkpoint)), expected)
         assert len(calls) == number
 
@@ -393,8 +411,8 @@ def test_one_that_another_process_wrote_meanwhile_stays(
     load(checkpoint)
     [path] = copies(checkpoint)
     path.rename(tmp_path / "written")
-    provenance = provenance_of(checkpoint)
-    copy = PackedCopy(checkpoint, provenance, path.stem, loading._KINDS)
+    provenance = provenance_of(checkpoint, path.parent)
+    copy = PackedCopy(path.parent, provenance, path.stem, loading._KINDS)
     (tmp_path / "written").rename(path)
     before = path.stat()
     copy.write(loading.PackedModel(load(checkpoint)._facts, load(checkpoint)._network.packed()))

@@ -65,7 +65,12 @@ def start(stack: Stack, python: Path, part: Component, log: Path, *, door: bool 
     port, behind = str(free_port()), str(stack.http_port + 1)
     here = {"8000": str(stack.http_port), "8001": behind, "0.0.0.0": "127.0.0.1", "9090": port, "eth0": "lo"}
     container = part.door if door else part.main
-    words = [here.get(word, word).replace("/models/", f"{stack.directory}/models/") for word in container["args"]]
+    words = [
+        here.get(word, word)
+        .replace("/models/", f"{stack.directory}/models/")
+        .replace("/packed", f"{stack.directory}/packed")
+        for word in container["args"]
+    ]
     words = [word.replace(":8001", f":{behind}") for word in words]
     given = {name: here.get(value, value) for name, value in part.environ.items()}
     own = {"HOME": str(stack.directory), "DYN_NAMESPACE_WORKER_SUFFIX": "", "DYN_SYSTEM_PORT": port}

@@ -226,7 +226,11 @@ def test_the_job_writes_the_model_that_the_manifests_serve(tmp_path: Path) -> No
     for component in (c for c in components(*WORKERS) if not c.graph.endswith("-trtllm")):
         assert component.main["args"][component.main["args"].index("--model-path") + 1] == str(written)
         claims = [v["persistentVolumeClaim"] for v in component.pod["volumes"] if "persistentVolumeClaim" in v]
-        assert [c["claimName"] for c in claims] == [claim["metadata"]["name"]]
+        assert {c["claimName"] for c in claims} == {claim["metadata"]["name"]}
+        arguments = worker_arguments(component)
+        mounts = {mount["mountPath"]: mount for mount in component.main["volumeMounts"]}
+        assert mounts["/models"]["readOnly"] is True  # so that copies lie elsewhere
+        assert "readOnly" not in mounts[arguments.packed_copy]
 
 
 def test_kubernetes_would_refuse_a_broken_pod() -> None:

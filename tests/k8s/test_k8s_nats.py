@@ -271,7 +271,10 @@ def start_worker(name: str, server: NatsServer, directory: Path) -> tuple[Proces
     """As the pod would; also the URL of its probes."""
     port = str(free_port())
     here = {"0.0.0.0": "127.0.0.1", str(arguments_of(name).metrics_port): port}
-    words = [here.get(word, word).replace("/models/", f"{directory}/models/") for word in container(name)["args"]]
+    words = [
+        here.get(word, word).replace("/models/", f"{directory}/models/").replace("/packed", f"{directory}/packed")
+        for word in container(name)["args"]
+    ]
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), **environ_of(name), "HOME": str(directory)}
     environ |= {"WORKER_NATS_URL": url_of(server, "worker"), "OMP_NUM_THREADS": "1"}
     process = Process([sys.executable, "-m", "worker", *words], environ, directory / f"{name}.log")

@@ -45,7 +45,13 @@ def start(stack: Stack, part: Component, ports: dict[str, str], **environ: str) 
 def command(stack: Stack, container: dict[str, Any], ports: dict[str, str]) -> list[str]:
     words = [ports.get(word, word) for word in [*container["command"], *container["args"]]]
     words = [word.replace(":8001", f":{ports.get('8001')}") for word in words]
-    return [sys.executable, *(word.replace("/models/", f"{stack.directory}/models/") for word in words[1:])]
+    return [
+        sys.executable,
+        *(
+            word.replace("/models/", f"{stack.directory}/models/").replace("/packed", f"{stack.directory}/packed")
+            for word in words[1:]
+        ),
+    ]
 
 
 def test_probes_answer_and_the_pod_ends_in_time(stack: Stack) -> None:

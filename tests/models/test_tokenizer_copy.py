@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, LlamaTokenizerFast, PreTrainedTokenizerF
 
 from adapters.processors.grammar import tokenizer_tables
 from adapters.vocabulary import CopiedTokenizer, Vocabulary, thinking_tags
-from worker.models.beside import DIRECTORY
+from worker.models.beside import DIRECTORY, copies_of
 from worker.models.tokenizer_copy import load_vocabulary
 from worker.tiny_model import write_tiny_model
 
@@ -170,6 +170,18 @@ def test_of_another_tokenizer_it_is_made_again(tmp_path: Path, caplog: pytest.Lo
     own, copied = pair(tmp_path)
     assert copied.token_bytes == own.token_bytes
     assert "is made again: the checkpoint has another tokenizer.json" in caplog.text
+
+
+def test_it_lies_where_it_is_told(tmp_path: Path) -> None:
+    byte_level().save_pretrained(tmp_path / "model")
+    path = copies_of(tmp_path / "model", str(tmp_path / "all"))
+    assert path is not None
+    first, second = (load_vocabulary(tmp_path / "model", 400, (1,), str(tmp_path / "all")) for _ in range(2))
+    assert isinstance(second.tokenizer, CopiedTokenizer)
+    assert first.token_bytes == second.token_bytes
+    assert [each.name for each in path.iterdir() if each.suffix == ".json"] == ["tokenizer.json"]
+    load_vocabulary(tmp_path / "model", 400, (1,), "off")
+    assert not (tmp_path / "model" / DIRECTORY).exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"null", b"\xff", b'{"content": "{}", "sha256": "0"}'])

@@ -1,7 +1,8 @@
 """Files that the worker keeps beside a checkpoint for its next start, and whether they still fit.
 
-They lie in the checkpoint's directory ``.packed``. They are as trustworthy as the checkpoint, no
-more: whoever can write one can write the other.
+They lie in the checkpoint's directory ``.packed``, where they are as trustworthy as the checkpoint:
+whoever can write one can write the other. Or in a directory that is named instead: trust who can
+write there.
 """
 
 from __future__ import annotations
@@ -44,6 +45,22 @@ _digests: dict[Path, dict[str, list[Any]]] = {}
 """What this process knows, by directory; as in a file of digests."""
 
 
+def copies_of(checkpoint: Path, setting: str = "auto") -> Path | None:
+    """Directory of what is kept for the next start of a checkpoint; None if nothing is.
+
+    Args:
+        checkpoint: Its directory.
+        setting: ``auto``: `DIRECTORY` in it; ``off``; or a directory, in which each checkpoint has
+            one of its own.
+    """
+    if setting == "off":
+        return None
+    if setting == "auto":
+        return checkpoint / DIRECTORY
+    path = checkpoint.resolve()
+    return Path(setting, f"{path.name}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}")
+
+
 class Provenance:
     """Of what a file is made: some files of a checkpoint, and what read and wrote them.
 
@@ -53,10 +70,11 @@ class Provenance:
         checkpoint: Directory of the checkpoint.
         patterns: Of its files' names.
         format: Of the file that is made.
+        copies: From `copies_of`; None keeps no digests of the files.
     """
 
-    def __init__(self, checkpoint: Path, patterns: Sequence[str], format: int) -> None:
-        self._checkpoint, self._patterns = checkpoint, patterns
+    def __init__(self, checkpoint: Path, patterns: Sequence[str], format: int, copies: Path | None) -> None:
+        self._checkpoint, self._patterns, self._copies = checkpoint, patterns, copies
         self._versions = [format, __version__, *map(importlib.metadata.version, _PACKAGES)]
         self._states = self._stat()
 
@@ -78,7 +96,7 @@ class Provenance:
         Raises:
             OSError: a file cannot be read, or has changed.
         """
-        digests = file_digests(self._checkpoint, list(self._states))
+        digests = file_digests(self._checkpoint, list(self._states), self._copies)
         files = {path.name: [*state, digests[path]] for path, state in self._states.items()}
         if self._stat() != self._states:
             raise OSError("the checkpoint has changed meanwhile")
@@ -96,23 +114,23 @@ class Provenance:
             raise ValueError("the checkpoint has other files")
         for path, state in self._states.items():
             *known, digest = files[path.name]
-            if known != state and (known[0] != state[0] or file_digests(self._checkpoint, [path])[path] != digest):
+            if known != state and (known[0] != state[0] or file_digests(self._checkpoint, [path], self._copies)[path] != digest):
                 raise ValueError(f"the checkpoint has another {path.name}")
 
 
-def file_digests(directory: Path, paths: Iterable[Path], *, keeps: bool = True) -> dict[Path, str]:
+def file_digests(directory: Path, paths: Iterable[Path], copies: Path | None) -> dict[Path, str]:
     """`file_digest` of each of some files.
 
     It is computed once: a file whose size, inode and times are the same is not read again, in this
-    process, and, with `keeps`, in later ones: digests are kept in the `DIRECTORY` of `directory`
-    where that can be written. Those of a file that was changed a moment ago are not kept: it might
+    process, and in later ones if there are `copies` (see `copies_of`), where that can be written.
+    Digests of a file that was changed a moment ago are not kept: it might
     be changed once more without another time.
 
     Raises:
         OSError: a file cannot be read, or changes meanwhile.
     """
     with _digests_lock:
-        known = (_read_digests(directory) if keeps else {}) | _digests.get(directory, {})
+        known = (_read_digests(copies) if copies else {}) | _digests.get(directory, {})
         found, new = {}, {}
         for path in paths:
             name, state, now_ns = os.path.relpath(path, directory), _state(path.stat()), time.time_ns()
@@ -126,8 +144,8 @@ def file_digests(directory: Path, paths: Iterable[Path], *, keeps: bool = True) 
             found[path] = str(digest)
         if new:
             _digests[directory] = known | new
-            if keeps:
-                _keep_digests(directory, known | new)
+            if copies:
+                _keep_digests(copies, known | new)
         return found
 
 
@@ -136,20 +154,20 @@ def _state(found: os.stat_result) -> list[int]:
     return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
 
 
-def _read_digests(directory: Path) -> dict[str, list[Any]]:
+def _read_digests(copies: Path) -> dict[str, list[Any]]:
     try:
-        content: dict[str, list[Any]] = opened(json.loads((directory / DIRECTORY / _DIGESTS).read_bytes()))
+        content: dict[str, list[Any]] = opened(json.loads((copies / _DIGESTS).read_bytes()))
         return {str(name): [*map(int, state), str(digest)] for name, (*state, digest) in content.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or a damaged one
         return {}
 
 
-def _keep_digests(directory: Path, content: dict[str, list[Any]]) -> None:
+def _keep_digests(copies: Path, content: dict[str, list[Any]]) -> None:
     def write(path: Path) -> None:
         path.write_text(json.dumps(sealed(content)), encoding="ascii")
 
     with suppress(OSError):  # it cannot be written, or another process is doing so: they are computed again
-        keep(directory / DIRECTORY / _DIGESTS, write)
+        keep(copies / _DIGESTS, write)
 
 
 @contextmanager
@@ -175,7 +193,7 @@ def keep(path: Path, write: Callable[[Path], None]) -> None:
         BlockingIOError: another process is writing it.
         OSError: it cannot be written.
     """
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("ab") as lock:  # stays there: what is removed could be locked twice
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with work_directory(path.parent, f"partial-{path.stem}-") as work:

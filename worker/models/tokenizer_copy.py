@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from adapters.vocabulary import CopiedTokenizer, Vocabulary
-from worker.models.beside import DIRECTORY, Provenance, keep, opened, sealed
+from worker.models.beside import Provenance, copies_of, keep, opened, sealed
 
 logger = logging.getLogger(__name__)
 
@@ -18,19 +18,25 @@ FORMAT = 1
 _SOURCES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 
 
-def load_vocabulary(checkpoint: Path, size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+def load_vocabulary(
+    checkpoint: Path, size: int, eos_token_ids: tuple[int, ...], packed_copy: str = "auto"
+) -> Vocabulary:
     """The vocabulary of a checkpoint, with a `CopiedTokenizer` if one can stand for its tokenizer.
 
     Args:
         checkpoint: Directory of the checkpoint.
         size: Width of a row of logits.
         eos_token_ids: Ids that end an answer.
+        packed_copy: See `copies_of`; ``off`` loads transformers' own tokenizer.
 
     Raises:
         OSError, ValueError: there is no tokenizer that can be read.
     """
-    provenance = Provenance(checkpoint, _SOURCES, FORMAT)
-    path = checkpoint / DIRECTORY / "tokenizer.json"
+    copies = copies_of(checkpoint, packed_copy)
+    if copies is None:
+        return Vocabulary.from_pretrained(str(checkpoint), size, eos_token_ids)
+    provenance = Provenance(checkpoint, _SOURCES, FORMAT, copies)
+    path = copies / "tokenizer.json"
     copied = _read(path, provenance)
     if copied is not None:
         return Vocabulary(size, copied, eos_token_ids, path=str(checkpoint))

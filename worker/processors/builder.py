@@ -104,9 +104,8 @@ def _vocabulary(arguments: Arguments, info: EngineInfo, renders_templates: bool)
     """With transformers' own tokenizer where chat templates or third-party code may use it."""
     path, size, ends = arguments.model_path, info.vocab_size, info.eos_token_ids
     runs_third_party = arguments.allow_logits_processors or arguments.logits_processor
-    if arguments.packed_copy == "off" or renders_templates or runs_third_party:
-        return Vocabulary.from_pretrained(path, size, ends)
-    return load_vocabulary(Path(path), size, ends)
+    copy = "off" if renders_templates or runs_third_party else arguments.packed_copy
+    return load_vocabulary(Path(path), size, ends, copy)
 
 
 def _facts(vocabulary: Vocabulary, arguments: Arguments) -> Facts:

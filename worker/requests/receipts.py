@@ -116,7 +116,7 @@ class Server:
 
 def digest_of_model(arguments: Arguments) -> Future[str]:
     """The digest of the checkpoint that is about to be loaded, computed meanwhile."""
-    return fingerprint_beside(arguments.model_path, keeps=arguments.packed_copy != "off")
+    return fingerprint_beside(arguments.model_path, arguments.packed_copy)
 
 
 class RequestReceipt:

@@ -17,7 +17,6 @@ KERNELS = ("auto", "native", "native-amx", "native-avx512", "native-avx2", "nati
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 ACTIVATION_DTYPES = ("auto", "int8")
 KV_CACHE_DTYPES = ("auto", "int8")
-PACKED_COPIES = ("auto", "off")
 ROLES = ("aggregated", "prefill", "decode")
 
 
@@ -44,7 +43,8 @@ class EmbeddedConfig:
             and head, or ``auto``: in `dtype`.
         packed_copy: ``auto``: where native kernels compute the model, what they read is kept in a
             file beside the checkpoint, so that the next start is fast (see `packed_copy.py`), if
-            one can be written there; ``off``: no such file is read or written.
+            one can be written there; an absolute path: in a directory of the checkpoint's below it;
+            ``off``: no such file is read or written.
         max_num_seqs: Requests decoded in one step at most.
         max_num_batched_tokens: Token budget of a step; longer prompts are prefilled in chunks.
         max_mixed_chunk: Prompt tokens per prompt in a mixed batch, one that decodes too: with n
@@ -130,8 +130,8 @@ class EmbeddedConfig:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             choices = ", ".join(KV_CACHE_DTYPES)
             raise StartupError(f"--kv-cache-dtype must be one of {choices}, got {self.kv_cache_dtype!r}")
-        if self.packed_copy not in PACKED_COPIES:
-            raise StartupError(f"--packed-copy must be one of {', '.join(PACKED_COPIES)}, got {self.packed_copy!r}")
+        if self.packed_copy not in ("auto", "off") and not Path(self.packed_copy).is_absolute():
+            raise StartupError(f"--packed-copy must be auto, off or an absolute path, got {self.packed_copy!r}")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise StartupError(f"--dtype must be auto, {', '.join(DTYPES)}, got {self.dtype!r}")
 

@@ -26,6 +26,7 @@ from worker.engines.embedded.model.packed_copy import PackedCopy, provenance_of
 from worker.engines.embedded.model.quantisation import FORMATS, PackedQuantised
 from worker.engines.embedded.native.quantised import QuantisedPanels
 from worker.errors import StartupError
+from worker.models.beside import copies_of
 from worker.models.geometry import Geometry
 from worker.models.quantised import format_of
 
@@ -68,7 +69,8 @@ def load_model(config: EmbeddedConfig) -> HfModel:
 
 def _load_model(config: EmbeddedConfig) -> HfModel:
     directory = Path(config.model_path)
-    provenance = provenance_of(directory)
+    copies = copies_of(directory, config.packed_copy)
+    provenance = provenance_of(directory, copies)
     settings = read_settings(directory)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device, checkpoint_dtype(settings))
@@ -85,8 +87,8 @@ def _load_model(config: EmbeddedConfig) -> HfModel:
     if format is not None and config.quantization == "auto" and not keeps:
         logger.info("weights in %s are dequantised: %s kernels do not read them", format, kernels.name)
     copy = None
-    if config.packed_copy != "off" and _can_be_kept(directory, settings, kernels):
-        copy = PackedCopy(directory, provenance, _name(dtype, kernels, keeps), _KINDS)
+    if copies is not None and _can_be_kept(directory, settings, kernels):
+        copy = PackedCopy(copies, provenance, _name(dtype, kernels, keeps), _KINDS)
     found = _read(copy, dtype, kernels) if copy is not None else None
     network: LlamaNetwork | TransformersNetwork
     if found is not None:

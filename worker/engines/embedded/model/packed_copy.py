@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from worker.engines.embedded.host import memory as host_memory
-from worker.models.beside import DIRECTORY, Provenance, keep, opened, sealed, side_by_side
+from worker.models.beside import Provenance, keep, opened, sealed, side_by_side
 from worker.models.safetensors_file import Stored, write_safetensors
 
 logger = logging.getLogger(__name__)
@@ -45,16 +45,16 @@ _WRITTEN_AT_ONCE = 16 * 2**20
 _LOWEST_PRIORITY = 19
 
 
-def provenance_of(checkpoint: Path) -> Provenance:
-    """Of what a packed copy is made; make it before the checkpoint is read."""
-    return Provenance(checkpoint, _SOURCES, FORMAT)
+def provenance_of(checkpoint: Path, copies: Path | None) -> Provenance:
+    """What a packed copy is made of; make it before the checkpoint is read."""
+    return Provenance(checkpoint, _SOURCES, FORMAT, copies)
 
 
 class PackedCopy:
     """The packed copy of a checkpoint for some settings.
 
     Args:
-        checkpoint: Directory of the checkpoint.
+        copies: Directory of the checkpoint's copies, from `beside.copies_of`.
         provenance: From `provenance_of`.
         name: Of the settings on which packed weights depend; part of the file's name.
         kinds: Dataclasses that it may hold; their fields are numbers, strings, data types, tensors,
@@ -64,8 +64,8 @@ class PackedCopy:
         path: Where it is, or would be.
     """
 
-    def __init__(self, checkpoint: Path, provenance: Provenance, name: str, kinds: Sequence[type]) -> None:
-        self.path = checkpoint / DIRECTORY / f"{name}.safetensors"
+    def __init__(self, copies: Path, provenance: Provenance, name: str, kinds: Sequence[type]) -> None:
+        self.path = copies / f"{name}.safetensors"
         self._kinds = {kind.__name__: kind for kind in kinds}
         self._provenance = provenance
         self._seen = _state(self.path)

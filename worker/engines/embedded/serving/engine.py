@@ -57,7 +57,7 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
     SpeculativeConfig.parse(config.speculative_config)  # before the model, which takes long to load
     identity = None
     if config.role != "aggregated":
-        identity = fingerprint_beside(config.model_path, keeps=config.packed_copy != "off")
+        identity = fingerprint_beside(config.model_path, config.packed_copy)
     model = model or load_model(config)
     context_length = config.context_length or model.context_length
     if context_length > model.context_length:

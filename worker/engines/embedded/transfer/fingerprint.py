@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from worker.errors import StartupError
-from worker.models.beside import file_digests
+from worker.models.beside import copies_of, file_digests
 
 _DIGEST_BYTES = 16
 _VOLATILE = ("_name_or_path", "transformers_version")
@@ -19,11 +19,11 @@ _INDEX = "*.safetensors.index.json"
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth")
 
 
-def fingerprint(model_path: str | Path, *, keeps: bool = True) -> str:
+def fingerprint(model_path: str | Path, packed_copy: str = "auto") -> str:
     """128 bits over a model's configuration, and the names and every byte of its weights' files.
 
-    Files are read once: their digests are kept beside them, unless `keeps` is false; see
-    `beside.file_digests`. Two copies of a checkpoint have the same one, wherever they lie.
+    Files are read once: their digests are kept where `packed_copy` says (`beside.copies_of`). Two
+    copies of a checkpoint have the same one, wherever they lie.
 
     Raises:
         StartupError: the checkpoint cannot be read.
@@ -35,7 +35,8 @@ def fingerprint(model_path: str | Path, *, keeps: bool = True) -> str:
         for name in _VOLATILE:
             config.pop(name, None)
         digest.update(json.dumps(config, sort_keys=True).encode())
-        for path, found in file_digests(directory, weight_files(directory), keeps=keeps).items():
+        digests = file_digests(directory, weight_files(directory), copies_of(directory, packed_copy))
+        for path, found in digests.items():
             name = os.path.relpath(path, directory)
             digest.update(json.dumps([name, found]).encode())
     except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -43,13 +44,13 @@ def fingerprint(model_path: str | Path, *, keeps: bool = True) -> str:
     return digest.hexdigest()
 
 
-def fingerprint_beside(model_path: str | Path, *, keeps: bool = True) -> Future[str]:
+def fingerprint_beside(model_path: str | Path, packed_copy: str = "auto") -> Future[str]:
     """`fingerprint`, in a thread of its own that no exit waits for: a model loads meanwhile."""
     future: Future[str] = Future()
 
     def work() -> None:
         try:
-            future.set_result(fingerprint(model_path, keeps=keeps))
+            future.set_result(fingerprint(model_path, packed_copy))
         except BaseException as error:  # the thread's outermost frame: the one who waits raises it
             future.set_exception(error)
 
