@@ -3,7 +3,8 @@
 `hf_model` computes a step's batch; `loading` makes it from a packed copy (`packed_copy`) or else,
 with transformers, from a checkpoint (`transformers_checkpoint`); `llama` and `transformers_network`
 are the two networks, `mlp` an MLP, `activations` what it applies, `moe` a mixture of experts;
-`linear` and `gemm` are linear layers and the GEMM backends that compute them, `panels` looks rows up in packed weights;
+`linear` and `gemm` are linear layers and the GEMM backends that compute them, `panels` looks rows
+up in packed weights;
 `batch_packing` packs a step's tokens; `kernels` chooses GEMM and attention backends, `numerics`
 finds batch-invariant shapes for them, and `layer_trial` measures whole layers.
 """
