@@ -43,6 +43,7 @@ from llguidance import LLMatcher
 
 from adapters.client import processor
 from adapters.grammars.compiler import byte_tables, compile_grammar, load_tokenizer, tokens_of
+from adapters.grammars.json_schema import lark_grammar
 from adapters.grammars.lark import as_grammar
 from adapters.grammars.sandbox import GrammarSandbox
 from adapters.processors.grammar import tokenizer_tables
@@ -106,7 +107,7 @@ def grammars() -> Iterator[tuple[str, Callable[[int], str]]]:
     """Names, and the grammar in its n-th variant, which no cache has seen."""
 
     def schema(number: int) -> str:
-        return str(LLMatcher.grammar_from_json_schema(json.dumps({**PERSON, "title": str(number)})))
+        return as_grammar(lark_grammar({**PERSON, "maxProperties": number + 10}, compact=True))
 
     def choices(number: int) -> str:
         return str(LLMatcher.grammar_from_regex("|".join(f"choice {number} {i}" for i in range(100))))
