@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
-import json
 import os
 import platform
 import random
@@ -60,7 +59,7 @@ from processor_requests import chat  # noqa: E402
 REPORT = HERE / "results" / "grammars.md"
 TARGET_RATIO, TARGET_DELAY_S = 1.2, 1.0
 
-PERSON = {
+PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 40},
@@ -107,7 +106,8 @@ def grammars() -> Iterator[tuple[str, Callable[[int], str]]]:
     """Names, and the grammar in its n-th variant, which no cache has seen."""
 
     def schema(number: int) -> str:
-        return as_grammar(lark_grammar({**PERSON, "maxProperties": number + 10}, compact=True))
+        properties = {**PERSON["properties"], "number": {"const": number}}
+        return as_grammar(lark_grammar({**PERSON, "properties": properties}, compact=True))
 
     def choices(number: int) -> str:
         return str(LLMatcher.grammar_from_regex("|".join(f"choice {number} {i}" for i in range(100))))
