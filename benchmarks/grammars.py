@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
-import json
 import os
 import platform
 import random
@@ -43,6 +42,7 @@ from llguidance import LLMatcher
 
 from adapters.client import processor
 from adapters.grammars.compiler import byte_tables, compile_grammar, load_tokenizer, tokens_of
+from adapters.grammars.json_schema import lark_grammar
 from adapters.grammars.lark import as_grammar
 from adapters.grammars.sandbox import GrammarSandbox
 from adapters.processors.grammar import tokenizer_tables
@@ -59,7 +59,7 @@ from processor_requests import chat  # noqa: E402
 REPORT = HERE / "results" / "grammars.md"
 TARGET_RATIO, TARGET_DELAY_S = 1.2, 1.0
 
-PERSON = {
+PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 40},
@@ -106,7 +106,8 @@ def grammars() -> Iterator[tuple[str, Callable[[int], str]]]:
     """Names, and the grammar in its n-th variant, which no cache has seen."""
 
     def schema(number: int) -> str:
-        return str(LLMatcher.grammar_from_json_schema(json.dumps({**PERSON, "title": str(number)})))
+        properties = {**PERSON["properties"], "number": {"const": number}}
+        return as_grammar(lark_grammar({**PERSON, "properties": properties}, compact=True))
 
     def choices(number: int) -> str:
         return str(LLMatcher.grammar_from_regex("|".join(f"choice {number} {i}" for i in range(100))))

@@ -12,6 +12,7 @@ import pickle
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -41,6 +42,9 @@ from adapters.vocabulary import Vocabulary, vocabulary_at
 
 MAX_SOURCE = 1024 * 1024
 """Most characters of a grammar's source."""
+
+MAX_KEPT = 64 * 1024
+"""Most characters of a schema whose grammar is kept; its grammar is a few times as long."""
 
 MAX_LEXERS = 4
 """Times that a request may compile its grammar: see `GrammarCache.renewed`."""
@@ -286,11 +290,20 @@ class JsonSchema(GrammarProcessor):
     @classmethod
     def grammar(cls, args: Args, vocabulary: Vocabulary) -> str:
         """See `GrammarProcessor.grammar`."""
-        _check_length("schema", _dumped(args.schema_))
+        text = _dumped(args.schema_)
+        _check_length("schema", text)
         try:
-            return as_grammar(lark_grammar(args.schema_, compact=args.compact))
+            if len(text) > MAX_KEPT:
+                return as_grammar(lark_grammar(args.schema_, compact=args.compact))
+            return _kept_grammar(text, args.compact)
         except SchemaRefused as error:
             raise ArgumentError("schema", str(error)) from error
+
+
+@lru_cache(256)
+def _kept_grammar(schema: str, compact: bool) -> str:
+    """The grammar of a schema's text, which many requests send."""
+    return as_grammar(lark_grammar(json.loads(schema), compact=compact))
 
 
 def _dumped(schema: Any) -> str:

@@ -12,6 +12,7 @@ from llguidance import LLMatcher
 from pydantic import Field, model_validator
 
 from adapters.contract import ArgumentError, ProcessorArgs
+from adapters.grammars.json_schema import MAX_GRAMMAR
 from adapters.processors.grammar import MAX_SOURCE, GrammarProcessor, JsonSchema, literal
 from adapters.vocabulary import Vocabulary
 
@@ -380,8 +381,8 @@ class _Source:
         """The whole, in llguidance's JSON form."""
         lark = "\n".join([f"start: {start}", *self.rules])
         made = json.dumps({"grammars": [{"name": "structure", "lark_grammar": lark}, *self._contents]})
-        if len(made) > MAX_SOURCE:
-            raise ArgumentError(self._argument, f"expected at most {MAX_SOURCE} characters in all, got {len(made)}")
+        if len(made) > MAX_GRAMMAR:
+            raise ArgumentError(self._argument, f"expected a grammar of at most {MAX_GRAMMAR} characters in all")
         return made
 
 

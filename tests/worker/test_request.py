@@ -299,6 +299,10 @@ def test_fields_that_become_processors() -> None:
         ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern: is not supported"),
         ({"regexp": "a"}, "regexp: unknown field"),
         ({"json": "{"}, "json: must be a JSON Schema"),
+        (
+            {"json": '{"minimum": 1, "minimum": 2}'},
+            'json: must be a JSON Schema that can be read in one way: the key "minimum" occurs twice',
+        ),
         ({"structural_tag": "{"}, "structural_tag: must be JSON"),
     ],
 )

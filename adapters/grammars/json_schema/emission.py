@@ -33,7 +33,7 @@ from adapters.grammars.json_schema.solver import Solver
 MAX_GOALS = 20_000
 """Goals of one document."""
 
-MAX_SOURCE = 4 * 1024 * 1024
+MAX_GRAMMAR = 4 * 1024 * 1024
 """Characters of one grammar."""
 
 MAX_WORK = 1_000_000
@@ -129,7 +129,7 @@ class _Emission:
             number = expression(Numbers(), with_fraction=False)
             terminals += [_ANY, f"ANY_TEXT: {terminal(ANYTHING)}", f"ANY_OTHER: {number} | /true|false|null/"]
         found = "\n".join([f"start: {start}", *self._lines, *terminals, *white_space])
-        if len(found) > MAX_SOURCE:
+        if len(found) > MAX_GRAMMAR:
             raise SchemaRefused("#: the schema is too large")
         return found
 
@@ -214,7 +214,7 @@ class _Emission:
     def _line(self, name: str, source: str) -> None:
         self._lines.append(f"{name}: {source}")
         self._size += len(name) + len(source)
-        if self._size > MAX_SOURCE:
+        if self._size > MAX_GRAMMAR:
             raise SchemaRefused("#: the schema is too large")
 
     def _new_rule(self, source: str) -> str:
