@@ -87,6 +87,8 @@ class Scheduler:
         self._blocked_transfer: Request | None = None  # nobody who arrived after it is admitted
         self._num_arrived = 0
         self._turns = turns or Turns()
+        self._passed: Request | None = None  # the request that had its turn and got no pages
+        self._num_passed = 0  # admissions of other clients' requests meanwhile
 
     def __repr__(self) -> str:
         return (
@@ -345,20 +347,38 @@ class Scheduler:
         prefilling = counts_of(self.prefilling)
         pending = self._pending(self.prefilling)
         slots = self.max_num_seqs - len(self.decoding) - len(self.prefilling)
-        for request in order[: max(0, slots)]:  # one that is skipped keeps its slot free
+        blocked: set[str | None] = set()  # clients whose next request gets no pages
+        for request in order:
+            if slots <= 0:
+                break
+            if request.client in blocked:
+                continue
+            slots -= 1  # one that is skipped keeps its slot free
             if reserved >= budget and prefilling[request.client]:
                 continue  # a client's first prompt need not wait for the end of others'
             if request.pages or not self._may_begin(request, pending):
                 continue
             copied = self.cache.allocate(request, self._spare())
             if copied is None:
-                break
+                if not blocked and not self._may_be_passed(request):
+                    break
+                blocked.add(request.client)
+                continue
             copies += copied
             self._begin(request)
+            self._num_passed += bool(blocked)
             pending |= self._pending([request])
             prefilling[request.client] += 1
             reserved += min(fair, _remaining(request))
         return tuple(copies)
+
+    def _may_be_passed(self, request: Request) -> bool:
+        """Whether other clients' requests may come before the next one, which gets no pages: as
+        many as may run, and no more.
+        """
+        if self._passed is not request:
+            self._passed, self._num_passed = request, 0
+        return self._num_passed < self.max_num_seqs
 
     def _admit_starved(self, order: Sequence[Request]) -> list[PageCopy]:
         """Where slots or pages are missing, make room for one request of each client that has none
@@ -455,6 +475,7 @@ class Scheduler:
         prompts, fair = self.prefilling, max(_fair_chunk(budget), budget // (2 * len(self.prefilling)))
         if self._is_shared():
             prompts, fair = self._turns.prompts(self.prefilling), FAIR_CHUNK
+        self._turns.computed(prompts[0])
         left = budget
         counts = []
         for request in prompts:
