@@ -149,10 +149,29 @@ def test_a_prompt_does_not_wait_for_the_end_of_others() -> None:
     assert "b" in engine.first_s
 
 
+def test_where_pages_are_few_a_small_request_passes_a_large_one() -> None:
+    """As many as may run; then it waits for the large one to begin."""
+    engine = Engine(slots=3, pages=8)
+    engine.scheduler.add(request("a0", "a", 4 * BLOCK, 3 * BLOCK - 1))
+    engine.step()
+    engine.scheduler.add(request("a1", "a", 4 * BLOCK, 1))
+    for number in range(5):
+        engine.scheduler.add(request(f"b{number}", "b", 4, 1))
+        engine.step()
+    assert [name for name in engine.first_s if name != "a0"] == ["b0", "b1", "b2", "b3"]  # the first in its turn
+    while not engine.scheduler.is_idle:
+        engine.step()
+    assert set(list(engine.first_s)[-2:]) == {"a1", "b4"}
+
+
 def test_clients_lead_the_prompts_in_turn() -> None:
     turns = Turns(lambda: 0.0)
     prompts = [request("a0", "a"), request("a1", "a"), request("b0", "b")]
-    orders = [[one.id for one in turns.prompts(prompts)] for _ in range(3)]
+    orders = []
+    for _ in range(3):
+        ordered = turns.prompts(prompts)
+        turns.computed(ordered[0])
+        orders.append([one.id for one in ordered])
     assert orders == [["a0", "b0", "a1"], ["b0", "a0", "a1"], ["a0", "b0", "a1"]]
 
 

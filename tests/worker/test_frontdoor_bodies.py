@@ -251,3 +251,16 @@ def test_too_large_a_selection_names_the_clients_field(fields: dict[str, Any], p
     found = refused(json.dumps({**json.loads(CHAT_BODY), **fields}).encode())
     assert (found.status, found.param) == (400, param)
     assert found.message.startswith(param)
+
+
+@pytest.mark.parametrize("num_entries", [1, 50_000])
+async def test_an_error_of_its_own_leaves_no_client_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_entries: int
+) -> None:
+    def fail(*arguments: Any, **named: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("worker.frontdoor.server.rewritten", fail)
+    async with house(say_ok) as at:
+        assert error_of(await at.ask(post(bias_of(num_entries))))[0] == 500
+    assert "ZeroDivisionError" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 
@@ -10,13 +11,14 @@ import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_frontdoor_server import CHAT_BODY, chunked, error_of, get, house, post, say_ok
+from test_frontdoor_server import CHAT_BODY, WAIT_S, chunked, error_of, get, house, post, say_ok
 
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.http import MAX_HEAD
 from worker.frontdoor.request_reader import MAX_CHUNK_LINE, MAX_CHUNKS, Head, RequestReader, read_head
 
 MAX_BODY = 2**20
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 NAMES = st.sampled_from(["Host", "host", "Content-Length", "X-A", "Expect", "Transfer-Encoding", "Upgrade", "X A", ""])
@@ -236,3 +238,27 @@ async def test_connection_takes_nothing_from_what_is_behind(header: str) -> None
             assert (status, error["param"]) == (400, "connection")
             assert header.lower() in error["message"]
         assert at.frontends[0].requests == []
+
+
+async def test_a_connection_takes_a_request_byte_by_byte() -> None:
+    """However many pieces a body comes in, the frontend gets the same."""
+    body = json.dumps({**json.loads(CHAT_BODY), "user": "a" * 10_000}).encode()
+    in_chunks = CHUNKED + chunked(body[:5000]) + chunked(body[5000:]) + b"0\r\n\r\n"
+    async with house(say_ok) as at:
+        for data in (post(body, close=False), in_chunks.replace(b"/v1/completions", b"/v1/chat/completions")):
+            for step in (len(data), 1):
+                reader, writer = await at.connect()
+                while not at.door.connections:
+                    await asyncio.sleep(0)
+                (client,) = at.door.connections
+                for start in range(0, len(data), step):
+                    client.data_received(data[start : start + step])
+                answer = await asyncio.wait_for(reader.readexactly(len(OK)), WAIT_S)
+                assert answer == OK
+                writer.close()
+                while at.door.connections:
+                    await asyncio.sleep(0.001)
+        whole, *others = at.frontends[0].requests
+        assert others[0] == whole
+        assert others[1] == others[2]
+        assert all(request.endswith(body) for request in at.frontends[0].requests)

@@ -156,6 +156,8 @@ class ClientConnection(WaitingProtocol):
                     self._add(part)
         except Refused as refused:
             self._refuse(refused)
+        except Exception:  # the request's boundary
+            self._refuse(_internal_error())
 
     def _await_more(self) -> None:
         if self._is_half_closed and self._head_begun:
@@ -223,7 +225,10 @@ class ClientConnection(WaitingProtocol):
             self._ask(request, bodies)
 
     async def _rewrite_aside(self, request: Head, body: bytes) -> None:
-        rewritten = await self._door.rewriting.aside(partial(self._door.rewrite, self._path, body, request))
+        try:
+            rewritten = await self._door.rewriting.aside(partial(self._door.rewrite, self._path, body, request))
+        except Exception:  # the request's boundary
+            rewritten = _internal_error()
         self._task = None
         if isinstance(rewritten, Refused):
             self._refuse(rewritten)
@@ -441,3 +446,9 @@ class ClientConnection(WaitingProtocol):
             self._refuse(Refused(408, "the request took too long to arrive"))
         else:
             self.abort()
+
+
+def _internal_error() -> Refused:
+    """What an error of the front door's own looks like to the client; the log has it."""
+    logger.exception("a request failed")
+    return Refused(500, "internal error", kind="server_error")

@@ -87,7 +87,8 @@ class Summary:
 
     async def _run(self) -> None:
         replies = await asyncio.gather(*(_Asking(self._upstreams, source).reply() for source in self._sources))
-        self._client.received(self._answer(*self._make(replies)))
+        status, document = self._make(replies)
+        self._client.received(self._answer(status, document))
         self._client.answered(False)
 
     def pause(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -42,8 +43,8 @@ class Scheduler:
     """Clients in turn, first come, first served; preemption by recomputation. Pure bookkeeping,
     one thread.
 
-    Where pages run out, the request that arrived last goes back to the waiting queue; where slots
-    do, one of the client that has most of them, if another client has none. Only the
+    Where pages run out, the last request of the client that has most of them running goes back to
+    the waiting queue; so it does where slots are taken, and another client has none. Only the
     scheduler edits its queues; see `worker.engines.embedded.transfer.connector` for what pins.
 
     ====================  =================  ==================================================
@@ -86,6 +87,8 @@ class Scheduler:
         self._blocked_transfer: Request | None = None  # nobody who arrived after it is admitted
         self._num_arrived = 0
         self._turns = turns or Turns()
+        self._passed: Request | None = None  # the request that had its turn and got no pages
+        self._num_passed = 0  # admissions of other clients' requests meanwhile
 
     def __repr__(self) -> str:
         return (
@@ -211,7 +214,7 @@ class Scheduler:
         """
         fits = self._append_pages()
         budget = self._prompt_budget()
-        copies: tuple[PageCopy, ...] = self._admit(budget) if fits and self.waiting else ()
+        copies: tuple[PageCopy, ...] = self._admit(budget, only_starved=not fits) if self.waiting else ()
         chunks = self._cut(budget) if self.prefilling else ()
         ended = tuple(chunk.request for chunk in chunks if chunk.is_last)
         decode = () if prompts_first and chunks else self.decoding
@@ -311,7 +314,7 @@ class Scheduler:
         full = [request for request in self.decoding if request.num_computed == len(request.pages) * size]
         for request in sorted(full, key=_arrival):
             while request.pages and not self.cache.append_page(request):
-                self.preempt(max((*self.decoding, *self.prefilling), key=_arrival))
+                self.preempt(self._victim())
         return self.num_preemptions == before
 
     def _prompt_budget(self) -> int:
@@ -324,7 +327,7 @@ class Scheduler:
         """
         most = self.max_num_batched_tokens - len(self.decoding)
         rows, chunk, part = len(self.decoding), self.max_mixed_chunk, 2
-        if chunk is not None and self._turns.is_shared:
+        if chunk is not None and self._is_shared():
             return min(most, _whole_tiles(SHARED_CHUNKS * chunk + TILE // 2 - 1, rows))
         if chunk is None or not self.decoding:
             return most
@@ -343,29 +346,49 @@ class Scheduler:
             wanted = _whole_tiles(wanted, rows)
         return min(most, wanted)
 
-    def _admit(self, budget: int) -> tuple[PageCopy, ...]:
-        """Move waiting requests into prefill, clients in turn."""
+    def _admit(self, budget: int, only_starved: bool) -> tuple[PageCopy, ...]:
+        """Move waiting requests into prefill, clients in turn, or only those that starve."""
         order = self._turns.order(self.waiting)
         copies = self._admit_starved(order)
+        if only_starved:
+            return tuple(copies)
         fair = _fair_chunk(budget)
         reserved = sum(min(fair, _remaining(request)) for request in self.prefilling)
         prefilling = counts_of(self.prefilling)
         pending = self._pending(self.prefilling)
         slots = self.max_num_seqs - len(self.decoding) - len(self.prefilling)
-        for request in order[: max(0, slots)]:  # one that is skipped keeps its slot free
+        blocked: set[str | None] = set()  # clients whose next request gets no pages
+        for request in order:
+            if slots <= 0:
+                break
+            if request.client in blocked:
+                continue
+            slots -= 1  # one that is skipped keeps its slot free
             if reserved >= budget and prefilling[request.client]:
                 continue  # a client's first prompt need not wait for the end of others'
             if request.pages or not self._may_begin(request, pending):
                 continue
             copied = self.cache.allocate(request, self._spare())
             if copied is None:
-                break
+                if not blocked and not self._may_be_passed(request):
+                    break
+                blocked.add(request.client)
+                continue
             copies += copied
             self._begin(request)
+            self._num_passed += bool(blocked)
             pending |= self._pending([request])
             prefilling[request.client] += 1
             reserved += min(fair, _remaining(request))
         return tuple(copies)
+
+    def _may_be_passed(self, request: Request) -> bool:
+        """Whether other clients' requests may come before the next one, which gets no pages: as
+        many as may run, and no more.
+        """
+        if self._passed is not request:
+            self._passed, self._num_passed = request, 0
+        return self._num_passed < self.max_num_seqs
 
     def _admit_starved(self, order: Sequence[Request]) -> list[PageCopy]:
         """Where slots or pages are missing, make room for one request of each client that has none
@@ -393,11 +416,26 @@ class Scheduler:
         return self.has_slot and self.cache.has_room(request, self._spare())
 
     def _make_room(self, running: Counter[str | None]) -> None:
-        client = max(running, key=lambda each: running[each])
-        last = max((one for one in (*self.decoding, *self.prefilling) if one.client == client), key=_arrival)
-        self.preempt(last)
-        self._turns.give_way(last)
-        running[client] -= 1
+        victim = self._victim()
+        self.preempt(victim)
+        self._turns.give_way(victim)
+        running[victim.client] -= 1
+
+    def _is_shared(self) -> bool:
+        """Whether several clients' requests are here, or were until a moment ago."""
+        if self._turns.is_shared:
+            return True
+        requests = itertools.chain(self.decoding, self.prefilling, self.waiting)
+        first = next(requests, None)
+        return first is not None and any(request.client != first.client for request in requests)
+
+    def _victim(self) -> Request:
+        """The running request to preempt: the last one of the client that has most of them, so that
+        the oldest of all goes on.
+        """
+        running = (*self.decoding, *self.prefilling)
+        counts = counts_of(running)
+        return max(running, key=lambda request: (counts[request.client], request.arrival))
 
     def _may_begin(self, request: Request, pending: set[int]) -> bool:
         """Whether neither a transfer that came before nor a prefix hit is to be waited for."""
@@ -445,8 +483,9 @@ class Scheduler:
     def _cut(self, budget: int) -> tuple[Chunk, ...]:
         """Chunks of the prompts: a fair one each while the budget lasts, the rest to the first."""
         prompts, fair = self.prefilling, max(_fair_chunk(budget), budget // (2 * len(self.prefilling)))
-        if self._turns.is_shared:
+        if self._is_shared():
             prompts, fair = self._turns.prompts(self.prefilling), FAIR_CHUNK
+        self._turns.computed(prompts[0])
         left = budget
         counts = []
         for request in prompts:

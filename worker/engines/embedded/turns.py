@@ -88,11 +88,13 @@ class Turns:
         for index, request in enumerate(requests):
             keys.append((rounds[request.client], self._led.get(request.client, -1), index))
             rounds[request.client] += 1
-        ordered = [requests[index] for *_, index in sorted(keys)]
-        self._num_led += 1
         self._led = {client: step for client, step in self._led.items() if client in rounds}
-        self._led[ordered[0].client] = self._num_led
-        return ordered
+        return [requests[index] for *_, index in sorted(keys)]
+
+    def computed(self, first: Request) -> None:
+        """The prompt of `first` is the first of a step."""
+        self._num_led += 1
+        self._led[first.client] = self._num_led
 
     def _first(self, client: str | None) -> int:
         return max(self._served, self._next.get(client, 0))
