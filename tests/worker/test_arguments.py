@@ -69,6 +69,7 @@ def example(option: Option) -> str:
         "kv_blocks": "99",
         "kv_cache_memory": "1.5GiB",
         "device": "cuda:1",
+        "packed_copy": "/packed",
         "endpoint_types": "chat",
         "boundary_store": "nats:nats://127.0.0.1:4222",
         "otlp_endpoint": "http://collector:4318/v1/traces",

@@ -114,7 +114,9 @@ class Provenance:
             raise ValueError("the checkpoint has other files")
         for path, state in self._states.items():
             *known, digest = files[path.name]
-            if known != state and (known[0] != state[0] or file_digests(self._checkpoint, [path], self._copies)[path] != digest):
+            if known != state and (
+                known[0] != state[0] or file_digests(self._checkpoint, [path], self._copies)[path] != digest
+            ):
                 raise ValueError(f"the checkpoint has another {path.name}")
 
 
