@@ -23,7 +23,7 @@ FUZZ = Path(__file__).with_name("native_fuzz.c")
 TEAM = Path(__file__).with_name("team_stress.c")
 SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 ROUNDS = 60
-DIGESTS = {torch.bfloat16: "4eb89287ead57127", torch.float32: "9df33e74df734c5e"}
+DIGESTS = {torch.bfloat16: "4eb89287ead57127", torch.float32: "57cc40e8c891c157"}
 """Of all results, as AVX-512 in float32, AVX2 and plain C on x86-64 have them."""
 
 OWN_DIGESTS = {("amx", torch.bfloat16): "45516fb514cd800a"}
