@@ -89,9 +89,15 @@ def log_of(ratio: float) -> float:
     return math.log(ratio) if ratio > 0 else -math.inf
 
 
+def bound_of(highest: torch.Tensor, log_ratios: torch.Tensor) -> torch.Tensor:
+    """Below this, float64 ``[R, 1]``, a logit is dropped where a token must be ``exp(log_ratios)``
+    times as likely as the most likely one; for a few logits, which are compared in float64.
+    """
+    return highest.double() + log_ratios
+
+
 def lowest_kept(highest: torch.Tensor, log_ratios: torch.Tensor) -> torch.Tensor:
-    """The lowest logits that are kept where a token must be ``exp(log_ratios)`` times as likely as
-    the most likely one: the sum in float64, rounded up to the logits' precision.
+    """`bound_of`, rounded up to the logits' precision, which keeps the same; for whole rows.
 
     Args:
         highest: Logit of each row, float ``[R, 1]``.
@@ -100,7 +106,7 @@ def lowest_kept(highest: torch.Tensor, log_ratios: torch.Tensor) -> torch.Tensor
     Returns:
         ``[R, 1]`` with the dtype of `highest`; a token is kept if its logit is not lower.
     """
-    return rounded_up(highest.double() + log_ratios, highest.dtype)
+    return rounded_up(bound_of(highest, log_ratios), highest.dtype)
 
 
 def rounded_up(bounds: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -30,7 +30,7 @@ from worker.engines.embedded.kv_cache import SequenceSlice
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 11
+_VERSION = 12
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 PATHS = ("amx", "avx512", "avx2", "generic")

@@ -72,7 +72,7 @@ compute_panels(const void *job, int64_t first, int64_t stop)
 int32_t
 kernels_version(void)
 {
-    return 11; /* of the functions' arguments; native/__init__.py knows it, too */
+    return 12; /* of the functions' arguments; native/__init__.py knows it, too */
 }
 
 /* Whether the path has an instruction for a * b + c with one rounding; without, it is emulated, and slow. */

@@ -11,7 +11,7 @@ computed, one row at a time. `device_truncation` gives the same tokens sync-free
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +21,7 @@ import torch
 
 from adapters.sampling.candidates import sort_ids, top_in_order
 from adapters.sampling.prefixes import mass_among, prefix_of_ordered
-from adapters.sampling.truncation import GREEDY_BELOW, log_of, lowest_kept
+from adapters.sampling.truncation import GREEDY_BELOW, bound_of, log_of, lowest_kept
 from adapters.sampling.weights import (
     logarithms,
     point_in_one,
@@ -231,18 +231,18 @@ class _Sampling:
         weights = weigh(values, values[:, :1])
         last = values[:, -1:]
         complete = (last == -torch.inf) if group.width < group.vocab_size else torch.ones_like(last, dtype=torch.bool)
-        for lowest in self._bounds(group, values):
-            complete = complete | (last < lowest)
-            weights = weights * (values >= lowest)
+        bound = self._bound(group, values)
+        if bound is not None:
+            complete = complete | (last < bound)
+            weights = weights.mul_(values >= bound)
         return _Candidates(values, ids, weights, complete)
 
     @staticmethod
-    def _bounds(group: Group, values: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The lowest logits that min-p and top-k keep, ``[R, 1]`` each."""
-        if group.log_min_p is not None:
-            yield lowest_kept(values[:, :1], group.log_min_p)
-        if group.last is not None:
-            yield values.gather(1, group.last)
+    def _bound(group: Group, values: torch.Tensor) -> torch.Tensor | None:
+        """Below this, ``[R, 1]``, min-p or top-k drop a logit; None if both are off."""
+        by_min_p = None if group.log_min_p is None else bound_of(values[:, :1], group.log_min_p)
+        kth = None if group.last is None else values.gather(1, group.last)
+        return kth if by_min_p is None else by_min_p if kth is None else torch.maximum(by_min_p, kth)
 
     def _settle_incomplete(self, group: Group, found: _Candidates, targets: torch.Tensor | None) -> set[int]:
         """Resolve the rows for which the candidates do not hold all of the weight.
