@@ -23,7 +23,7 @@ FUZZ = Path(__file__).with_name("native_fuzz.c")
 TEAM = Path(__file__).with_name("team_stress.c")
 SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 ROUNDS = 60
-DIGESTS = {torch.bfloat16: "97070836031e1de2", torch.float32: "06a6d0fcd70ffb30"}
+DIGESTS = {torch.bfloat16: "97070836031e1de2", torch.float32: "00574936e1edece1"}
 """Of all results, as AVX-512 in float32, AVX2 and plain C on x86-64 have them."""
 
 OWN_DIGESTS = {("amx", torch.bfloat16): "256db6e14b3cc3cd"}
