@@ -17,7 +17,7 @@ from native_builds import DOT_IN_EVEX, compile_kernels, needs_compiler, needs_do
 
 from worker.engines.embedded import native
 
-pytestmark = pytest.mark.native_build
+pytestmark = [pytest.mark.native_build, pytest.mark.timeout(400)]  # sanitizers take minutes beside load
 
 FUZZ = Path(__file__).with_name("native_fuzz.c")
 TEAM = Path(__file__).with_name("team_stress.c")
