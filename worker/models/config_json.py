@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from adapters.strict_json import RepeatedKey, read_object
+from adapters.strict_json import read_object
 from worker.models.geometry import BOUNDS, Geometry, GeometryError, check_fit
 from worker.models.problems import ModelFileError, shown
 
@@ -254,8 +254,6 @@ def _read(path: Path) -> dict[str, Any] | None:
         raise ModelFileError(f"{path.name}: has more than {_MOST_BYTES // 2**20} MiB")
     try:
         return read_object(content)
-    except RepeatedKey as error:
-        raise ModelFileError(f"{path.name}: {error}") from None
     except ValueError as error:
         raise ModelFileError(f"{path.name}: {error}") from None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from math import ceil, floor, gcd, isfinite, lcm
@@ -173,7 +173,7 @@ def complements(numbers: Numbers) -> list[Numbers] | None:
     if numbers.fractional:
         found.append(Numbers(step=Fraction(1)))
     if numbers.step == 1:
-        found.append(replace(Numbers(), fractional=True))
+        found.append(Numbers(fractional=True))
     elif numbers.step is not None:
         return None
     return found

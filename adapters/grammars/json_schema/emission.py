@@ -12,7 +12,7 @@ from adapters.grammars.json_schema.decimals import Numbers, digits, expression, 
 from adapters.grammars.json_schema.distinct import Steps, TooMany, steps_of
 from adapters.grammars.json_schema.documents import Document, inside, shown
 from adapters.grammars.json_schema.keywords import RULES
-from adapters.grammars.json_schema.patterns import ANYTHING, Language, TooComplex, limited, listed_terminal, terminal
+from adapters.grammars.json_schema.patterns import ANYTHING, Language, TooComplex, limited
 from adapters.grammars.json_schema.sequences import MemberSequence, repeated
 from adapters.grammars.json_schema.settled import Object, settled
 from adapters.grammars.json_schema.shapes import (
@@ -29,6 +29,7 @@ from adapters.grammars.json_schema.shapes import (
     joined,
 )
 from adapters.grammars.json_schema.solver import Solver
+from adapters.grammars.json_schema.terminals import listed_terminal, terminal
 
 MAX_GOALS = 20_000
 """Goals of one document."""
@@ -185,8 +186,7 @@ class _Emission:
         try:
             return bool(self._steps(items))
         except TooMany:
-            place = "#"
-            raise SchemaRefused(f"{place}: uniqueItems can only be enforced for a few listed values") from None
+            raise SchemaRefused("#: uniqueItems can only be enforced for a few listed values") from None
 
     def _is_possible_object(self, shape: Object) -> bool:
         if not all(goal in self._productive for _, goal, required in shape.names if required):
