@@ -95,7 +95,7 @@ def top_in_order(
     rows: torch.Tensor | None = None,
     divisors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `top`, with ties ordered by rising id; of values divided by a divisor, if there are some.
+    """Same as `top`, with ties ordered by rising id; of values divided by their row's divisor.
 
     Of the values that tie with the last one returned, any may be left out. Values that differ may
     tie when they are divided.

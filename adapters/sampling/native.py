@@ -24,13 +24,13 @@ class Kernels(Protocol):
         """Whether they compute here; asked at each use."""
 
     def exponential_(self, values: torch.Tensor) -> torch.Tensor:
-        """As `weights.exponential_`."""
+        """See `weights.exponential_`."""
 
     def block_maxima(self, logits: torch.Tensor) -> torch.Tensor:
-        """As `candidates.block_maxima`."""
+        """See `candidates.block_maxima`."""
 
     def highest_ids(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
-        """As `whole_row.find_highest`."""
+        """See `whole_row.find_highest`."""
 
     def weigher(self, vocab_size: int) -> WholeRow:
         """Weighs rows of `vocab_size` logits."""

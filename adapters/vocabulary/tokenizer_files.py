@@ -52,7 +52,7 @@ class _Config(BaseModel):
 
 
 def explain(directory: Path, error: Exception) -> TokenizerDamaged:
-    """What is wrong with the tokenizer in `directory`, for which a library raised `error`."""
+    """The damage in a tokenizer for which a library raised `error`; names the file and the key."""
     if not any((directory / name).is_file() for name in (CONFIG, TOKENIZER, *_OTHERS)):
         return TokenizerDamaged(f"it has no tokenizer: neither {TOKENIZER} nor {CONFIG}")
     found = _damage_in_config(directory) or _damage_in_tokenizer(directory)

@@ -194,7 +194,7 @@ WITH_MORE_THREADS = [
     *((arch, "float32", "torch", threads) for arch, threads in (("gemma3_text", 3), ("qwen3_moe", 5))),
 ]
 WITH_MORE_THREADS = [(*case[:3], "auto", case[3]) for case in WITH_MORE_THREADS]
-"""Of torch's kernels, whose bits depend on their number."""
+"""Threads of torch's kernels, whose bits depend on their number."""
 IN_INT8 = [
     *((arch, *computed, "int8", 1) for arch in EVERY_TYPE for computed in NATIVE),
     *((arch, *computed, "int8", threads) for arch, threads in (("llama", 2), ("gemma2", 1)) for computed in COMPUTED),

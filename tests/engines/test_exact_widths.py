@@ -99,7 +99,7 @@ def same_threads() -> Iterator[None]:
 
 
 def logits(model: HfModel, page_size: int, budget: int) -> torch.Tensor:
-    """Of every token of a prompt, computed in chunks of `budget` tokens."""
+    """Logits of every token of a prompt, computed in chunks of `budget` tokens."""
     tokens = torch.randint(3, model.vocab_size, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
     pages = list(range(-(-NUM_TOKENS // page_size)))[::-1]
     request = Request("", 0, SamplingParams(), tokens, len(tokens), 999, frozenset(), 0, pages=pages)

@@ -87,7 +87,7 @@ def stream(model: str) -> str:
 
 
 async def reasons(client: Client, stream: str) -> list[str]:
-    """Of the dead letters that come from a stream, in their order."""
+    """Reasons of the dead letters that come from a stream, in their order."""
     js, found = client.jetstream(), []
     for sequence in range(1, (await js.stream_info(layout.DEAD_LETTERS)).state.last_seq + 1):
         headers = (await js.get_msg(layout.DEAD_LETTERS, sequence)).headers or {}

@@ -27,7 +27,7 @@ class Rewriting:
         self._turn = asyncio.Lock()
 
     async def aside(self, rewrite: Callable[[], Bodies]) -> Bodies | Refused:
-        """What ``rewrite`` returns, or the refusal that it raises."""
+        """The result of ``rewrite``, or the refusal that it raises."""
         async with self._turn:
             return await asyncio.get_running_loop().run_in_executor(self._thread, _run, rewrite)
 

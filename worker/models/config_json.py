@@ -20,7 +20,7 @@ from worker.models.problems import ModelFileError, shown
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
 _MOST_BYTES = 64 * 2**20
-"""Of a JSON file beside the weights; tokenizers are read elsewhere."""
+"""Size of a JSON file beside the weights at most; tokenizers are read elsewhere."""
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 """Data types that a checkpoint may name."""
@@ -43,7 +43,7 @@ _ONLY = {
     **dict.fromkeys(("use_bidirectional_attention", "is_encoder_decoder"), False),
     **dict.fromkeys(("output_attentions", "output_hidden_states"), False),
 }
-"""What attends in both directions, or returns something else, is another model."""
+"""The values of keys with which a model neither attends both ways nor returns something else."""
 
 _SOFTCAPPED = ("gemma2", "gemma3_text")
 _UNSCALED = (None, "default")

@@ -158,7 +158,7 @@ def expression(numbers: Numbers, *, with_fraction: bool) -> str | None:
 
 
 def without(numbers: Numbers, value: Fraction) -> list[Numbers]:
-    """Its numbers but one, in two intervals."""
+    """The numbers but one, in two intervals."""
     sides = [Numbers(high=Bound(value, True)), Numbers(low=Bound(value, True))]
     return [found for side in sides if (found := meet(numbers, side))]
 

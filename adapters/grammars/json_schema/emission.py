@@ -320,7 +320,7 @@ class _Emission:
         return f'"[" {behind} "]"'
 
     def _rest(self, items: Items, index: int) -> str:
-        """What follows ``index`` items."""
+        """Source of the items behind the first ``index``."""
         low = max(items.low - index, 0)
         high = None if items.high is None else items.high - index
         if items.rest not in self._productive or (high is not None and high <= 0):

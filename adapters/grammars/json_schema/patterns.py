@@ -220,7 +220,7 @@ def is_nullable(language: Language) -> bool:
 
 @lru_cache(_CACHED)
 def derivative(language: Language, char: int) -> Language:
-    """What may follow ``char`` in it."""
+    """The language of the texts that may follow ``char`` in it."""
     match language:
         case Chars(ranges):
             return EMPTY_TEXT if any(low <= char <= high for low, high in ranges) else NOTHING
@@ -322,7 +322,7 @@ def _emptiness(language: Language) -> tuple[bool, int]:
 
 @lru_cache(_CACHED)
 def _successors(language: Language) -> frozenset[Language]:
-    """Its derivatives that are not plainly empty."""
+    """The derivatives of a language that are not plainly empty."""
     return frozenset(derivative(language, char) for char in _representatives(language)) - {NOTHING}
 
 

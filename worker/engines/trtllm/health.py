@@ -139,7 +139,7 @@ class Watch:
         self._suspicious.clear()
 
     async def _own_problem(self) -> str | None:
-        """What the executor's own check says, without blocking the event loop."""
+        """The problem that the executor's own check finds, without blocking the event loop."""
         if self._healthy is None:
             return None
         try:

@@ -54,7 +54,7 @@ class ReplyGuard:
     async def subscribe(
         self, subject: str, queue: str = "", cb: Callable[[Msg], Awaitable[None]] | None = None
     ) -> Subscription:
-        """As `Client.subscribe`; messages with another reply subject are dropped."""
+        """Same as `Client.subscribe`; messages with another reply subject are dropped."""
         assert cb is not None, "messages are guarded on their way to a callback"
 
         async def guarded(message: Msg) -> None:
