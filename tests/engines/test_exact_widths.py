@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from effort import examples
+from engine_doubles import EveryToken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_checkpoints import GEMMA, MIXTURE, write
@@ -72,23 +73,6 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tanh": ("llama", {**ODD_LLAMA, "intermediate_size": 6910, "hidden_act": "gelu_pytorch_tanh"}),
 }
 SMALL = ("llama gelu", "llama relu", "llama tanh")
-
-
-class EveryToken:
-    """Keeps the logits of all prompt tokens."""
-
-    wants_prompt = True
-    wants_generated = False
-    first_wanted = 0
-
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-
-    def see_prompt(self, start: int, logits: torch.Tensor) -> None:
-        self.seen.append(logits.clone())
-
-    def see_generated(self, position: int, logits: torch.Tensor) -> None:
-        raise AssertionError("nothing was asked for")
 
 
 @pytest.fixture(autouse=True)

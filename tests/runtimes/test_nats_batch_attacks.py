@@ -57,14 +57,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     made.kill()
 
 
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[NatsServer]:
-    made = NatsServer(tmp_path / "server")
-    made.start()
-    yield made
-    made.kill()
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(server: NatsServer) -> AsyncIterator[Client]:
     made = await connect(ConnectionOptions(url=server.url), "test")
