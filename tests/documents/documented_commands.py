@@ -158,7 +158,7 @@ def _check_python(given: list[str], variables: Mapping[str, str], *, is_cut: boo
     elif module == "dynamo.frontend":
         with patch.object(sys, "argv", ["frontend", *rest]):
             importlib.import_module("dynamo.frontend.main").parse_args()
-    elif module != "pytest":
+    elif module not in ("pip", "pytest"):
         main = importlib.import_module(f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module)
         _check_argparse(lambda: main.main(rest))
 
