@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from adapters.sampling.whole_row import WholeRow
 
 
-class Kernels(Protocol):
+class RowKernels(Protocol):
     """Kernels for float32 rows on the CPU; a module that has these functions is one."""
 
     def are_available(self) -> bool:
@@ -36,11 +36,11 @@ class Kernels(Protocol):
         """Weighs rows of `vocab_size` logits."""
 
 
-_kernels: Kernels | None = None
+_kernels: RowKernels | None = None
 _choose_select: Callable[[torch.device], Select] | None = None
 
 
-def use_kernels(kernels: Kernels) -> None:
+def use_kernels(kernels: RowKernels) -> None:
     """Compute with `kernels` from now on, wherever they are available."""
     global _kernels
     _kernels = kernels
@@ -52,7 +52,7 @@ def use_select(choose: Callable[[torch.device], Select]) -> None:
     _choose_select = choose
 
 
-def native_kernels() -> Kernels | None:
+def native_kernels() -> RowKernels | None:
     """The kernels that were passed in, None if there are none or they do not compute here."""
     return _kernels if _kernels is not None and _kernels.are_available() else None
 

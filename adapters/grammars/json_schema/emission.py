@@ -10,7 +10,7 @@ from typing import Any
 
 from adapters.grammars.json_schema.decimals import Numbers, digits, expression, multiples
 from adapters.grammars.json_schema.distinct import Steps, TooMany, steps_of
-from adapters.grammars.json_schema.documents import Document, inside, shown
+from adapters.grammars.json_schema.documents import SchemaDocument, inside, shown
 from adapters.grammars.json_schema.keywords import RULES
 from adapters.grammars.json_schema.patterns import ANYTHING, Language, TooComplex, limited
 from adapters.grammars.json_schema.sequences import MemberSequence, repeated
@@ -98,7 +98,7 @@ def _is_compact(schema: Any, wanted: bool | None) -> bool:
 
 class _Emission:
     def __init__(self, schema: Any, compact: bool) -> None:
-        document = Document(schema)
+        document = SchemaDocument(schema)
         declared = schema.get("$schema") if isinstance(schema, dict) else None
         self._compact = compact
         # Draft 4 knows 1.0 as no integer.

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from adapters.grammars.json_schema.decimals import Numbers
 from adapters.grammars.json_schema.decimals import meet as meet_numbers
-from adapters.grammars.json_schema.documents import Document, inside
+from adapters.grammars.json_schema.documents import SchemaDocument, inside
 from adapters.grammars.json_schema.patterns import TooComplex, both, is_empty
 from adapters.grammars.json_schema.shapes import (
     FALSE,
@@ -60,7 +60,7 @@ class Solver:
         rules: What each keyword says.
     """
 
-    def __init__(self, document: Document, rules: Mapping[str, Rule]) -> None:
+    def __init__(self, document: SchemaDocument, rules: Mapping[str, Rule]) -> None:
         self.document, self._rules = document, rules
         self._found: dict[Literal, Shapes] = {}
         self._open = set[Literal]()
