@@ -1,4 +1,4 @@
-"""What is native: the kernels, and the watchdog's thread; all else of the build is in
+"""The native modules: kernels, and the watchdog's thread; all else of the build is in
 ``pyproject.toml``.
 
 They are built where there is a C compiler, one library for each set of instructions that it knows.

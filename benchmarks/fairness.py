@@ -50,7 +50,7 @@ FEW = 6
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the clients ask for.
+    """The requests of the clients.
 
     Attributes:
         num_small: Requests of the small client, one after the other.

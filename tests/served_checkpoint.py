@@ -18,7 +18,7 @@ PROMPT = [5, 300, 17, 42, 7, 255, 31, 9, 120, 64, 3, 11]
 
 
 def load(path: Path, **changes: Any) -> HfModel:
-    """As a worker starts: with the first forward pass."""
+    """The model loaded as by a worker, with the first forward pass."""
     config = EmbeddedConfig(model_path=path, **({"device": "cpu", "packed_copy": "off", "dtype": "float32"} | changes))
     model = load_model(config)
     model.allocate_kv(4, 32)
@@ -31,7 +31,7 @@ def prompt_of(vocab_size: int, context_length: int) -> list[int]:
 
 
 def logits(model: HfModel) -> torch.Tensor:
-    """Of the token behind the prompt."""
+    """Logits of the token behind the prompt."""
     prompt = prompt_of(model.vocab_size, model.context_length)
     request = Request("", 0, SamplingParams(), prompt, len(prompt), 999, frozenset(), 0, pages=[1])
     return model.forward(Plan((), (Chunk(request, 0, len(prompt)),), (request,)))

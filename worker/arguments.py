@@ -91,6 +91,9 @@ def _not_negative(text: str) -> int:
     return int(text)
 
 
+SUBJECT_PART = r"[!-)+,\-/-=?-~]+"
+"""A part of a subject of NATS: printable ASCII without dots and wildcards."""
+
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -135,7 +138,7 @@ def _subject_token(text: str) -> str:
 
 def _reply_prefixes(text: str) -> str:
     for one in _list(text):
-        if not re.fullmatch(r"([!-)+,\-/-=?-~]+\.)+", one) or one.startswith(("$", "dlw.", "dlw-")):
+        if not re.fullmatch(rf"({SUBJECT_PART}\.)+", one) or one.startswith(("$", "dlw.", "dlw-")):
             raise ValueError(
                 "beginnings of subjects that end with a dot, neither NATS's own ($) nor the worker's (dlw)"
             )

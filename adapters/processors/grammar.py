@@ -92,6 +92,7 @@ class GrammarProcessor(SteeringProcessor):
     define the grammar.
     """
 
+    version = 2  # masks have every token that can continue; JSON Schemas are lowered to grammars
     stage = Stage.MASK
     reads = Reads.GENERATED
     scopes: ClassVar[tuple[Scope, ...]] = ("all", "answer")  # in a thinking section an end token would end the answer

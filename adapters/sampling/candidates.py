@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-_LAST_ID = 2**31 - 1
+LAST_ID = 2**31 - 1
+"""Mask of the ids in `sort_keys`."""
 
 BLOCK = 64
 """Tokens per block."""
@@ -94,7 +95,7 @@ def top_in_order(
     rows: torch.Tensor | None = None,
     divisors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `top`, with ties ordered by rising id; of values divided by a divisor, if there are some.
+    """Same as `top`, with ties ordered by rising id; of values divided by their row's divisor.
 
     Of the values that tie with the last one returned, any may be left out. Values that differ may
     tie when they are divided.
@@ -118,7 +119,7 @@ def top_in_order(
     # overfull ones go through `top`.
     bounds = _lower_bounds(maxima, count, strides)
     keys, crowded = _reaching(values, maxima, bounds, rows, 4 * count, divisors)
-    ids = torch.from_numpy(_LAST_ID - (np.sort(keys, axis=-1)[:, : -count - 1 : -1] & _LAST_ID))
+    ids = torch.from_numpy(LAST_ID - (np.sort(keys, axis=-1)[:, : -count - 1 : -1] & LAST_ID))
     owners = torch.arange(len(maxima)) if rows is None else rows
     if len(crowded):
         some = None if divisors is None else divisors[crowded]
@@ -133,7 +134,7 @@ def sort_ids(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return ids.sort(dim=-1)
     # one int64 per id, with its index in the low bits: a plain sort yields the ids and the order
     keys = np.sort((ids.numpy() << 31) | np.arange(ids.shape[1]), axis=-1)
-    return torch.from_numpy(keys >> 31), torch.from_numpy(keys & _LAST_ID)
+    return torch.from_numpy(keys >> 31), torch.from_numpy(keys & LAST_ID)
 
 
 def _lower_bounds(maxima: torch.Tensor, count: int, strides: int) -> torch.Tensor:
@@ -240,4 +241,4 @@ def sort_keys(
     bits = (values + np.float32(0)).view(np.int32).astype(np.int64)  # adding 0 turns -0.0 into 0.0
     # The bits of a float32 rise with it, except that negative ones fall: flipping their 31 low bits
     # makes all of them rise. The complement of the id below makes the lower id win a tie.
-    return ((bits ^ ((bits >> 63) & _LAST_ID)) << 31) | (_LAST_ID - ids)
+    return ((bits ^ ((bits >> 63) & LAST_ID)) << 31) | (LAST_ID - ids)

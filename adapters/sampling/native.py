@@ -17,30 +17,30 @@ if TYPE_CHECKING:
     from adapters.sampling.whole_row import WholeRow
 
 
-class Kernels(Protocol):
+class RowKernels(Protocol):
     """Kernels for float32 rows on the CPU; a module that has these functions is one."""
 
     def are_available(self) -> bool:
         """Whether they compute here; asked at each use."""
 
     def exponential_(self, values: torch.Tensor) -> torch.Tensor:
-        """As `weights.exponential_`."""
+        """See `weights.exponential_`."""
 
     def block_maxima(self, logits: torch.Tensor) -> torch.Tensor:
-        """As `candidates.block_maxima`."""
+        """See `candidates.block_maxima`."""
 
     def highest_ids(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
-        """As `whole_row.find_highest`."""
+        """See `whole_row.find_highest`."""
 
     def weigher(self, vocab_size: int) -> WholeRow:
         """Weighs rows of `vocab_size` logits."""
 
 
-_kernels: Kernels | None = None
+_kernels: RowKernels | None = None
 _choose_select: Callable[[torch.device], Select] | None = None
 
 
-def use_kernels(kernels: Kernels) -> None:
+def use_kernels(kernels: RowKernels) -> None:
     """Compute with `kernels` from now on, wherever they are available."""
     global _kernels
     _kernels = kernels
@@ -52,7 +52,7 @@ def use_select(choose: Callable[[torch.device], Select]) -> None:
     _choose_select = choose
 
 
-def native_kernels() -> Kernels | None:
+def native_kernels() -> RowKernels | None:
     """The kernels that were passed in, None if there are none or they do not compute here."""
     return _kernels if _kernels is not None and _kernels.are_available() else None
 

@@ -2,7 +2,7 @@
 
 The prefix of a row is the shortest one, by falling key and rising id, whose integer mass is at
 least the target (`weights.share_of`). Integer sums are exact in any order, so each of these finds
-the same prefix, which `tests/adapters/sampling/` proves of all of them:
+the same prefix, to which `tests/engines/test_prefix_rule.py` holds all of them:
 
 * `prefix_of_ordered`, in rows that are in this order already;
 * `beyond_prefix`, in whole rows on any device, with `select_by_sorting` or a kernel passed in;
@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from adapters.sampling.candidates import sort_keys
+from adapters.sampling.candidates import LAST_ID, sort_keys
 
 Select = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Finds where prefixes end: `select_by_sorting`, or a kernel with the same results."""
 
-_LAST_ID = 2**31 - 1
 _BUCKETS = 1024
 _SAMPLE = 3000
 """Approximate size of the sample of a row that estimates where the nucleus ends."""
@@ -151,7 +150,7 @@ def _prefix(
     """
     above = key > high  # surely inside the prefix, if it ends in the bracket at all
     near = np.flatnonzero(~above if reaching is None else reaching & ~above)
-    near = near[_LAST_ID - (np.sort(sort_keys(key.take(near), np.arange(len(near))))[::-1] & _LAST_ID)]
+    near = near[LAST_ID - (np.sort(sort_keys(key.take(near), np.arange(len(near))))[::-1] & LAST_ID)]
     found = mass.take(near)
     mass *= above
     missing = target - int(mass.sum())

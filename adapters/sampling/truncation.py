@@ -131,7 +131,7 @@ def keep_share(logits: torch.Tensor, shares: torch.Tensor, totals: torch.Tensor)
 
 
 def weights_of_rows(logits: torch.Tensor) -> torch.Tensor:
-    """As `weights.weights_of`, in half the time on the CPU."""
+    """Same as `weights.weights_of`, in half the time on the CPU."""
     if not is_weighed_on_host(logits):
         return weights_of(logits)
     weights = torch.zeros_like(logits, dtype=torch.int64)

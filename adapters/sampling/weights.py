@@ -1,7 +1,7 @@
 """Weights of tokens as integers, whose sums do not depend on the order in which they are added.
 
 A token's weight is ``exp(z - max z)`` of float32 logits that the temperature has divided already
-(`truncation.divided`), computed in float64 (`exponential_`) and rounded to a multiple of
+(`truncation.divide_`), computed in float64 (`exponential_`) and rounded to a multiple of
 ``2**-weight_bits(V)``, its unit. The weights of a row sum to less than 2**62, so that every sum of
 them is exact in int64 in any order: over candidates, over a whole row, or by the threads of a GPU.
 A token with a weight below half a unit, 3e-14 of the highest, is never sampled.

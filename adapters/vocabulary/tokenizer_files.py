@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 from tokenizers import Tokenizer
 
+from adapters.first_problem import first_problem
 from adapters.strict_json import RepeatedKey, read_object
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
@@ -52,7 +53,7 @@ class _Config(BaseModel):
 
 
 def explain(directory: Path, error: Exception) -> TokenizerDamaged:
-    """What is wrong with the tokenizer in `directory`, for which a library raised `error`."""
+    """The damage in a tokenizer for which a library raised `error`; names the file and the key."""
     if not any((directory / name).is_file() for name in (CONFIG, TOKENIZER, *_OTHERS)):
         return TokenizerDamaged(f"it has no tokenizer: neither {TOKENIZER} nor {CONFIG}")
     found = _damage_in_config(directory) or _damage_in_tokenizer(directory)
@@ -80,12 +81,7 @@ def _wrong_key(config: dict[str, Any]) -> str | None:
     try:
         _Config.model_validate(config)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        key = ".".join(str(part) for part in first["loc"] if part not in ("str", "_Token") and "[" not in str(part))
-        problem = first["msg"].replace("Input should be", "must be")
-        if first["type"] in ("dict_type", "model_type"):
-            problem = "must be an object"
-        return f"{key} {problem[:1].lower()}{problem[1:]}, got {repr(first['input'])[:_SHOWN]}"
+        return first_problem(error, lambda value: repr(value)[:_SHOWN], (_Token.__name__,))
     for number in config.get("added_tokens_decoder") or ():
         if not number.isdecimal():
             return f"added_tokens_decoder: keys must be ids of tokens, got {number[:_SHOWN]!r}"

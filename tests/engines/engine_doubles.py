@@ -22,6 +22,24 @@ PADDING = 6
 END = 2
 
 
+class EveryToken:
+    """Keeps the logits of all prompt tokens."""
+
+    wants_prompt = True
+    wants_generated = False
+    first_wanted = 0
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def see_prompt(self, start: int, logits: torch.Tensor) -> None:
+        assert start == sum(map(len, self.seen))
+        self.seen.append(logits.clone())
+
+    def see_generated(self, position: int, logits: torch.Tensor) -> None:
+        raise AssertionError("nothing was asked for")
+
+
 class ScriptedModel:
     """Logits are a fixed function of a row's last token and position, bit by bit the same in any
     batch.

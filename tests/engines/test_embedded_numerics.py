@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from effort import examples
+from engine_doubles import EveryToken
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_checkpoints import EVERY_TYPE
@@ -71,24 +72,6 @@ class Loaded:
         tap = request.tap = EveryToken()
         self.model.forward(step(chunks=[Chunk(request, 0, len(tokens))]))
         return torch.cat(tap.seen)
-
-
-class EveryToken:
-    """Keeps the logits of all prompt tokens."""
-
-    wants_prompt = True
-    wants_generated = False
-    first_wanted = 0
-
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-
-    def see_prompt(self, start: int, logits: torch.Tensor) -> None:
-        assert start == sum(map(len, self.seen))
-        self.seen.append(logits.clone())
-
-    def see_generated(self, position: int, logits: torch.Tensor) -> None:
-        raise AssertionError("nothing was asked for")
 
 
 def make_request(tokens: list[int], pages: list[int]) -> Request:
@@ -194,7 +177,7 @@ WITH_MORE_THREADS = [
     *((arch, "float32", "torch", threads) for arch, threads in (("gemma3_text", 3), ("qwen3_moe", 5))),
 ]
 WITH_MORE_THREADS = [(*case[:3], "auto", case[3]) for case in WITH_MORE_THREADS]
-"""Of torch's kernels, whose bits depend on their number."""
+"""Threads of torch's kernels, whose bits depend on their number."""
 IN_INT8 = [
     *((arch, *computed, "int8", 1) for arch in EVERY_TYPE for computed in NATIVE),
     *((arch, *computed, "int8", threads) for arch, threads in (("llama", 2), ("gemma2", 1)) for computed in COMPUTED),

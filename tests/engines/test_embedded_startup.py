@@ -15,9 +15,10 @@ import torch
 from engine_doubles import collect
 from safetensors.torch import load_file, save_file
 
-from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, native
 from worker.engines.embedded.config import resolve_dtype
 from worker.engines.embedded.kv_cache import budget as kv_budget
+from worker.engines.embedded.model.kernels import choose_kernels
 from worker.errors import StartupError
 from worker.sampling import SamplingParams
 
@@ -189,3 +190,15 @@ async def test_without_a_tokenizer_all_ids_may_be_sampled(checkpoint: Path) -> N
     finally:
         await engine.stop()
     assert tokens == [1010] * 3
+
+
+def test_kernels_that_were_not_built_are_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = "they were not built: the package was installed where there was no C compiler"
+    monkeypatch.setattr(native, "unavailable", lambda dtype, path=None: problem)
+    chosen = choose_kernels("auto", torch.device("cpu"), torch.float32)
+    assert chosen.name == "torch"
+    assert [record.message for record in caplog.records] == [
+        f"torch's kernels compute, which are slower, and not the native ones: {problem}"
+    ]

@@ -172,7 +172,7 @@ def test_min_p_is_relative_to_the_likeliest_after_temperature() -> None:
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 9e-6])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
-    """As the processor's: of equal logits the lowest id."""
+    """The processor's rule: of equal logits the lowest id."""
     assert kept_ids([1.0, 3.0, 3.0, -5.0], temperature=temperature) == [1]
     assert kept_ids([1.0, 3.0, 3.0, -5.0], temperature=temperature, min_p=0.1, top_k=2, top_p=0.9) == [1]
     assert kept_ids([1.0, 3.0, 3.0, -5.0], temperature=1e-5) == [1, 2]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from effort import examples
+from engine_doubles import EveryToken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_checkpoints import GEMMA, MIXTURE, write
@@ -74,23 +75,6 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
 SMALL = ("llama gelu", "llama relu", "llama tanh")
 
 
-class EveryToken:
-    """Keeps the logits of all prompt tokens."""
-
-    wants_prompt = True
-    wants_generated = False
-    first_wanted = 0
-
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-
-    def see_prompt(self, start: int, logits: torch.Tensor) -> None:
-        self.seen.append(logits.clone())
-
-    def see_generated(self, position: int, logits: torch.Tensor) -> None:
-        raise AssertionError("nothing was asked for")
-
-
 @pytest.fixture(autouse=True)
 def same_threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -99,7 +83,7 @@ def same_threads() -> Iterator[None]:
 
 
 def logits(model: HfModel, page_size: int, budget: int) -> torch.Tensor:
-    """Of every token of a prompt, computed in chunks of `budget` tokens."""
+    """Logits of every token of a prompt, computed in chunks of `budget` tokens."""
     tokens = torch.randint(3, model.vocab_size, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
     pages = list(range(-(-NUM_TOKENS // page_size)))[::-1]
     request = Request("", 0, SamplingParams(), tokens, len(tokens), 999, frozenset(), 0, pages=pages)

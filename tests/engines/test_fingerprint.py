@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Its first shard is beside its index, one in a directory below, and one in another one."""
+    """The first shard is beside the index, one in a directory below, and one in another one."""
     directory = tmp_path / "model"
     (directory / "inside").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()

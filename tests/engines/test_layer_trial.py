@@ -1,4 +1,4 @@
-"""What is measured at start before numerics are called exact: whole layers, and the LM head."""
+"""Trials at start before numerics are called exact: whole layers, and the LM head."""
 
 from __future__ import annotations
 

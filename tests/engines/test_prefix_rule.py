@@ -111,7 +111,7 @@ def by_row(found: tuple[torch.Tensor | None, torch.Tensor]) -> set[int]:
 
 
 def ways(row: torch.Tensor, share: float) -> Iterator[tuple[str, set[int]]]:
-    """What each way keeps of a row, among the tokens that have a weight."""
+    """Tokens of a row that each way keeps, of those that have a weight."""
     width = len(row)
     weights = weights_of(row[None])[0]
     total = int(weights.sum())
@@ -349,7 +349,7 @@ def shaped(row: torch.Tensor, kind: type[Processor], **args: float) -> set[int]:
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 1024])
 def test_shares_are_exact_at_their_boundary(count: int, has_kernels: bool) -> None:
-    """Of ``count`` equal tokens each has a share of exactly 1 / count."""
+    """Each of ``count`` equal tokens has a share of exactly 1 / count."""
     row = torch.full((count + 700,), -torch.inf)
     row[5 : 5 + count] = 1.25
     every = set(range(5, 5 + count))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,9 +25,24 @@ BAD = (40, 41)
 """Tokens whose embedding is NaN, and infinite."""
 
 
-def damaged(source: Path, target: Path) -> Path:
-    """A copy of a checkpoint in which the tokens `BAD` have no finite embedding, and are never
-    generated."""
+class Damaged:
+    """An embedding in which the tokens `BAD` are not finite.
+
+    It is damaged once the model is loaded: a checkpoint that holds such numbers is refused.
+    """
+
+    def __init__(self, sound: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._sound = sound
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self._sound(ids).clone()
+        rows[ids == BAD[0]] = torch.nan
+        rows[ids == BAD[1], 3] = torch.inf
+        return rows
+
+
+def without_bad_answers(source: Path, target: Path) -> Path:
+    """A copy of a checkpoint that never generates the tokens `BAD`."""
     target.mkdir()
     for path in source.iterdir():
         if path.suffix != ".safetensors":
@@ -35,8 +50,6 @@ def damaged(source: Path, target: Path) -> Path:
     weights = load_file(source / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
     weights["lm_head.weight"] = weights.get("lm_head.weight", embedding.clone())
-    embedding[BAD[0]] = torch.nan
-    embedding[BAD[1], 3] = torch.inf
     weights["lm_head.weight"][list(BAD)] = 0
     save_file(weights, target / "model.safetensors", {"format": "pt"})
     config = (target / "config.json").read_text()
@@ -46,7 +59,7 @@ def damaged(source: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return damaged(checkpoints["llama"], tmp_path_factory.mktemp("spoiled") / "llama")
+    return without_bad_answers(checkpoints["llama"], tmp_path_factory.mktemp("spoiled") / "llama")
 
 
 def engine(checkpoint: Path, **changes: object) -> Engine:
@@ -61,7 +74,10 @@ def engine(checkpoint: Path, **changes: object) -> Engine:
         "kv_blocks": 160,
         "packed_copy": "off",
     }
-    return Engine(checkpoint, **(options | changes))  # type: ignore[arg-type]
+    made = Engine(checkpoint, **(options | changes))  # type: ignore[arg-type]
+    network = made.session.stepper.model._network
+    network._embed = Damaged(network._embed)
+    return made
 
 
 @pytest.fixture(scope="module", params=["native", "torch"])

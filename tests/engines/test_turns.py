@@ -150,7 +150,7 @@ def test_a_prompt_does_not_wait_for_the_end_of_others() -> None:
 
 
 def test_where_pages_are_few_a_small_request_passes_a_large_one() -> None:
-    """As many as may run; then it waits for the large one to begin."""
+    """It passes as many times as requests may run; then the large one begins."""
     engine = Engine(slots=3, pages=8)
     engine.scheduler.add(request("a0", "a", 4 * BLOCK, 3 * BLOCK - 1))
     engine.step()

@@ -231,7 +231,7 @@ def test_numbers_of_another_width_beside_them_keep_their_values(
 
 
 def test_a_file_of_float16_alone_stays_so(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Whose norms, float32 in every file, are numbers of float16 too."""
+    """The norms, float32 in every file, are numbers of float16 too."""
     checkpoint = converted(Source(checkpoints["llama"], GGMLQuantizationType.F16), tmp_path)
     assert json.loads((checkpoint / "config.json").read_text())["torch_dtype"] == "float16"
     both = Source(checkpoints["llama"], GGMLQuantizationType.F16)

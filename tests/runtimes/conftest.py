@@ -18,6 +18,15 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
     server.stop()
 
 
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[NatsServer]:
+    """A server for a test that stops it, or leaves traces in it."""
+    server = NatsServer(tmp_path / "server")
+    server.start()
+    yield server
+    server.kill()
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")

@@ -59,7 +59,7 @@ def url(server: NatsServer, user: str) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def workers(server: NatsServer, tiny_model: Path) -> AsyncIterator[tuple[NatsWorker, NatsWorker]]:
-    """Of the model M, and of another one."""
+    """Workers of the model M, and of another one."""
     async with (
         running(
             tiny_model, url(server, "worker"), "M", "--nats-reply-prefixes", "_INBOX.,_INBOX_private.,_R_."

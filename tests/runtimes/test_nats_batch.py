@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -321,14 +321,6 @@ async def test_the_command(
     assert await asyncio.to_thread(main, ["results", batch, "-o", str(tmp_path / "out.jsonl"), *url]) == 0
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 4
     assert await asyncio.to_thread(main, ["cancel", batch, *url]) == 0
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path / "server")
-    server.start()
-    yield server
-    server.kill()
 
 
 async def killed_at_random(

@@ -57,14 +57,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     made.kill()
 
 
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[NatsServer]:
-    made = NatsServer(tmp_path / "server")
-    made.start()
-    yield made
-    made.kill()
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(server: NatsServer) -> AsyncIterator[Client]:
     made = await connect(ConnectionOptions(url=server.url), "test")
@@ -87,7 +79,7 @@ def stream(model: str) -> str:
 
 
 async def reasons(client: Client, stream: str) -> list[str]:
-    """Of the dead letters that come from a stream, in their order."""
+    """Reasons of the dead letters that come from a stream, in their order."""
     js, found = client.jetstream(), []
     for sequence in range(1, (await js.stream_info(layout.DEAD_LETTERS)).state.last_seq + 1):
         headers = (await js.get_msg(layout.DEAD_LETTERS, sequence)).headers or {}

@@ -12,7 +12,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,14 +30,6 @@ from worker.runtimes.nats.connection import ConnectionOptions, connect
 
 LONG: dict[str, Any] = {"token_ids": [9, 30, 41, 77], "stop_conditions": {"max_tokens": 300, "ignore_eos": True}}
 SHORT: dict[str, Any] = {"token_ids": [9, 30, 41, 77], "stop_conditions": {"max_tokens": 5, "ignore_eos": True}}
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path / "server")
-    server.start()
-    yield server
-    server.kill()
 
 
 async def test_a_server_that_is_killed_and_comes_back(own_server: NatsServer, tiny_model: Path) -> None:

@@ -171,7 +171,7 @@ async def test_records_of_a_directory_go_away(tmp_path: Path) -> None:
 async def test_a_clock_that_is_set_back_or_forward_neither_loses_nor_keeps_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift_s: float
 ) -> None:
-    """Of the machine, and so of the times of its files; or of another machine that shares them."""
+    """Whether the machine's clock, and so that of its files, was set, or another machine's."""
     now_s = [0.0]
     store = FileStore(str(tmp_path), 10.0, clock=lambda: now_s[0])
     await store.put(KEY, b"live")
@@ -233,7 +233,7 @@ async def test_what_is_no_record_file_holds_up_nobody(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def small_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
-    """What fills a file system, and frees it: a real one where this user may mount one."""
+    """Functions that fill a file system and free it: a real one where this user may mount one."""
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(place)]
     if subprocess.run(command, capture_output=True, check=False).returncode == 0:

@@ -37,7 +37,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 async def said_to(at: House, data: bytes) -> bytes:
-    """What a client reads that has sent so much and sends no more."""
+    """The bytes that a client reads which has sent so much and sends no more."""
     reader, writer = await at.connect()
     writer.write(data)
     writer.write_eof()
@@ -85,7 +85,7 @@ def test_half_a_request_is_refused_at_once(run: Run, sent: bytes) -> None:
 
 
 def test_one_that_waits_long_gets_its_answer_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent meanwhile to find out whether it is there changes nothing."""
+    """Probes that are sent meanwhile change nothing."""
     monkeypatch.setattr("worker.frontdoor.client_connection.PROBES_S", (0.01,))
 
     async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

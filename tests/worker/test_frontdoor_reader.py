@@ -73,7 +73,7 @@ def test_h11_reads_alike_what_is_accepted(data: bytes) -> None:
 
 
 def outcome(pieces: list[bytes]) -> tuple[object, ...]:
-    """What becomes of a request that comes in these pieces: what was read of it, or why not."""
+    """The parts that were read of a request that comes in these pieces, or why none were."""
     reader, head, body = RequestReader(MAX_BODY), None, b""
     for piece in pieces:
         reader.feed(piece)

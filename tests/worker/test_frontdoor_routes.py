@@ -137,7 +137,7 @@ async def test_the_router_is_out_of_reach() -> None:
 
 
 def test_every_path_of_a_frontend_that_writes_is_out_of_reach() -> None:
-    """What generates text, or changes something, is served only where its fields are checked."""
+    """Paths that generate text, or change something, are served only where fields are checked."""
     routes = Routes()
     for path in FRONTENDS:
         if path not in TABLES:

@@ -80,7 +80,7 @@ class ReadKv:
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """What is known of a request that changes no token. An engine without a use ignores it.
+    """Facts about a request that change no token; an engine without a use ignores them.
 
     Attributes:
         trace_headers: W3C trace context that its spans belong to.

@@ -10,7 +10,7 @@ from worker.frontdoor.upstreams import UpstreamConnection
 
 
 class Whole(Protocol):
-    """What is made of answers."""
+    """An answer that is made of several."""
 
     def headed(self, answer: ParsedAnswer) -> None:
         """The head of an answer has come."""

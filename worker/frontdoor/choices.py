@@ -105,7 +105,7 @@ class Choices:
                 answer.connection.abort()
 
     def filler(self) -> bytes | None:
-        """As `UpstreamConnection.filler`."""
+        """See `UpstreamConnection.filler`."""
         if not self._begun:
             return INTERIM
         return self._framed(COMMENT)

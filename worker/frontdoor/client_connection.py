@@ -449,6 +449,6 @@ class ClientConnection(WaitingProtocol):
 
 
 def _internal_error() -> Refused:
-    """What an error of the front door's own looks like to the client; the log has it."""
+    """The answer to a request that met an error of the front door's own, which the log has."""
     logger.exception("a request failed")
     return Refused(500, "internal error", kind="server_error")

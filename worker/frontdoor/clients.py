@@ -99,7 +99,7 @@ class Keys:
 
 @lru_cache(1024)
 def label_of(key: bytes, peer: bytes) -> bytes:
-    """What stands for a client before the workers: it does not show its key, and is the same at
+    """The label of a client before the workers: it does not show its key, and is the same at
     each front door.
 
     Args:

@@ -16,7 +16,7 @@ from worker.frontdoor.errors import Refused
 AT_ONCE = 32 * 1024
 """Bytes of the largest body that the event loop reads itself: about a millisecond at worst."""
 
-Bodies = tuple[bytes, ...]
+Rewritten = tuple[bytes, ...]
 
 
 class Rewriting:
@@ -26,8 +26,8 @@ class Rewriting:
         self._thread = ThreadPoolExecutor(1, "front-door-bodies")
         self._turn = asyncio.Lock()
 
-    async def aside(self, rewrite: Callable[[], Bodies]) -> Bodies | Refused:
-        """What ``rewrite`` returns, or the refusal that it raises."""
+    async def aside(self, rewrite: Callable[[], Rewritten]) -> Rewritten | Refused:
+        """The result of ``rewrite``, or the refusal that it raises."""
         async with self._turn:
             return await asyncio.get_running_loop().run_in_executor(self._thread, _run, rewrite)
 
@@ -36,7 +36,7 @@ class Rewriting:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _run(rewrite: Callable[[], Bodies]) -> Bodies | Refused:
+def _run(rewrite: Callable[[], Rewritten]) -> Rewritten | Refused:
     # reading a million lists would set off a thousand collections, which hold the event loop up
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What all clients' connections to the front door share."""
+"""The front door, which all connections of clients share."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What one of them said.
+    """The answer of one of them.
 
     Attributes:
         status: Of HTTP; 503 if it cannot be reached, did not answer in time or said too much.
@@ -95,7 +95,7 @@ class Summary:
         """There is nothing to hold back."""
 
     def resume(self) -> None:
-        """As `pause`."""
+        """See `pause`."""
 
     def abort(self) -> None:
         """End it. Idempotent."""
@@ -103,7 +103,7 @@ class Summary:
             self._task.cancel()
 
     def filler(self) -> bytes | None:
-        """As `UpstreamConnection.filler`."""
+        """See `UpstreamConnection.filler`."""
         return INTERIM
 
 
@@ -117,7 +117,7 @@ class _Asking:
         self._ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     async def reply(self) -> Reply:
-        """Its answer."""
+        """Ask, and return the answer."""
         connection = self._answer.connection
         host = str(self._source.turn[0]).removeprefix("http://")
         request = f"GET {self._source.path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
@@ -141,7 +141,7 @@ class _Asking:
             self._end(False)
 
     def ended(self, answer: ParsedAnswer) -> None:
-        """Its answer is complete."""
+        """The answer is complete."""
         self._end(True)
 
     def failed(self, answer: ParsedAnswer, reason: str) -> None:

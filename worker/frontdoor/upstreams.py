@@ -269,9 +269,7 @@ class UpstreamConnection(WaitingProtocol):
             self._fail(str(exc or "it closed the connection"))
 
     def filler(self) -> bytes | None:
-        """What may be sent to the client now and changes nothing of its answer, None if nothing
-        may.
-        """
+        """Bytes for the client that change nothing of its answer; None if none may be sent now."""
         if not self._begun:
             return INTERIM
         return b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT) if self._end.is_between_events else None

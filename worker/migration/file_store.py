@@ -28,7 +28,7 @@ _OURS = re.compile(r"[0-9a-f]+(\.[0-9a-f-]+)?")
 
 
 MAX_BYTES = 64 * 2**10
-"""Of a record, which has some hundreds."""
+"""Bytes of a record at most; it has some hundreds."""
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

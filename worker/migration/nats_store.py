@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 BUCKET = "dynamo-logits-worker-boundaries"
 
 INBOX = "_INBOX.dlw-worker"
-"""What inboxes of workers begin with: apart from those of clients, to which workers answer."""
+"""Prefix of the inboxes of workers: apart from those of clients, to which workers answer."""
 
 RECONNECT_S = 0.25
 """Pause between two attempts to connect again."""

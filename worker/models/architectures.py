@@ -217,7 +217,7 @@ class Architecture:
         return config
 
     def _dtype(self) -> str:
-        """What the model computes in by default: the narrowest that holds all plain numbers of the
+        """Data type of the model by default: the narrowest that holds all plain numbers of the
         file exactly; `BLOCKS` where there are blocks.
         """
         kinds = {tensor.kind for tensor in self._file.tensors.values()}

@@ -42,7 +42,7 @@ _SETTLED_NS = 2 * 10**9
 
 _digests_lock = threading.Lock()
 _digests: dict[Path, dict[str, list[Any]]] = {}
-"""What this process knows, by directory; as in a file of digests."""
+"""Digests that this process knows, by directory; as in a file of digests."""
 
 
 def copies_of(checkpoint: Path, setting: str = "auto") -> Path | None:
@@ -152,7 +152,7 @@ def file_digests(directory: Path, paths: Iterable[Path], copies: Path | None) ->
 
 
 def _state(found: os.stat_result) -> list[int]:
-    """What changes with a file's content."""
+    """Size, inode and times of a file, which change with its content."""
     return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
 
 

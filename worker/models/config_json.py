@@ -13,14 +13,15 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from adapters.strict_json import RepeatedKey, read_object
+from adapters.first_problem import first_problem
+from adapters.strict_json import read_object
 from worker.models.geometry import BOUNDS, Geometry, GeometryError, check_fit
 from worker.models.problems import ModelFileError, shown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
 _MOST_BYTES = 64 * 2**20
-"""Of a JSON file beside the weights; tokenizers are read elsewhere."""
+"""Size of a JSON file beside the weights at most; tokenizers are read elsewhere."""
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 """Data types that a checkpoint may name."""
@@ -43,7 +44,7 @@ _ONLY = {
     **dict.fromkeys(("use_bidirectional_attention", "is_encoder_decoder"), False),
     **dict.fromkeys(("output_attentions", "output_hidden_states"), False),
 }
-"""What attends in both directions, or returns something else, is another model."""
+"""The values of keys with which a model neither attends both ways nor returns something else."""
 
 _SOFTCAPPED = ("gemma2", "gemma3_text")
 _UNSCALED = (None, "default")
@@ -254,8 +255,6 @@ def _read(path: Path) -> dict[str, Any] | None:
         raise ModelFileError(f"{path.name}: has more than {_MOST_BYTES // 2**20} MiB")
     try:
         return read_object(content)
-    except RepeatedKey as error:
-        raise ModelFileError(f"{path.name}: {error}") from None
     except ValueError as error:
         raise ModelFileError(f"{path.name}: {error}") from None
 
@@ -264,24 +263,4 @@ def _checked(schema: type[Schema], settings: Mapping[str, Any], file: str) -> Sc
     try:
         return schema.model_validate(settings)
     except ValidationError as error:
-        raise ModelFileError(f"{file}: {described(error)}") from None
-
-
-def described(error: ValidationError) -> str:
-    """The first problem that pydantic found: its key, what was expected, and what was there."""
-    errors = error.errors(include_url=False, include_context=False)
-    key = errors[0]["loc"][:1]
-    # of a union that which fits best: the one that looked deepest
-    first = max((each for each in errors if each["loc"][:1] == key), key=lambda each: len(each["loc"]))
-    # of a union pydantic names the member that it tried, too
-    parts = [part for part in first["loc"] if isinstance(part, int) or ("[" not in part and part not in _UNION_MEMBERS)]
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
-    problem = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    if first["type"] in ("model_type", "dict_type"):
-        problem = "must be an object"
-    if first["type"] == "value_error":  # says itself which keys do not fit each other
-        return f"{name}: {problem}" if name else problem
-    return f"{name} {problem}, got {shown(first['input'])}"
-
-
-_UNION_MEMBERS = frozenset({"int", "float", "bool", "str", "constrained-int", "constrained-float"})
+        raise ModelFileError(f"{file}: {first_problem(error, shown)}") from None

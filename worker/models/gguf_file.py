@@ -29,7 +29,9 @@ MAX_DEPTH = 4
 """Of arrays in arrays; the format sets no limit."""
 
 MAX_ITEMS = 2**24
-"""Of a list of the metadata. The largest vocabularies have 2**18 tokens, with 2**19 merges."""
+"""Items of a list of the metadata at most. The largest vocabularies have 2**18 tokens, and 2**19
+merges.
+"""
 
 MAX_ENTRIES = 2**20
 """Keys, and tensors, of a file."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Of a value, by data type."""
+"""Size of a value, by data type."""
 
 
 def encoded(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
@@ -24,7 +24,7 @@ def encoded(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
 
 
 def decoded(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """What `encoded` rounded to, float32."""
+    """The values that `encoded` rounded to, float32."""
     if values.dtype != np.uint16:
         return values.astype(np.float32)
     return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)

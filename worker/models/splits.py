@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from worker.models.gguf_file import GgufError
 
 _MOST_CHARACTERS = 2**28
-"""Of all splits; SentencePiece's vocabulary of 256,000 pieces has some 10**7."""
+"""Characters of all splits at most; SentencePiece's vocabulary of 256,000 pieces has some 10**7."""
 
 
 def splits(pieces: Collection[str]) -> Iterator[tuple[str, str, str]]:

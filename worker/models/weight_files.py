@@ -22,7 +22,7 @@ from worker.models.quantised import CODES, OFFSETS, SCALES
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _MOST_HEADER_BYTES = 100_000_000
-"""As in the safetensors library."""
+"""The limit of the safetensors library."""
 
 _SIZES = {
     "BOOL": 1,
@@ -164,7 +164,7 @@ class WeightFiles:
 
 
 def _codes_shape(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
-    """Of the codes of a quantised weight: two of 4 bits lie in a byte."""
+    """Shape of the codes of a quantised weight: two of 4 bits lie in a byte."""
     return (*shape[:-1], shape[-1] // 2) if dtype == "U8" else shape
 
 

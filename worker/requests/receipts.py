@@ -86,7 +86,7 @@ class Server:
 
     @classmethod
     def of(cls, info: EngineInfo, arguments: Arguments, digest: Future[str]) -> Server:
-        """What an engine that has started tells of itself.
+        """The record of an engine that has started.
 
         Args:
             info: The engine.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from math import ceil, floor, gcd, isfinite, lcm
@@ -158,7 +158,7 @@ def expression(numbers: Numbers, *, with_fraction: bool) -> str | None:
 
 
 def without(numbers: Numbers, value: Fraction) -> list[Numbers]:
-    """Its numbers but one, in two intervals."""
+    """The numbers but one, in two intervals."""
     sides = [Numbers(high=Bound(value, True)), Numbers(low=Bound(value, True))]
     return [found for side in sides if (found := meet(numbers, side))]
 
@@ -173,7 +173,7 @@ def complements(numbers: Numbers) -> list[Numbers] | None:
     if numbers.fractional:
         found.append(Numbers(step=Fraction(1)))
     if numbers.step == 1:
-        found.append(replace(Numbers(), fractional=True))
+        found.append(Numbers(fractional=True))
     elif numbers.step is not None:
         return None
     return found

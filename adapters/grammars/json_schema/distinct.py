@@ -11,7 +11,7 @@ MAX_STEPS = 8_192
 
 State = frozenset[str]
 Steps = dict[State, dict[str, State] | None]
-"""What may follow each state; None where no array can end."""
+"""Transitions from each state; None where no array can end."""
 
 
 class TooMany(ValueError):

@@ -21,7 +21,7 @@ _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "d
 _SHOWN = 48
 
 
-class Document:
+class SchemaDocument:
     """A document, whose schemas get numbers as they are met; schema 0 is ``true``.
 
     Args:

@@ -10,9 +10,9 @@ from typing import Any
 
 from adapters.grammars.json_schema.decimals import Numbers, digits, expression, multiples
 from adapters.grammars.json_schema.distinct import Steps, TooMany, steps_of
-from adapters.grammars.json_schema.documents import Document, inside, shown
+from adapters.grammars.json_schema.documents import SchemaDocument, inside, shown
 from adapters.grammars.json_schema.keywords import RULES
-from adapters.grammars.json_schema.patterns import ANYTHING, Language, TooComplex, limited, listed_terminal, terminal
+from adapters.grammars.json_schema.patterns import ANYTHING, Language, TooComplex, limited
 from adapters.grammars.json_schema.sequences import MemberSequence, repeated
 from adapters.grammars.json_schema.settled import Object, settled
 from adapters.grammars.json_schema.shapes import (
@@ -29,6 +29,7 @@ from adapters.grammars.json_schema.shapes import (
     joined,
 )
 from adapters.grammars.json_schema.solver import Solver
+from adapters.grammars.json_schema.terminals import listed_terminal, terminal
 
 MAX_GOALS = 20_000
 """Goals of one document."""
@@ -97,7 +98,7 @@ def _is_compact(schema: Any, wanted: bool | None) -> bool:
 
 class _Emission:
     def __init__(self, schema: Any, compact: bool) -> None:
-        document = Document(schema)
+        document = SchemaDocument(schema)
         declared = schema.get("$schema") if isinstance(schema, dict) else None
         self._compact = compact
         # Draft 4 knows 1.0 as no integer.
@@ -185,8 +186,7 @@ class _Emission:
         try:
             return bool(self._steps(items))
         except TooMany:
-            place = "#"
-            raise SchemaRefused(f"{place}: uniqueItems can only be enforced for a few listed values") from None
+            raise SchemaRefused("#: uniqueItems can only be enforced for a few listed values") from None
 
     def _is_possible_object(self, shape: Object) -> bool:
         if not all(goal in self._productive for _, goal, required in shape.names if required):
@@ -320,7 +320,7 @@ class _Emission:
         return f'"[" {behind} "]"'
 
     def _rest(self, items: Items, index: int) -> str:
-        """What follows ``index`` items."""
+        """Source of the items behind the first ``index``."""
         low = max(items.low - index, 0)
         high = None if items.high is None else items.high - index
         if items.rest not in self._productive or (high is not None and high <= 0):

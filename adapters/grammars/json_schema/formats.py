@@ -47,8 +47,7 @@ def _ipv6() -> str:
     last = f"(?:{_H16}:{_H16}|{_IPV4})"
     found = [f"(?:{_H16}:){{6}}{last}"]
     for left in range(8):
-        before = f"(?:{_H16}(?::{_H16}){{{left - 1}}})?" if left > 1 else (f"(?:{_H16})?" if left else "")
-        before = before.removesuffix("?")
+        before = f"{_H16}(?::{_H16}){{{left - 1}}}" if left else ""
         found += [f"{before}::(?:{_H16}:){{{right}}}{last}" for right in range(6 - left)]
         found += [f"{before}::{_H16}"] if left < 7 else []
         found.append(f"{before}::")
@@ -62,7 +61,7 @@ _UCS = "\\u{A0}-\\u{D7FF}\\u{F900}-\\u{FDCF}\\u{FDF0}-\\u{FFEF}\\u{10000}-\\u{1F
 
 def _email(ucs: str) -> str:
     atom = _ATOM[:1] + ucs + _ATOM[1:]
-    domain = f"{_HOSTNAME}|{_LABEL}(?:[.]{_LABEL})*" if not ucs else f"[a-zA-Z0-9{ucs}-]+(?:[.][a-zA-Z0-9{ucs}-]+)*"
+    domain = _HOSTNAME if not ucs else f"[a-zA-Z0-9{ucs}-]+(?:[.][a-zA-Z0-9{ucs}-]+)*"
     return f"{atom}(?:[.]{atom})*@(?:{domain}|\\[{_IPV4}\\])"
 
 

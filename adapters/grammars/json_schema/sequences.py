@@ -59,7 +59,7 @@ class MemberSequence:
         return found
 
     def _from(self, index: int, count: int) -> str | None:
-        """What follows ``count`` members: the named ones from ``index`` on, and others.
+        """Source of the members behind ``count``: the named ones from ``index`` on, and others.
 
         None if no object is left.
         """

@@ -58,7 +58,7 @@ def settled(shape: Shape, place: str) -> Iterator[Shape | Object]:
 
 
 def _settled_items(items: Items, place: str) -> Iterator[Items]:
-    """Of ``contains`` beside items in front: one of them has it, or one of the others."""
+    """Arrays with ``contains``: one of the items in front meets it, or one of the others."""
     ((goal, least), *more) = items.contains
     if more or (least > 1 and items.prefix):
         raise SchemaRefused(f"{place}: contains cannot be enforced beside other items")

@@ -89,7 +89,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """What one schema says of the members that it does not name.
+    """Constraints of one schema on the members that it does not name.
 
     Attributes:
         patterns: Goals of members whose name is in a language; all that it is in hold.

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from adapters.grammars.json_schema.decimals import Numbers
 from adapters.grammars.json_schema.decimals import meet as meet_numbers
-from adapters.grammars.json_schema.documents import Document, inside
+from adapters.grammars.json_schema.documents import SchemaDocument, inside
 from adapters.grammars.json_schema.patterns import TooComplex, both, is_empty
 from adapters.grammars.json_schema.shapes import (
     FALSE,
@@ -43,8 +43,8 @@ Constraint: TypeAlias = Callable[[bool], Shapes]
 """The shapes of what a keyword allows, or of what it rules out."""
 
 Rule: TypeAlias = "Callable[[Solver, dict[str, Any], str, str, bool], Shapes]"
-"""What a keyword says: of the schema that has it, at its place, the schema's place, and whether it
-holds or does not.
+"""A function from a schema that has a keyword, the keyword's place, the schema's place, and whether
+the keyword holds or does not, to the shapes that are left.
 """
 
 
@@ -60,7 +60,7 @@ class Solver:
         rules: What each keyword says.
     """
 
-    def __init__(self, document: Document, rules: Mapping[str, Rule]) -> None:
+    def __init__(self, document: SchemaDocument, rules: Mapping[str, Rule]) -> None:
         self.document, self._rules = document, rules
         self._found: dict[Literal, Shapes] = {}
         self._open = set[Literal]()
@@ -138,7 +138,7 @@ class Solver:
         return found
 
     def _constraints(self, schema: dict[str, Any], place: str) -> Iterator[Constraint]:
-        """What the keywords of a schema say, types first, the others in their order."""
+        """Constraints of the keywords of a schema, types first, the others in their order."""
         done = set[Rule]()
         for keyword in sorted(schema, key=lambda keyword: keyword != "type"):
             if keyword in _REFUSED:

@@ -40,7 +40,7 @@ _TYPES: Mapping[str, Shapes] = {
 }
 
 _VALUE_WORK = 5
-"""Of a value that is no text, or is excluded."""
+"""Work for a value that is no text, or is excluded."""
 
 
 def _type(solver: Solver, schema: dict[str, Any], place: str, _: str, holds: bool) -> Shapes:

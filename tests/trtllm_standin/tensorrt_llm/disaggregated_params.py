@@ -51,7 +51,7 @@ NOT_IN_OLD = ("ctx_usage", "conversation_id")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransceiverLifecycleAdvertisement:
-    """What of it a worker sees: an object that is no JSON."""
+    """A state that is no JSON, as a worker sees it."""
 
     protocol_version: int
     capabilities: tuple[str, ...]

@@ -78,7 +78,7 @@ class _Rules:
         return "logprobs_mode" not in cls.__dataclass_fields__
 
     def _apply_generation_config_defaults(self: Any, generation_config: dict[str, Any]) -> None:
-        """What is not set gets the model's default."""
+        """Fill in the model's default where nothing is set."""
         names = ("early_stopping", "length_penalty", "min_p", "no_repeat_ngram_size")
         for name in (*names, "repetition_penalty", "temperature", "top_k", "top_p"):
             value = generation_config.get(name)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
-from adapters.chain import ProcessorChain, ProcessorFailed
 from worker.engines import QueueTimes
+from worker.engines.embedded.advance import advance
 from worker.engines.embedded.kv_cache import KvCache, hash_blocks
 from worker.engines.embedded.plan import TILE, Chunk, Output, PageCopy, Plan, Request, Samples
 from worker.engines.embedded.turns import Turns, counts_of
@@ -528,54 +528,3 @@ def _fair_chunk(budget: int) -> int:
 
 def _remaining(request: Request) -> int:
     return len(request.tokens) - request.num_computed
-
-
-def advance(request: Request, samples: Samples, row: int) -> Output:
-    """Append the token sampled in `row` to `request`; returns what its stream is told."""
-    chain = request.chain
-    if samples.errors and row in samples.errors:
-        return Output(request.id, finish_reason="error", error=samples.errors[row], chain=chain)
-    token = samples.token_ids[row]
-    logprobs = samples.logprobs.get(row) if samples.logprobs else None
-    request.tokens.append(token)
-    ends = token in request.end_ids or len(request.tokens) >= request.limit
-    output = Output(request.id, token, logprobs)
-    if chain is not None:
-        if chain.backtracks:
-            try:
-                position = _take_back(request, chain, token, ends)
-            except ProcessorFailed as failure:
-                return Output(request.id, finish_reason="error", error=str(failure), chain=chain)
-            if position is not None:
-                return Output(request.id, rolled_back_to=position)
-        if samples.processed and row in samples.processed:
-            chain.receipt.add_logprob(len(request.tokens) - 1, samples.processed[row])
-        output.engine_data = _accept(chain, token, len(request.tokens) - 1, ends)
-        output.is_too_short = chain.is_too_short
-    if not ends:
-        return output
-    output.chain, output.finish_reason = chain, "length"
-    if token in request.end_ids:
-        output.finish_reason, output.stop_reason = "stop", token
-        if not request.params.include_stop_str_in_output:
-            output.token_id = output.logprobs = None
-    return output
-
-
-def _take_back(request: Request, chain: ProcessorChain, token: int, ends: bool) -> int | None:
-    """Tell a backtracking chain; the position to sample again, None if the answer goes on or ends.
-
-    Raises:
-        ProcessorFailed: see `ProcessorChain.take_back`.
-    """
-    is_shown = token not in request.end_ids or request.params.include_stop_str_in_output
-    position = None if is_shown else chain.take_back(request.num_sent, ends=ends)
-    if position is None:
-        chain.accept(token, len(request.tokens) - 1)
-    return chain.take_back(request.num_sent, ends=ends) if is_shown else position
-
-
-def _accept(chain: ProcessorChain, token_id: int, position: int, ends: bool) -> dict[str, object] | None:
-    """Tell the chain; returns its receipt so far if wanted, with the attribution at the end."""
-    chain.accept(token_id, position)
-    return {"logits_processors": chain.report(attribution=ends)} if chain.wants_receipt else None

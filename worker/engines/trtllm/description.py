@@ -1,4 +1,4 @@
-"""What the loaded engine is: sizes of its model, its batch and its KV cache."""
+"""The loaded engine's description: sizes of its model, its batch and its KV cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worker.errors import StartupError
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What was found out about the model.
+    """Sizes of the model that were found out.
 
     Attributes:
         vocab_size: Width of a row of logits.

@@ -8,14 +8,13 @@ forever, or from the library's client side in this process: `Watch.verdict` dist
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import pickle
 import re
-import threading
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from worker.engines.daemon_threads import in_daemon_thread
 from worker.engines.trtllm.capabilities import Package
 from worker.errors import InvalidRequest, ServingError
 
@@ -139,11 +138,12 @@ class Watch:
         self._suspicious.clear()
 
     async def _own_problem(self) -> str | None:
-        """What the executor's own check says, without blocking the event loop."""
+        """The problem that the executor's own check finds, without blocking the event loop."""
         if self._healthy is None:
             return None
         try:
-            is_healthy = await asyncio.wait_for(_in_thread(self._healthy), self._timeout_s)
+            check = in_daemon_thread("trtllm-health", self._healthy)  # a dead executor may hold it for ever
+            is_healthy = await asyncio.wait_for(asyncio.wrap_future(check), self._timeout_s)
         except TimeoutError:
             return f"TensorRT-LLM's own health check did not return within {self._timeout_s:g} s"
         except Exception:  # the engine boundary: a check that raises has failed
@@ -167,35 +167,6 @@ class Watch:
         except Exception as error:  # any other exception is not a request error
             return described(error)
         return None
-
-
-def _in_thread(check: Callable[[], bool]) -> asyncio.Future[bool]:
-    """The result of a check that runs in a thread which a dead executor may hold for ever.
-
-    So it is a daemon's, and not one of the loop's pool, which the process waits for at its end.
-    """
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[bool] = loop.create_future()
-
-    def told(found: bool | Exception) -> None:
-        if result.done():  # nobody waits any more
-            return
-        if isinstance(found, Exception):
-            result.set_exception(found)
-        else:
-            result.set_result(found)
-
-    def run() -> None:
-        found: bool | Exception
-        try:
-            found = bool(check())
-        except Exception as error:  # the engine boundary: it is the waiting side's to judge
-            found = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(told, found)
-
-    threading.Thread(target=run, name="trtllm-health", daemon=True).start()
-    return result
 
 
 def _answer(asking: Iterable[asyncio.Future[str | None]], problem: str | None) -> None:

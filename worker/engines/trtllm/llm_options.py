@@ -200,7 +200,7 @@ def needed(*, model_path: str, overlaps: bool, has_code: bool) -> dict[str, Need
 
 
 def split(given: Mapping[str, Any], rows: Mapping[str, Needed]) -> tuple[dict[str, Any], str | None]:
-    """What of a file's arguments the worker has to set or pass on, and the first problem.
+    """The arguments of a file that the worker has to set or pass on, and the first problem.
 
     Args:
         given: The file's content.

@@ -1,4 +1,4 @@
-"""What a request is submitted with beside its ``SamplingParams``: checks, and arguments of
+"""The submission of a request beside its ``SamplingParams``: checks, and arguments of
 ``generate_async``.
 """
 

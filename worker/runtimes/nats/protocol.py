@@ -136,7 +136,7 @@ def encoded(data: Any) -> bytes:
 
 
 MAX_DEPTH = 128
-"""Of objects and lists within one another in a message: far below what JSON can be written with."""
+"""Levels of objects and lists in a message at most: far below what JSON can be written with."""
 
 
 class Malformed(ValueError):

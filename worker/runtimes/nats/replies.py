@@ -17,15 +17,14 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from worker.arguments import SUBJECT_PART
 from worker.migration.nats_store import INBOX
 
 logger = logging.getLogger(__name__)
 
 LOGGED_EVERY_S = 10.0
 
-_PART = r"[!-)+,\-/-=?-~]+"
-_SUBJECT = re.compile(rf"{_PART}(\.{_PART})*")
-"""Parts of printable ASCII without wildcards, none of them empty."""
+_SUBJECT = re.compile(rf"{SUBJECT_PART}(\.{SUBJECT_PART})*")
 
 
 class ReplyGuard:
@@ -54,7 +53,7 @@ class ReplyGuard:
     async def subscribe(
         self, subject: str, queue: str = "", cb: Callable[[Msg], Awaitable[None]] | None = None
     ) -> Subscription:
-        """As `Client.subscribe`; messages with another reply subject are dropped."""
+        """Same as `Client.subscribe`; messages with another reply subject are dropped."""
         assert cb is not None, "messages are guarded on their way to a callback"
 
         async def guarded(message: Msg) -> None:

@@ -23,7 +23,7 @@ message that it cannot use; what is lost of the answer to that, heartbeats tell.
 """
 
 MAX_DIGITS = 18
-"""Of a sequence number."""
+"""Digits of a sequence number at most."""
 
 Headers = Mapping[str, str]
 

@@ -1,4 +1,4 @@
-"""What ends the process when a thread keeps the interpreter to itself, so that no other runs."""
+"""The watch that ends the process when a thread keeps the interpreter to itself."""
 
 from __future__ import annotations
 

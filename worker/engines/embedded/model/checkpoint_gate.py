@@ -26,12 +26,12 @@ UNREADABLE = (
     *(OSError, ValueError, LookupError, ArithmeticError, AttributeError, TypeError, RuntimeError, AssertionError),
     *(SafetensorError, StrictDataclassError),
 )
-"""What transformers and its libraries raise for a checkpoint that is damaged, or whose config.json
+"""Errors of transformers and its libraries for a checkpoint that is damaged, or whose config.json
 makes no model.
 """
 
 _LARGEST_CODE = 128.0
-"""Of quantised weights, as a factor of the scale."""
+"""The largest code of quantised weights, as a factor of the scale."""
 
 _FIELDS = tuple(Geometry.__dataclass_fields__)
 

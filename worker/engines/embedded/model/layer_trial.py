@@ -24,7 +24,7 @@ _CUTS = (1, 2, 3, 6, 13, 46)
 
 
 class TriedNetwork(Protocol):
-    """What is tried; see `LlamaNetwork`."""
+    """A network that is tried; see `LlamaNetwork`."""
 
     def layer_kinds(self) -> list[int]: ...
 
@@ -48,7 +48,7 @@ class LayerTrial:
     ids: Sequence[int]
 
     def difference(self) -> str | None:
-        """What has other bits in another batch; None if nothing has."""
+        """The part that has other bits in another batch; None if none has."""
         for layer in self.network.layer_kinds():
             whole = self._rows(layer, True, (0, len(self.ids)))
             if not (self._is_equal_in_pieces(layer, whole) and self._is_equal_in_a_mix(layer, whole)):
@@ -69,14 +69,14 @@ class LayerTrial:
         return self.compute(batch, layer)
 
     def _is_equal_in_pieces(self, layer: int, whole: torch.Tensor) -> bool:
-        """As prefill in chunks, each of which reads the KV of those before."""
+        """Compare with prefill in chunks, each of which reads the KV of those before."""
         cuts = [0, *(cut for cut in _CUTS if cut < len(self.ids)), len(self.ids)]
         return all(
             torch.equal(self._rows(layer, False, (start, stop)), whole[start:stop]) for start, stop in pairwise(cuts)
         )
 
     def _is_equal_in_a_mix(self, layer: int, whole: torch.Tensor) -> bool:
-        """As a mixed batch: single tokens beside a chunk; the KV is that of the pieces."""
+        """Compare with a mixed batch: single tokens beside a chunk, on the KV of the pieces."""
         count = len(self.ids)
         singles = sorted({count - 1, count // 2, count // 3, 0})
         pieces = [*((at, at + 1) for at in singles), (count // 4, min(count, count // 4 + 7))]

@@ -24,7 +24,7 @@ from worker.engines.embedded.native.layers import Gemm
 
 
 class LayerShape(NamedTuple):
-    """What the tiling of a `Linear` depends on; attributes as there."""
+    """Properties of a `Linear` that its tiling depends on; attributes as there."""
 
     out_features: int
     in_features: int

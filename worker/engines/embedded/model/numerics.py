@@ -26,7 +26,7 @@ _BLOCKS = (128, 96, 64)
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What was chosen.
+    """The choice of what computes a model, and how.
 
     Attributes:
         name: ``exact`` or ``fast``.

@@ -46,7 +46,7 @@ _LOWEST_PRIORITY = 19
 
 
 def provenance_of(checkpoint: Path, copies: Path | None) -> Provenance:
-    """What a packed copy is made of; make it before the checkpoint is read."""
+    """The provenance of a packed copy; make it before the checkpoint is read."""
     return Provenance(checkpoint, _SOURCES, FORMAT, copies)
 
 

@@ -2,7 +2,7 @@
 
 The weights are those of `adapters.sampling.weights`. Their exponential is the kernels' own: single
 multiplications and additions of float64 in one order, so that its bits are the same in all paths
-and on every processor. This module is the `adapters.sampling.native.Kernels` of the engine.
+and on every processor. This module is the `adapters.sampling.native.RowKernels` of the engine.
 """
 
 from __future__ import annotations

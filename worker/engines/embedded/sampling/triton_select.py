@@ -83,7 +83,7 @@ def _finish(targets, sums, lasts, befores, DIGITS: tl.constexpr):  # type: ignor
 def select_by_digits(
     keys: torch.Tensor, masses: torch.Tensor | None, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `adapters.sampling.prefixes.select_by_sorting`, for contiguous tensors."""
+    """Same as `adapters.sampling.prefixes.select_by_sorting`, for contiguous tensors."""
     with torch.cuda.device(keys.device) if keys.is_cuda else nullcontext():
         return _select(keys, masses, targets)
 

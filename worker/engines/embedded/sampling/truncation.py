@@ -61,7 +61,7 @@ class Controls:
 
     @property
     def divisor(self) -> float:
-        """What the logits are divided by; 1 where the row is greedy."""
+        """Divisor of the logits; 1 where the row is greedy."""
         return 1.0 if self.temperature < GREEDY_BELOW else min(self.temperature, _HIGHEST)
 
     @property

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 from hashlib import blake2b
 from pathlib import Path
 
+from worker.engines.daemon_threads import in_daemon_thread
 from worker.errors import StartupError
 from worker.models.beside import copies_of, file_digests
 
@@ -45,17 +45,8 @@ def fingerprint(model_path: str | Path, packed_copy: str = "auto") -> str:
 
 
 def fingerprint_beside(model_path: str | Path, packed_copy: str = "auto") -> Future[str]:
-    """`fingerprint`, in a thread of its own that no exit waits for: a model loads meanwhile."""
-    future: Future[str] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(fingerprint(model_path, packed_copy))
-        except BaseException as error:  # the thread's outermost frame: the one who waits raises it
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="fingerprint", daemon=True).start()
-    return future
+    """`fingerprint`, in a thread of its own: a model loads meanwhile."""
+    return in_daemon_thread("fingerprint", lambda: fingerprint(model_path, packed_copy))
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -39,7 +39,7 @@ LARGE_BYTES = 256 * 2**10
 """From this size on a body or a result goes into the object store."""
 
 HEADERS_BYTES = 4 * 2**10
-"""Of a message's largest size kept for its headers."""
+"""Part of a message's largest size that is kept for its headers."""
 
 MAX_CUSTOM_ID = 512
 
@@ -77,7 +77,7 @@ def result_key(custom_id: str) -> str:
 
 
 def custom_id_of(key: str) -> str:
-    """What `result_key` made the key of. Raises `ValueError` if it is none of its keys."""
+    """The id that `result_key` made the key of. Raises `ValueError` if it is none of its keys."""
     if not key.startswith("="):
         return key
     return base64.urlsafe_b64decode(key[1:]).decode()
@@ -188,7 +188,7 @@ def _is_time(value: Any) -> bool:
 
 
 _Checks = Mapping[str, tuple[Callable[[Any], bool], str, bool]]
-"""Of each field what it is, in words too, and whether it must be there."""
+"""A check of each field, the same in words, and whether it must be there."""
 
 _TOKEN = (_is_token, f"a text that matches {TOKEN.pattern}", True)
 _TIME = (_is_time, "a number of seconds or null", False)

@@ -32,7 +32,7 @@ class Loops:
 
     @property
     def problem(self) -> str | None:
-        """What fails now, and has not just begun to."""
+        """A failure that lasts, None if there is none."""
         now_s = time.monotonic()
         return next((text for visible_s, text in self._failing.values() if now_s >= visible_s), None)
 

@@ -13,7 +13,7 @@ from nats.js.object_store import ObjectStore
 from worker.runtimes.nats.batch import layout
 
 CHUNK_BYTES = 128 * 2**10
-"""Of an object, at most; less where the server's messages are small."""
+"""Size of a chunk of an object at most; less where the server's messages are small."""
 
 OBJECT_S = 60.0
 """Seconds for an object to arrive."""
@@ -48,7 +48,7 @@ async def put_object(js: JetStreamContext, data: bytes) -> str:
 
 
 async def get_object(js: JetStreamContext, name: str) -> bytes:
-    """What `put_object` stored.
+    """The bytes that `put_object` stored.
 
     Raises:
         NotFoundError: there is no such object.

@@ -22,7 +22,7 @@ ANSWER_S = 5.0
 """Seconds for the server's answer to a request for messages."""
 
 ACKNOWLEDGED = "$JS.ACK."
-"""What the reply subject of every message of a queue begins with."""
+"""Prefix of the reply subject of every message of a queue."""
 
 
 async def ensure_queue(js: JetStreamContext, subjects: Subjects, priority: str) -> None:

@@ -1,4 +1,4 @@
-"""What a worker reads and writes of batches in JetStream, however badly the server does."""
+"""A worker's records of batches in JetStream, however badly the server does."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class BatchStorage:
 
     @property
     def problem(self) -> str | None:
-        """What the server has not done for a while, None if it does everything."""
+        """A call that the server has not done for a while, None if it does everything."""
         now_s = time.monotonic()
         return next((text for since_s, text in self._failing.values() if now_s - since_s > PASSES_S), None)
 

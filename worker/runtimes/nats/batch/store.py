@@ -207,7 +207,7 @@ class BatchStore:
         await self._js.publish(subject, request.as_bytes(), headers={"Nats-Msg-Id": message_id})
 
     async def record(self, batch: str) -> BatchRecord:
-        """What was submitted.
+        """The record of what was submitted.
 
         Raises:
             UnknownBatch: there is no such batch.
