@@ -19,6 +19,7 @@ from golden_workers import DTYPE, Bench, DraftingEngine, LocalWorker, PreemptedE
 
 from adapters.catalog import Catalog
 from worker.build import embedded_config
+from worker.engines import EngineInfo
 from worker.engines.embedded import Engine
 from worker.errors import InvalidRequest
 from worker.migration.records import records_of
@@ -105,6 +106,11 @@ class Answering:
         raise NotImplementedError
 
     @property
+    def info(self) -> EngineInfo:
+        """What the engine is that answers; while the mode is running."""
+        raise NotImplementedError
+
+    @property
     def num_continued(self) -> int:
         """Requests that went on after another worker; while the mode is running."""
         raise NotImplementedError
@@ -137,6 +143,10 @@ class OneWorker(Answering):
 
     async def answer(self, raw: Raw, request_id: str | None = None) -> list[int]:
         return await self._worker.tokens(raw, request_id)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._worker.info
 
     @property
     def num_continued(self) -> int:
@@ -230,6 +240,10 @@ class Disaggregated(Answering):
         assert received == self._num_prefills, f"{received} KV transfers for {self._num_prefills} prompts"
 
     @property
+    def info(self) -> EngineInfo:
+        return self._decode.info
+
+    @property
     def num_continued(self) -> int:
         return self._decode.num_continued
 
@@ -264,6 +278,7 @@ class Migrated:
         self._num_moved = 0
         self._cuts_everywhere = self._at_every_token and not bench.is_large
         async with self._to.running(bench, *argv):
+            records.computes(self._to.info)  # the worker that died was one like it
             yield
             found, moved = self._to.num_continued, self._num_moved
             assert found == moved, f"{found} of {moved} requests were taken for continuations"

@@ -97,6 +97,11 @@ class LocalWorker:
         return [token_id for chunk in await self.chunks(raw, request_id) for token_id in chunk["token_ids"]]
 
     @property
+    def info(self) -> EngineInfo:
+        """What its engine is."""
+        return self._served.info
+
+    @property
     def num_continued(self) -> int:
         """Requests that went on here after another worker."""
         return int(self._served.metrics.registry.get_sample_value("dlw_continued_requests_total") or 0)

@@ -49,9 +49,25 @@ _EXACT = 2**53
 _ANY = r"""
 any: any_scalar | any_array | any_object
 any_scalar: ANY_TEXT | ANY_OTHER
-any_array: "[" (any ("," any)*)? "]"
-any_object: "{" (ANY_TEXT ":" any ("," ANY_TEXT ":" any)*)? "}"
+any_array: BEGIN_ARRAY (any (COMMA any)*)? END_ARRAY
+any_object: BEGIN_OBJECT (ANY_TEXT COLON any (COMMA ANY_TEXT COLON any)*)? END_OBJECT
 """
+
+_STRUCTURE = {
+    "BEGIN_ARRAY": "[_",
+    "BEGIN_OBJECT": "{_",
+    "END_ARRAY": "_]",
+    "END_OBJECT": "_}",
+    "COMMA": "_,_",
+    "COLON": "_:_",
+}
+"""Structural characters by terminal, with ``_`` where white space may be (RFC 8259, section 2).
+
+It is a part of them, and not ignored by llguidance: what is ignored may be inside a number that is
+written by two terminals, and llguidance fails where it is before a grammar within the grammar.
+"""
+
+_WHITE_SPACE = r"[\x20\x0A\x0D\x09]"
 
 Settled = Shape | Object
 
@@ -72,7 +88,9 @@ def lark_grammar(schema: Any, *, compact: bool | None = None) -> str:
     """
     try:
         with limited(MAX_WORK):
-            return _Emission(schema, _is_compact(schema, compact)).source()
+            found = _Emission(schema, _is_compact(schema, compact))
+            # As llguidance's own: within another grammar there is none before the first token.
+            return found.source(before=f"/{_WHITE_SPACE}+/? " if compact is False else "")
     except TooComplex as error:
         raise SchemaRefused(f"#: a pattern {error}") from None
     except RecursionError:
@@ -96,6 +114,14 @@ def _is_compact(schema: Any, wanted: bool | None) -> bool:
     return not options.get("whitespace_flexible", True) if wanted is None else wanted
 
 
+def _structure(compact: bool) -> Iterator[str]:
+    """The terminals of structural characters."""
+    for name, text in _STRUCTURE.items():
+        space = "" if compact else f"{_WHITE_SPACE}*"
+        parts = [space if char == "_" else rf"\x{{{ord(char):X}}}" for char in text]
+        yield f"{name}: /{''.join(parts)}/"
+
+
 class _Emission:
     def __init__(self, schema: Any, compact: bool) -> None:
         document = SchemaDocument(schema)
@@ -115,7 +141,7 @@ class _Emission:
         self._num_rules = 0
         self._uses_any = False
 
-    def source(self) -> str:
+    def source(self, before: str = "") -> str:
         self._reach()
         self._prove()
         if self._root not in self._productive:
@@ -125,11 +151,11 @@ class _Emission:
             goal = self._waiting.popleft()
             self._line(self._rules[goal], self._options(goal))
         terminals = [f"{name}: {source}" for source, name in self._terminals.items()]
-        white_space = [] if self._compact else [r"%ignore /[\x20\x0A\x0D\x09]+/"]
         if self._uses_any:
             number = expression(Numbers(), with_fraction=False)
             terminals += [_ANY, f"ANY_TEXT: {terminal(ANYTHING)}", f"ANY_OTHER: {number} | /true|false|null/"]
-        found = "\n".join([f"start: {start}", *self._lines, *terminals, *white_space])
+        terminals += _structure(self._compact)
+        found = "\n".join([f"start: {before}{start}", *self._lines, *terminals])
         if len(found) > MAX_GRAMMAR:
             raise SchemaRefused("#: the schema is too large")
         return found
@@ -278,24 +304,24 @@ class _Emission:
         if numbers.fractional or coefficient != numbers.step or any(abs(end) > _EXACT for end in ends):
             raise SchemaRefused(f"{place}: multipleOf cannot be enforced exactly beside the other bounds")
         schema = f'"type": "{"integer" if numbers.step.denominator == 1 else "number"}"'
-        schema += f', "multipleOf": {digits(numbers.step)}'
+        schema += f', "multipleOf": {digits(numbers.step)}, "x-guidance": {{"whitespace_flexible": false}}'
         for keyword, factor in (("minimum", first), ("maximum", last)):
             schema += f', "{keyword}": {digits(factor * numbers.step)}' if factor is not None else ""
         return self._new_rule(f"%json {{{schema}}}") + (f" /{zeros[3:-2]}/?" if zeros else "")
 
     def _key(self, name: str) -> str:
-        return f'{listed_terminal([name])} ":"'
+        return f"{listed_terminal([name])} COLON"
 
     def _member(self, name: str, goal: Goal) -> str:
         return f"{self._key(name)} {self._rule(goal)}"
 
     def _extra_member(self, language: Language, goal: Goal) -> str:
-        return f'{self._terminal(terminal(language))} ":" {self._rule(goal)}'
+        return f"{self._terminal(terminal(language))} COLON {self._rule(goal)}"
 
     def _object(self, shape: Object, place: str) -> str:
         names = [(self._member(name, goal), required) for name, goal, required in self._kept(shape.names)]
         extra = [self._extra_member(names_of, goal) for names_of, goal in shape.extra if goal in self._productive]
-        return f'"{{" {MemberSequence(self._new_rule, names, extra, shape, place).whole()} "}}"'
+        return f"BEGIN_OBJECT {MemberSequence(self._new_rule, names, extra, shape, place).whole()} END_OBJECT"
 
     def _kept(self, names: Iterable[tuple[str, Goal, bool]]) -> Iterator[tuple[str, Goal, bool]]:
         return (each for each in names if each[1] in self._productive)
@@ -304,20 +330,20 @@ class _Emission:
         if _is_distinct(items):
             return self._distinct(items, place)
         if items.contains:
-            return f'"[" {self._containing(items, place)} "]"'
+            return f"BEGIN_ARRAY {self._containing(items, place)} END_ARRAY"
         behind = self._rest(items, len(items.prefix))
         for index in range(len(items.prefix) - 1, -1, -1):
             goal = items.prefix[index]
             if goal not in self._productive or (items.high is not None and index >= items.high):
                 behind = ""
                 continue
-            comma = '"," ' if index else ""
+            comma = "COMMA " if index else ""
             behind = f"{comma}{self._rule(goal)} {behind}".rstrip()
             if index >= items.low:
                 behind = f"({behind})?"
             if len(behind) > 400:
                 behind = self._new_rule(behind)
-        return f'"[" {behind} "]"'
+        return f"BEGIN_ARRAY {behind} END_ARRAY"
 
     def _rest(self, items: Items, index: int) -> str:
         """Source of the items behind the first ``index``."""
@@ -327,8 +353,8 @@ class _Emission:
             return ""
         item = self._rule(items.rest)
         if index:
-            return repeated(f'"," {item}', low, high)
-        more = " ".join([item, repeated(f'"," {item}', max(low - 1, 0), None if high is None else high - 1)])
+            return repeated(f"COMMA {item}", low, high)
+        more = " ".join([item, repeated(f"COMMA {item}", max(low - 1, 0), None if high is None else high - 1)])
         return more if low else f"({more})?"
 
     def _containing(self, items: Items, place: str) -> str:
@@ -338,11 +364,11 @@ class _Emission:
             num_first = len(items.prefix)
             high = None if items.high is None else items.high - num_first
             rest = replace(items, prefix=(), low=max(items.low - num_first, 0), high=high)
-            return " ".join(f'{self._rule(item)} ","' for item in items.prefix) + f" {self._containing(rest, place)}"
+            return " ".join(f"{self._rule(item)} COMMA" for item in items.prefix) + f" {self._containing(rest, place)}"
         item, wanted = self._rule(items.rest), self._rule(joined([goal, items.rest]))
         if items.high is None and items.low <= least:
-            first = f'({item} ",")* {wanted}'
-            return " ".join([first, repeated(f'"," {first}', least - 1, least - 1), f'("," {item})*'])
+            first = f"({item} COMMA)* {wanted}"
+            return " ".join([first, repeated(f"COMMA {first}", least - 1, least - 1), f"(COMMA {item})*"])
         if least > 1 or max(items.low, items.high or 0) > 64:
             raise SchemaRefused(f"{place}: contains cannot be enforced beside these numbers of items")
         return self._new_rule(" | ".join(self._contains_at(items, item, wanted)))
@@ -351,9 +377,9 @@ class _Emission:
         high = items.high
         for index in range(high if high is not None else max(items.low, 1)):
             is_last = high is None and index == max(items.low, 1) - 1
-            before = repeated(f'{item} ","', index, None if is_last else index)
+            before = repeated(f"{item} COMMA", index, None if is_last else index)
             left = None if high is None else high - index - 1
-            yield " ".join([before, wanted, repeated(f'"," {item}', max(items.low - index - 1, 0), left)])
+            yield " ".join([before, wanted, repeated(f"COMMA {item}", max(items.low - index - 1, 0), left)])
 
     def _distinct(self, items: Items, place: str) -> str:
         """Items that differ, of a few values."""
@@ -365,11 +391,11 @@ class _Emission:
         self._num_rules += len(names)
         for used, following in steps.items():
             if following is not None:
-                comma = '"," ' if used else ""
+                comma = "COMMA " if used else ""
                 options = ['""'] if len(used) >= items.low else []
                 options += [f"{comma}{sources[value]} {names[then]}" for value, then in following.items()]
                 self._line(names[used], " | ".join(options))
-        return f'"[" {names[frozenset()]} "]"'
+        return f"BEGIN_ARRAY {names[frozenset()]} END_ARRAY"
 
     def _steps(self, items: Items) -> Steps:
         listed = self._listed(items)

@@ -90,11 +90,13 @@ class MemberSequence:
 
     def _listed(self, index: int, last: int) -> str:
         """The named members from ``index`` to ``last``, and what is behind them."""
-        parts = [f'"," {source}' if required else f'("," {source})?' for source, required in self._names[index:last]]
+        parts = [
+            f"COMMA {source}" if required else f"(COMMA {source})?" for source, required in self._names[index:last]
+        ]
         return " ".join([*parts, self._from(last, self._cap) or ""]).rstrip()
 
     def _choice(self, index: int, count: int) -> str | None:
-        comma = '"," ' if count else ""
+        comma = "COMMA " if count else ""
         options = list[str]()
         while True:
             source, required = self._names[index]
@@ -123,6 +125,6 @@ class MemberSequence:
         if high == 0:
             return ""
         if count:
-            return repeated(f'"," {self._extra}', max(low, 0), high)
-        more = " ".join([self._extra, repeated(f'"," {self._extra}', 0, None if high is None else high - 1)])
+            return repeated(f"COMMA {self._extra}", max(low, 0), high)
+        more = " ".join([self._extra, repeated(f"COMMA {self._extra}", 0, None if high is None else high - 1)])
         return more if low > 0 else f"({more})?"

@@ -35,6 +35,10 @@ class Writer:
         matcher = self._matcher.deep_copy()
         return _goes_on(matcher, text) and bool(matcher.is_accepting())
 
+    def goes_on(self, text: bytes) -> bool:
+        """Whether a text of the grammar begins with ``text``."""
+        return _goes_on(self._matcher.deep_copy(), text)
+
     def writes_value(self, value: Any, *, fractions: bool = False) -> bool:
         """Whether a value can be written, with its members in some order.
 
@@ -62,8 +66,8 @@ class Writer:
         return None
 
 
-def _goes_on(matcher: LLMatcher, text: str) -> bool:
-    for byte in text.encode():
+def _goes_on(matcher: LLMatcher, text: str | bytes) -> bool:
+    for byte in text.encode() if isinstance(text, str) else text:
         if not int.from_bytes(matcher.compute_bitmask(), "little") >> byte & 1:
             return False
         matcher.consume_token(byte)

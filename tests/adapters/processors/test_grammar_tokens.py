@@ -6,6 +6,7 @@ set of texts, a token can continue a text if both together begin one of the set.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterable, Sequence
@@ -15,10 +16,13 @@ from typing import Any
 import pytest
 import torch
 from effort import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
+from schema_strategies import schemas
+from schema_texts import Writer
 from small_tokenizers import MODELS, vocabulary_like
+from test_json_schemas import BYTES
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -251,6 +255,32 @@ def test_free_text_and_a_call_can_be_written_in_any_tokens(model: str, name: str
         assert context.end_token_ids <= allowed(chain)
 
 
+@settings(max_examples=examples(150), deadline=None)
+@example("gemma", {"type": "array", "items": {"multipleOf": 3}}, False, random.Random(1))
+@example("qwen", {"type": "integer", "multipleOf": 2, "minimum": 3}, False, random.Random(1))
+@given(st.sampled_from(list(MODELS)), schemas(), st.booleans(), st.randoms(use_true_random=False))
+def test_a_mask_of_a_schema_is_that_of_its_bytes(model: str, schema: Any, compact: bool, choose: random.Random):
+    """Whatever tokens have written the text, and whatever they end in the middle of."""
+    context, args = context_of(model), {"schema": schema, "compact": compact}
+    try:
+        chain = built(context, (JsonSchema, args))
+    except ArgumentError:
+        return
+    writer, table, text = Writer(JsonSchema, BYTES, **args), context.vocabulary.token_bytes, b""
+    for _ in range(20):
+        options = allowed(chain)
+        for token_id in choose.sample(sorted(symbols_of(context.vocabulary).keys() - context.end_token_ids), 16):
+            wanted = token_id not in context.vocabulary.special_token_ids and writer.goes_on(text + table[token_id])
+            assert (token_id in options) == wanted, (text, table[token_id])
+        assert (context.end_token_ids <= options) == writer.writes(text.decode(errors="replace"))
+        token_id = choose.choice(sorted(options))
+        if token_id in context.end_token_ids:
+            json.loads(text)
+            break
+        chain.accept(token_id, chain.position)
+        text += table[token_id]
+
+
 def check_that_each_can_be_taken(chain: ProcessorChain, options: Iterable[int]) -> None:
     for token_id in options:
         chain.accept(token_id, chain.position)
@@ -271,6 +301,7 @@ ENDLESS: list[tuple[Any, dict[str, Any]]] = [
     (JsonSchema, {"schema": SCHEMA}),
     (JsonSchema, {"schema": SCHEMA, "compact": False}),
     (JsonSchema, {"schema": True}),
+    (JsonSchema, {"schema": {"type": "array", "items": {"multipleOf": 3}}, "compact": False}),
     (Regex, {"pattern": "(?s:.){0,40}"}),
     (Regex, {"pattern": r"[^<]*(</think>|\[/INST\])\p{L}+"}),
     (Grammar, {"lark": 'start: T | x\nT: ~/(?s:.*)never(?s:.*)/\nx: "a" x "b" | "</think>"'}),

@@ -98,6 +98,18 @@ def test_every_text_of_the_grammar_is_valid(schema: Any, chooser: random.Random,
                 assert is_valid(schema, json.loads(text)), text
 
 
+def test_white_space_is_between_tokens_and_not_in_them():
+    for schema, text in (
+        ({"type": "integer", "multipleOf": 2}, "8.0"),
+        ({"type": "array", "items": {"multipleOf": 3}}, "[6.0]"),
+    ):
+        found = writer(schema, compact=False)
+        assert found.writes(text)
+        assert not found.writes(text.replace(".", " ."))
+        assert found.writes(" " + text.replace("[", "[ ").replace("]", "\n]"))
+        assert not writer(schema).writes(" " + text)
+
+
 @pytest.mark.parametrize(
     ("schema", "written", "not_written"),
     [
