@@ -175,8 +175,6 @@ class ModelConfig(_Strict):
                 raise ValueError(f"{key} must be {wanted}, got {not wanted}")
         if self.final_logit_softcapping is not None and self.model_type not in _SOFTCAPPED:
             raise ValueError(f"final_logit_softcapping is known of {' and '.join(_SOFTCAPPED)} alone")
-        if self.model_type == "qwen3_moe" and self.hidden_act not in ("silu", "swish"):
-            raise ValueError(f"hidden_act must be 'silu' for qwen3_moe, got {self.hidden_act!r}")
         for key in ("rope_scaling", "rope_parameters"):
             rope = getattr(self, key)
             if (
