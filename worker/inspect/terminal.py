@@ -51,7 +51,7 @@ def show(console: Console, notes: Sequence[str], recordings: Sequence[Recording]
         console.print(Text(printable(line), style="dim"))
     legend = Text("tokens: ", style="dim")
     for verdict, style in STYLES.items():
-        legend.append(verdict, style=f"not dim {style}").append(f" {VERDICTS[verdict]}; ")
+        legend.append(verdict, style=f"not dim {style}").append(f": {VERDICTS[verdict]}; ")
     console.print(legend[:-2])
     for recording, shared in zip(recordings, shared_places(recordings), strict=True):
         console.print(answer(recording, shared))
