@@ -22,7 +22,7 @@ from worker.frontdoor.options import Options, parse_options
 from worker.frontdoor.server import FrontDoor, protocol_factory
 from worker.frontdoor.upstreams import Upstreams
 
-logger = logging.getLogger("worker.frontdoor")
+logger = logging.getLogger("worker.frontdoor.main")
 
 BACKLOG = 1024
 
@@ -69,7 +69,7 @@ async def serve(options: Options) -> None:
     except (OSError, socket.gaierror) as error:
         raise StartupError(f"cannot serve on {options.host}:{options.port}: {error}") from None
     port = server.sockets[0].getsockname()[1]
-    logger.warning("front door on %s:%d, before %s", options.host, port, ", ".join(map(str, options.upstream)))
+    logger.info("front door on %s:%d, before %s", options.host, port, ", ".join(map(str, options.upstream)))
     await stopping.wait()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)
@@ -81,6 +81,7 @@ async def serve(options: Options) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status; every failure is one line on stderr."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    logger.setLevel(logging.INFO)
     try:
         options = parse_options(argv)
         uvloop.run(serve(options))
