@@ -71,7 +71,7 @@ a client can send the seed of a receipt back.
 """
 
 SENT_S = 0.01
-"""Time for the runtime to send the last chunk of an answer; then its record goes away."""
+"""Time for the runtime to come back for more behind the last chunk of an answer."""
 
 _OUTCOMES: tuple[tuple[type[ServingError], str], ...] = (
     (PoisonRequest, "poison"),

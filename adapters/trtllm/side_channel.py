@@ -30,8 +30,11 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE = 65536
 """Largest message, bytes."""
 
-SEND_TIMEOUT_S = 0.2
-"""Longest wait for buffer space per message; every request of the batch waits with it."""
+SEND_TIMEOUT_S = 5.0
+"""Longest wait for buffer space, of all messages together until the worker reads again. Every
+request of the batch waits with it, and none of their tokens would reach a client meanwhile: on a
+busy machine a worker may not read for a second.
+"""
 
 
 class Sender:
@@ -39,6 +42,7 @@ class Sender:
 
     def __init__(self) -> None:
         self._sockets: dict[str, socket.socket] = {}
+        self._deaf: set[str] = set()  # paths that were waited for in vain, and have taken nothing since
         self._lock = threading.Lock()
 
     def send(self, path: str, data: bytes) -> bool:
@@ -48,6 +52,7 @@ class Sender:
                 return self._send(path, data)
             except OSError:  # no listener (any more)
                 gone = self._sockets.pop(path, None)
+                self._deaf.discard(path)
                 if gone is not None:
                     gone.close()
                 return False
@@ -66,9 +71,12 @@ class Sender:
         try:
             connection.send(data)
         except BlockingIOError:
-            if not select.select([], [connection], [], SEND_TIMEOUT_S)[1]:
+            timeout_s = 0.0 if path in self._deaf else SEND_TIMEOUT_S
+            if not select.select([], [connection], [], timeout_s)[1]:
+                self._deaf.add(path)
                 return False
             connection.send(data)
+        self._deaf.discard(path)
         return True
 
     def close(self) -> None:

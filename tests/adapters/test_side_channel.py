@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import os
 import socket
+import threading
+import time
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.processors.masks import BannedTokens
 from adapters.trtllm import ChainAdapter, Step
-from adapters.trtllm.side_channel import SEND_TIMEOUT_S, Reporter, SideChannel
+from adapters.trtllm.side_channel import MAX_MESSAGE, Reporter, SideChannel
 from adapters.vocabulary import Vocabulary
 
 PROMPT = [1, 2]
@@ -141,15 +144,44 @@ async def test_a_reporter_without_a_listener_drops_and_counts():
 
 
 def test_a_worker_that_hears_nothing_costs_a_bounded_wait(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    assert SEND_TIMEOUT_S < 1
-    monkeypatch.setattr("adapters.trtllm.side_channel.SEND_TIMEOUT_S", 0.001)
+    monkeypatch.setattr("adapters.trtllm.side_channel.SEND_TIMEOUT_S", 0.3)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
         deaf.bind(str(tmp_path / "s"))
         deaf.listen()
         reporter = Reporter(str(tmp_path / "s"), "r")
-        for position in range(2000):
+        began_s, num_sent = time.monotonic(), 0
+        while not reporter.num_dropped:
+            reporter.step(Step(num_sent))
+            num_sent += 1
+        assert time.monotonic() - began_s > 0.3
+        began_s = time.monotonic()
+        for position in range(100):  # for all of them together
             reporter.step(Step(position))
-        assert reporter.num_dropped > 0
+        assert reporter.num_dropped == 101
+        assert time.monotonic() - began_s < 5
+        hears, _ = deaf.accept()
+        with hears:
+            for _ in range(num_sent - 1):
+                hears.recv(MAX_MESSAGE)
+            reporter.step(Step(0))
+            assert reporter.num_dropped == 101
+
+
+def test_a_worker_that_is_busy_for_a_while_misses_nothing(tmp_path):
+    """Its requests would fail: each token needs the report of its step."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        reporter, number = Reporter(str(tmp_path / "s"), "r"), 2000
+        sends = threading.Thread(target=lambda: [reporter.step(Step(position)) for position in range(number)])
+        sends.start()
+        hears, _ = listener.accept()
+        with hears:
+            time.sleep(0.5)
+            found = [json.loads(hears.recv(MAX_MESSAGE))["position"] for _ in range(number)]
+        sends.join()
+    assert found == list(range(number))
+    assert reporter.num_dropped == 0
 
 
 async def test_a_long_temporary_directory_is_no_obstacle(tmp_path, monkeypatch: pytest.MonkeyPatch):

@@ -72,6 +72,12 @@ class Memory:
         return [Boundary.decode(value).attempts for value in self.values.values()]
 
 
+@pytest.fixture(autouse=True)
+def short_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records go away soon."""
+    monkeypatch.setattr(module, "LINGER_S", 0.05)
+
+
 def request(*token_ids: int, max_tokens: int = 9) -> GenerationRequest:
     return parse_request({"token_ids": list(token_ids), "stop_conditions": {"max_tokens": max_tokens}}, LIMITS)
 
@@ -158,8 +164,7 @@ async def test_who_migrates_in_order_is_not_counted() -> None:
     assert store.attempts == [1]
 
 
-async def test_a_cancelled_request_goes_away_a_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LINGER_S", 0.05)
+async def test_a_cancelled_request_goes_away_a_little_later() -> None:
     store = Memory()
     records = worker(store)
     record = await records.begin("a", request(1, 2))
@@ -167,6 +172,23 @@ async def test_a_cancelled_request_goes_away_a_little_later(monkeypatch: pytest.
     await record.written()
     record.linger()
     await store.until(lambda: store.attempts == [0])
+    await store.until(lambda: not store.values)
+    await records.close()
+
+
+async def test_an_answer_that_has_ended_can_go_on_a_little_later_and_is_not_repeated() -> None:
+    store = Memory()
+    records = worker(store)
+    record = await records.begin("a", request(1, 2))
+    record.write(7)
+    await record.written()
+    record.remove()
+    await store.until(lambda: all(Boundary.decode(value).is_answered for value in store.values.values()))
+    again = await worker(store).begin("a", request(1, 2, 3, max_tokens=8))
+    assert again.request.generated_token_ids == [3]
+    assert again.request.params.seed == 7
+    other = await worker(store).begin("a", request(1, 2))  # a client that gives all its requests one id
+    assert other.request.params.seed is None
     await store.until(lambda: not store.values)
     await records.close()
 

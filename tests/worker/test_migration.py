@@ -20,6 +20,7 @@ from adapters.client import processor, selection
 from worker.arguments import parse_arguments
 from worker.build import make_engine
 from worker.engines.embedded import native
+from worker.migration import records
 from worker.migration.boundary import Boundary
 from worker.migration.file_store import FileStore
 from worker.runtimes.dynamo_engine import WorkerEngine
@@ -139,6 +140,19 @@ def request_of(name: str) -> dict[str, Any]:
     return {"token_ids": PROMPT, "annotations": [annotation], "sampling_options": sampling, "stop_conditions": stops}
 
 
+async def test_an_answer_that_has_ended_goes_on_where_the_frontend_has_not_got_all_of_it(pool: Pool) -> None:
+    """Its worker died a moment after the end of the answer, which was still on its way."""
+    raw = request_of("drawn seed")
+    whole, _ = await pool.ask("ended", raw)
+    await asyncio.sleep(0.1)
+    record = await pool.store.get(pool.key("ended"))
+    assert record is not None
+    assert Boundary.decode(record).is_answered
+    rest = await pool.take_over("ended", raw, record, whole.token_ids[:7])
+    assert [*whole.token_ids[:7], *rest.token_ids] == whole.token_ids
+    assert rest.receipt["mode"] == "migrated at 7"
+
+
 @pytest.mark.skipif(native.unavailable(torch.float32) is not None, reason="there are no native kernels")
 @pytest.mark.parametrize(
     ("options", "reason"),
@@ -161,8 +175,8 @@ async def test_an_answer_goes_on_only_where_its_bits_do(
             await worker.start(number)
         whole, record = await pools[0].ask("one", raw)
         async with asyncio.timeout(30):
-            while await pools[0].store.get(pools[0].key("one")) is not None:  # it is about to be removed
-                await asyncio.sleep(0.01)
+            while not Boundary.decode(await pools[0].store.get(pools[0].key("one")) or b"").is_answered:
+                await asyncio.sleep(0.01)  # it is about to be written
         if reason is not None:
             with pytest.raises(exceptions.InvalidArgument, match=f"its answer cannot go on here: {reason}"):
                 await pools[1].take_over("one", raw, record, whole.token_ids[:9])
@@ -253,10 +267,16 @@ async def test_a_request_that_two_workers_died_with_is_refused(pool: Pool) -> No
     assert again.token_ids == whole.token_ids
 
 
-async def test_the_record_of_a_request_that_has_ended_goes_away(pool: Pool) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+async def test_the_record_of_a_request_that_has_ended_goes_away(
+    pool: Pool, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "LINGER_S", 0.02 if waits else 30.0)
     for _ in range(5):  # the same id and prompt, again and again: not one worker died
-        await pool.ask("again", request_of("plain"))
-        while await pool.store.get(pool.key("again")) is not None:
+        await pool.ask(f"again {waits}", request_of("plain"))
+        while (record := await pool.store.get(pool.key(f"again {waits}"))) is not None:
+            if not waits and Boundary.decode(record).is_answered:
+                break
             await asyncio.sleep(0.001)
 
 

@@ -39,6 +39,7 @@ class Boundary:
             on in order; the owner is among them.
         numerics: What the answer is computed with; see `EngineInfo.made_by`.
         kv_dtype: See `EngineInfo.kv_dtype`.
+        is_answered: The answer has ended, but the frontend may not have all of it yet.
     """
 
     prompt_length: int
@@ -50,6 +51,7 @@ class Boundary:
     attempts: int
     numerics: str = ""
     kv_dtype: str = ""
+    is_answered: bool = False
 
     @classmethod
     def of(
@@ -95,8 +97,15 @@ class Boundary:
         return self.begins(tokens)
 
     def is_repeated_by(self, request: GenerationRequest) -> bool:
-        """Whether a request, as parsed, has this very prompt: nothing was generated yet."""
-        return len(request.prompt_token_ids) == self.prompt_length and self.begins(request.prompt_token_ids)
+        """Whether a request, as parsed, has this very prompt: nothing was generated yet.
+
+        Behind an answer it is a new request, of a client that gives several the same id.
+        """
+        return (
+            not self.is_answered
+            and len(request.prompt_token_ids) == self.prompt_length
+            and self.begins(request.prompt_token_ids)
+        )
 
     def difference(self, numerics: str, kv_dtype: str) -> str | None:
         """How a worker that is to go on computes otherwise than the one before, or None: the answer
@@ -145,6 +154,8 @@ class Boundary:
         texts = ("owner", "prompt_digest", "numerics", "kv_dtype")
         if any(not isinstance(getattr(self, name), str) for name in texts) or len(self.owner) > MAX_OWNER:
             raise ValueError(f"{', '.join(texts)} must be short texts")
+        if not isinstance(self.is_answered, bool):
+            raise ValueError(f"is_answered is {shown(self.is_answered)}")
 
 
 def _digest(values: dict[str, Any]) -> str:

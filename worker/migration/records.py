@@ -9,7 +9,6 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import partial
 from hashlib import blake2b
 from itertools import count
 from typing import TypeVar
@@ -31,9 +30,10 @@ MAX_CRASHES = 2
 TIMEOUT_S = 2.0
 """Longest that one operation of the store may take."""
 
-LINGER_S = 2.0
-"""How long the record of a cancelled request stays: the frontend may have cancelled it here, after
-a time-out, to migrate it.
+LINGER_S = 10.0
+"""How long the record of a request stays that has left its worker. The frontend may have cancelled
+it, after a time-out, to migrate it; or the worker may die before the runtime has sent the end of
+the answer.
 """
 
 
@@ -194,6 +194,12 @@ class BoundaryRecords:
             passed_on = replace(found, attempts=found.attempts - 1)
             await self._answered(self._store.put(key, passed_on.encode()))
 
+    async def _note_answered(self, key: str, owner: str) -> None:
+        """Note that the answer has ended, unless another worker has taken the request over."""
+        found = await self._still_owns(key, owner)
+        if found is not None:
+            await self._answered(self._store.put(key, replace(found, is_answered=True).encode()))
+
     async def _give_back(self, key: str, owner: str, previous: Boundary) -> None:
         """Write the record as it was, unless another worker has taken the request over."""
         if await self._still_owns(key, owner) is not None:
@@ -282,7 +288,7 @@ class BoundaryRecord:
 
     def remove(self) -> None:
         """The request has ended. Idempotent."""
-        self._end(0.0)
+        self._end()
 
     def linger(self) -> None:
         """The request was cancelled: it has ended, or the frontend is about to migrate it.
@@ -291,7 +297,7 @@ class BoundaryRecord:
         gave to another one long ago. So a record that this one replaced comes back.
         """
         self._is_cancelled = self._is_cancelled or not self.has_ended
-        self._end(LINGER_S)
+        self._end()
 
     async def pass_on(self) -> None:
         """The request is about to migrate in order: this worker is none that died with it."""
@@ -307,17 +313,22 @@ class BoundaryRecord:
         self.has_ended = True
         self._records._live.discard(self)
 
-    def _end(self, linger_s: float) -> None:
+    def _end(self) -> None:
         if self._boundary is not None and not self.has_ended:
             self.has_ended = True
-            self._records._in_background(partial(self._go_away, linger_s))
+            self._records._in_background(self._go_away)
 
-    async def _go_away(self, linger_s: float) -> None:
+    async def _go_away(self) -> None:
         with contextlib.suppress(StoreError):  # its time to live ends it, too
             await self._settled()
-            if linger_s and self._previous is None:
+            if not self._is_cancelled:
+                # The answer of a prefill begins elsewhere; the records of that tell what it is.
+                if self._records._answering is None:
+                    await self._records._note_answered(self.key, self.owner)
+                    await asyncio.sleep(LINGER_S)
+            elif self._previous is None:
                 await self._records._pass_on(self.key, self.owner)
-                await asyncio.sleep(linger_s)
+                await asyncio.sleep(LINGER_S)
             await self.go()
         self._records._live.discard(self)
 
