@@ -52,8 +52,8 @@ async def receipts_of(engine: Any, max_tokens: int, receipt: Any) -> list[Any]:
     return told
 
 
-def num_bytes(receipts: list[Any]) -> int:
-    return sum(len(json.dumps(receipt)) for receipt in receipts)
+def num_bytes(receipt: Any) -> int:
+    return len(json.dumps(receipt))
 
 
 @pytest.mark.parametrize("engine", ["embedded", "trtllm"])
@@ -61,8 +61,10 @@ async def test_bytes_grow_with_the_answer_and_attribution_comes_once(engine: str
     async with embedded(model) if engine == "embedded" else running(model) as started:
         short, long = [await receipts_of(started, count, "debug") for count in (40, 160)]
         plain = await receipts_of(started, 40, True)
-    # Each chunk has one snapshot of one size, the last one the attribution on top.
-    assert num_bytes(long) <= 4.5 * num_bytes(short)
+    # Each chunk has one snapshot of one size but for digits, the last one the attribution on top;
+    # how many chunks there are depends on how fast they are taken.
+    assert max(map(num_bytes, long[:-1])) <= max(map(num_bytes, short[:-1])) + 16
+    assert num_bytes(long[-1]) <= 4.5 * num_bytes(short[-1])
     for receipts, count in ((short, 40), (long, 160)):
         assert all("tokens" not in receipt for receipt in receipts[:-1])
         attributed = receipts[-1]["tokens"]
