@@ -45,7 +45,7 @@ def without_bad_answers(source: Path, target: Path) -> Path:
     """A copy of a checkpoint that never generates the tokens `BAD`."""
     target.mkdir()
     for path in source.iterdir():
-        if path.suffix != ".safetensors":
+        if path.is_file() and path.suffix != ".safetensors":
             (target / path.name).write_bytes(path.read_bytes())
     weights = load_file(source / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
