@@ -47,8 +47,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path.relative_to(folder).parts[0] not in WITHOUT_STACKS:
             item.add_marker(pytest.mark.stack)
     if NO_KERNELS is not None:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("native")])
-        items[:] = [item for item in items if not item.get_closest_marker("native")]
+        config.hook.pytest_deselected(items=[item for item in items if _needs_kernels(item)])
+        items[:] = [item for item in items if not _needs_kernels(item)]
+
+
+def _needs_kernels(item: pytest.Item) -> bool:
+    """Whether a test is marked ``native``, or has a parameter such as ``native`` or ``native-avx2``."""
+    values = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    return bool(item.get_closest_marker("native")) or any(str(value).startswith("native") for value in values)
 
 
 @atexit.register  # the first one, so that it is called last

@@ -122,6 +122,7 @@ def test_attention_in_both_directions(every_checkpoint: dict[str, Path], tmp_pat
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"])
+@pytest.mark.native
 def test_weights_that_are_no_numbers(checkpoint: Path, name: str, value: float) -> None:
     edit_weights(checkpoint, lambda weights: weights[name].view(-1).__setitem__(7, value))
     said = f"model.safetensors: tensor {name} holds a number that is infinite or not a number"

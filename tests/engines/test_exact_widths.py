@@ -99,7 +99,7 @@ def allocate(model: HfModel, page_size: int, threads: int) -> None:
     assert model.numerics == "exact"
 
 
-@pytest.mark.skipif(native.unavailable(torch.float32) is not None, reason="there are no native kernels")
+@pytest.mark.native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", WIDE)
 def test_rows_have_the_same_bits_with_any_threads_chunks_and_pages(kind: str, dtype: str, tmp_path: Path) -> None:
@@ -148,6 +148,7 @@ def test_activations_in_torch_have_the_same_bits_in_any_batch(
 
 
 @pytest.mark.parametrize("name", native.ACTIVATIONS)
+@pytest.mark.native
 def test_activations_in_torch_are_those_of_the_native_kernels(name: str) -> None:
     x = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([0.0, 3e12, -3e12, 1e38, -1e38])))
     panels = native.pack(torch.ones(1, 1))

@@ -56,6 +56,7 @@ def depends_on_the_batch(compute: Callable[..., torch.Tensor]) -> Callable[..., 
     ],
     ids=["mlp", "norm", "head", "llama's head", "experts"],
 )
+@pytest.mark.native
 def test_what_depends_on_the_batch_is_not_called_exact(
     kind: tuple[str, dict[str, Any]],
     owner: type,
