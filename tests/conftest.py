@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _needs_kernels(item: pytest.Item) -> bool:
-    """Whether a test is marked ``native``, or has a parameter such as ``native`` or ``native-avx2``."""
+    """Whether a test is marked ``native``, or has a parameter such as ``native-avx2``."""
     values = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
     return bool(item.get_closest_marker("native")) or any(str(value).startswith("native") for value in values)
 
