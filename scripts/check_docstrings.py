@@ -1,0 +1,79 @@
+"""Finds docstrings that open with a fragment: a line must say what a thing is, noun or verb first.
+
+    .venv/bin/python scripts/check_docstrings.py worker adapters
+
+Looks at the first word of each docstring, also of those below an attribute, and of each ``name: text``
+line of its sections ``Args`` and ``Attributes``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+FRAGMENTS = frozenset(
+    """Of What As Its Their Which Who Whose Where When Why How Those That These It They By For From In On At With
+    Without Likewise Also Under Behind Beside To Than Not Nothing Nobody Somebody""".split()
+)
+"""First words of a phrase that leans on something the reader has not read."""
+
+_SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Example|Examples|Note|Notes):$")
+_ENTRY = re.compile(r"^ {4}\*{0,2}([\w, *`.]+): +(\S+)")
+_DESCRIBED = ("Args", "Attributes")
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring, those of attributes too."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for previous, statement in zip([None, *node.body], node.body, strict=False):
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text))) if previous is None or isinstance(
+                    previous, ast.Assign | ast.AnnAssign
+                ):
+                    yield statement.lineno, text
+
+
+def fragments(text: str) -> Iterator[tuple[int, str]]:
+    """Offset in lines, and beginning, of each fragment of a docstring."""
+    lines = text.splitlines()
+    if lines and _first_word(lines[0]) in FRAGMENTS:
+        yield 0, lines[0].strip()
+    indent = min((len(line) - len(line.lstrip()) for line in lines[1:] if line.strip()), default=0)
+    section = None
+    for offset, raw in enumerate(lines[1:], 1):
+        line = raw[indent:]
+        if found := _SECTION.match(line):
+            section = found[1]
+        elif line and not line.startswith(" "):
+            section = None
+        elif section in _DESCRIBED and (found := _ENTRY.match(line)) and _first_word(found[2]) in FRAGMENTS:
+            yield offset, line.strip()
+
+
+def _first_word(text: str) -> str:
+    found = re.match(r"\s*(\w+)", text)
+    return found[1] if found else ""
+
+
+def main(roots: list[str]) -> int:
+    """Print each fragment below `roots`; returns 1 if there are any."""
+    paths = sorted(
+        path for root in roots for path in ([Path(root)] if root.endswith(".py") else Path(root).rglob("*.py"))
+    )
+    found = [
+        f"{path}:{line + offset}: {text[:90]}"
+        for path in paths
+        for line, docstring in docstrings(ast.parse(path.read_text()))
+        for offset, text in fragments(docstring)
+    ]
+    print("\n".join(found), end="\n" if found else "")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
