@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/check_docstrings.py worker adapters
 
-Looks at the first word of each docstring, also of those below an attribute, and of each ``name: text``
-line of its sections ``Args`` and ``Attributes``.
+Looks at the first word of each docstring, also of those below an attribute, and of each
+``name: text`` line of the sections ``Args`` and ``Attributes``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,44 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FRAGMENTS = frozenset(
-    """Of What As Its Their Which Who Whose Where When Why How Those That These It They By For From In On At With
-    Without Likewise Also Under Behind Beside To Than Not Nothing Nobody Somebody""".split()
+    (
+        "Of",
+        "What",
+        "As",
+        "Its",
+        "Their",
+        "Which",
+        "Who",
+        "Whose",
+        "Where",
+        "When",
+        "Why",
+        "How",
+        "Those",
+        "That",
+        "These",
+        "It",
+        "They",
+        "By",
+        "For",
+        "From",
+        "In",
+        "On",
+        "At",
+        "With",
+        "Without",
+        "Likewise",
+        "Also",
+        "Under",
+        "Behind",
+        "Beside",
+        "To",
+        "Than",
+        "Not",
+        "Nothing",
+        "Nobody",
+        "Somebody",
+    )
 )
 """First words of a phrase that leans on something the reader has not read."""
 
