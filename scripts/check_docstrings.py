@@ -14,47 +14,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-FRAGMENTS = frozenset(
-    (
-        "Of",
-        "What",
-        "As",
-        "Its",
-        "Their",
-        "Which",
-        "Who",
-        "Whose",
-        "Where",
-        "When",
-        "Why",
-        "How",
-        "Those",
-        "That",
-        "These",
-        "It",
-        "They",
-        "By",
-        "For",
-        "From",
-        "In",
-        "On",
-        "At",
-        "With",
-        "Without",
-        "Likewise",
-        "Also",
-        "Under",
-        "Behind",
-        "Beside",
-        "To",
-        "Than",
-        "Not",
-        "Nothing",
-        "Nobody",
-        "Somebody",
-    )
+FRAGMENT = re.compile(
+    r"\s*(Of|What|As|Its|Their|Which|Who|Whose|Where|When|Why|How|Those|That|These|It|They|By|For|From|In|On"
+    r"|At|With|Without|Likewise|Also|Under|Behind|Beside|To|Than|Not|Nothing|Nobody|Somebody)\b"
 )
-"""First words of a phrase that leans on something the reader has not read."""
+"""A first word that leans on something the reader has not read."""
 
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Example|Examples|Note|Notes):$")
 _ENTRY = re.compile(r"^ {4}\*{0,2}([\w, *`.]+): +(\S+)")
@@ -77,7 +41,7 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def fragments(text: str) -> Iterator[tuple[int, str]]:
     """Offset in lines, and beginning, of each fragment of a docstring."""
     lines = text.splitlines()
-    if lines and _first_word(lines[0]) in FRAGMENTS:
+    if lines and FRAGMENT.match(lines[0]):
         yield 0, lines[0].strip()
     indent = min((len(line) - len(line.lstrip()) for line in lines[1:] if line.strip()), default=0)
     section = None
@@ -87,13 +51,8 @@ def fragments(text: str) -> Iterator[tuple[int, str]]:
             section = found[1]
         elif line and not line.startswith(" "):
             section = None
-        elif section in _DESCRIBED and (found := _ENTRY.match(line)) and _first_word(found[2]) in FRAGMENTS:
+        elif section in _DESCRIBED and (found := _ENTRY.match(line)) and FRAGMENT.match(found[2]):
             yield offset, line.strip()
-
-
-def _first_word(text: str) -> str:
-    found = re.match(r"\s*(\w+)", text)
-    return found[1] if found else ""
 
 
 def main(roots: list[str]) -> int:
