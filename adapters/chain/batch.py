@@ -13,7 +13,9 @@ from typing import TypeVar
 import torch
 
 from adapters.chain.chain import ProcessorChain
-from adapters.chain.plan import Member, ProcessorFailed, RowPlan
+from adapters.chain.failures import ProcessorFailed
+from adapters.chain.members import Member
+from adapters.chain.plan import RowPlan
 from adapters.contract import Allow, Ban, Edit, ShapingProcessor, Sparse, Stage, apply_bitmask, apply_sparse
 from adapters.devices import upload_ids
 
@@ -280,7 +282,7 @@ def _shape_group(
     if logits.device.type == "cpu" or not _is_batched(kind):
         empty = [one for one, is_so in zip(group, is_empty[:, 0].tolist(), strict=True) if is_so]
         if empty:
-            failures.update((row, chain.no_token_left(before=member)) for row, chain, member in empty)
+            failures.update((row, chain.failures.no_token_left(before=member)) for row, chain, member in empty)
             alive = [one for one in group if one[0] not in failures]
             if alive:
                 _shape_group(kind, logits, alive, failures)
@@ -294,7 +296,7 @@ def _shape_group(
             _check_shaped(logits[rows[0]], values[0], group[0][1], group[0][2])
     except Exception as error:  # the processor boundary: third-party code
         if len(group) == 1:
-            failures[rows[0]] = group[0][1].fail_from(group[0][2], error)
+            failures[rows[0]] = group[0][1].failures.raised(group[0][2], error)
             return
         for single in group:  # find the failing one; the others must be unaffected
             _shape_group(kind, logits, [single], failures)
@@ -305,7 +307,7 @@ def _shape_group(
     seconds = (thread_time() - began) / len(group)
     for row, chain, member in group:
         try:
-            chain.charge(member, seconds)
+            chain.failures.charge(member, seconds)
         except ProcessorFailed as failure:
             failures[row] = failure.without_frames()
 

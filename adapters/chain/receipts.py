@@ -124,8 +124,9 @@ class Receipt:
         while self.logprobs and self.logprobs[-1][0] >= position:
             self.logprobs.pop()
 
-    def attribute(self, position: int, token_id: int, record: ProcessorRecord, kind: str) -> None:
-        """With attribution on, note what a processor did to the token at ``position``."""
+    def add(self, record: ProcessorRecord, position: int, token_id: int, kind: str, masked: int) -> None:
+        """Count what the processor of ``record`` did to the token at ``position``."""
+        record.add(position, kind, masked)
         if self.attribution and len(self.tokens) < MAX_ATTRIBUTED:
             self.tokens.append((position, token_id, record.name, kind))
 

@@ -133,7 +133,7 @@ def test_chain_has_the_selections_processors_in_the_order_law(catalog: Catalog):
         ("temperature", "all"),
         ("top_k", "all"),
     ]
-    assert chain.step_budget_s == 0.5
+    assert chain.failures.step_budget_s == 0.5
     assert chain.receipt.attribution
     assert not catalog.build_chain(select(receipt=True), THINKING).receipt.attribution
 

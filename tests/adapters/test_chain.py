@@ -506,7 +506,7 @@ def test_a_scoped_processor_knows_its_absolute_position():
     made = chain(thinking, answer, scopes=["thinking", "answer"], prompt=[1, 2])
     for token in (THINK, 4, 4, ANSWER, 5, THINK, 6, ANSWER, 7):
         made.plan()
-        active = thinking if made._tracker.thinking else answer
+        active = thinking if made._scope.is_thinking else answer
         assert active.noted == made.position
         made.accept(token, made.position)
     made.rewind(7)

@@ -191,7 +191,7 @@ class RunningRequest:
         budget = math.inf if self.step_budget_s is None else self.step_budget_s
         for member, seconds in zip(chain.members, step.seconds):  # noqa: B905  # empty if a step has failed
             took, member.record.seconds = seconds - member.record.seconds, seconds
-            failure = chain.over_budget(member, took, budget)
+            failure = chain.failures.over_budget(member, took, budget)
             if failure is not None:
                 return failure
         return None
