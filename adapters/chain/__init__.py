@@ -1,9 +1,9 @@
 """Chains: the ordered processors of one choice of one request, over one token history.
 
-`chain` is the chain, of `members`; `history` the tokens that it stands on, with the `thinking_scope`
-of its `scoped` processors and the tokens that `backtracking` may sample again; `plan` its edits of
-one row at one step; `failures` and `receipts` record what each processor did. `batch` merges the
-plans of all rows and applies them to logits in a handful of batched operations.
+`chain` is the chain, of `members`; `history` the tokens that it stands on, `thinking_scope` the
+section that its `scoped` processors are shown, `backtracking` which tokens may be sampled again;
+`plan` its edits of one row at one step; `failures` and `receipts` record what each processor did.
+`batch` merges the plans of all rows and applies them to logits in a handful of batched operations.
 """
 
 from adapters.chain.batch import (

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from adapters.sampling.candidates import block_maxima, highest_ids, top, top_in_order
-from adapters.sampling.native import select_on
+from adapters.sampling.native import WholeRow, select_on
 from adapters.sampling.prefixes import beyond_prefix, mass_among, prefix_of_mass, prefix_of_ordered
 from adapters.sampling.weights import share_of, share_of_one, weigh, weight_bits, weights_of
-from adapters.sampling.whole_row import WholeRow, whole_row
 from adapters.sampling.whole_row import block_maxima as host_block_maxima
+from adapters.sampling.whole_row import whole_row
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: only the lowest id of the highest logits is kept."""
