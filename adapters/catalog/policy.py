@@ -142,12 +142,12 @@ def _same(asked: FieldValue, set_by_operator: Requested, catalog: Catalog) -> bo
     if asked.requested.scope != set_by_operator.scope:
         return False
     try:
-        args = catalog.parse_args(asked.requested)
+        args = catalog.find(asked.requested).parse_args(asked.requested)
     except SelectionError:
         if asked.is_neutral:  # an empty list, which the processor itself does not accept
             return False
         raise
-    own = catalog.parse_args(set_by_operator)
+    own = catalog.find(set_by_operator).parse_args(set_by_operator)
     return args == own or all(
         _is_as_near_as_32_bits(value, getattr(own, name)) for name, value in args if value != getattr(own, name)
     )
@@ -254,7 +254,7 @@ class _Reader:
         for i, entry in enumerate(self._list(value, key)):
             try:
                 requested = replace(parse_processor(entry, f"{key}[{i}]"), origin=origin)
-                self._catalog.parse_args(requested)
+                self._catalog.find(requested).parse_args(requested)
             except SelectionError as error:
                 self._fail(error.path, error.problem)
             found.append(requested)

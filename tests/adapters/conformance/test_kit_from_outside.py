@@ -110,7 +110,7 @@ def test_a_processor_without_arguments_declares_a_name_and_a_stage() -> None:
     chain.start([40], [41])
     assert chain.plan().bans[0].token_ids.tolist() == [41]
     with pytest.raises(SelectionError, match="unknown argument"):
-        Catalog([Entry("least", Least)]).parse_args(Requested("least", {"n": 1}))
+        Entry("least", Least).parse_args(Requested("least", {"n": 1}))
 
 
 def test_the_pitfall_that_the_page_tells_is_caught(page_files: dict[str, str]) -> None:
