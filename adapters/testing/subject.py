@@ -51,7 +51,7 @@ class Subject:
 
     Args:
         processor: A `SteeringProcessor` or `ShapingProcessor` class, or a third-party class that
-            `adapters.third_party.processors` can wrap: a Dynamo `BaseLogitsProcessor`, a Hugging
+            `adapters.third_party` can wrap: a Dynamo `BaseLogitsProcessor`, a Hugging
             Face `LogitsProcessor`, a TensorRT-LLM logits processor.
         examples: Arguments as JSON data that the processor accepts for the kit's own model. Needed
             where none can be generated from the schema; ``examples`` in the schema itself count

@@ -23,10 +23,10 @@ from adapters.catalog import (
     Requested,
     Selection,
     SelectionError,
+    loading,
     parse_selection,
     selection_schema,
 )
-from adapters.catalog import loading
 from adapters.chain import apply_chain
 from adapters.contract import Context, ShapingProcessor, SteeringProcessor
 from adapters.processors import BUILTINS
