@@ -11,93 +11,23 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
 
-from adapters.contract.argument_types import Count, PositiveCount, Text, TokenId, TokenIds
-from adapters.contract.edits import Allow, Ban, Bias, Edit, Force, Scale
+from adapters.contract.context import Context, ProcessorArgs
+from adapters.contract.edits import Edit
 from adapters.contract.scope import Scope
-from adapters.vocabulary import Vocabulary
-
-__all__ = [
-    "ALWAYS",
-    "Allow",
-    "ArgumentError",
-    "BacktrackingProcessor",
-    "Ban",
-    "Bias",
-    "Context",
-    "Count",
-    "Edit",
-    "Force",
-    "PositiveCount",
-    "Processor",
-    "ProcessorArgs",
-    "Reads",
-    "Scale",
-    "ShapingProcessor",
-    "Stage",
-    "StateLost",
-    "SteeringProcessor",
-    "Text",
-    "TokenId",
-    "TokenIds",
-    "Unsatisfiable",
-]
+from adapters.contract.stage import Reads, Stage
 
 T = TypeVar("T")
 
-_RENAMED = {"retract": "rewind_state", "taken_back": "rewinds_to", "taken_back_at_end": "rewinds_to_at_end"}
-"""Methods of authors by a name that they once had, which would silently not be called any more."""
-
 ALWAYS = sys.maxsize
-"""For `SteeringProcessor.same_until`: the edit never changes."""
+"""Result of `SteeringProcessor.same_until` for an edit that never changes."""
 
-
-class Stage(IntEnum):
-    """The order law, the same on every engine; within a stage, the order of the request."""
-
-    BIAS = 1
-    PENALTY = 2
-    SOFT = 3
-    MASK = 4
-    FORCE = 5
-    TEMPERATURE = 6
-    TRUNCATION = 7
-    SAMPLING = 8
-
-
-class Reads(Enum):
-    """What a processor reads. ``NOTHING`` still knows the position and its own chain's forcing."""
-
-    NOTHING = "nothing"
-    GENERATED = "generated"
-    PROMPT_AND_GENERATED = "prompt and generated"
-
-
-class ProcessorArgs(BaseModel):
-    """Base of every processor's arguments: strict JSON types, no unknown names, NaN or infinity."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class ArgumentError(ValueError):
-    """An argument is well-formed but cannot be honoured for this model or request.
-
-    Args:
-        argument: Name of the argument.
-        problem: What was expected and what came.
-    """
-
-    def __init__(self, argument: str, problem: str) -> None:
-        super().__init__(f"{argument}: {problem}")
-        self.argument = argument
-        self.problem = problem
+_RENAMED = {"retract": "rewind_state", "taken_back": "rewinds_to", "taken_back_at_end": "rewinds_to_at_end"}
+"""Methods that authors write by their former names, which would silently not be called."""
 
 
 class StateLost(RuntimeError):
@@ -109,47 +39,6 @@ class Unsatisfiable(Exception):
 
     The request ends with an error; token 0 is never sampled instead.
     """
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What a processor knows about the model and its request when it is built.
-
-    Attributes:
-        vocabulary: Width of a row, token bytes and text.
-        end_token_ids: Ids that end this request's answer.
-        seed: The request's seed, uint64, also of processors' random numbers
-            (`adapters.contract.random_numbers`).
-        choice: Index of the choice, 0 unless n > 1.
-        max_tokens: Most tokens the answer may have, None if only the context bounds it.
-        watermark_keys: The operator's keys by id.
-        think_start: Ids of the tag that opens a thinking section, empty if the model has none.
-        think_end: Ids of the tag that closes it.
-    """
-
-    vocabulary: Vocabulary
-    end_token_ids: frozenset[int] = frozenset()
-    seed: int = 0
-    choice: int = 0
-    max_tokens: int | None = None
-    watermark_keys: Mapping[str, bytes] = field(default_factory=dict)
-    think_start: tuple[int, ...] = ()
-    think_end: tuple[int, ...] = ()
-
-    @property
-    def end_token_id(self) -> int | None:
-        """The end token to force: the lowest of the model's own, else of the request's, else None.
-
-        A request's end tokens include its ``stop_token_ids``, which may be any word.
-        """
-        return min(self.end_token_ids & self.vocabulary.eos_token_ids or self.end_token_ids, default=None)
-
-    def check_ids(self, argument: str, token_ids: Sequence[int]) -> None:
-        """Raises `ArgumentError` if an id is outside the vocabulary."""
-        for token_id in token_ids:
-            if not 0 <= token_id < self.vocabulary.size:
-                expected = f"token ids between 0 and {self.vocabulary.size - 1}"
-                raise ArgumentError(argument, f"expected {expected}, got {token_id}")
 
 
 class Processor(ABC):

@@ -14,11 +14,11 @@ import broken_processors
 import pytest
 import torch
 
+from adapters import contract
 from adapters.__main__ import main
 from adapters.catalog import Catalog, Entry, Requested, Selection, SelectionError
 from adapters.chain import apply_chain
 from adapters.contract import Ban, Edit, Stage, SteeringProcessor, edits
-from adapters.contract import processor as contract
 from adapters.testing import CHECKS, CheckFailed, Subject, check_processor
 from adapters.testing.kit_model import kit_context
 
