@@ -40,7 +40,7 @@ PROBLEMS = {
 
 
 def row_problem(row: torch.Tensor) -> str | None:
-    """Why no token can be sampled from ``row`` (``[V]``): ``nan``, ``infinite``, ``empty`` or None.
+    """The problem that keeps ``row`` (``[V]``) from being sampled: a key of `PROBLEMS`, or None.
 
     The maximum decides all three, because it propagates NaN: one pass, and on CUDA one host
     synchronisation.
@@ -78,7 +78,7 @@ def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, P
 
     Args:
         logits: float32 ``[B, V]``, edited in place.
-        planned: From `plan_rows`.
+        planned: Result of `plan_rows`.
 
     Returns:
         Failures by row. A failed row may be partly edited; it must not be sampled.
@@ -119,7 +119,7 @@ def apply_chain(chain: ProcessorChain, row: torch.Tensor) -> bool:
     """Apply one chain, forcing included, to one row in place: the dense form for TensorRT-LLM.
 
     Args:
-        chain: At the position of the row.
+        chain: Chain at the position of the row.
         row: float ``[V]``, edited in place.
 
     Returns:
@@ -132,7 +132,7 @@ def apply_chain(chain: ProcessorChain, row: torch.Tensor) -> bool:
 
 
 def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor) -> bool:
-    """As `apply_chain`, with a plan made before."""
+    """Apply a plan that was made before; else as `apply_chain`."""
     if plan.is_empty:
         return False
     if plan.force is not None:
@@ -172,7 +172,7 @@ def replay(
         generated: Tokens of the earlier run.
         logits: float32 ``[len(generated), V]``, the model's own logits at those positions;
             overwritten.
-        sample: Draws as the earlier run did; needed where the chain backtracks.
+        sample: Sampler of the earlier run; needed where the chain backtracks.
 
     Raises:
         ProcessorFailed: as `apply_chain`.
@@ -192,10 +192,10 @@ def replay_token(chain: ProcessorChain, token_id: int, row: torch.Tensor, sample
     position is left to the logits.
 
     Args:
-        chain: At the position of the row.
+        chain: Chain at the position of the row.
         token_id: Token of the earlier run.
         row: float32 ``[V]``, overwritten.
-        sample: As `replay`.
+        sample: Sampler of the earlier run; needed where the chain backtracks.
 
     Raises:
         ProcessorFailed, ValueError: as `replay`.

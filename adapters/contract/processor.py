@@ -121,7 +121,7 @@ class Processor(ABC):
         return False
 
     def foresee(self, limit: int) -> Sequence[int]:
-        """For speculation: the tokens that it is about to force or leave alone, at most ``limit``.
+        """The tokens that it is about to force or leave alone, at most ``limit``, for speculation.
 
         A guess, which costs time where it is wrong and changes nothing: each token is sampled all
         the same. Only called for built-in processors.
@@ -333,7 +333,7 @@ class BacktrackingProcessor(SteeringProcessor):
 
     @property
     def rewinds_to_at_end(self) -> int | None:
-        """As `rewinds_to`, if the answer ends here; by default the same."""
+        """The result of `rewinds_to` if the answer ends here; by default the same."""
         return self.rewinds_to
 
     def edit(self) -> Edit | None:

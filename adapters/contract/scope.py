@@ -25,7 +25,7 @@ Scope = Literal["all", "thinking", "answer"]
 
 
 class _State(NamedTuple):
-    """Where the history stands.
+    """State of the tracker at one position of the history.
 
     Attributes:
         thinking: Inside a section.

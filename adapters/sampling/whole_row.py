@@ -1,6 +1,6 @@
-"""What reads whole rows of logits on the CPU: their blocks' maxima, and the weights of a row.
+"""Reductions of whole rows of logits on the CPU: their blocks' maxima, and the weights of a row.
 
-By native kernels (`adapters.sampling.native`), or by torch without them. Both have the same
+Native kernels (`adapters.sampling.native`) compute them, or torch without those. Both have the same
 results, but for the last bits of exp. Which one computes holds for the process, as for
 `weights.exponential_`.
 """
@@ -53,7 +53,7 @@ def whole_row(vocab_size: int) -> WholeRow:
 
 
 class TorchRow:
-    """By torch and numpy, in one buffer: allocating per row would cost more.
+    """Weights by torch and numpy, in one buffer: allocating per row would cost more.
 
     Args:
         vocab_size: Width of a row.

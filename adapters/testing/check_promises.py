@@ -175,7 +175,7 @@ class _Walk:
         return processor
 
     def walk(self) -> int:
-        """How often something was taken back.
+        """Write, and rewind where the processor asks for it; the number of rewinds.
 
         Raises:
             CheckFailed: a token that was not held was.
@@ -238,7 +238,7 @@ class _Walk:
 
 
 def _words(context: Context, arguments: Mapping[str, Any]) -> list[list[int]]:
-    """What is written: the arguments' texts in several spellings, their ids, and other tokens."""
+    """Token ids to write: the arguments' texts in several spellings, their ids, other tokens."""
     vocabulary = context.vocabulary
     leaves = list(_leaves(arguments))
     ids = [each for each in leaves if type(each) is int and 0 <= each < vocabulary.num_tokens]
