@@ -153,7 +153,7 @@ def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor) -> bool:
 
 Sample = Callable[[ProcessorChain, torch.Tensor], int]
 """Plans and applies a chain to float32 logits ``[V]`` of its position, which it may overwrite, and
-draws the token from them, as the step of an engine does. Raises `ProcessorFailed`.
+samples the token from them, as the step of an engine does. Raises `ProcessorFailed`.
 """
 
 
@@ -186,9 +186,9 @@ def replay(
 def replay_token(chain: ProcessorChain, token_id: int, row: torch.Tensor, sample: Sample | None = None) -> None:
     """Apply a chain to the logits of its position, and take the token that was sampled from them.
 
-    What was ruled out there is part of what its processors saw then, and is found again: the
-    earlier run drew the same tokens from the same logits, and what it drew and did not keep, it
-    took back. Where it cannot have (numerics that are not exact drew another one), the rest of that
+    Tokens that were ruled out there are part of what its processors saw then, and are found again:
+    the earlier run sampled the same tokens from the same logits, and rewound those that it did not
+    keep. Where it cannot have (numerics that are not exact sampled another one), the rest of that
     position is left to the logits.
 
     Args:
@@ -205,9 +205,9 @@ def replay_token(chain: ProcessorChain, token_id: int, row: torch.Tensor, sample
     elif sample is None:
         raise ValueError("a chain that backtracks can be replayed only by drawing its tokens again")
     else:
-        drawn = sample(chain, row.clone())
-        while drawn != token_id and chain.rule_out(drawn):
-            drawn = sample(chain, row.clone())
+        sampled = sample(chain, row.clone())
+        while sampled != token_id and chain.rule_out(sampled):
+            sampled = sample(chain, row.clone())
     chain.replay_token(token_id)
 
 

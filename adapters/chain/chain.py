@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import thread_time
-from typing import Any, Literal
+from typing import Literal
 
 from adapters.chain.failures import Failures, ProcessorFailed
 from adapters.chain.history import History
@@ -42,6 +42,7 @@ class ProcessorChain:
     Attributes:
         members: The processors with scope and record, in the order in which they are applied.
         tokens: Prompt and generated tokens.
+        receipt: Record of what each processor did.
         failures: Recorder of the chain's failures.
         has_shaping: True if a member maps the whole row, so that the result must be checked.
         shapes_late: True if a member acts at the temperature stage or later, or an order of them is
@@ -88,8 +89,8 @@ class ProcessorChain:
         self._set_members(members)
         self.wants_random_sampling = any(member.stage >= Stage.TEMPERATURE for member in self.members)
         self._planned = PlannedEdits()
-        budget_s = DEFAULT_STEP_BUDGET_S if step_budget_s is None else step_budget_s
-        self.failures = Failures(self.tokens, self.members, self._planned, budget_s)
+        step_budget_s = DEFAULT_STEP_BUDGET_S if step_budget_s is None else step_budget_s
+        self.failures = Failures(self.tokens, self.members, self._planned, step_budget_s)
         self._history = History(self.tokens, self.members, self._scope, self.failures)
 
     def _set_members(self, members: Sequence[Member]) -> None:
@@ -276,7 +277,7 @@ class ProcessorChain:
         Raises:
             ProcessorFailed: a processor raised.
         """
-        scope, backtracking = self._scope, self._history.backtracking
+        backtracking = self._history.backtracking
         self._planned.acts = []
         found: list[tuple[Member, RowPlan]] = []
         for member in self._active_members():
@@ -288,8 +289,8 @@ class ProcessorChain:
             if backtracking is not None:
                 acts += backtracking.acts(member)
             found += [(member, RowPlan.of(member, each)) for each in acts]
-        if scope is not None and scope.binding is not None:
-            found += [(scope.binding, RowPlan.of(scope.binding, each)) for each in scope.end_bans()]
+        if self._scope is not None and (binding := self._scope.binding) is not None:
+            found += [(binding, RowPlan.of(binding, each)) for each in self._scope.end_bans()]
         self._planned.acts = [act for _, plan in found for act in plan.acts]
         forced = [each for each in found if each[1].force is not None]
         return sorted(forced[:1] or found, key=lambda each: bool(each[1].late))  # masks before shaping of their stage
@@ -322,10 +323,10 @@ class ProcessorChain:
         return plans
 
     def foresee(self, limit: int) -> Sequence[int]:
-        """The tokens that the chain is about to force, or to leave alone, as far as it can tell.
+        """The tokens that the chain is about to force, or to leave alone, at most ``limit``.
 
-        For speculation: a guess at the next tokens, at most ``limit``. No third-party processor is
-        called for it, and the history and the receipt are left as they were.
+        A guess, for speculation. No third-party processor is called for it, and the history and the
+        receipt are left as they were.
         """
         for member in self._active_members():
             if member.foresees:
@@ -342,8 +343,6 @@ class ProcessorChain:
         """Edits of the last planned position: member index, kind, number of masked entries."""
         return self._planned.by_index(self.members)
 
-    # Backtracking
-
     @property
     def held_from(self) -> int | None:
         """Position of the first token that may still be sampled again, None if none may.
@@ -354,9 +353,10 @@ class ProcessorChain:
         return None if backtracking is None else backtracking.held_from
 
     def rewind_if_asked(self, sent: int = 0, *, ends: bool = False) -> int | None:
-        """Rewind to where a backtracking processor asks for; that position, or None.
+        """Rewind to where a backtracking processor asks for, and mask there the token that was.
 
-        The token that was there is masked there from now on.
+        Returns:
+            That position, or None.
 
         Args:
             sent: Position before which all tokens were sent: none of them is rewound.
@@ -389,8 +389,6 @@ class ProcessorChain:
         if mine is not None and theirs is not None:
             mine.copy_ruled_out(theirs)
 
-    # Results
-
     @property
     def failure(self) -> ProcessorFailed | None:
         """The newest failure, None while there is none."""
@@ -399,7 +397,3 @@ class ProcessorChain:
     def fail(self, name: str, reason: str, message: str) -> ProcessorFailed:
         """Record that processor ``name`` failed; returns the failure to raise or report."""
         return self.failures.fail(name, reason, message)
-
-    def report(self, *, attribution: bool = True) -> dict[str, Any]:
-        """The receipt so far as JSON data; ``attribution`` (if kept) in the last one only."""
-        return self.receipt.as_json(attribution=attribution)

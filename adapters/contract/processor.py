@@ -210,7 +210,7 @@ class Processor(ABC):
         self.catch_up()
 
     def rewind(self, position: int) -> None:
-        """Forget every token from ``position`` on.
+        """Rewind to the tokens before ``position``.
 
         Raises:
             ValueError: the position is inside the prompt or in the future.
@@ -305,17 +305,17 @@ def tells_how_long(kind: type[SteeringProcessor]) -> bool:
 
 
 class BacktrackingProcessor(SteeringProcessor):
-    """Has tokens that were not sent sampled again, without the one that it took back.
+    """Rewinds the answer to a token that was not sent, which is then sampled again without it.
 
-    A function of the history, as every processor: it says where it goes back to, and what may still
-    make it go back. All else is the chain's: it rewinds the history, masks at that position what
-    was taken back there, for as long as the tokens before it stay, and tells the engine what to
-    hold. Only an engine that holds tokens can serve it.
+    A function of the history, as every processor: it says where it rewinds to, and which tokens it
+    may still rewind to. The chain does the rest: it rewinds the history, masks the token that was
+    there, for as long as the tokens before it stay, and tells the engine which tokens to hold. Only
+    an engine that holds tokens can serve it.
 
-    `held_from` tells beforehand. If the processor goes back to p after n generated tokens, then
-    after each number of tokens m with p < m < n (where the answer ends, m <= n) `held_from` was not
-    None and at most p, **whatever tokens came since**. It is about this processor's own history
-    only: that going back opens again what had been closed, for it and for others, the chain adds.
+    `held_from` tells beforehand. If the processor rewinds to p after n generated tokens, then after
+    each number of tokens m with p < m < n (where the answer ends, m <= n) `held_from` was not None
+    and at most p, **whatever tokens came since**. It is about this processor's own history only:
+    the chain adds what a rewind opens again, for it and for others.
     """
 
     stage: ClassVar[Stage] = Stage.MASK
@@ -324,7 +324,7 @@ class BacktrackingProcessor(SteeringProcessor):
     @property
     @abstractmethod
     def held_from(self) -> int | None:
-        """Index of the first generated token that tokens to come may have taken back, else None."""
+        """Index of the first generated token that may still be rewound, else None."""
 
     @property
     @abstractmethod
@@ -337,7 +337,7 @@ class BacktrackingProcessor(SteeringProcessor):
         return self.rewinds_to
 
     def edit(self) -> Edit | None:
-        """None, by default: the chain masks what was taken back."""
+        """None, by default: the chain masks the token that was rewound to."""
         return None
 
 

@@ -3,7 +3,7 @@
 A scoped processor sees the prompt and the generated tokens inside its scope; the tags themselves
 belong to neither section. So ``min_tokens`` with scope ``answer`` counts answer tokens, and a
 grammar with scope ``answer`` begins after the closing tag. A tag of several tokens is matched in
-their bytes, however the model splits it; once it is complete, scoped processors take back its
+their bytes, however the model splits it; once it is complete, scoped processors rewind its
 tokens.
 
 The answer begins after the thinking section if the model thinks, else with the first token. The
@@ -138,7 +138,7 @@ class ThinkingTracker:
         return len(self.tokens) - index
 
     def rewind(self, num_generated: int) -> None:
-        """Forget every generated token from index ``num_generated`` on."""
+        """Rewind to the first ``num_generated`` generated tokens."""
         if num_generated >= len(self.tokens):
             return
         self._state = self._states[num_generated]

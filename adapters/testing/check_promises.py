@@ -1,4 +1,4 @@
-"""Checks of what a processor tells in advance: how long an edit stays, what it may take back."""
+"""Checks of what a processor tells in advance: how long an edit stays, where it may rewind to."""
 
 from __future__ import annotations
 

@@ -60,20 +60,8 @@ def wrap_third_party(
     model = args_model(target, fixed) if isinstance(target, type) else ProcessorArgs
 
     def build(cls: type[ThirdPartyProcessor], args: ProcessorArgs, context: Context) -> list[Processor]:
-        given = {field: getattr(args, field) for field in args.model_fields_set}
-        given = {field: value for field, value in given.items() if field not in END_TOKENS or value is not None}
-        options: dict[str, Any] = {"name": name, "stage": stage, "version": version, "stateful": stateful}
-        given = fixed | given
-        arguments = given | (from_context(target, context, given) if isinstance(target, type) else {})
-        tokenizer = context.vocabulary.tokenizer
-        try:
-            return [
-                third_party_processor(target, protocol=protocol, arguments=arguments, tokenizer=tokenizer, **options)
-            ]
-        except ValueError as error:
-            if not args.model_fields_set:
-                raise
-            raise ArgumentError(", ".join(sorted(args.model_fields_set)), str(error)[:_MAX_MESSAGE]) from error
+        make = functools.partial(third_party_processor, target, name=name, stage=stage, version=version)
+        return [_built(functools.partial(make, stateful=stateful, protocol=protocol), target, fixed, args, context)]
 
     summary = (
         " ".join((inspect.getdoc(target) or "").strip().partition("\n\n")[0].split())
@@ -90,6 +78,37 @@ def wrap_third_party(
         "build": classmethod(build),
     }
     return cast(type[ThirdPartyProcessor], type(wrapper.__name__, (wrapper,), members))
+
+
+def _built(
+    make: Callable[..., ThirdPartyProcessor],
+    target: Any,
+    fixed: Mapping[str, Any],
+    args: ProcessorArgs,
+    context: Context,
+) -> ThirdPartyProcessor:
+    """The processor of one choice.
+
+    Args:
+        make: Takes the arguments of the constructor, and the tokenizer.
+        target: The third-party class, instance or function.
+        fixed: Arguments that requests cannot set.
+        args: Arguments of the request.
+        context: Context of the choice.
+
+    Raises:
+        ArgumentError: the constructor refuses what the request has set.
+    """
+    given = {field: getattr(args, field) for field in args.model_fields_set}
+    given = {field: value for field, value in given.items() if field not in END_TOKENS or value is not None}
+    given = {**fixed, **given}
+    arguments = given | (from_context(target, context, given) if isinstance(target, type) else {})
+    try:
+        return make(arguments=arguments, tokenizer=context.vocabulary.tokenizer)
+    except ValueError as error:
+        if not args.model_fields_set:
+            raise
+        raise ArgumentError(", ".join(sorted(args.model_fields_set)), str(error)[:_MAX_MESSAGE]) from error
 
 
 def third_party_processor(

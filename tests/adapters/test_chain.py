@@ -491,7 +491,7 @@ def test_what_holds_the_end_back_is_in_the_receipt_and_to_blame():
     made = chain(Bans(5), scopes=["answer"], prompt=[1, THINK], context=STOPS_AT_THE_TAG)
     assert allowed(made) == {*range(VOCAB)} - {END}  # a client that stops at the closing tag gets its way
     made.accept(4, made.position)
-    assert made.report()["processors"][0]["tokens_masked"] == 1
+    assert made.receipt.as_json()["processors"][0]["tokens_masked"] == 1
     held = chain(Bans(5), Forces(END), scopes=["answer", "all"], prompt=[1, THINK])
     with pytest.raises(ProcessorFailed, match="forces: forces token 0, which another processor forbids"):
         run(held)
@@ -537,7 +537,7 @@ def test_state_from_logits_is_rebuilt_by_replaying_on_logits():
             run(moved, logits[i : i + 1].clone())
             moved.accept(tokens[i], 3 + i)
         assert torch.equal(run(moved, logits[5:].clone()), expected)
-        assert moved.report()["replayed_tokens"] == k
+        assert moved.receipt.as_json()["replayed_tokens"] == k
 
 
 def test_it_cannot_be_started_from_tokens_alone():
@@ -785,7 +785,7 @@ def test_the_receipt_counts_positions_not_calls():
         made.plan()
         made.accept(token, made.position)
         made.accept(token, made.position - 1)
-    report = made.report()
+    report = made.receipt.as_json()
     assert report["mode"] == "aggregated"
     allows, bans, forces = report["processors"]
     assert (allows["name"], allows["steps_active"], allows["tokens_masked"]) == ("allows", 2, 2 * (VOCAB - 3))
@@ -803,7 +803,7 @@ def test_the_receipt_counts_positions_not_calls():
 def test_the_receipt_of_a_continuation_says_so():
     made = ProcessorChain([Adds()], CONTEXT)
     made.start([1, 2], [3, 4, 5], mode="migrated")
-    report = made.report()
+    report = made.receipt.as_json()
     assert (report["mode"], report["replayed_tokens"], report["prompt_length"]) == ("migrated at 3", 3, 2)
     assert report["processors"][0]["steps_active"] == 0
 

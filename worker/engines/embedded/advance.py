@@ -54,4 +54,4 @@ def _rewind_if_asked(request: Request, chain: ProcessorChain, token: int, ends: 
 def _accept(chain: ProcessorChain, token_id: int, position: int, ends: bool) -> dict[str, object] | None:
     """Tell the chain; returns its receipt so far if wanted, with the attribution at the end."""
     chain.accept(token_id, position)
-    return {"logits_processors": chain.report(attribution=ends)} if chain.wants_receipt else None
+    return {"logits_processors": chain.receipt.as_json(attribution=ends)} if chain.wants_receipt else None

@@ -164,7 +164,7 @@ class RunningRequest:
             delta.logprobs = logprobs[: len(delta.token_ids)]
         if chain.wants_receipt:
             ends = delta.finish_reason is not None
-            delta.engine_data = {"logits_processors": chain.report(attribution=ends)}
+            delta.engine_data = {"logits_processors": chain.receipt.as_json(attribution=ends)}
         if delta.finish_reason is not None:
             delta.receipt, delta.failure = chain.receipt, self._processor_failure()
         return delta
