@@ -138,14 +138,6 @@ class Catalog:
                 problem = f"expected processors of temperature and truncation, got {name}"
                 raise SelectionError(f"order[{i}]", problem)
 
-    def build(self, requested: Requested, context: Context) -> list[Processor]:
-        """The processors that one entry of a selection stands for.
-
-        Raises:
-            SelectionError: as `build_chain`.
-        """
-        return self.find(requested).build(requested, context)
-
     def build_chain(
         self, selection: Selection, context: Context, *, step_budget_s: float | None = None
     ) -> ProcessorChain:
@@ -168,16 +160,7 @@ class Catalog:
         self._check_once_and_order(selection)
         wants_random_sampling = False
         for requested in selection.processors:
-            try:
-                built = self.build(requested, context)
-            except BuildFailed:
-                raise
-            except SelectionError as error:
-                if requested.origin == "default":
-                    continue
-                if requested.origin == "mandatory":
-                    raise RuledOut(requested, error.problem) from error
-                raise
+            built = _built(self, requested, context)
             processors += built
             scopes += [requested.scope] * len(built)
             wants_random_sampling |= any(_wants_random_sampling(requested, processor) for processor in built)
@@ -212,6 +195,20 @@ class Catalog:
         """
         found = (self.find(requested).grammar(requested, context) for requested in selection.processors)
         return [each for each in found if each is not None]
+
+
+def _built(catalog: Catalog, requested: Requested, context: Context) -> list[Processor]:
+    """The processors of ``requested``; none for a default that this request rules out."""
+    try:
+        return catalog.find(requested).build(requested, context)
+    except BuildFailed:
+        raise
+    except SelectionError as error:
+        if requested.origin == "default":
+            return []
+        if requested.origin == "mandatory":
+            raise RuledOut(requested, error.problem) from error
+        raise
 
 
 def _wants_random_sampling(requested: Requested, processor: Processor) -> bool:

@@ -204,7 +204,7 @@ class Policy:
         policy = self.for_model(model)
         for requested in (*policy.mandatory, *policy.default):
             try:
-                catalog.build(requested, context)
+                catalog.find(requested).build(requested, context)
             except SelectionError as error:
                 raise PolicyError(self.file, error.path, error.problem) from error
 
