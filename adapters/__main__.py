@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from adapters.catalog import Catalog, CatalogError, render_entry, render_list, table, with_table
+from adapters.catalog import Catalog, CatalogError, render_entry, render_list, selection_schema, table, with_table
 from adapters.processors.detection import add_detect_command
 from adapters.testing.cli import add_check_command
 
@@ -112,7 +112,7 @@ def _catalog(arguments: argparse.Namespace) -> Catalog:
 
 def _run_schema(arguments: argparse.Namespace) -> int:
     catalog = _catalog(arguments)
-    schema = catalog[arguments.name].args_schema() if arguments.name else catalog.selection_schema()
+    schema = catalog[arguments.name].args_schema() if arguments.name else selection_schema(catalog)
     return _write(json.dumps(schema, indent=2) + "\n")
 
 

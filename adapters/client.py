@@ -51,10 +51,10 @@ def from_openai_tools(
     """OpenAI's ``tools`` and ``tool_choice`` as the processor ``tool_calls``.
 
     Args:
-        tools: As in a chat: ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
+        tools: Chat tools: ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
         tool_choice: ``none``, ``auto``, ``required``, or the function that must be called. Without
             ``parameters`` a function takes none.
-        format: How the model writes calls, such as ``hermes``.
+        format: Format in which the model writes calls, such as ``hermes``.
         parallel_tool_calls: More than one call is allowed.
         **args: Further arguments, such as ``scope="answer"`` for a model that thinks.
 
@@ -143,7 +143,7 @@ def logits_processors(
     """``extra_body`` that selects ``processors``, in this order within a stage.
 
     Args:
-        processors: From `processor` and `from_openai_logit_bias`.
+        processors: Results of `processor` and `from_openai_logit_bias`.
         receipt: Ask for the receipt, in ``nvext.engine_data`` of the reply; "debug" adds, at the
             end of the answer, what was done to each token.
         deadline: Latest end of the answer, seconds since 1970.

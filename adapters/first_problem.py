@@ -13,7 +13,7 @@ def first_problem(error: ValidationError, shown: Callable[[object], str], member
     """The first problem that pydantic found: its key, what was expected, and what was there.
 
     Args:
-        error: Of a whole object.
+        error: Error about a whole object.
         shown: Writes a value.
         members: Names of models that are members of unions.
     """

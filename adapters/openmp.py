@@ -1,4 +1,4 @@
-"""How long OpenMP's threads spin at a barrier; set before torch, hence OpenMP, is loaded."""
+"""Spinning time of OpenMP's threads at a barrier; set before torch, hence OpenMP, is loaded."""
 
 from __future__ import annotations
 

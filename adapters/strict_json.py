@@ -20,7 +20,7 @@ class LoneSurrogate(Ambiguous):
     """A text has half of a surrogate pair, which is no character: parsers drop, replace or keep it.
 
     Args:
-        path: Of the text, for example ``messages[0].content``.
+        path: JSON path of the text, for example ``messages[0].content``.
     """
 
     def __init__(self, path: str) -> None:

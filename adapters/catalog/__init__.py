@@ -1,13 +1,16 @@
 """The catalogue: every processor that a request may name, and how a selection becomes a chain.
 
-`catalog` has the entries and builds chains; `selection` reads what a request selects, as bounded
-JSON data; `policy` is what the operator mandates, defaults and forbids; `render` writes the
-catalogue as text.
+`catalog` has the entries (`entry`; those of third parties come by `loading`) and builds chains;
+`selection` reads what a request selects, as bounded JSON data (`schema` is its JSON Schema);
+`policy` is what the operator mandates, defaults and forbids; `render` writes the catalogue as text.
 """
 
-from adapters.catalog.catalog import BUILT_IN, BuildFailed, Catalog, CatalogError, Entry, RuledOut, load_class
+from adapters.catalog.catalog import Catalog, RuledOut
+from adapters.catalog.entry import BUILT_IN, BuildFailed, Entry
+from adapters.catalog.loading import CatalogError, load_class
 from adapters.catalog.policy import FieldValue, ModelPolicy, Policy, PolicyError
 from adapters.catalog.render import TABLE_BEGIN, TABLE_END, describe, render_entry, render_list, table, with_table
+from adapters.catalog.schema import selection_schema
 from adapters.catalog.selection import (
     ANNOTATION,
     MAX_BYTES,
@@ -55,6 +58,7 @@ __all__ = [
     "parse_selection",
     "render_entry",
     "render_list",
+    "selection_schema",
     "shown",
     "table",
     "with_table",

@@ -44,9 +44,9 @@ class PolicyError(ValueError):
     """The policy file cannot be honoured.
 
     Args:
-        file: Its path.
-        key: Where in it, ``models.my-model.default[0].args.n``; empty for the whole.
-        problem: What was expected and what came.
+        file: Path of the policy file.
+        key: Key in it, ``models.my-model.default[0].args.n``; empty for the whole.
+        problem: Expected value and the given one.
     """
 
     def __init__(self, file: str, key: str, problem: str) -> None:
@@ -78,9 +78,9 @@ class ModelPolicy:
     """The operator's policy for one served model.
 
     Attributes:
-        mandatory: In every chain, before the client's.
-        default: In every chain whose client neither names that processor nor sets its field, before
-            the client's.
+        mandatory: Processors of every chain, before the client's.
+        default: Processors of every chain whose client neither names them nor sets their fields,
+            before the client's.
         forbidden: Names of processors that clients cannot select, by name or by a field.
     """
 
@@ -142,12 +142,12 @@ def _same(asked: FieldValue, set_by_operator: Requested, catalog: Catalog) -> bo
     if asked.requested.scope != set_by_operator.scope:
         return False
     try:
-        args = catalog.parse_args(asked.requested)
+        args = catalog.find(asked.requested).parse_args(asked.requested)
     except SelectionError:
         if asked.is_neutral:  # an empty list, which the processor itself does not accept
             return False
         raise
-    own = catalog.parse_args(set_by_operator)
+    own = catalog.find(set_by_operator).parse_args(set_by_operator)
     return args == own or all(
         _is_as_near_as_32_bits(value, getattr(own, name)) for name, value in args if value != getattr(own, name)
     )
@@ -163,9 +163,9 @@ class Policy:
     """The policies of all served models, and the watermark keys.
 
     Attributes:
-        file: Where it was read from.
-        models: By served model name.
-        watermark_keys: By key id; never shown, including in errors.
+        file: Path that it was read from.
+        models: Policies by served model name.
+        watermark_keys: Keys by key id; never shown, including in errors.
     """
 
     file: str = ""
@@ -177,7 +177,7 @@ class Policy:
         """Read a policy file.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
             catalog: Every processor that it names must be there.
             environment: Variables for keys given by ``env``.
 
@@ -195,8 +195,8 @@ class Policy:
 
         Args:
             model: Served model name.
-            catalog: As for `load`.
-            context: Of that model, with `watermark_keys`.
+            catalog: Every processor that the policy names must be there.
+            context: Context of that model, with `watermark_keys`.
 
         Raises:
             PolicyError: one of them cannot be honoured.
@@ -204,7 +204,7 @@ class Policy:
         policy = self.for_model(model)
         for requested in (*policy.mandatory, *policy.default):
             try:
-                catalog.build(requested, context)
+                catalog.find(requested).build(requested, context)
             except SelectionError as error:
                 raise PolicyError(self.file, error.path, error.problem) from error
 
@@ -254,7 +254,7 @@ class _Reader:
         for i, entry in enumerate(self._list(value, key)):
             try:
                 requested = replace(parse_processor(entry, f"{key}[{i}]"), origin=origin)
-                self._catalog.parse_args(requested)
+                self._catalog.find(requested).parse_args(requested)
             except SelectionError as error:
                 self._fail(error.path, error.problem)
             found.append(requested)

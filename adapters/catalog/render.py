@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adapters.catalog.catalog import Catalog, Entry
+from adapters.catalog.catalog import Catalog
+from adapters.catalog.entry import Entry
 
 TABLE_BEGIN = "<!-- table of processors: written by `python -m adapters table`, checked by a test -->"
 TABLE_END = "<!-- end of the table -->"

@@ -46,7 +46,7 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 ReceiptLevel = Literal[False, True, "debug"]
 
 Origin = Literal["client", "default", "mandatory"]
-"""Who asks for a processor: the client, or the operator's policy (as a default or mandatory)."""
+"""Origin of a processor in a chain: the client, or the operator's policy, which has two kinds."""
 
 _FIELDS = ("version", "processors", "receipt", "deadline", "order", "speculation", "choice")
 _ENTRY_FIELDS = ("name", "args")
@@ -59,8 +59,8 @@ class SelectionError(ValueError):
     """The request's selection cannot be honoured: a caller error.
 
     Args:
-        path: Where in the JSON, ``processors[1].args.tokens``; empty for the whole.
-        problem: What was expected and what came.
+        path: JSON path, ``processors[1].args.tokens``; empty for the whole.
+        problem: Expected value and the given one.
     """
 
     def __init__(self, path: str, problem: str) -> None:
@@ -80,8 +80,8 @@ class Requested:
         name: Name in the catalogue.
         args: JSON data, without ``scope``.
         scope: Part of the generation that it applies to.
-        path: Where in the request; prefix of the path in every error about it.
-        origin: Who asks for it.
+        path: JSON path in the request; prefix of the path in every error about it.
+        origin: The client or the operator's policy.
     """
 
     name: str
@@ -96,14 +96,14 @@ class Selection:
     """The processors that a request selects, in order, with its receipt level and deadline.
 
     Attributes:
-        processors: In the order of the request.
+        processors: Processors in the order of the request.
         receipt: Whether it wants a receipt; ``"debug"``: with per-token attribution.
         deadline: Latest end of the answer, seconds since 1970; a stop criterion.
         order: Names of processors of the stages temperature and truncation, in the order in which
             they are applied; those not named are applied after them, by the order law.
         speculation: Whether an engine that can may draft tokens, which changes none of them.
-        choice: Which of several answers to one prompt the request is for; with the same seed each
-            has random numbers of its own.
+        choice: Index of the answer, where several requests ask for answers to one prompt; with the
+            same seed each has random numbers of its own.
     """
 
     processors: tuple[Requested, ...] = ()
@@ -248,8 +248,8 @@ def _check_data(value: object, path: str, depth: int) -> None:
 
     Args:
         value: JSON data.
-        path: Of the value.
-        depth: Of the value; the outermost object of the request is at 1.
+        path: JSON path of the value.
+        depth: Depth of the value; the outermost object of the request is at 1.
     """
     flaw = _flaw(value, depth)
     if flaw is not None:

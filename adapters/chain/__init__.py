@@ -1,9 +1,9 @@
 """Chains: the ordered processors of one choice of one request, over one token history.
 
-`chain` is the chain; `plan` its edits of one row at one step; `backtracking` which of its tokens
-may still be sampled again; `scoped` what processors with a scope are shown; `batch` merges the
-plans of all rows and applies them to logits in a handful of batched operations; `receipts` records
-what each processor did.
+`chain` is the chain, of `members`; `history` the tokens that it stands on, `thinking_scope` the
+section that its `scoped` processors are shown, `backtracking` which tokens may be sampled again;
+`plan` its edits of one row at one step; `failures` and `receipts` record what each processor did.
+`batch` merges the plans of all rows and applies them to logits in a handful of batched operations.
 """
 
 from adapters.chain.batch import (
@@ -20,7 +20,8 @@ from adapters.chain.batch import (
     row_problem,
 )
 from adapters.chain.chain import Mode, ProcessorChain
-from adapters.chain.plan import ProcessorFailed, RowPlan
+from adapters.chain.failures import ProcessorFailed
+from adapters.chain.plan import RowPlan
 from adapters.chain.receipts import ProcessorRecord, Receipt
 
 __all__ = [

@@ -13,7 +13,9 @@ from typing import TypeVar
 import torch
 
 from adapters.chain.chain import ProcessorChain
-from adapters.chain.plan import Member, ProcessorFailed, RowPlan
+from adapters.chain.failures import ProcessorFailed
+from adapters.chain.members import Member
+from adapters.chain.plan import RowPlan
 from adapters.contract import Allow, Ban, Edit, ShapingProcessor, Sparse, Stage, apply_bitmask, apply_sparse
 from adapters.devices import upload_ids
 
@@ -38,7 +40,7 @@ PROBLEMS = {
 
 
 def row_problem(row: torch.Tensor) -> str | None:
-    """Why no token can be sampled from ``row`` (``[V]``): ``nan``, ``infinite``, ``empty`` or None.
+    """The problem that keeps ``row`` (``[V]``) from being sampled: a key of `PROBLEMS`, or None.
 
     The maximum decides all three, because it propagates NaN: one pass, and on CUDA one host
     synchronisation.
@@ -76,7 +78,7 @@ def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, P
 
     Args:
         logits: float32 ``[B, V]``, edited in place.
-        planned: From `plan_rows`.
+        planned: Result of `plan_rows`.
 
     Returns:
         Failures by row. A failed row may be partly edited; it must not be sampled.
@@ -117,7 +119,7 @@ def apply_chain(chain: ProcessorChain, row: torch.Tensor) -> bool:
     """Apply one chain, forcing included, to one row in place: the dense form for TensorRT-LLM.
 
     Args:
-        chain: At the position of the row.
+        chain: Chain at the position of the row.
         row: float ``[V]``, edited in place.
 
     Returns:
@@ -130,7 +132,7 @@ def apply_chain(chain: ProcessorChain, row: torch.Tensor) -> bool:
 
 
 def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor) -> bool:
-    """As `apply_chain`, with a plan made before."""
+    """Apply a plan that was made before; else as `apply_chain`."""
     if plan.is_empty:
         return False
     if plan.force is not None:
@@ -151,7 +153,7 @@ def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor) -> bool:
 
 Sample = Callable[[ProcessorChain, torch.Tensor], int]
 """Plans and applies a chain to float32 logits ``[V]`` of its position, which it may overwrite, and
-draws the token from them, as the step of an engine does. Raises `ProcessorFailed`.
+samples the token from them, as the step of an engine does. Raises `ProcessorFailed`.
 """
 
 
@@ -170,7 +172,7 @@ def replay(
         generated: Tokens of the earlier run.
         logits: float32 ``[len(generated), V]``, the model's own logits at those positions;
             overwritten.
-        sample: Draws as the earlier run did; needed where the chain backtracks.
+        sample: Sampler of the earlier run; needed where the chain backtracks.
 
     Raises:
         ProcessorFailed: as `apply_chain`.
@@ -184,16 +186,16 @@ def replay(
 def replay_token(chain: ProcessorChain, token_id: int, row: torch.Tensor, sample: Sample | None = None) -> None:
     """Apply a chain to the logits of its position, and take the token that was sampled from them.
 
-    What was ruled out there is part of what its processors saw then, and is found again: the
-    earlier run drew the same tokens from the same logits, and what it drew and did not keep, it
-    took back. Where it cannot have (numerics that are not exact drew another one), the rest of that
+    Tokens that were ruled out there are part of what its processors saw then, and are found again:
+    the earlier run sampled the same tokens from the same logits, and rewound those that it did not
+    keep. Where it cannot have (numerics that are not exact sampled another one), the rest of that
     position is left to the logits.
 
     Args:
-        chain: At the position of the row.
+        chain: Chain at the position of the row.
         token_id: Token of the earlier run.
         row: float32 ``[V]``, overwritten.
-        sample: As `replay`.
+        sample: Sampler of the earlier run; needed where the chain backtracks.
 
     Raises:
         ProcessorFailed, ValueError: as `replay`.
@@ -203,9 +205,9 @@ def replay_token(chain: ProcessorChain, token_id: int, row: torch.Tensor, sample
     elif sample is None:
         raise ValueError("a chain that backtracks can be replayed only by drawing its tokens again")
     else:
-        drawn = sample(chain, row.clone())
-        while drawn != token_id and chain.rule_out(drawn):
-            drawn = sample(chain, row.clone())
+        sampled = sample(chain, row.clone())
+        while sampled != token_id and chain.rule_out(sampled):
+            sampled = sample(chain, row.clone())
     chain.replay_token(token_id)
 
 
@@ -280,7 +282,7 @@ def _shape_group(
     if logits.device.type == "cpu" or not _is_batched(kind):
         empty = [one for one, is_so in zip(group, is_empty[:, 0].tolist(), strict=True) if is_so]
         if empty:
-            failures.update((row, chain.no_token_left(before=member)) for row, chain, member in empty)
+            failures.update((row, chain.failures.no_token_left(before=member)) for row, chain, member in empty)
             alive = [one for one in group if one[0] not in failures]
             if alive:
                 _shape_group(kind, logits, alive, failures)
@@ -294,7 +296,7 @@ def _shape_group(
             _check_shaped(logits[rows[0]], values[0], group[0][1], group[0][2])
     except Exception as error:  # the processor boundary: third-party code
         if len(group) == 1:
-            failures[rows[0]] = group[0][1].fail_from(group[0][2], error)
+            failures[rows[0]] = group[0][1].failures.raised(group[0][2], error)
             return
         for single in group:  # find the failing one; the others must be unaffected
             _shape_group(kind, logits, [single], failures)
@@ -305,7 +307,7 @@ def _shape_group(
     seconds = (thread_time() - began) / len(group)
     for row, chain, member in group:
         try:
-            chain.charge(member, seconds)
+            chain.failures.charge(member, seconds)
         except ProcessorFailed as failure:
             failures[row] = failure.without_frames()
 

@@ -2,55 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 
-from adapters.chain.receipts import ProcessorRecord
-from adapters.contract import (
-    Allow,
-    Ban,
-    Edit,
-    MalformedEdit,
-    Processor,
-    Scope,
-    Stage,
-    SteeringProcessor,
-    bitmask_of,
-    count_allowed,
-    is_allowed,
-    state_methods,
-    tells_how_long,
-)
-
-
-class ProcessorFailed(Exception):
-    """A processor of this chain failed: its request ends with an error, batch-mates are unaffected.
-
-    Args:
-        processor: Name of the processor.
-        reason: ``raised``, ``nan``, ``infinite``, ``empty``, ``unsatisfiable`` or ``budget``.
-        message: One sentence for the caller.
-    """
-
-    def __init__(self, processor: str, reason: str, message: str) -> None:
-        super().__init__(f"logits processor {processor}: {message}")
-        self.processor = processor
-        self.reason = reason
-        self.message = message
-
-    def without_frames(self) -> ProcessorFailed:
-        """This failure, to be kept: without the stack frames of it and of its causes.
-
-        Those hold the request, its chain and its grammars, which would outlive it.
-        """
-        error: BaseException | None = self
-        while error is not None:
-            error.__traceback__ = None
-            error = error.__cause__ or error.__context__
-        return self
+from adapters.chain.members import Act, Member
+from adapters.contract import Allow, Ban, Edit, Force, Stage, Unsatisfiable, bitmask_of, is_allowed
 
 
 @dataclass(slots=True)
@@ -58,7 +16,7 @@ class RowPlan:
     """All edits of one row at one step, in the order law's order.
 
     Attributes:
-        acts: What each member does, in order.
+        acts: Actions of the members, in order.
         num_masked: Vocabulary entries masked; those that several members mask count several times.
         force: The forced token, if any; no other edit then matters for the token.
         forced_by: The member that forces it.
@@ -122,100 +80,56 @@ class RowPlan:
             allowed &= ~bitmask_of((token_id for token_id in banned if token_id < 32 * width), 32 * width)
         return bool(allowed.any())
 
+    @classmethod
+    def of(cls, member: Member, act: Act) -> RowPlan:
+        """The plan of one act of ``member`` alone."""
+        plan = cls([act], act[4])
+        plan.force_by(member, act)
+        return plan
 
-@dataclass(slots=True, eq=False)
-class Member:
-    """One processor in its chain, with its scope and its record for the receipt.
+    def mask(self, acts: Iterable[Act]) -> None:
+        """Add masks that no member's own edit makes."""
+        for act in acts:
+            self.acts.append(act)
+            self.num_masked += act[4]
+
+    def force_by(self, member: Member, act: Act) -> None:
+        """Note the token that an act of ``member`` forces, if it forces one.
+
+        Raises:
+            Unsatisfiable: another member forces another token.
+        """
+        edit = act[2]
+        if not isinstance(edit, Force):
+            return
+        if self.forced_by is not None and self.force != edit.token_id:
+            raise Unsatisfiable(f"forces token {edit.token_id} where {self.forced_by.name} forces {self.force}")
+        self.forced_by, self.force = member, edit.token_id
+
+
+@dataclass(slots=True)
+class PlannedEdits:
+    """The edits that a chain has planned last, until the token at that position is known.
 
     Attributes:
-        edit: The method of a steering processor, None for a shaping one.
-        is_third_party: It runs code from outside this package: its edits are checked, and its time
-            is bounded.
-        foresees: It may know tokens in advance (`Processor.foresee`).
-        follows: It may have state that follows the history (`Processor.catch_up`).
-        stage: The processor's.
-        turn: The stage with which it is applied: `stage`, unless the request gives an order.
-        lasts: `SteeringProcessor.same_until`, if its class has one. Not with a scope: tokens
-            outside of it, and tags, change what the processor sees at a position.
-        same_until: The position before which its `act` stays the same.
-        act: What its newest edit does, None if it has none or is shaping.
+        acts: Actions of the members, in order; empty once the token is known, or after a failure.
     """
 
-    kind: ClassVar[str] = "shaped"
+    acts: list[Act] = field(default_factory=list)
 
-    processor: Processor
-    scope: Scope
-    record: ProcessorRecord
-    edit: Callable[[], Edit | None] | None = None
-    same_until: int = field(default=0, init=False)
-    act: Act | None = field(default=None, init=False)
-    follows: bool = field(init=False)
-    lasts: Callable[[], int] | None = field(default=None, init=False)
-    is_third_party: bool = field(init=False)
-    foresees: bool = field(init=False)
-    stage: Stage = field(init=False)
-    turn: Stage = field(init=False)
+    def names(self, kinds: Collection[str], before: Member | None = None) -> list[str]:
+        """Names of the processors with an edit of one of ``kinds``, of those ``before`` a member.
 
-    def __post_init__(self) -> None:
-        kind = type(self.processor)
-        self.stage = self.turn = self.processor.stage
-        self.is_third_party = kind.wraps_third_party or not kind.__module__.startswith("adapters.")
-        self.foresees = kind.foresee is not Processor.foresee and not self.is_third_party
-        self.follows = self.is_third_party or bool(state_methods(kind))
-        if isinstance(self.processor, SteeringProcessor):
-            self.edit = self.processor.edit  # looked up once: isinstance is slow for abstract classes
-            if self.scope == "all" and tells_how_long(type(self.processor)):
-                self.lasts = self.processor.same_until
-
-    @property
-    def name(self) -> str:
-        return self.processor.name
-
-    def step(self) -> Edit | Member | None:
-        """The processor's edit now; a shaping processor returns its member."""
-        if self.follows:
-            self.processor.catch_up()
-        if self.edit is None:
-            return self
-        edit = self.edit()
-        if self.lasts is not None:
-            until = self.lasts()
-            if type(until) is not int:
-                raise MalformedEdit(f"returned {type(until).__name__} from same_until, expected a position, int")
-            self.same_until = until
-        return edit
-
-    def act_of(self, edit: Edit | Member | None, num_tokens: int) -> Act | None:
-        """What ``edit`` does, which becomes the newest one.
-
-        A built-in often returns the edit of the step before again, of which the masked entries are
-        not counted again. One of a third party may have changed it in place.
-
-        Args:
-            edit: As returned by `step`.
-            num_tokens: Ids from it on are not counted.
+        In the order law's order; but masks precede all shaping at their stage.
         """
-        act = self.act
-        if edit is None:
-            act = None
-        elif act is None or act[2] is not edit or self.is_third_party:
-            kind = edit.kind
-            num_masked = _num_masked(edit, num_tokens) if kind == "masked" else 0
-            act = self.record, self.stage, edit, kind, num_masked
-        self.act = None if edit is self else act
-        return act
+        is_late, is_before, found = before is not None and before.processor.stage >= Stage.MASK, True, list[str]()
+        for record, _, _, kind, _ in self.acts:
+            is_before = is_before and (before is None or record is not before.record)
+            if (is_before or (is_late and kind == "masked")) and kind in kinds:
+                found.append(record.name)
+        return list(dict.fromkeys(found))
 
-
-def _num_masked(edit: Edit | Member, num_tokens: int) -> int:
-    if isinstance(edit, Ban):
-        return edit.token_ids.numel()
-    return num_tokens - count_allowed(edit.bitmask, num_tokens) if isinstance(edit, Allow) else 0
-
-
-Act = tuple[ProcessorRecord, Stage, Edit | Member, str, int]
-"""What a member does to a row: its record and stage, its edit (the member if it is shaping), what a
-receipt calls it, and vocabulary entries masked.
-
-A plain tuple, as most edits differ from token to token. Only of shaping has it the member itself,
-which holds its newest act.
-"""
+    def by_index(self, members: Sequence[Member]) -> list[tuple[int, str, int]]:
+        """Member index, kind and number of masked entries of each edit."""
+        indices = {id(member.record): index for index, member in enumerate(members)}
+        return [(indices[id(record)], kind, masked) for record, _, _, kind, masked in self.acts]

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class ProcessorRecord:
-    """What one processor has done to the tokens chosen so far.
+    """Counts of what one processor has done to the tokens chosen so far.
 
     Positions are absolute (prompt + generated).
 
@@ -19,8 +19,8 @@ class ProcessorRecord:
         tokens_masked: Vocabulary entries masked, summed over positions.
         seconds: CPU time spent in it; of a built-in's edits an estimate, from one position in
             `adapters.chain.chain.TIMED_EVERY`.
-        rollbacks: How often it took tokens back, which are not counted otherwise; None for a
-            processor that cannot.
+        rollbacks: Number of its rewinds, whose tokens are not counted otherwise; None for a
+            processor that does not backtrack.
     """
 
     name: str
@@ -48,8 +48,8 @@ class ProcessorRecord:
         self._positions.append(position)
         self._amounts.append(2 * masked + (kind == "forced"))
 
-    def forget_from(self, position: int) -> None:
-        """Take back what was counted from ``position`` on: its tokens were dropped."""
+    def rewind(self, position: int) -> None:
+        """Subtract what was counted from ``position`` on: its tokens were rewound."""
         positions = self._positions
         while positions and positions[-1] >= position:
             positions.pop()
@@ -83,12 +83,12 @@ MiB at most).
 
 @dataclass(slots=True)
 class Receipt:
-    """What the processors of one choice did, cumulative over its chunks.
+    """Record of what the processors of one choice did, cumulative over its chunks.
 
     Attributes:
-        mode: How the request ran; ``migrated`` is reported with the number of replayed tokens.
+        mode: Way in which the request ran; ``migrated`` is reported with its replayed tokens.
         replayed: Tokens that were generated before a migration, or on a prefill worker.
-        seed: Of the sampler's random numbers and of the processors', 64 bits.
+        seed: Seed of the sampler's and the processors' random numbers, 64 bits.
         numerics: ``exact`` if the engine is batch-invariant, else ``fast``; the engine says so.
         attribution: Keep what each processor did to each token, in `tokens`.
         tokens: ``(position, token id, processor, what it did)``, in the order of the positions, the
@@ -113,19 +113,20 @@ class Receipt:
         self.mode = mode
         self.prompt_length = prompt_length
         self.replayed = replayed
-        self.forget_from(0)
+        self.rewind(0)
 
-    def forget_from(self, position: int) -> None:
-        """Take back what was counted from ``position`` on."""
+    def rewind(self, position: int) -> None:
+        """Subtract what was counted from ``position`` on."""
         for record in self.records:
-            record.forget_from(position)
+            record.rewind(position)
         while self.tokens and self.tokens[-1][0] >= position:
             self.tokens.pop()
         while self.logprobs and self.logprobs[-1][0] >= position:
             self.logprobs.pop()
 
-    def attribute(self, position: int, token_id: int, record: ProcessorRecord, kind: str) -> None:
-        """With attribution on, note what a processor did to the token at ``position``."""
+    def add(self, record: ProcessorRecord, position: int, token_id: int, kind: str, masked: int) -> None:
+        """Count what the processor of ``record`` did to the token at ``position``."""
+        record.add(position, kind, masked)
         if self.attribution and len(self.tokens) < MAX_ATTRIBUTED:
             self.tokens.append((position, token_id, record.name, kind))
 

@@ -1,12 +1,13 @@
 """The contract of a logits processor, which is all that an author needs.
 
-`processor` has the classes to derive from, the context they are made with and their stage in the
-order law; `edits` what a steering processor returns; `argument_types` bounded types for arguments;
-`scope` how a processor is limited to the thinking section or to the answer; `random_numbers`
-counter-based random numbers.
+`processor` has the classes to derive from; `context` the arguments and the context that they are
+built with; `stage` their place in the order law; `edits` what a steering processor returns;
+`argument_types` bounded types for arguments; `scope` how a processor is limited to the thinking
+section or to the answer; `random_numbers` counter-based random numbers.
 """
 
 from adapters.contract.argument_types import MAX_INT, MAX_LIST, MAX_TEXT, Count, PositiveCount, Text, TokenId, TokenIds
+from adapters.contract.context import ArgumentError, Context, ProcessorArgs
 from adapters.contract.edits import (
     Allow,
     Ban,
@@ -25,14 +26,9 @@ from adapters.contract.edits import (
 )
 from adapters.contract.processor import (
     ALWAYS,
-    ArgumentError,
     BacktrackingProcessor,
-    Context,
     Processor,
-    ProcessorArgs,
-    Reads,
     ShapingProcessor,
-    Stage,
     StateLost,
     SteeringProcessor,
     Unsatisfiable,
@@ -41,6 +37,7 @@ from adapters.contract.processor import (
 )
 from adapters.contract.random_numbers import SAMPLE, uniform, uniform_rows, uniforms, uniforms_at
 from adapters.contract.scope import Scope, ThinkingTracker, turn_begin
+from adapters.contract.stage import Reads, Stage
 
 __all__ = [
     "ALWAYS",

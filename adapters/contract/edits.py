@@ -69,7 +69,7 @@ class Bias(_Valued):
 
     @classmethod
     def of(cls, token_ids: Sequence[int], values: Sequence[float]) -> Self:
-        """From plain lists."""
+        """The edit of plain lists."""
         return cls._of(token_ids, values)
 
     @property
@@ -93,7 +93,7 @@ class Scale(_Valued):
 
     @classmethod
     def of(cls, token_ids: Sequence[int], factors: Sequence[float]) -> Self:
-        """From plain lists."""
+        """The edit of plain lists."""
         return cls._of(token_ids, factors)
 
     @property
@@ -110,7 +110,7 @@ class Ban:
 
     @classmethod
     def of(cls, token_ids: Iterable[int]) -> Ban:
-        """From plain ids."""
+        """The edit of plain ids."""
         return cls(torch.tensor(sorted(token_ids), dtype=torch.int64))
 
 
@@ -152,7 +152,7 @@ def check_edit(edit: object, *, soft: bool, vocab_size: int, num_tokens: int) ->
     """``edit``, if it can be applied to a row; a bitmask that is too narrow is widened with zeros.
 
     Args:
-        edit: What a processor returned.
+        edit: Value that a processor returned.
         soft: The processor acts at a stage at which biases and scales are applied.
         vocab_size: Width of the row.
         num_tokens: Ids that may be forced are below it.
@@ -357,7 +357,7 @@ def _mask_on_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int
 
 
 def _are_few(words: np.ndarray[Any, np.dtype[np.bool_]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """By row: whether few words are true. (Row by row is three times as fast as by axis.)"""
+    """Whether few words are true, for each row. (A loop is three times as fast as by axis.)"""
     return np.array([np.count_nonzero(row) * _FEW < words.shape[1] for row in words], dtype=np.bool_)
 
 

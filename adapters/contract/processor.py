@@ -11,91 +11,23 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
 
-from adapters.contract.argument_types import Count, PositiveCount, Text, TokenId, TokenIds
-from adapters.contract.edits import Allow, Ban, Bias, Edit, Force, Scale
+from adapters.contract.context import Context, ProcessorArgs
+from adapters.contract.edits import Edit
 from adapters.contract.scope import Scope
-from adapters.vocabulary import Vocabulary
-
-__all__ = [
-    "ALWAYS",
-    "Allow",
-    "ArgumentError",
-    "BacktrackingProcessor",
-    "Ban",
-    "Bias",
-    "Context",
-    "Count",
-    "Edit",
-    "Force",
-    "PositiveCount",
-    "Processor",
-    "ProcessorArgs",
-    "Reads",
-    "Scale",
-    "ShapingProcessor",
-    "Stage",
-    "StateLost",
-    "SteeringProcessor",
-    "Text",
-    "TokenId",
-    "TokenIds",
-    "Unsatisfiable",
-]
+from adapters.contract.stage import Reads, Stage
 
 T = TypeVar("T")
 
-
 ALWAYS = sys.maxsize
-"""For `SteeringProcessor.same_until`: the edit never changes."""
+"""Result of `SteeringProcessor.same_until` for an edit that never changes."""
 
-
-class Stage(IntEnum):
-    """The order law, the same on every engine; within a stage, the order of the request."""
-
-    BIAS = 1
-    PENALTY = 2
-    SOFT = 3
-    MASK = 4
-    FORCE = 5
-    TEMPERATURE = 6
-    TRUNCATION = 7
-    SAMPLING = 8
-
-
-class Reads(Enum):
-    """What a processor reads. ``NOTHING`` still knows the position and its own chain's forcing."""
-
-    NOTHING = "nothing"
-    GENERATED = "generated"
-    PROMPT_AND_GENERATED = "prompt and generated"
-
-
-class ProcessorArgs(BaseModel):
-    """Base of every processor's arguments: strict JSON types, no unknown names, NaN or infinity."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class ArgumentError(ValueError):
-    """An argument is well-formed but cannot be honoured for this model or request.
-
-    Args:
-        argument: Name of the argument.
-        problem: What was expected and what came.
-    """
-
-    def __init__(self, argument: str, problem: str) -> None:
-        super().__init__(f"{argument}: {problem}")
-        self.argument = argument
-        self.problem = problem
+_RENAMED = {"retract": "rewind_state", "taken_back": "rewinds_to", "taken_back_at_end": "rewinds_to_at_end"}
+"""Methods that authors write by their former names, which would silently not be called."""
 
 
 class StateLost(RuntimeError):
@@ -107,47 +39,6 @@ class Unsatisfiable(Exception):
 
     The request ends with an error; token 0 is never sampled instead.
     """
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What a processor knows about the model and its request when it is built.
-
-    Attributes:
-        vocabulary: Width of a row, token bytes and text.
-        end_token_ids: Ids that end this request's answer.
-        seed: The request's seed, uint64, also of processors' random numbers
-            (`adapters.contract.random_numbers`).
-        choice: Index of the choice, 0 unless n > 1.
-        max_tokens: Most tokens the answer may have, None if only the context bounds it.
-        watermark_keys: The operator's keys by id.
-        think_start: Ids of the tag that opens a thinking section, empty if the model has none.
-        think_end: Ids of the tag that closes it.
-    """
-
-    vocabulary: Vocabulary
-    end_token_ids: frozenset[int] = frozenset()
-    seed: int = 0
-    choice: int = 0
-    max_tokens: int | None = None
-    watermark_keys: Mapping[str, bytes] = field(default_factory=dict)
-    think_start: tuple[int, ...] = ()
-    think_end: tuple[int, ...] = ()
-
-    @property
-    def end_token_id(self) -> int | None:
-        """The end token to force: the lowest of the model's own, else of the request's, else None.
-
-        A request's end tokens include its ``stop_token_ids``, which may be any word.
-        """
-        return min(self.end_token_ids & self.vocabulary.eos_token_ids or self.end_token_ids, default=None)
-
-    def check_ids(self, argument: str, token_ids: Sequence[int]) -> None:
-        """Raises `ArgumentError` if an id is outside the vocabulary."""
-        for token_id in token_ids:
-            if not 0 <= token_id < self.vocabulary.size:
-                expected = f"token ids between 0 and {self.vocabulary.size - 1}"
-                raise ArgumentError(argument, f"expected {expected}, got {token_id}")
 
 
 class Processor(ABC):
@@ -185,16 +76,22 @@ class Processor(ABC):
     _prompt_length: int
     _consumed: int
     _lost: str | None
-
+    _is_shared: bool
     _derived: dict[Hashable, Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
         self._tokens, self._prompt_length, self._consumed = [], 0, -1
-        self._lost = None
+        self._lost, self._is_shared = None, False
         self._derived = {}
         self.num_outside = 0
         return self
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for old, new in _RENAMED.items():
+            if hasattr(cls, old):
+                raise TypeError(f"{cls.__name__}.{old}: this method is called {new}")
 
     def __init__(self, args: Any, context: Context) -> None:
         """Authors take their own ``Args`` and the context, and keep ids and tensors only.
@@ -216,7 +113,7 @@ class Processor(ABC):
     def advance(self, token_id: int, index: int) -> None:
         """Take generated token number ``index``, from 0; called once per token, in order."""
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         """Undo `advance` for the newest tokens, oldest first; False makes the base class replay.
 
         One that observes logits needs it: there is nothing to replay on.
@@ -224,7 +121,7 @@ class Processor(ABC):
         return False
 
     def foresee(self, limit: int) -> Sequence[int]:
-        """For speculation: the tokens that it is about to force or leave alone, at most ``limit``.
+        """The tokens that it is about to force or leave alone, at most ``limit``, for speculation.
 
         A guess, which costs time where it is wrong and changes nothing: each token is sampled all
         the same. Only called for built-in processors.
@@ -289,6 +186,7 @@ class Processor(ABC):
             derived: Values of `from_prompt`, shared by processors of the same prompt.
         """
         self._tokens = list(prompt) if shared is None else shared
+        self._is_shared = shared is not None
         self._derived = {} if derived is None else derived
         self._prompt_length = len(prompt)
         self._consumed = -1
@@ -312,35 +210,35 @@ class Processor(ABC):
         self.catch_up()
 
     def rewind(self, position: int) -> None:
-        """Forget every token from ``position`` on.
+        """Rewind to the tokens before ``position``.
 
         Raises:
             ValueError: the position is inside the prompt or in the future.
         """
         if not self._prompt_length <= position <= len(self._tokens):
             raise ValueError(f"cannot rewind to {position}: not between {self._prompt_length} and {len(self._tokens)}")
-        self.truncate(position)
+        self.rewind_lazily(position)
         self.catch_up()
-
-    def truncate(self, position: int) -> None:
-        """As `rewind` for a history that is not shared; the state catches up later."""
-        self.forget_from(position)
-        del self._tokens[position:]
 
     def append(self, token_id: int) -> None:
         """Add one token to a history that is not shared; the state takes it at `catch_up`."""
         self._tokens.append(token_id)
 
-    def forget_from(self, position: int) -> None:
-        """Rewind the state to ``position``; the owner of a shared history then truncates it."""
+    def rewind_lazily(self, position: int) -> None:
+        """Rewind the state to ``position``, unchecked; it catches up later.
+
+        A history that is not shared is shortened, too; a shared one is its owner's to shorten.
+        """
         if self._consumed > position:
             try:
-                undone = self.retract(self._tokens[position : self._consumed])
+                undone = self.rewind_state(self._tokens[position : self._consumed])
             except Exception:  # the processor boundary: the replay at the next step shows whether it is broken
                 undone = False
             self._consumed = position if undone else -1
             if self.observes_logits and not undone and position > self._prompt_length:
-                self.lose("retract() did not bring back a state that was made of logits")
+                self.lose("rewind_state() did not bring back a state that was made of logits")
+        if not self._is_shared:
+            del self._tokens[position:]
 
     def lose(self, problem: str) -> None:
         """Note that the state cannot be rebuilt: `catch_up` raises `StateLost` until `start`."""
@@ -407,17 +305,17 @@ def tells_how_long(kind: type[SteeringProcessor]) -> bool:
 
 
 class BacktrackingProcessor(SteeringProcessor):
-    """Has tokens that were not sent sampled again, without the one that it took back.
+    """Rewinds the answer to a token that was not sent, which is then sampled again without it.
 
-    A function of the history, as every processor: it says where it goes back to, and what may still
-    make it go back. All else is the chain's: it rewinds the history, masks at that position what
-    was taken back there, for as long as the tokens before it stay, and tells the engine what to
-    hold. Only an engine that holds tokens can serve it.
+    A function of the history, as every processor: it says where it rewinds to, and which tokens it
+    may still rewind to. The chain does the rest: it rewinds the history, masks the token that was
+    there, for as long as the tokens before it stay, and tells the engine which tokens to hold. Only
+    an engine that holds tokens can serve it.
 
-    `held_from` tells beforehand. If the processor goes back to p after n generated tokens, then
-    after each number of tokens m with p < m < n (where the answer ends, m <= n) `held_from` was not
-    None and at most p, **whatever tokens came since**. It is about this processor's own history
-    only: that going back opens again what had been closed, for it and for others, the chain adds.
+    `held_from` tells beforehand. If the processor rewinds to p after n generated tokens, then after
+    each number of tokens m with p < m < n (where the answer ends, m <= n) `held_from` was not None
+    and at most p, **whatever tokens came since**. It is about this processor's own history only:
+    the chain adds what a rewind opens again, for it and for others.
     """
 
     stage: ClassVar[Stage] = Stage.MASK
@@ -426,20 +324,20 @@ class BacktrackingProcessor(SteeringProcessor):
     @property
     @abstractmethod
     def held_from(self) -> int | None:
-        """Index of the first generated token that tokens to come may have taken back, else None."""
+        """Index of the first generated token that may still be rewound, else None."""
 
     @property
     @abstractmethod
-    def taken_back(self) -> int | None:
+    def rewinds_to(self) -> int | None:
         """Index of the generated token to sample again, None if the answer may go on."""
 
     @property
-    def taken_back_at_end(self) -> int | None:
-        """As `taken_back`, if the answer ends here; by default the same."""
-        return self.taken_back
+    def rewinds_to_at_end(self) -> int | None:
+        """The result of `rewinds_to` if the answer ends here; by default the same."""
+        return self.rewinds_to
 
     def edit(self) -> Edit | None:
-        """None, by default: the chain masks what was taken back."""
+        """None, by default: the chain masks the token that was rewound to."""
         return None
 
 

@@ -3,7 +3,7 @@
 A scoped processor sees the prompt and the generated tokens inside its scope; the tags themselves
 belong to neither section. So ``min_tokens`` with scope ``answer`` counts answer tokens, and a
 grammar with scope ``answer`` begins after the closing tag. A tag of several tokens is matched in
-their bytes, however the model splits it; once it is complete, scoped processors take back its
+their bytes, however the model splits it; once it is complete, scoped processors rewind its
 tokens.
 
 The answer begins after the thinking section if the model thinks, else with the first token. The
@@ -25,7 +25,7 @@ Scope = Literal["all", "thinking", "answer"]
 
 
 class _State(NamedTuple):
-    """Where the history stands.
+    """State of the tracker at one position of the history.
 
     Attributes:
         thinking: Inside a section.
@@ -46,7 +46,11 @@ class ThinkingTracker:
         start: Matches the opening tag.
         end: Matches the closing tag.
         special_ids: Ids of special tokens: the prompt's last turn begins after the last of them.
-        opening: For each number of symbols of the opening tag, the token that continues it.
+        opening: Token that continues the opening tag, for each number of its symbols.
+
+    Attributes:
+        tokens: The generated tokens.
+        tag_length: Number of tokens of the tag completed last.
     """
 
     def __init__(
@@ -90,7 +94,7 @@ class ThinkingTracker:
                 opening = closing = 0
         self._state = _State(thinking, closing if thinking else opening, not thinking and not seen)
         self._states: list[_State] = []  # before each generated token, for rewinding
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
         self.tag_length = 0
 
     @property
@@ -116,7 +120,7 @@ class ThinkingTracker:
         tag = self._end if state.thinking else self._start
         matched, before = tag.step(state.matched, token_id)
         self._states.append(state)
-        self._tokens.append(token_id)
+        self.tokens.append(token_id)
         if before >= 0:
             self.tag_length = self._num_tokens(tag, before)
             self._state = _State(not state.thinking, 0, False)
@@ -127,18 +131,18 @@ class ThinkingTracker:
 
     def _num_tokens(self, tag: TextMatcher, before: int) -> int:
         """Generated tokens that hold a part of the tag that the newest one has completed."""
-        index = len(self._tokens) - 1
+        index = len(self.tokens) - 1
         while before > 0 and index > 0:
             index -= 1
-            before -= len(tag.pieces[self._tokens[index]])
-        return len(self._tokens) - index
+            before -= len(tag.pieces[self.tokens[index]])
+        return len(self.tokens) - index
 
     def rewind(self, num_generated: int) -> None:
-        """Forget every generated token from index ``num_generated`` on."""
-        if num_generated >= len(self._tokens):
+        """Rewind to the first ``num_generated`` generated tokens."""
+        if num_generated >= len(self.tokens):
             return
         self._state = self._states[num_generated]
-        del self._states[num_generated:], self._tokens[num_generated:]
+        del self._states[num_generated:], self.tokens[num_generated:]
 
 
 def turn_begin(prompt: Sequence[int], turn_marks: AbstractSet[int]) -> int:

@@ -106,7 +106,7 @@ class Compiler:
         return ops
 
     def _fused_at(self, processors: list[LogitsProcessor], index: int, input_type: TensorType) -> tuple[int, list[Op]]:
-        """How many processors from ``index`` on, and what becomes of them."""
+        """Number of processors that a rule fuses from ``index`` on, and the ops made of them."""
         for rule in self.processor_rules:
             window = processors[index : index + len(rule.pattern)]
             if _matches(window, rule.pattern):
@@ -132,7 +132,7 @@ def compile_processors(
     custom_fusion_rules: Sequence[FusionRule] | None = None,
     custom_validity_checks: Sequence[ValidityCheck] | None = None,
 ) -> list[Op]:
-    """As `compile_pipeline`, with processor rules too; see `Compiler.compile_processors`."""
+    """Compile with processor rules too (`Compiler.compile_processors`); else `compile_pipeline`."""
     compiler = _compiler(custom_fusion_rules, custom_validity_checks)
     return compiler.compile_processors(processors, initial_type, ops)
 

@@ -13,7 +13,7 @@ class FusionRule(NamedTuple):
     """Adjacent ops or processors that become one op.
 
     Attributes:
-        pattern: Their classes: all classes of ops, or all classes of processors.
+        pattern: Classes of the window: all classes of ops, or all classes of processors.
         guard: Whether to fuse, given the ops of the window (of the matched processors).
         build: Makes the fused op of the same window.
         prio: Rules of higher priority are tried first at each position. Built-in rules have 10 or

@@ -44,12 +44,12 @@ def top_ks(value: Any, num_rows: int) -> PerRow:
 
 
 def top_ps(value: Any, num_rows: int) -> PerRow:
-    """In (0, 1]."""
+    """Numbers in (0, 1]."""
     return _per_row(value, num_rows, Real, lambda p: 0 < p <= 1, "top_p must be float in (0, 1] or a tensor array")
 
 
 def min_ps(value: Any, num_rows: int) -> PerRow:
-    """In (0, 1]; in a tensor 0 too, for the rows of a mixed batch that want no min-p."""
+    """Numbers in (0, 1]; a tensor may hold 0, for the rows of a mixed batch that want no min-p."""
     accepts: Callable[[float], bool] = lambda p: 0 < p <= 1  # noqa: E731
     if isinstance(value, torch.Tensor):
         accepts = lambda p: 0 <= p <= 1  # noqa: E731

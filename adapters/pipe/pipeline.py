@@ -28,8 +28,8 @@ class LogitsPipe:
     """A chain of processors as one function.
 
     Args:
-        processors: In the order in which they act; a class of shaping processors stands for
-            `Shaping` of it.
+        processors: Processors in the order in which they act; a class of shaping processors stands
+            for `Shaping` of it.
         compile: Fuse the ops now; otherwise `compile` may do so later.
         input_type: LOGITS or PROBS; needed where the first processor takes both.
         custom_fusion_rules: Fusion rules beside the built-in ones, for this and every later
@@ -37,7 +37,7 @@ class LogitsPipe:
         custom_validity_checks: Checks of the ops beside the built-in ones, likewise.
 
     Attributes:
-        processors: As given, in a list.
+        processors: List of the given processors.
         ops: The ops of the processors, not fused.
         compiled_ops: The fused ops, None until compiled.
 
@@ -151,7 +151,7 @@ def with_top_k(ops: Sequence[Op], discrete: Sequence[Op]) -> Sequence[Op]:
     it.
 
     Args:
-        ops: As they run.
+        ops: The ops that run.
         discrete: The ops before fusion.
     """
     kinds: dict[type[Op], type[Op]] = {LogitsSampleOp: LogitsTopKOp, ProbsSampleOp: ProbsTopKOp}

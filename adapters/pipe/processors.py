@@ -76,8 +76,8 @@ class TopK(BuiltinProcessor):
     """Keeps the ``top_k`` highest: others become -inf in logits; probabilities are renormalised.
 
     Args:
-        joint_topk_topp: On probabilities and directly followed by `TopP` and `Sample`: both tests
-            are made on the same distribution. Otherwise top-p comes after top-k and its
+        joint_topk_topp: True makes both tests on the same distribution, on probabilities and
+            directly followed by `TopP` and `Sample`. Otherwise top-p comes after top-k and its
             renormalisation.
     """
 
@@ -108,7 +108,7 @@ class Sample(BuiltinProcessor):
     A call takes ``generator``, and ``indices``, the row of each sample.
 
     Args:
-        deterministic: For FlashInfer's kernels; torch's are reproducible with either value.
+        deterministic: Argument of FlashInfer's kernels; torch's are reproducible with either value.
     """
 
     ops = MappingProxyType({TensorType.LOGITS: operators.LogitsSampleOp, TensorType.PROBS: operators.ProbsSampleOp})

@@ -27,7 +27,8 @@ class Shaping(LogitsProcessor):
 
     Args:
         shaping: The class.
-        context: Its context; by default a vocabulary without a tokenizer, as wide as the rows.
+        context: Context of the processor; by default a vocabulary as wide as the rows, without a
+            tokenizer.
         **args: Arguments of the class.
 
     Raises:

@@ -22,7 +22,7 @@ from adapters.sampling.weights import points_in, weights_of, weights_of_probabil
 _ROWS_AT_ONCE = 64
 
 _Weigh = Callable[[torch.Tensor], torch.Tensor]
-"""From rows to their integer weights."""
+"""Function of rows that returns their integer weights."""
 
 
 def scale(logits: torch.Tensor, temperature: PerRow) -> torch.Tensor:

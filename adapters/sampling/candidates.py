@@ -63,7 +63,7 @@ def top(
 
     Args:
         values: floating ``[B, V]``.
-        count: How many, at most V.
+        count: Number of entries, at most V.
         maxima: `block_maxima` of `values`, of the selected rows if `rows` is given.
         rows: int64 ``[R]``, all rows by default.
 
@@ -105,7 +105,7 @@ def top_in_order(
 
     Args:
         values: float32 ``[B, V]``, without NaN.
-        count: How many, at most V.
+        count: Number of entries, at most V.
         maxima: `block_maxima` of `values`, of the selected rows if `rows` is given.
         rows: int64 ``[R]``, all rows by default.
         divisors: float32 ``[R, 1]``, above 0.
@@ -129,7 +129,7 @@ def top_in_order(
 
 
 def sort_ids(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``ids.sort(-1)`` for distinct ids ``[R, n]`` below 2**31, n up to 2**31."""
+    """The result of ``ids.sort(-1)`` for distinct ids ``[R, n]`` below 2**31, n up to 2**31."""
     if ids.device.type != "cpu":
         return ids.sort(dim=-1)
     # one int64 per id, with its index in the low bits: a plain sort yields the ids and the order
@@ -203,7 +203,7 @@ def _order_ties(
 
 
 def _top_of_strides(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `top`, by blocks of eight strided values: their maxima vectorise better."""
+    """Result of `top`, found by blocks of eight strided values: their maxima vectorise better."""
     width = values.shape[1]
     whole = width // _STRIDES
     maxima = values[:, : whole * _STRIDES].view(len(values), _STRIDES, whole).amax(1)

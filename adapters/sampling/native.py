@@ -7,14 +7,48 @@ process compute the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from adapters.sampling.prefixes import Select
-    from adapters.sampling.whole_row import WholeRow
+from adapters.sampling.prefixes import Select
+
+
+class WholeRow(Protocol):
+    """Weights of one row at a time; all but `weigh` is about the row weighed last."""
+
+    @property
+    def total(self) -> int:
+        """Weight of the row weighed last."""
+
+    def weigh(self, logits: torch.Tensor, highest: float, lowest: float = -math.inf) -> int:
+        """Weigh a row; returns the sum.
+
+        Args:
+            logits: float32 ``[V]``, finite or -inf, divided by the temperature. They must stay as
+                they are until the next row is weighed.
+            highest: Highest of them; finite.
+            lowest: Lowest logit that has a weight, a float32; -inf if off.
+        """
+
+    def weights(self) -> torch.Tensor:
+        """int64 ``[V]``."""
+
+    def prefix(self, target: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The shortest prefix, by falling logit and rising id, of weight at least `target`.
+
+        Args:
+            target: Weight from 1 to `total`.
+
+        Returns:
+            Rising ids that include the whole prefix (None: all ids), and their weights, int64, with
+            0 for ids outside the prefix; both hold until the next prefix.
+        """
+
+    def token_at(self, point: int) -> int:
+        """The token whose units include `point`, in ``range(total)``."""
 
 
 class RowKernels(Protocol):

@@ -63,7 +63,7 @@ def mass_among(keys: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
 def beyond_prefix(
     keys: torch.Tensor, masses: torch.Tensor, targets: torch.Tensor, select: Select | None = None
 ) -> torch.Tensor:
-    """Which tokens follow the prefixes of some rows, bool ``[R, V]``; sync-free.
+    """Mask of the tokens that follow the prefixes of some rows, bool ``[R, V]``; sync-free.
 
     Args:
         keys: float ``[R, V]``. A row with NaN ends anywhere.
@@ -81,7 +81,7 @@ def beyond_prefix(
 def select_by_sorting(
     keys: torch.Tensor, masses: torch.Tensor | None, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the shortest prefixes, by falling key, of mass at least `targets` end.
+    """Ends of the shortest prefixes, by falling key, of mass at least `targets`.
 
     Args:
         keys: float ``[P, V]``. A row with NaN ends anywhere.
@@ -116,7 +116,7 @@ def prefix_of_mass(
         keys: float32 ``[V]``, without NaN.
         masses: int64 ``[V]``, each the mass (at least 0) plus `zero`.
         total: Sum of the masses, below 2**62.
-        target: From 1 to `total`.
+        target: Mass from 1 to `total`.
         zero: See `masses`.
 
     Returns:

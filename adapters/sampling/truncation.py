@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from adapters.sampling.candidates import block_maxima, highest_ids, top, top_in_order
-from adapters.sampling.native import select_on
+from adapters.sampling.native import WholeRow, select_on
 from adapters.sampling.prefixes import beyond_prefix, mass_among, prefix_of_mass, prefix_of_ordered
 from adapters.sampling.weights import share_of, share_of_one, weigh, weight_bits, weights_of
-from adapters.sampling.whole_row import WholeRow, whole_row
 from adapters.sampling.whole_row import block_maxima as host_block_maxima
+from adapters.sampling.whole_row import whole_row
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: only the lowest id of the highest logits is kept."""
@@ -101,7 +101,7 @@ def lowest_kept(highest: torch.Tensor, log_ratios: torch.Tensor) -> torch.Tensor
 
     Args:
         highest: Logit of each row, float ``[R, 1]``.
-        log_ratios: At most 0 where the most likely token is kept, float64 ``[R, 1]``.
+        log_ratios: Logarithms, at most 0 where the most likely token is kept, float64 ``[R, 1]``.
 
     Returns:
         ``[R, 1]`` with the dtype of `highest`; a token is kept if its logit is not lower.
@@ -201,7 +201,7 @@ def beyond_shares(
 
     Args:
         keys: float ``[R, V]``, by which tokens are ordered, ties by rising id; without NaN.
-        weights: From some rows to their integer weights, int64 ``[r, V]``.
+        weights: Function of some rows that returns their integer weights, int64 ``[r, V]``.
         shares: One for each row; nothing follows a share of 1.
 
     Yields:
@@ -214,7 +214,7 @@ def beyond_shares(
 
 
 def _beyond(keys: torch.Tensor, weights: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-    """Which tokens follow the prefix of a share of the weight, bool ``[R, V]``."""
+    """Mask of the tokens that follow the prefix of a share of the weight, bool ``[R, V]``."""
     totals = weights.sum(-1, keepdim=True)
     if not is_weighed_on_host(keys):
         wanted = column(shares, keys, torch.float64)

@@ -67,7 +67,8 @@ def weigh(logits: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
 
     Args:
         logits: Finite or -inf, which has the weight 0.
-        highest: Of each row, finite, ``[R, 1]``. The weights of a row whose is not are undefined.
+        highest: Highest logit of each row, finite, ``[R, 1]``; weights are undefined where it is
+            not.
     """
     return as_units(exponential_(logits.double() - highest.double()), weight_bits(logits.shape[1]))
 

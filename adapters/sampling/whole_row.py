@@ -1,6 +1,6 @@
-"""What reads whole rows of logits on the CPU: their blocks' maxima, and the weights of a row.
+"""Reductions of whole rows of logits on the CPU: their blocks' maxima, and the weights of a row.
 
-By native kernels (`adapters.sampling.native`), or by torch without them. Both have the same
+Native kernels (`adapters.sampling.native`) compute them, or torch without those. Both have the same
 results, but for the last bits of exp. Which one computes holds for the process, as for
 `weights.exponential_`.
 """
@@ -8,14 +8,14 @@ results, but for the last bits of exp. Which one computes holds for the process,
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from adapters.sampling import candidates
 from adapters.sampling.candidates import BLOCK, num_blocks
-from adapters.sampling.native import native_kernels
+from adapters.sampling.native import WholeRow, native_kernels
 from adapters.sampling.prefixes import prefix_of_mass
 from adapters.sampling.weights import exponential_, rounding, weight_bits
 
@@ -46,41 +46,6 @@ def find_highest(logits: torch.Tensor) -> tuple[list[int], list[float]]:
     return ids, [float(row[token]) for row, token in zip(rows, ids, strict=True)]
 
 
-class WholeRow(Protocol):
-    """Weights of one row at a time; all but `weigh` is of the row weighed last."""
-
-    @property
-    def total(self) -> int:
-        """Weight of the row weighed last."""
-
-    def weigh(self, logits: torch.Tensor, highest: float, lowest: float = -math.inf) -> int:
-        """Weigh a row; returns the sum.
-
-        Args:
-            logits: float32 ``[V]``, finite or -inf, divided by the temperature. They must stay as
-                they are until the next row is weighed.
-            highest: Of them; finite.
-            lowest: Lowest logit that has a weight, a float32; -inf if off.
-        """
-
-    def weights(self) -> torch.Tensor:
-        """int64 ``[V]``."""
-
-    def prefix(self, target: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The shortest prefix, by falling logit and rising id, of weight at least `target`.
-
-        Args:
-            target: From 1 to `total`.
-
-        Returns:
-            Rising ids that include the whole prefix (None: all ids), and their weights, int64, with
-            0 for ids outside the prefix; both hold until the next prefix.
-        """
-
-    def token_at(self, point: int) -> int:
-        """The token whose units include `point`, in ``range(total)``."""
-
-
 def whole_row(vocab_size: int) -> WholeRow:
     """Weighs rows of `vocab_size` logits."""
     kernels = native_kernels()
@@ -88,7 +53,7 @@ def whole_row(vocab_size: int) -> WholeRow:
 
 
 class TorchRow:
-    """By torch and numpy, in one buffer: allocating per row would cost more.
+    """Weights by torch and numpy, in one buffer: allocating per row would cost more.
 
     Args:
         vocab_size: Width of a row.

@@ -318,7 +318,7 @@ def _check_conflict(subject: Subject, run: ReferenceRun, index: int, banned: lis
 
 
 def _check_single(subject: Subject, run: ReferenceRun, index: int, kept: int | None) -> None:
-    """With all tokens banned except the run's own, that token must still be allowed."""
+    """Check that the run's own token stays allowed when all others are banned."""
     if kept is None:
         return
     banned = [token_id for token_id in range(subject.context.vocabulary.size) if token_id != kept]

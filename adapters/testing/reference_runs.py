@@ -182,7 +182,7 @@ def rebuild(chain: ProcessorChain, run: ReferenceRun, index: int) -> None:
 
 
 def _sampled(chain: ProcessorChain, row: torch.Tensor) -> int:
-    """What a run samples; see `adapters.chain.Sample`."""
+    """The token that a run samples; see `adapters.chain.Sample`."""
     outcome = step(chain, row)
     if outcome.failure is not None:
         raise outcome.failure
@@ -214,7 +214,7 @@ def follow(chain: ProcessorChain, run: ReferenceRun, start: int, stop: int, what
 
 
 def difference(expected: Outcome, got: Outcome) -> str | None:
-    """How two outcomes differ, None if they are equal in every bit."""
+    """Difference of two outcomes, None if they are equal in every bit."""
     if expected.failure is not None or got.failure is not None:
         reasons = [None if o.failure is None else (o.failure.processor, o.failure.reason) for o in (expected, got)]
         return None if reasons[0] == reasons[1] else f"expected {_did(expected)}, got {_did(got)}"

@@ -17,7 +17,7 @@ class CheckResult:
 
     Attributes:
         check: The check.
-        failure: Why the processor does not pass, None if it does.
+        failure: Reason for which the processor fails the check, None if it passes.
         remark: Information for the author.
     """
 
@@ -97,9 +97,9 @@ def check_processor(
     """Check one processor class.
 
     Args:
-        processor: As `Subject`.
-        examples: As `Subject`.
-        context: As `Subject`.
+        processor: Argument of `Subject`.
+        examples: Argument of `Subject`.
+        context: Argument of `Subject`.
         only: Names of the checks to run, all by default.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a JSON Schema of arguments allows: bounds, types, and values that must be refused."""
+"""Contents of a JSON Schema of arguments: bounds, types, and values that must be refused."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Mutant:
 
     Attributes:
         arguments: The arguments.
-        wrong: What is wrong with them.
+        wrong: Problem of the arguments.
         refused: True if the schema forbids them, so that they must be refused.
     """
 

@@ -51,12 +51,12 @@ class Subject:
 
     Args:
         processor: A `SteeringProcessor` or `ShapingProcessor` class, or a third-party class that
-            `adapters.third_party.processors` can wrap: a Dynamo `BaseLogitsProcessor`, a Hugging
+            `adapters.third_party` can wrap: a Dynamo `BaseLogitsProcessor`, a Hugging
             Face `LogitsProcessor`, a TensorRT-LLM logits processor.
         examples: Arguments as JSON data that the processor accepts for the kit's own model. Needed
             where none can be generated from the schema; ``examples`` in the schema itself count
             too.
-        context: What the processor is built with instead of the kit's own context.
+        context: Context that the processor is built with instead of the kit's own.
 
     Raises:
         TypeError: the class is neither a processor nor a third-party one.
@@ -78,7 +78,7 @@ class Subject:
 
     @cached_property
     def context(self) -> Context:
-        """What the processor is built with."""
+        """Context that the processor is built with."""
         return self._context or kit_context()
 
     @cached_property
@@ -135,7 +135,7 @@ class Subject:
         return self.chain_of(self.build(case.arguments), case.scope, *others)
 
     def chain_of(self, processors: Sequence[Processor], scope: Scope = "all", *others: Processor) -> ProcessorChain:
-        """As `chain`, of processors already built."""
+        """The chain of processors already built; else as `chain`."""
         unscoped: list[Scope] = ["all"] * len(others)
         scopes: list[Scope] = [scope] * len(processors)
         return ProcessorChain([*processors, *others], self.context, scopes=scopes + unscoped, step_budget_s=_PATIENT)

@@ -1,7 +1,8 @@
 """Third-party logits processors, run unchanged as shaping processors.
 
-`processors` recognises and wraps those of Dynamo, Hugging Face and NVIDIA's logits-processor-zoo;
-`arguments` types a class's arguments from the signature of its constructor.
+`wrapping` makes them of the classes of Dynamo, Hugging Face and NVIDIA's logits-processor-zoo;
+`protocols` recognises their calling conventions, `processors` call them and keep `copies` of their
+states; `arguments` types a class's arguments from the signature of its constructor.
 """
 
 from adapters.contract import StateLost
@@ -12,10 +13,9 @@ from adapters.third_party.processors import (
     ThirdPartyProcessor,
     ThirdPartyShaping,
     ZooProcessor,
-    protocol_of,
-    third_party_processor,
-    wrap_third_party,
 )
+from adapters.third_party.protocols import protocol_of
+from adapters.third_party.wrapping import third_party_processor, wrap_third_party
 
 __all__ = [
     "NUM_KEPT_STATES",

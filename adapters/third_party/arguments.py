@@ -45,7 +45,7 @@ def args_model(target: type, fixed: Mapping[str, Any]) -> type[ProcessorArgs]:
 
     Parameters whose annotation, or else default, is JSON data become fields with generic bounds.
     Requests cannot set the others, those in ``fixed``, and the model's own
-    (`adapters.third_party.processors.wrap_third_party`).
+    (`adapters.third_party.wrapping.wrap_third_party`).
 
     Raises:
         TypeError: ``fixed`` names an unknown parameter, or a required parameter cannot be set.

@@ -1,11 +1,5 @@
 """Third-party logits processors, run unchanged as shaping processors.
 
-Three calling conventions are recognised by the signature of ``__call__``, never by import::
-
-    dynamo       (input_ids, logits[V])                                 in place
-    huggingface  (input_ids int64 [1, n], scores [1, V]) -> scores      transformers' own
-    trtllm       (req_id, logits[1, 1, V], ids [[...]], stream, client) in place; NVIDIA's zoo
-
 Such processors assume an engine that calls once per token, and many count their calls. So each one
 observes exactly one call per position: its state is saved before a call, and a repeated call, or
 one after a rewind, starts from the state of that position. After a migration a new instance is
@@ -15,31 +9,18 @@ replayed on the model's logits.
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 
-from adapters.contract import (
-    ArgumentError,
-    Context,
-    Processor,
-    ProcessorArgs,
-    Reads,
-    ShapingProcessor,
-    Stage,
-)
-from adapters.third_party.arguments import END_TOKENS, args_model, constructor_parameters, from_context
-
-ThirdPartyProtocol = Literal["dynamo", "huggingface", "trtllm"]
+from adapters.contract import ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.third_party.copies import copied
+from adapters.third_party.protocols import name_of
 
 NUM_KEPT_STATES = 32
 """Positions that a stateful third-party processor can be rewound."""
-
-_MAX_MESSAGE = 300
 
 
 class ThirdPartyShaping(ShapingProcessor):
@@ -62,7 +43,7 @@ class ThirdPartyShaping(ShapingProcessor):
     def advance(self, token_id: int, index: int) -> None:
         self._ids.append(token_id)
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         del self._ids[len(self._ids) - len(token_ids) :]
         return True
 
@@ -81,7 +62,7 @@ class ThirdPartyProcessor(ThirdPartyShaping):
             pickled.
         name: Name in receipts and errors; that of the third-party class by default.
         stage: Position in the order law.
-        version: Of the third-party processor.
+        version: Version of the third-party processor.
         stateful: False promises that a call depends on its arguments only: no state is saved or
             replayed.
         takes_device: ``make`` takes ``device``, that of the logits; the CPU before the first row.
@@ -132,9 +113,9 @@ class ThirdPartyProcessor(ThirdPartyShaping):
         self._before.clear()
         self._forgotten = -1
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         self._drop_calls(self._consumed - self._prompt_length - len(token_ids))
-        return super().retract(token_ids)
+        return super().rewind_state(token_ids)
 
     def _drop_calls(self, index: int) -> None:
         """Return to the state before the first call after ``index`` generated tokens or more."""
@@ -151,7 +132,7 @@ class ThirdPartyProcessor(ThirdPartyShaping):
         made = copy.copy(self)
         made._ids, made._tokens = list(self._ids), list(self._tokens)
         made._before = dict(self._before)
-        made._wrapped = _copied(self._wrapped)
+        made._wrapped = copied(self._wrapped)
         return made
 
     def shape(self, logits: torch.Tensor) -> None:
@@ -170,9 +151,9 @@ class ThirdPartyProcessor(ThirdPartyShaping):
         kept = self._before.get(index)
         if kept is None:
             newest = next(reversed(self._before.values()), None)
-            self._before[index] = _copied(self._wrapped, like=newest)
+            self._before[index] = copied(self._wrapped, like=newest)
         else:
-            self._wrapped = _copied(kept)
+            self._wrapped = copied(kept)
         if len(self._before) > NUM_KEPT_STATES:
             self._forgotten = next(iter(self._before))
             del self._before[self._forgotten]
@@ -208,14 +189,14 @@ class HuggingFaceProcessor(ThirdPartyProcessor):
         made._id_tensor = _IdTensor()
         return made
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
-        super().retract(token_ids)
-        self._id_tensor.truncate(len(self._ids))
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
+        super().rewind_state(token_ids)
+        self._id_tensor.rewind(len(self._ids))
         return True
 
     def reset(self) -> None:
         super().reset()
-        self._id_tensor.truncate(0)
+        self._id_tensor.rewind(0)
 
     def call(self, wrapped: Any, row: torch.Tensor) -> None:
         scores = row.unsqueeze(0)
@@ -236,8 +217,8 @@ class _IdTensor:
         self._buffer = torch.empty(0, dtype=torch.int64)
         self._filled = 0
 
-    def truncate(self, length: int) -> None:
-        """Forget the ids from ``length`` on."""
+    def rewind(self, length: int) -> None:
+        """Drop the ids from ``length`` on."""
         self._filled = min(self._filled, length)
 
     def of(self, ids: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -253,224 +234,15 @@ class _IdTensor:
         return self._buffer[:length].unsqueeze(0)
 
 
-_WRAPPERS: dict[str, type[ThirdPartyProcessor]] = {
-    "dynamo": DynamoProcessor,
-    "huggingface": HuggingFaceProcessor,
-    "trtllm": ZooProcessor,
-}
-
-
-def wrap_third_party(
-    target: Any,
-    name: str | None = None,
-    *,
-    stage: Stage = Stage.SOFT,
-    version: int = 1,
-    stateful: bool | None = None,
-    protocol: ThirdPartyProtocol | None = None,
-    arguments: Mapping[str, Any] | None = None,
-) -> type[ThirdPartyProcessor]:
-    """A class for the catalogue that runs a third-party processor.
-
-    Requests may set the constructor arguments that are JSON data (numbers, texts, booleans, lists
-    of them), within generic bounds. By their names, ``tokenizer``, ``vocab_size`` (the width of a
-    row) and ``device`` (of the logits) come from the model, never from the request;
-    ``eos_token_id`` and ``eos_token_ids`` default to the request's end tokens: all of them where
-    the annotation has a list, else the model's own.
-
-    Args:
-        target: A third-party class, an instance (each choice gets a copy of it), or a function.
-        name: Name in the catalogue; the target's own by default.
-        stage: Position in the order law.
-        version: Of the third-party processor.
-        stateful: Whether calls depend on earlier calls; by default all but plain functions are
-            taken to be stateful.
-        protocol: Its calling convention, if the signature is ambiguous.
-        arguments: Arguments of the constructor that requests cannot set.
-
-    Raises:
-        TypeError: the target follows none of the conventions, or its constructor requires an
-            argument that neither a request nor ``arguments`` can give.
-    """
-    fixed = dict(arguments or {})
-    wrapper = _WRAPPERS[protocol or protocol_of(target)]
-    name = name or name_of(target)
-    model = args_model(target, fixed) if isinstance(target, type) else ProcessorArgs
-
-    def build(cls: type[ThirdPartyProcessor], args: ProcessorArgs, context: Context) -> list[Processor]:
-        given = {field: getattr(args, field) for field in args.model_fields_set}
-        given = {field: value for field, value in given.items() if field not in END_TOKENS or value is not None}
-        options: dict[str, Any] = {"name": name, "stage": stage, "version": version, "stateful": stateful}
-        given = fixed | given
-        arguments = given | (from_context(target, context, given) if isinstance(target, type) else {})
-        tokenizer = context.vocabulary.tokenizer
-        try:
-            return [
-                third_party_processor(target, protocol=protocol, arguments=arguments, tokenizer=tokenizer, **options)
-            ]
-        except ValueError as error:
-            if not args.model_fields_set:
-                raise
-            raise ArgumentError(", ".join(sorted(args.model_fields_set)), str(error)[:_MAX_MESSAGE]) from error
-
-    summary = (
-        " ".join((inspect.getdoc(target) or "").strip().partition("\n\n")[0].split())
-        or f"Runs {name_of(target)} unchanged."
-    )
-    members = {
-        "__doc__": summary,
-        "__module__": __name__,
-        "name": name,
-        "stage": stage,
-        "version": version,
-        "observes_logits": _is_stateful(target) if stateful is None else stateful,
-        "Args": model,
-        "build": classmethod(build),
-    }
-    return cast(type[ThirdPartyProcessor], type(wrapper.__name__, (wrapper,), members))
-
-
-def third_party_processor(
-    target: Any,
-    *,
-    name: str | None = None,
-    stage: Stage = Stage.SOFT,
-    version: int = 1,
-    stateful: bool | None = None,
-    protocol: ThirdPartyProtocol | None = None,
-    arguments: Mapping[str, Any] | None = None,
-    tokenizer: Any = None,
-) -> ThirdPartyProcessor:
-    """A third-party processor for one chain; arguments as `wrap_third_party`.
-
-    Args:
-        tokenizer: Given to a constructor that has a parameter of this name.
-
-    Raises:
-        TypeError: the target follows none of the conventions, cannot be copied, or needs a
-            tokenizer and there is none.
-    """
-    wrapper = _WRAPPERS[protocol or protocol_of(target)]
-    arguments = dict(arguments or {})
-    makes_on = isinstance(target, type) and "device" in constructor_parameters(target) and "device" not in arguments
-    make = _factory(target, arguments, tokenizer)
-    stateful = _is_stateful(target) if stateful is None else stateful
-    name = name or name_of(target)
-    return wrapper(make, name=name, stage=stage, version=version, stateful=stateful, takes_device=makes_on)
-
-
-def protocol_of(target: Any) -> ThirdPartyProtocol:
-    """The calling convention of a third-party class, instance or function, by its signature.
-
-    Raises:
-        TypeError: none of the three, or ambiguous.
-    """
-    parameters = _call_parameters(target)
-    names = [parameter.name for parameter in parameters]
-    required = sum(parameter.default is inspect.Parameter.empty for parameter in parameters)
-    if required <= 5 <= len(names) and names[1] == "logits" and not names[0].endswith("s"):
-        return "trtllm"
-    if required <= 2 <= len(names):
-        ids = str(
-            parameters[0].annotation
-        ).lower()  # types first, since Dynamo's examples also name their logits scores
-        if _is_transformers(target) or "tensor" in ids:
-            return "huggingface"
-        if names[1] == "logits" or "sequence[" in ids or "list[" in ids:
-            return "dynamo"
-        if names[1] == "scores":
-            return "huggingface"
-    shapes = "(input_ids, logits), (input_ids, scores) or (req_id, logits, token_ids, stream_ptr, client_id)"
-    raise TypeError(f"{name_of(target)} must be callable as {shapes}; its parameters are ({', '.join(names)})")
-
-
-def name_of(target: Any) -> str:
-    """Name of a class or function, or of an instance's class."""
-    named = target if isinstance(target, type) or inspect.isroutine(target) else type(target)
-    return str(named.__name__)
-
-
-def _call_parameters(target: Any) -> list[inspect.Parameter]:
-    if inspect.isroutine(target):
-        parameters = list(inspect.signature(target).parameters.values())
-    else:
-        # Looked up in the class dictionaries: a class's own __call__ attribute is its metaclass's,
-        # which makes instances.
-        called = next((vars(base)["__call__"] for base in _mro(target) if "__call__" in vars(base)), None)
-        if called is None:
-            raise TypeError(f"{name_of(target)} cannot be called")
-        parameters = list(inspect.signature(called).parameters.values())[1:]
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter for parameter in parameters if parameter.kind in positional]
-
-
-def _is_transformers(target: Any) -> bool:
-    return any(
-        base.__name__ == "LogitsProcessor" and base.__module__.startswith("transformers.") for base in _mro(target)
-    )
-
-
-def _mro(target: Any) -> tuple[type, ...]:
-    return target.__mro__ if isinstance(target, type) else type(target).__mro__
-
-
-def _is_stateful(target: Any) -> bool:
-    return not inspect.isroutine(target)
-
-
-def _factory(target: Any, arguments: dict[str, Any], tokenizer: Any) -> Callable[[], Any]:
-    if not isinstance(target, type):
-        if arguments:
-            raise TypeError(f"{name_of(target)} is not a class, it takes no arguments")
-        return functools.partial(_copied, target)
-    parameter = constructor_parameters(target).get("tokenizer")
-    if parameter is not None and "tokenizer" not in arguments:
-        if tokenizer is not None:
-            arguments["tokenizer"] = tokenizer
-        elif parameter.default is inspect.Parameter.empty:
-            raise TypeError(f"{target.__name__} needs a tokenizer, and this model was loaded without one")
-    return functools.partial(target, **arguments)
-
-
 def _checked(wrapped: Any, stateful: bool) -> Any:
     if isinstance(wrapped, type) or not callable(wrapped):
         raise TypeError(f"the factory must make a callable, not a class; it made {wrapped!r}")
     if stateful:
         try:
-            _copied(wrapped)
+            copied(wrapped)
         except Exception as error:  # the processor boundary: third-party code
             raise TypeError(f"{name_of(wrapped)} has a state that cannot be copied: {error}") from error
     return wrapped
-
-
-def _copied(wrapped: Any, like: Any = None) -> Any:
-    """A deep copy that shares the tokenizer, since copying one takes longer than a step.
-
-    Args:
-        wrapped: What to copy.
-        like: An earlier copy that will not be called again. Large tensors that are still equal are
-            shared with it, so that tables of megabytes are not saved once per position.
-    """
-    attributes, known = getattr(wrapped, "__dict__", {}), getattr(like, "__dict__", {})
-    shared: dict[int, Any] = {}
-    for name, value in attributes.items():
-        if hasattr(value, "encode") and hasattr(value, "decode"):
-            shared[id(value)] = value
-        elif isinstance(value, torch.Generator):
-            shared[id(value)] = value.clone_state()
-        elif _is_same_table(value, known.get(name)):
-            shared[id(value)] = known[name]
-    return copy.deepcopy(wrapped, shared)
-
-
-_LARGE_BYTES = 65536
-
-
-def _is_same_table(value: Any, other: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return False
-    alike = value.dtype == other.dtype and value.device == other.device and value.shape == other.shape
-    return alike and value.numel() * value.element_size() >= _LARGE_BYTES and torch.equal(value, other)
 
 
 def _check_in_place(result: Any, row: torch.Tensor) -> None:

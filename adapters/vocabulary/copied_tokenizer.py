@@ -34,13 +34,13 @@ class CopiedTokenizer:
     this library. What it made is kept, so that another process needs only the library.
 
     Args:
-        content: From `to_json`.
+        content: Result of `to_json`.
 
     Raises:
         LookupError, TypeError, ValueError: `content` is something else.
 
     Attributes:
-        backend_tokenizer: As transformers has made it.
+        backend_tokenizer: Tokenizer of the tokenizers library, as transformers configures it.
         added_tokens_decoder: Added tokens by id.
         all_special_ids: Ids of special tokens.
         eos_token_id: The tokenizer's own end token, None if it has none.
@@ -61,7 +61,7 @@ class CopiedTokenizer:
 
     @staticmethod
     def to_json(tokenizer: Any) -> dict[str, Any] | None:
-        """What the copy of transformers' `tokenizer` is made of, JSON data.
+        """Content of the copy of transformers' `tokenizer`, JSON data.
 
         None if a copy would differ: transformers has code of its own for it, or it has no backend.
         """

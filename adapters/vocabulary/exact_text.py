@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from adapters.vocabulary.token_bytes import ByteIndex, TokenSpelling, added_tokens
-
-if TYPE_CHECKING:
-    from adapters.vocabulary.vocabulary import Tokenizer
+from adapters.vocabulary.byte_index import ByteIndex
+from adapters.vocabulary.token_bytes import TokenSpelling, added_tokens
+from adapters.vocabulary.tokenizer import Tokenizer
 
 _SENTINELS = ("\n", "=", ".", "a", "0")
 """Prefixes to encode a text after; after one of them, mostly a newline, the tokenizer splits."""
@@ -26,12 +24,12 @@ class TextEncoder:
     """Encodes texts for one vocabulary.
 
     A text is split at the names of added tokens, which become those tokens. The parts between are
-    encoded by the tokenizer, first alone and then after sentinels that are cut off again. The first
+    encoded by the tokenizer, first alone and then after sentinels that are removed again. The first
     ids whose bytes are the text are taken; where the tokenizer always changes it (a space, a normal
     form), the fewest tokens that spell it.
 
     Args:
-        tokenizer: Of the vocabulary.
+        tokenizer: Tokenizer of the vocabulary.
         size: Width of a row of logits; ids are below it.
         index: Returns the bytes of all tokens; called where the tokenizer's encoding changes the
             text.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from adapters.vocabulary.token_bytes import byte_index
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary.vocabulary import Vocabulary, byte_index
 
 
 class TextMatcher:
@@ -76,7 +75,7 @@ class TextMatcher:
 
 
 def _fallbacks(pattern: tuple[int, ...]) -> list[int]:
-    """For each n the longest proper prefix of ``pattern[:n]`` that is also its suffix."""
+    """Lengths of the longest proper prefixes of each ``pattern[:n]`` that are also its suffixes."""
     fallback = [0, 0]
     for symbol in pattern[1:]:
         length = fallback[-1]
@@ -90,7 +89,7 @@ def tag_matcher(vocabulary: Vocabulary, tag: Sequence[int]) -> TextMatcher:
     """Finds a tag: one token as that token, any other one as a text. Made once per vocabulary.
 
     Args:
-        tag: Its ids, at least one.
+        tag: Ids of the tag, at least one.
     """
     if len(tag) == 1:
         return TextMatcher.of_ids(tag)
@@ -98,7 +97,7 @@ def tag_matcher(vocabulary: Vocabulary, tag: Sequence[int]) -> TextMatcher:
 
 
 def continuations(vocabulary: Vocabulary, tag: Sequence[int], matcher: TextMatcher) -> list[int]:
-    """For each number of matched symbols, the token that continues the tag."""
+    """The token that continues the tag, for each number of matched symbols."""
     begins = dict(zip(accumulate((len(matcher.pieces[token_id]) for token_id in tag), initial=0), tag, strict=False))
     if len(begins) == len(matcher.pattern):
         return [begins[n] for n in range(len(matcher.pattern))]

@@ -1,4 +1,4 @@
-"""Which tags a model puts around its thinking."""
+"""Tags that a model puts around its thinking."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def thinking_tags(
     """Ids of the opening and of the closing tag; both are empty if the model has none.
 
     Args:
-        vocabulary: Of the model.
+        vocabulary: Vocabulary of the model.
         start: Text of the opening tag, of one token or several; given together with ``end``.
         end: Text of the closing tag.
 

@@ -1,4 +1,4 @@
-"""Bytes of every token, and an index over them.
+"""Bytes of every token.
 
 Tokenizers encode bytes differently: byte-level BPE in the 256 letters of GPT-2's alphabet,
 SentencePiece with ``▁`` for the space and ``<0xNN>`` for a byte that has no piece, WordPiece with
@@ -10,13 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-if TYPE_CHECKING:
-    from adapters.vocabulary.vocabulary import Address, Tokenizer, Vocabulary
+from adapters.vocabulary.tokenizer import Tokenizer
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -146,7 +142,7 @@ _Spelling = _ByteLevel | _SentencePiece | _WordPiece | _EndOfWord | _Decoded
 
 
 def _spelling(tokenizer: Tokenizer) -> _Spelling:
-    """By the decoder if there is one, else by the form of the pieces."""
+    """The spelling that the decoder tells, or without one the form of the pieces."""
     for part in _decoder_parts(tokenizer):
         kind = part["type"]
         if kind == "ByteLevel":
@@ -176,126 +172,3 @@ def _decoder_parts(tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
         return
     state = json.loads(decoder.__getstate__())
     yield from state["decoders"] if state["type"] == "Sequence" else [state]
-
-
-class ByteIndex:
-    """Searchable index of the bytes of every token.
-
-    Args:
-        tokens: Bytes by id.
-        address: Of their vocabulary: pickles are rebuilt from it in another process.
-    """
-
-    def __init__(self, tokens: Sequence[bytes], address: Address | None = None) -> None:
-        self._address = address
-        self._block = b"".join(tokens)
-        self._starts = np.zeros(len(tokens) + 1, dtype=np.int64)
-        np.cumsum([len(token) for token in tokens], out=self._starts[1:])
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def __getitem__(self, token_id: int) -> bytes:
-        """Bytes of one id, ``b""`` for an id outside the vocabulary."""
-        if not 0 <= token_id < len(self):
-            return b""
-        return self._block[self._starts[token_id] : self._starts[token_id + 1]]
-
-    def __reduce__(self) -> tuple[object, ...]:
-        if self._address is not None:
-            return _byte_index_at, self._address
-        return ByteIndex, ([self[token_id] for token_id in range(len(self))],)
-
-    @cached_property
-    def ids(self) -> dict[bytes, list[int]]:
-        """Ids by their bytes, lowest first; special tokens are left out."""
-        ids: dict[bytes, list[int]] = {}
-        for token_id in np.flatnonzero(np.diff(self._starts)).tolist():
-            ids.setdefault(self[token_id], []).append(token_id)
-        return ids
-
-    @cached_property
-    def longest(self) -> int:
-        """Length of the longest token, bytes."""
-        return int(np.diff(self._starts).max(initial=0))
-
-    def containing(self, text: bytes) -> list[int]:
-        """Ids of the tokens that contain ``text`` (not empty), ascending."""
-        positions, ids = self._occurrences(text)
-        return sorted(set(ids[positions + len(text) <= self._starts[ids + 1]].tolist()))
-
-    def touching(self, text: bytes) -> dict[int, bytes]:
-        """Every token that can hold a part of an occurrence of ``text`` in consecutive tokens.
-
-        They contain it, end with its beginning, begin with its end, or lie within it. Any other
-        token interrupts an occurrence.
-        """
-        found = set(self.containing(text))
-        for length in range(1, min(len(text), self.longest + 1)):
-            positions, ids = self._occurrences(text[:length])
-            found.update(ids[positions + length == self._starts[ids + 1]].tolist())
-            positions, ids = self._occurrences(text[-length:])
-            found.update(ids[positions == self._starts[ids]].tolist())
-        for begin in range(1, len(text) - 1):
-            for end in range(begin + 1, min(len(text), begin + self.longest + 1)):
-                found.update(self.ids.get(text[begin:end], ()))
-        return {token_id: self[token_id] for token_id in sorted(found) if self[token_id]}
-
-    @cached_property
-    def _lengths(self) -> list[int]:
-        """Lengths that tokens have, longest first."""
-        return [length for length in np.unique(np.diff(self._starts))[::-1].tolist() if length]
-
-    def spell(self, text: bytes) -> list[int] | None:
-        """The fewest ids that spell ``text``, in ties the longest token first, or None."""
-        first_ids = self.first_ids(text)
-        spelled: list[int] = []
-        at = 0
-        while at < len(text):
-            token_id = first_ids[at]
-            if token_id is None:
-                return None
-            spelled.append(token_id)
-            at += len(self[token_id])
-        return spelled
-
-    def first_ids(self, text: bytes) -> list[int | None]:
-        """For each index into ``text``, the first id of `spell` for the rest, or None."""
-        fewest: list[int | None] = [None] * len(text) + [0]
-        first_ids: list[int | None] = [None] * len(text)
-        for at in range(len(text) - 1, -1, -1):
-            for length in self._lengths:
-                rest = fewest[at + length] if at + length <= len(text) else None
-                if rest is None or text[at : at + length] not in self.ids:
-                    continue
-                best = fewest[at]
-                if best is None or rest + 1 < best:
-                    fewest[at], first_ids[at] = rest + 1, self.ids[text[at : at + length]][0]
-        return first_ids
-
-    def _occurrences(
-        self, text: bytes
-    ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
-        """Offsets of ``text`` in the block, and the token at each of them."""
-        offsets = []
-        at = self._block.find(text)
-        while at >= 0:
-            offsets.append(at)
-            at = self._block.find(text, at + 1)
-        positions = np.array(offsets, dtype=np.int64)
-        return positions, np.searchsorted(self._starts, positions, side="right") - 1
-
-
-def byte_index(vocabulary: Vocabulary) -> ByteIndex:
-    """The index of a vocabulary, made once.
-
-    Raises:
-        ValueError: there is no tokenizer.
-    """
-    return vocabulary.derived("byte_index", lambda: ByteIndex(vocabulary.token_bytes, vocabulary.address))
-
-
-def _byte_index_at(*address: Any) -> ByteIndex:
-    from adapters.vocabulary.vocabulary import vocabulary_at
-
-    return byte_index(vocabulary_at(*address))

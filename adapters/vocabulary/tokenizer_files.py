@@ -1,4 +1,4 @@
-"""Why a checkpoint's tokenizer could not be read: the file and the key that are wrong.
+"""Diagnosis of a tokenizer that could not be read: the file and the key that are wrong.
 
 transformers and tokenizers raise errors of any class for a damaged file, most without its name, so
 the files are looked at once more where they have raised one.

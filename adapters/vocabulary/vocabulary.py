@@ -6,25 +6,18 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock, RLock
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+from adapters.vocabulary.byte_index import ByteIndex
 from adapters.vocabulary.exact_text import TextEncoder
-from adapters.vocabulary.token_bytes import added_tokens, byte_index, known_ids, num_ids, special_ids, token_bytes
+from adapters.vocabulary.token_bytes import added_tokens, known_ids, num_ids, special_ids, token_bytes
+from adapters.vocabulary.tokenizer import Tokenizer
 from adapters.vocabulary.tokenizer_files import explain
 
 T = TypeVar("T")
 
 Address: TypeAlias = tuple[str, int, tuple[int, ...]]
 """Arguments of `vocabulary_at`, from which a vocabulary can be loaded again."""
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face fast tokenizer that is used."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
-    def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]: ...
-    def decode(self, token_ids: list[int], **kwargs: Any) -> str: ...
-    def __len__(self) -> int: ...
 
 
 class Vocabulary:
@@ -35,6 +28,9 @@ class Vocabulary:
         tokenizer: Hugging Face fast tokenizer, or None where only ids are used.
         eos_token_ids: Ids that end an answer by default.
         path: Directory that the tokenizer can be loaded from again, in another process.
+
+    Attributes:
+        address: Arguments of `vocabulary_at` that load it again, None without a path.
     """
 
     def __init__(
@@ -49,6 +45,7 @@ class Vocabulary:
         self.path = path
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.address: Address | None = None if path is None else (path, size, tuple(sorted(self.eos_token_ids)))
         self._derived: dict[str, Any] = {}
         self._lock = RLock()
 
@@ -98,7 +95,11 @@ class Vocabulary:
         Raises:
             ValueError: there is no tokenizer, or the text cannot be written in its tokens.
         """
-        return self._encoder.encode(text)
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise ValueError("text needs a tokenizer, and this model was loaded without one; give token ids")
+        encoder = self.derived("text_encoder", lambda: TextEncoder(tokenizer, self.size, lambda: byte_index(self)))
+        return encoder.encode(text)
 
     def tag(self, text: str) -> tuple[int, ...]:
         """The id of ``text`` if the tokenizer has it as one token, else nothing."""
@@ -107,12 +108,6 @@ class Vocabulary:
         except ValueError:  # no tokenizer, or one that cannot write it
             return ()
         return tuple(ids) if len(ids) == 1 else ()
-
-    @cached_property
-    def _encoder(self) -> TextEncoder:
-        if self.tokenizer is None:
-            raise ValueError("text needs a tokenizer, and this model was loaded without one; give token ids")
-        return TextEncoder(self.tokenizer, self.size, lambda: byte_index(self))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids``, special tokens included.
@@ -154,13 +149,8 @@ class Vocabulary:
             value: T = self._derived[key]
             return value
 
-    @property
-    def address(self) -> Address | None:
-        """Its address to load it from again, None without a path."""
-        return None if self.path is None else (self.path, self.size, tuple(sorted(self.eos_token_ids)))
-
     def __reduce__(self) -> tuple[Callable[..., Vocabulary], tuple[Any, ...]]:
-        """By path where there is one, else with the tokenizer; derived data is rebuilt."""
+        """Pickled by path where there is one, else with the tokenizer; derived data is rebuilt."""
         if self.address is not None:
             return vocabulary_at, self.address
         return Vocabulary, (self.size, self.tokenizer, tuple(sorted(self.eos_token_ids)))
@@ -181,3 +171,17 @@ def vocabulary_at(path: str, size: int, eos_token_ids: tuple[int, ...] | None = 
         if key not in _BY_PATH:
             _BY_PATH[key] = Vocabulary.from_pretrained(path, size, eos_token_ids)
         return _BY_PATH[key]
+
+
+def byte_index(vocabulary: Vocabulary) -> ByteIndex:
+    """The index of a vocabulary, made once; pickles of it are made of the address.
+
+    Raises:
+        ValueError: there is no tokenizer.
+    """
+    rebuilt_by = None if vocabulary.address is None else (_byte_index_at, vocabulary.address)
+    return vocabulary.derived("byte_index", lambda: ByteIndex(vocabulary.token_bytes, rebuilt_by))
+
+
+def _byte_index_at(*address: Any) -> ByteIndex:
+    return byte_index(vocabulary_at(*address))

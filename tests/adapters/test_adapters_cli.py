@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adapters.__main__ import main
-from adapters.catalog import TABLE_BEGIN, TABLE_END, Catalog, describe, table, with_table
+from adapters.catalog import TABLE_BEGIN, TABLE_END, Catalog, describe, selection_schema, table, with_table
 
 LOUD = ["--logits-processor", "acme/loud=third_party:Loud"]
 
@@ -43,7 +43,7 @@ def test_every_processor_can_be_shown(capsys: pytest.CaptureFixture[str]):
 
 def test_schema(capsys: pytest.CaptureFixture[str]):
     assert main(["schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == Catalog.default().selection_schema()
+    assert json.loads(capsys.readouterr().out) == selection_schema(Catalog.default())
     assert main(["schema", "top_k"]) == 0
     assert json.loads(capsys.readouterr().out)["properties"]["k"]["maximum"] == 2**31 - 1
 

@@ -23,9 +23,10 @@ from adapters.catalog import (
     Requested,
     Selection,
     SelectionError,
+    loading,
     parse_selection,
+    selection_schema,
 )
-from adapters.catalog import catalog as catalogs
 from adapters.chain import apply_chain
 from adapters.contract import Context, ShapingProcessor, SteeringProcessor
 from adapters.processors import BUILTINS
@@ -133,7 +134,7 @@ def test_chain_has_the_selections_processors_in_the_order_law(catalog: Catalog):
         ("temperature", "all"),
         ("top_k", "all"),
     ]
-    assert chain.step_budget_s == 0.5
+    assert chain.failures.step_budget_s == 0.5
     assert chain.receipt.attribution
     assert not catalog.build_chain(select(receipt=True), THINKING).receipt.attribution
 
@@ -180,12 +181,12 @@ def test_a_constructor_that_raises_is_not_the_callers_fault(catalog: Catalog):
 def test_values_from_python_must_be_json_data():
     for args in ({"k": {1, 2}}, {"k": float("nan")}, {"k": object()}):
         with pytest.raises(SelectionError, match=r"p\.args: is not JSON data"):
-            Catalog.default().parse_args(Requested("top_k", args, path="p"))
+            Catalog.default()["top_k"].parse_args(Requested("top_k", args, path="p"))
     nested: Any = []
     for _ in range(10_000):
         nested = [nested]
     with pytest.raises(SelectionError, match="not JSON data"):
-        Catalog.default().parse_args(Requested("top_k", {"k": nested}, path="p"))
+        Catalog.default()["top_k"].parse_args(Requested("top_k", {"k": nested}, path="p"))
 
 
 def test_third_party_class_is_wrapped_and_runs(catalog: Catalog):
@@ -240,15 +241,15 @@ def test_a_name_cannot_be_given_twice():
 
 def test_entry_points_are_taken_only_with_the_operators_leave(monkeypatch: pytest.MonkeyPatch):
     offered = [
-        EntryPoint("acme/loud", "third_party:Loud", catalogs.GROUP),
-        EntryPoint("evil", "no_such_module_here:Evil", catalogs.GROUP),
+        EntryPoint("acme/loud", "third_party:Loud", loading.GROUP),
+        EntryPoint("evil", "no_such_module_here:Evil", loading.GROUP),
     ]
 
     def entry_points(*, group: str) -> EntryPoints:
         assert group == "logits_processors"
         return EntryPoints(offered)
 
-    monkeypatch.setattr(catalogs, "entry_points", entry_points)
+    monkeypatch.setattr(loading, "entry_points", entry_points)
     assert "acme/loud" not in Catalog.load()
     loaded = Catalog.load(allow=["acme/loud"])
     assert loaded["acme/loud"] == Entry("acme/loud", third_party.Loud, "unknown distribution (third_party:Loud)")
@@ -256,7 +257,7 @@ def test_entry_points_are_taken_only_with_the_operators_leave(monkeypatch: pytes
         Catalog.load(allow=["acme/loud", "missing"])
     with pytest.raises(CatalogError, match="No module named"):
         Catalog.load(allow=["evil"])
-    offered.append(EntryPoint("acme/loud", "third_party:Half", catalogs.GROUP))
+    offered.append(EntryPoint("acme/loud", "third_party:Half", loading.GROUP))
     with pytest.raises(CatalogError, match="taken"):
         Catalog.load(allow=["acme/loud"])
 
@@ -276,7 +277,7 @@ def references(schema: Any) -> set[str]:
 
 
 def test_selection_schema_holds_every_processor_and_every_definition(catalog: Catalog):
-    schema = json.loads(json.dumps(catalog.selection_schema()))
+    schema = json.loads(json.dumps(selection_schema(catalog)))
     choices = schema["properties"]["processors"]["items"]["oneOf"]
     assert [choice["properties"]["name"]["const"] for choice in choices] == catalog.names
     assert {ref.removeprefix("#/$defs/") for ref in references(schema)} <= set(schema["$defs"])

@@ -126,7 +126,7 @@ class NoRepeat(SteeringProcessor):
         self.advances += 1
         self.seen[token_id] = self.seen.get(token_id, 0) + 1
 
-    def retract(self, token_ids):
+    def rewind_state(self, token_ids):
         if not self.cheap:
             return False
         for token_id in token_ids:
@@ -157,9 +157,18 @@ class Drifts(ShapingProcessor):
     def advance(self, token_id, index):
         self.sums.append(self.sums[-1] + float(self.row[token_id]))
 
-    def retract(self, token_ids):
+    def rewind_state(self, token_ids):
         del self.sums[-len(token_ids) :]
         return True
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("retract", "rewind_state"), ("taken_back", "rewinds_to"), ("taken_back_at_end", "rewinds_to_at_end")],
+)
+def test_a_class_with_a_hook_by_its_former_name_is_refused(old, new):
+    with pytest.raises(TypeError, match=rf"^Older\.{old}: this method is called {new}$"):
+        type("Older", (SteeringProcessor,), {old: lambda self, token_ids: False})
 
 
 class Raises(SteeringProcessor):
@@ -359,7 +368,7 @@ class Remembers(SteeringProcessor):
     def advance(self, token_id, index):
         self.digests.append((self.digests[-1] * 31 + token_id + index) % 8191)
 
-    def retract(self, token_ids):
+    def rewind_state(self, token_ids):
         del self.digests[-len(token_ids) :]
         return True
 
@@ -482,7 +491,7 @@ def test_what_holds_the_end_back_is_in_the_receipt_and_to_blame():
     made = chain(Bans(5), scopes=["answer"], prompt=[1, THINK], context=STOPS_AT_THE_TAG)
     assert allowed(made) == {*range(VOCAB)} - {END}  # a client that stops at the closing tag gets its way
     made.accept(4, made.position)
-    assert made.report()["processors"][0]["tokens_masked"] == 1
+    assert made.receipt.as_json()["processors"][0]["tokens_masked"] == 1
     held = chain(Bans(5), Forces(END), scopes=["answer", "all"], prompt=[1, THINK])
     with pytest.raises(ProcessorFailed, match="forces: forces token 0, which another processor forbids"):
         run(held)
@@ -497,7 +506,7 @@ def test_a_scoped_processor_knows_its_absolute_position():
     made = chain(thinking, answer, scopes=["thinking", "answer"], prompt=[1, 2])
     for token in (THINK, 4, 4, ANSWER, 5, THINK, 6, ANSWER, 7):
         made.plan()
-        active = thinking if made._tracker.thinking else answer
+        active = thinking if made._scope.is_thinking else answer
         assert active.noted == made.position
         made.accept(token, made.position)
     made.rewind(7)
@@ -528,7 +537,7 @@ def test_state_from_logits_is_rebuilt_by_replaying_on_logits():
             run(moved, logits[i : i + 1].clone())
             moved.accept(tokens[i], 3 + i)
         assert torch.equal(run(moved, logits[5:].clone()), expected)
-        assert moved.report()["replayed_tokens"] == k
+        assert moved.receipt.as_json()["replayed_tokens"] == k
 
 
 def test_it_cannot_be_started_from_tokens_alone():
@@ -776,7 +785,7 @@ def test_the_receipt_counts_positions_not_calls():
         made.plan()
         made.accept(token, made.position)
         made.accept(token, made.position - 1)
-    report = made.report()
+    report = made.receipt.as_json()
     assert report["mode"] == "aggregated"
     allows, bans, forces = report["processors"]
     assert (allows["name"], allows["steps_active"], allows["tokens_masked"]) == ("allows", 2, 2 * (VOCAB - 3))
@@ -794,7 +803,7 @@ def test_the_receipt_counts_positions_not_calls():
 def test_the_receipt_of_a_continuation_says_so():
     made = ProcessorChain([Adds()], CONTEXT)
     made.start([1, 2], [3, 4, 5], mode="migrated")
-    report = made.report()
+    report = made.receipt.as_json()
     assert (report["mode"], report["replayed_tokens"], report["prompt_length"]) == ("migrated at 3", 3, 2)
     assert report["processors"][0]["steps_active"] == 0
 

@@ -88,7 +88,8 @@ def test_every_processor_of_the_example_is_in_the_catalogue():
     for call in named:
         args = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         args.pop("scope", None)
-        Catalog.default().parse_args(Requested(ast.literal_eval(call.args[0]), args, path="example"))
+        requested = Requested(ast.literal_eval(call.args[0]), args, path="example")
+        Catalog.default().find(requested).parse_args(requested)
 
 
 TOOLS = [
@@ -109,7 +110,7 @@ TOOLS = [
 def test_tools_of_openai_are_a_processor_that_the_catalogue_takes(choice, expected):
     made = client.from_openai_tools(TOOLS, choice, format="hermes", parallel_tool_calls=False, scope="answer")
     (requested,) = parse_selection(client.selection(made)).processors
-    args = Catalog.default().parse_args(requested)
+    args = Catalog.default().find(requested).parse_args(requested)
     assert requested.scope == "answer"
     assert [tool.name for tool in args.tools] == ["one", "two"]
     assert {name: getattr(args, name) for name in expected} == expected
@@ -140,7 +141,7 @@ def test_token_healing_takes_the_last_word_off_a_prompt(prompt, sent, written):
     assert (head, entry["args"]) == (sent, {"text": written, "heal": True})
     assert head + written == prompt
     (requested,) = parse_selection(client.selection(entry)).processors
-    Catalog.default().parse_args(requested)
+    Catalog.default().find(requested).parse_args(requested)
 
 
 @pytest.mark.parametrize("prompt", ["", "word", " ", "\n\n"])

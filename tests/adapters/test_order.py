@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adapters import client
-from adapters.catalog import Catalog, Requested, Selection, SelectionError, parse_selection
+from adapters.catalog import Catalog, Requested, Selection, SelectionError, parse_selection, selection_schema
 from adapters.chain import apply_edits, apply_late, plan_rows
 from adapters.contract import Context
 from adapters.vocabulary import Vocabulary
@@ -86,7 +86,7 @@ def test_the_channel():
     assert parse_selection(client.selection()).order == ()
     body = client.logits_processors(order=["min_p"])
     assert parse_selection(body["nvext"]["annotations"][0].removeprefix(client.ANNOTATION)).order == ("min_p",)
-    names = CATALOG.selection_schema()["properties"]["order"]["items"]["enum"]
+    names = selection_schema(CATALOG)["properties"]["order"]["items"]["enum"]
     assert "xtc" in names
     assert "watermark" not in names
 

@@ -42,7 +42,7 @@ def accept(chain: ProcessorChain, count: int) -> None:
 def test_a_report_does_not_change_afterwards() -> None:
     chain = begun()
     accept(chain, 2)
-    told = [chain.report(), chain.report(attribution=False)]
+    told = [chain.receipt.as_json(), chain.receipt.as_json(attribution=False)]
     known = copy.deepcopy(told)
     accept(chain, 3)
     chain.rewind(4)
@@ -52,8 +52,8 @@ def test_a_report_does_not_change_afterwards() -> None:
 def test_attribution_is_left_out_but_where_it_is_asked_for() -> None:
     chain = begun()
     accept(chain, 2)
-    assert "tokens" not in chain.report(attribution=False)
-    assert chain.report()["tokens"][0] == {"position": 3, "token_id": 9, "processor": "bans", "did": "masked"}
+    assert "tokens" not in chain.receipt.as_json(attribution=False)
+    assert chain.receipt.as_json()["tokens"][0] == {"position": 3, "token_id": 9, "processor": "bans", "did": "masked"}
 
 
 class AllowsEveryBit(Bans):
@@ -75,20 +75,20 @@ def test_bits_beyond_the_vocabulary_are_no_tokens() -> None:
 def test_a_report_without_attribution_does_not_grow_with_the_answer() -> None:
     chain = begun()
     accept(chain, 100)
-    before = len(json.dumps(chain.report(attribution=False)))
+    before = len(json.dumps(chain.receipt.as_json(attribution=False)))
     accept(chain, 800)
-    assert len(json.dumps(chain.report(attribution=False))) <= before + 8  # digits
+    assert len(json.dumps(chain.receipt.as_json(attribution=False))) <= before + 8  # digits
 
 
 def test_attribution_is_bounded_and_says_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receipts, "MAX_ATTRIBUTED", 7)
     chain = begun()
     accept(chain, 3)
-    assert "tokens_left_out" not in chain.report()
+    assert "tokens_left_out" not in chain.receipt.as_json()
     accept(chain, 3)
-    report = chain.report()
+    report = chain.receipt.as_json()
     assert [each["position"] for each in report["tokens"]] == [3, 3, 4, 4, 5, 5, 6]
     assert report["tokens_left_out"] == 5
     chain.rewind(5)
     accept(chain, 1)
-    assert [each["position"] for each in chain.report()["tokens"]] == [3, 3, 4, 4, 5, 5]
+    assert [each["position"] for each in chain.receipt.as_json()["tokens"]] == [3, 3, 4, 4, 5, 5]

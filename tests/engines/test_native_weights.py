@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.sampling import candidates
+from adapters.sampling.native import WholeRow
 from adapters.sampling.prefixes import select_by_sorting
 from adapters.sampling.weights import as_units, share_of_one, weight_bits
-from adapters.sampling.whole_row import TorchRow, WholeRow
+from adapters.sampling.whole_row import TorchRow
 from worker.engines.embedded import native
 from worker.engines.embedded.native import weights as native_weights
 from worker.engines.embedded.native.weights import NativeRow, exponential_

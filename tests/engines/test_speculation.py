@@ -97,7 +97,7 @@ def decode(model: ScriptedModel, asked: Sequence[Asked], draft: Draft | None, **
                 output.error,
             )
             if output.chain is not None:
-                delta.engine_data = output.chain.report()
+                delta.engine_data = output.chain.receipt.as_json()
         driver.scheduler.check_integrity()
         driver.scheduler.cache.check_blocks()
     return answers

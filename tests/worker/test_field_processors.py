@@ -169,7 +169,7 @@ def test_a_neutral_value_changes_no_row(case: Case, facts: Facts) -> None:
     """What is left out of a chain because it asks for nothing would have done nothing in it."""
     context = chains_with(facts).builder.context(frozenset({END}), 1, 20)
     requested = Requested(case.name, {case.runs_as.argument: NEUTRAL[case]})
-    chain = ProcessorChain(CATALOG.build(requested, context), context)
+    chain = ProcessorChain(CATALOG.find(requested).build(requested, context), context)
     chain.start(PROMPT)
     chain.accept(9, 3)
     row = torch.linspace(-3, 3, VOCAB)

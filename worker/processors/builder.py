@@ -265,7 +265,7 @@ class ServedChainBuilder:
         if context.end_token_ids or not ends:
             return error
         try:
-            self.catalog.build(error.requested, replace(context, end_token_ids=ends))
+            self.catalog.find(error.requested).build(error.requested, replace(context, end_token_ids=ends))
         except SelectionError:
             return error
         return SelectionError("stop_conditions.ignore_eos", f"must not be true: {error.problem}")

@@ -14,11 +14,11 @@ import broken_processors
 import pytest
 import torch
 
+from adapters import contract
 from adapters.__main__ import main
 from adapters.catalog import Catalog, Entry, Requested, Selection, SelectionError
 from adapters.chain import apply_chain
 from adapters.contract import Ban, Edit, Stage, SteeringProcessor, edits
-from adapters.contract import processor as contract
 from adapters.testing import CHECKS, CheckFailed, Subject, check_processor
 from adapters.testing.kit_model import kit_context
 
@@ -110,7 +110,7 @@ def test_a_processor_without_arguments_declares_a_name_and_a_stage() -> None:
     chain.start([40], [41])
     assert chain.plan().bans[0].token_ids.tolist() == [41]
     with pytest.raises(SelectionError, match="unknown argument"):
-        Catalog([Entry("least", Least)]).parse_args(Requested("least", {"n": 1}))
+        Entry("least", Least).parse_args(Requested("least", {"n": 1}))
 
 
 def test_the_pitfall_that_the_page_tells_is_caught(page_files: dict[str, str]) -> None:

@@ -159,7 +159,7 @@ def test_an_edit_that_stays_the_same_is_not_asked_for_again() -> None:
     chain = of_one(processor)
     assert positions_acted(chain, 12) == [3, 4, 5, 6, 7]
     assert processor.asked == 2
-    assert chain.report()["processors"][0]["tokens_masked"] == 5
+    assert chain.receipt.as_json()["processors"][0]["tokens_masked"] == 5
 
 
 def test_it_is_asked_for_after_a_rewind_and_a_new_start() -> None:

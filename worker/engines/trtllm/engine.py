@@ -316,7 +316,7 @@ class TrtllmEngine(RuntimeReports):
         if int(self.config.options.get("tensor_parallel_size") or 1) > 1:
             # Ranks must agree on every token, and clocks differ between them: the worker enforces
             # the budget instead.
-            request.step_budget_s, adapter.chain.step_budget_s = adapter.chain.step_budget_s, math.inf
+            request.step_budget_s, adapter.chain.failures.step_budget_s = adapter.chain.failures.step_budget_s, math.inf
         return adapter
 
     def _disaggregated(

@@ -164,7 +164,7 @@ class RunningRequest:
             delta.logprobs = logprobs[: len(delta.token_ids)]
         if chain.wants_receipt:
             ends = delta.finish_reason is not None
-            delta.engine_data = {"logits_processors": chain.report(attribution=ends)}
+            delta.engine_data = {"logits_processors": chain.receipt.as_json(attribution=ends)}
         if delta.finish_reason is not None:
             delta.receipt, delta.failure = chain.receipt, self._processor_failure()
         return delta
@@ -191,7 +191,7 @@ class RunningRequest:
         budget = math.inf if self.step_budget_s is None else self.step_budget_s
         for member, seconds in zip(chain.members, step.seconds):  # noqa: B905  # empty if a step has failed
             took, member.record.seconds = seconds - member.record.seconds, seconds
-            failure = chain.over_budget(member, took, budget)
+            failure = chain.failures.over_budget(member, took, budget)
             if failure is not None:
                 return failure
         return None

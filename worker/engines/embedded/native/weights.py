@@ -72,7 +72,7 @@ def weigher(vocab_size: int) -> NativeRow:
 
 
 class NativeRow:
-    """Weights of one row of logits at a time (`adapters.sampling.whole_row.WholeRow`).
+    """Weights of one row of logits at a time (`adapters.sampling.native.WholeRow`).
 
     A row is read once for the sums of its blocks; no weight is kept.
 

@@ -28,7 +28,7 @@ def unfit(highest: list[float], planned: Iterable[Planned], known: dict[int, str
         if math.isfinite(value) or row in known:
             continue
         if value == -math.inf and row in chains:
-            errors[row] = str(chains[row].no_token_left())
+            errors[row] = str(chains[row].failures.no_token_left())
         else:
             errors[row] = _UNSATISFIABLE if value == -math.inf else _NOT_FINITE
     return errors

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from adapters.sampling.candidates import sort_ids, top_in_order
+from adapters.sampling.native import WholeRow
 from adapters.sampling.prefixes import mass_among, prefix_of_ordered
 from adapters.sampling.truncation import GREEDY_BELOW, bound_of, log_of, lowest_kept
 from adapters.sampling.weights import (
@@ -31,7 +32,7 @@ from adapters.sampling.weights import (
     weigh,
     weight_bits,
 )
-from adapters.sampling.whole_row import WholeRow, block_maxima, whole_row
+from adapters.sampling.whole_row import block_maxima, whole_row
 
 _WIDTHS = (32, 64, 128, 256, 512, 1024)
 """Numbers of candidates: few distinct ones, so that rows of similar controls share a group."""
