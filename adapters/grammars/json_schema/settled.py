@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TypeAlias
 
 from adapters.grammars.json_schema.patterns import (
     Both,
@@ -44,7 +45,11 @@ class Object:
     extra_low: int
 
 
-def settled(shape: Shape, place: str) -> Iterator[Shape | Object]:
+Settled: TypeAlias = Shape | Object
+"""A shape as a grammar can write it."""
+
+
+def settled(shape: Shape, place: str) -> Iterator[Settled]:
     """The shapes that a grammar writes for ``shape``.
 
     Raises:
