@@ -6,7 +6,8 @@ from typing import Any, NoReturn
 
 from adapters.grammars.json_schema.decimals import exact
 from adapters.grammars.json_schema.documents import shown
-from adapters.grammars.json_schema.ecma import PatternError, searched
+from adapters.grammars.json_schema.ecma import searched
+from adapters.grammars.json_schema.ecma_characters import PatternError
 from adapters.grammars.json_schema.patterns import Language
 from adapters.grammars.json_schema.shapes import FALSE, TRUE, Goal, SchemaRefused
 
