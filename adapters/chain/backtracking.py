@@ -66,7 +66,7 @@ class Backtracking:
         """The first token that may still be sampled again, None if none may."""
         return self._held[-1]
 
-    def go_back(self, history: Sequence[int], prompt_length: int, sent: int, *, ends: bool) -> int | None:
+    def rule_out_first(self, history: Sequence[int], prompt_length: int, sent: int, *, ends: bool) -> int | None:
         """Rule out the first token that a processor takes back; its index, None if there is none.
 
         Args:
@@ -79,7 +79,7 @@ class Backtracking:
             ProcessorFailed: a processor raised, answered with what is no index, or takes back a
                 token that was sent, since its `held_from` did not tell.
         """
-        wanted = self._ask("taken_back_at_end" if ends else "taken_back")
+        wanted = self._ask("rewinds_to_at_end" if ends else "rewinds_to")
         if not wanted:
             return None
         first = min(wanted.values())
@@ -102,7 +102,7 @@ class Backtracking:
         Raises:
             ProcessorFailed: as `note`.
         """
-        held, taken = self._ask("held_from"), self._ask("taken_back_at_end")
+        held, taken = self._ask("held_from"), self._ask("rewinds_to_at_end")
         able = {each for each, at in held.items() if at <= index} | {each for each, at in taken.items() if at == index}
         for each in able:
             self._bans[each].setdefault(index, set()).add(token_id)

@@ -178,7 +178,7 @@ class ProcessorChain:
             self._begin(member)
         if any(isinstance(processor, BacktrackingProcessor) for processor in processors):
             self._backtracking = self._backtracking_of(self.members)
-            self._take_again()
+            self._replay_history()
 
     def start(self, prompt: Sequence[int], generated: Sequence[int] = (), *, mode: Mode = "aggregated") -> None:
         """Begin after ``prompt``; ``generated`` tokens of an earlier run are replayed.
@@ -218,7 +218,7 @@ class ProcessorChain:
         except Exception as error:  # the processor boundary: third-party code
             raise self.fail_from(member, error) from error
 
-    def _take_again(self) -> None:
+    def _replay_history(self) -> None:
         """Take the history again token by token, for what was open after each of them."""
         assert self._backtracking is not None
         generated = self.tokens[self.prompt_length :]
@@ -267,11 +267,11 @@ class ProcessorChain:
         if not self.prompt_length <= position <= len(self.tokens):
             raise ValueError(f"cannot rewind to {position}: not between {self.prompt_length} and {len(self.tokens)}")
         self._pending = []
-        self.receipt.forget_from(position)
+        self.receipt.rewind(position)
         for member in self.members:
             member.same_until = 0
             if member.scope == "all":
-                member.processor.forget_from(position)
+                member.processor.rewind_lazily(position)
         if self._scoped is not None:
             self._scoped.rewind(self.tokens, position, self.prompt_length)
         if self._backtracking is not None:
@@ -426,7 +426,7 @@ class ProcessorChain:
 
     @property
     def backtracks(self) -> bool:
-        """Whether tokens may be taken back: the engine must hold some, and call `take_back`."""
+        """Whether a processor backtracks: the engine holds tokens, and calls `rewind_if_asked`."""
         return self._backtracking is not None
 
     @property
@@ -438,7 +438,7 @@ class ProcessorChain:
         held = None if self._backtracking is None else self._backtracking.held_from
         return None if held is None else self.prompt_length + held
 
-    def take_back(self, sent: int = 0, *, ends: bool = False) -> int | None:
+    def rewind_if_asked(self, sent: int = 0, *, ends: bool = False) -> int | None:
         """Rewind to where a processor takes tokens back; the position to sample again, or None.
 
         The token that was there is masked there from now on.
@@ -453,7 +453,7 @@ class ProcessorChain:
         if self._backtracking is None:
             return None
         begin = self.prompt_length
-        index = self._backtracking.go_back(self.tokens, begin, sent - begin, ends=ends)
+        index = self._backtracking.rule_out_first(self.tokens, begin, sent - begin, ends=ends)
         if index is None:
             return None
         self.rewind(begin + index)
@@ -477,7 +477,7 @@ class ProcessorChain:
         finally:
             for member in self.members:
                 if member.scope == "all":
-                    member.processor.forget_from(position)
+                    member.processor.rewind_lazily(position)
             del self.tokens[position:]
 
     def copy_ruled_out(self, other: ProcessorChain) -> None:
@@ -668,14 +668,14 @@ def _lets_begin(member: Member, prompt_length: int, begun: Sequence[int]) -> boo
         Unsatisfiable: it would not.
     """
     processor = member.processor
-    processor.truncate(prompt_length)
+    processor.rewind_lazily(prompt_length)
     try:
         for token_id in begun:
             if not _permits(member.step(), token_id):
                 return False
             processor.append(token_id)
     finally:
-        processor.truncate(prompt_length)
+        processor.rewind_lazily(prompt_length)
         for token_id in begun:
             processor.append(token_id)
     return True

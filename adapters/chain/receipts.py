@@ -48,8 +48,8 @@ class ProcessorRecord:
         self._positions.append(position)
         self._amounts.append(2 * masked + (kind == "forced"))
 
-    def forget_from(self, position: int) -> None:
-        """Take back what was counted from ``position`` on: its tokens were dropped."""
+    def rewind(self, position: int) -> None:
+        """Subtract what was counted from ``position`` on: its tokens were rewound."""
         positions = self._positions
         while positions and positions[-1] >= position:
             positions.pop()
@@ -113,12 +113,12 @@ class Receipt:
         self.mode = mode
         self.prompt_length = prompt_length
         self.replayed = replayed
-        self.forget_from(0)
+        self.rewind(0)
 
-    def forget_from(self, position: int) -> None:
-        """Take back what was counted from ``position`` on."""
+    def rewind(self, position: int) -> None:
+        """Subtract what was counted from ``position`` on."""
         for record in self.records:
-            record.forget_from(position)
+            record.rewind(position)
         while self.tokens and self.tokens[-1][0] >= position:
             self.tokens.pop()
         while self.logprobs and self.logprobs[-1][0] >= position:

@@ -48,7 +48,7 @@ class _View:
             given_back = tracker.tag_length - 1
             if given_back and processor.observes_logits:
                 self._set_aside()
-            processor.truncate(processor.position - processor.num_outside - given_back)
+            processor.rewind_lazily(processor.position - processor.num_outside - given_back)
         elif inside is not None and inside == (self.scope == "thinking"):
             processor.append(token_id)
 
@@ -83,7 +83,7 @@ class _View:
                 processor.lose("the state inside a tag that was completed long ago is not kept any more")
                 return
             processor.__dict__ = vars(earlier)
-        processor.truncate(prompt_length + kept)
+        processor.rewind_lazily(prompt_length + kept)
         for token_id in tokens[position - (since[0] - kept) : position]:
             processor.append(token_id)
 

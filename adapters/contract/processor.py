@@ -52,6 +52,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+_RENAMED = {"retract": "rewind_state", "taken_back": "rewinds_to", "taken_back_at_end": "rewinds_to_at_end"}
+"""Methods of authors by a name that they once had, which would silently not be called any more."""
 
 ALWAYS = sys.maxsize
 """For `SteeringProcessor.same_until`: the edit never changes."""
@@ -185,16 +187,22 @@ class Processor(ABC):
     _prompt_length: int
     _consumed: int
     _lost: str | None
-
+    _is_shared: bool
     _derived: dict[Hashable, Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
         self._tokens, self._prompt_length, self._consumed = [], 0, -1
-        self._lost = None
+        self._lost, self._is_shared = None, False
         self._derived = {}
         self.num_outside = 0
         return self
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for old, new in _RENAMED.items():
+            if hasattr(cls, old):
+                raise TypeError(f"{cls.__name__}.{old}: this method is called {new}")
 
     def __init__(self, args: Any, context: Context) -> None:
         """Authors take their own ``Args`` and the context, and keep ids and tensors only.
@@ -216,7 +224,7 @@ class Processor(ABC):
     def advance(self, token_id: int, index: int) -> None:
         """Take generated token number ``index``, from 0; called once per token, in order."""
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         """Undo `advance` for the newest tokens, oldest first; False makes the base class replay.
 
         One that observes logits needs it: there is nothing to replay on.
@@ -289,6 +297,7 @@ class Processor(ABC):
             derived: Values of `from_prompt`, shared by processors of the same prompt.
         """
         self._tokens = list(prompt) if shared is None else shared
+        self._is_shared = shared is not None
         self._derived = {} if derived is None else derived
         self._prompt_length = len(prompt)
         self._consumed = -1
@@ -319,28 +328,28 @@ class Processor(ABC):
         """
         if not self._prompt_length <= position <= len(self._tokens):
             raise ValueError(f"cannot rewind to {position}: not between {self._prompt_length} and {len(self._tokens)}")
-        self.truncate(position)
+        self.rewind_lazily(position)
         self.catch_up()
-
-    def truncate(self, position: int) -> None:
-        """As `rewind` for a history that is not shared; the state catches up later."""
-        self.forget_from(position)
-        del self._tokens[position:]
 
     def append(self, token_id: int) -> None:
         """Add one token to a history that is not shared; the state takes it at `catch_up`."""
         self._tokens.append(token_id)
 
-    def forget_from(self, position: int) -> None:
-        """Rewind the state to ``position``; the owner of a shared history then truncates it."""
+    def rewind_lazily(self, position: int) -> None:
+        """Rewind the state to ``position``, unchecked; it catches up later.
+
+        A history that is not shared is shortened, too; a shared one is its owner's to shorten.
+        """
         if self._consumed > position:
             try:
-                undone = self.retract(self._tokens[position : self._consumed])
+                undone = self.rewind_state(self._tokens[position : self._consumed])
             except Exception:  # the processor boundary: the replay at the next step shows whether it is broken
                 undone = False
             self._consumed = position if undone else -1
             if self.observes_logits and not undone and position > self._prompt_length:
-                self.lose("retract() did not bring back a state that was made of logits")
+                self.lose("rewind_state() did not bring back a state that was made of logits")
+        if not self._is_shared:
+            del self._tokens[position:]
 
     def lose(self, problem: str) -> None:
         """Note that the state cannot be rebuilt: `catch_up` raises `StateLost` until `start`."""
@@ -430,13 +439,13 @@ class BacktrackingProcessor(SteeringProcessor):
 
     @property
     @abstractmethod
-    def taken_back(self) -> int | None:
+    def rewinds_to(self) -> int | None:
         """Index of the generated token to sample again, None if the answer may go on."""
 
     @property
-    def taken_back_at_end(self) -> int | None:
-        """As `taken_back`, if the answer ends here; by default the same."""
-        return self.taken_back
+    def rewinds_to_at_end(self) -> int | None:
+        """As `rewinds_to`, if the answer ends here; by default the same."""
+        return self.rewinds_to
 
     def edit(self) -> Edit | None:
         """None, by default: the chain masks what was taken back."""

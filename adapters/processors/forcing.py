@@ -125,7 +125,7 @@ class _HealedPrefix(ForcedPrefix):
             self._left_at = index
         self._length = index + 1
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         self._length -= len(token_ids)
         if self._left_at is not None and self._left_at >= self._length:
             self._left_at = None
@@ -190,7 +190,7 @@ class ForceLastPhrase(SteeringProcessor):
             self._began = index
         self._length = index + 1
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         self._length -= len(token_ids)
         if self._began is not None and self._began >= self._length:
             self._began = None

@@ -179,7 +179,7 @@ class GrammarProcessor(SteeringProcessor):
         self._matcher = renewed.matcher.deep_copy()
         return bool(self._matcher.consume_tokens(self._tokens[self._prompt_length :][:num_tokens]))
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         self._edit = None
         outside = min(len(token_ids), self._num_outside)
         self._num_outside -= outside

@@ -155,7 +155,7 @@ class BadWords(SteeringProcessor):
         states = zip(self._parts, self._states[-1], strict=True)
         self._states.append([part.step(state, token_id) for part, state in states])
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         del self._states[len(self._states) - len(token_ids) :]
         return True
 

@@ -143,7 +143,7 @@ class _Counting(SteeringProcessor):
         if 0 <= token_id < self._vocab_size and self._seen.remove(token_id):
             self._known = None
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         position = self._consumed
         for token_id in reversed(token_ids):
             position -= 1

@@ -105,7 +105,7 @@ class PhraseBan(BacktrackingProcessor):
             now.append(count)
         return tuple(now), begins
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         self._state = self._earlier[-len(token_ids)]
         del self._earlier[-len(token_ids) :]
         del self._owners[self._state.num_characters :]
@@ -121,13 +121,13 @@ class PhraseBan(BacktrackingProcessor):
         return min(held, default=None)
 
     @property
-    def taken_back(self) -> int | None:
-        """See `BacktrackingProcessor.taken_back`."""
+    def rewinds_to(self) -> int | None:
+        """See `BacktrackingProcessor.rewinds_to`."""
         return self._state.completed
 
     @property
-    def taken_back_at_end(self) -> int | None:
-        """As `taken_back`; an incomplete character at the end of an answer is shown as U+FFFD."""
+    def rewinds_to_at_end(self) -> int | None:
+        """As `rewinds_to`; an incomplete character at the end of an answer is shown as U+FFFD."""
         num_characters, incomplete, owner, matched, completed = self._state
         for character in incomplete.decode(errors="replace"):
             self._owners.append(owner)

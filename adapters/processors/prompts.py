@@ -109,7 +109,7 @@ class TriggerPhrase(SteeringProcessor):
         if self._phase.written != 0 or not self._open(self._prompt_length + index):  # else it is still waiting
             self._phase = self._next(self._phase, token_id)
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         self._phase = self._earlier[-len(token_ids)]
         del self._earlier[-len(token_ids) :]
         return True
@@ -264,7 +264,7 @@ class MultipleChoice(SteeringProcessor):
     def advance(self, token_id: int, index: int) -> None:
         self._choices.advance(token_id)
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         del self._choices.path[-len(token_ids) :]
         return True
 
@@ -323,7 +323,7 @@ class ChoiceBoost(ShapingProcessor):
     def advance(self, token_id: int, index: int) -> None:
         self._choices.advance(token_id)
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         del self._choices.path[-len(token_ids) :]
         return True
 
@@ -410,7 +410,7 @@ class CiteFromPrompt(SteeringProcessor):
         ids = self._prompt_tokens.token_ids
         self._base = Bias(ids, torch.full(ids.shape, self._boost, dtype=torch.float32))
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         return True  # only the newest token is read
 
     def edit(self) -> Edit | None:

@@ -96,7 +96,7 @@ class NoRepeatNgram(SteeringProcessor):
             self._grams.setdefault(self._hash(first), []).append(gram)
         return gram.add(token_id)
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         end = self._prompt_length + len(self._added)
         for last in range(end - 1, end - 1 - len(token_ids), -1):
             if self._added.pop():
@@ -267,8 +267,8 @@ class Dry(SteeringProcessor):
         broken, self._tail = self._breakers.take(self._tail, token_id)
         self._limit = 0 if broken else self._limit + 1
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
-        if not self._automaton.take_back(len(token_ids)):
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
+        if not self._automaton.rewind(len(token_ids)):
             return False
         self._limit, self._tail = self._limits[-len(token_ids)]
         del self._limits[-len(token_ids) :]
@@ -408,7 +408,7 @@ class LoopStop(SteeringProcessor):
         self._recent[self._count] = token_id
         self._count += 1
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         if len(token_ids) > len(self._earlier):
             return False
         for _ in token_ids:

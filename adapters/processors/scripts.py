@@ -77,7 +77,7 @@ class BanScripts(SteeringProcessor):
         self._earlier.append(self._begun)
         self._begun = self._masks.begun(self._begun, token_id)
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         self._begun = self._earlier[-len(token_ids)]
         del self._earlier[-len(token_ids) :]
         return True

@@ -56,7 +56,7 @@ class SequenceBias(SteeringProcessor):
     def advance(self, token_id: int, index: int) -> None:
         self._states.append(self._automaton.step(self._states[-1], token_id))
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         del self._states[len(self._states) - len(token_ids) :]
         return True
 

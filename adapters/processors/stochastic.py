@@ -106,7 +106,7 @@ class Mirostat(ShapingProcessor):
                 mu -= self.eta * (surprisal - self.tau)
         self._mus.append(mu)
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         del self._mus[len(self._mus) - len(token_ids) :]
         if self._observed[0] >= len(self._mus):  # it belonged to a discarded history
             self._surprisals = None

@@ -71,7 +71,7 @@ class SuffixAutomaton:
         if self._track_ends:
             self._find_ends()
 
-    def take_back(self, count: int) -> bool:
+    def rewind(self, count: int) -> bool:
         """Remove the newest ``count`` tokens; False, and no change, if they cannot be removed."""
         if count > len(self._undo):
             return False

@@ -110,7 +110,7 @@ class ThinkingBudget(SteeringProcessor):
             self._earlier.append((index, state))
             self._state = self._next(state, token_id, self._prompt_length + index)
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         kept = self._consumed - len(token_ids) - self._prompt_length
         while self._earlier and self._earlier[-1][0] >= kept:
             self._state = self._earlier.pop()[1]

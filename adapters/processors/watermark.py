@@ -56,7 +56,7 @@ class KeyedShaping(ShapingProcessor):
         self._first_use.setdefault(context, index)
         self._contexts.append((*context, token_id)[-self.context :])
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         for _ in token_ids:
             self._contexts.pop()
             if self._first_use.get(self._contexts[-1]) == len(self._contexts) - 1:

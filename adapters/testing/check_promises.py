@@ -184,8 +184,8 @@ class _Walk:
         for _ in range(NUM_WALKED):
             wanted = wanted or list(self._source.choice(self._words))
             self._write(wanted.pop(0))
-            if (index := self._answer("taken_back")) is None:
-                self._check(self._answer("taken_back_at_end"), "if the answer ends here", len(self._held))
+            if (index := self._answer("rewinds_to")) is None:
+                self._check(self._answer("rewinds_to_at_end"), "if the answer ends here", len(self._held))
                 continue
             self._check(index, "now", len(self._held) - 1)
             self._check_again()
@@ -200,7 +200,7 @@ class _Walk:
         self._held.append(self._answer("held_from"))
 
     def _rewind(self, index: int) -> None:
-        self._processor.forget_from(len(self._prompt) + index)
+        self._processor.rewind_lazily(len(self._prompt) + index)
         del self._history[len(self._prompt) + index :], self._held[index + 1 :]
         self._processor.catch_up()
 
@@ -231,7 +231,7 @@ class _Walk:
         """Check that a new processor tells the same of the same history."""
         history = list(self._history)
         fresh = self._new(history)
-        for name in ("held_from", "taken_back"):
+        for name in ("held_from", "rewinds_to"):
             if getattr(fresh, name) != getattr(self._processor, name):
                 got = f"{getattr(self._processor, name)} after rewinds, {getattr(fresh, name)} without"
                 raise CheckFailed(f"{name} is no function of the history: {got} ({self._case})")

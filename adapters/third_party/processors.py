@@ -62,7 +62,7 @@ class ThirdPartyShaping(ShapingProcessor):
     def advance(self, token_id: int, index: int) -> None:
         self._ids.append(token_id)
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         del self._ids[len(self._ids) - len(token_ids) :]
         return True
 
@@ -132,9 +132,9 @@ class ThirdPartyProcessor(ThirdPartyShaping):
         self._before.clear()
         self._forgotten = -1
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         self._drop_calls(self._consumed - self._prompt_length - len(token_ids))
-        return super().retract(token_ids)
+        return super().rewind_state(token_ids)
 
     def _drop_calls(self, index: int) -> None:
         """Return to the state before the first call after ``index`` generated tokens or more."""
@@ -208,14 +208,14 @@ class HuggingFaceProcessor(ThirdPartyProcessor):
         made._id_tensor = _IdTensor()
         return made
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
-        super().retract(token_ids)
-        self._id_tensor.truncate(len(self._ids))
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
+        super().rewind_state(token_ids)
+        self._id_tensor.rewind(len(self._ids))
         return True
 
     def reset(self) -> None:
         super().reset()
-        self._id_tensor.truncate(0)
+        self._id_tensor.rewind(0)
 
     def call(self, wrapped: Any, row: torch.Tensor) -> None:
         scores = row.unsqueeze(0)
@@ -236,8 +236,8 @@ class _IdTensor:
         self._buffer = torch.empty(0, dtype=torch.int64)
         self._filled = 0
 
-    def truncate(self, length: int) -> None:
-        """Forget the ids from ``length`` on."""
+    def rewind(self, length: int) -> None:
+        """Drop the ids from ``length`` on."""
         self._filled = min(self._filled, length)
 
     def of(self, ids: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -35,9 +35,9 @@ LENGTHS = {2: 8, 3: 6, 4: 5}
 """Tokens of the longest texts, by the number of pieces."""
 
 
-def taken_back(chain: ProcessorChain, *, ends: bool) -> int | None:
+def rewinds_to(chain: ProcessorChain, *, ends: bool) -> int | None:
     found = [one.processor for one in chain.members if isinstance(one.processor, BacktrackingProcessor)]
-    asked = [one.taken_back_at_end if ends else one.taken_back for one in found]
+    asked = [one.rewinds_to_at_end if ends else one.rewinds_to for one in found]
     return min((each for each in asked if each is not None), default=None)
 
 
@@ -48,8 +48,8 @@ class Graph:
         size, self.length = len(world.pieces), length
         texts = [h for count in range(self.length + 1) for h in product(range(size), repeat=count)]
         chains = {history: world.chain(history) for history in texts}
-        self.back = {history: taken_back(chain, ends=False) for history, chain in chains.items()}
-        self.back_at_end = {history: taken_back(chain, ends=True) for history, chain in chains.items()}
+        self.back = {history: rewinds_to(chain, ends=False) for history, chain in chains.items()}
+        self.back_at_end = {history: rewinds_to(chain, ends=True) for history, chain in chains.items()}
         self.live = [history for history in texts if not world.breaks(history)]
         held = {history: chains[history].held_from for history in self.live}
         self.held = {h: None if position is None else position - len(PROMPT) for h, position in held.items()}
@@ -136,7 +136,7 @@ class TakesBackTheFirst(BacktrackingProcessor):
         return self.answer if self.num_generated in (1, 2, 3) else None  # type: ignore[return-value]
 
     @property
-    def taken_back(self) -> int | None:
+    def rewinds_to(self) -> int | None:
         return 0 if self.num_generated == 4 else None
 
 
@@ -146,11 +146,11 @@ def test_a_token_that_was_sent_is_not_taken_back_but_fails_its_processor() -> No
     for token_id in range(3):
         chain.accept(token_id, chain.position)
         assert chain.held_from is None
-        assert chain.take_back(chain.position) is None
+        assert chain.rewind_if_asked(chain.position) is None
     sent = chain.position
     chain.accept(3, chain.position)
     with pytest.raises(ProcessorFailed, match="takes back generated token 0, which was sent since held"):
-        chain.take_back(sent)
+        chain.rewind_if_asked(sent)
     assert chain.tokens == [*PROMPT, 0, 1, 2, 3]
 
 
@@ -159,7 +159,7 @@ def test_what_was_held_is_taken_back_and_masked_there_until_an_earlier_token_cha
     chain.start(PROMPT)
     for token_id in (3, 4, 5, 6):
         chain.accept(token_id, chain.position)
-    assert chain.take_back(2) == 2
+    assert chain.rewind_if_asked(2) == 2
     assert [ban.token_ids.tolist() for ban in chain.plan().bans] == [[3]]
     chain.accept(7, 2)
     assert not chain.plan().bans
@@ -180,7 +180,7 @@ class TakesBackTheNewest(BacktrackingProcessor):
         self.token_id = token_id
 
     @property
-    def taken_back(self) -> int | None:
+    def rewinds_to(self) -> int | None:
         return self.num_generated - 1 if self.num_generated and self.last_token == self.token_id else None
 
 
@@ -189,11 +189,11 @@ def test_what_another_processor_takes_back_ends_a_mask_after_it() -> None:
     chain.start(PROMPT)
     for token_id in (4, 5, 3):
         chain.accept(token_id, chain.position)
-        chain.take_back(2)
+        chain.rewind_if_asked(2)
     assert [ban.token_ids.tolist() for ban in chain.plan().bans] == [[3]]
     for token_id in (6, 7):
         chain.accept(token_id, chain.position)
-    assert chain.take_back(2) == 2
+    assert chain.rewind_if_asked(2) == 2
     for token_id in (1, 5):
         chain.accept(token_id, chain.position)
         assert not chain.plan().bans

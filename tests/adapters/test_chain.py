@@ -126,7 +126,7 @@ class NoRepeat(SteeringProcessor):
         self.advances += 1
         self.seen[token_id] = self.seen.get(token_id, 0) + 1
 
-    def retract(self, token_ids):
+    def rewind_state(self, token_ids):
         if not self.cheap:
             return False
         for token_id in token_ids:
@@ -157,9 +157,18 @@ class Drifts(ShapingProcessor):
     def advance(self, token_id, index):
         self.sums.append(self.sums[-1] + float(self.row[token_id]))
 
-    def retract(self, token_ids):
+    def rewind_state(self, token_ids):
         del self.sums[-len(token_ids) :]
         return True
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("retract", "rewind_state"), ("taken_back", "rewinds_to"), ("taken_back_at_end", "rewinds_to_at_end")],
+)
+def test_a_class_with_a_hook_by_its_former_name_is_refused(old, new):
+    with pytest.raises(TypeError, match=rf"^Older\.{old}: this method is called {new}$"):
+        type("Older", (SteeringProcessor,), {old: lambda self, token_ids: False})
 
 
 class Raises(SteeringProcessor):
@@ -359,7 +368,7 @@ class Remembers(SteeringProcessor):
     def advance(self, token_id, index):
         self.digests.append((self.digests[-1] * 31 + token_id + index) % 8191)
 
-    def retract(self, token_ids):
+    def rewind_state(self, token_ids):
         del self.digests[-len(token_ids) :]
         return True
 

@@ -184,7 +184,7 @@ def test_state_that_a_processor_cannot_bring_back_fails_instead_of_going_on_wron
     chain.start(PROMPT)
     follow(chain, [3, 4, 6])
     chain.rewind(len(PROMPT) + 1)
-    with pytest.raises(ProcessorFailed, match=r"sums_logits: retract\(\) did not bring back"):
+    with pytest.raises(ProcessorFailed, match=r"sums_logits: rewind_state\(\) did not bring back"):
         chain.plan()
     chain.start(PROMPT)
     chain.plan()
@@ -209,7 +209,7 @@ def decode(chain: ProcessorChain, suspended: Sequence[int] = ()) -> list[int]:
     end, sent, steps = len(PROMPT) + LENGTH, chain.position, 0
     while chain.position < end:
         chain.accept(sample(chain, row_of(chain.tokens)), chain.position)
-        chain.take_back(sent, ends=chain.position == end)
+        chain.rewind_if_asked(sent, ends=chain.position == end)
         held = chain.held_from
         sent = max(sent, chain.position if held is None else held)
         steps += 1

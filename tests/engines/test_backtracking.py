@@ -256,9 +256,9 @@ def test_a_phrase_is_found_in_any_case_and_split_of_characters(phrase: str, text
     tokens = ids_of(text)
     for token_id in tokens[:-1]:
         chain.accept(token_id, chain.position)
-        assert chain.take_back() is None
+        assert chain.rewind_if_asked() is None
     chain.accept(tokens[-1], chain.position)
-    assert chain.take_back() == 2 + begin
+    assert chain.rewind_if_asked() == 2 + begin
     assert chain.position == 2 + begin
     assert chain.plan().bans[0].token_ids.tolist() == [tokens[begin]]
     assert processor.held_from is None or processor.held_from < begin
@@ -272,7 +272,7 @@ def test_what_may_become_a_phrase_is_held(text: str, phrase: str) -> None:
     for token_id in tokens:
         chain.accept(token_id, chain.position)
         seen.append(token_id)
-        if (position := chain.take_back()) is not None:
+        if (position := chain.rewind_if_asked()) is not None:
             del seen[position - 2 :]
         held = chain.held_from
         sent = seen[: None if held is None else held - 2]

@@ -203,7 +203,7 @@ class HoldsNothing(BacktrackingProcessor):
         return None
 
     @property
-    def taken_back(self) -> int | None:
+    def rewinds_to(self) -> int | None:
         return 0 if self.num_generated == 3 else None
 
 

@@ -149,7 +149,7 @@ class Takes(BacktrackingProcessor):
     def advance(self, token_id: int, index: int) -> None:
         self.written.append(token_id)
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         del self.written[-len(token_ids) :]
         return True
 
@@ -165,7 +165,7 @@ class Takes(BacktrackingProcessor):
         return self.begun()
 
     @property
-    def taken_back(self) -> int | None:
+    def rewinds_to(self) -> int | None:
         index = self.begun()
         return index if index is not None and self.num_generated - index == len(self.wanted) else None
 
@@ -191,11 +191,11 @@ class HoldsNothingAtTheEnd(Takes):
         return None if index is None or self.num_generated - index == 1 else index
 
     @property
-    def taken_back(self) -> int | None:
+    def rewinds_to(self) -> int | None:
         return None
 
     @property
-    def taken_back_at_end(self) -> int | None:
+    def rewinds_to_at_end(self) -> int | None:
         return self.begun()
 
 
@@ -208,9 +208,9 @@ class HoldsMoreOnceRewound(Takes):
         super().reset()
         self.rewinds = 0
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         self.rewinds += 1
-        return super().retract(token_ids)
+        return super().rewind_state(token_ids)
 
     @property
     def held_from(self) -> int | None:
@@ -405,7 +405,7 @@ class DoesNotPickle(Steering):
         self.value = lambda: 1.0
 
 
-class RetractsWrongly(Steering):
+class RewindsWrongly(Steering):
     """Says that it has undone what it has not."""
 
     name = "retracts_wrongly"
@@ -416,7 +416,7 @@ class RetractsWrongly(Steering):
     def advance(self, token_id: int, index: int) -> None:
         self.sum += token_id
 
-    def retract(self, token_ids: Sequence[int]) -> bool:
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
         return True
 
     def edit(self) -> Edit | None:

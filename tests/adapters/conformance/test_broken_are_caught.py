@@ -36,7 +36,7 @@ CAUGHT: dict[type[Processor], set[str]] = {
     broken.BiasAtMaskStage: {"edits"},
     broken.TossesGlobalCoins: {"determinism", "double_call"},
     broken.DoesNotPickle: {"pickling"},
-    broken.RetractsWrongly: {"rewind"},
+    broken.RewindsWrongly: {"rewind"},
     broken.MiscountsOnEdit: {"double_call", "replay"},
     broken.ForcesBlindly: {"banned_tokens", "masked_rows"},
 }
@@ -69,7 +69,7 @@ def test_a_backtracking_processor_that_is_not_tried_is_told_so() -> None:
         """Takes nothing back."""
 
         name = "takes_nothing"
-        held_from = taken_back = None
+        held_from = rewinds_to = None
 
     (result,) = check_processor(TakesNothing, only=["held_from"]).results
     assert result.remark == "took nothing back, so nothing was tried: give an example whose texts or ids it takes back"

@@ -161,7 +161,7 @@ def test_automaton_takes_back_as_if_it_had_never_been(actions, track_ends):
         if action >= 0:
             automaton.append(action)
             history.append(action)
-        elif automaton.take_back(-action):
+        elif automaton.rewind(-action):
             del history[action:]
         else:
             assert -action > len(history)
@@ -189,8 +189,8 @@ def test_automaton_takes_back_no_more_than_it_was_told_to_keep():
     automaton = SuffixAutomaton(4, num_undoable=3)
     for token in [1, 2, 1, 2, 1]:
         automaton.append(token)
-    assert not automaton.take_back(4)
-    assert automaton.take_back(3)
+    assert not automaton.rewind(4)
+    assert automaton.rewind(3)
     assert automaton.size == 2
 
 

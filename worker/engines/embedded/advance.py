@@ -19,7 +19,7 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     if chain is not None:
         if chain.backtracks:
             try:
-                position = _take_back(request, chain, token, ends)
+                position = _rewind_if_asked(request, chain, token, ends)
             except ProcessorFailed as failure:
                 return Output(request.id, finish_reason="error", error=str(failure), chain=chain)
             if position is not None:
@@ -38,17 +38,17 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     return output
 
 
-def _take_back(request: Request, chain: ProcessorChain, token: int, ends: bool) -> int | None:
+def _rewind_if_asked(request: Request, chain: ProcessorChain, token: int, ends: bool) -> int | None:
     """Tell a backtracking chain; the position to sample again, None if the answer goes on or ends.
 
     Raises:
-        ProcessorFailed: see `ProcessorChain.take_back`.
+        ProcessorFailed: see `ProcessorChain.rewind_if_asked`.
     """
     is_shown = token not in request.end_ids or request.params.include_stop_str_in_output
-    position = None if is_shown else chain.take_back(request.num_sent, ends=ends)
+    position = None if is_shown else chain.rewind_if_asked(request.num_sent, ends=ends)
     if position is None:
         chain.accept(token, len(request.tokens) - 1)
-    return chain.take_back(request.num_sent, ends=ends) if is_shown else position
+    return chain.rewind_if_asked(request.num_sent, ends=ends) if is_shown else position
 
 
 def _accept(chain: ProcessorChain, token_id: int, position: int, ends: bool) -> dict[str, object] | None:
