@@ -48,11 +48,8 @@ def meet_shapes(left: Any, right: Any, place: str, is_impossible: IsImpossible) 
         return meet_numbers(left, right)
     if isinstance(left, Texts):
         return _meet_texts(left, right, place)
-    return (
-        _meet_items(left, right, is_impossible)
-        if isinstance(left, Items)
-        else _meet_members(left, right, is_impossible)
-    )
+    meet = _meet_items if isinstance(left, Items) else _meet_members
+    return meet(left, right, is_impossible)
 
 
 def _meet_texts(left: Texts, right: Texts, place: str) -> Texts | None:
