@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from adapters.grammars.sandbox.feedback_queue import Level
 from adapters.grammars.sandbox.jobs import Job, Jobs
 from adapters.grammars.sandbox.supervisor import Supervisor
 from adapters.grammars.sandbox.verdict import SandboxBusy, SandboxUnavailable
@@ -64,7 +65,7 @@ class Inbox:
 
 
 class Driver:
-    """Lets jobs compile in the process. All methods run in the sandbox's thread.
+    """Hands jobs to the process and fails late ones. All methods run in the sandbox's thread.
 
     Args:
         jobs: Jobs to compile.
@@ -110,8 +111,11 @@ class Driver:
             self._remove(job)
             self._jobs.fail(job, SandboxBusy(f"it was not compiled within {self._jobs.max_wait_s:g} s"))
         while self._supervisor.is_free and (started := self._jobs.start_next()) is not None:
-            self._supervisor.compile(*started)
+            self._compile(*started)
         self._jobs.publish()
+
+    def _compile(self, job: Job, level: Level) -> None:
+        self._supervisor.write(lambda process: process.compile(job.id, job.grammar, level, self._jobs.limits))
 
     def _patience(self, now: float) -> float | None:
         """Seconds until something is due, None if nothing is."""
@@ -134,4 +138,4 @@ class Driver:
 
     def _remove(self, job: Job) -> None:
         if self._jobs.remove(job):
-            self._supervisor.kill_child(job)
+            self._supervisor.write(lambda process: process.kill_child(job.id))

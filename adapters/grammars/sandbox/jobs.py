@@ -57,8 +57,8 @@ class Jobs:
         self.counts: Counter[str] = Counter()
         self.num_waiting = 0
         self.num_running = 0
-        self.max_wait_s = max_wait_s
-        self._limits, self._observe = limits, observe
+        self.limits, self.max_wait_s = limits, max_wait_s
+        self._observe = observe
         levels = levels_up_to(limits.timeout_s, len(os.sched_getaffinity(0)))
         self._queue: FeedbackQueue[Job] = FeedbackQueue(levels, max_waiting)
         self._running: dict[int, Job] = {}
@@ -111,7 +111,7 @@ class Jobs:
         if number == signal.SIGKILL:  # the system's out-of-memory killer: this process kills removed jobs only
             self.fail(job, SandboxBusy("the system has no memory to compile it"))
         else:
-            self._resolve(job, self._limits.verdict(number, result))
+            self._resolve(job, self.limits.verdict(number, result))
 
     def requeue(self, reason: str) -> None:
         """Queue all that compile again, since their process is gone; each job only once."""

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from adapters.grammars.sandbox.feedback_queue import Level
+from adapters.grammars.sandbox.verdict import Limits
 from adapters.grammars.sandbox_process import Frames, frame
 
 START_TIMEOUT_S = 60.0
@@ -75,12 +77,22 @@ class SandboxProcess:
         """Events to select on `channel`."""
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Append ``message`` to the unsent bytes, and write as much as possible now.
+    def compile(self, job_id: int, grammar: str, level: Level, limits: Limits) -> None:
+        """Compile ``grammar`` in a child.
+
+        Args:
+            job_id: Number in the message that the child has ended.
+            grammar: The grammar in llguidance's JSON form.
+            level: Processor time and niceness.
+            limits: Memory and stack.
 
         Raises:
             OSError: the process has closed the socket.
         """
+        message = {"id": job_id, "grammar": grammar, "cpu_s": level.cpu_s, "nice": level.nice}
+        self._send({**message, "memory": limits.memory_bytes, "stack": limits.stack_bytes})
+
+    def _send(self, message: dict[str, Any]) -> None:
         self.unsent += frame(message)
         self.flush()
 
@@ -101,7 +113,7 @@ class SandboxProcess:
             OSError: the process has closed the socket.
         """
         self._killed[job_id] = time.monotonic()
-        self.send({"id": job_id})
+        self._send({"id": job_id})
 
     def receive(self) -> list[dict[str, Any]] | None:
         """Messages that have come in completely; None if the process has ended."""

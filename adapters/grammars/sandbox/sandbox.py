@@ -68,7 +68,7 @@ class GrammarSandbox:
         max_wait_s = max(10.0, 25 * timeout_s) if max_wait_s is None else max_wait_s
         self._jobs = Jobs(self.limits, max_waiting, max_wait_s, observe)
         self.counts = self._jobs.counts
-        self._supervisor = Supervisor(tables, self.limits, self._jobs)
+        self._supervisor = Supervisor(tables, self._jobs)
         self._driver = Driver(self._jobs, self._supervisor)
         self._thread = threading.Thread(target=self._driver.run, name="grammar-sandbox", daemon=True)
 

@@ -9,10 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from adapters.grammars.sandbox.feedback_queue import Level
-from adapters.grammars.sandbox.jobs import Job, Jobs
+from adapters.grammars.sandbox.jobs import Jobs
 from adapters.grammars.sandbox.process import SandboxProcess
-from adapters.grammars.sandbox.verdict import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -27,25 +25,23 @@ class Supervisor:
 
     Args:
         tables: Makes the bytes of every id.
-        limits: Limits of each grammar.
         jobs: Jobs that compile in the process.
 
     Attributes:
         selector: Selects the events of the process.
         process: The process; None between a failure and the next start.
-        problem: Reason why the last start failed; empty while the first has not ended, and once a
-            process is ready.
+        problem: Reason of the last start that failed; empty before, and once a process is ready.
         settled: Set once the first start has succeeded or failed.
         num_restarts: Processes that had been ready and were replaced.
     """
 
-    def __init__(self, tables: Callable[[], dict[str, Any]], limits: Limits, jobs: Jobs) -> None:
+    def __init__(self, tables: Callable[[], dict[str, Any]], jobs: Jobs) -> None:
         self.selector = selectors.DefaultSelector()
         self.process: SandboxProcess | None = None
         self.problem = ""
         self.settled = threading.Event()
         self.num_restarts = 0
-        self._tables, self._limits, self._jobs = tables, limits, jobs
+        self._tables, self._jobs = tables, jobs
         self._num_failures = 0
         self._retry_at = 0.0
 
@@ -74,7 +70,7 @@ class Supervisor:
     def handle(self, events: int) -> None:
         """Write and read as the selected ``events`` of the process allow."""
         if events & selectors.EVENT_WRITE:
-            self._write(SandboxProcess.flush)
+            self.write(SandboxProcess.flush)
         if events & selectors.EVENT_READ and self.process is not None:
             self._receive(self.process)
 
@@ -84,17 +80,8 @@ class Supervisor:
         if overdue is not None:
             self._lose(overdue)
 
-    def compile(self, job: Job, level: Level) -> None:
-        """Send ``job`` to the process, with the limits of its level."""
-        message = {"id": job.id, "grammar": job.grammar, "cpu_s": level.cpu_s, "nice": level.nice}
-        limits = {"memory": self._limits.memory_bytes, "stack": self._limits.stack_bytes}
-        self._write(lambda process: process.send({**message, **limits}))
-
-    def kill_child(self, job: Job) -> None:
-        """Kill the child of ``job``."""
-        self._write(lambda process: process.kill_child(job.id))
-
-    def _write(self, call: Callable[[SandboxProcess], None]) -> None:
+    def write(self, call: Callable[[SandboxProcess], None]) -> None:
+        """Let ``call`` write to the process, if there is one."""
         if self.process is None:
             return
         try:
