@@ -20,8 +20,9 @@ from vocab_for_tests import END, assert_rows_equal, context, plan_after, replaye
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import ArgumentError, Bias, Context, Force
 from adapters.processors import repetition
+from adapters.processors.dry import Dry
 from adapters.processors.ngrams import PromptNgrams, draw_base
-from adapters.processors.repetition import Dry, LoopStop, NoRepeatNgram
+from adapters.processors.repetition import LoopStop, NoRepeatNgram
 from adapters.processors.suffix_states import SuffixStates
 from adapters.processors.suffixes import SuffixAutomaton
 from adapters.vocabulary import Vocabulary
