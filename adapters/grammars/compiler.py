@@ -109,7 +109,7 @@ def short_reason(error: str, no_extension: str = "no text matches it") -> str:
 
     Args:
         error: The message.
-        no_extension: What it says where no token is allowed.
+        no_extension: Text for llguidance's report that no token is allowed.
     """
     if error.startswith("NoExtension"):
         return no_extension
@@ -125,7 +125,7 @@ def byte_tables(tokens: Sequence[bytes]) -> dict[str, Any]:
 
 
 def tokens_of(tables: dict[str, Any]) -> list[bytes]:
-    """What `byte_tables` were made of."""
+    """Bytes of every id from `byte_tables`."""
     return [base64.b64decode(token) for token in tables["tokens"]]
 
 

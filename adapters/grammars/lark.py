@@ -84,7 +84,7 @@ def with_ids(source: str, id_of: Callable[[str], int | None]) -> str:
     """The source with ids in the place of names of tokens: ``<[5]>`` for ``<name>``.
 
     Args:
-        source: Of a grammar.
+        source: Source of a grammar.
         id_of: The id of the token with a name, None if there is none.
 
     Raises:
@@ -109,7 +109,7 @@ def with_schemas(source: str, grammar_of: Callable[[Any], str]) -> tuple[str, li
     """The source with the names of grammars in the place of JSON Schemas, and those grammars.
 
     Args:
-        source: Of a grammar.
+        source: Source of a grammar.
         grammar_of: A grammar in Lark of a JSON Schema.
 
     Raises:
@@ -132,7 +132,7 @@ def token_ranges(source: str) -> Iterator[Ranges]:
     """The ids that each token of the grammar may have, of those that are given as ids.
 
     Args:
-        source: Of a grammar that llguidance has compiled.
+        source: Source of a grammar that llguidance has compiled.
     """
     for lexeme in lexemes(source):
         found = _RANGES.fullmatch(source, lexeme.start, lexeme.end) if lexeme.kind == "token" else None

@@ -66,7 +66,7 @@ class ThreadMasks:
         matcher.unsafe_compute_mask_ptr(self._address, self._num_bytes)
 
     def clear(self) -> None:
-        """As if a matcher had allowed nothing."""
+        """Clear the mask: no token is allowed."""
         self._words[:] = 0
 
     def edit(self, complete: bool, end_ids: tuple[int, ...], correct: Callable[[Words, bool], None]) -> Allow:

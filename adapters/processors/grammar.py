@@ -51,7 +51,7 @@ MAX_LEXERS = 4
 
 _IGNORED_ATTRIBUTE = re.compile(r"\btemperature\s*=")
 _FORCED_ID = re.compile(rb"\xff\[(\d+)\]")
-"""How llguidance writes a token that is no text, but an id, in the bytes that a grammar forces."""
+"""Spelling of a token that is an id, not a text, in the bytes that llguidance forces."""
 
 
 _Words: TypeAlias = tuple[np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, np.dtype[np.int32]]]
@@ -68,7 +68,7 @@ def grammar_cache(vocabulary: Vocabulary) -> GrammarCache:
 
 
 def tokenizer_tables(vocabulary: Vocabulary) -> dict[str, Any]:
-    """What llguidance knows of the tokens, as JSON data for a sandbox.
+    """Tokens as llguidance knows them, as JSON data for a sandbox.
 
     Raises:
         ValueError: there is no tokenizer.

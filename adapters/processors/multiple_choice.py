@@ -36,11 +36,11 @@ class _Trie:
     """Trie of choices as id sequences. A node is a number, 0 is the root.
 
     Args:
-        sequences: Distinct.
+        sequences: Choices, distinct.
     """
 
     ASIDE = -1
-    """Not in the trie."""
+    """Node of an answer that has left the trie."""
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
         self.children: list[dict[int, int]] = [{}]
@@ -227,7 +227,7 @@ class _PromptText:
 
 
 def _first_words(labels: Sequence[bytes], prompt: Sequence[int], known: _PromptText) -> list[int | None]:
-    """For each label, the first token of the text after it; None if not in the prompt."""
+    """First token of the text after each label; None for a label that is not in the prompt."""
     begins = _after_labels({label for label in labels if label}, known.text)
     return [prompt[bisect_right(known.ends, begins[label])] if label in begins else None for label in labels]
 

@@ -26,10 +26,10 @@ class _State(NamedTuple):
     """State of the answer after a token.
 
     Attributes:
-        num_characters: Its folded characters so far.
+        num_characters: Folded characters of the answer so far.
         incomplete: Bytes of a character that is not complete.
         begun_by: Index of the token that the incomplete character begins in.
-        matched: Of each phrase, how many of its characters the answer ends with.
+        matched: Number of characters of each phrase that the answer ends with.
         completed: Index of the token in which a phrase begins that ends in the newest token.
     """
 
@@ -92,7 +92,7 @@ class PhraseBan(BacktrackingProcessor):
         self._state = _State(len(self._owners), incomplete, owner, matched, completed)
 
     def _step(self, matched: Sequence[int], character: str) -> tuple[tuple[int, ...], int | None]:
-        """What the phrases match after one more character; where one that it completes begins."""
+        """Matched characters after one more, and the begin of a phrase that it completes."""
         now, begins = [], None
         for phrase, fallbacks, count in zip(self._phrases, self._fallbacks, matched, strict=True):
             while count and phrase[count] != character:
@@ -127,7 +127,7 @@ class PhraseBan(BacktrackingProcessor):
 
     @property
     def rewinds_to_at_end(self) -> int | None:
-        """As `rewinds_to`; an incomplete character at the end of an answer is shown as U+FFFD."""
+        """See `rewinds_to`; an incomplete character at the end of an answer is shown as U+FFFD."""
         num_characters, incomplete, owner, matched, completed = self._state
         for character in incomplete.decode(errors="replace"):
             self._owners.append(owner)
@@ -138,7 +138,7 @@ class PhraseBan(BacktrackingProcessor):
 
 
 def _fallbacks(phrase: str) -> list[int]:
-    """Of each prefix, the length of its longest proper border (Knuth, Morris and Pratt, 1977)."""
+    """Length of the longest proper border of each prefix (Knuth, Morris and Pratt, 1977)."""
     found, count = [0], 0
     for character in phrase[1:]:
         while count and phrase[count] != character:

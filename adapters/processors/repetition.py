@@ -112,12 +112,12 @@ class NoRepeatNgram(SteeringProcessor):
         return gram.ban()
 
     def _hash(self, first: int) -> int:
-        """Of the n - 1 tokens from ``first`` on."""
+        """Hash of the n - 1 tokens from ``first`` on."""
         begin = first - self._first_head
         return self._prompt_grams.window(self._heads[begin], self._heads[begin + self._n - 1])
 
     def _find(self, first: int) -> _Gram | None:
-        """What followed the n - 1 tokens from ``first`` on; equal hashes are verified."""
+        """N-grams that begin with the n - 1 tokens from ``first`` on; equal hashes are verified."""
         key = self._hash(first)
         tokens = self._tokens[first : first + self._n - 1]
         for gram in self._grams.get(key, ()):

@@ -50,7 +50,7 @@ class Alt:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Repeat:
-    """From ``low`` to ``high`` times, without a limit if that is None."""
+    """Texts of ``inner``, ``low`` to ``high`` times; without a limit if ``high`` is None."""
 
     inner: Language
     low: int
@@ -172,7 +172,7 @@ def complement(inner: Language) -> Language:
 
 
 def repeat(inner: Language, low: int, high: int | None) -> Language:
-    """From ``low`` to ``high`` times."""
+    """Texts of ``inner``, ``low`` to ``high`` times."""
     if high == 0 or inner is EMPTY_TEXT:
         return EMPTY_TEXT
     if inner is NOTHING:

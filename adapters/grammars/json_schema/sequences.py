@@ -24,14 +24,14 @@ def repeated(source: str, low: int, high: int | None) -> str:
 
 
 class MemberSequence:
-    """The members of one object, counted as far as its bounds ask for it.
+    """Source of the members of one object, counted as far as its bounds require.
 
     Args:
         new_rule: Makes a rule, and gives its name.
         names: Sources of the named members, and whether each is required.
         extra: Sources of other members.
         shape: The object.
-        place: Of its schema.
+        place: Place of the object's schema, for errors.
     """
 
     def __init__(

@@ -111,7 +111,7 @@ class Members:
 
     Attributes:
         names: Goals of named members, in the order in which they are written.
-        others: What schemas say of members that they do not name; all hold.
+        others: Constraints of schemas on members that they do not name; all hold.
         required: Names of members that there must be.
         low: Least number of members.
         high: Greatest number of members, None if there is none.

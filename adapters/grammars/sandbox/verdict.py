@@ -69,7 +69,7 @@ class Limits:
 
         Args:
             signal_number: Signal that killed it, 0 if none did.
-            result: Its message (`adapters.grammars.sandbox_process`), None if there is none.
+            result: Message of the child (`adapters.grammars.sandbox_process`), None without one.
         """
         if result is not None and "bytes" in result:
             return Verdict("compiled", num_bytes=result["bytes"], cpu_s=result["cpu_s"])
