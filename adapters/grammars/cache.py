@@ -57,7 +57,7 @@ class GrammarCache:
     ) -> None:
         self.tokenizer = tokenizer
         self.sandbox: GrammarSandbox | None = None
-        self.masks = GrammarMasks(tokenizer.eos_token // 32)  # its end token is the first bit behind a row's words
+        self.masks = GrammarMasks(tokenizer.eos_token // 32)  # llguidance's end token follows a row's words
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_hits = 0
@@ -120,7 +120,7 @@ class GrammarCache:
             self._compile(digest, grammar, None, wanted)
             return wanted
         trial = self.sandbox.submit(grammar, client, partial(self._known, digest))
-        wanted.add_done_callback(partial(_cancel_too, ref(trial)))  # each would keep the other, and the grammar
+        wanted.add_done_callback(partial(_cancel_too, ref(trial)))  # a weak reference: no cycle keeps the grammar alive
         trial.add_done_callback(partial(self._tried, digest, grammar, wanted))
         return wanted
 

@@ -66,7 +66,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def _unforced(grammar: str) -> str:
-    """``grammar``, whose masks leave the choice of tokens to the model where they force the text.
+    """``grammar``, so that the model chooses the tokens of a text that is forced.
 
     An option of one grammar holds for all that are compiled with it: another one is added to their
     list, which the last bracket closes.
@@ -134,8 +134,8 @@ def load_tokenizer(tokens: Sequence[bytes]) -> LLTokenizer:
 
     It knows what `Vocabulary.token_bytes` says and nothing else: a token is the text of its bytes,
     and one without bytes is no text, and can only be named by its id. Masks have a word of 32 bits
-    more than ``tokens`` take, whose first bit is an end token of llguidance's own: which tokens end
-    an answer is a request's affair.
+    more than ``tokens`` take, whose first bit is an end token of llguidance's own: each request
+    has its own tokens that end an answer.
 
     Raises:
         ValueError: llguidance reads a token in another way.

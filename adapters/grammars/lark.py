@@ -39,7 +39,7 @@ class Lexeme(NamedTuple):
         kind: ``literal``: a string, a regular expression or a comment; ``json``: a directive and
             the JSON behind it; ``token``: a token's name, or ids.
         start: Index of its first character.
-        end: Index behind its last one.
+        end: Index after its last one.
     """
 
     kind: str
@@ -59,7 +59,7 @@ def lexemes(source: str) -> Iterator[Lexeme]:
     while found := _LEXEME.search(source, at):
         kind, at = found.lastgroup, found.end()
         assert kind is not None
-        if kind == "open":  # to look for its end again behind each of its quotes would take forever
+        if kind == "open":  # a search for its end after each of its quotes would be quadratic
             raise ValueError(f"expected an end of what begins at {source[at - 1 : at + 20]!r}")
         if kind == "json":
             try:

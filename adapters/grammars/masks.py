@@ -1,4 +1,4 @@
-"""The newest masks of one vocabulary's grammars, which are likely to come again."""
+"""Newest masks of one vocabulary's grammars, which are likely to be needed again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Words: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class _Known(NamedTuple):
-    """An edit, and what it was made of: see `ThreadMasks.edit`.
+    """An edit and the data that it was computed from: see `ThreadMasks.edit`.
 
     Attributes:
         found: A bytearray, because it is compared with other memory without a copy.
@@ -73,7 +73,7 @@ class ThreadMasks:
         """The edit of the mask computed last.
 
         Args:
-            complete: The text is complete.
+            complete: Whether the text is complete.
             end_ids: The request's end tokens.
             correct: Edits a mask in place, by ``complete`` and ``end_ids`` only.
         """

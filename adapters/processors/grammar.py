@@ -210,7 +210,7 @@ class GrammarProcessor(SteeringProcessor):
         if text and (text[-1].isalnum() or text[-1].isspace()):
             ahead.consume_tokens(found)
             if not ahead.is_stopped():
-                del found[-1]  # the word may go on
+                del found[-1]  # the word may continue
         return found[:limit]
 
     def _compute(self, masks: ThreadMasks) -> bool:
@@ -385,7 +385,7 @@ class Grammar(GrammarProcessor):
 
 
 def literal(text: str) -> str:
-    """A regular expression that matches ``text`` and nothing else."""
+    """Regular expression that matches exactly ``text``."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
 
 

@@ -1,4 +1,4 @@
-"""Phrase ban: a phrase that has been written is taken back, and the answer goes on without it."""
+"""Phrase ban: an answer that contains a phrase is rewound, and continues without it."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class PhraseBan(BacktrackingProcessor):
     """The answer has none of the phrases, in no tokenization and no case.
 
     Source: the anti-slop sampler (Paech 2024). Text that may still become a phrase is held back.
-    Where a phrase is completed, the answer is rolled back to the token in which it begins, that
-    token is masked there, and sampling goes on from there; so of all ways to go on, only those that
+    Where a phrase is completed, the answer is rewound to the token in which it begins, that token
+    is masked there, and sampling continues from there; so of all continuations only those that
     write the phrase are lost. Two texts are the same if their case foldings (Unicode) are. A token
     without text, such as a special one, does not separate what is around it. An end token belongs
     to the answer if it is shown.
 
-    Only for engines that can take tokens back that they have not sent.
+    Only for engines that can rewind tokens that they have not sent.
     """
 
     name = "phrase_ban"
-    version = 2  # what is taken back opens what was before it; the end of an answer counts
+    version = 2  # a rewind can be followed by an earlier one; the end of an answer counts
     reads = Reads.GENERATED
 
     class Args(ProcessorArgs):

@@ -204,7 +204,7 @@ class StructuralSource:
         self.rules.append(f"FREE: /{_ANY}/{without}")
 
     def finished(self, start: str) -> str:
-        """The whole, in llguidance's JSON form."""
+        """The grammar of start rule ``start``, in llguidance's JSON form."""
         lark = "\n".join([f"start: {start}", *self.rules])
         made = json.dumps({"grammars": [{"name": "structure", "lark_grammar": lark}, *self._contents]})
         if len(made) > MAX_GRAMMAR:

@@ -22,7 +22,7 @@ class Arrays:
         source: The grammar, to which rules are added.
         productive: Goals that some value meets.
         listed: Values of the goals that list them.
-        rule: Gives the name of a goal's rule.
+        rule: Returns the name of a goal's rule.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Arrays:
         """Source of ``items``.
 
         Raises:
-            SchemaRefused: a grammar cannot keep count of what they ask for.
+            SchemaRefused: a grammar cannot count what the schema requires.
         """
         if is_distinct(items):
             return f"BEGIN_ARRAY {self._distinct(items, place)} END_ARRAY"

@@ -22,7 +22,7 @@ _SHOWN = 48
 
 
 class SchemaDocument:
-    """A document, whose schemas get numbers as they are met; schema 0 is ``true``.
+    """A document, whose schemas are numbered as they are read; schema 0 is ``true``.
 
     Args:
         root: The document.
@@ -60,7 +60,7 @@ class SchemaDocument:
             self._targets.setdefault(base + plain, schema)
 
     def number(self, schema: Any, place: str) -> int:
-        """The number of ``schema``, which is met at ``place``.
+        """Number of ``schema``, which is at ``place``.
 
         Raises:
             SchemaRefused: it is no schema.
@@ -80,7 +80,7 @@ class SchemaDocument:
         return found
 
     def made(self, schema: dict[str, Any], place: str) -> int:
-        """The number of a schema that the document does not spell out."""
+        """Number of a schema that is derived from the document."""
         self._kept.append(schema)
         return self.number(schema, place)
 
@@ -164,7 +164,7 @@ def _resources(root: Any, id_key: str) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def shown(value: Any) -> str:
-    """A value of a document, short."""
+    """JSON of a value of a document, shortened."""
     try:
         found = json.dumps(value)
     except (RecursionError, ValueError):

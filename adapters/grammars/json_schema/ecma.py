@@ -85,11 +85,11 @@ def _anchored(sequence: tuple[FlatTerm, ...]) -> Language:
 
 
 def _around(sequence: list[FlatTerm]) -> Language:
-    """A sequence without anchors, and what its look-arounds say of the whole text.
+    """Language of a sequence without anchors, whose look-arounds constrain the whole text.
 
     Raises:
-        PatternError: the place of one is not at a fixed distance from the beginning, if it looks
-            ahead, or from the end.
+        PatternError: a look-ahead is not at a fixed distance from the beginning, or a look-behind
+            from the end.
     """
     found = [cat(part for part in sequence if not isinstance(part, Anchor | LookAround))]
     for index, look in enumerate(sequence):
@@ -106,7 +106,7 @@ def _around(sequence: list[FlatTerm]) -> Language:
 
 
 def _looked(sequence: tuple[FlatTerm, ...], is_ahead: bool) -> Language:
-    """The rest of a text that a look-around allows."""
+    """Language of the rest of a text that a look-around matches."""
     end = END if is_ahead else START
     inner = [part for part in sequence if part != end]
     if any(isinstance(part, Anchor | LookAround) for part in inner) or end in sequence[1:-1]:

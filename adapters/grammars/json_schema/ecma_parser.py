@@ -40,7 +40,7 @@ FlatTerm: TypeAlias = "Language | Anchor | LookAround"
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Alternatives with anchors in them, which are there once, or where ``low`` is 0 not at all."""
+    """Alternatives that hold anchors; optional where ``low`` is 0, else required once."""
 
     options: tuple[tuple[Term, ...], ...]
     low: int = 1

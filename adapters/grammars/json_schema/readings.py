@@ -13,7 +13,7 @@ from adapters.grammars.json_schema.shapes import FALSE, TRUE, Goal, SchemaRefuse
 
 
 def denied(goal: Goal) -> Goal:
-    """The goal of one schema, turned round."""
+    """Negation of the goal of one schema."""
     if goal in (TRUE, FALSE):
         return FALSE if goal == TRUE else TRUE
     ((number, holds),) = goal

@@ -28,7 +28,7 @@ MAX_CASES = 256
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """An object whose named members are written in order, others behind them.
+    """An object whose named members are written in order, others after them.
 
     Attributes:
         names: The named ones: name, goal, and whether it is required.
@@ -53,7 +53,7 @@ def settled(shape: Shape, place: str) -> Iterator[Settled]:
     """The shapes that a grammar writes for ``shape``.
 
     Raises:
-        SchemaRefused: a grammar cannot keep count of what it asks for.
+        SchemaRefused: a grammar cannot count what the schema requires.
     """
     if isinstance(shape, Members):
         return _settled_members(shape, place)

@@ -144,7 +144,7 @@ class GrammarSandbox:
         return job.future
 
     def close(self) -> None:
-        """Kill the process; what waits ends as `SandboxUnavailable`. Idempotent."""
+        """Kill the process; waiting grammars fail as `SandboxUnavailable`. Idempotent."""
         self._driver.inbox.close()
         if self._thread.ident is not None:
             self._thread.join()

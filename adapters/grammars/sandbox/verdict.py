@@ -1,4 +1,4 @@
-"""The sandbox's verdict on a grammar: the limits, and which of them the end of a child tells."""
+"""Verdicts on grammars: the limits, and which of them ended a child."""
 
 from __future__ import annotations
 
