@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLTokenizer
@@ -83,7 +85,7 @@ class CompileThreads:
             RuntimeError: no thread can be started.
         """
         is_slow = verdict is not None and verdict.cpu_s > SLOW_S
-        with _large_stacks:
+        with _large_stacks():
             threads = self._slow_thread if is_slow else self._threads
             return threads.submit(self._compile, grammar, verdict)
 
@@ -96,20 +98,15 @@ class CompileThreads:
         return Compiled(matcher, BYTES_PER_CHARACTER * len(grammar), time.thread_time() - began_s)
 
 
-class _LargeStacks:
-    """While entered, new threads of this process get a stack of `STACK_BYTES`."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._before = 0
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._before = threading.stack_size(STACK_BYTES)
-
-    def __exit__(self, *error: object) -> None:
-        threading.stack_size(self._before)
-        self._lock.release()
+_stack_size = threading.Lock()
 
 
-_large_stacks = _LargeStacks()
+@contextmanager
+def _large_stacks() -> Iterator[None]:
+    """Give new threads of this process a stack of `STACK_BYTES`."""
+    with _stack_size:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)

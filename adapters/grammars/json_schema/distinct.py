@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from adapters.grammars.json_schema.grammar_shapes import GrammarShape
 from adapters.grammars.json_schema.scalars import Scalars
-from adapters.grammars.json_schema.settled import Settled
 from adapters.grammars.json_schema.shapes import TRUE, Goal, Items
 
 MAX_STEPS = 8_192
@@ -33,7 +33,7 @@ class ListedValues:
         scalars: Writes the values.
     """
 
-    def __init__(self, shapes: Callable[[Goal], Iterable[Settled]], scalars: Scalars) -> None:
+    def __init__(self, shapes: Callable[[Goal], Iterable[GrammarShape]], scalars: Scalars) -> None:
         self._shapes, self._scalars = shapes, scalars
 
     def of_items(self, items: Items) -> list[dict[str, str]] | None:

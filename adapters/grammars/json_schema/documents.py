@@ -79,7 +79,7 @@ class SchemaDocument:
             self._places.append(place)
         return found
 
-    def made(self, schema: dict[str, Any], place: str) -> int:
+    def derived(self, schema: dict[str, Any], place: str) -> int:
         """Number of a schema that is derived from the document."""
         self._kept.append(schema)
         return self.number(schema, place)

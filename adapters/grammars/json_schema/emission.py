@@ -11,11 +11,11 @@ from adapters.grammars.json_schema.decimals import Numbers, expression
 from adapters.grammars.json_schema.distinct import ListedValues
 from adapters.grammars.json_schema.documents import inside, shown
 from adapters.grammars.json_schema.goals import ProductiveGoals, ReachableGoals
+from adapters.grammars.json_schema.grammar_shapes import Object
 from adapters.grammars.json_schema.lark_source import LarkSource
 from adapters.grammars.json_schema.patterns import ANYTHING, TooComplex, limited
 from adapters.grammars.json_schema.scalars import Scalars
 from adapters.grammars.json_schema.sequences import MemberSequence
-from adapters.grammars.json_schema.settled import Object
 from adapters.grammars.json_schema.shapes import TRUE, Goal, Items, SchemaRefused
 from adapters.grammars.json_schema.terminals import listed_terminal, terminal
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from adapters.grammars.json_schema.distinct import ListedValues, TooMany, is_distinct
 from adapters.grammars.json_schema.documents import SchemaDocument
+from adapters.grammars.json_schema.grammar_shapes import GrammarShape, Object, grammar_shapes
 from adapters.grammars.json_schema.keywords import RULES
-from adapters.grammars.json_schema.settled import Object, Settled, settled
 from adapters.grammars.json_schema.shapes import FALSE, TRUE, Goal, Items, SchemaRefused, joined
 from adapters.grammars.json_schema.solver import Solver
 
@@ -34,7 +34,7 @@ class ReachableGoals:
         self._document = SchemaDocument(schema)
         solver = Solver(self._document, RULES)
         self.root = solver.goal(schema, "#")
-        self._shapes: dict[Goal, tuple[Settled, ...]] = {}
+        self._shapes: dict[Goal, tuple[GrammarShape, ...]] = {}
         waiting = [self.root]
         while waiting:
             goal = waiting.pop()
@@ -43,14 +43,14 @@ class ReachableGoals:
             place = self.place(goal)
             if len(self._shapes) == MAX_GOALS:
                 raise SchemaRefused(f"{place}: the schema has too many cases")
-            shapes = tuple(each for shape in solver.shapes(goal) for each in settled(shape, place))
+            shapes = tuple(each for shape in solver.shapes(goal) for each in grammar_shapes(shape, place))
             self._shapes[goal] = shapes
             waiting += [inner for shape in shapes for inner in _goals_of(shape)]
 
     def __iter__(self) -> Iterator[Goal]:
         return iter(self._shapes)
 
-    def shapes(self, goal: Goal) -> tuple[Settled, ...]:
+    def shapes(self, goal: Goal) -> tuple[GrammarShape, ...]:
         """Shapes of ``goal``; none for those of every value and of no value."""
         return self._shapes.get(goal, ())
 
@@ -88,7 +88,7 @@ class ProductiveGoals:
     def __contains__(self, goal: Goal) -> bool:
         return goal in self._found
 
-    def has_value(self, shape: Settled) -> bool:
+    def has_value(self, shape: GrammarShape) -> bool:
         """Whether ``shape`` has a value whose parts meet productive goals."""
         if isinstance(shape, Object):
             return self._has_object(shape)
@@ -131,7 +131,7 @@ class ProductiveGoals:
         return self._goals.place(goal)
 
 
-def _goals_of(shape: Settled) -> Iterator[Goal]:
+def _goals_of(shape: GrammarShape) -> Iterator[Goal]:
     """Goals of the members or items of ``shape``."""
     if isinstance(shape, Object):
         yield from (goal for _, goal, _ in shape.names)
@@ -143,7 +143,7 @@ def _goals_of(shape: Settled) -> Iterator[Goal]:
             yield joined([goal, shape.rest])
 
 
-def _needed(shape: Settled) -> Iterator[Goal]:
+def _needed(shape: GrammarShape) -> Iterator[Goal]:
     """Goals that every value of ``shape`` has a member or item for."""
     if isinstance(shape, Object):
         yield from (goal for _, goal, required in shape.names if required)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fractions import Fraction
 
 from adapters.grammars.json_schema.decimals import Numbers, digits, expression, multiples
+from adapters.grammars.json_schema.grammar_shapes import GrammarShape
 from adapters.grammars.json_schema.lark_source import LarkSource
-from adapters.grammars.json_schema.settled import Settled
 from adapters.grammars.json_schema.shapes import Booleans, Null, SchemaRefused, Shape, Texts
 from adapters.grammars.json_schema.terminals import listed_terminal, terminal
 
@@ -60,7 +60,7 @@ class Scalars:
         rule = self._source.rule(f"%json {{{_json_schema(numbers.step, first, last)}}}")
         return rule + (f" /{zeros[3:-2]}/?" if zeros else "")
 
-    def listed(self, shape: Settled) -> dict[str, str] | None:
+    def listed(self, shape: GrammarShape) -> dict[str, str] | None:
         """Source of each value of ``shape`` by what tells values apart; None if it lists none."""
         if isinstance(shape, Texts) and shape.values is not None:
             return {f'"{value}': listed_terminal([value]) for value in shape.values}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from adapters.grammars.json_schema.settled import Object
+from adapters.grammars.json_schema.grammar_shapes import Object
 from adapters.grammars.json_schema.shapes import SchemaRefused
 
 _BLOCK = 8

@@ -45,24 +45,24 @@ class Object:
     extra_low: int
 
 
-Settled: TypeAlias = Shape | Object
+GrammarShape: TypeAlias = Shape | Object
 """A shape as a grammar can write it."""
 
 
-def settled(shape: Shape, place: str) -> Iterator[Settled]:
+def grammar_shapes(shape: Shape, place: str) -> Iterator[GrammarShape]:
     """The shapes that a grammar writes for ``shape``.
 
     Raises:
         SchemaRefused: a grammar cannot count what the schema requires.
     """
     if isinstance(shape, Members):
-        return _settled_members(shape, place)
+        return _objects(shape, place)
     if isinstance(shape, Items) and shape.contains:
-        return _settled_items(shape, place)
+        return _with_contains(shape, place)
     return iter([shape])
 
 
-def _settled_items(items: Items, place: str) -> Iterator[Items]:
+def _with_contains(items: Items, place: str) -> Iterator[Items]:
     """Arrays with ``contains``: one of the items in front meets it, or one of the others."""
     ((goal, least), *more) = items.contains
     if more or (least > 1 and items.prefix):
@@ -75,7 +75,7 @@ def _settled_items(items: Items, place: str) -> Iterator[Items]:
         yield items
 
 
-def _settled_members(members: Members, place: str) -> Iterator[Object]:
+def _objects(members: Members, place: str) -> Iterator[Object]:
     names = dict(members.names)
     listed = [*members.required, *(name for excluded in members.beyond for name in sorted(excluded))]
     for name in listed:
