@@ -9,18 +9,8 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from adapters.contract import (
-    Bias,
-    Context,
-    Edit,
-    ProcessorArgs,
-    Reads,
-    Stage,
-    SteeringProcessor,
-)
-
-_ShortText = Annotated[str, Field(min_length=1, max_length=256)]
-_Boost = Annotated[float, Field(ge=-100, le=100)]
+from adapters.contract import Bias, Context, Edit, ProcessorArgs, Reads, Stage, SteeringProcessor
+from adapters.processors.arguments import Boost
 
 
 class CiteFromPrompt(SteeringProcessor):
@@ -38,9 +28,9 @@ class CiteFromPrompt(SteeringProcessor):
     reads = Reads.PROMPT_AND_GENERATED
 
     class Args(ProcessorArgs):
-        boost: Annotated[_Boost, Field(description="Added to the logit of every token of the prompt.")] = 1.0
+        boost: Annotated[Boost, Field(description="Added to the logit of every token of the prompt.")] = 1.0
         conditional_boost: Annotated[
-            _Boost, Field(description="Added to the logit of what follows the newest token in the prompt.")
+            Boost, Field(description="Added to the logit of what follows the newest token in the prompt.")
         ] = 0.0
 
     def __init__(self, args: Args, context: Context) -> None:

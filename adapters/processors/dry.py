@@ -9,16 +9,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from adapters.contract import (
-    ArgumentError,
-    Bias,
-    Context,
-    Edit,
-    ProcessorArgs,
-    Reads,
-    Stage,
-    SteeringProcessor,
-)
+from adapters.contract import ArgumentError, Bias, Context, Edit, ProcessorArgs, Reads, Stage, SteeringProcessor
 from adapters.processors.arguments import Count
 from adapters.processors.suffixes import SuffixAutomaton
 from adapters.vocabulary import byte_index

@@ -25,11 +25,8 @@ from adapters.contract import (
     SteeringProcessor,
     Unsatisfiable,
 )
-from adapters.processors.arguments import check_no_end, encode
+from adapters.processors.arguments import Boost, ShortText, check_no_end, encode
 from adapters.vocabulary import ByteIndex, byte_index
-
-_ShortText = Annotated[str, Field(min_length=1, max_length=256)]
-_Boost = Annotated[float, Field(ge=-100, le=100)]
 
 
 class _Trie:
@@ -73,8 +70,8 @@ class _Trie:
 
 
 class _ChoiceArgs(ProcessorArgs):
-    choices: Annotated[list[_ShortText], Field(min_length=1, max_length=256, description="The answers to choose from.")]
-    boost: Annotated[_Boost, Field(description="Weight of the logit of each choice's first word in the prompt.")] = 0.0
+    choices: Annotated[list[ShortText], Field(min_length=1, max_length=256, description="The answers to choose from.")]
+    boost: Annotated[Boost, Field(description="Weight of the logit of each choice's first word in the prompt.")] = 0.0
 
 
 class _Choices:

@@ -8,13 +8,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from adapters.contract import (
-    ArgumentError,
-    BacktrackingProcessor,
-    Context,
-    ProcessorArgs,
-    Reads,
-)
+from adapters.contract import ArgumentError, BacktrackingProcessor, Context, ProcessorArgs, Reads
 from adapters.vocabulary import byte_index
 
 _Phrase = Annotated[str, Field(min_length=1, max_length=256)]

@@ -7,21 +7,10 @@ from typing import Annotated, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from adapters.contract import (
-    Context,
-    Edit,
-    Force,
-    ProcessorArgs,
-    Reads,
-    Stage,
-    SteeringProcessor,
-)
-from adapters.processors.arguments import PositiveCount, Text, check_no_end, encode
+from adapters.contract import Context, Edit, Force, ProcessorArgs, Reads, Stage, SteeringProcessor
+from adapters.processors.arguments import PositiveCount, ShortText, Text, check_no_end, encode
 from adapters.processors.characters import MOST_MISSING, split_characters
 from adapters.vocabulary.text_match import TextMatcher
-
-_ShortText = Annotated[str, Field(min_length=1, max_length=256)]
-_Boost = Annotated[float, Field(ge=-100, le=100)]
 
 
 class _Phase(NamedTuple):
@@ -64,7 +53,7 @@ class TriggerPhrase(SteeringProcessor):
 
     class Args(ProcessorArgs):
         text: Annotated[Text, Field(description="The phrase.")]
-        trigger: Annotated[_ShortText | None, Field(description="Text after which the phrase is written.")] = None
+        trigger: Annotated[ShortText | None, Field(description="Text after which the phrase is written.")] = None
         after_tokens: Annotated[
             PositiveCount | None, Field(description="Tokens after which the phrase is written.")
         ] = None

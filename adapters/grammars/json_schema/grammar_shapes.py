@@ -7,16 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeAlias
 
-from adapters.grammars.json_schema.patterns import (
-    Both,
-    Language,
-    TooComplex,
-    alt,
-    both,
-    complement,
-    is_empty,
-    text,
-)
+from adapters.grammars.json_schema.patterns import Both, Language, TooComplex, alt, both, complement, is_empty, text
 from adapters.grammars.json_schema.shapes import FALSE, Goal, Items, Members, Others, SchemaRefused, Shape, joined
 
 MAX_CLASSES = 64

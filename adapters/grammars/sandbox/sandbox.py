@@ -20,14 +20,7 @@ from adapters.grammars.sandbox.driver import Driver
 from adapters.grammars.sandbox.jobs import Job, Jobs
 from adapters.grammars.sandbox.process import START_TIMEOUT_S
 from adapters.grammars.sandbox.supervisor import Supervisor
-from adapters.grammars.sandbox.verdict import (
-    MEMORY_BYTES,
-    STACK_BYTES,
-    TIMEOUT_S,
-    Limits,
-    SandboxUnavailable,
-    Verdict,
-)
+from adapters.grammars.sandbox.verdict import MEMORY_BYTES, STACK_BYTES, TIMEOUT_S, Limits, SandboxUnavailable, Verdict
 
 MAX_WAITING = 256
 """Length of the queue."""
