@@ -66,7 +66,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def _unforced(grammar: str) -> str:
-    """``grammar``, whose masks leave the choice of tokens to the model where they force the text.
+    """``grammar``, so that the model chooses the tokens of a text that is forced.
 
     An option of one grammar holds for all that are compiled with it: another one is added to their
     list, which the last bracket closes.
@@ -109,7 +109,7 @@ def short_reason(error: str, no_extension: str = "no text matches it") -> str:
 
     Args:
         error: The message.
-        no_extension: What it says where no token is allowed.
+        no_extension: Text for llguidance's report that no token is allowed.
     """
     if error.startswith("NoExtension"):
         return no_extension
@@ -125,7 +125,7 @@ def byte_tables(tokens: Sequence[bytes]) -> dict[str, Any]:
 
 
 def tokens_of(tables: dict[str, Any]) -> list[bytes]:
-    """What `byte_tables` were made of."""
+    """Bytes of every id from `byte_tables`."""
     return [base64.b64decode(token) for token in tables["tokens"]]
 
 
@@ -134,8 +134,8 @@ def load_tokenizer(tokens: Sequence[bytes]) -> LLTokenizer:
 
     It knows what `Vocabulary.token_bytes` says and nothing else: a token is the text of its bytes,
     and one without bytes is no text, and can only be named by its id. Masks have a word of 32 bits
-    more than ``tokens`` take, whose first bit is an end token of llguidance's own: which tokens end
-    an answer is a request's affair.
+    more than ``tokens`` take, whose first bit is an end token of llguidance's own: each request
+    has its own tokens that end an answer.
 
     Raises:
         ValueError: llguidance reads a token in another way.

@@ -39,7 +39,7 @@ class Lexeme(NamedTuple):
         kind: ``literal``: a string, a regular expression or a comment; ``json``: a directive and
             the JSON behind it; ``token``: a token's name, or ids.
         start: Index of its first character.
-        end: Index behind its last one.
+        end: Index after its last one.
     """
 
     kind: str
@@ -59,7 +59,7 @@ def lexemes(source: str) -> Iterator[Lexeme]:
     while found := _LEXEME.search(source, at):
         kind, at = found.lastgroup, found.end()
         assert kind is not None
-        if kind == "open":  # to look for its end again behind each of its quotes would take forever
+        if kind == "open":  # a search for its end after each of its quotes would be quadratic
             raise ValueError(f"expected an end of what begins at {source[at - 1 : at + 20]!r}")
         if kind == "json":
             try:
@@ -84,7 +84,7 @@ def with_ids(source: str, id_of: Callable[[str], int | None]) -> str:
     """The source with ids in the place of names of tokens: ``<[5]>`` for ``<name>``.
 
     Args:
-        source: Of a grammar.
+        source: Source of a grammar.
         id_of: The id of the token with a name, None if there is none.
 
     Raises:
@@ -109,7 +109,7 @@ def with_schemas(source: str, grammar_of: Callable[[Any], str]) -> tuple[str, li
     """The source with the names of grammars in the place of JSON Schemas, and those grammars.
 
     Args:
-        source: Of a grammar.
+        source: Source of a grammar.
         grammar_of: A grammar in Lark of a JSON Schema.
 
     Raises:
@@ -132,7 +132,7 @@ def token_ranges(source: str) -> Iterator[Ranges]:
     """The ids that each token of the grammar may have, of those that are given as ids.
 
     Args:
-        source: Of a grammar that llguidance has compiled.
+        source: Source of a grammar that llguidance has compiled.
     """
     for lexeme in lexemes(source):
         found = _RANGES.fullmatch(source, lexeme.start, lexeme.end) if lexeme.kind == "token" else None

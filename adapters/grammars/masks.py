@@ -1,4 +1,4 @@
-"""The newest masks of one vocabulary's grammars, which are likely to come again."""
+"""Newest masks of one vocabulary's grammars, which are likely to be needed again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Words: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class _Known(NamedTuple):
-    """An edit, and what it was made of: see `ThreadMasks.edit`.
+    """An edit and the data that it was computed from: see `ThreadMasks.edit`.
 
     Attributes:
         found: A bytearray, because it is compared with other memory without a copy.
@@ -66,14 +66,14 @@ class ThreadMasks:
         matcher.unsafe_compute_mask_ptr(self._address, self._num_bytes)
 
     def clear(self) -> None:
-        """As if a matcher had allowed nothing."""
+        """Clear the mask: no token is allowed."""
         self._words[:] = 0
 
     def edit(self, complete: bool, end_ids: tuple[int, ...], correct: Callable[[Words, bool], None]) -> Allow:
         """The edit of the mask computed last.
 
         Args:
-            complete: The text is complete.
+            complete: Whether the text is complete.
             end_ids: The request's end tokens.
             correct: Edits a mask in place, by ``complete`` and ``end_ids`` only.
         """

@@ -42,7 +42,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def frame(message: dict[str, Any]) -> bytes:
-    """``message`` as it goes over the socket."""
+    """Bytes of ``message`` on the socket."""
     data = json.dumps(message).encode()
     return HEADER.pack(len(data)) + data
 
@@ -82,7 +82,7 @@ def serve(channel: socket.socket) -> None:
         messages = frames.feed(_received(channel))
     try:
         tokenizer = load_tokenizer(tokens_of(messages.pop(0)))
-    except Exception as error:  # the process boundary: the reason belongs into the worker's log
+    except Exception as error:  # the process boundary: the worker logs the reason
         channel.sendall(frame({"failed": f"{type(error).__name__}: {error}"[:500]}))
         return
     num_threads = len(os.listdir("/proc/self/task"))
@@ -224,7 +224,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Bytes that the allocator has given out in this process; resident bytes without glibc."""
+    """Bytes allocated in this process; resident bytes without glibc."""
     try:
         mallinfo2 = _LIBC.mallinfo2
     except AttributeError:

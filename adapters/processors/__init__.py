@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from adapters.contract import Processor
 from adapters.processors.bias import LogitBias
+from adapters.processors.cite_from_prompt import CiteFromPrompt
+from adapters.processors.dry import Dry
 from adapters.processors.forcing import ForcedPrefix, ForcedSequence, ForceLastPhrase
 from adapters.processors.grammar import Choice, Grammar, JsonSchema, Regex
 from adapters.processors.length import ExponentialDecayLength, GenLength, MinTokens
 from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens
+from adapters.processors.multiple_choice import MultipleChoice
 from adapters.processors.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
 from adapters.processors.phrase_ban import PhraseBan
-from adapters.processors.prompts import CiteFromPrompt, MultipleChoice, TriggerPhrase
-from adapters.processors.repetition import Dry, LoopStop, NoRepeatNgram
+from adapters.processors.repetition import LoopStop, NoRepeatNgram
 from adapters.processors.scripts import BanScripts
 from adapters.processors.sequence_bias import SequenceBias
 from adapters.processors.stochastic import Mirostat, Xtc
-from adapters.processors.structural import StructuralTag, ToolCalls
+from adapters.processors.structural import StructuralTag
 from adapters.processors.synthid import SynthId
 from adapters.processors.thinking import ThinkingBudget
+from adapters.processors.tool_calls import ToolCalls
+from adapters.processors.trigger_phrase import TriggerPhrase
 from adapters.processors.truncation import (
     DynamicTemperature,
     EpsilonCutoff,

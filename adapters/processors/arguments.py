@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
@@ -25,9 +25,11 @@ __all__ = [
     "MAX_INT",
     "MAX_LIST",
     "MAX_TEXT",
+    "Boost",
     "Count",
     "Phrase",
     "PositiveCount",
+    "ShortText",
     "Text",
     "TokenId",
     "TokenIds",
@@ -35,6 +37,9 @@ __all__ = [
     "check_tokens",
     "encode",
 ]
+
+ShortText = Annotated[str, Field(min_length=1, max_length=256)]
+Boost = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Phrase(ProcessorArgs):

@@ -50,7 +50,7 @@ class SplitCharacters:
 
     Args:
         pieces: Bytes by id. Empty if unknown: then every token ends a character.
-        address: Of the vocabulary: pickles are rebuilt from it in another process.
+        address: Address of the vocabulary, from which pickles are rebuilt in another process.
     """
 
     def __init__(self, pieces: Sequence[bytes], address: Address | None = None) -> None:
@@ -83,7 +83,7 @@ class SplitCharacters:
         with ``left`` 0, every token must reduce the number of missing bytes.
 
         Args:
-            beginning: From `open_after` for the history.
+            beginning: Incomplete character at the end of the history (`open_after`).
             left: Tokens before the forced ones, including this one.
 
         Returns:

@@ -94,7 +94,7 @@ class ForcedPrefix(SteeringProcessor):
 
 
 class _HealedPrefix(ForcedPrefix):
-    """A prefix whose end is the model's choice; it ends early with a token that goes on with it."""
+    """A prefix whose end is the model's choice: a token that continues it may end it early."""
 
     reads = Reads.GENERATED
 
@@ -118,7 +118,7 @@ class _HealedPrefix(ForcedPrefix):
 
     def reset(self) -> None:
         self._length = 0
-        self._left_at: int | None = None  # index of the token that went on with the text
+        self._left_at: int | None = None  # index of the token that continued the text
 
     def advance(self, token_id: int, index: int) -> None:
         if self._left_at is None and index < len(self._ids) and token_id != self._ids[index]:

@@ -33,10 +33,11 @@ from adapters.contract import (
     bitmask_of,
 )
 from adapters.grammars.cache import GrammarCache
-from adapters.grammars.compiler import UNWRITABLE, byte_tables, load_tokenizer, short_reason
+from adapters.grammars.compiler import byte_tables, load_tokenizer
 from adapters.grammars.json_schema import SchemaRefused, lark_grammar
 from adapters.grammars.lark import as_grammar, token_ranges, with_ids, with_schemas, without_literals
-from adapters.grammars.masks import ThreadMasks, Words
+from adapters.grammars.masks import Words
+from adapters.grammars.request_matcher import RequestMatcher
 from adapters.processors.arguments import MAX_LIST, MAX_TEXT
 from adapters.vocabulary import Vocabulary, vocabulary_at
 
@@ -46,12 +47,9 @@ MAX_SOURCE = 1024 * 1024
 MAX_KEPT = 64 * 1024
 """Most characters of a schema whose grammar is kept; its grammar is a few times as long."""
 
-MAX_LEXERS = 4
-"""Times that a request may compile its grammar: see `GrammarCache.renewed`."""
-
 _IGNORED_ATTRIBUTE = re.compile(r"\btemperature\s*=")
 _FORCED_ID = re.compile(rb"\xff\[(\d+)\]")
-"""How llguidance writes a token that is no text, but an id, in the bytes that a grammar forces."""
+"""Spelling of a token that is an id, not a text, in the bytes that llguidance forces."""
 
 
 _Words: TypeAlias = tuple[np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, np.dtype[np.int32]]]
@@ -68,7 +66,7 @@ def grammar_cache(vocabulary: Vocabulary) -> GrammarCache:
 
 
 def tokenizer_tables(vocabulary: Vocabulary) -> dict[str, Any]:
-    """What llguidance knows of the tokens, as JSON data for a sandbox.
+    """Tokens as llguidance knows them, as JSON data for a sandbox.
 
     Raises:
         ValueError: there is no tokenizer.
@@ -99,7 +97,7 @@ class GrammarProcessor(SteeringProcessor):
     argument: ClassVar[str]
     """Argument that holds the grammar."""
 
-    _matcher: LLMatcher
+    _matcher: RequestMatcher
 
     def __init__(self, args: Any, context: Context) -> None:
         if not context.end_token_ids:
@@ -127,9 +125,9 @@ class GrammarProcessor(SteeringProcessor):
         """
 
     def _use(self, vocabulary: Vocabulary) -> None:
-        self._cache = grammar_cache(vocabulary)
-        self._compiled = self._cache.compiled(self._grammar)
-        self._masks, self._encode = self._cache.masks, vocabulary.encode
+        cache = grammar_cache(vocabulary)
+        self._matcher = RequestMatcher(cache, self._grammar, self._num_lexers)
+        self._masks, self._encode = cache.masks, vocabulary.encode
         self._never, self._ends = _end_words(vocabulary.size, self._padding, self._end)
         self.reset()
 
@@ -145,39 +143,18 @@ class GrammarProcessor(SteeringProcessor):
                     raise ArgumentError(self.argument, f"names the token {problem}")
 
     def reset(self) -> None:
-        self._matcher = self._compiled.matcher.deep_copy()
-        self._renew(0)
+        self._matcher.reset()
         self._edit: Allow | None = None
         self._num_outside = 0
         self._violated = False
 
     def advance(self, token_id: int, index: int) -> None:
         self._edit = None
-        if self._num_outside or (token_id in self._end and self._matcher.is_accepting()):
+        if self._num_outside or (token_id in self._end and self._matcher.is_complete):
             self._num_outside += 1
-        elif not self._take(token_id, index):  # the grammar forbids it
+        elif not self._matcher.take(token_id, lambda: self.generated[:index]):
             self._num_outside = 1
             self._violated = True
-
-    def _take(self, token_id: int, index: int) -> bool:
-        if self._matcher.consume_tokens([token_id]):
-            return True
-        return self._renew(index) and bool(self._matcher.consume_tokens([token_id]))
-
-    def _renew(self, num_tokens: int) -> bool:
-        """Take the first tokens again with a new lexer, if the one that requests share has failed.
-
-        Only a few times: it compiles the grammar.
-        """
-        if self._num_lexers == MAX_LEXERS or not self._compiled.is_broken:
-            return False
-        renewed = self._cache.renewed(self._grammar, self._compiled)
-        if renewed is None:
-            return False
-        self._compiled = renewed
-        self._num_lexers += 1
-        self._matcher = renewed.matcher.deep_copy()
-        return bool(self._matcher.consume_tokens(self._tokens[self._prompt_length :][:num_tokens]))
 
     def rewind_state(self, token_ids: Sequence[int]) -> bool:
         self._edit = None
@@ -185,21 +162,26 @@ class GrammarProcessor(SteeringProcessor):
         self._num_outside -= outside
         if self._violated:  # which left the matcher in an error: only a new one takes other tokens
             return self._num_outside > 0
-        return bool(self._matcher.rollback(len(token_ids) - outside))
+        return self._matcher.rewind(len(token_ids) - outside)
 
     def edit(self) -> Edit:
         if self._violated:
             raise Unsatisfiable("the tokens so far do not match the grammar")
         if self._edit is None:
-            masks = self._masks.own
-            self._edit = masks.edit(self._compute(masks), self._end, self._correct)
+            masks, is_complete = self._masks.own, True
+            if self._num_outside:  # the answer has ended
+                masks.clear()
+            else:
+                self._matcher.compute(masks, lambda: self.generated)
+                is_complete = self._matcher.is_complete
+            self._edit = masks.edit(is_complete, self._end, self._correct)
         return self._edit
 
     def foresee(self, limit: int) -> Sequence[int]:
         """The tokens of the text that the grammar forces, as the tokenizer writes it."""
         if self._num_outside or self._violated:
             return ()
-        ahead = self._matcher.deep_copy()  # which keeps the forced bytes, or an error
+        ahead = self._matcher.copy()  # which keeps the forced bytes, or an error
         found, text = list[int](), ""
         for index, part in enumerate(_FORCED_ID.split(ahead.compute_ff_bytes())):
             if index % 2:
@@ -210,21 +192,8 @@ class GrammarProcessor(SteeringProcessor):
         if text and (text[-1].isalnum() or text[-1].isspace()):
             ahead.consume_tokens(found)
             if not ahead.is_stopped():
-                del found[-1]  # the word may go on
+                del found[-1]  # the word may continue
         return found[:limit]
-
-    def _compute(self, masks: ThreadMasks) -> bool:
-        """Compute the mask of the next token; whether the text so far is complete."""
-        if self._num_outside:  # the answer has ended
-            masks.clear()
-            return True
-        masks.compute(self._matcher)
-        if self._matcher.is_error() and self._renew(self.num_generated):
-            masks.compute(self._matcher)
-        if self._matcher.is_error():
-            reason = short_reason(self._matcher.get_error(), "")
-            raise Unsatisfiable(f"the grammar exceeded its limits ({reason})" if reason else UNWRITABLE)
-        return bool(self._matcher.is_accepting())
 
     def _correct(self, mask: Words, complete: bool) -> None:
         """Clear the ids that are never sampled; set the end tokens if the text is ``complete``."""
@@ -238,8 +207,9 @@ class GrammarProcessor(SteeringProcessor):
         if self._address is None:
             raise pickle.PicklingError(f"{self.name} can only be rebuilt elsewhere if its vocabulary has a path")
         state = dict(self.__dict__)
-        for name in ("_cache", "_compiled", "_matcher", "_masks", "_encode", "_edit"):
+        for name in ("_matcher", "_masks", "_encode", "_edit"):
             del state[name]
+        state["_num_lexers"] = self._matcher.num_lexers
         state["_consumed"] = -1  # the history is replayed at the next step
         return state
 
@@ -385,7 +355,7 @@ class Grammar(GrammarProcessor):
 
 
 def literal(text: str) -> str:
-    """A regular expression that matches ``text`` and nothing else."""
+    """Regular expression that matches exactly ``text``."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
 
 

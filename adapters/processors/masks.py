@@ -197,15 +197,15 @@ def _split(words: Iterable[str], context: Context) -> tuple[list[bytes], list[li
 
 
 class SpelledWords:
-    """Which tokens would complete one of some texts, for every history and spelling.
+    """Automaton that finds the tokens that would complete one of some texts, however it is spelled.
 
     A text counts where it begins at the beginning of a token.
 
     A state is the set of text prefixes (by number) that the history ends with.
 
     Args:
-        texts: None of them empty.
-        index: Of the vocabulary.
+        texts: Texts, not empty.
+        index: Byte index of the vocabulary.
     """
 
     START: tuple[int, ...] = ()

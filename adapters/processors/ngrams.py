@@ -34,7 +34,7 @@ class PromptNgrams:
     Args:
         tokens: int64 ``[L]``, the prompt.
         length: n - 1.
-        base: Of the hashes.
+        base: Base of the hashes.
 
     Attributes:
         heads: Hashes of the prompt's longest prefixes, ``heads[-1]`` of all of it, for hashing

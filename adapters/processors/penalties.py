@@ -22,8 +22,8 @@ class Occurrences:
     Any occurrence can be removed; the order stays the same if it is always the newest one.
 
     Args:
-        value: Of an id.
-        by_count: The value is multiplied by the count.
+        value: Value of an id.
+        by_count: Whether the value is multiplied by the count.
     """
 
     __slots__ = ("_by_count", "_counts", "_ids", "_known_ids", "_slots", "_value", "_values")
@@ -93,13 +93,13 @@ class _Counting(SteeringProcessor):
     """Base of penalties: occurrences, and the edit cached while it stays the same.
 
     Args:
-        value: What the edit does to an id that has occurred.
-        neutral: The value that changes nothing.
+        value: Value of the edit for an id that has occurred.
+        neutral: Value that changes nothing.
         window: Most recent tokens that are counted; 0 counts all.
-        context: Of the request.
+        context: Context of the request.
 
     Class attributes:
-        _by_count: The value is multiplied by how often an id occurred.
+        _by_count: Whether the value is multiplied by the number of occurrences.
         _makes: Class of the edit.
     """
 

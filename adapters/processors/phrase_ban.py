@@ -1,4 +1,4 @@
-"""Phrase ban: a phrase that has been written is taken back, and the answer goes on without it."""
+"""Phrase ban: an answer that contains a phrase is rewound, and continues without it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from adapters.contract import (
-    ArgumentError,
-    BacktrackingProcessor,
-    Context,
-    ProcessorArgs,
-    Reads,
-)
+from adapters.contract import ArgumentError, BacktrackingProcessor, Context, ProcessorArgs, Reads
 from adapters.vocabulary import byte_index
 
 _Phrase = Annotated[str, Field(min_length=1, max_length=256)]
@@ -26,10 +20,10 @@ class _State(NamedTuple):
     """State of the answer after a token.
 
     Attributes:
-        num_characters: Its folded characters so far.
+        num_characters: Folded characters of the answer so far.
         incomplete: Bytes of a character that is not complete.
         begun_by: Index of the token that the incomplete character begins in.
-        matched: Of each phrase, how many of its characters the answer ends with.
+        matched: Number of characters of each phrase that the answer ends with.
         completed: Index of the token in which a phrase begins that ends in the newest token.
     """
 
@@ -44,17 +38,17 @@ class PhraseBan(BacktrackingProcessor):
     """The answer has none of the phrases, in no tokenization and no case.
 
     Source: the anti-slop sampler (Paech 2024). Text that may still become a phrase is held back.
-    Where a phrase is completed, the answer is rolled back to the token in which it begins, that
-    token is masked there, and sampling goes on from there; so of all ways to go on, only those that
+    Where a phrase is completed, the answer is rewound to the token in which it begins, that token
+    is masked there, and sampling continues from there; so of all continuations only those that
     write the phrase are lost. Two texts are the same if their case foldings (Unicode) are. A token
     without text, such as a special one, does not separate what is around it. An end token belongs
     to the answer if it is shown.
 
-    Only for engines that can take tokens back that they have not sent.
+    Only for engines that can rewind tokens that they have not sent.
     """
 
     name = "phrase_ban"
-    version = 2  # what is taken back opens what was before it; the end of an answer counts
+    version = 2  # a rewind can be followed by an earlier one; the end of an answer counts
     reads = Reads.GENERATED
 
     class Args(ProcessorArgs):
@@ -92,7 +86,7 @@ class PhraseBan(BacktrackingProcessor):
         self._state = _State(len(self._owners), incomplete, owner, matched, completed)
 
     def _step(self, matched: Sequence[int], character: str) -> tuple[tuple[int, ...], int | None]:
-        """What the phrases match after one more character; where one that it completes begins."""
+        """Matched characters after one more, and the begin of a phrase that it completes."""
         now, begins = [], None
         for phrase, fallbacks, count in zip(self._phrases, self._fallbacks, matched, strict=True):
             while count and phrase[count] != character:
@@ -127,7 +121,7 @@ class PhraseBan(BacktrackingProcessor):
 
     @property
     def rewinds_to_at_end(self) -> int | None:
-        """As `rewinds_to`; an incomplete character at the end of an answer is shown as U+FFFD."""
+        """See `rewinds_to`; an incomplete character at the end of an answer is shown as U+FFFD."""
         num_characters, incomplete, owner, matched, completed = self._state
         for character in incomplete.decode(errors="replace"):
             self._owners.append(owner)
@@ -138,7 +132,7 @@ class PhraseBan(BacktrackingProcessor):
 
 
 def _fallbacks(phrase: str) -> list[int]:
-    """Of each prefix, the length of its longest proper border (Knuth, Morris and Pratt, 1977)."""
+    """Length of the longest proper border of each prefix (Knuth, Morris and Pratt, 1977)."""
     found, count = [0], 0
     for character in phrase[1:]:
         while count and phrase[count] != character:

@@ -159,7 +159,7 @@ class _Ranges:
 
 
 class _Judge:
-    """Which bytes write a banned character.
+    """Decides which bytes write a banned character.
 
     Args:
         banned: Characters of the scripts.
@@ -188,8 +188,8 @@ class _Masks:
     Args:
         allowed: Bitmask int32 after whole characters.
         inner: Tokens that begin with bytes from inside a character.
-        fragments: Those, and the tokens that end with an incomplete character.
-        judge: Of the scripts.
+        fragments: Tokens of ``inner``, and those that end with an incomplete character.
+        judge: Judge of the scripts.
     """
 
     def __init__(

@@ -65,10 +65,10 @@ class SequenceBias(SteeringProcessor):
 
 
 class BiasAutomaton(WordAutomaton):
-    """Which tokens complete a sequence, for every history, and the sum of their biases.
+    """Automaton that finds the tokens that complete a sequence, and the sum of their biases.
 
     Args:
-        biases: By sequence of token ids; none of them empty.
+        biases: Bias of each sequence of token ids; no sequence is empty.
     """
 
     def __init__(self, biases: Mapping[tuple[int, ...], float]) -> None:

@@ -83,7 +83,7 @@ def tournament(chances: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """The distribution of a tournament's winner.
 
     Args:
-        chances: Of the tokens, float64 ``[n]``.
+        chances: Probabilities of the tokens, float64 ``[n]``.
         values: g of each round and token, 0 or 1, ``[depth, n]``.
     """
     for g in values.to(chances.dtype):
@@ -133,8 +133,8 @@ def detect_synthid(
         token_ids: The text, encoded as the model encodes; without the prompt, if it is known.
         key: The operator's key.
         vocab_size: Width of the model's vocabulary.
-        context: As the processor had it.
-        depth: As the processor had it.
+        context: Context length of the processor that wrote the text.
+        depth: Depth of that processor.
 
     Raises:
         ValueError: an id is outside the vocabulary, or the key, context or depth is out of bounds.

@@ -30,7 +30,7 @@ class _State(NamedTuple):
     """State of the answer.
 
     Attributes:
-        inside: In a thinking section.
+        inside: Whether a thinking section is open.
         used: Thinking tokens so far, over all sections of the answer, without complete tags.
         spent: The section must be closed now; true until it is.
         said: Tokens of the message since the budget was spent; all of them once it is abandoned.

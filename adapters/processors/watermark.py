@@ -24,7 +24,7 @@ class KeyedShaping(ShapingProcessor):
     Args:
         key_id: Name of the key.
         num_tokens: Length of a context, tokens.
-        context: Of the request.
+        context: Context of the request.
     """
 
     stage = Stage.SAMPLING

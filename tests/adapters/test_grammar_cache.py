@@ -16,7 +16,9 @@ from llguidance import LLMatcher, LLTokenizer
 from test_grammar_sandbox import ENDLESS, FOREVER_S, GOOD, SLOW, TABLES, regex, rule_chain, tables
 
 from adapters.grammars import cache as caches
-from adapters.grammars.cache import Compiled, GrammarCache
+from adapters.grammars import compile_threads, freed_memory
+from adapters.grammars.cache import GrammarCache
+from adapters.grammars.compile_threads import Compiled
 from adapters.grammars.compiler import GrammarRefused, load_tokenizer, tokens_of
 from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy
 
@@ -96,9 +98,9 @@ def test_free_memory_goes_back_to_the_system_now_and_then(
     clock = cache._clock
     assert isinstance(clock, Clock)
     trims: SimpleQueue[float] = SimpleQueue()
-    monkeypatch.setattr(caches, "_trim", lambda: trims.put(clock.now))
+    monkeypatch.setattr(freed_memory, "_trim", lambda: trims.put(clock.now))
     cache.compiled(regex(WORDS[0]))
-    clock.now = caches.TRIM_S
+    clock.now = freed_memory.TRIM_S
     cache.compiled(regex(WORDS[1]))
     assert trims.get(timeout=60) == clock.now
     cache.compiled(regex(WORDS[2]))
@@ -124,14 +126,14 @@ def test_what_is_in_use_is_found_however_little_is_kept(tokenizer: LLTokenizer) 
 def compiled_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The grammars that this process compiles, in the cache's threads."""
     grammars = []
-    original = caches.compile_grammar
+    original = compile_threads.compile_grammar
 
     def counting(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
         grammars.append(grammar)
         assert threading.current_thread().name.startswith("grammar-compiler")
         return original(tokenizer, grammar)
 
-    monkeypatch.setattr(caches, "compile_grammar", counting)
+    monkeypatch.setattr(compile_threads, "compile_grammar", counting)
     return grammars
 
 
@@ -158,12 +160,12 @@ def test_known_bad_ones_are_refused_without_another_attempt(tokenizer: LLTokeniz
 
 
 def test_bad_ones_are_bounded(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caches, "MAX_BAD", 2)
+    monkeypatch.setattr(caches, "MAX_REFUSED", 2)
     cache = cache_of(tokenizer, None)
     for count in range(1, 6):
         with pytest.raises(GrammarRefused):
             cache.compiled(regex("(" * count))
-    assert len(cache._bad) == 2
+    assert len(cache._refused) == 2
 
 
 def test_who_ran_out_of_time_may_try_again_later(tokenizer: LLTokenizer, sandbox: GrammarSandbox) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.grammars.feedback_queue import FeedbackQueue, Level, QueueEntry, levels_up_to
+from adapters.grammars.sandbox.feedback_queue import FeedbackQueue, Level, QueueEntry, levels_up_to
 
 ONE = (Level(1.0, 1, 0),)
 

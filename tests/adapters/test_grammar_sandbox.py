@@ -17,10 +17,10 @@ import psutil
 import pytest
 from llguidance import LLMatcher
 
-from adapters.grammars import sandbox as sandboxes
 from adapters.grammars.compiler import byte_tables
 from adapters.grammars.lark import as_grammar
 from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavailable, Verdict
+from adapters.grammars.sandbox import process as sandbox_process
 
 TABLES = byte_tables([*(bytes([i]) for i in range(256)), b""])
 FOREVER_S = 600.0
@@ -202,7 +202,7 @@ def test_a_process_that_died_is_replaced_and_nobody_notices(patient: GrammarSand
 
 
 def test_a_process_that_hangs_is_replaced(patient: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandboxes, "KILL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(sandbox_process, "KILL_TIMEOUT_S", 0.1)
     bomb = patient.submit(SLOW, "bomb")
     assert patient.submit(GOOD).result(100).outcome == "compiled"
     assert patient.pid is not None
@@ -221,7 +221,7 @@ def test_a_process_that_begins_late_is_waited_for(monkeypatch: pytest.MonkeyPatc
     late.write_text(f'#!/bin/sh\nread line < {gate}\nexec {sys.executable} "$@"\n')
     late.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(late))
-    monkeypatch.setattr(sandboxes, "KILL_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(sandbox_process, "KILL_TIMEOUT_S", 0.0)
     large = byte_tables([*(bytes([i]) for i in range(256)), *(b"%d" % i for i in range(100_000)), b""])
     outcomes: queue.SimpleQueue[str] = queue.SimpleQueue()
     with GrammarSandbox(lambda: large, max_wait_s=FOREVER_S, observe=lambda o, _: outcomes.put(o)) as sandbox:

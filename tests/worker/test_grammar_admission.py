@@ -220,7 +220,7 @@ async def test_the_chain_builder_of_a_worker_has_a_sandbox_and_its_metrics(model
     chains = await asyncio.to_thread(make_chain_builder, arguments_for(model), INFO, registry)
     cache = grammar_cache(chains.facts.vocabulary)
     assert cache.sandbox is not None
-    assert (cache.max_bytes, cache.sandbox.timeout_s) == (3 << 20, 1.0)
+    assert (cache.max_bytes, cache.sandbox.limits.timeout_s) == (3 << 20, 1.0)
     for _ in range(2):
         await build(chains, GOOD)
     with pytest.raises(InvalidRequest, match="takes more than 1 s of processor time"):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adapters.processors.structural import FORMATS
+from adapters.processors.tool_calls import FORMATS
 from worker.arguments import OPTIONS as WORKER_OPTIONS
 from worker.errors import ConfigurationError
 from worker.frontdoor.tools import CallFormat

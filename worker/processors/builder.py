@@ -32,7 +32,8 @@ from adapters.catalog import (
 )
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import Context
-from adapters.grammars.cache import Compiled, GrammarCache
+from adapters.grammars.cache import GrammarCache
+from adapters.grammars.compile_threads import Compiled
 from adapters.grammars.compiler import GrammarRefused
 from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavailable
 from adapters.processors.grammar import grammar_cache, tokenizer_tables

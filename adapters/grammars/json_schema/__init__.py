@@ -1,6 +1,7 @@
 """JSON Schemas as grammars, exactly: every value of a schema, and nothing else."""
 
-from adapters.grammars.json_schema.emission import MAX_GRAMMAR, lark_grammar
+from adapters.grammars.json_schema.emission import lark_grammar
+from adapters.grammars.json_schema.lark_source import MAX_GRAMMAR
 from adapters.grammars.json_schema.shapes import SchemaRefused
 
 __all__ = ["MAX_GRAMMAR", "SchemaRefused", "lark_grammar"]

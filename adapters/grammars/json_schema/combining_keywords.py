@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -79,16 +80,8 @@ def _if(solver: Solver, schema: dict[str, Any], place: str, outer: str, holds: b
     return union(found)
 
 
-def _ref(solver: Solver, schema: dict[str, Any], place: str, _: str, holds: bool) -> Shapes:
-    return solver.shapes_of((solver.document.target(schema, "$ref", place), holds))
-
-
-def _dynamic_ref(solver: Solver, schema: dict[str, Any], place: str, _: str, holds: bool) -> Shapes:
-    return solver.shapes_of((solver.document.target(schema, "$dynamicRef", place), holds))
-
-
-def _recursive_ref(solver: Solver, schema: dict[str, Any], place: str, _: str, holds: bool) -> Shapes:
-    return solver.shapes_of((solver.document.target(schema, "$recursiveRef", place), holds))
+def _reference(keyword: str, solver: Solver, schema: dict[str, Any], place: str, _: str, holds: bool) -> Shapes:
+    return solver.shapes_of((solver.document.target(schema, keyword, place), holds))
 
 
 COMBINING_KEYWORDS: Mapping[str, Rule] = {
@@ -97,8 +90,6 @@ COMBINING_KEYWORDS: Mapping[str, Rule] = {
     "oneOf": _one_of,
     "not": _not,
     "if": _if,
-    "$ref": _ref,
-    "$dynamicRef": _dynamic_ref,
-    "$recursiveRef": _recursive_ref,
+    **{keyword: partial(_reference, keyword) for keyword in ("$ref", "$dynamicRef", "$recursiveRef")},
 }
 """The rule of each keyword; those of one rule say one thing together."""

@@ -22,8 +22,8 @@ class Bound(NamedTuple):
     """An end of an interval.
 
     Attributes:
-        value: The end.
-        is_open: It is not in the interval itself.
+        value: Number at the end.
+        is_open: Whether the interval excludes it.
     """
 
     value: Fraction
@@ -35,10 +35,10 @@ class Numbers:
     """The numbers of an interval.
 
     Attributes:
-        low: Its lower end, None if there is none.
-        high: Its upper end.
-        step: Only multiples of it; 1 for integers.
-        fractional: Without the integers.
+        low: Lower end, None if there is none.
+        high: Upper end, None if there is none.
+        step: Number of which all are multiples, 1 for integers; None if they need not be any.
+        fractional: Whether the integers are excluded.
     """
 
     low: Bound | None = None
@@ -130,8 +130,8 @@ def expression(numbers: Numbers, *, with_fraction: bool) -> str | None:
     Every number can be written; an exponent is possible where only the sign matters.
 
     Args:
-        numbers: Not empty.
-        with_fraction: An integer may be written as ``1.0``.
+        numbers: Numbers, at least one.
+        with_fraction: Whether an integer may be written as ``1.0``.
     """
     zeros = "(?:[.]0+)?" if with_fraction else ""
     value, step = numbers.value, numbers.step
@@ -251,8 +251,8 @@ def _lexical(text: str, *, above: bool, fixed: bool = True) -> list[str]:
 
     Args:
         text: Digits.
-        above: Greater.
-        fixed: As many digits, without a zero in front; otherwise any may follow.
+        above: Whether they are greater.
+        fixed: Whether they are as many, without a zero in front; otherwise any digits may follow.
     """
     found = list[str]()
     for index, digit in enumerate(text):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from adapters.grammars.json_schema.shapes import Items
+from adapters.grammars.json_schema.grammar_shapes import GrammarShape
+from adapters.grammars.json_schema.scalars import Scalars
+from adapters.grammars.json_schema.shapes import TRUE, Goal, Items
 
 MAX_STEPS = 8_192
 """Transitions of one array."""
@@ -18,12 +20,53 @@ class TooMany(ValueError):
     """There are more than `MAX_STEPS`."""
 
 
+def is_distinct(items: Items) -> bool:
+    """Whether two items must differ."""
+    return items.unique and (items.high is None or items.high > 1)
+
+
+class ListedValues:
+    """Values of the goals that list them.
+
+    Args:
+        shapes: Finds the shapes of a goal.
+        scalars: Writes the values.
+    """
+
+    def __init__(self, shapes: Callable[[Goal], Iterable[GrammarShape]], scalars: Scalars) -> None:
+        self._shapes, self._scalars = shapes, scalars
+
+    def of_items(self, items: Items) -> list[dict[str, str]] | None:
+        """Values of each item of a prefix, and of every other; None if they are not all listed."""
+        listed = [self._of_goal(goal) for goal in (*items.prefix, items.rest)]
+        found = [values for values in listed if values is not None]
+        return None if items.contains or len(found) < len(listed) else found
+
+    def _of_goal(self, goal: Goal) -> dict[str, str] | None:
+        """Source of each value of ``goal``, by what tells values apart; None if it lists none."""
+        if goal == TRUE:
+            return None
+        found = dict[str, str]()
+        for shape in self._shapes(goal):
+            values = self._scalars.listed(shape)
+            if values is None:
+                return None
+            found |= values
+        return found
+
+    def steps(self, items: Items) -> Steps:
+        """Transitions of ``items``, whose values are listed: see `steps_of`."""
+        listed = self.of_items(items)
+        assert listed is not None
+        return steps_of(items, listed)
+
+
 def steps_of(items: Items, listed: Sequence[Mapping[str, str]]) -> Steps:
     """The transitions of ``items`` that lead to an end; empty if no array is left.
 
     Args:
-        items: Their numbers count.
-        listed: The values of each item of the prefix, and of every other one.
+        items: Arrays, of which the numbers of items count.
+        listed: Values of each item of the prefix, and of every other one.
 
     Raises:
         TooMany: there are too many.

@@ -1,4 +1,4 @@
-"""A schema document: its schemas by number, their places, and what references lead to."""
+"""A schema document: its schemas by number, their places, and the targets of references."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN = 48
 
 
 class SchemaDocument:
-    """A document, whose schemas get numbers as they are met; schema 0 is ``true``.
+    """A document, whose schemas are numbered as they are read; schema 0 is ``true``.
 
     Args:
         root: The document.
@@ -60,7 +60,7 @@ class SchemaDocument:
             self._targets.setdefault(base + plain, schema)
 
     def number(self, schema: Any, place: str) -> int:
-        """The number of ``schema``, which is met at ``place``.
+        """Number of ``schema``, which is at ``place``.
 
         Raises:
             SchemaRefused: it is no schema.
@@ -79,8 +79,8 @@ class SchemaDocument:
             self._places.append(place)
         return found
 
-    def made(self, schema: dict[str, Any], place: str) -> int:
-        """The number of a schema that the document does not spell out."""
+    def derived(self, schema: dict[str, Any], place: str) -> int:
+        """Number of a schema that is derived from the document."""
         self._kept.append(schema)
         return self.number(schema, place)
 
@@ -93,15 +93,15 @@ class SchemaDocument:
         return self._places[number]
 
     def target(self, schema: dict[str, Any], keyword: str, place: str) -> int:
-        """The number of what a reference leads to.
+        """Number of the schema that a reference leads to.
 
         Args:
-            schema: Has the reference.
+            schema: Schema that has the reference.
             keyword: ``$ref``, ``$dynamicRef`` or ``$recursiveRef``.
-            place: Of the reference.
+            place: Place of the reference, for errors.
 
         Raises:
-            SchemaRefused: nothing in the document, or not always the same.
+            SchemaRefused: the document has no such schema, or the reference may lead to several.
         """
         reference = schema[keyword]
         if not isinstance(reference, str):
@@ -124,7 +124,7 @@ class SchemaDocument:
         return {id(target) for address, target in self._targets.items() if "#" not in address}
 
     def _pointed(self, target: Any, pointer: str) -> Any:
-        """RFC 6901."""
+        """Value at a JSON pointer (RFC 6901) inside ``target``."""
         for part in unquote(pointer).split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
             if isinstance(target, list) and part.isdigit() and int(part) < len(target):
@@ -164,7 +164,7 @@ def _resources(root: Any, id_key: str) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def shown(value: Any) -> str:
-    """A value of a document, short."""
+    """JSON of a value of a document, shortened."""
     try:
         found = json.dumps(value)
     except (RecursionError, ValueError):

@@ -1,4 +1,4 @@
-"""Formats of JSON Schema as languages: the texts that the RFCs behind them allow."""
+"""Formats of JSON Schema as languages, by their RFCs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keywords of JSON Schema: what each of them allows, and what it rules out.
+"""Rules of the keywords of JSON Schema.
 
 Keywords of all drafts hold, whatever ``$schema`` says. Annotations and unknown keywords mean
 nothing (JSON Schema, core, section 6.5); one that cannot be enforced is refused.

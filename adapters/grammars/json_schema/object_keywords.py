@@ -124,7 +124,7 @@ def _dependent(solver: Solver, schema: dict[str, Any], keyword: str, place: str,
     for name, needed in map_of(schema[keyword], place).items():
         there = (Members(required=(writable(name, place),)),)
         if isinstance(needed, list):
-            goal: Goal = ((solver.document.made({"required": needed}, inside(place, name)), holds),)
+            goal: Goal = ((solver.document.derived({"required": needed}, inside(place, name)), holds),)
         else:
             goal = solver.goal(needed, inside(place, name), holds)
         needs = solver.meet(there, solver.shapes(goal), outer)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakValueDictionary
 
 MAX_WORK = 400_000
-"""Parts of languages that one decision looks at."""
+"""Parts of languages that one decision may examine."""
 
 _LAST = 0x10FFFF
 _CACHED = 4_096
@@ -36,21 +36,21 @@ class Chars:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Cat:
-    """One language behind the other; the empty text if there are none."""
+    """A concatenation; the empty text if there are no parts."""
 
     parts: tuple[Language, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Alt:
-    """A union; no text if it is of none."""
+    """A union; no text if there are no options."""
 
     options: tuple[Language, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Repeat:
-    """From ``low`` to ``high`` times, without a limit if that is None."""
+    """Texts of ``inner``, ``low`` to ``high`` times; without a limit if ``high`` is None."""
 
     inner: Language
     low: int
@@ -66,7 +66,7 @@ class Both:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Not:
-    """Every other text."""
+    """A complement: every other text."""
 
     inner: Language
 
@@ -75,7 +75,7 @@ Language: TypeAlias = Chars | Cat | Alt | Repeat | Both | Not
 _Node = TypeVar("_Node", Chars, Cat, Alt, Repeat, Both, Not)
 
 _made: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
-"""Equal languages are one object, so that they are compared and found in a moment."""
+"""Interned languages: equal ones are one object, so that comparing takes constant time."""
 
 
 def _one(kind: type[_Node], *fields: Any) -> _Node:
@@ -130,7 +130,7 @@ def text(literal: str) -> Language:
 
 
 def cat(parts: Iterable[Language]) -> Language:
-    """One language behind the other."""
+    """A concatenation."""
     found = list[Language]()
     for part in parts:
         if part is NOTHING:
@@ -163,7 +163,7 @@ def both(parts: Iterable[Language]) -> Language:
 
 
 def complement(inner: Language) -> Language:
-    """Every other text."""
+    """A complement: every other text."""
     if isinstance(inner, Not):
         return inner.inner
     if inner is ANYTHING:
@@ -172,7 +172,7 @@ def complement(inner: Language) -> Language:
 
 
 def repeat(inner: Language, low: int, high: int | None) -> Language:
-    """From ``low`` to ``high`` times."""
+    """Texts of ``inner``, ``low`` to ``high`` times."""
     if high == 0 or inner is EMPTY_TEXT:
         return EMPTY_TEXT
     if inner is NOTHING:
@@ -259,7 +259,7 @@ _left: ContextVar[list[int] | None] = ContextVar("work left for languages", defa
 
 @contextmanager
 def limited(work: int) -> Iterator[None]:
-    """Decisions within raise `TooComplex` when together they have looked at ``work`` parts."""
+    """Limit the decisions within to ``work`` parts together; more raise `TooComplex`."""
     token = _left.set([work])
     try:
         yield
@@ -279,7 +279,7 @@ def matches(language: Language, value: str) -> bool:
     """Whether ``value`` is in it.
 
     Raises:
-        TooComplex: the work is `limited`, and done.
+        TooComplex: the `limited` work is used up.
     """
     for char in value:
         _spend(size_of(language))

@@ -6,13 +6,14 @@ from typing import Any, NoReturn
 
 from adapters.grammars.json_schema.decimals import exact
 from adapters.grammars.json_schema.documents import shown
-from adapters.grammars.json_schema.ecma import PatternError, searched
+from adapters.grammars.json_schema.ecma import searched
+from adapters.grammars.json_schema.ecma_characters import PatternError
 from adapters.grammars.json_schema.patterns import Language
 from adapters.grammars.json_schema.shapes import FALSE, TRUE, Goal, SchemaRefused
 
 
 def denied(goal: Goal) -> Goal:
-    """The goal of one schema, turned round."""
+    """Negation of the goal of one schema."""
     if goal in (TRUE, FALSE):
         return FALSE if goal == TRUE else TRUE
     ((number, holds),) = goal

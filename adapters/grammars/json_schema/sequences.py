@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from adapters.grammars.json_schema.settled import Object
+from adapters.grammars.json_schema.grammar_shapes import Object
 from adapters.grammars.json_schema.shapes import SchemaRefused
 
 _BLOCK = 8
 """Members that one rule lists before it names the next: chained rules take llguidance's stack."""
 
 MAX_STATES = 4_096
-"""Places of one object by how many members there have been."""
+"""States of one object: next member, and number of members so far."""
 
 
 def repeated(source: str, low: int, high: int | None) -> str:
@@ -24,14 +24,14 @@ def repeated(source: str, low: int, high: int | None) -> str:
 
 
 class MemberSequence:
-    """The members of one object, counted as far as its bounds ask for it.
+    """Source of the members of one object, counted as far as its bounds require.
 
     Args:
-        new_rule: Makes a rule, and gives its name.
+        new_rule: Adds a rule and returns its name.
         names: Sources of the named members, and whether each is required.
         extra: Sources of other members.
         shape: The object.
-        place: Of its schema.
+        place: Place of the object's schema, for errors.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class MemberSequence:
         self._num_first = min(required, default=len(names))
 
     def whole(self) -> str:
-        """The source; there is one."""
+        """Source of all members."""
         # From the end, so that no member of a long list is a call inside another one's call.
         last = min(self._num_first + 1, len(self._names)) if self._cap == 1 else len(self._names)
         num_required = sum(required for _, required in self._names[:last])
@@ -59,7 +59,7 @@ class MemberSequence:
         return found
 
     def _from(self, index: int, count: int) -> str | None:
-        """Source of the members behind ``count``: the named ones from ``index`` on, and others.
+        """Source of the members after ``count``: the named ones from ``index`` on, and others.
 
         None if no object is left.
         """
@@ -78,7 +78,7 @@ class MemberSequence:
         return self._rules[index, count]
 
     def _ordered(self, index: int) -> str:
-        """The named members from ``index`` on, and others, behind as many as there must be."""
+        """The named members from ``index`` on, and others, once there are as many as required."""
         if self._cap == 1 and index > self._num_first and index % _BLOCK:  # reached from one place
             return self._listed(index, len(self._names))
         if (index, self._cap) not in self._rules:
@@ -89,7 +89,7 @@ class MemberSequence:
         return self._rules[index, self._cap] or ""
 
     def _listed(self, index: int, last: int) -> str:
-        """The named members from ``index`` to ``last``, and what is behind them."""
+        """The named members from ``index`` to ``last``, and those after them."""
         parts = [
             f"COMMA {source}" if required else f"(COMMA {source})?" for source, required in self._names[index:last]
         ]

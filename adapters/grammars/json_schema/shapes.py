@@ -18,7 +18,7 @@ Literal: TypeAlias = tuple[int, bool]
 """A schema of the document by its number, and whether it holds or does not."""
 
 Goal: TypeAlias = tuple[Literal, ...]
-"""All of them hold, in the order in which the document says so; every value if there are none."""
+"""Literals that all hold, in the order of the document; every value if there are none."""
 
 TRUE: Goal = ()
 FALSE: Goal = ((0, False),)
@@ -71,8 +71,8 @@ class Items:
         rest: Goal of every other item.
         low: Least number of items.
         high: Greatest number of items, None if there is none.
-        contains: Goals that some item must meet, and by how many.
-        unique: No two items are equal.
+        contains: Goals that some items must meet, and the least number of these items.
+        unique: Whether no two items are equal.
     """
 
     prefix: tuple[Goal, ...] = ()
@@ -92,7 +92,7 @@ class Others:
     """Constraints of one schema on the members that it does not name.
 
     Attributes:
-        patterns: Goals of members whose name is in a language; all that it is in hold.
+        patterns: Goals of members whose name is in a language; all that match hold.
         rest: Goal of a member whose name is in none of them.
     """
 
@@ -111,12 +111,12 @@ class Members:
 
     Attributes:
         names: Goals of named members, in the order in which they are written.
-        others: What schemas say of members that they do not name; all hold.
+        others: Constraints of schemas on members that they do not name; all hold.
         required: Names of members that there must be.
         low: Least number of members.
         high: Greatest number of members, None if there is none.
         keys: Languages that every name is in.
-        beyond: Sets of names: for each of them there is a member that is not named in it.
+        beyond: Sets of names; for each set some member has a name that is not in it.
     """
 
     names: tuple[tuple[str, Goal], ...] = ()
@@ -152,7 +152,7 @@ def is_top(shape: Shape) -> bool:
 
 
 def joined(goals: Iterable[Goal]) -> Goal:
-    """All of ``goals`` at once."""
+    """Conjunction of ``goals``."""
     found = dict[Literal, None]()
     for goal in goals:
         if goal == FALSE:
@@ -164,7 +164,7 @@ def joined(goals: Iterable[Goal]) -> Goal:
 
 
 def union(shapes: Iterable[Shape]) -> Shapes:
-    """The shapes, each once, without those that another one holds plainly."""
+    """The shapes, each once, without those of a type of which every value is there."""
     found = dict.fromkeys(shapes)
     full = {type(shape) for shape in found if is_top(shape)}
     return tuple(shape for shape in found if type(shape) not in full or is_top(shape))

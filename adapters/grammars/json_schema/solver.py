@@ -1,4 +1,4 @@
-"""The shapes of the schemas of a document: goals, intersections, and proofs of emptiness."""
+"""Shapes of the schemas of a document, and proofs that a goal has no value."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
-from adapters.grammars.json_schema.decimals import Numbers
-from adapters.grammars.json_schema.decimals import meet as meet_numbers
 from adapters.grammars.json_schema.documents import SchemaDocument, inside
-from adapters.grammars.json_schema.patterns import TooComplex, both, is_empty
+from adapters.grammars.json_schema.intersections import meet_shapes, size_of
 from adapters.grammars.json_schema.shapes import (
     FALSE,
     TOP,
     TRUE,
-    Booleans,
     Goal,
     Items,
     Literal,
@@ -22,8 +19,6 @@ from adapters.grammars.json_schema.shapes import (
     SchemaRefused,
     Shape,
     Shapes,
-    Texts,
-    is_top,
     joined,
     union,
 )
@@ -49,7 +44,7 @@ the keyword holds or does not, to the shapes that are left.
 
 
 class _Endless(SchemaRefused):
-    """A schema whose meaning is asked for while it is being found."""
+    """A schema that refers to itself while its shapes are being found."""
 
 
 class Solver:
@@ -57,7 +52,7 @@ class Solver:
 
     Args:
         document: The document.
-        rules: What each keyword says.
+        rules: Rule of each keyword.
     """
 
     def __init__(self, document: SchemaDocument, rules: Mapping[str, Rule]) -> None:
@@ -97,7 +92,7 @@ class Solver:
         if proved is None and depth > 0:
             try:
                 proved = all(self._is_impossible_shape(shape, depth) for shape in self.shapes(goal))
-            except _Endless:  # a schema that is being looked at right now
+            except _Endless:  # a schema that is being read right now
                 return False
             self._proved[goal] = proved
         return bool(proved)
@@ -160,8 +155,8 @@ class Solver:
         for one in left:
             for other in right:
                 if type(one) is type(other):
-                    self.count(place, _size_of(one) + _size_of(other))
-                    both_shapes = self._meet_shapes(one, other, place)
+                    self.count(place, size_of(one) + size_of(other))
+                    both_shapes = meet_shapes(one, other, place, self.is_impossible)
                     if both_shapes is not None:
                         found.append(both_shapes)
         shapes = union(found)
@@ -174,61 +169,6 @@ class Solver:
         self._work += work
         if self._work > MAX_WORK:
             raise SchemaRefused(f"{place}: the schema has too many cases")
-
-    def _meet_shapes(self, left: Any, right: Any, place: str) -> Shape | None:
-        if left == right or is_top(right):
-            return left  # type: ignore[no-any-return]
-        if is_top(left):
-            return right  # type: ignore[no-any-return]
-        if isinstance(left, Booleans):
-            values = left.values & right.values
-            return Booleans(values) if values else None
-        if isinstance(left, Numbers):
-            return meet_numbers(left, right)
-        if isinstance(left, Texts):
-            return _meet_texts(left, right, place)
-        return self._meet_items(left, right) if isinstance(left, Items) else self._meet_members(left, right)
-
-    def _meet_items(self, left: Items, right: Items) -> Items | None:
-        low, high = max(left.low, right.low), _least(left.high, right.high)
-        prefix = list[Goal]()
-        for index in range(max(len(left.prefix), len(right.prefix))):
-            goal = joined([left.item(index), right.item(index)])
-            if self.is_impossible(goal):
-                high = index if high is None else min(high, index)
-                break
-            prefix.append(goal)
-        if high is not None and low > high:
-            return None
-        contains = tuple(dict.fromkeys([*left.contains, *right.contains]))
-        rest = joined([left.rest, right.rest])
-        return Items(tuple(prefix), rest, low, high, contains, left.unique or right.unique)
-
-    def _meet_members(self, left: Members, right: Members) -> Members | None:
-        theirs, names = dict(right.names), dict[str, Goal]()
-        for name, goal in left.names:
-            names[name] = joined([goal, theirs[name] if name in theirs else right.value(name)])
-        for name, goal in right.names:
-            if name not in names:
-                names[name] = joined([left.value(name), goal])
-        required = tuple(dict.fromkeys([*left.required, *right.required]))
-        for name, goal in names.items():
-            if len(goal) > 1 and self.is_impossible(goal):
-                names[name] = FALSE
-        if any(names.get(name) == FALSE for name in required):
-            return None
-        low, high = max(left.low, right.low), _least(left.high, right.high)
-        if high is not None and max(low, len(required)) > high:
-            return None
-        return Members(
-            tuple(names.items()),
-            tuple(dict.fromkeys([*left.others, *right.others])),
-            required,
-            low,
-            high,
-            tuple(dict.fromkeys([*left.keys, *right.keys])),
-            tuple(dict.fromkeys([*left.beyond, *right.beyond])),
-        )
 
     def are_disjoint(self, left: Shapes, right: Shapes) -> bool:
         """Whether it is plain that no value is in both."""
@@ -244,32 +184,5 @@ class Solver:
                 if self.is_impossible(joined(goals)):
                     return True
             return False
-        met = self._meet_shapes(left, right, "#")
+        met = meet_shapes(left, right, "#", self.is_impossible)
         return met is None or self._is_impossible_shape(met, _PROOF_DEPTH)
-
-
-def _size_of(shape: Shape) -> int:
-    if isinstance(shape, Members):
-        return 1 + len(shape.names) + len(shape.required)
-    if isinstance(shape, Texts):
-        return 1 + len(shape.values or ())
-    return 1 + len(shape.prefix) if isinstance(shape, Items) else 1
-
-
-def _meet_texts(left: Texts, right: Texts, place: str) -> Texts | None:
-    listed, other = (left, right) if left.values is not None else (right, left)
-    if listed.values is not None:
-        known = None if other.values is None else set(other.values)
-        values = tuple(v for v in listed.values if (other.holds(v) if known is None else v in known))
-        return Texts(values=values) if values else None
-    language = both([left.language, right.language])
-    try:
-        return None if is_empty(language) else Texts(language)
-    except TooComplex as error:
-        raise SchemaRefused(f"{place}: {error}") from None
-    except RecursionError:
-        raise SchemaRefused(f"{place}: is nested too deeply") from None
-
-
-def _least(left: int | None, right: int | None) -> int | None:
-    return min((bound for bound in (left, right) if bound is not None), default=None)

@@ -96,7 +96,7 @@ def _value(solver: Solver, value: Any, place: str) -> Shape:
 
 
 def _const_goal(solver: Solver, value: Any, place: str, holds: bool = True) -> Goal:
-    return ((solver.document.made({"const": value}, place), holds),)
+    return ((solver.document.derived({"const": value}, place), holds),)
 
 
 def _all_but(solver: Solver, value: Any, place: str) -> Shapes:

@@ -16,8 +16,9 @@ from adapters.chain import ProcessorChain
 from adapters.contract import ArgumentError, Context, Force
 from adapters.processors.forcing import ForcedPrefix, ForcedSequence, ForceLastPhrase
 from adapters.processors.masks import BadWords
-from adapters.processors.prompts import MultipleChoice, TriggerPhrase
+from adapters.processors.multiple_choice import MultipleChoice
 from adapters.processors.thinking import ThinkingBudget
+from adapters.processors.trigger_phrase import TriggerPhrase
 from adapters.vocabulary import Vocabulary, byte_index
 
 kinds = pytest.mark.parametrize("kind", KINDS)

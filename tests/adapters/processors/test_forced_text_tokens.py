@@ -15,8 +15,9 @@ from adapters.chain import ProcessorChain, apply_edits, plan_rows
 from adapters.chain.batch import apply_late
 from adapters.contract import ArgumentError, Context
 from adapters.processors.forcing import ForcedPrefix, ForcedSequence, ForceLastPhrase
-from adapters.processors.prompts import MultipleChoice, TriggerPhrase
+from adapters.processors.multiple_choice import MultipleChoice
 from adapters.processors.thinking import ThinkingBudget
+from adapters.processors.trigger_phrase import TriggerPhrase
 
 KINDS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "forced_sequence": (ForcedSequence, "text", {}),

@@ -457,7 +457,7 @@ def test_compiled_grammars_are_shared_and_their_state_is_not():
 def compiled_of(chain: ProcessorChain) -> Any:
     processor = chain.members[0].processor
     assert isinstance(processor, GrammarProcessor)
-    return processor._compiled
+    return processor._matcher.compiled
 
 
 def test_built_in_one_thread_and_stepped_in_another(real: Context):

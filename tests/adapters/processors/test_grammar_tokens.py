@@ -42,7 +42,8 @@ from adapters.processors.grammar import (
     tokenizer_tables,
 )
 from adapters.processors.masks import BannedTokens
-from adapters.processors.structural import FORMATS, StructuralTag, ToolCalls
+from adapters.processors.structural import StructuralTag
+from adapters.processors.tool_calls import FORMATS, ToolCalls
 from adapters.vocabulary import Vocabulary
 
 Symbols = tuple[int, ...]

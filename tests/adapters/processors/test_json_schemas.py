@@ -25,7 +25,8 @@ from adapters.grammars.json_schema.ecma import searched
 from adapters.grammars.json_schema.formats import format_language
 from adapters.grammars.json_schema.patterns import is_empty, matches
 from adapters.processors.grammar import Grammar, JsonSchema
-from adapters.processors.structural import StructuralTag, ToolCalls
+from adapters.processors.structural import StructuralTag
+from adapters.processors.tool_calls import ToolCalls
 
 Validator: Any = extend(Draft202012Validator, {"dependencies": Draft7Validator.VALIDATORS["dependencies"]})
 """``dependencies`` went from the last draft, not from the schemas that are sent."""

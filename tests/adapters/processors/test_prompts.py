@@ -16,7 +16,9 @@ from vocab_for_tests import END, assert_rows_equal, context, replayed, run_row, 
 
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import ArgumentError, Context, Force, Stage
-from adapters.processors.prompts import CiteFromPrompt, MultipleChoice, TriggerPhrase, _after_labels
+from adapters.processors.cite_from_prompt import CiteFromPrompt
+from adapters.processors.multiple_choice import MultipleChoice, _after_labels
+from adapters.processors.trigger_phrase import TriggerPhrase
 from adapters.vocabulary import Vocabulary
 
 few = settings(max_examples=examples(50), deadline=None)

@@ -20,8 +20,10 @@ from vocab_for_tests import END, assert_rows_equal, context, plan_after, replaye
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import ArgumentError, Bias, Context, Force
 from adapters.processors import repetition
+from adapters.processors.dry import Dry
 from adapters.processors.ngrams import PromptNgrams, draw_base
-from adapters.processors.repetition import Dry, LoopStop, NoRepeatNgram
+from adapters.processors.repetition import LoopStop, NoRepeatNgram
+from adapters.processors.suffix_states import SuffixStates
 from adapters.processors.suffixes import SuffixAutomaton
 from adapters.vocabulary import Vocabulary
 
@@ -194,20 +196,20 @@ def test_automaton_takes_back_no_more_than_it_was_told_to_keep():
     assert automaton.size == 2
 
 
-class Counting(SuffixAutomaton):
+class CountingStates(SuffixStates):
     visits = 0
 
-    def _step(self, state, token_id):
+    def step(self, state, token_id):
         self.visits += 1
-        return super()._step(state, token_id)
+        return super().step(state, token_id)
 
-    def _steps(self, state):
+    def steps(self, state):
         self.visits += 1
-        return super()._steps(state)
+        return super().steps(state)
 
-    def _num_steps(self, state):
+    def num_steps(self, state):
         self.visits += 1
-        return super()._num_steps(state)
+        return super().num_steps(state)
 
 
 @pytest.mark.parametrize("text", ["loop", "one token", "text"])
@@ -216,16 +218,17 @@ def test_work_per_token_does_not_grow_with_the_history(text, length):
     random = torch.Generator().manual_seed(3)
     words = torch.randint(0, 40, (length,), generator=random).tolist()
     history = {"loop": [1, 2, 3, 4, 5], "one token": [1], "text": words}[text] * length
-    automaton = Counting(20)
+    automaton, states = SuffixAutomaton(20), CountingStates()
+    automaton._states = states
     for token in history[:length]:
         automaton.append(token)
-        automaton.visits += len(automaton._undo[-1].steps)
-        before = automaton.visits
+        states.visits += len(automaton._undo[-1].steps)
+        before = states.visits
         list(automaton.followers(2))
-        assert automaton.visits - before <= 2 * 20
-        automaton.visits = before
-    assert automaton.visits <= 12 * length
-    assert len(automaton._length) <= 2 * length
+        assert states.visits - before <= 2 * 20
+        states.visits = before
+    assert states.visits <= 12 * length
+    assert len(states) <= 2 * length
 
 
 # DRY

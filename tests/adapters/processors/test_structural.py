@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_edits, plan_rows
 from adapters.contract import ArgumentError, Context
-from adapters.processors.structural import FORMATS, StructuralTag, ToolCalls
+from adapters.processors.structural import StructuralTag
+from adapters.processors.tool_calls import FORMATS, ToolCalls
 from adapters.vocabulary import Vocabulary
 
 NUM_BYTES, END, PYTHON_TAG, WIDTH = 256, 256, 257, 270

@@ -13,9 +13,9 @@ from vocab_for_tests import run_row
 from adapters.chain import ProcessorChain
 from adapters.processors.characters import begun
 from adapters.processors.forcing import ForceLastPhrase
-from adapters.processors.prompts import TriggerPhrase
 from adapters.processors.repetition import LoopStop
 from adapters.processors.thinking import ThinkingBudget
+from adapters.processors.trigger_phrase import TriggerPhrase
 from adapters.vocabulary import byte_index
 
 kinds = pytest.mark.parametrize("kind", ["llama-legacy", "unigram-first", "byte-level"])

@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TypeAlias
 
-from adapters.grammars.json_schema.patterns import (
-    Both,
-    Language,
-    TooComplex,
-    alt,
-    both,
-    complement,
-    is_empty,
-    text,
-)
+from adapters.grammars.json_schema.patterns import Both, Language, TooComplex, alt, both, complement, is_empty, text
 from adapters.grammars.json_schema.shapes import FALSE, Goal, Items, Members, Others, SchemaRefused, Shape, joined
 
 MAX_CLASSES = 64
@@ -27,7 +19,7 @@ MAX_CASES = 256
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """An object whose named members are written in order, others behind them.
+    """An object whose named members are written in order, others after them.
 
     Attributes:
         names: The named ones: name, goal, and whether it is required.
@@ -44,20 +36,24 @@ class Object:
     extra_low: int
 
 
-def settled(shape: Shape, place: str) -> Iterator[Shape | Object]:
+GrammarShape: TypeAlias = Shape | Object
+"""A shape as a grammar can write it."""
+
+
+def grammar_shapes(shape: Shape, place: str) -> Iterator[GrammarShape]:
     """The shapes that a grammar writes for ``shape``.
 
     Raises:
-        SchemaRefused: a grammar cannot keep count of what it asks for.
+        SchemaRefused: a grammar cannot count what the schema requires.
     """
     if isinstance(shape, Members):
-        return _settled_members(shape, place)
+        return _objects(shape, place)
     if isinstance(shape, Items) and shape.contains:
-        return _settled_items(shape, place)
+        return _with_contains(shape, place)
     return iter([shape])
 
 
-def _settled_items(items: Items, place: str) -> Iterator[Items]:
+def _with_contains(items: Items, place: str) -> Iterator[Items]:
     """Arrays with ``contains``: one of the items in front meets it, or one of the others."""
     ((goal, least), *more) = items.contains
     if more or (least > 1 and items.prefix):
@@ -70,7 +66,7 @@ def _settled_items(items: Items, place: str) -> Iterator[Items]:
         yield items
 
 
-def _settled_members(members: Members, place: str) -> Iterator[Object]:
+def _objects(members: Members, place: str) -> Iterator[Object]:
     names = dict(members.names)
     listed = [*members.required, *(name for excluded in members.beyond for name in sorted(excluded))]
     for name in listed:

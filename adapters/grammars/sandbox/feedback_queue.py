@@ -1,6 +1,6 @@
-"""Which grammar compiles next: a multi-level feedback queue, round robin over clients per level.
+"""Order of grammars: a multi-level feedback queue, round robin over clients per level.
 
-Pure decisions, single-threaded, no clock; `adapters.grammars.sandbox` carries them out.
+Pure decisions, single-threaded, no clock; `adapters.grammars.sandbox.jobs` carries them out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Level:
     Attributes:
         cpu_s: Processor time, seconds.
         slots: Grammars that compile at the same time.
-        nice: Added to the niceness of the sandbox.
+        nice: Niceness, added to that of the sandbox.
     """
 
     cpu_s: float
@@ -45,7 +45,7 @@ class QueueEntry:
     """One grammar in the queue.
 
     Attributes:
-        client: Its client; clients are served round robin.
+        client: Client that sent it; clients are served round robin.
         level: Index of the level that it waits or runs in.
         is_running: Whether it has a slot.
     """
@@ -62,7 +62,7 @@ class FeedbackQueue(Generic[T]):
     """Waiting and running entries of type T.
 
     Args:
-        levels: By rising processor time.
+        levels: Levels, by rising processor time.
         max_waiting: Most waiting entries, over all levels.
     """
 
@@ -137,7 +137,7 @@ class FeedbackQueue(Generic[T]):
         return None
 
     def _may_run(self, client: Hashable, level: Level, running: list[T]) -> bool:
-        """Where a level has several slots, one is always left to other clients."""
+        """Whether ``client`` leaves a slot to other clients, if the level has several."""
         return sum(entry.client == client for entry in running) < max(1, level.slots - 1)
 
     def promote(self, entry: T) -> bool:

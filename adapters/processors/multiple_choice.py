@@ -1,21 +1,19 @@
-"""Prompt-guided answers: a phrase at a trigger, one of several choices, citations of the prompt."""
+"""One of several choices, each boosted by its words in the prompt."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated
 
-import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from adapters.contract import (
     Allow,
     ArgumentError,
-    Bias,
     Context,
     Edit,
     Force,
@@ -27,139 +25,19 @@ from adapters.contract import (
     SteeringProcessor,
     Unsatisfiable,
 )
-from adapters.processors.arguments import PositiveCount, Text, check_no_end, encode
-from adapters.processors.characters import MOST_MISSING, split_characters
+from adapters.processors.arguments import Boost, ShortText, check_no_end, encode
 from adapters.vocabulary import ByteIndex, byte_index
-from adapters.vocabulary.text_match import TextMatcher
-
-_ShortText = Annotated[str, Field(min_length=1, max_length=256)]
-_Boost = Annotated[float, Field(ge=-100, le=100)]
-
-
-class _Phase(NamedTuple):
-    """State of the answer.
-
-    Attributes:
-        written: Tokens of the phrase at the end of the answer while it is due or being written,
-            else -1.
-        matched: Bytes of the trigger at the end of the answer.
-        waited: Tokens since the beginning or the last phrase.
-        times: Number of phrases begun.
-    """
-
-    written: int
-    matched: int
-    waited: int
-    times: int
-
-
-class TriggerPhrase(SteeringProcessor):
-    """Writes a phrase whenever a trigger has been generated, or after a number of tokens.
-
-    Source: TriggerPhrase of NVIDIA's logits-processor-zoo, with time measured in tokens. With
-    ``trigger`` the phrase is forced after the token in which the trigger text is completed, however
-    the answer splits it. With ``after_tokens`` it is forced once that many tokens were generated
-    since the beginning or since the last phrase. Both look at the generated tokens only; the phrase
-    itself neither triggers nor counts. An answer that ends earlier has no phrase. A trigger that
-    names a special token matches that token.
-
-    The phrase never cuts a character: with fewer than four of ``after_tokens`` left, tokens after
-    which a character would lack more bytes than tokens are left are masked. If the token that
-    completes a trigger begins another character, the phrase waits for its end, and until then every
-    token must reduce the number of missing bytes.
-    """
-
-    name = "trigger_phrase"
-    version = 1
-    stage = Stage.FORCE
-    reads = Reads.GENERATED
-
-    class Args(ProcessorArgs):
-        text: Annotated[Text, Field(description="The phrase.")]
-        trigger: Annotated[_ShortText | None, Field(description="Text after which the phrase is written.")] = None
-        after_tokens: Annotated[
-            PositiveCount | None, Field(description="Tokens after which the phrase is written.")
-        ] = None
-        times: Annotated[int, Field(ge=1, le=4096, description="Most phrases in the answer.")] = 1
-
-        @model_validator(mode="after")
-        def _exactly_one(self) -> Self:
-            if (self.trigger is None) == (self.after_tokens is None):
-                raise ValueError("give either trigger or after_tokens")
-            return self
-
-    def __init__(self, args: Args, context: Context) -> None:
-        self._phrase = encode(context, "text", args.text)
-        check_no_end(context, "text", self._phrase)
-        self._forces = [Force(token_id) for token_id in self._phrase]
-        self._after, self._times = args.after_tokens, args.times
-        self._trigger: TextMatcher | None = None
-        if args.trigger is not None:
-            trigger = encode(context, "trigger", args.trigger)
-            self._trigger = TextMatcher.of_tokens(context.vocabulary, trigger)
-        self._characters = split_characters(context.vocabulary)
-        self.reset()
-
-    def reset(self) -> None:
-        self._phase = _Phase(-1, 0, 0, 0)
-        self._earlier: list[_Phase] = []
-
-    def advance(self, token_id: int, index: int) -> None:
-        self._earlier.append(self._phase)
-        if self._phase.written != 0 or not self._open(self._prompt_length + index):  # else it is still waiting
-            self._phase = self._next(self._phase, token_id)
-
-    def rewind_state(self, token_ids: Sequence[int]) -> bool:
-        self._phase = self._earlier[-len(token_ids)]
-        del self._earlier[-len(token_ids) :]
-        return True
-
-    def edit(self) -> Edit | None:
-        phase = self._phase
-        if phase.written == 0 and (beginning := self._open(len(self._tokens))):
-            return self._characters.room(beginning, 0)
-        if phase.written >= 0:
-            return self._forces[phase.written]
-        if self._after is None or phase.times == self._times or self._after - phase.waited > MOST_MISSING:
-            return None
-        return self._characters.room(self._open(len(self._tokens)), self._after - phase.waited)
-
-    def foresee(self, limit: int) -> Sequence[int]:
-        written = self._phase.written
-        if written < 0 or (written == 0 and self._open(len(self._tokens))):
-            return ()
-        return self._phrase[written:][:limit]
-
-    def _open(self, end: int) -> bytes:
-        """The incomplete character at the end of the generated tokens before position ``end``."""
-        return self._characters.open_after(self._tokens, self._prompt_length, end)
-
-    def _next(self, phase: _Phase, token_id: int) -> _Phase:
-        if phase.written >= 0 and token_id == self._phrase[phase.written]:
-            written = phase.written + 1
-            return phase._replace(written=written if written < len(self._phrase) else -1)
-        if phase.times == self._times:
-            return phase._replace(written=-1)
-        matched, waited = 0, phase.waited + 1
-        if self._trigger is not None:
-            matched, before = self._trigger.step(phase.matched, token_id)
-            triggered = before >= 0
-        else:
-            triggered = waited == self._after
-        if triggered:
-            return _Phase(0, 0, 0, phase.times + 1)
-        return _Phase(-1, matched, waited, phase.times)
 
 
 class _Trie:
     """Trie of choices as id sequences. A node is a number, 0 is the root.
 
     Args:
-        sequences: Distinct.
+        sequences: Choices, distinct.
     """
 
     ASIDE = -1
-    """Not in the trie."""
+    """Node of an answer that has left the trie."""
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
         self.children: list[dict[int, int]] = [{}]
@@ -192,8 +70,8 @@ class _Trie:
 
 
 class _ChoiceArgs(ProcessorArgs):
-    choices: Annotated[list[_ShortText], Field(min_length=1, max_length=256, description="The answers to choose from.")]
-    boost: Annotated[_Boost, Field(description="Weight of the logit of each choice's first word in the prompt.")] = 0.0
+    choices: Annotated[list[ShortText], Field(min_length=1, max_length=256, description="The answers to choose from.")]
+    boost: Annotated[Boost, Field(description="Weight of the logit of each choice's first word in the prompt.")] = 0.0
 
 
 class _Choices:
@@ -346,7 +224,7 @@ class _PromptText:
 
 
 def _first_words(labels: Sequence[bytes], prompt: Sequence[int], known: _PromptText) -> list[int | None]:
-    """For each label, the first token of the text after it; None if not in the prompt."""
+    """First token of the text after each label; None for a label that is not in the prompt."""
     begins = _after_labels({label for label in labels if label}, known.text)
     return [prompt[bisect_right(known.ends, begins[label])] if label in begins else None for label in labels]
 
@@ -377,77 +255,3 @@ def _after_labels(labels: set[bytes], text: bytes) -> dict[bytes, int]:
 
 _HEAD = rb"^[ \t]*([(\[]?)(?=[%b])"
 _CLOSING = re.compile(rb"[.:)\]]+[ \t]*(?=\S)")
-
-
-class CiteFromPrompt(SteeringProcessor):
-    """Boosts the tokens of the prompt, and those that follow the newest token there.
-
-    Source: CiteFromPrompt of NVIDIA's logits-processor-zoo. ``z_t <- z_t + boost`` for every
-    distinct token t of the prompt and for the request's end tokens; ``z_t <- z_t +
-    conditional_boost`` for every distinct t that follows the newest generated token somewhere in
-    the prompt. Before the first generated token only ``boost`` applies.
-    """
-
-    name = "cite_from_prompt"
-    version = 1
-    stage = Stage.SOFT
-    reads = Reads.PROMPT_AND_GENERATED
-
-    class Args(ProcessorArgs):
-        boost: Annotated[_Boost, Field(description="Added to the logit of every token of the prompt.")] = 1.0
-        conditional_boost: Annotated[
-            _Boost, Field(description="Added to the logit of what follows the newest token in the prompt.")
-        ] = 0.0
-
-    def __init__(self, args: Args, context: Context) -> None:
-        self._boost, self._conditional = args.boost, args.conditional_boost
-        self._ends, self._num_tokens = context.end_token_ids, context.vocabulary.num_tokens
-        self.reset()
-
-    def reset(self) -> None:
-        key = (CiteFromPrompt, self._num_tokens, self._ends)
-        self._prompt_tokens = self.from_prompt(key, lambda: _Cited(self.prompt, self._num_tokens, self._ends))
-        ids = self._prompt_tokens.token_ids
-        self._base = Bias(ids, torch.full(ids.shape, self._boost, dtype=torch.float32))
-
-    def rewind_state(self, token_ids: Sequence[int]) -> bool:
-        return True  # only the newest token is read
-
-    def edit(self) -> Edit | None:
-        follows = self.num_generated and self._conditional
-        follower_indices = self._prompt_tokens.followers(self._tokens[-1]) if follows else None
-        if self._boost == 0:
-            if follower_indices is None:
-                return None
-            return Bias(self._base.token_ids[follower_indices], torch.full((len(follower_indices),), self._conditional))
-        if follower_indices is None:
-            return self._base
-        values = self._base.values.clone()
-        values[follower_indices] += self._conditional
-        return Bias(self._base.token_ids, values)
-
-
-class _Cited:
-    """The distinct tokens of a prompt and their successors. Immutable.
-
-    Attributes:
-        token_ids: int64 ``[n]``, rising: the prompt's, below ``num_tokens``, and the end tokens.
-    """
-
-    def __init__(self, prompt: Sequence[int], num_tokens: int, ends: Iterable[int]) -> None:
-        tokens = np.array(prompt, dtype=np.int64)
-        ids = np.union1d(tokens[tokens < num_tokens], np.array(sorted(ends), dtype=np.int64))
-        self.token_ids = torch.from_numpy(ids)
-        is_known = tokens[1:] < num_tokens
-        before, after = tokens[:-1][is_known], tokens[1:][is_known]
-        order = np.lexsort((after, before))
-        before, after = before[order], after[order]
-        is_first = np.ones(len(order), dtype=np.bool_)
-        is_first[1:] = (before[1:] != before[:-1]) | (after[1:] != after[:-1])
-        self._before = before[is_first]
-        self._follower_indices = torch.from_numpy(np.searchsorted(ids, after[is_first]))
-
-    def followers(self, token_id: int) -> torch.Tensor | None:
-        """Indices into `token_ids` (int64 ``[m]``, rising) of the token's followers, or None."""
-        low, high = np.searchsorted(self._before, [token_id, token_id + 1]).tolist()
-        return self._follower_indices[low:high] if low < high else None

@@ -1,0 +1,88 @@
+"""Null, booleans, numbers and strings in Lark, and the values that a goal lists."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from adapters.grammars.json_schema.decimals import Numbers, digits, expression, multiples
+from adapters.grammars.json_schema.grammar_shapes import GrammarShape
+from adapters.grammars.json_schema.lark_source import LarkSource
+from adapters.grammars.json_schema.shapes import Booleans, Null, SchemaRefused, Shape, Texts
+from adapters.grammars.json_schema.terminals import listed_terminal, terminal
+
+MAX_MULTIPLES = 4_096
+"""Multiples that are listed."""
+
+_EXACT = 2**53
+"""Bound below which every integer is a float64, with which llguidance counts multiples."""
+
+
+class Scalars:
+    """Sources of scalar values.
+
+    Args:
+        source: The grammar, to which rules and terminals are added.
+        with_fraction: An integer may be written with a fraction of zeros (``1.0``).
+    """
+
+    def __init__(self, source: LarkSource, *, with_fraction: bool) -> None:
+        self._source = source
+        self._with_fraction = with_fraction
+
+    def expression(self, shape: Shape) -> str:
+        """Expression of a terminal."""
+        if isinstance(shape, Null):
+            return "/null/"
+        if isinstance(shape, Booleans):
+            return "/" + "|".join("true" if value else "false" for value in sorted(shape.values)) + "/"
+        if isinstance(shape, Numbers):
+            return expression(shape, with_fraction=self._with_fraction) or ""
+        assert isinstance(shape, Texts)
+        return terminal(shape.language) if shape.values is None else listed_terminal(shape.values)
+
+    def multiples(self, numbers: Numbers, place: str) -> str | None:
+        """Source of the multiples of a step that is no power of ten; None for other numbers.
+
+        Raises:
+            SchemaRefused: llguidance cannot count these multiples exactly.
+        """
+        if numbers.step is None or expression(numbers, with_fraction=False) is not None:
+            return None
+        first, last = multiples(numbers)
+        zeros = "(?:[.]0+)?" if self._with_fraction and numbers.step.denominator == 1 else ""
+        if first is not None and last is not None and last - first < MAX_MULTIPLES:
+            listed = (digits(factor * numbers.step).replace(".", "[.]") for factor in range(first, last + 1))
+            return self._source.terminal(f"/(?:{'|'.join(listed)}){zeros}/")
+        is_exact = _step_of_llguidance(float(numbers.step)) == numbers.step
+        ends = [end * numbers.step for end in (first, last) if end is not None]
+        if numbers.fractional or not is_exact or any(abs(end) > _EXACT for end in ends):
+            raise SchemaRefused(f"{place}: multipleOf cannot be enforced exactly beside the other bounds")
+        rule = self._source.rule(f"%json {{{_json_schema(numbers.step, first, last)}}}")
+        return rule + (f" /{zeros[3:-2]}/?" if zeros else "")
+
+    def listed(self, shape: GrammarShape) -> dict[str, str] | None:
+        """Source of each value of ``shape`` by what tells values apart; None if it lists none."""
+        if isinstance(shape, Texts) and shape.values is not None:
+            return {f'"{value}': listed_terminal([value]) for value in shape.values}
+        if isinstance(shape, Numbers) and shape.value is not None:
+            return {digits(shape.value): self._source.terminal(self.expression(shape))}
+        if isinstance(shape, Booleans):
+            return {str(value): f'"{str(value).lower()}"' for value in shape.values}
+        return {"null": '"null"'} if isinstance(shape, Null) else None
+
+
+def _json_schema(step: Fraction, first: int | None, last: int | None) -> str:
+    """Members of the JSON Schema by which llguidance counts multiples of ``step``."""
+    schema = f'"type": "{"integer" if step.denominator == 1 else "number"}"'
+    schema += f', "multipleOf": {digits(step)}, "x-guidance": {{"whitespace_flexible": false}}'
+    for keyword, factor in (("minimum", first), ("maximum", last)):
+        schema += f', "{keyword}": {digits(factor * step)}' if factor is not None else ""
+    return schema
+
+
+def _step_of_llguidance(step: float) -> Fraction | None:
+    """The step that llguidance reads from a float64; None if it overflows."""
+    value, exponent = step, 0
+    while not value.is_integer():
+        value, exponent = value * 10, exponent + 1
+    return Fraction(int(value), 10**exponent) if value < 2**32 else None

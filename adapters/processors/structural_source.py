@@ -1,0 +1,212 @@
+"""Lark grammars of free text in which a trigger starts what a grammar describes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal
+
+from llguidance import LLMatcher
+from pydantic import Field
+
+from adapters.contract import ArgumentError, ProcessorArgs
+from adapters.grammars.json_schema import MAX_GRAMMAR
+from adapters.processors.grammar import MAX_SOURCE, JsonSchema, literal
+from adapters.vocabulary import Vocabulary
+
+MAX_TAGS = 128
+"""Tags or tools of one grammar."""
+
+_ANY = "(?s:.*)"
+
+
+class JsonContent(ProcessorArgs):
+    """Compact JSON that a JSON Schema describes."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] | bool = Field(description="A JSON Schema; true allows any JSON.")
+
+
+class RegexContent(ProcessorArgs):
+    """Text that a regular expression matches as a whole."""
+
+    type: Literal["regex"]
+    pattern: str = Field(min_length=1, max_length=MAX_SOURCE, description="In the syntax of Rust's regex crate.")
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """End of free text.
+
+    Attributes:
+        text: The text that ends it, if it is not a special token.
+        token: Lark expression of the special token.
+    """
+
+    text: str = ""
+    token: str = ""
+
+
+@dataclass(slots=True)
+class Block:
+    """A trigger with all that may follow it.
+
+    Attributes:
+        trigger: The trigger.
+        lark: Lark of the trigger where no free text is before it.
+        options: Lark expressions of what may follow.
+    """
+
+    trigger: Trigger
+    lark: str
+    options: list[str] = field(default_factory=list)
+
+    @property
+    def whole(self) -> str:
+        """The trigger and what follows, without free text."""
+        return f"{self.lark} ({' | '.join(self.options)})"
+
+
+class MarkedText:
+    """Texts in Lark, in which special tokens are named by their ids.
+
+    Args:
+        argument: Argument of the processor, for errors.
+        vocabulary: Vocabulary that has the special tokens.
+    """
+
+    def __init__(self, argument: str, vocabulary: Vocabulary) -> None:
+        self._argument, self._vocabulary = argument, vocabulary
+
+    def lark(self, text: str) -> str:
+        """Lark expression of ``text``; special tokens in it are those tokens."""
+        return " ".join(part if is_token else f"/{literal(part)}/" for is_token, part in self._pieces(text))
+
+    def trigger(self, text: str) -> tuple[Trigger, str]:
+        """Trigger at the beginning of ``text``, and the rest of the text."""
+        pieces = self._pieces(text)
+        if not pieces[0][0]:
+            if len(pieces) > 1:
+                problem = "a trigger with a special token must begin with it"
+                raise ArgumentError(self._argument, problem)
+            return Trigger(text=text), ""
+        behind = pieces[1:]
+        if any(is_token for is_token, _ in behind):
+            raise ArgumentError(self._argument, "a trigger may hold one special token")
+        return Trigger(token=pieces[0][1]), "".join(part for _, part in behind)
+
+    def starts_special(self, text: str) -> bool:
+        """Whether ``text`` begins with a special token."""
+        return bool(text) and self._pieces(text)[0][0]
+
+    def _pieces(self, text: str) -> list[tuple[bool, str]]:
+        """Runs of ``text``: a special token's Lark expression with True, or a text with False."""
+        if not text:
+            return []
+        try:
+            token_ids = self._vocabulary.encode(text)
+        except ValueError as error:
+            raise ArgumentError(self._argument, str(error)) from error
+        found: list[tuple[bool, str]] = []
+        for is_text, run in groupby(token_ids, lambda token_id: bool(self._vocabulary.token_bytes[token_id])):
+            ids = list(run)
+            if is_text:
+                spelled = b"".join(self._vocabulary.token_bytes[token_id] for token_id in ids)
+                found.append((False, spelled.decode()))
+            else:
+                found += [(True, f"<[{token_id}]>") for token_id in ids]
+        return found
+
+
+class StructuralSource:
+    """A Lark grammar in the making, with the grammars of the contents beside it.
+
+    Args:
+        argument: Argument of the processor, for errors.
+        vocabulary: Vocabulary of the grammar.
+
+    Attributes:
+        rules: Lines of rules and terminals.
+    """
+
+    def __init__(self, argument: str, vocabulary: Vocabulary) -> None:
+        self._argument, self._vocabulary = argument, vocabulary
+        self._contents: list[dict[str, Any]] = []
+        self.rules: list[str] = []
+
+    def json(self, schema: dict[str, Any] | bool, of: str) -> str:
+        """Lark expression of compact JSON that matches ``schema``.
+
+        Args:
+            schema: A JSON Schema.
+            of: Owner of the schema, for errors.
+        """
+        try:
+            made = JsonSchema.grammar(JsonSchema.Args.model_validate({"schema": schema}), self._vocabulary)
+        except ArgumentError as error:
+            raise ArgumentError(self._argument, f"{of}: {error.problem}") from error
+        return self._added(made)
+
+    def content(self, content: JsonContent | RegexContent, of: str) -> str:
+        """Lark expression of a content.
+
+        Args:
+            content: The content.
+            of: Owner of the content, for errors.
+        """
+        if isinstance(content, JsonContent):
+            return self.json(content.json_schema, of)
+        return self._added(str(LLMatcher.grammar_from_regex(content.pattern)))
+
+    def _added(self, grammar: str) -> str:
+        """Lark expression of a grammar in llguidance's JSON form, which is added."""
+        name = f"content_{len(self._contents)}"
+        self._contents.append({**json.loads(grammar)["grammars"][0], "name": name})
+        return f"@{name}"
+
+    def grammar(self, blocks: Sequence[Block], *, begins: bool, many: bool) -> str:
+        """The grammar of free text with ``blocks`` in it.
+
+        Args:
+            blocks: A block for each trigger.
+            begins: Whether a block comes first.
+            many: Whether more than one may come.
+
+        Raises:
+            ArgumentError: one trigger contains another, or the grammar is too long.
+        """
+        texts = [block.trigger.text for block in blocks if block.trigger.text]
+        for text in texts:
+            if sum(text.count(other) > 0 for other in texts) > 1:
+                raise ArgumentError(self._argument, "no trigger may contain another one")
+        self._free(texts)
+        for index, block in enumerate(blocks):
+            if block.trigger.text:
+                self.rules.append(f"trigger_{index}[lazy]: /{_ANY}{literal(block.trigger.text)}/")
+            before = f"trigger_{index}" if block.trigger.text else f"FREE {block.trigger.token}"
+            self.rules.append(f"block_{index}: {before} ({' | '.join(block.options)})")
+        any_block = " | ".join(f"block_{index}" for index in range(len(blocks)))
+        first = " | ".join(block.whole for block in blocks)
+        if begins:
+            return self.finished(f"({first}) ({any_block})* FREE" if many else f"{first}")
+        return self.finished(f"({any_block})* FREE" if many else f"FREE | {any_block}")
+
+    def free_text(self, blocks: Sequence[Block]) -> str:
+        """The grammar of free text in which no block starts."""
+        self._free([block.trigger.text for block in blocks if block.trigger.text])
+        return self.finished("FREE")
+
+    def _free(self, texts: Sequence[str]) -> None:
+        """Add the rule of free text that holds none of ``texts``."""
+        without = f" & ~/{_ANY}({'|'.join(map(literal, texts))}){_ANY}/" if texts else ""
+        self.rules.append(f"FREE: /{_ANY}/{without}")
+
+    def finished(self, start: str) -> str:
+        """The grammar of start rule ``start``, in llguidance's JSON form."""
+        lark = "\n".join([f"start: {start}", *self.rules])
+        made = json.dumps({"grammars": [{"name": "structure", "lark_grammar": lark}, *self._contents]})
+        if len(made) > MAX_GRAMMAR:
+            raise ArgumentError(self._argument, f"expected a grammar of at most {MAX_GRAMMAR} characters in all")
+        return made
