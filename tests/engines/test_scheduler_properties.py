@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kv_doubles import END, RecallModel, answer, recall_request
 
-from worker.engines.embedded.kv_cache.blocks import ROOT, BlocksStored, hash_block
+from worker.engines.embedded.blocks import ROOT, hash_block
+from worker.engines.embedded.kv_cache import BlocksStored
 from worker.engines.embedded.kv_cache.cache import KvCache
 from worker.engines.embedded.plan import Output, Plan, Request
 from worker.engines.embedded.scheduler import Scheduler

@@ -6,16 +6,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, repeat
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from adapters.chain import Planned, ProcessorChain, ProcessorFailed
 from worker.engines import FinishReason, QueueTimes, TokenLogprob
+from worker.engines.embedded.blocks import Block, extend_hashes
 from worker.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from worker.engines.embedded.kv_cache import Block
 
 logger = logging.getLogger(__name__)
 
@@ -137,8 +135,12 @@ class Request:
             return self.tap.first_wanted
         return len(self.tokens) - 1
 
+    def hash_blocks(self, block_size: int) -> list[int]:
+        """The hashes of all full blocks of `tokens`; each is computed once."""
+        return extend_hashes(self.block_hashes, self.tokens, block_size, self.cache_salt)
+
     def rewind(self, position: int, block_size: int) -> None:
-        """Forget the tokens from `position` on, and the blocks that hold any of them."""
+        """Drop the tokens from `position` on, and the blocks that hold any of them."""
         assert position >= self.num_sent, f"{self.id}: position {position} of {self.num_sent} sent ones"
         num_blocks = position // block_size
         del self.tokens[position:], self.block_hashes[num_blocks:], self.cached_blocks[num_blocks:]

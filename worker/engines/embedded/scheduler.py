@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from worker.engines import QueueTimes
 from worker.engines.embedded.advance import advance
-from worker.engines.embedded.kv_cache import KvCache, hash_blocks
+from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.plan import TILE, Chunk, Output, PageCopy, Plan, Request, Samples
 from worker.engines.embedded.turns import Turns, counts_of
 
@@ -467,7 +467,7 @@ class Scheduler:
     def _pending(self, requests: Iterable[Request]) -> set[int]:
         """Hashes of the blocks that `requests` are about to compute, and to cache."""
         size, sound = self.cache.block_size, (one for one in requests if not one.is_spoiled)
-        return {each for one in sound for each in hash_blocks(one, size)[one.num_computed // size :]}
+        return {each for one in sound for each in one.hash_blocks(size)[one.num_computed // size :]}
 
     def _awaits_prefix(self, request: Request, pending: set[int]) -> bool:
         """Whether more than half of what a request has to compute is about to be cached.

@@ -13,8 +13,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from worker.engines import KvEventSink
+from worker.engines.embedded.blocks import ROOT
 from worker.engines.embedded.host import Watchdog
-from worker.engines.embedded.kv_cache import ROOT, BlocksRemoved, BlocksStored, is_out_of_memory
+from worker.engines.embedded.kv_cache import BlocksRemoved, BlocksStored, is_out_of_memory
 from worker.engines.embedded.plan import Output, Request
 from worker.engines.embedded.step import Stepper
 from worker.engines.embedded.transfer import KvHandle
