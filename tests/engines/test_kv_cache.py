@@ -235,7 +235,7 @@ def test_a_router_that_comes_later_is_told_what_is_cached_and_nothing_is_kept_fo
     store = KvCache(4, PAGE, BLOCK)
     for token in range(10, 30):
         store.free(computed(store, [token] * 36))
-    assert store._index.events._events is None
+    assert store._index.events is None
     assert store.drain_events() == []
     stays = computed(store, [50] * 18)
     store.record_events()

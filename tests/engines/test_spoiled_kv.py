@@ -181,7 +181,7 @@ def test_a_drafted_token_that_is_not_finite_changes_no_answer(checkpoint: Path, 
     found = [answer(result) for result in one.generate([GOOD, GOOD[:9]], greedy(20))]
     stepper.speculator = speculator
     assert found == plain
-    assert stepper.scheduler.num_preemptions
+    assert stepper.scheduler.queues.num_preemptions
     check_cached(one)
 
 

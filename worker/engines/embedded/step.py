@@ -116,7 +116,7 @@ class Stepper:
         if plan.drafts:
             plan, logits = self._recompute_spoiled(plan, logits)
         outputs = self._sample(plan, logits[plan.first_rows()] if plan.drafts else logits, computed)
-        if self.connector is not None and self.scheduler.pinned:
+        if self.connector is not None and self.scheduler.queues.pinned:
             self.connector.lease(plan, outputs)
         if computed.decode:
             self.speculator.learn_cost(computed)
@@ -159,7 +159,7 @@ class Stepper:
         if not again:
             return plan, logits
         for request in again:
-            self.scheduler.preempt(request)
+            self.scheduler.queues.preempt(request)
         left, rows = plan.without(again)
         return left, logits[rows]
 

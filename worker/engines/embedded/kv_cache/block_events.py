@@ -31,28 +31,24 @@ class BlocksRemoved:
 
 
 class BlockEvents:
-    """Events in order, recorded from `start` on."""
+    """Events in order.
 
-    def __init__(self) -> None:
-        self._events: list[BlocksStored | BlocksRemoved] | None = None
+    Args:
+        cached: Blocks that are cached by now, a parent before its children; they come first.
+    """
 
-    def start(self, cached: Iterable[Block]) -> None:
-        """Begin to record, with the blocks that are cached by now; a parent before its children."""
-        self._events = []
+    def __init__(self, cached: Iterable[Block]) -> None:
+        self._events: list[BlocksStored | BlocksRemoved] = []
         for block in cached:
             self.add_stored(block)
 
     def drain(self) -> list[BlocksStored | BlocksRemoved]:
         """Events since the last call."""
-        events = self._events or []
-        if self._events is not None:
-            self._events = []
+        events, self._events = self._events, []
         return events
 
     def add_stored(self, block: Block) -> None:
         """Record a cached block; in the last event, if it follows that one's last block."""
-        if self._events is None:
-            return
         parent = block.parent.hash if block.parent else ROOT
         hashes, tokens = (block.hash,), tuple(block.tokens)
         last = self._events[-1] if self._events else None
@@ -62,6 +58,5 @@ class BlockEvents:
             self._events.append(BlocksStored(parent, hashes, tokens))
 
     def add_removed(self, hashes: Sequence[int]) -> None:
-        """Record evicted blocks, unless there are none."""
-        if hashes and self._events is not None:
-            self._events.append(BlocksRemoved(tuple(hashes)))
+        """Record evicted blocks."""
+        self._events.append(BlocksRemoved(tuple(hashes)))

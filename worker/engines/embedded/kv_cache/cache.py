@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from worker.engines.embedded.blocks import Block
-from worker.engines.embedded.kv_cache.block_events import BlocksRemoved, BlocksStored
+from worker.engines.embedded.kv_cache.block_events import BlockEvents, BlocksRemoved, BlocksStored
 from worker.engines.embedded.kv_cache.page_pool import PagePool
 from worker.engines.embedded.kv_cache.prefix_index import PrefixIndex
 from worker.engines.embedded.plan import PageCopy, Request
@@ -90,7 +90,7 @@ class KvCache:
         request.num_computed = len(chain) * self.block_size
         num_copied = len(chain) % self._per_page
         copies = self._copy_on_write(request, chain[-num_copied:]) if num_copied else ()
-        while len(request.pages) < self.count_pages(len(request.tokens)):
+        for _ in range(self.count_pages(len(request.tokens)) - len(request.pages)):
             self._append(request)
         return copies
 
@@ -98,11 +98,11 @@ class KvCache:
         """Whether `allocate` would give a request its pages."""
         shared = self._index.full_pages(self._index.match(request))
         missing = self.count_pages(len(request.tokens)) - len(shared)
-        return missing + spare <= self.num_available - sum(page in self._pool.cached for page in shared)
+        return missing + spare <= self._pool.num_available - sum(page in self._pool.cached for page in shared)
 
     def append_page(self, request: Request) -> bool:
         """Give a request one more page; False if requests own all of them."""
-        if not self.num_available:
+        if not self._pool.num_available:
             return False
         self._append(request)
         return True
@@ -159,11 +159,11 @@ class KvCache:
 
         From then on they must be drained.
         """
-        self._index.events.start(self._index.blocks.values())
+        self._index.events = BlockEvents(self._index.blocks.values())
 
     def drain_events(self) -> list[BlocksStored | BlocksRemoved]:
         """Blocks cached and evicted since the last call, in order; none before `record_events`."""
-        return self._index.events.drain()
+        return [] if self._index.events is None else self._index.events.drain()
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Free + cached + owned is the whole store, and reference counts agree with `requests`.

@@ -36,11 +36,11 @@ class PrefixIndex:
 
     Attributes:
         blocks: The cached blocks by hash, a parent before its children.
-        events: Blocks that were cached and evicted.
+        events: Record of cached and evicted blocks, None while it is not read.
     """
 
     def __init__(self, num_pages: int, page_size: int, block_size: int) -> None:
-        self.events = BlockEvents()
+        self.events: BlockEvents | None = None
         self._block_size = block_size
         self._per_page = page_size // block_size
         self._pages = [Page() for _ in range(num_pages)]
@@ -110,7 +110,8 @@ class PrefixIndex:
         """Add a block to a page, behind those that it holds."""
         if not block.pages and block.hash not in self.blocks and self._is_cached(block.parent):
             self.blocks[block.hash] = block
-            self.events.add_stored(block)
+            if self.events is not None:
+                self.events.add_stored(block)
         block.pages.append(page)
         self._pages[page].blocks.append(block)
 
@@ -119,7 +120,8 @@ class PrefixIndex:
         removed: list[int] = []
         for index, number in enumerate(pages):
             removed += self._detach(number, max(0, num_blocks - index * self._per_page))
-        self.events.add_removed(removed)
+        if removed and self.events is not None:
+            self.events.add_removed(removed)
 
     def move(self, moved: Mapping[int, int], cached: Iterable[int]) -> tuple[PageCopy, ...]:
         """Move blocks between pages, from old to new number; returns what must be copied.

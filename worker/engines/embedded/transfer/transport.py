@@ -50,8 +50,8 @@ PAUSE_S = 0.00005
 as long.
 """
 
-LINGER_S = 0.5
-"""How long a release is given to reach its peer: over TCP nothing moves unless somebody polls."""
+RELEASE_TIMEOUT_S = 0.5
+"""Time for a release to reach its peer: over TCP nothing moves unless the transport is polled."""
 
 State = Literal["busy", "done", "expired", "lost"]
 
@@ -106,7 +106,7 @@ class KvTransport:
         return f"KvTransport({len(self._leases)} leases, {self.scratch.num_taken} words in use, {self.agent!r})"
 
     @property
-    def is_lingering(self) -> bool:
+    def is_releasing(self) -> bool:
         """Whether a release may still be on its way, so that `poll` should be called again soon."""
         return bool(self._releases)
 
@@ -166,7 +166,7 @@ class KvTransport:
             self.agent.disconnect(handle.agent)
             self.scratch.give_back(word)
             return
-        self._releases.append(Release(transfer, word, time.monotonic() + LINGER_S))
+        self._releases.append(Release(transfer, word, time.monotonic() + RELEASE_TIMEOUT_S))
         self._drop_ended_releases()
 
     def close(self) -> None:
