@@ -72,7 +72,7 @@ class Admission:
         return tuple(copies)
 
     def _admit_starved(self, order: Sequence[Request]) -> list[PageCopy]:
-        """Where slots or pages are missing, make room for one request of each client that has none
+        """Make room, where slots or pages are missing, for one request of each client that has none
         running. The client that has most of them gives up its last one, and never its only one.
         """
         copies: list[PageCopy] = []

@@ -7,7 +7,7 @@ from worker.engines.embedded.plan import Output, Request, Samples
 
 
 def advance(request: Request, samples: Samples, row: int) -> Output:
-    """Append the token sampled in `row` to `request`; returns what its stream is told."""
+    """Append the token sampled in `row` to `request`; returns its output."""
     chain = request.chain
     if samples.errors and row in samples.errors:
         return Output(request.id, finish_reason="error", error=samples.errors[row], chain=chain)
@@ -19,11 +19,11 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     if chain is not None:
         if chain.backtracks:
             try:
-                position = _take_back(request, chain, token, ends)
+                position = _rewind_position(request, chain, token, ends)
             except ProcessorFailed as failure:
                 return Output(request.id, finish_reason="error", error=str(failure), chain=chain)
             if position is not None:
-                return Output(request.id, rolled_back_to=position)
+                return Output(request.id, rewound_to=position)
         if samples.processed and row in samples.processed:
             chain.receipt.add_logprob(len(request.tokens) - 1, samples.processed[row])
         output.engine_data = _accept(chain, token, len(request.tokens) - 1, ends)
@@ -38,7 +38,7 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     return output
 
 
-def _take_back(request: Request, chain: ProcessorChain, token: int, ends: bool) -> int | None:
+def _rewind_position(request: Request, chain: ProcessorChain, token: int, ends: bool) -> int | None:
     """Tell a backtracking chain; the position to sample again, None if the answer goes on or ends.
 
     Raises:

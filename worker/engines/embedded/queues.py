@@ -38,10 +38,10 @@ class Queues:
         turns: The clients' turns, which are told of each arrival.
 
     Attributes:
-        waiting: In order of arrival.
-        prefilling: In order of arrival.
-        decoding: The same tuple object while the rows are the same.
-        pinned: Some of them may run as well.
+        waiting: Waiting queue, in order of arrival.
+        prefilling: Requests in prefill, in order of arrival.
+        decoding: Decode rows; the same tuple object while the rows are the same.
+        pinned: Requests whose pages are pinned for transfer.
         num_preemptions: Preemptions since the start.
     """
 

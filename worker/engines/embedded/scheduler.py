@@ -163,8 +163,8 @@ class Scheduler:
             ]
             self.queues.release(finished)
         for request, output in zip(plan.sampled, outputs, strict=True):
-            if output.rolled_back_to is not None:
-                self._rewind(request, output.rolled_back_to)
+            if output.rewound_to is not None:
+                self._rewind(request, output.rewound_to)
         if self.is_idle:
             self.check_integrity()
         return outputs

@@ -79,7 +79,7 @@ class NativeBeats:
             self._thread.start()
 
     def begin_step(self) -> None:
-        """Nothing: every moment is watched."""
+        """Does nothing: every moment is watched."""
 
     def end(self) -> None:
         """See `Beats.end`; does not wait for the thread, which ends after its period."""

@@ -1,4 +1,4 @@
-"""How many threads of the CPU compute a step."""
+"""Number of CPU threads that compute a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cpu_quota(root: Path | None = None, own: Path | None = None) -> float | None
     limit.
 
     Args:
-        root: Where the control groups are mounted.
+        root: Mount point of the control groups.
         own: The file that names this process's groups.
     """
     root, own = root or CGROUPS, own or OWN_CGROUPS

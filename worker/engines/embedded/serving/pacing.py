@@ -29,7 +29,7 @@ may wait again.
 
 
 class Pacing:
-    """When the step thread decodes, and when it computes prompts alone.
+    """Decides when the step thread decodes, and when it computes prompts alone.
 
     Attributes:
         is_held: Whether consumers are behind, so that decoding pauses; set by any thread.

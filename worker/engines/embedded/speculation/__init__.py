@@ -9,7 +9,7 @@ plain decoding, whatever was drafted; a proposer decides how fast they come.
 `proposer` is the protocol; `chain_proposer`, `ngram`, `suffix` and `draft_model` implement it.
 `speculator` chooses among them and how much they draft, with `draft_length`; `config` is
 ``--speculative-config``; `verification` has the decisions as plain functions. `held_outputs` holds
-back the tokens that a processor may still take back.
+back the tokens that a processor may still rewind.
 """
 
 from worker.engines.embedded.speculation.config import SpeculativeConfig

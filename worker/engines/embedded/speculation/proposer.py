@@ -13,8 +13,8 @@ class Draft:
 
     Attributes:
         tokens: The likeliest first one first; none for no draft.
-        matched: How many tokens of the history were found where the draft was taken from; 0 if it
-            is not a copy.
+        matched: Number of tokens of the history that were found where the draft was taken from; 0
+            if it is not a copy.
     """
 
     tokens: Sequence[int] = ()
@@ -50,7 +50,7 @@ class Proposer(Protocol):
 
 
 def repeat(tokens: Sequence[int], end: int, limit: int) -> Sequence[int]:
-    """What follows an earlier place of a text, if it goes on as it went on from there.
+    """Tokens that follow an earlier place of a text, if it continues as it did there.
 
     Args:
         tokens: The text, whose end matches that place.

@@ -1,4 +1,4 @@
-"""`Speculator`: who drafts for a request, how much, and what became of it."""
+"""`Speculator`: proposer and draft length for each request, and counts of accepted tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Counts:
 
     Attributes:
         proposed: Tokens that the model computed.
-        accepted: Those of them that are part of an answer.
+        accepted: Tokens among them that are part of an answer.
     """
 
     proposed: int = 0
@@ -87,7 +87,7 @@ class Speculator:
 
     Attributes:
         config: The settings.
-        counts: By the proposer's name.
+        counts: Drafted tokens by the proposer's name.
         is_enabled: Whether anything is drafted.
     """
 
@@ -188,7 +188,7 @@ class Speculator:
         """Take the result of a step with drafts.
 
         Args:
-            plan: Of the step.
+            plan: Plan of the step.
             accepted: Accepted tokens of each decode row's draft.
         """
         for row, number in enumerate(accepted):

@@ -104,7 +104,7 @@ class KvConnector:
 
     @property
     def wait_s(self) -> float | None:
-        """How soon `poll` should be called: 0 at once, None for no need before the next message."""
+        """Time until the next `poll`: 0 at once, None for no need before the next message."""
         waits = self._decode.wait_s, self._prefill.wait_s, POLL_S if self.transport.is_releasing else None
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 

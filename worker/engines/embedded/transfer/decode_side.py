@@ -70,7 +70,7 @@ class DecodeSide:
 
     Args:
         transport: This worker's end of the transfers.
-        store: Its KV store.
+        store: The worker's KV store.
         transfers: The requests whose pages are pinned.
         counts: Counts by outcome, which it adds to: ``received``, ``cached`` (all of it was cached
             here), ``expired``, ``lost``, ``cancelled``; and ``bytes`` received.
@@ -105,7 +105,7 @@ class DecodeSide:
 
     @property
     def wait_s(self) -> float | None:
-        """How soon `poll` should be called: 0 at once, None for no need before the next message."""
+        """Time until the next `poll`: 0 at once, None for no need before the next message."""
         if self._reading or (self._ready and self._queues.has_slot):
             return 0.0
         return POLL_S if self._waiting or self._ready or self.abandoned else None

@@ -87,7 +87,7 @@ class PrefillSide:
 
     @property
     def wait_s(self) -> float | None:
-        """How soon `poll` should be called; None for no need before the next message."""
+        """Time until the next `poll`; None for no need before the next message."""
         if self._leases:
             newest = next(reversed(self._leases.values()))
             return POLL_S if self._clock() < newest.granted_s + FRESH_S else SLOW_POLL_S

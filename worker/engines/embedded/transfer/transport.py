@@ -63,7 +63,7 @@ class Release:
     Attributes:
         transfer: Writes `word` there.
         word: Holds the fencing token.
-        deadline: When it is given up, as of `time.monotonic`.
+        deadline: Time at which it is given up, by `time.monotonic`.
     """
 
     transfer: NixlTransfer
@@ -77,15 +77,15 @@ class KvTransport:
     Args:
         tensors: Keys of each layer, then values of each layer: ``[pages, heads, page_size,
             head_dim]``, contiguous.
-        layout: Of the store.
+        layout: Layout of the store.
         devices: Network devices to listen on, as in ``UCX_NET_DEVICES``.
 
     Attributes:
         tensors: The same.
         layout: The same.
-        memory: What NIXL calls the memory of the tensors: ``DRAM`` or ``VRAM``.
-        agent: Its NIXL agent.
-        scratch: Its scratch words.
+        memory: NIXL's name of the tensors' memory: ``DRAM`` or ``VRAM``.
+        agent: The NIXL agent.
+        scratch: Words for reads and releases.
 
     Raises:
         StartupError: NIXL is not installed, or cannot be used here.
@@ -195,8 +195,8 @@ class KvRead:
     """One read under way. Made by `KvTransport.read`.
 
     Attributes:
-        num_bytes: Of keys and values.
-        seconds: From the start to the end, with all waiting.
+        num_bytes: Size of the keys and values.
+        seconds: Time from the start to the end, with all waiting.
     """
 
     def __init__(self, transport: KvTransport, handle: KvHandle, pages: Sequence[int], start: int, stop: int) -> None:
