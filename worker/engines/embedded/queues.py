@@ -14,6 +14,7 @@ finished or aborted   nowhere            nothing
 from __future__ import annotations
 
 import itertools
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
@@ -94,7 +95,7 @@ class Queues:
         longest = self.cache.count_pages(request.limit)
         assert longest <= self.cache.num_pages, f"{request.id} may take {longest} pages: {self!r}"
         self.arrive(request)
-        self._enqueue(request)
+        insort(self.waiting, request, key=by_arrival)
 
     def start_prefill(self, request: Request) -> None:
         """Add a request that owns pages for all its tokens to those in prefill."""
@@ -110,7 +111,7 @@ class Queues:
     def requeue(self, request: Request) -> None:
         """Free a running request's pages and let it wait; blocks that stay cached are its hit."""
         self.release([request])
-        self._enqueue(request)
+        insort(self.waiting, request, key=by_arrival)
 
     def release(self, requests: Sequence[Request]) -> None:
         """Take requests out of the batch, and free their pages but for those that are pinned."""
@@ -120,12 +121,6 @@ class Queues:
         for request in requests:
             if request not in self.pinned:
                 self.cache.free(request)
-
-    def _enqueue(self, request: Request) -> None:
-        index = len(self.waiting)
-        while index and self.waiting[index - 1].arrival > request.arrival:
-            index -= 1
-        self.waiting.insert(index, request)
 
 
 def spare_pages(queues: Queues) -> int:

@@ -50,9 +50,12 @@ class AbandonedReads:
     def __len__(self) -> int:
         return len(self._reads)
 
-    def add(self, read: KvRead, request: Request) -> None:
-        """Take the pages of `request`, to which `read` may still write."""
-        self._reads.append((read, self._transfers.detach_pages(request)))
+    def free_pages(self, request: Request, read: KvRead | None) -> None:
+        """Free a request's pages; not before `read`, if there is one, cannot write to them."""
+        if read is None:
+            self._transfers.unpin(request)
+        else:
+            self._reads.append((read, self._transfers.detach_pages(request)))
 
     def free_ended(self) -> None:
         """Free the pages of reads that have ended by now."""
@@ -193,7 +196,7 @@ class DecodeSide:
             return
         self._counts[state] += 1
         logger.warning("request %s: its KV is %s, its prompt is computed here", request.id, state)
-        self._free_pages(request, None if is_released else read)
+        self.abandoned.free_pages(request, None if is_released else read)
         note_mode(request, "local prefill")
         self._queues.add(request)
 
@@ -205,14 +208,7 @@ class DecodeSide:
             self._transport.release(incoming.handle)
             return
         self._reading.remove(incoming)
-        self._free_pages(incoming.request, None if incoming.read.release() else incoming.read)
-
-    def _free_pages(self, request: Request, read: KvRead | None) -> None:
-        """Free a request's pages; not before `read`, if there is one, cannot write to them."""
-        if read is None:
-            self._transfers.unpin(request)
-        else:
-            self.abandoned.add(read, request)
+        self.abandoned.free_pages(incoming.request, None if incoming.read.release() else incoming.read)
 
 
 def note_mode(request: Request, mode: Mode) -> None:
