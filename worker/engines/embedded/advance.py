@@ -1,4 +1,4 @@
-"""A request one sampled token further: its chain is told, and its end is found."""
+"""One sampled token appended to a request: its chain accepts it, and the end is detected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
 
 
 def _rewind_position(request: Request, chain: ProcessorChain, token: int, ends: bool) -> int | None:
-    """Tell a backtracking chain; the position to sample again, None if the answer goes on or ends.
+    """Position that a backtracking chain rewinds to, to be sampled again; None for none.
+
+    The chain accepts `token`, unless it is an end token that is not shown and the chain rewinds
+    before it.
 
     Raises:
         ProcessorFailed: see `ProcessorChain.take_back`.
@@ -52,6 +55,8 @@ def _rewind_position(request: Request, chain: ProcessorChain, token: int, ends: 
 
 
 def _accept(chain: ProcessorChain, token_id: int, position: int, ends: bool) -> dict[str, object] | None:
-    """Tell the chain; returns its receipt so far if wanted, with the attribution at the end."""
+    """Let the chain accept a token; returns its receipt so far if wanted, with attribution at the
+    end.
+    """
     chain.accept(token_id, position)
     return {"logits_processors": chain.report(attribution=ends)} if chain.wants_receipt else None

@@ -50,7 +50,7 @@ class LogitsTap(Protocol):
         """Rows ``[n, V]`` of the tokens from `start` on, few at a time.
 
         Rows before `first_wanted` may be left out. After a preemption they come from the first
-        token again, and go on beyond the prompt where the tokens of a step do.
+        token again, and continue beyond the prompt where the tokens of a step do.
         """
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:

@@ -36,7 +36,7 @@ class Queues:
     Args:
         cache: The bookkeeping of the KV pages.
         max_num_seqs: Requests in ``prefilling`` and ``decoding`` together at most.
-        turns: The clients' turns, which are told of each arrival.
+        turns: Turns between clients, which count each arrival.
 
     Attributes:
         waiting: Waiting queue, in order of arrival.

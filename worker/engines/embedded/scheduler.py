@@ -140,9 +140,11 @@ class Scheduler:
             queues.prefilling = [one for one in queues.prefilling if one.num_computed < len(one.tokens)]
 
     def spoil(self, plan: Plan, spoiled: Sequence[Request]) -> None:
-        """Set requests of a settled step without drafts apart, whose KV `Model.spoiled` tells of.
+        """Mark requests whose KV from a settled step without drafts is not finite.
 
-        What earlier steps computed of them is sound.
+        `Model.spoiled` lists them.
+
+        KV that earlier steps computed for them is sound.
         """
         starts = {id(chunk.request): chunk.start for chunk in plan.chunks}
         for request in spoiled:

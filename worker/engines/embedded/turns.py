@@ -114,7 +114,7 @@ def counts_of(requests: Iterable[Request]) -> Counter[str | None]:
 
 def last_of_largest_client(running: Sequence[Request]) -> Request:
     """The running request to preempt: the last one of the client that has most of them, so that the
-    oldest of all goes on.
+    oldest of all keeps running.
     """
     counts = counts_of(running)
     return max(running, key=lambda request: (counts[request.client], request.arrival))

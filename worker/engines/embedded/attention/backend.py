@@ -2,7 +2,7 @@
 
 A backend plans a step once; every layer then attends through that plan, either with queries, keys
 and values, or with the output of a fused QKV projection, to which the backend applies RMSNorm and
-RoPE. Only `model.kernels.choose_kernels` knows which backends there are.
+RoPE. Only `model.kernels.choose_kernels` names the backends.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ class TextGenerationController(PaddedBatches, Streaming):
             active[request_id].follow()
 
     def _close(self, running: Running) -> None:
-        """Complete the request, and forget it."""
+        """Complete the request, and drop it."""
         running.complete()
         request = running.request
         assert request.prompt_tokens is not None

@@ -34,7 +34,7 @@ def limit_threads(
     """
     if environ.get("OMP_NUM_THREADS"):
         return
-    cores = torch.get_num_threads()  # torch knows the process's affinity, not its quota
+    cores = torch.get_num_threads()  # torch respects the process's affinity, not its quota
     quota = cpu_quota() if quota is None else quota
     size = sum(path.stat().st_size for path in Path(model_path).glob("*.safetensors"))
     share = 1 if size <= SMALL_CHECKPOINT else int(min(cores, quota or cores) / local_workers)

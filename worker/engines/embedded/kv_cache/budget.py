@@ -109,7 +109,7 @@ def _default_blocks(
 
 
 def _default_bytes(device: torch.device, available: int, context_bytes: int) -> int:
-    """Most of `available` memory that the KV cache takes unless it is told how much."""
+    """Most of `available` memory that the KV cache takes unless an option sets it."""
     if device.type == "cuda":
         return int(available * CUDA_SHARE)
     share = min(int(available * CPU_SHARE), CPU_MAX_BYTES)

@@ -23,7 +23,7 @@ to be on their way.
 """
 
 MAX_GATHER_S = 0.03
-"""Longest that decoding waits while requests keep coming; it then goes on for as long before it
+"""Longest that decoding waits while requests keep coming; it then continues for as long before it
 may wait again.
 """
 
@@ -41,7 +41,7 @@ class Pacing:
         self._last_decode_s = -math.inf
         self._last_arrival_s = -math.inf
         self._gathering_since_s = -math.inf
-        self._quiet_s = GATHER_S  # time without an arrival after which decoding goes on
+        self._quiet_s = GATHER_S  # time without an arrival after which decoding continues
 
     @property
     def is_prompts_first(self) -> bool:

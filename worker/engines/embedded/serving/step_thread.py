@@ -1,4 +1,4 @@
-"""The step thread: messages come in between steps, outputs go to the event loop."""
+"""The step thread: reads messages between steps, and sends outputs to the event loop."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Listen:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Message: the consumers have caught up, so that decoding goes on."""
+    """Message: the consumers have caught up, so that decoding continues."""
 
 
 @dataclass(frozen=True, slots=True)

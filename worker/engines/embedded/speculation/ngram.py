@@ -14,7 +14,7 @@ class NgramProposer:
     """Implements `Proposer`: prompt lookup (Saxena 2023) over prompt and answer.
 
     The longest of the n-grams at the end of the history that occurred before counts, and of its
-    occurrences the latest, since texts go on as they went on last.
+    occurrences the latest, since texts tend to continue as they did last.
 
     Args:
         shortest: Tokens of the shortest n-gram that is looked up.

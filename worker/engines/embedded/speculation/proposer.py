@@ -12,7 +12,7 @@ class Draft:
     """Tokens that may come next.
 
     Attributes:
-        tokens: The likeliest first one first; none for no draft.
+        tokens: Drafted tokens in order; empty for no draft.
         matched: Number of tokens of the history that were found where the draft was taken from; 0
             if it is not a copy.
     """
@@ -54,7 +54,7 @@ def repeat(tokens: Sequence[int], end: int, limit: int) -> Sequence[int]:
 
     Args:
         tokens: The text, whose end matches that place.
-        end: Past the last token of the place; where the text ends, the draft goes on with itself,
+        end: Past the last token of the place; where the text ends, the draft continues with itself,
             so that a loop is drafted at full length.
         limit: Tokens.
     """

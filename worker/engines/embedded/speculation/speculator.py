@@ -177,9 +177,9 @@ class Speculator:
         return corpus
 
     def learn_cost(self, plan: Plan) -> None:
-        """A step that `draft` began has sampled the first position of every row.
+        """Take the time since `draft` began the step, once every row's first position is sampled.
 
-        What comes then, the sampling of drafted positions, plain decoding would do in later steps.
+        The sampling of drafted positions comes later: plain decoding would do it in later steps.
         """
         if not plan.chunks:
             self._costs.learn(plan.num_tokens, self._clock() - self._began_s)

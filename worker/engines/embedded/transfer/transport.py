@@ -111,7 +111,7 @@ class KvTransport:
         return bool(self._releases)
 
     def grant(self, pages: Sequence[int]) -> KvHandle | None:
-        """Lease `pages` to whoever has the handle, until `revoke`; None if there are too many."""
+        """Lease `pages` to the holder of the handle, until `revoke`; None if there are too many."""
         lease = self._leases.grant()
         if lease is None:
             return None
@@ -185,7 +185,7 @@ class KvTransport:
         with contextlib.suppress(TransferError):
             if release.transfer.state() == "PROC" and now < release.deadline:
                 return False
-        with contextlib.suppress(TransferError):  # a word that is written late is nobody's token
+        with contextlib.suppress(TransferError):  # a word that is written late is no lease's token
             release.transfer.release()
         self.scratch.give_back(release.word)
         return True
