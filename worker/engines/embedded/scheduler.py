@@ -140,9 +140,7 @@ class Scheduler:
             queues.prefilling = [one for one in queues.prefilling if one.num_computed < len(one.tokens)]
 
     def spoil(self, plan: Plan, spoiled: Sequence[Request]) -> None:
-        """Mark requests whose KV from a settled step without drafts is not finite.
-
-        `Model.spoiled` lists them.
+        """Mark requests whose KV of a settled step without drafts is not finite (`Model.spoiled`).
 
         KV that earlier steps computed for them is sound.
         """
@@ -165,19 +163,12 @@ class Scheduler:
             ]
             self.queues.release(finished)
         for request, output in zip(plan.sampled, outputs, strict=True):
-            if output.rewound_to is not None:
-                self._rewind(request, output.rewound_to)
+            if output.rewound_to is not None:  # computed from there on; its KV up to there is cached
+                request.rewind(output.rewound_to, self.cache.block_size)
+                self.queues.requeue(request)
         if self.is_idle:
             self.check_integrity()
         return outputs
-
-    def _rewind(self, request: Request, position: int) -> None:
-        """Rewind a running request to `position`, and compute it from there on.
-
-        As after a preemption it is in the waiting queue then; its KV up to there is cached.
-        """
-        request.rewind(position, self.cache.block_size)
-        self.queues.requeue(request)
 
     def check_integrity(self) -> None:
         """Every live request is in one queue and owns its pages. Raises `AssertionError`."""
