@@ -44,11 +44,3 @@ def hash_block(parent: int, tokens: Sequence[int]) -> int:
 def root_of(cache_salt: str | None) -> int:
     """Parent hash of a sequence's first block: sequences of different salts share no block."""
     return ROOT if cache_salt is None else hash_block(ROOT, list(cache_salt.encode("utf-8", "surrogatepass")))
-
-
-def extend_hashes(hashes: list[int], tokens: Sequence[int], block_size: int, cache_salt: str | None) -> list[int]:
-    """Add to `hashes` those of the full blocks of `tokens` that it lacks; returns it."""
-    for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
-        parent = hashes[-1] if hashes else root_of(cache_salt)
-        hashes.append(hash_block(parent, tokens[start : start + block_size]))
-    return hashes

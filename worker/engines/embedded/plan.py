@@ -12,7 +12,7 @@ import torch
 
 from adapters.chain import Planned, ProcessorChain, ProcessorFailed
 from worker.engines import FinishReason, QueueTimes, TokenLogprob
-from worker.engines.embedded.blocks import Block, extend_hashes
+from worker.engines.embedded import blocks
 from worker.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class Request:
     num_preemptions: int = 0
     queue_times: QueueTimes | None = None
     block_hashes: list[int] = field(default_factory=list)
-    cached_blocks: list[Block] = field(default_factory=list)
+    cached_blocks: list[blocks.Block] = field(default_factory=list)
     draft_sources: Sequence[Any] | None = None
     is_spoiled: bool = False
 
@@ -136,7 +136,11 @@ class Request:
 
     def hash_blocks(self, block_size: int) -> list[int]:
         """The hashes of all full blocks of `tokens`; each is computed once."""
-        return extend_hashes(self.block_hashes, self.tokens, block_size, self.cache_salt)
+        hashes, tokens = self.block_hashes, self.tokens
+        for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
+            parent = hashes[-1] if hashes else blocks.root_of(self.cache_salt)
+            hashes.append(blocks.hash_block(parent, tokens[start : start + block_size]))
+        return hashes
 
     def rewind(self, position: int, block_size: int) -> None:
         """Drop the tokens from `position` on, and the blocks that hold any of them."""
