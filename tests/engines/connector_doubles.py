@@ -61,7 +61,7 @@ class Side:
         store = self.model.kv_store
         transport = KvTransport(store.tensors, layout)
         timing = {} if clock is None else {"clock": clock}
-        self.connector = KvConnector(transport, store, self.stepper.scheduler, lease_s, **timing)
+        self.connector = KvConnector(transport, store, self.stepper.scheduler.transfers, lease_s, **timing)
         self.stepper.connector = self.connector
         self.num_pages = self.stepper.scheduler.cache.num_available
         self.outputs: dict[str, list[Output]] = {}
@@ -104,7 +104,7 @@ class Side:
     def is_empty(self) -> bool:
         """Whether nobody owns a page and nothing is under way."""
         scheduler = self.stepper.scheduler
-        return scheduler.is_idle and not scheduler.pinned and scheduler.cache.num_available == self.num_pages
+        return scheduler.is_idle and not scheduler.queues.pinned and scheduler.cache.num_available == self.num_pages
 
     def close(self) -> None:
         self.connector.close()

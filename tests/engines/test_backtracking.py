@@ -100,8 +100,8 @@ def test_the_answer_does_not_depend_on_drafts_batch_or_preemption(engine: Engine
     engine.add(PROMPTS[1], params(), named[1])
     results: list[Any] = []
     for step in range(1000):
-        if stepper.scheduler.decoding and step % 5 == 4:
-            stepper.scheduler.preempt(stepper.scheduler.decoding[0])
+        if stepper.scheduler.queues.decoding and step % 5 == 4:
+            stepper.scheduler.queues.preempt(stepper.scheduler.queues.decoding[0])
         results += engine.step()
         stepper.scheduler.check_integrity()
         stepper.scheduler.cache.check_blocks()

@@ -15,8 +15,8 @@ from engine_doubles import END, ScriptedModel, StartEngine, collect, config
 from worker.engines import RequestHints, TokenDelta
 from worker.engines.embedded import EmbeddedEngine, Plan
 from worker.engines.embedded.kv_cache.cache import KvCache
-from worker.engines.embedded.serving import step_thread
-from worker.engines.embedded.serving.step_thread import RUN_AHEAD
+from worker.engines.embedded.serving import pacing
+from worker.engines.embedded.serving.outbox import RUN_AHEAD
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
 from worker.sampling import SamplingParams
 
@@ -144,11 +144,11 @@ async def test_a_consumer_that_keeps_up_gets_each_token_by_itself(start_engine: 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Consumers are waited for as long as it takes."""
-    monkeypatch.setattr(step_thread, "MAX_PAUSE_S", 600.0)
+    monkeypatch.setattr(pacing, "MAX_PAUSE_S", 600.0)
 
 
 async def held(engine: EmbeddedEngine) -> None:
-    while not (engine._thread and engine._thread._is_held):
+    while not (engine._thread and engine._thread._pacing.is_held):
         await asyncio.sleep(0)
 
 
@@ -482,7 +482,7 @@ async def test_a_router_that_comes_late_hears_what_is_known_and_nothing_is_kept_
     engine = await start_engine(ScriptedModel())
     prompt = list(range(5, 5 + 50))
     await collect(engine, "one", prompt, params(2))
-    assert kv_cache(engine)._events is None
+    assert kv_cache(engine)._index.events is None
     router = Router()
     engine.report_blocks(router)
     await router.hears(3)  # at once, not with the next step: there is none

@@ -173,14 +173,14 @@ def test_preempted_at_every_step(case: Case, forgets: bool) -> None:
     requests = [add(driver, case, which) for which in range(len(LENGTHS))]
 
     def preempt() -> None:
-        for one in (*driver.scheduler.decoding, *driver.scheduler.prefilling):
-            driver.scheduler.preempt(one)
+        for one in (*driver.scheduler.queues.decoding, *driver.scheduler.queues.prefilling):
+            driver.scheduler.queues.preempt(one)
         if forgets:
             driver.scheduler.cache.clear()
 
     finish(driver, preempt)
     assert generated(requests) == case.answers
-    assert driver.scheduler.num_preemptions >= NEW_TOKENS - 1
+    assert driver.scheduler.queues.num_preemptions >= NEW_TOKENS - 1
 
 
 @pytest.mark.usefixtures("small_pages")
@@ -189,7 +189,7 @@ def test_driven_out_of_a_store_that_is_too_small(case: Case) -> None:
     requests = [add(driver, case, which, f"{which} {copy}") for copy in range(4) for which in range(len(LENGTHS))]
     finish(driver)
     assert generated(requests) == case.answers * 4
-    assert driver.scheduler.num_preemptions > 0
+    assert driver.scheduler.queues.num_preemptions > 0
 
 
 @pytest.mark.usefixtures("small_pages")
@@ -210,7 +210,7 @@ def test_three_answers_share_their_prompt(case: Case) -> None:
     shared: list[bool] = []
 
     def look() -> None:
-        if len(driver.scheduler.decoding) == 3:
+        if len(driver.scheduler.queues.decoding) == 3:
             shared.append(len({tuple(one.pages[:4]) for one in requests}) == 1)
 
     finish(driver, look)

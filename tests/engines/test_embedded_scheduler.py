@@ -12,7 +12,8 @@ from kv_doubles import RecallModel, answer, recall_request
 from worker.engines import QueueTimes
 from worker.engines.embedded.kv_cache.cache import KvCache
 from worker.engines.embedded.plan import TILE, Output, Plan, Request
-from worker.engines.embedded.scheduler import FEW_ROWS, Scheduler
+from worker.engines.embedded.prompt_chunks import FEW_ROWS
+from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.step import Stepper
 from worker.sampling import SamplingParams
 
@@ -112,7 +113,7 @@ def test_the_head_of_the_queue_waits_for_memory_and_nobody_overtakes_it() -> Non
     driver.add("large", prompt(60, first=4), 2)
     driver.add("small", prompt(4, first=5), 2)
     driver.step()
-    assert [one.id for one in driver.scheduler.waiting] == ["large", "small"]
+    assert [one.id for one in driver.scheduler.queues.waiting] == ["large", "small"]
     assert first.pages == [0, 1, 2]
     driver.scheduler.abort("first")
     driver.step()
@@ -143,7 +144,7 @@ def test_a_long_prompt_hardly_slows_those_who_decode() -> None:
     driver.step()
     driver.add("long", prompt(1500, first=4), 2)
     sizes = []
-    while driver.scheduler.has_prompts:
+    while driver.scheduler.queues.prefilling or driver.scheduler.queues.waiting:
         driver.step()
         assert [one.id for one in driver.plans[-1].decode] == ["early"]
         sizes += [chunk.stop - chunk.start for chunk in driver.plans[-1].chunks]
@@ -160,7 +161,7 @@ def test_many_who_decode_bear_a_larger_piece_of_a_long_prompt() -> None:
     driver.step()
     driver.add("long", prompt(2000, first=4), 2)
     sizes = []
-    while driver.scheduler.has_prompts:
+    while driver.scheduler.queues.prefilling or driver.scheduler.queues.waiting:
         driver.step()
         sizes += [chunk.stop - chunk.start for chunk in driver.plans[-1].chunks]
     assert all((FEW_ROWS + 1 + size) % TILE == 0 for size in sizes[:-1])
@@ -183,9 +184,9 @@ def test_one_that_comes_back_is_served_before_the_younger_ones() -> None:
     first = driver.add("first", prompt(3000, first=3), 4)
     second = driver.add("second", prompt(3000, first=4), 4)
     driver.step()
-    driver.scheduler.preempt(first)
+    driver.scheduler.queues.preempt(first)
     driver.step()
-    assert driver.scheduler.prefilling == [first, second]
+    assert driver.scheduler.queues.prefilling == [first, second]
     assert [(chunk.request.id, chunk.stop - chunk.start) for chunk in driver.plans[-1].chunks] == [
         ("first", 768),
         ("second", 256),
@@ -198,9 +199,9 @@ def test_the_last_page_is_left_to_those_who_will_grow() -> None:
     driver.add("fits", prompt(30, first=4), 3)
     driver.add("waits", prompt(10, first=5), 3)
     driver.step()
-    assert [one.id for one in driver.scheduler.waiting] == ["waits"]
+    assert [one.id for one in driver.scheduler.queues.waiting] == ["waits"]
     driver.finish()
-    assert driver.scheduler.num_preemptions == 0
+    assert driver.scheduler.queues.num_preemptions == 0
 
 
 def test_nothing_is_left_to_those_who_will_not_grow() -> None:
@@ -208,7 +209,7 @@ def test_nothing_is_left_to_those_who_will_not_grow() -> None:
     driver.add("short", prompt(10, first=3), 6)
     driver.add("as short", prompt(10, first=4), 6)
     driver.step()
-    assert not driver.scheduler.waiting
+    assert not driver.scheduler.queues.waiting
 
 
 def test_the_last_that_came_is_the_first_that_goes() -> None:
@@ -216,7 +217,7 @@ def test_the_last_that_came_is_the_first_that_goes() -> None:
     for name in range(3):
         driver.add(str(name), prompt(10, first=10 + name), 40)
     outputs = driver.finish()
-    assert driver.scheduler.num_preemptions > 0
+    assert driver.scheduler.queues.num_preemptions > 0
     assert [output.request_id for output in outputs if output.finish_reason] == ["0", "1", "2"]
     for name in range(3):
         tokens = [output.token_id for output in outputs if output.request_id == str(name)]
@@ -235,8 +236,8 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
     one = driver.add("one", prompt(20), 50)
     for _ in range(30):
         driver.step()
-    driver.scheduler.preempt(one)
-    assert list(driver.scheduler.waiting) == [one]
+    driver.scheduler.queues.preempt(one)
+    assert list(driver.scheduler.queues.waiting) == [one]
     driver.step()
     chunk = driver.plans[-1].chunks[0]
     assert (chunk.start, chunk.stop) == (48, 50)  # three blocks were known
@@ -251,8 +252,8 @@ def test_preempted_requests_keep_their_order() -> None:
     driver.step()
     late = driver.add("late", prompt(3, first=30), 5)
     for one in (requests[2], requests[0], requests[3]):
-        driver.scheduler.preempt(one)
-    assert list(driver.scheduler.waiting) == [requests[0], requests[2], requests[3], late]
+        driver.scheduler.queues.preempt(one)
+    assert list(driver.scheduler.queues.waiting) == [requests[0], requests[2], requests[3], late]
 
 
 def test_answers_to_one_prompt_compute_it_once() -> None:
@@ -282,7 +283,7 @@ def test_who_waits_for_a_prompt_that_is_aborted_computes_it() -> None:
     first = driver.add("first", prompt(500), 3)
     second = driver.add("second", prompt(500), 3)
     driver.step()
-    assert (first.num_computed, list(driver.scheduler.waiting)) == (100, [second])
+    assert (first.num_computed, list(driver.scheduler.queues.waiting)) == (100, [second])
     driver.scheduler.abort("first")
     driver.step()
     assert (second.num_cached_tokens, second.num_computed) == (96, 196)
@@ -300,16 +301,16 @@ def test_where_all_pages_are_pinned_nothing_is_computed_until_some_are_freed() -
     driver = Driver(num_pages=4, page_size=16)
     stepper_ = Stepper(driver.model, driver.scheduler)
     pinned = recall_request(driver.model, "pinned", prompt(40, first=3), 1)
-    assert driver.scheduler.pin(pinned) == ()
+    assert driver.scheduler.transfers.pin(pinned) == ()
     one = driver.add("one", prompt(14, first=4), 30)
-    while one.pages or not driver.scheduler.num_preemptions:
+    while one.pages or not driver.scheduler.queues.num_preemptions:
         stepper_.step()
     computed = driver.model.num_computed
     assert stepper_.step() == []
     assert stepper_.wait_s is not None
     assert stepper_.wait_s > 0
     assert driver.model.num_computed == computed
-    driver.scheduler.unpin(pinned)
+    driver.scheduler.transfers.unpin(pinned)
     while not driver.scheduler.is_idle:
         assert len(stepper_.step()) == 1
         assert driver.scheduler.is_idle or stepper_.wait_s == 0
@@ -321,14 +322,14 @@ def test_a_transfer_that_waits_for_pages_is_not_overtaken() -> None:
     driver.add("runs", prompt(40, first=3), 5)
     driver.step()
     transfer = recall_request(driver.model, "transfer", prompt(40, first=4), 1)
-    driver.scheduler.arrive(transfer)
-    assert driver.scheduler.pin(transfer) is None
+    driver.scheduler.queues.arrive(transfer)
+    assert driver.scheduler.transfers.pin(transfer) is None
     late = driver.add("late", prompt(4, first=5), 2)
     driver.step()
-    assert list(driver.scheduler.waiting) == [late]
-    driver.scheduler.unblock(transfer)  # it was aborted
+    assert list(driver.scheduler.queues.waiting) == [late]
+    driver.scheduler.transfers.unblock(transfer)  # it was aborted
     driver.step()
-    assert not driver.scheduler.waiting
+    assert not driver.scheduler.queues.waiting
     driver.finish()
 
 
@@ -336,14 +337,14 @@ def test_a_transfer_waits_for_requests_that_arrived_earlier() -> None:
     driver = Driver(num_pages=4, page_size=16)
     driver.add("early", prompt(4, first=3), 2)
     transfer = recall_request(driver.model, "transfer", prompt(20, first=4), 1)
-    driver.scheduler.arrive(transfer)
-    assert driver.scheduler.pin(transfer) is None
+    driver.scheduler.queues.arrive(transfer)
+    assert driver.scheduler.transfers.pin(transfer) is None
     driver.add("late", prompt(4, first=5), 2)
     driver.step()
     assert [chunk.request.id for chunk in driver.plans[-1].chunks] == ["early", "late"]
-    assert driver.scheduler.pin(transfer) == ()
-    assert driver.scheduler.pinned == [transfer]
-    driver.scheduler.unpin(transfer)
+    assert driver.scheduler.transfers.pin(transfer) == ()
+    assert driver.scheduler.queues.pinned == [transfer]
+    driver.scheduler.transfers.unpin(transfer)
     driver.finish()
 
 
@@ -351,17 +352,17 @@ def test_detached_pages_stay_pinned_while_their_request_is_recomputed() -> None:
     driver = Driver(num_pages=8, page_size=16)
     one = recall_request(driver.model, "one", prompt(40), 3)
     one.end_ids = frozenset()
-    driver.scheduler.arrive(one)
-    assert driver.scheduler.pin(one) == ()
+    driver.scheduler.queues.arrive(one)
+    assert driver.scheduler.transfers.pin(one) == ()
     pages = one.pages
-    stand_in = driver.scheduler.detach_pages(one)
-    assert (one.pages, stand_in.pages, driver.scheduler.pinned) == ([], pages, [stand_in])
+    stand_in = driver.scheduler.transfers.detach_pages(one)
+    assert (one.pages, stand_in.pages, driver.scheduler.queues.pinned) == ([], pages, [stand_in])
     driver.scheduler.add(one)
     driver.step()
     assert not set(one.pages) & set(pages)
     driver.finish()
     assert driver.cache.num_available == 8 - len(pages)
-    driver.scheduler.unpin(stand_in)
+    driver.scheduler.transfers.unpin(stand_in)
     assert driver.cache.num_available == 8
     assert one.tokens == prompt(40) + answer_without_end(prompt(40), 3)
 
@@ -372,18 +373,19 @@ def test_queue_times_are_those_of_the_first_admission_and_a_transfer_is_between_
     driver = Driver(num_pages=8, page_size=16)
     moments = iter(range(10, 20))
     clock = SimpleNamespace(monotonic=lambda: next(moments))
-    monkeypatch.setattr("worker.engines.embedded.scheduler.time", clock)
+    for module in ("admission_order", "pinned"):
+        monkeypatch.setattr(f"worker.engines.embedded.{module}.time", clock)
     plain = driver.add("plain", prompt(4, first=3), 2)
     assert plain.queue_times is None
     driver.step()
     assert plain.queue_times == QueueTimes(10, 10)
-    driver.scheduler.preempt(plain)
+    driver.scheduler.queues.preempt(plain)
     driver.step()
     assert plain.queue_times == QueueTimes(10, 10)
     transfer = recall_request(driver.model, "transfer", prompt(20, first=4), 1)
-    driver.scheduler.arrive(transfer)
-    assert driver.scheduler.pin(transfer) == ()
+    driver.scheduler.queues.arrive(transfer)
+    assert driver.scheduler.transfers.pin(transfer) == ()
     assert transfer.queue_times == QueueTimes(11, 11)
-    driver.scheduler.resume(transfer)
+    driver.scheduler.transfers.resume(transfer)
     assert transfer.queue_times == QueueTimes(11, 12)
     driver.finish()

@@ -37,7 +37,7 @@ LONGEST = 60
 class Wire:
     """In place of `KvTransport`. The token of a handle is the number of its prompt in `prompts`."""
 
-    is_lingering = False
+    is_releasing = False
 
     def __init__(self, model: TensorRecallModel, prompts: Sequence[Sequence[int]], chance: random.Random) -> None:
         self.tensors = model.kv_store.tensors
@@ -122,7 +122,9 @@ class Station:
             self.wire = Wire(self.model, self.prompts, self.chance)
             lease_s = 60.0 if role == "prefill" else None
             transport: Any = self.wire
-            self.stepper.connector = KvConnector(transport, self.model.kv_store, self.stepper.scheduler, lease_s)
+            self.stepper.connector = KvConnector(
+                transport, self.model.kv_store, self.stepper.scheduler.transfers, lease_s
+            )
 
     def arrive(self) -> None:
         """A request; on a decode worker some come without a KV transfer."""
@@ -200,5 +202,5 @@ def test_the_preempted_do_not_starve_behind_kv_transfers() -> None:
     """A steady load, somewhat more than a decode worker with little memory can serve."""
     station = Station("decode", seed=5, num_pages=2 * LONGEST // PAGE, local=0.0)
     station.run(1500, per_step=0.15)
-    assert station.stepper.scheduler.num_preemptions > 20
+    assert station.stepper.scheduler.queues.num_preemptions > 20
     assert max(station.passed.values()) <= MAX_NUM_SEQS

@@ -219,9 +219,9 @@ def answers(
 
 
 def preempt_all(scheduler: Any) -> None:
-    for one in (*scheduler.decoding, *scheduler.prefilling):
-        scheduler.preempt(one)
-    if scheduler.num_preemptions % 2:
+    for one in (*scheduler.queues.decoding, *scheduler.queues.prefilling):
+        scheduler.queues.preempt(one)
+    if scheduler.queues.num_preemptions % 2:
         scheduler.cache.clear()
 
 

@@ -8,10 +8,12 @@ import pytest
 from kv_doubles import RecallModel, recall_request
 from test_scheduler_properties import House, operate
 
-from worker.engines.embedded.kv_cache import blocks
-from worker.engines.embedded.kv_cache.blocks import ROOT, BlocksRemoved, BlocksStored, hash_block
+from worker.engines.embedded import blocks
+from worker.engines.embedded.blocks import ROOT, hash_block
+from worker.engines.embedded.kv_cache import BlocksRemoved, BlocksStored
 from worker.engines.embedded.kv_cache.budget import choose_page_size
-from worker.engines.embedded.kv_cache.cache import FREE_AHEAD, KvCache
+from worker.engines.embedded.kv_cache.cache import KvCache
+from worker.engines.embedded.kv_cache.page_pool import FREE_AHEAD
 from worker.engines.embedded.plan import PageCopy, Request
 
 BLOCK, PAGE, CONTEXT = 4, 16, 64
@@ -99,10 +101,10 @@ def test_a_request_that_is_rewound_to_the_end_of_a_cached_block_leaves_a_token_t
 def test_freed_pages_stay_cached_until_they_are_needed() -> None:
     store = cache(num_pages=4)
     store.free(computed(store, list(range(3, 43))))
-    assert (store.num_free, store.num_available) == (1, 4)
+    assert (len(store._pool.free), store.num_available) == (1, 4)
     assert len(store.match_prefix(request(list(range(3, 60))))) == 10
     other = computed(store, [50] * 20)  # takes the free one and evicts the end of the chain
-    assert (other.pages, store.num_free) == ([3, 2], 0)
+    assert (other.pages, len(store._pool.free)) == ([3, 2], 0)
     assert len(store.match_prefix(request(list(range(3, 60))))) == 8
     store.check_integrity([other])
 
@@ -119,7 +121,9 @@ def test_the_least_recently_used_goes_first_and_ends_before_beginnings() -> None
         lengths.append([len(store.match_prefix(request([first] * 33))) for first in (10, 20, 30)])
         if not any(lengths[-1]):
             break
-        store._free.append(store._evict())
+        number, _ = store._pool.cached.popitem(last=False)
+        store._index.withdraw([number], 0)
+        store._pool.free.append(number)
     assert lengths == [[8, 4, 8], [8, 0, 8], [8, 0, 4], [8, 0, 0], [4, 0, 0], [0, 0, 0]]
 
 
@@ -188,13 +192,13 @@ def test_compaction_comes_to_an_end_and_leaves_nothing_to_move(num_pages: int) -
     for seed in range(8):
         operate(house, random.Random(seed), 300)
         store = house.cache
-        store._is_compact = False
+        store._pool._is_compact = False
         for _ in range(num_pages):
             for copy in store.compact():
                 house.model.store[copy.target][: copy.num_tokens] = house.model.store[copy.source][: copy.num_tokens]
         end = num_pages - store.num_available + FREE_AHEAD
-        low = [number for number in store._cached if number < end]
-        assert not low or (max(store._free, default=-1) < end and next(iter(store._cached)) < end)
+        low = [number for number in store._pool.cached if number < end]
+        assert not low or (max(store._pool.free, default=-1) < end and next(iter(store._pool.cached)) < end)
         house.check()
 
 
@@ -231,7 +235,7 @@ def test_a_router_that_comes_later_is_told_what_is_cached_and_nothing_is_kept_fo
     store = KvCache(4, PAGE, BLOCK)
     for token in range(10, 30):
         store.free(computed(store, [token] * 36))
-    assert store._events is None
+    assert store._index.events is None
     assert store.drain_events() == []
     stays = computed(store, [50] * 18)
     store.record_events()
@@ -245,7 +249,7 @@ def test_a_router_that_comes_later_is_told_what_is_cached_and_nothing_is_kept_fo
             assert each == hash_block(parent, tokens)
             cached[each] = parent, tokens
             parent = each
-    assert set(cached) == {ROOT, *store._index}
+    assert set(cached) == {ROOT, *store._index.blocks}
     assert set(stays.block_hashes) <= set(cached)
     assert store.drain_events() == []
     store.clear()
@@ -295,7 +299,7 @@ def test_what_follows_a_cached_block_is_found(modulus: int, monkeypatch: pytest.
     house = House(routes=False)
     for seed in range(3):
         operate(house, random.Random(seed), 500)
-        for block in house.cache._index.values():
+        for block in house.cache._index.blocks.values():
             tokens: list[int] = []
             last: blocks.Block | None = block
             while last is not None:
@@ -327,7 +331,7 @@ def test_leaks_are_noticed() -> None:
     with pytest.raises(AssertionError, match="live requests own"):
         store.check_integrity([])
     store.check_integrity([one])
-    store._free.pop()
+    store._pool.free.pop()
     with pytest.raises(AssertionError, match="leaked"):
         store.check_integrity([one])
 
@@ -336,10 +340,10 @@ def test_wrong_blocks_are_noticed() -> None:
     store = cache()
     one = computed(store, [10] * 36)
     store.check_blocks()
-    block = store._pages[one.pages[0]].blocks.pop()
+    block = store._index._pages[one.pages[0]].blocks.pop()
     with pytest.raises(AssertionError, match="misplaced"):
         store.check_blocks()
-    store._pages[one.pages[0]].blocks.append(block)
+    store._index._pages[one.pages[0]].blocks.append(block)
     block.pages.append(7)
     with pytest.raises(AssertionError, match="no page"):
         store.check_blocks()

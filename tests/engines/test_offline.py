@@ -511,7 +511,7 @@ def test_preempted_answers_and_scores_are_the_same(checkpoints: dict[str, Path])
     roomy = Engine(checkpoints["llama"], **settings)
     narrow = Engine(checkpoints["llama"], kv_blocks=48, **settings)
     expected, found = (engine.generate(prompts, params) for engine in (roomy, narrow))
-    assert narrow.session.stepper.scheduler.num_preemptions > 0
+    assert narrow.session.stepper.scheduler.queues.num_preemptions > 0
     for one, other in zip(expected, found, strict=True):
         assert len(other.prompt_logprobs or ()) == 250
         scores, again = (
@@ -602,10 +602,10 @@ def disturb(engine: Engine, source: random.Random) -> list[Result]:
     scheduler = engine.session.stepper.scheduler
     while engine.unfinished:
         kind = source.choice(["preempt", "suspend", "resume", "forget", *["step"] * 12])
-        running = [*scheduler.decoding, *scheduler.prefilling]
+        running = [*scheduler.queues.decoding, *scheduler.queues.prefilling]
         awake = [one for one in engine.unfinished if one not in suspended]
         if kind == "preempt" and running:
-            scheduler.preempt(source.choice(running))
+            scheduler.queues.preempt(source.choice(running))
         elif kind == "suspend" and awake:
             suspended.append(source.choice(awake))
             engine.suspend(suspended[-1])

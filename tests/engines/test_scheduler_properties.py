@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kv_doubles import END, RecallModel, answer, recall_request
 
-from worker.engines.embedded.kv_cache.blocks import ROOT, BlocksStored, hash_block
+from worker.engines.embedded.blocks import ROOT, hash_block
+from worker.engines.embedded.kv_cache import BlocksStored
 from worker.engines.embedded.kv_cache.cache import KvCache
 from worker.engines.embedded.plan import Output, Plan, Request
 from worker.engines.embedded.scheduler import Scheduler
@@ -53,7 +54,7 @@ class House:
 
     @property
     def running(self) -> list[Request]:
-        return [*self.scheduler.decoding, *self.scheduler.prefilling]
+        return [*self.scheduler.queues.decoding, *self.scheduler.queues.prefilling]
 
     def arrive(self, family: int, shared: int, own: int, max_tokens: int, copies: int = 1) -> None:
         """Requests whose first tokens are those of their family, and the rest like no other's."""
@@ -80,7 +81,7 @@ class House:
     def preempt(self, one: Request) -> None:
         self.computed.pop(one.id)
         self.num_sent_back += 1
-        self.scheduler.preempt(one)
+        self.scheduler.queues.preempt(one)
         assert (one.pages, one.num_computed) == ([], 0)
 
     def step(self) -> None:
@@ -140,7 +141,7 @@ class House:
             assert one.num_cached_tokens is not None
             assert 0 <= one.num_cached_tokens < one.prompt_length
             self.computed[one.id] = one.num_computed
-            for passed in self.scheduler.waiting if self.routes and self.clients == 1 else ():
+            for passed in self.scheduler.queues.waiting if self.routes and self.clients == 1 else ():
                 if passed.arrival < one.arrival:
                     assert any(shared_tokens(passed, other) > len(passed.tokens) // 2 for other in self.running)
 
@@ -302,7 +303,7 @@ def test_ten_thousand_operations(clients: int, least: int) -> None:
     assert house.num_finished > least
     assert house.num_aborted > 100
     assert house.num_sent_back > 100
-    assert house.scheduler.num_preemptions - house.num_sent_back > 100
+    assert house.scheduler.queues.num_preemptions - house.num_sent_back > 100
 
 
 @pytest.mark.campaign

@@ -125,8 +125,8 @@ class Run:
                 return self
             if number in suspended:
                 self.suspend()
-            if number in preempted and self.stepper.scheduler.decoding:
-                self.stepper.scheduler.preempt(self.stepper.scheduler.decoding[0])
+            if number in preempted and self.stepper.scheduler.queues.decoding:
+                self.stepper.scheduler.queues.preempt(self.stepper.scheduler.queues.decoding[0])
             self.step()
         raise AssertionError("the answer does not end")
 

@@ -185,7 +185,7 @@ def test_kv_of_rejected_drafts_is_never_read_and_pages_balance(
         driver.step()
         driver.scheduler.check_integrity()
         driver.scheduler.cache.check_blocks()
-        for one in driver.scheduler.decoding:
+        for one in driver.scheduler.queues.decoding:
             assert len(one.pages) == driver.scheduler.cache.count_pages(one.num_computed)
             assert one.num_computed == len(one.tokens) - 1
     assert {name: one.tokens[one.prompt_length :] for name, one in live.items()} == wanted
@@ -209,7 +209,7 @@ def test_a_draft_takes_no_page_that_somebody_owns_and_ends_with_the_answer() -> 
     assert all(plan.num_tokens <= 9 for plan in seen)
     assert not any(one.get("b") for one in drafts)  # one token is left of it, which a draft cannot save
     assert 0 < max(len(one.get("a", ())) for one in drafts) <= 7  # of 40: the answer ends before
-    assert scheduler.num_preemptions == 0
+    assert scheduler.queues.num_preemptions == 0
 
 
 def test_a_draft_that_overflows_leaves_nothing_behind() -> None:
@@ -233,7 +233,7 @@ def test_a_draft_that_overflows_leaves_nothing_behind() -> None:
         for output in driver.step():
             found[output.request_id] += [] if output.token_id is None else [output.token_id]
     assert found == {name: one.token_ids for name, one in plain.items()}
-    assert driver.scheduler.num_preemptions == 1
+    assert driver.scheduler.queues.num_preemptions == 1
 
 
 # -- what ends is freed

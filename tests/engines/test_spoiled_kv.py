@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from worker.engines.embedded import Engine, Plan, Request
-from worker.engines.embedded.kv_cache import Block, BlocksRemoved, BlocksStored, KvCache, budget
+from worker.engines.embedded.blocks import Block
+from worker.engines.embedded.kv_cache import BlocksRemoved, BlocksStored, KvCache, budget
 from worker.engines.embedded.offline.results import Result
 from worker.sampling import SamplingParams
 
@@ -107,7 +108,7 @@ def cache_of(served: Engine) -> KvCache:
 
 def check_finite(served: Engine) -> None:
     """Every cached block is finite, and has no bad token in it."""
-    for block in cache_of(served)._index.values():
+    for block in cache_of(served)._index.blocks.values():
         assert not set(BAD) & set(block.tokens)
         for number in block.pages:
             assert all(bool(tensor.isfinite().all()) for tensor in kv_of(served, block, number))
@@ -150,7 +151,7 @@ def test_blocks_of_earlier_steps_stay_cached_and_a_router_hears_of_those_that_do
             known.update(event.block_hashes)
         if isinstance(event, BlocksRemoved):
             known.difference_update(event.block_hashes)
-    assert known == set(cache._index)
+    assert known == set(cache._index.blocks)
     assert len(known) == 16 // BLOCK  # two steps of 8 tokens; the third one had the bad one
 
 
@@ -180,7 +181,7 @@ def test_a_drafted_token_that_is_not_finite_changes_no_answer(checkpoint: Path, 
     found = [answer(result) for result in one.generate([GOOD, GOOD[:9]], greedy(20))]
     stepper.speculator = speculator
     assert found == plain
-    assert stepper.scheduler.num_preemptions
+    assert stepper.scheduler.queues.num_preemptions
     check_cached(one)
 
 
@@ -217,8 +218,8 @@ class Reference:
     def check(self, served: Engine) -> None:
         """Every cached block of an engine has the KV of its tokens, bit for bit."""
         cache = cache_of(served)
-        parents = {id(block.parent) for block in cache._index.values()}
-        for block in [one for one in cache._index.values() if id(one) not in parents]:
+        parents = {id(block.parent) for block in cache._index.blocks.values()}
+        for block in [one for one in cache._index.blocks.values() if id(one) not in parents]:
             chain = [block]
             while chain[-1].parent is not None:
                 chain.append(chain[-1].parent)
@@ -227,7 +228,7 @@ class Reference:
             fresh.clear()
             self._engine.generate([*tokens, 9], greedy(1), progress=False)
             for one in chain:
-                own = fresh._index[one.hash]
+                own = fresh._index.blocks[one.hash]
                 for number in one.pages:
                     for theirs, ours in zip(kv_of(served, one, number), kv_of(self._engine, own), strict=True):
                         assert torch.equal(theirs, ours)
@@ -236,7 +237,7 @@ class Reference:
 def kv_of(served: Engine, block: Block, number: int | None = None) -> list[torch.Tensor]:
     """Keys and values of a block, where page `number` holds it."""
     number = block.pages[0] if number is None else number
-    first = cache_of(served)._pages[number].blocks.index(block) * BLOCK
+    first = cache_of(served)._index._pages[number].blocks.index(block) * BLOCK
     store = served.session.stepper.model.kv_store  # type: ignore[attr-defined]
     return [tensor[number, :, first : first + BLOCK] for tensor in store.tensors]
 

@@ -341,7 +341,11 @@ def test_the_step_is_settled_and_the_next_prepared_while_the_tokens_are_on_their
 
     def collect(step: DeviceStep) -> Samples:
         seen.append(
-            (one.num_computed == len(one.tokens), one in driver.scheduler.decoding, step._table.random_rows._next)
+            (
+                one.num_computed == len(one.tokens),
+                one in driver.scheduler.queues.decoding,
+                step._table.random_rows._next,
+            )
         )
         return own_collect(step)
 

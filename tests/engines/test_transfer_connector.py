@@ -140,7 +140,7 @@ def test_a_lease_that_ends_under_a_reader_is_noticed(
     pair: Pair, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.engines.embedded.transfer.transport.SLICE_BYTES", 64)
-    monkeypatch.setattr("worker.engines.embedded.transfer.connector.IDLE_BUDGET_S", 0.0)
+    monkeypatch.setattr("worker.engines.embedded.transfer.decode_side.IDLE_BUDGET_S", 0.0)
     prompt = prompt_of(200)
     pair.prefill.prefill("torn", prompt)
     pair.run(lambda: pair.prefill.finished("torn"))
@@ -172,16 +172,16 @@ def test_an_abort_in_every_phase(pair: Pair, phase: str, monkeypatch: pytest.Mon
     connector = pair.decode.connector
     if phase == "reading":
         monkeypatch.setattr("worker.engines.embedded.transfer.transport.SLICE_BYTES", 64)
-        monkeypatch.setattr("worker.engines.embedded.transfer.connector.IDLE_BUDGET_S", 0.0)
+        monkeypatch.setattr("worker.engines.embedded.transfer.decode_side.IDLE_BUDGET_S", 0.0)
     pair.prefill.prefill("one", prompt)
     pair.run(lambda: pair.prefill.finished("one"))
     pair.decode.decode("one", prompt, pair.prefill.handle("one"), 50)
     if phase == "ready":
-        monkeypatch.setattr(type(pair.decode.stepper.scheduler), "has_slot", property(lambda self: False))
+        monkeypatch.setattr(type(pair.decode.stepper.scheduler.queues), "has_slot", property(lambda self: False))
     reached = {
-        "waiting": lambda: bool(connector._waiting),
-        "reading": lambda: bool(connector._reading),
-        "ready": lambda: bool(connector._ready),
+        "waiting": lambda: bool(connector._decode._waiting),
+        "reading": lambda: bool(connector._decode._reading),
+        "ready": lambda: bool(connector._decode._ready),
         "decoding": lambda: len(pair.decode.tokens("one")) > 1,
     }[phase]
     pair.run(reached)
@@ -196,14 +196,14 @@ def test_pages_stay_pinned_while_a_read_cannot_be_cancelled(
     pair: Pair, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.engines.embedded.transfer.transport.SLICE_BYTES", 64)
-    monkeypatch.setattr("worker.engines.embedded.transfer.connector.IDLE_BUDGET_S", 0.0)
+    monkeypatch.setattr("worker.engines.embedded.transfer.decode_side.IDLE_BUDGET_S", 0.0)
     prompt = prompt_of(200)
     pair.prefill.prefill("one", prompt)
     pair.run(lambda: pair.prefill.finished("one"))
     pair.decode.decode("one", prompt, pair.prefill.handle("one"), 8)
     pair.run(lambda: bool((pair.decode.model.keys != -1).any()))  # some of it has come
     scheduler, release = pair.decode.stepper.scheduler, KvRead.release
-    pages, still_writing = scheduler.pinned[0].pages, [True]
+    pages, still_writing = scheduler.queues.pinned[0].pages, [True]
     monkeypatch.setattr(KvRead, "release", lambda read: not still_writing and release(read))
     if ending == "abort":
         pair.decode.abort("one")
@@ -211,7 +211,7 @@ def test_pages_stay_pinned_while_a_read_cannot_be_cancelled(
         monkeypatch.setattr(KvRead, "poll", lambda read, budget_s: "lost")
     pair.run(lambda: pair.decode.finished("one"))
     assert pair.decode.tokens("one") == ([] if ending == "abort" else answer(prompt, 8))
-    assert [one.pages for one in scheduler.pinned] == [pages]
+    assert [one.pages for one in scheduler.queues.pinned] == [pages]
     still_writing.clear()
     pair.settle()
 

@@ -156,20 +156,17 @@ def test_the_gpu_is_done_with_a_page_before_it_is_read_into(
         copy=lambda some: done.extend(f"copy {each.source} to {each.target}" for each in some),
         zero=lambda pages: done.append(f"zero {pages}"),
     )
-    scheduler: Any = SimpleNamespace(
-        max_num_seqs=1,
-        is_idle=True,
-        has_slot=False,
-        arrive=lambda request: None,
+    transfers: Any = SimpleNamespace(
+        queues=SimpleNamespace(max_num_seqs=1, is_idle=True, has_slot=False, arrive=lambda request: None),
         pin=lambda request: copies,
-        complete_transfer=lambda request, num_computed: done.append(f"{num_computed} tokens"),
+        complete=lambda request, num_computed: done.append(f"{num_computed} tokens"),
     )
     request: Any = SimpleNamespace(
         id="one", pages=[0, 1], num_computed=num_cached, num_reusable=29, prompt_length=30, chain=None
     )
     handle = prefill.transport.grant([0, 1])
     assert handle is not None
-    connector = KvConnector(decode.transport, store, scheduler, None)
+    connector = KvConnector(decode.transport, store, transfers, None)
     connector.receive(request, handle)
     connector.poll()
     assert done == [*prepared, "wait for cuda:1", "READ", "READ", "WRITE", "29 tokens"]

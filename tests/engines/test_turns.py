@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from worker.engines.embedded.kv_cache.cache import KvCache
 from worker.engines.embedded.plan import Plan, Request, Samples
-from worker.engines.embedded.scheduler import FAIR_CHUNK, Scheduler
+from worker.engines.embedded.prompt_chunks import FAIR_CHUNK
+from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.turns import MAX_KNOWN, SHARED_S, Turns
 from worker.sampling import SamplingParams
 
@@ -58,7 +59,7 @@ class Engine:
 
     @property
     def running(self) -> list[Request]:
-        return [*self.scheduler.decoding, *self.scheduler.prefilling]
+        return [*self.scheduler.queues.decoding, *self.scheduler.queues.prefilling]
 
 
 def order_of(engine: Engine) -> list[str]:
@@ -109,7 +110,7 @@ def test_a_client_without_a_slot_gets_one_of_whoever_has_most() -> None:
         engine.step()
     engine.step()
     assert sorted(one.id for one in engine.running) == ["a0", "a1", "a2", "b0"]
-    assert engine.scheduler.num_preemptions == 1
+    assert engine.scheduler.queues.num_preemptions == 1
     while not engine.scheduler.is_idle:
         engine.step()
     assert len(engine.first_s) == 5
@@ -123,7 +124,7 @@ def test_nobody_loses_an_only_slot() -> None:
     engine.scheduler.add(request("c", "c"))
     engine.step()
     assert sorted(one.id for one in engine.running) == ["a", "b"]
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.queues.num_preemptions == 0
 
 
 def test_pages_are_made_room_for_too() -> None:
@@ -227,7 +228,7 @@ def test_no_client_waits_for_more_than_a_bounded_number_of_others(
     everyone = []
     for number, (client, prompt, answer, steps) in enumerate(arrivals):
         one = request(f"{client}{number}", client, prompt, answer)
-        ahead = sum(other.client == client for other in engine.scheduler.waiting)
+        ahead = sum(other.client == client for other in engine.scheduler.queues.waiting)
         at_arrival[one.id] = (len(admitted), ahead)
         everyone.append(one)
         engine.scheduler.add(one)
@@ -256,7 +257,7 @@ def test_first_tokens_of_a_small_client_beside_a_large_one(answer: int, prompt: 
 
     def fill() -> None:
         nonlocal num_large
-        live = len(engine.running) + len(engine.scheduler.waiting)
+        live = len(engine.running) + len(engine.scheduler.queues.waiting)
         for _ in range(64 - live):
             engine.scheduler.add(request(f"large{num_large}", "large", source.randint(*prompt), answer))
             num_large += 1
@@ -277,4 +278,4 @@ def test_first_tokens_of_a_small_client_beside_a_large_one(answer: int, prompt: 
         assert since_s <= begin_s <= engine.now_s
         waits.append(engine.first_s[name] - begin_s)
     assert max(waits) <= 3 * alone
-    assert engine.scheduler.num_preemptions <= 60 + 1
+    assert engine.scheduler.queues.num_preemptions <= 60 + 1

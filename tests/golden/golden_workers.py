@@ -197,8 +197,8 @@ class PreemptedEngine(EmbeddedEngine):
 
         def step_and_preempt(prompts_first: bool = False) -> list[Output]:
             outputs = step(prompts_first)
-            for request in scheduler.decoding:
-                scheduler.preempt(request)
+            for request in scheduler.queues.decoding:
+                scheduler.queues.preempt(request)
                 self.num_preemptions += 1
             if self.num_preemptions % 2:
                 scheduler.cache.clear()

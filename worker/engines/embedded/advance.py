@@ -1,4 +1,4 @@
-"""A request one sampled token further: its chain is told, and its end is found."""
+"""One sampled token appended to a request: its chain accepts it, and the end is detected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from worker.engines.embedded.plan import Output, Request, Samples
 
 
 def advance(request: Request, samples: Samples, row: int) -> Output:
-    """Append the token sampled in `row` to `request`; returns what its stream is told."""
+    """Append the token sampled in `row` to `request`; returns its output."""
     chain = request.chain
     if samples.errors and row in samples.errors:
         return Output(request.id, finish_reason="error", error=samples.errors[row], chain=chain)
@@ -19,11 +19,11 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     if chain is not None:
         if chain.backtracks:
             try:
-                position = _rewind_if_asked(request, chain, token, ends)
+                position = _rewind_position(request, chain, token, ends)
             except ProcessorFailed as failure:
                 return Output(request.id, finish_reason="error", error=str(failure), chain=chain)
             if position is not None:
-                return Output(request.id, rolled_back_to=position)
+                return Output(request.id, rewound_to=position)
         if samples.processed and row in samples.processed:
             chain.receipt.add_logprob(len(request.tokens) - 1, samples.processed[row])
         output.engine_data = _accept(chain, token, len(request.tokens) - 1, ends)
@@ -38,8 +38,11 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     return output
 
 
-def _rewind_if_asked(request: Request, chain: ProcessorChain, token: int, ends: bool) -> int | None:
-    """Tell a backtracking chain; the position to sample again, None if the answer goes on or ends.
+def _rewind_position(request: Request, chain: ProcessorChain, token: int, ends: bool) -> int | None:
+    """Position that a backtracking chain rewinds to, to be sampled again; None for none.
+
+    The chain accepts `token`, unless it is an end token that is not shown and the chain rewinds
+    before it.
 
     Raises:
         ProcessorFailed: see `ProcessorChain.rewind_if_asked`.
@@ -52,6 +55,8 @@ def _rewind_if_asked(request: Request, chain: ProcessorChain, token: int, ends: 
 
 
 def _accept(chain: ProcessorChain, token_id: int, position: int, ends: bool) -> dict[str, object] | None:
-    """Tell the chain; returns its receipt so far if wanted, with the attribution at the end."""
+    """Let the chain accept a token; returns its receipt so far if wanted, with attribution at the
+    end.
+    """
     chain.accept(token_id, position)
     return {"logits_processors": chain.receipt.as_json(attribution=ends)} if chain.wants_receipt else None

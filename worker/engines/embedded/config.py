@@ -34,13 +34,13 @@ class EmbeddedConfig:
         kernels: ``native`` (our own, for a CPU; see `native`), with the fastest instructions that
             the processor has or, after a hyphen, with those of a path of `native.PATHS`; ``torch``;
             or ``auto``: native where they were built and are the fastest that the processor can do.
-        quantization: What the weights of linear layers are held in: ``int8`` or ``int4`` (rounded
-            when they are loaded), ``none`` (in `dtype`, dequantised if need be), or ``auto``: as
-            the checkpoint has them.
-        activation_dtype: What rows are rounded to before they are multiplied by quantised weights:
-            ``int8``, with one scale for each block of 32 elements, or ``auto``: nothing.
-        kv_cache_dtype: What keys and values are held in: ``int8``, with one scale for each token
-            and head, or ``auto``: in `dtype`.
+        quantization: Format of the weights of linear layers: ``int8`` or ``int4`` (rounded when
+            they are loaded), ``none`` (in `dtype`, dequantised if need be), or ``auto``: the
+            checkpoint's.
+        activation_dtype: Format to which rows are rounded before they are multiplied by quantised
+            weights: ``int8``, with one scale for each block of 32 elements, or ``auto``: none.
+        kv_cache_dtype: Format of keys and values: ``int8``, with one scale for each token and head,
+            or ``auto``: `dtype`.
         packed_copy: ``auto``: where native kernels compute the model, what they read is kept in a
             file beside the checkpoint, so that the next start is fast (see `packed_copy.py`), if
             one can be written there; an absolute path: in a directory of the checkpoint's below it;

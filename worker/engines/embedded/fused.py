@@ -27,13 +27,13 @@ class FusedSamplingProcessor:
     """Samples one token per request and call, and keeps them all.
 
     Args:
-        sampler: Of the model's vocabulary.
+        sampler: Sampler of the model's vocabulary.
         requests: The batch. Their token lists are copied, so that the caller may extend its own;
             their chains of processors are shared, which is safe, because a chain accepts a position
             once.
         device: Device of the tokens.
         bitmask: First bitmask; see `update_bitmask`.
-        identity_logit_offsets: From `allocate_identity_logit_offsets`; may exceed the batch.
+        identity_logit_offsets: Result of `allocate_identity_logit_offsets`; may exceed the batch.
 
     Raises:
         ValueError: a chain may take tokens back.
@@ -41,7 +41,7 @@ class FusedSamplingProcessor:
     Attributes:
         generated_tokens: int64 ``[B, number of calls]``.
         new_tokens: int64 ``[B]``, of the last call; None before the first.
-        errors: Why rows of the last call could not be sampled.
+        errors: Reasons by row, of the last call, for those not sampled.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ of `EmbeddedConfig.max_mixed_chunk`.
 """
 
 STARVED_POLL_S = 0.005
-"""How soon to try again where requests wait for pages that are pinned for transfer."""
+"""Time until the next try where requests wait for pages that are pinned for transfer."""
 
 _SPOILED = "the model's hidden state of a token is NaN or infinite"
 
@@ -38,9 +38,9 @@ class Stepper:
     """A model, a scheduler, a speculator and a sampler.
 
     Args:
-        model: What computes logits; its KV store must hold the blocks of `scheduler`.
-        scheduler: What decides the work of a step.
-        speculator: What drafts tokens; by default the requests' chains alone.
+        model: Model that computes the logits; its KV store must hold the blocks of `scheduler`.
+        scheduler: Scheduler that decides the work of a step.
+        speculator: Speculator that drafts tokens; by default the requests' chains alone.
 
     Attributes:
         steps_by_batch_size, num_rows: See `EngineLoad`.
@@ -86,7 +86,7 @@ class Stepper:
 
     @property
     def wait_s(self) -> float | None:
-        """How soon `step` should be called: 0 at once, None for not before a request is added."""
+        """Time until `step` should be called: 0 at once, None for not before a request is added."""
         if not self.scheduler.is_idle:
             return STARVED_POLL_S if self._starved else 0.0
         return None if self.connector is None else self.connector.wait_s
@@ -116,7 +116,7 @@ class Stepper:
         if plan.drafts:
             plan, logits = self._recompute_spoiled(plan, logits)
         outputs = self._sample(plan, logits[plan.first_rows()] if plan.drafts else logits, computed)
-        if self.connector is not None and self.scheduler.pinned:
+        if self.connector is not None and self.scheduler.queues.pinned:
             self.connector.lease(plan, outputs)
         if computed.decode:
             self.speculator.learn_cost(computed)
@@ -130,9 +130,9 @@ class Stepper:
         """Sample and commit one position of each of ``plan.sampled``.
 
         Args:
-            plan: Of the rows.
+            plan: Plan of the rows.
             logits: One row each.
-            computed: What `Model.forward` was given, where these are the first positions of it.
+            computed: Plan that `Model.forward` was given, where these are its first positions.
         """
         edits = plan_edits(plan)  # needs no logits: on CUDA they are still being computed
         if self._tapped:
@@ -159,19 +159,19 @@ class Stepper:
         if not again:
             return plan, logits
         for request in again:
-            self.scheduler.preempt(request)
+            self.scheduler.queues.preempt(request)
         left, rows = plan.without(again)
         return left, logits[rows]
 
     def _verify(self, plan: Plan, logits: torch.Tensor, outputs: list[Output]) -> list[int]:
         """Sample the drafted positions, each as in a step of its own whose logits are known.
 
-        A row goes on while the sampled token is the drafted one. Then the rest is rolled back.
+        A row continues while the sampled token is the drafted one. Then the rest is rolled back.
 
         Args:
-            plan: Of the step, whose first positions have been committed.
-            logits: Of all positions.
-            outputs: Of the first positions; those of the drafted ones are added.
+            plan: Plan of the step, whose first positions have been committed.
+            logits: Logits of all positions.
+            outputs: Outputs of the first positions; those of the drafted ones are added.
 
         Returns:
             Accepted tokens of each decode row's draft.
@@ -206,17 +206,17 @@ def show_logits(plan: Plan, logits: torch.Tensor) -> None:
 
 
 def tap_errors(plan: Plan) -> dict[int, str]:
-    """Why requests of sampled rows end here, by row: those whose tap has failed."""
+    """Errors of sampled rows, by row: of requests whose tap has failed."""
     return {row: request.tap_error for row, request in enumerate(plan.sampled) if request.tap_error is not None}
 
 
 def spoiled_errors(plan: Plan) -> dict[int, str]:
-    """Why requests of sampled rows end here, by row: those that are spoiled."""
+    """Errors of sampled rows, by row: of requests that are spoiled."""
     return {row: _SPOILED for row, request in enumerate(plan.sampled) if request.is_spoiled}
 
 
 def plan_edits(plan: Plan) -> Edits:
-    """What the chains of the sampled rows ask for; needs no logits."""
+    """Edits that the chains of the sampled rows make; needs no logits."""
     chains = [(row, request.chain) for row, request in enumerate(plan.sampled) if request.chain is not None]
     return Edits(*plan_rows(chains)) if chains else Edits()
 
@@ -233,7 +233,7 @@ def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> St
 
 
 def make_speculator(config: EmbeddedConfig, model: Model) -> Speculator:
-    """What ``--speculative-config`` asks for; `StartupError` if a draft model is not served."""
+    """The speculator of ``--speculative-config``; `StartupError` if a draft model is not served."""
     speculative = SpeculativeConfig.parse(config.speculative_config)
     if speculative.model is None:
         return Speculator(speculative)

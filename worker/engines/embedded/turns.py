@@ -42,10 +42,17 @@ class Turns:
             self._shared_until_s = self._now() + SHARED_S
         self._last = (request.client,)
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether several clients' requests have come of late."""
-        return self._now() < self._shared_until_s
+    def is_shared(self, live: Iterable[Request]) -> bool:
+        """Whether several clients' requests are in the queues, or were until a moment ago.
+
+        Args:
+            live: Requests in the queues.
+        """
+        if self._now() < self._shared_until_s:
+            return True
+        requests = iter(live)
+        first = next(requests, None)
+        return first is not None and any(request.client != first.client for request in requests)
 
     def order(self, waiting: Sequence[Request]) -> list[Request]:
         """The waiting requests, in order of arrival, in order of admission."""
@@ -103,3 +110,11 @@ class Turns:
 def counts_of(requests: Iterable[Request]) -> Counter[str | None]:
     """Requests of each client."""
     return Counter(request.client for request in requests)
+
+
+def last_of_largest_client(running: Sequence[Request]) -> Request:
+    """The running request to preempt: the last one of the client that has most of them, so that the
+    oldest of all keeps running.
+    """
+    counts = counts_of(running)
+    return max(running, key=lambda request: (counts[request.client], request.arrival))

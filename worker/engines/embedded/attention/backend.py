@@ -2,7 +2,7 @@
 
 A backend plans a step once; every layer then attends through that plan, either with queries, keys
 and values, or with the output of a fused QKV projection, to which the backend applies RMSNorm and
-RoPE. Only `model.kernels.choose_kernels` knows which backends there are.
+RoPE. Only `model.kernels.choose_kernels` names the backends.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class AttentionSizes:
         head_dim: D.
         softcap: Scores go through ``softcap * tanh(score / softcap)``; None for none.
         page_size: Tokens per page of the KV cache.
-        dtype: Of queries, keys and values.
-        device: Where they are.
-        int8_rows: What a row of the KV store is made of; None if it is elements of `dtype`.
+        dtype: Data type of queries, keys and values.
+        device: Device of queries, keys and values.
+        int8_rows: Format of the KV store's rows; None if they are elements of `dtype`.
         has_windows: Whether tokens of some layers attend to a window alone.
 
     Raises:
@@ -54,10 +54,10 @@ class AttentionSizes:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What is constant in the attention of a layer with a fused QKV projection.
+    """Constants of the attention of a layer with a fused QKV projection.
 
     Attributes:
-        index: Of the layer, and so of its keys and values in the KV store.
+        index: Index of the layer, and so of its keys and values in the KV store.
         heads: Query heads, H.
         kv_heads: Key and value heads, Hkv.
         scale: Factor of the scores.
@@ -127,15 +127,15 @@ class AttentionStep(Protocol):
         Args:
             layer: The layer's constants.
             qkv: Queries, keys and values ``[T, H + 2 * Hkv, D]``, contiguous.
-            rope: Of the same tokens.
+            rope: RoPE angles of the same tokens.
         """
 
 
 class AttentionBackend(Protocol):
-    """What computes attention: torch, the native kernels, or another kernel; hashable.
+    """Kernels that compute attention: torch's, the native ones, or others; hashable.
 
     Attributes:
-        kernels: Whose kernels compute, for logs, receipts and KV transfer: ``torch``, ``native``.
+        kernels: Name of the kernels, for logs, receipts and KV transfer: ``torch``, ``native``.
         is_batch_invariant: Whether a token's result has the same bits in any batch, chunk, page
             layout and thread count, by construction.
         wants_dense_pages: Whether a step is faster where the pages that it reads lie densely.
@@ -154,10 +154,10 @@ class AttentionBackend(Protocol):
         """
 
     def candidates(self, sizes: AttentionSizes, may_cost: bool) -> Iterator[AttentionBackend]:
-        """Its configurations to try for batch invariance, cheapest first.
+        """Configurations to try for batch invariance, cheapest first.
 
         Args:
-            sizes: What they are tried on.
+            sizes: Sizes that they are tried on.
             may_cost: Whether to try those that cost much throughput.
         """
 

@@ -45,7 +45,7 @@ class NativeStep:
     """Implements `AttentionStep`; arguments as `AttentionBackend.plan`.
 
     Attributes:
-        tokens: Of the step, T.
+        tokens: Number of tokens in the step, T.
     """
 
     def __init__(self, store: KvStore, sequences: Sequence[SequenceSlice], slot_mapping: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ batched GEMMs.
 
 
 class TorchKernel(Enum):
-    """What computes a call: torch's fused attention, or two batched GEMMs (``torch.bmm``)."""
+    """Kernel of a call: torch's fused attention, or two batched GEMMs (``torch.bmm``)."""
 
     FLASH = "flash"
     BMM = "bmm"
@@ -29,7 +29,7 @@ class TorchKernel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CallShapes:
-    """How the calls of a step may be shaped.
+    """Shapes that the calls of a step may have.
 
     Attributes:
         kernel: The one for every call; None for the faster one.
@@ -79,7 +79,7 @@ def partial_attention(
         query: The queries of an entry, one token after another.
         tokens: Query tokens per entry.
         keys: May be a strided view.
-        values: Likewise.
+        values: Values, shaped like `keys`.
         mask: Additive, ``[entries, 1, tokens * H / Hkv, L]``, float32 for ``BMM``, else of the
             queries' dtype; every query must attend to at least one key.
         scale: Factor of the scores.
@@ -147,7 +147,7 @@ def lse_merge(output: torch.Tensor, lse: torch.Tensor, splits: torch.Tensor, abs
 
     Args:
         output: Partial results ``[r, H, D]``.
-        lse: Their LSEs, float32 ``[r, H]``.
+        lse: LSEs of the results, float32 ``[r, H]``.
         splits: Indices of a token's partial results, in ascending order of its keys, ``[n, S]``;
             any index where it has fewer than S.
         absent: 0, or -inf where a token has no such split, ``[n, S, 1]``.

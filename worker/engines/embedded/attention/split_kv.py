@@ -62,13 +62,13 @@ class SplitKvPlan:
     """The calls of a step for one window, and which of their partial results are a token's.
 
     Attributes:
-        calls: In the order of their results.
+        calls: Calls in the order of their results.
         queries: Query token of each result; None if that is every token in order.
-        last: Of each token, the result of its last page; None if that is every result in order.
+        last: Result of each token's last page; None if that is every result in order.
         split_tokens: Tokens that attend to more than one page, None if there are none.
-        splits: Of those, the result of each page, ascending ``[n, S]``; the last one again where a
+        splits: Results of each page of those, ascending ``[n, S]``; the last one again where a
             token has fewer than S.
-        absent: Of those, 0, or -inf where a token has no such page: ``[n, S, 1]``.
+        absent: Mask of `splits`: 0, or -inf where a token has no such page: ``[n, S, 1]``.
     """
 
     calls: list[Call]
@@ -271,10 +271,10 @@ def plan_split_kv(
 
     Args:
         sequences: The rows, in the order of their tokens.
-        keys: Of one layer's store.
+        keys: Keys of one layer's store.
         window: Tokens that a token attends to, itself among them; 0 for all before it.
         query: ``[T, H, D]``, of which only the sizes, dtype and device are used.
         may_flash: Whether the fused kernel computes what is asked for, on a CPU.
-        shapes: How calls may be shaped.
+        shapes: Shapes that calls may have.
     """
     return _Planner(sequences, keys, window, query, may_flash, shapes).plan()

@@ -30,7 +30,7 @@ class TorchAttention:
     """Implements `AttentionBackend` with torch's kernels.
 
     Args:
-        shapes: How calls may be shaped; the default is the fastest.
+        shapes: Shapes that calls may have; the default is the fastest.
     """
 
     shapes: CallShapes = field(default_factory=CallShapes)

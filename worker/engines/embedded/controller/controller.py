@@ -54,7 +54,7 @@ class TextGenerationController(PaddedBatches, Streaming):
     Attributes:
         engine: The engine.
         tokenizer: The tokenizer in use.
-        sampling_errors: Why rows of the last `sample_from_logits` could not be sampled.
+        sampling_errors: Reasons by row, of the last `sample_from_logits`, for those not sampled.
     """
 
     def __init__(self, engine: Engine, tokenizer: ControllerTokenizer | None = None) -> None:
@@ -93,11 +93,11 @@ class TextGenerationController(PaddedBatches, Streaming):
 
         Args:
             last_token_logits: floating ``[B, V]``.
-            sampling_params: For all rows, or one for each; their temperature, truncation, seed and
-                top-n.
+            sampling_params: Parameters of all rows, or one for each; their temperature, truncation,
+                seed and top-n.
             vocab_size: Ids from it on are padding and never sampled.
             generation_started: bool ``[B]``: rows past their prompt; needed for top-n.
-            top_n_logprobs_dict: By row, a list to which this call appends the top-n: one entry if
+            top_n_logprobs_dict: Lists by row, to which this call appends the top-n: one entry if
                 the row is past its prompt or requests the prompt's too.
             logits: floating ``[B, S, V]``: prompt rows, each of which appends an entry instead.
             positions: Absolute position of each row's token; 0 by default.
@@ -186,7 +186,7 @@ class TextGenerationController(PaddedBatches, Streaming):
         return await asyncio.to_thread(self.generate_output_tokens_dynamic_batch)
 
     def generate_output_tokens_dynamic_batch(self) -> DynamicStep | None:
-        """As `async_generate_output_tokens_dynamic_batch`, in the caller's thread."""
+        """Same as `async_generate_output_tokens_dynamic_batch`, in the caller's thread."""
         with self._lock:
             return None if self._session.is_idle else self._step()
 
@@ -199,8 +199,8 @@ class TextGenerationController(PaddedBatches, Streaming):
 
         Args:
             active_requests: Filled in.
-            active_streams: By the same keys; each gets a copy of its request at each step that
-                changes it.
+            active_streams: Streams by the same keys; each gets a copy of its request at each step
+                that changes it.
 
         Returns:
             `active_requests`. A request that failed has its error set; the others are unaffected.
@@ -326,7 +326,7 @@ class TextGenerationController(PaddedBatches, Streaming):
             active[request_id].follow()
 
     def _close(self, running: Running) -> None:
-        """Complete the request, and forget it."""
+        """Complete the request, and drop it."""
         running.complete()
         request = running.request
         assert request.prompt_tokens is not None

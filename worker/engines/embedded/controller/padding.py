@@ -53,8 +53,8 @@ class PaddedBatches(Texts):
 
         Args:
             prompts_tokens: int64 ``[B, T]``, from `pad_input_prompt_tokens`.
-            active_requests: Of the first rows, in their order; with prompt tokens.
-            use_attention_mask: For a forward pass over whole prompts of different lengths.
+            active_requests: Requests of the first rows, in their order; with prompt tokens.
+            use_attention_mask: Whether a forward pass takes whole prompts of different lengths.
 
         Returns:
             ``tokens`` as given, ``position_ids`` int64 ``[B, T]``, and ``attention_mask``: None, or
@@ -79,7 +79,7 @@ class PaddedBatches(Texts):
         generated_sequence_lengths: torch.Tensor,
         termination_id: int | torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which rows are done, and their generated lengths; the end token is not counted.
+        """Rows that are done, and their generated lengths; the end token is not counted.
 
         Args:
             updated_prompts_tokens: int ``[B, T]``.
@@ -87,8 +87,8 @@ class PaddedBatches(Texts):
             current_context_end_position: Column of the newest tokens.
             is_generation_done_tensor: bool ``[B]``, before; not changed.
             generated_sequence_lengths: int ``[B]``, before; not changed.
-            termination_id: Of all rows or int ``[B]``; the tokenizer's ``eod`` by default, -1:
-                none.
+            termination_id: End token of all rows, or int ``[B]``; the tokenizer's ``eod`` by
+                default, -1: none.
 
         Returns:
             bool ``[B]`` and int32 ``[B]``.

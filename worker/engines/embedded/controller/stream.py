@@ -35,16 +35,16 @@ class Streaming(Texts):
         stream ends when its generation is done or has its full length.
 
         Args:
-            sampling_params: Of all requests.
+            sampling_params: Parameters of all requests.
             request_ids: One per stream, as all following arguments.
             requests: The requests to copy.
-            streams: Their streams.
+            streams: Streams of the requests.
             generation_started: Whether the prompt is done.
             is_generation_done: Whether the generation is done.
             tokens: Ids, prompt and answer.
             prompt_lengths: Tokens of the prompt.
             generated_lengths: Tokens of the answer.
-            output_log_probs: Of all tokens but the first, or None.
+            output_log_probs: Log probabilities of all tokens but the first, or None.
             texts: The answers' texts, made from the tokens by default.
         """
         for index, (request_id, request, stream) in enumerate(zip(request_ids, requests, streams, strict=True)):

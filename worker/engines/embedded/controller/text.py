@@ -104,7 +104,7 @@ class Texts:
         """Text of `tokens`.
 
         Args:
-            tokenizer: Its ``detokenize`` gets `skip_special_tokens` only if it takes it.
+            tokenizer: Tokenizer; its ``detokenize`` gets `skip_special_tokens` if it takes it.
             tokens: Ids.
             remove_EOD: Drop every ``eod`` at the end. skip_special_tokens: Omit special tokens.
         """
@@ -129,7 +129,7 @@ class Texts:
 
         Args:
             tokens: Ids ``[T]``.
-            lengths: How many of them count.
+            lengths: Number of `tokens` that count.
             detokenize_segments: Whether the second part is wanted; it is None otherwise.
             skip_special_tokens: Leave special tokens out.
 

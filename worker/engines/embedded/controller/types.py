@@ -59,7 +59,8 @@ class InferenceParams:
         detokenize_stop_sequence: Keep the stop word or the end token in the answer; special tokens
             are then text.
         add_BOS: Begin a prompt given as text with the tokenizer's first token.
-        return_log_probs: Of generated tokens, and of the prompt's unless `skip_prompt_log_probs`.
+        return_log_probs: Log probabilities of generated tokens, and of the prompt's unless
+            `skip_prompt_log_probs`.
         top_n_logprobs: Number of most likely tokens at each position, likewise.
         logprobs_mode: ``raw``: the model's own; ``processed``: the distribution that was sampled.
             The prompt's are raw.
@@ -173,24 +174,25 @@ class InferenceRequest:
         request_id: The caller's.
         prompt: Text; not needed where `prompt_tokens` are given.
         prompt_tokens: Ids; never changed.
-        sampling_params: Its controls.
-        status: Its status.
+        sampling_params: Sampling controls.
+        status: State of the request.
         text: Prompt and answer.
         generated_text: The answer; None without a tokenizer.
-        generated_tokens: Its ids.
-        generated_length: Their number.
+        generated_tokens: Token ids of the answer.
+        generated_length: Number of `generated_tokens`.
         segments: The text of each token, prompt and answer.
         generated_segments: The answer's alone; in a stream.
-        prompt_log_probs: Of the prompt's tokens, without the first, which nothing precedes.
+        prompt_log_probs: Log probabilities of the prompt's tokens, without the first, which nothing
+            precedes.
         prompt_top_n_logprobs: The top-n at the same positions.
-        generated_log_probs: Of `generated_tokens`.
+        generated_log_probs: Log probabilities of `generated_tokens`.
         generated_top_n_logprobs: The top-n at the same positions.
         prompt_logits: float32 ``[prompt tokens, V]``.
         generated_logits: float32 ``[generated_length, V]``.
         tpot: Seconds per token of `generated_tokens`; the first includes queueing and prefill.
         finish_reason: ``stop``, ``length``, ``cancelled`` or ``error``.
         stop_reason: The stop token or stop word, if one ended the answer.
-        error: Why it failed.
+        error: Reason for a failure.
         completions: All ``n`` answers; the fields above are those of the first.
     """
 
@@ -251,7 +253,7 @@ class TokenStream:
     """Megatron-Core's ``AsyncStream``: items from any thread, for one consumer.
 
     Args:
-        request_id: Its request.
+        request_id: Id of its request.
         cancel: Called with the id if the consumer stops before the end.
     """
 

@@ -79,7 +79,7 @@ class NativeBeats:
             self._thread.start()
 
     def begin_step(self) -> None:
-        """Nothing: every moment is watched."""
+        """Does nothing: every moment is watched."""
 
     def end(self) -> None:
         """See `Beats.end`; does not wait for the thread, which ends after its period."""
@@ -93,7 +93,7 @@ class NativeBeats:
 class TimedBeats:
     """Implements `Beats` with the timer of `faulthandler`, where there was no compiler.
 
-    Its time goes on while the process is stopped, so it runs only while there are steps: an idle
+    Its clock runs while the process is stopped, so it runs only while there are steps: an idle
     worker may be stopped for as long as one likes, a busy one only for less than its time-out.
     """
 

@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 typedef struct {
-    _Atomic int64_t beats;     /* changed by whoever is watched */
+    _Atomic int64_t beats;     /* changed by the watched process */
     _Atomic int64_t limit_ns;  /* time without a beat after which the process ends */
     _Atomic int64_t period_ns; /* between two looks */
     _Atomic int64_t is_over;   /* the watch ends */

@@ -9,7 +9,7 @@ class HostCopy:
     """Copies of tensors to pinned host memory, with a CUDA event that says when they are done.
 
     Args:
-        *tensors: On one device, and not written to later. On a CPU they are not copied.
+        *tensors: Tensors on one device, not written to later. On a CPU they are not copied.
     """
 
     def __init__(self, *tensors: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES = 2 * 2**20
 _ALIGNMENT_BYTES = 64
-"""Of each tensor, as torch's own."""
+"""Alignment of each tensor, the same as torch's own."""
 
 _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25

@@ -1,4 +1,4 @@
-"""How many threads of the CPU compute a step."""
+"""Number of CPU threads that compute a step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def limit_threads(
     """
     if environ.get("OMP_NUM_THREADS"):
         return
-    cores = torch.get_num_threads()  # torch knows the process's affinity, not its quota
+    cores = torch.get_num_threads()  # torch respects the process's affinity, not its quota
     quota = cpu_quota() if quota is None else quota
     size = sum(path.stat().st_size for path in Path(model_path).glob("*.safetensors"))
     share = 1 if size <= SMALL_CHECKPOINT else int(min(cores, quota or cores) / local_workers)
@@ -47,7 +47,7 @@ def cpu_quota(root: Path | None = None, own: Path | None = None) -> float | None
     limit.
 
     Args:
-        root: Where the control groups are mounted.
+        root: Mount point of the control groups.
         own: The file that names this process's groups.
     """
     root, own = root or CGROUPS, own or OWN_CGROUPS

@@ -135,12 +135,12 @@ class Checks:
 _checks = Checks()
 
 
-def _forget() -> None:
+def _reset_checks() -> None:
     global _checks
     _checks = Checks()
 
 
-os.register_at_fork(after_in_child=_forget)  # threads stay with the parent
+os.register_at_fork(after_in_child=_reset_checks)  # threads stay with the parent
 
 
 def _end(watchdog: Watchdog) -> None:

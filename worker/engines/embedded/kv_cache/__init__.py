@@ -1,19 +1,18 @@
 """The paged KV cache.
 
-`cache` is the bookkeeping: who owns which pages, automatic prefix caching, copy-on-write; `blocks`
-are the hashed units of prefix caching; `store` holds the tensors of keys and values; `int8_rows` is
-what a row of theirs is made of with ``--kv-cache-dtype int8``; `budget` decides how large it is.
+`cache` keeps the requests' page tables: allocation, automatic prefix caching, copy-on-write. Below
+it are `page_pool`, the reference counts and the order of eviction, and `prefix_index`, the cached
+blocks, whose changes are `block_events`. `store` holds the tensors of keys and values, `int8_rows`
+is the format of their rows with ``--kv-cache-dtype int8``, and `budget` decides how large it is.
 """
 
-from worker.engines.embedded.kv_cache.blocks import ROOT, Block, BlocksRemoved, BlocksStored, hash_blocks
+from worker.engines.embedded.kv_cache.block_events import BlocksRemoved, BlocksStored
 from worker.engines.embedded.kv_cache.budget import choose_kv_blocks, choose_page_size, is_out_of_memory
 from worker.engines.embedded.kv_cache.cache import KvCache
 from worker.engines.embedded.kv_cache.int8_rows import Int8Rows
 from worker.engines.embedded.kv_cache.store import KvStore, SequenceSlice, row_shape
 
 __all__ = [
-    "ROOT",
-    "Block",
     "BlocksRemoved",
     "BlocksStored",
     "Int8Rows",
@@ -22,7 +21,6 @@ __all__ = [
     "SequenceSlice",
     "choose_kv_blocks",
     "choose_page_size",
-    "hash_blocks",
     "is_out_of_memory",
     "row_shape",
 ]

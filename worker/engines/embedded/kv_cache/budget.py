@@ -1,4 +1,4 @@
-"""How large the KV cache is."""
+"""Size of the KV cache."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CUDA_SHARE = 0.9
 CPU_SHARE = 0.25
 CPU_MAX_BYTES = 4 * 2**30
 CPU_CONTEXT_SHARE = 0.5
-"""Of the memory that is available on a CPU's machine: what the KV cache takes by default, up to a
-limit, and what it takes at most for one whole context, which it has to hold.
+"""Parts of a CPU machine's available memory: what the KV cache takes by default, up to a limit, and
+the most that it takes for one whole context, which it has to hold.
 """
 
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
@@ -77,7 +77,7 @@ def choose_kv_blocks(config: EmbeddedConfig, model: Model, context_length: int) 
 
 
 def _blocks_asked_for(config: EmbeddedConfig, block_bytes: int, per_context: int, context_length: int) -> int | None:
-    """Those of ``--kv-blocks`` or ``--kv-cache-memory``; None if neither is given."""
+    """Blocks of ``--kv-blocks`` or ``--kv-cache-memory``; None if neither is given."""
     context = f"cannot hold one context of {context_length} tokens, which takes"
     if config.kv_blocks is not None:
         if config.kv_blocks < per_context:
@@ -109,7 +109,7 @@ def _default_blocks(
 
 
 def _default_bytes(device: torch.device, available: int, context_bytes: int) -> int:
-    """Most of `available` memory that the KV cache takes unless it is told how much."""
+    """Most of `available` memory that the KV cache takes unless an option sets it."""
     if device.type == "cuda":
         return int(available * CUDA_SHARE)
     share = min(int(available * CPU_SHARE), CPU_MAX_BYTES)
@@ -160,7 +160,7 @@ def free_in_container(root: Path) -> int | None:
     """Bytes below the memory limit of this process's container; None if it has no limit.
 
     Args:
-        root: Where the control groups are mounted.
+        root: Mount point of the control groups.
     """
     for limit, used, stat, cached in _LIMITS:
         try:

@@ -14,14 +14,14 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, slots=True)
 class Int8Rows:
-    """What a row of an int8 KV store is made of, and how it is written and read in torch.
+    """Format of an int8 KV store's rows, written and read in torch.
 
     An element is ``code * scale``: symmetric, with one float32 scale for each row, so that a row
     depends on nothing but what was written to it. `native/kv_rows.h` has the same bits.
 
     Attributes:
         head_dim: Elements of a row, D.
-        dtype: Of the elements before and after.
+        dtype: Data type of the elements before and after.
     """
 
     head_dim: int
@@ -29,12 +29,12 @@ class Int8Rows:
 
     @property
     def num_bytes(self) -> int:
-        """Of a row: D codes, zeros, and in the last four bytes the scale; a multiple of 8."""
+        """Size of a row: D codes, zeros, and in the last four bytes the scale; a multiple of 8."""
         return -(-(self.head_dim + _SCALE_BYTES) // _MULTIPLE) * _MULTIPLE
 
     @property
     def name(self) -> str:
-        """What the KV of two workers must have in common."""
+        """Name of the format, which the KV of two workers must have in common."""
         return f"int8 of {str(self.dtype).removeprefix('torch.')}"
 
     def quantise(self, x: torch.Tensor) -> torch.Tensor:

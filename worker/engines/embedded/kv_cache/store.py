@@ -26,9 +26,9 @@ class KvStore:
     it; everything else moves rows.
 
     Attributes:
-        keys: Of each layer.
-        values: Of each layer.
-        int8_rows: What a row is made of; None if it is its elements, in their own data type.
+        keys: Keys of each layer.
+        values: Values of each layer.
+        int8_rows: Format of a row; None if it is its elements, in their own data type.
     """
 
     keys: list[torch.Tensor]
@@ -48,7 +48,7 @@ class KvStore:
 
     @property
     def dtype_name(self) -> str:
-        """What keys and values are held in, and what they were computed in, if that is not it."""
+        """Data type of keys and values, and that in which they were computed, if it is another."""
         if self.int8_rows is not None:
             return self.int8_rows.name
         return str(self.keys[0].dtype).removeprefix("torch.")

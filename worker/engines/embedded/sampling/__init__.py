@@ -1,4 +1,4 @@
-"""From logits and edits to tokens.
+"""Sampling: logits and edits to tokens.
 
 `sampler` follows the order law over a batch, whose rows `rows` groups by their controls;
 `truncation` and `device_truncation` are temperature, min-p, top-k, top-p and sampling on the CPU

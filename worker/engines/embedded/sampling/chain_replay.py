@@ -18,7 +18,7 @@ def resume(request: Request, model: Model) -> ChainReplay | None:
     Args:
         request: Migrated; its chain has begun after the prompt, and may have been given the whole
             answer already.
-        model: Which will compute the logits of the answer again.
+        model: Model that will compute the logits of the answer again.
 
     Returns:
         What has to see these logits first, if some state depends on them: the request's tap. Else
@@ -73,7 +73,7 @@ class ChainReplay:
                 self._replay(self._tokens[position], row.float().clone())
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
-        """Not wanted."""
+        """Does nothing: they are not wanted."""
 
     def _replay(self, token_id: int, row: torch.Tensor) -> None:
         row[self._never] = -torch.inf

@@ -26,7 +26,7 @@ class DeviceStep:
 
     Args:
         logits: float32 ``[B, V]``, after all edits.
-        table: Of these rows.
+        table: Table of these rows.
         planned: The chains' plans.
         raw: Logits before all edits, of the rows ``table.raw``; None if there are none.
         errors: Rows already known to have failed.

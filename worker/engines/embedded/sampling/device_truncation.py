@@ -45,7 +45,7 @@ class SamplingColumns:
 
     @classmethod
     def of(cls, controls: Sequence[Controls], vocab_size: int, device: torch.device) -> SamplingColumns:
-        """From the controls of some rows."""
+        """Columns made from the controls of some rows."""
 
         def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
             return upload(torch.tensor(values, dtype=dtype)[:, None], device)

@@ -37,7 +37,7 @@ def attach(
 
 
 class Logprobs:
-    """As `token_logprobs` in two steps, of which the constructor is sync-free.
+    """Same as `token_logprobs`, in two steps of which the constructor is sync-free.
 
     Args:
         logits: floating ``[m, V]``, not normalised.

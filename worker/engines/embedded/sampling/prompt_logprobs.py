@@ -80,7 +80,7 @@ class LogitsCollector:
 
     @property
     def prompt_logprobs(self) -> list[list[TokenLogprob] | None] | None:
-        """For each prompt token, itself and then the top-n; None for the first."""
+        """Log probabilities of each prompt token and then of the top-n; None for the first."""
         return None if self._top_n is None else self._logprobs
 
     @property

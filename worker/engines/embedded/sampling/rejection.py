@@ -11,7 +11,7 @@ import torch
 
 
 def residual(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
-    """What is sampled from where a drafted token is rejected: ``max(p - q, 0)``, normalised.
+    """Distribution of the token that replaces a rejected one: ``max(p - q, 0)``, normalised.
 
     Args:
         target: Probabilities p, float64 ``[..., V]``.

@@ -1,4 +1,4 @@
-"""Why a row cannot be sampled, decided on the host from values read from the device."""
+"""Reasons that a row cannot be sampled, decided on the host from values read from the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOT_FINITE = "the row of logits holds NaN or +inf"
 
 
 def unfit(highest: list[float], planned: Iterable[Planned], known: dict[int, str]) -> dict[int, str]:
-    """Why a row cannot be sampled, for rows not in `known`; reported to their chains too.
+    """Reasons that rows not in `known` cannot be sampled; reported to their chains too.
 
     Args:
         highest: The highest logit of each row, divided by its temperature; NaN if it holds NaN.

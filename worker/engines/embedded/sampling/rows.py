@@ -30,15 +30,15 @@ class RowTable:
         offsets: Rows ``offsets[i]`` to ``offsets[i + 1]`` are request i's, at consecutive
             positions; one row each by default.
         vocab_size: Width of a row.
-        device: Where logits are.
+        device: Device of the logits.
 
     Attributes:
-        owners: Of each row: its request, and how many of the request's rows come before it.
+        owners: Request of each row, and number of the request's rows before it.
         greedy: Rows that take the argmax.
         random: Rows that sample randomly; `controls` has the temperature and truncation of each.
         raw: Rows with raw log probabilities.
         processed: Rows whose processed log probabilities are needed.
-        attributed: Those of `processed` of which the sampled token's alone is, for a receipt; their
+        attributed: Rows of `processed` of which only the sampled token's is, for a receipt; their
             requests report raw ones.
         logprob_counts: n of each row's top-n log probabilities.
 
@@ -124,16 +124,16 @@ class RandomRows:
     """The randomly sampled rows of a table, on its device, padded to a common batch size.
 
     Args:
-        table: With at least one randomly sampled row.
+        table: Table with at least one randomly sampled row.
 
     Attributes:
-        index: Their rows, int64 ``[R]``.
+        index: Indices of these rows, int64 ``[R]``.
         padded_index: `index` padded with its first entry, int64 ``[padded(R)]``; None if that is
             all rows in order.
-        columns: Their controls.
+        columns: Controls of these rows.
         num_processed: Number of rows in ``table.processed`` that are randomly sampled.
-        processed_entries: Their indices in ``table.processed``, int64.
-        processed_rows: Their indices in `index`, int64.
+        processed_entries: Indices in ``table.processed``, int64.
+        processed_rows: Indices in `index` of the same rows, int64.
     """
 
     def __init__(self, table: RowTable) -> None:
@@ -176,7 +176,7 @@ def controls_of(params: SamplingParams) -> Controls:
 
 
 def _owners(count: int, offsets: Sequence[int] | None) -> list[tuple[int, int]]:
-    """Of each row: which request's it is, and how many of the request's rows come before it."""
+    """Request of each row, and number of the request's rows before it."""
     if offsets is None:
         return [(request, 0) for request in range(count)]
     falls = any(stop < start for start, stop in pairwise(offsets))

@@ -47,7 +47,7 @@ class Sampler:
     Args:
         vocab_size: Width of a row.
         undecodable_ids: Ids that are never sampled.
-        device: Where logits are.
+        device: Device of the logits.
         sync_free: Read no value on the host before the tokens are sampled, so that the host does
             not wait for the device. The default on every device but the CPU; the tokens are the
             same either way.
@@ -88,8 +88,8 @@ class Sampler:
 
         Args:
             logits: One row per request, or as many as `offsets` say.
-            edits: By row.
-            plan: Its ``sampled`` requests own the rows.
+            edits: Edits by row.
+            plan: Plan whose ``sampled`` requests own the rows.
             offsets: Rows ``offsets[i]`` to ``offsets[i + 1]`` are request i's, at consecutive
                 positions from the length of its tokens on; a request may have none.
             bitmask: int32 ``[n, ceil(V / 32)]``, a hard mask on top of the chains'; see

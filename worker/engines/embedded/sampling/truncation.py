@@ -83,7 +83,7 @@ def truncate_and_sample(
     Args:
         logits: float32 ``[B, V]`` on the CPU; the rows of `groups` hold a finite value, and
             otherwise finite ones or -inf.
-        groups: From `group_rows`.
+        groups: Result of `group_rows`.
         uniforms: A random number in [0, 1) for each row.
         maxima: `adapters.sampling.candidates.block_maxima` of `logits`.
         wanted: Rows whose distribution is returned.
@@ -104,10 +104,10 @@ class Group:
     """Rows with the same number of candidates, which are found and weighted together.
 
     Args:
-        controls: By row; top-k below `vocab_size`.
+        controls: Controls by row; top-k below `vocab_size`.
         width: Candidates per row; 0 for rows whose every logit gets a weight.
         vocab_size: Width of a row of logits.
-        device: Where logits are.
+        device: Device of the logits.
 
     Attributes:
         is_wide: Whether no row's nucleus was within the candidates at the last step. It likely will
@@ -136,6 +136,16 @@ class Group:
         self.share = None
         if any(one.share < 1 for one in rows):
             self.share = column([one.share for one in rows])
+
+    def bound(self, values: torch.Tensor) -> torch.Tensor | None:
+        """Logit below which min-p or top-k exclude a token, ``[R, 1]``; None if both are off.
+
+        Args:
+            values: Candidates ``[R, n]``, divided by the temperature, by falling logit.
+        """
+        by_min_p = None if self.log_min_p is None else bound_of(values[:, :1], self.log_min_p)
+        kth = None if self.last is None else values.gather(1, self.last)
+        return kth if by_min_p is None else by_min_p if kth is None else torch.maximum(by_min_p, kth)
 
     def without(self, rows: AbstractSet[int]) -> Group:
         """This group less some rows."""
@@ -182,6 +192,56 @@ class _Candidates:
     complete: torch.Tensor
 
 
+class _RowWeights:
+    """The weights of a whole row, one row at a time.
+
+    Args:
+        logits: float32 ``[B, V]``.
+        maxima: `adapters.sampling.candidates.block_maxima` of `logits`.
+    """
+
+    def __init__(self, logits: torch.Tensor, maxima: torch.Tensor) -> None:
+        self._logits = logits
+        self._maxima = maxima
+
+    @cached_property
+    def row(self) -> WholeRow:
+        """The row that was weighed last."""
+        return whole_row(self._logits.shape[1])
+
+    @cached_property
+    def _divided(self) -> torch.Tensor:
+        """Memory of a row that is divided by its temperature."""
+        return torch.empty_like(self._logits[0])
+
+    @cached_property
+    def _highest(self) -> torch.Tensor:
+        return self._maxima.amax(-1)
+
+    def divide(self, group: Group, index: int) -> torch.Tensor:
+        """A row of a group divided by its temperature; valid until the next call."""
+        logits = self._logits[group.rows[index]]
+        return logits if group.divisor is None else torch.div(logits, group.divisor[index], out=self._divided)
+
+    def weigh(self, group: Group, index: int, logits: torch.Tensor, kth: torch.Tensor | None) -> int:
+        """Compute the weights of a row; returns the weight that top-p keeps.
+
+        Args:
+            group: The row's group.
+            index: Index of the row in the group.
+            logits: Result of `divide`.
+            kth: The k-th highest of `logits`, None without top-k.
+        """
+        highest = self._highest[group.rows[index], None]
+        if group.divisor is not None:
+            highest = highest / group.divisor[index]
+        lowest = -math.inf if kth is None else float(kth)
+        if group.log_min_p is not None:
+            lowest = max(lowest, float(lowest_kept(highest, group.log_min_p[index])))
+        total = self.row.weigh(logits, float(highest), lowest)
+        return share_of_one(total, group.controls[group.rows[index]].share)
+
+
 class _Sampling:
     """One call of `truncate_and_sample`."""
 
@@ -193,21 +253,9 @@ class _Sampling:
         self._uniforms = uniforms
         self._wanted = wanted
         self._bits = weight_bits(logits.shape[1])
+        self._weights = _RowWeights(logits, maxima)
         self.token_ids: dict[int, int] = {}
         self.distributions: dict[int, torch.Tensor] = {}
-
-    @cached_property
-    def _row(self) -> WholeRow:
-        return whole_row(self._logits.shape[1])
-
-    @cached_property
-    def _divided(self) -> torch.Tensor:
-        """Holds a row that is divided by its temperature."""
-        return torch.empty_like(self._logits[0])
-
-    @cached_property
-    def _highest(self) -> torch.Tensor:
-        return self._maxima.amax(-1)
 
     def sample(self, group: Group) -> None:
         if not group.width or group.is_wide:
@@ -232,18 +280,11 @@ class _Sampling:
         weights = weigh(values, values[:, :1])
         last = values[:, -1:]
         complete = (last == -torch.inf) if group.width < group.vocab_size else torch.ones_like(last, dtype=torch.bool)
-        bound = self._bound(group, values)
+        bound = group.bound(values)
         if bound is not None:
             complete = complete | (last < bound)
             weights = weights.mul_(values >= bound)
         return _Candidates(values, ids, weights, complete)
-
-    @staticmethod
-    def _bound(group: Group, values: torch.Tensor) -> torch.Tensor | None:
-        """Below this, ``[R, 1]``, min-p or top-k drop a logit; None if both are off."""
-        by_min_p = None if group.log_min_p is None else bound_of(values[:, :1], group.log_min_p)
-        kth = None if group.last is None else values.gather(1, group.last)
-        return kth if by_min_p is None else by_min_p if kth is None else torch.maximum(by_min_p, kth)
 
     def _settle_incomplete(self, group: Group, found: _Candidates, targets: torch.Tensor | None) -> set[int]:
         """Resolve the rows for which the candidates do not hold all of the weight.
@@ -259,7 +300,7 @@ class _Sampling:
             row = group.rows[index]
             controls = group.controls[row]
             kth = found.values[index, min(controls.top_k, group.width) - 1] if controls.top_k else None
-            target = self._weigh(group, index, self._divide(group, index), kth)
+            target = self._weights.weigh(group, index, self._weights.divide(group, index), kth)
             if targets is not None and controls.share < 1 and sure[index] >= target:
                 targets[index] = target
             else:
@@ -285,30 +326,14 @@ class _Sampling:
                     self._keep_distribution(row, found.ids[index], weights[index])
 
     def _sample_whole(self, group: Group, index: int) -> int:
-        logits = self._divide(group, index)
+        logits = self._weights.divide(group, index)
         top_k = group.controls[group.rows[index]].top_k
         kth = logits.topk(top_k).values[-1] if top_k else None
-        return self._sample_from_row(group.rows[index], self._weigh(group, index, logits, kth))
-
-    def _divide(self, group: Group, index: int) -> torch.Tensor:
-        """The row divided by its temperature; until the next one is."""
-        logits = self._logits[group.rows[index]]
-        return logits if group.divisor is None else torch.div(logits, group.divisor[index], out=self._divided)
-
-    def _weigh(self, group: Group, index: int, logits: torch.Tensor, kth: torch.Tensor | None) -> int:
-        """Compute the weights of the whole row; returns the weight that top-p keeps."""
-        highest = self._highest[group.rows[index], None]
-        if group.divisor is not None:
-            highest = highest / group.divisor[index]
-        lowest = -math.inf if kth is None else float(kth)
-        if group.log_min_p is not None:
-            lowest = max(lowest, float(lowest_kept(highest, group.log_min_p[index])))
-        total = self._row.weigh(logits, float(highest), lowest)
-        return share_of_one(total, group.controls[group.rows[index]].share)
+        return self._sample_from_row(group.rows[index], self._weights.weigh(group, index, logits, kth))
 
     def _sample_from_row(self, row: int, target: int) -> int:
         """Sample from the row weighed last; returns the number of tokens that top-p keeps."""
-        weighed = self._row
+        weighed = self._weights.row
         if target < weighed.total:
             ids, weights = weighed.prefix(target)
             cumulative = weights.numpy().cumsum()  # numpy's calls cost half of torch's on small arrays

@@ -1,7 +1,7 @@
 """The asynchronous engine: requests go to the step thread, outputs come back as streams.
 
-`engine` is the event loop's side, `step_thread` the thread that steps, `stream` one request's
-output.
+`engine` is the event loop's side, `step_thread` the thread that steps, at the `pacing` of arrivals
+and consumers; `outbox` carries outputs to the loop, `stream` is one request's output.
 """
 
 from worker.engines.embedded.serving.engine import EmbeddedEngine, load

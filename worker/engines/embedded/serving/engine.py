@@ -26,7 +26,8 @@ from worker.engines.embedded.kv_cache import choose_kv_blocks
 from worker.engines.embedded.model import HfModel, check_first_pass, load_model
 from worker.engines.embedded.model.numerics import shown_threads
 from worker.engines.embedded.plan import Model, Output, Request
-from worker.engines.embedded.serving.step_thread import MIN_AHEAD, RUN_AHEAD, Abort, Listen, StepThread, Stop, Submit
+from worker.engines.embedded.serving.outbox import MIN_AHEAD, RUN_AHEAD
+from worker.engines.embedded.serving.step_thread import Abort, Listen, StepThread, Stop, Submit
 from worker.engines.embedded.serving.stream import Stream
 from worker.engines.embedded.speculation import SpeculativeConfig
 from worker.engines.embedded.step import Stepper, make_stepper
@@ -86,7 +87,9 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
     if identity is not None:
         if not isinstance(model, HfModel):
             raise StartupError(f"--disaggregation-mode {config.role}: {type(model).__name__} has no KV to transfer")
-        stepper.connector = open_connector(model.kv_store, stepper.scheduler, config, identity.result(), model.made_by)
+        stepper.connector = open_connector(
+            model.kv_store, stepper.scheduler.transfers, config, identity.result(), model.made_by
+        )
     return stepper, info
 
 
@@ -198,11 +201,11 @@ class EmbeddedEngine:
         stepper = self._stepper
         if stepper is None:
             return EngineLoad(0, 0, 0, 0, [0] * (len(BATCH_SIZES) + 1), 0)
-        queues = stepper.scheduler
+        queues = stepper.scheduler.queues
         return EngineLoad(
             num_waiting=len(queues.waiting),
             num_running=len(queues.prefilling) + len(queues.decoding),
-            num_used_blocks=queues.num_used_blocks,
+            num_used_blocks=queues.cache.num_used_blocks,
             num_preemptions=queues.num_preemptions,
             steps_by_batch_size=tuple(stepper.steps_by_batch_size),
             num_rows=stepper.num_rows,

@@ -1,4 +1,4 @@
-"""How likely drafted tokens are accepted: learnt of a proposer, and of each request's drafts."""
+"""Acceptance rates of drafted tokens: learnt of a proposer, and of each request's drafts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Tally:
     """Decaying counts of drafted tokens.
 
     Attributes:
-        accepted: Those that were accepted.
-        tried: Those that were compared with a sampled one: tokens behind the first rejected one
+        accepted: Accepted tokens.
+        tried: Tokens that were compared with a sampled one: tokens behind the first rejected one
             were not.
     """
 
@@ -48,7 +48,7 @@ class ProposerAcceptance:
     _tallies: dict[int, Tally] = field(default_factory=dict)
 
     def rate(self, matched: int) -> float:
-        """How likely a drafted token is accepted where those before it were."""
+        """Probability that a drafted token is accepted where those before it were."""
         return self._tally(matched).accepted / self._tally(matched).tried
 
     def count(self, matched: int, num_drafted: int, num_accepted: int) -> None:
@@ -66,7 +66,7 @@ class Acceptance:
     """The acceptance of one request's drafts, which begins as that of its proposer.
 
     Args:
-        proposer: Of all requests.
+        proposer: Acceptance of all requests' drafts.
 
     Attributes:
         num_idle: Steps since the last draft.
@@ -78,7 +78,7 @@ class Acceptance:
         self._tallies: dict[int, Tally] = {}
 
     def rate(self, matched: int) -> float:
-        """How likely a drafted token is accepted where those before it were; between 0 and 1."""
+        """Probability that a drafted token is accepted where those before it were."""
         own = self._tallies.get(matched.bit_length()) or Tally()
         return (own.accepted + _PRIOR_TOKENS * self._proposer.rate(matched)) / (own.tried + _PRIOR_TOKENS)
 

@@ -12,7 +12,7 @@ class ChainProposer:
     """Implements `Proposer` with `ProcessorChain.foresee`; no model, no look-up.
 
     Args:
-        chain: Of the request, at the end of the history that `propose` is given.
+        chain: Chain of the request, at the end of the history that `propose` is given.
     """
 
     name = "chain"

@@ -28,7 +28,7 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How drafts are made. What a request's chain forces is drafted with every method.
+    """Settings of drafts. What a request's chain forces is drafted with every method.
 
     Attributes:
         method: ``ngram`` (prompt lookup), ``suffix`` or ``draft_model``; ``none``: chains alone.

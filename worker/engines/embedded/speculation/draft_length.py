@@ -1,4 +1,4 @@
-"""How many tokens to draft: as many as give the most tokens per second."""
+"""Number of tokens to draft: as many as give the most tokens per second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ it: what else the machine does can only make a step slower.
 """
 
 _COST_UNKNOWN = 0.05
-"""What a token more is expected to cost until it is measured, as a part of a step of few tokens."""
+"""Expected cost of one more token until it is measured, as a part of a step of few tokens."""
 
 _LOST = 16
 """Tokens that are tried beyond the best number: time grows in stairs, by the rows of a tile."""
@@ -40,7 +40,7 @@ class StepCosts:
             self._lowest[index] = min(self._lowest[index], self._lowest[index + 1])
 
     def seconds(self, num_tokens: int) -> float:
-        """Of a step of so many tokens, interpolated; 0 while nothing is known.
+        """Time of a step of so many tokens, interpolated; 0 while nothing is known.
 
         Outside what is known a step is expected to be fast, so that it is tried: below the smallest
         number in proportion to its tokens, and above the largest a token costs little.
@@ -60,19 +60,19 @@ def draft_lengths(rates: Sequence[float], limits: Sequence[int], num_tokens: int
     """Tokens to draft for each of some rows of a step: those that give the most tokens per second.
 
     The k-th token of a draft is sampled with probability ``rate ** k``. Of all tokens that may be
-    drafted the likeliest ones are taken, as many as make the quotient of the expected tokens and
+    drafted the most likely ones are taken, as many as make the quotient of the expected tokens and
     the time of the step the highest. After the goodput of Liu et al. 2024 (arXiv:2406.14066), with
     a length of its own for each row. The tokens of prompts count as much as those of answers:
     beside them next to nothing is drafted.
 
     Args:
-        rates: How likely the next drafted token of each row is accepted.
-        limits: Its most tokens.
+        rates: Probability that each row's next drafted token is accepted.
+        limits: Most tokens to draft for each row.
         num_tokens: Tokens of the step without drafts.
-        costs: Of this engine.
+        costs: Step times of this engine.
     """
     highest, expected = num_tokens / (costs.seconds(num_tokens) or 1.0), float(num_tokens)
-    order: list[int] = []  # the row of each token, the likeliest first
+    order: list[int] = []  # the row of each token, the most likely first
     taken = 0
     heap = [(-rate, row) for row, (rate, limit) in enumerate(zip(rates, limits, strict=True)) if rate and limit]
     heapify(heap)

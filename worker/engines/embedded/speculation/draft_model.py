@@ -26,7 +26,7 @@ class DraftModel:
     """A draft model and the pages of its KV cache.
 
     Args:
-        model: With the target's vocabulary.
+        model: Model with the target's vocabulary.
         max_num_seqs: Requests that it drafts for at a time.
         context_length: Longest history, in tokens; of longer ones nothing is drafted.
         block_size: Tokens per KV block.
@@ -49,8 +49,8 @@ class DraftModelProposer:
     """Implements `Proposer` with a `DraftModel`; its pages are freed with it.
 
     Args:
-        draft_model: Whose model it is.
-        request: For which it drafts.
+        draft_model: The draft model.
+        request: Request that it drafts for.
     """
 
     name = "draft_model"

@@ -17,10 +17,10 @@ class _Held:
 
     def take(self, output: Output) -> None:
         """Add the next output, or drop those of tokens that were taken back."""
-        if output.rolled_back_to is None:
+        if output.rewound_to is None:
             self.outputs.append(output)
         else:
-            del self.outputs[output.rolled_back_to - self.request.num_sent :]
+            del self.outputs[output.rewound_to - self.request.num_sent :]
 
     def pass_on(self, count: int) -> list[Output]:
         """The first `count` outputs, which are sent now."""

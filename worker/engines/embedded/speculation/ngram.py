@@ -14,11 +14,11 @@ class NgramProposer:
     """Implements `Proposer`: prompt lookup (Saxena 2023) over prompt and answer.
 
     The longest of the n-grams at the end of the history that occurred before counts, and of its
-    occurrences the latest, since texts go on as they went on last.
+    occurrences the latest, since texts tend to continue as they did last.
 
     Args:
         shortest: Tokens of the shortest n-gram that is looked up.
-        longest: Of the longest one.
+        longest: Tokens of the longest one.
     """
 
     name = "ngram"
@@ -26,9 +26,9 @@ class NgramProposer:
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._sizes = range(longest, shortest - 1, -1)
-        self._forget()
+        self._restart()
 
-    def _forget(self) -> None:
+    def _restart(self) -> None:
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}  # of each n-gram that something follows: where it last ended
 
@@ -42,7 +42,7 @@ class NgramProposer:
         return NO_DRAFT
 
     def _length(self, end: int, known: int) -> int:
-        """How many tokens before `end` are those at the end of the history; `known` ones are."""
+        """Number of tokens before `end` that equal those at the history's end; `known` ones do."""
         tokens, most = self._tokens, min(end, _MOST_COMPARED)
         while known < most and tokens[end - known - 1] == tokens[-known - 1]:
             known += 1
@@ -51,7 +51,7 @@ class NgramProposer:
     def _follow(self, history: Sequence[int]) -> None:
         tokens = self._tokens
         if tokens and (len(history) < len(tokens) or history[len(tokens) - 1] != tokens[-1]):
-            self._forget()
+            self._restart()
             tokens = self._tokens
         for index in range(len(tokens), len(history)):
             for size in self._sizes:  # n-grams before this token, which follows them

@@ -12,9 +12,9 @@ class Draft:
     """Tokens that may come next.
 
     Attributes:
-        tokens: The likeliest first one first; none for no draft.
-        matched: How many tokens of the history were found where the draft was taken from; 0 if it
-            is not a copy.
+        tokens: Drafted tokens in order; empty for no draft.
+        matched: Number of tokens of the history that were found where the draft was taken from; 0
+            if it is not a copy.
     """
 
     tokens: Sequence[int] = ()
@@ -50,11 +50,11 @@ class Proposer(Protocol):
 
 
 def repeat(tokens: Sequence[int], end: int, limit: int) -> Sequence[int]:
-    """What follows an earlier place of a text, if it goes on as it went on from there.
+    """Tokens that follow an earlier place of a text, if it continues as it did there.
 
     Args:
         tokens: The text, whose end matches that place.
-        end: Past the last token of the place; where the text ends, the draft goes on with itself,
+        end: Past the last token of the place; where the text ends, the draft continues with itself,
             so that a loop is drafted at full length.
         limit: Tokens.
     """

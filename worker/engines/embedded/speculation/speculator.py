@@ -1,4 +1,4 @@
-"""`Speculator`: who drafts for a request, how much, and what became of it."""
+"""`Speculator`: proposer and draft length for each request, and counts of accepted tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Counts:
 
     Attributes:
         proposed: Tokens that the model computed.
-        accepted: Those of them that are part of an answer.
+        accepted: Tokens among them that are part of an answer.
     """
 
     proposed: int = 0
@@ -87,7 +87,7 @@ class Speculator:
 
     Attributes:
         config: The settings.
-        counts: By the proposer's name.
+        counts: Drafted tokens by the proposer's name.
         is_enabled: Whether anything is drafted.
     """
 
@@ -177,9 +177,9 @@ class Speculator:
         return corpus
 
     def learn_cost(self, plan: Plan) -> None:
-        """A step that `draft` began has sampled the first position of every row.
+        """Take the time since `draft` began the step, once every row's first position is sampled.
 
-        What comes then, the sampling of drafted positions, plain decoding would do in later steps.
+        The sampling of drafted positions comes later: plain decoding would do it in later steps.
         """
         if not plan.chunks:
             self._costs.learn(plan.num_tokens, self._clock() - self._began_s)
@@ -188,7 +188,7 @@ class Speculator:
         """Take the result of a step with drafts.
 
         Args:
-            plan: Of the step.
+            plan: Plan of the step.
             accepted: Accepted tokens of each decode row's draft.
         """
         for row, number in enumerate(accepted):

@@ -26,7 +26,7 @@ class _State:
     """A state of the automaton: the substrings that end at the same places.
 
     Attributes:
-        length: Of the longest one.
+        length: Length of the longest one.
         link: The state of the longest of their suffixes that ends at more places; -1 at the root.
         end: Past the last token of one of these places, mostly the latest.
         next: The state after one more token.
@@ -91,8 +91,8 @@ class SuffixAutomaton:
         """The longest suffix of another text, after one more token, that occurs here.
 
         Args:
-            state: Of that text's longest suffix that occurs here; 0 for none.
-            length: Its tokens.
+            state: State of that text's longest suffix that occurs here; 0 for none.
+            length: Tokens of that suffix.
             token: The text's next one.
 
         Returns:
@@ -106,7 +106,7 @@ class SuffixAutomaton:
         return (0, 0) if found is None else (found, length + 1)
 
     def after(self, state: int, limit: int) -> list[int]:
-        """What follows a place of a state, at most `limit` tokens."""
+        """Tokens that follow a place of a state, at most `limit`."""
         start = self._states[state].end
         return self.tokens[start : start + limit]
 
@@ -115,10 +115,10 @@ class Corpus:
     """Answers of earlier requests with one cache salt, the newest ones, searched together.
 
     Args:
-        capacity: Tokens at which the older half is forgotten.
+        capacity: Tokens at which the older half is dropped.
 
     Attributes:
-        automaton: Of all answers; another object once some were forgotten.
+        automaton: Automaton of all answers; another object once some were dropped.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -157,9 +157,9 @@ class SuffixProposer:
     def __init__(self, shortest: int, corpus: Corpus | None = None) -> None:
         self._shortest = shortest
         self._corpus = corpus
-        self._forget()
+        self._restart()
 
-    def _forget(self) -> None:
+    def _restart(self) -> None:
         self._own = SuffixAutomaton()
         self._searched: SuffixAutomaton | None = None
         self._match = 0, 0  # in the corpus: see `SuffixAutomaton.advance`
@@ -179,7 +179,7 @@ class SuffixProposer:
     def _follow(self, history: Sequence[int]) -> None:
         known = self._own.tokens
         if known and (len(history) < len(known) or history[len(known) - 1] != known[-1]):
-            self._forget()
+            self._restart()
             known = self._own.tokens
         new = history[len(known) :]
         for token in new:

@@ -1,4 +1,4 @@
-"""What of a draft is accepted, and what its rejection takes back, as plain functions.
+"""Verification and rollback of drafts, as plain functions.
 
 `agreeing_rows` is what the engine's step uses. The others are the same decisions in the shapes of
 Megatron-Core 0.17's ``TextGenerationController`` (``_get_required_logit_indices``,
@@ -17,16 +17,16 @@ def agreeing_rows(plan: Plan, depth: int, rows: Sequence[int], outputs: Sequence
     """The decode rows whose next position can be sampled from this step's logits, too.
 
     Args:
-        plan: Of the step.
+        plan: Plan of the step.
         depth: Positions of `rows` that have been sampled before the last one.
         rows: Indices of decode rows.
-        outputs: Of the last position of each of `rows`.
+        outputs: Outputs of the last position of each of `rows`.
     """
     return [
         row
         for row, output in zip(rows, outputs, strict=True)
         if output.finish_reason is None
-        and output.rolled_back_to is None
+        and output.rewound_to is None
         and depth < len(plan.drafts[row])
         and plan.decode[row].tokens[-1] == plan.drafts[row][depth]
     ]
@@ -57,7 +57,7 @@ def accepted_mask(inputs: Sequence[int], sampled: Sequence[int], lengths: Sequen
 
     Args:
         inputs: The tokens that were computed, request by request.
-        sampled: What was sampled from the logits of each.
+        sampled: Tokens that were sampled from the logits of each.
         lengths: Tokens of each request.
     """
     mask: list[bool] = []
@@ -70,18 +70,18 @@ def accepted_mask(inputs: Sequence[int], sampled: Sequence[int], lengths: Sequen
 
 
 def last_accepted(mask: Sequence[bool], lengths: Sequence[int]) -> list[int]:
-    """Of each request the index of its last accepted token, whose row gives its next token."""
+    """Index of each request's last accepted token, whose row gives its next token."""
     starts = accumulate(lengths, initial=0)
     return [start + sum(mask[start : start + length]) - 1 for start, length in zip(starts, lengths, strict=False)]
 
 
 def rewind(offset: int, num_blocks: int, num_rejected: int, block_size: int) -> tuple[int, int]:
-    """Offset in the last block, and number of blocks, once rejected tokens are taken back.
+    """Offset in the last block, and number of blocks, once rejected tokens are rolled back.
 
     Args:
-        offset: Of the newest token in the last block.
+        offset: Offset of the newest token in the last block.
         num_blocks: Blocks of the sequence.
-        num_rejected: Tokens to take back.
+        num_rejected: Tokens to roll back.
         block_size: Tokens per block.
     """
     released, offset = divmod(offset - num_rejected, block_size)

@@ -1,4 +1,4 @@
-"""What tells models apart, so that no worker reads the KV of another model."""
+"""Fingerprint of a model, so that no worker reads the KV of another model."""
 
 from __future__ import annotations
 

@@ -19,18 +19,18 @@ MAX_TEXT = 256
 
 @dataclass(frozen=True, slots=True)
 class KvHandle:
-    """Where the KV of one prompt is in a prefill worker's memory, and how to reach it.
+    """Addresses of one prompt's KV in a prefill worker's memory, and of that worker.
 
     Attributes:
         agent: Name of the prefill worker's NIXL agent.
-        metadata: How to connect to it, and which memory it has registered.
+        metadata: Addresses to connect to, and the memory that the agent has registered.
         memory: ``DRAM`` or ``VRAM``.
         device: Index of its device, 0 for ``DRAM``.
         bases: Address of each layer's keys, then of each layer's values.
-        layout: Of its store.
-        pages: Of the prompt, in order.
-        token_address: Where the lease's fencing token is, in ``DRAM``.
-        token: What must be there, 63 bits.
+        layout: Layout of its store.
+        pages: Pages of the prompt, in order.
+        token_address: Address of the lease's fencing token, in ``DRAM``.
+        token: The fencing token, 63 bits.
     """
 
     agent: str
@@ -53,8 +53,8 @@ def handle_from_json(data: Mapping[str, Any], layout: KvLayout, prompt_length: i
     """A handle that another worker wrote.
 
     Args:
-        data: What `handle_as_json` made.
-        layout: Of the reader's store.
+        data: Result of `handle_as_json`.
+        layout: Layout of the reader's store.
         prompt_length: Tokens that it must cover.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where a sequence's KV is in a store of pages, and what two stores must have in common.
+"""Layout of KV in a store of pages, which two workers' stores must have in common.
 
 Pure arithmetic.
 """
@@ -16,17 +16,17 @@ Array = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What the KV of two workers must have in common.
+    """Properties that the KV of two workers must have in common.
 
     Attributes:
         model: Fingerprint of configuration and weights.
-        dtype: Of keys and values; see `KvStore.dtype_name`.
+        dtype: Data type of keys and values; see `KvStore.dtype_name`.
         layers: Layers with a KV store.
         kv_heads: Heads of keys and values.
         head_dim: Elements per head and token; in int8 bytes, with those of the scale.
         block_size: Tokens per block.
         page_size: Tokens per page.
-        numerics: What it was computed with, as far as bits depend on it; see
+        numerics: Kernels that computed it, as far as bits depend on them; see
             `numerics.Numerics.made_by`.
     """
 
@@ -55,7 +55,7 @@ def pieces(layout: KvLayout, target: Sequence[int], source: Sequence[int], start
     its neighbours where both sides have them in a row; part of a page is one piece per head.
 
     Args:
-        layout: Of both sides.
+        layout: Layout of both sides.
         target: The decode worker's pages, in order.
         source: The prefill worker's pages, in order.
         start: First position.
@@ -89,7 +89,7 @@ def descriptors(found: list[list[int]], sides: Sequence[tuple[Sequence[int], int
     """Address, size in bytes and device ``[n, 3]`` of `found` in all tensors, of either side.
 
     Args:
-        found: What `pieces` found.
+        found: Result of `pieces`.
         sides: Addresses of the tensors and the index of their device: the decode worker's, and the
             prefill worker's.
         itemsize: Bytes per element.

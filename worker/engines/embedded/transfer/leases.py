@@ -21,7 +21,7 @@ MAX_LEASES = 4096
 WORD_BYTES = 8
 
 RELEASE_OFFSET = MAX_LEASES * WORD_BYTES
-"""From the address of a fencing token to that of the word to which a reader writes it."""
+"""Distance from a fencing token's address to that of the word to which a reader writes it."""
 
 
 class LeaseTable:
@@ -69,7 +69,7 @@ class ScratchWord:
     """A word of main memory that a remote word is read into or written from.
 
     Attributes:
-        address: Where it is.
+        address: Address of the word.
         cell: int64 ``[1]``, a view of it.
     """
 
@@ -101,5 +101,5 @@ class ScratchWords:
         return self._free.pop() if self._free else None
 
     def give_back(self, word: ScratchWord) -> None:
-        """Nothing reads or writes the word any more."""
+        """Free a word, which is not read or written any more."""
         self._free.append(word)

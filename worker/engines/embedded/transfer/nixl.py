@@ -35,8 +35,8 @@ class NixlAgent:
             are on one device.
 
     Attributes:
-        name: Its own, unique.
-        metadata: What a peer needs to connect to it: addresses, and the keys of `memories`.
+        name: Unique name of the agent.
+        metadata: Data that a peer needs to connect to it: addresses, and the keys of `memories`.
 
     Raises:
         StartupError: NIXL is not installed, or cannot be used here.
@@ -79,7 +79,7 @@ class NixlAgent:
             peer: Name and metadata of its agent.
             tables: Descriptors ``[n, 3]`` of our side and of the peer's: address, size in bytes,
                 device.
-            memories: Which memory either side is, as NIXL names it.
+            memories: NIXL's name of the memory of either side.
 
         Raises:
             TransferError: there is no connection, or the memory is not registered.
@@ -169,7 +169,7 @@ class Nixl:
 
     Attributes:
         api: NIXL's Python interface.
-        errors: What its calls raise.
+        errors: Exceptions that its calls raise.
     """
 
     api: Any

@@ -37,10 +37,10 @@ class KvTransferParams:
         prompt_length: Tokens of the prompt.
         prompt_digest: See `digest_prompt`.
         chain_digest: See `digest_selection`.
-        kv: Where the KV is, as the engine of the prefill worker says; see
+        kv: Handle of the KV from the engine of the prefill worker; see
             `handle.handle_as_json`.
         num_cached_tokens: Prompt tokens that the prefill worker did not have to compute.
-        version: Of this format.
+        version: Version of this format.
     """
 
     prompt_length: int
@@ -51,7 +51,7 @@ class KvTransferParams:
     version: int = VERSION
 
     def as_json(self) -> dict[str, Any]:
-        """What a prefill worker's only chunk carries as ``disaggregated_params``, once sealed."""
+        """Content of ``disaggregated_params`` in a prefill worker's only chunk, once sealed."""
         return {"format": FORMAT, **{field.name: getattr(self, field.name) for field in fields(self)}}
 
 

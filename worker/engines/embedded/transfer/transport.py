@@ -50,8 +50,8 @@ PAUSE_S = 0.00005
 as long.
 """
 
-LINGER_S = 0.5
-"""How long a release is given to reach its peer: over TCP nothing moves unless somebody polls."""
+RELEASE_TIMEOUT_S = 0.5
+"""Time for a release to reach its peer: over TCP nothing moves unless the transport is polled."""
 
 State = Literal["busy", "done", "expired", "lost"]
 
@@ -63,7 +63,7 @@ class Release:
     Attributes:
         transfer: Writes `word` there.
         word: Holds the fencing token.
-        deadline: When it is given up, as of `time.monotonic`.
+        deadline: Time at which it is given up, by `time.monotonic`.
     """
 
     transfer: NixlTransfer
@@ -77,15 +77,15 @@ class KvTransport:
     Args:
         tensors: Keys of each layer, then values of each layer: ``[pages, heads, page_size,
             head_dim]``, contiguous.
-        layout: Of the store.
+        layout: Layout of the store.
         devices: Network devices to listen on, as in ``UCX_NET_DEVICES``.
 
     Attributes:
         tensors: The same.
         layout: The same.
-        memory: What NIXL calls the memory of the tensors: ``DRAM`` or ``VRAM``.
-        agent: Its NIXL agent.
-        scratch: Its scratch words.
+        memory: NIXL's name of the tensors' memory: ``DRAM`` or ``VRAM``.
+        agent: The NIXL agent.
+        scratch: Words for reads and releases.
 
     Raises:
         StartupError: NIXL is not installed, or cannot be used here.
@@ -106,12 +106,12 @@ class KvTransport:
         return f"KvTransport({len(self._leases)} leases, {self.scratch.num_taken} words in use, {self.agent!r})"
 
     @property
-    def is_lingering(self) -> bool:
+    def is_releasing(self) -> bool:
         """Whether a release may still be on its way, so that `poll` should be called again soon."""
         return bool(self._releases)
 
     def grant(self, pages: Sequence[int]) -> KvHandle | None:
-        """Lease `pages` to whoever has the handle, until `revoke`; None if there are too many."""
+        """Lease `pages` to the holder of the handle, until `revoke`; None if there are too many."""
         lease = self._leases.grant()
         if lease is None:
             return None
@@ -166,7 +166,7 @@ class KvTransport:
             self.agent.disconnect(handle.agent)
             self.scratch.give_back(word)
             return
-        self._releases.append(Release(transfer, word, time.monotonic() + LINGER_S))
+        self._releases.append(Release(transfer, word, time.monotonic() + RELEASE_TIMEOUT_S))
         self._drop_ended_releases()
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class KvTransport:
         with contextlib.suppress(TransferError):
             if release.transfer.state() == "PROC" and now < release.deadline:
                 return False
-        with contextlib.suppress(TransferError):  # a word that is written late is nobody's token
+        with contextlib.suppress(TransferError):  # a word that is written late is no lease's token
             release.transfer.release()
         self.scratch.give_back(release.word)
         return True
@@ -195,8 +195,8 @@ class KvRead:
     """One read under way. Made by `KvTransport.read`.
 
     Attributes:
-        num_bytes: Of keys and values.
-        seconds: From the start to the end, with all waiting.
+        num_bytes: Size of the keys and values.
+        seconds: Time from the start to the end, with all waiting.
     """
 
     def __init__(self, transport: KvTransport, handle: KvHandle, pages: Sequence[int], start: int, stop: int) -> None:

@@ -1,0 +1,144 @@
+"""Admission: which waiting requests join the batch, clients in turn."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from worker.engines import QueueTimes
+from worker.engines.embedded.pinned import PinnedRequests
+from worker.engines.embedded.plan import PageCopy, Request
+from worker.engines.embedded.prompt_chunks import fair_chunk, remaining
+from worker.engines.embedded.queues import Queues, spare_pages
+from worker.engines.embedded.turns import counts_of, last_of_largest_client
+
+
+class Admission:
+    """Moves waiting requests into prefill while slots, pages and token budget last.
+
+    Args:
+        queues: The scheduler's queues.
+        transfers: KV transfers, which are served in one order of arrival with the waiting queue.
+    """
+
+    def __init__(self, queues: Queues, transfers: PinnedRequests) -> None:
+        self._queues = queues
+        self._cache = queues.cache
+        self._transfers = transfers
+        self._passed: Request | None = None  # the request that had its turn and got no pages
+        self._num_passed = 0  # admissions of other clients' requests meanwhile
+
+    def admit(self, budget: int, *, only_starved: bool) -> tuple[PageCopy, ...]:
+        """Admit waiting requests, clients in turn; returns what must be copied in the store.
+
+        Args:
+            budget: Prompt tokens of the next step.
+            only_starved: Whether only clients without a running request are served.
+        """
+        queues = self._queues
+        order = queues.turns.order(queues.waiting)
+        copies = self._admit_starved(order)
+        if only_starved:
+            return tuple(copies)
+        fair = fair_chunk(budget)
+        reserved = sum(min(fair, remaining(request)) for request in queues.prefilling)
+        prefilling = counts_of(queues.prefilling)
+        pending = self._pending(queues.prefilling)
+        slots = queues.max_num_seqs - len(queues.decoding) - len(queues.prefilling)
+        blocked: set[str | None] = set()  # clients whose next request gets no pages
+        for request in order:
+            if slots <= 0:
+                break
+            if request.client in blocked:
+                continue
+            slots -= 1  # one that is skipped keeps its slot free
+            if reserved >= budget and prefilling[request.client]:
+                continue  # a client's first prompt need not wait for the end of others'
+            if request.pages or not self._may_begin(request, pending):
+                continue
+            copied = self._cache.allocate(request, spare_pages(queues))
+            if copied is None:
+                if not blocked and not self._may_be_passed(request):
+                    break
+                blocked.add(request.client)
+                continue
+            copies += copied
+            self._begin(request)
+            self._num_passed += bool(blocked)
+            pending |= self._pending([request])
+            prefilling[request.client] += 1
+            reserved += min(fair, remaining(request))
+        return tuple(copies)
+
+    def _admit_starved(self, order: Sequence[Request]) -> list[PageCopy]:
+        """Make room, where slots or pages are missing, for one request of each client that has none
+        running. The client that has most of them gives up its last one, and never its only one.
+        """
+        copies: list[PageCopy] = []
+        running = counts_of(self._queues.running)
+        if max(running.values(), default=0) < 2:
+            return copies
+        for request in order:
+            if running[request.client] or not self._may_begin(request, self._pending(self._queues.prefilling)):
+                continue
+            preempted = False
+            while not self._has_room(request) and max(running.values(), default=0) > 1:
+                self._make_room(running)
+                preempted = True
+            if not preempted or not self._has_room(request):
+                continue  # without a preemption it has its turn
+            copied = self._cache.allocate(request, spare_pages(self._queues))
+            assert copied is not None, f"there was room for {request.id}: {self._queues!r}"
+            copies += copied
+            self._begin(request)
+            running[request.client] += 1
+        return copies
+
+    def _has_room(self, request: Request) -> bool:
+        return self._queues.has_slot and self._cache.has_room(request, spare_pages(self._queues))
+
+    def _make_room(self, running: Counter[str | None]) -> None:
+        victim = last_of_largest_client(self._queues.running)
+        self._queues.preempt(victim)
+        self._queues.turns.give_way(victim)
+        running[victim.client] -= 1
+
+    def _may_begin(self, request: Request, pending: set[int]) -> bool:
+        """Whether neither a transfer that came before nor a prefix hit is to be waited for."""
+        return not self._transfers.blocks(request) and not (pending and self._awaits_prefix(request, pending))
+
+    def _may_be_passed(self, request: Request) -> bool:
+        """Whether other clients' requests may come before the next one, which gets no pages: as
+        many as may run, and no more.
+        """
+        if self._passed is not request:
+            self._passed, self._num_passed = request, 0
+        return self._num_passed < self._queues.max_num_seqs
+
+    def _begin(self, request: Request) -> None:
+        self._queues.waiting.remove(request)
+        self._queues.turns.admit(request)
+        self._queues.start_prefill(request)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed
+        if request.queue_times is None:
+            now_s = time.monotonic()
+            request.queue_times = QueueTimes(now_s, now_s)
+
+    def _pending(self, requests: Iterable[Request]) -> set[int]:
+        """Hashes of the blocks that `requests` are about to compute, and to cache."""
+        size, sound = self._cache.block_size, (one for one in requests if not one.is_spoiled)
+        return {each for one in sound for each in one.hash_blocks(size)[one.num_computed // size :]}
+
+    def _awaits_prefix(self, request: Request, pending: set[int]) -> bool:
+        """Whether more than half of what a request has to compute is about to be cached.
+
+        It then waits for that prefix hit: n choices of one prompt compute the prompt once.
+        """
+        size, hashes = self._cache.block_size, request.block_hashes
+        first = len(self._cache.match_prefix(request))
+        shared = 0
+        while first + shared < len(hashes) and hashes[first + shared] in pending:
+            shared += 1
+        return 2 * shared * size > len(request.tokens) - first * size

@@ -1,0 +1,62 @@
+"""Events of the prefix cache for a router: blocks that were cached, blocks that were evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from worker.engines.embedded.blocks import ROOT, Block
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Consecutive blocks of a sequence that are cached now.
+
+    Attributes:
+        parent_hash: Hash of the block before the first one, `ROOT` if there is none.
+        block_hashes: One hash per block.
+        token_ids: Token ids of all blocks.
+    """
+
+    parent_hash: int
+    block_hashes: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks that were evicted."""
+
+    block_hashes: tuple[int, ...]
+
+
+class BlockEvents:
+    """Events in order.
+
+    Args:
+        cached: Blocks that are cached by now, a parent before its children; they come first.
+    """
+
+    def __init__(self, cached: Iterable[Block]) -> None:
+        self._events: list[BlocksStored | BlocksRemoved] = []
+        for block in cached:
+            self.add_stored(block)
+
+    def drain(self) -> list[BlocksStored | BlocksRemoved]:
+        """Events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def add_stored(self, block: Block) -> None:
+        """Record a cached block; in the last event, if it follows that one's last block."""
+        parent = block.parent.hash if block.parent else ROOT
+        hashes, tokens = (block.hash,), tuple(block.tokens)
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlocksStored) and last.block_hashes[-1] == parent:
+            self._events[-1] = BlocksStored(last.parent_hash, last.block_hashes + hashes, last.token_ids + tokens)
+        else:
+            self._events.append(BlocksStored(parent, hashes, tokens))
+
+    def add_removed(self, hashes: Sequence[int]) -> None:
+        """Record evicted blocks."""
+        self._events.append(BlocksRemoved(tuple(hashes)))

@@ -1,0 +1,130 @@
+"""The queues of the scheduler: where each request is, and what it owns there.
+
+====================  =================  ==================================================
+a request is          in                 and owns
+====================  =================  ==================================================
+waiting               ``waiting``        nothing; after a preemption it has generated tokens
+in prefill            ``prefilling``     pages for all its tokens
+decoding              ``decoding``       pages for all its tokens
+pinned for transfer   ``pinned``         pages that another worker reads, or that are read into
+finished or aborted   nowhere            nothing
+====================  =================  ==================================================
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
+from worker.engines.embedded.kv_cache import KvCache
+from worker.engines.embedded.plan import Request
+from worker.engines.embedded.turns import Turns
+
+by_arrival = attrgetter("arrival")
+
+RUNNING_PER_SPARE = 16
+"""Running requests per page that an admission leaves available, so that the next full page does not
+lead to a preemption."""
+
+
+class Queues:
+    """Requests by state, and the moves between states that free pages.
+
+    Args:
+        cache: The bookkeeping of the KV pages.
+        max_num_seqs: Requests in ``prefilling`` and ``decoding`` together at most.
+        turns: Turns between clients, which count each arrival.
+
+    Attributes:
+        waiting: Waiting queue, in order of arrival.
+        prefilling: Requests in prefill, in order of arrival.
+        decoding: Decode rows; the same tuple object while the rows are the same.
+        pinned: Requests whose pages are pinned for transfer.
+        num_preemptions: Preemptions since the start.
+    """
+
+    def __init__(self, cache: KvCache, max_num_seqs: int, turns: Turns) -> None:
+        self.cache = cache
+        self.max_num_seqs = max_num_seqs
+        self.turns = turns
+        self.waiting: deque[Request] = deque()
+        self.prefilling: list[Request] = []
+        self.decoding: tuple[Request, ...] = ()
+        self.pinned: list[Request] = []
+        self.num_preemptions = 0
+        self._num_arrived = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"{len(self.waiting)} waiting, {len(self.prefilling)} in prefill, "
+            f"{len(self.decoding)} decoding, {len(self.pinned)} pinned, {self.cache!r}"
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not (self.decoding or self.prefilling or self.waiting)
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether one more request may run."""
+        return len(self.decoding) + len(self.prefilling) < self.max_num_seqs
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """Requests in the batch: those that decode, then those in prefill."""
+        return (*self.decoding, *self.prefilling)
+
+    @property
+    def live(self) -> Iterator[Request]:
+        """Requests with tokens to compute: running and waiting ones."""
+        return itertools.chain(self.decoding, self.prefilling, self.waiting)
+
+    def arrive(self, request: Request) -> None:
+        """Number a request in order of arrival, unless it has a number."""
+        if request.arrival < 0:
+            self.turns.arrived(request)
+            request.arrival = self._num_arrived
+            self._num_arrived += 1
+
+    def add(self, request: Request) -> None:
+        """Queue a request in order of arrival; its longest answer must fit into the store."""
+        longest = self.cache.count_pages(request.limit)
+        assert longest <= self.cache.num_pages, f"{request.id} may take {longest} pages: {self!r}"
+        self.arrive(request)
+        insort(self.waiting, request, key=by_arrival)
+
+    def start_prefill(self, request: Request) -> None:
+        """Add a request that owns pages for all its tokens to those in prefill."""
+        self.prefilling.append(request)
+        self.prefilling.sort(key=by_arrival)
+
+    def preempt(self, request: Request) -> None:
+        """Move a running request to the waiting queue, between steps; its KV is recomputed."""
+        self.num_preemptions += 1
+        request.num_preemptions += 1
+        self.requeue(request)
+
+    def requeue(self, request: Request) -> None:
+        """Free a running request's pages and let it wait; blocks that stay cached are its hit."""
+        self.release([request])
+        insort(self.waiting, request, key=by_arrival)
+
+    def release(self, requests: Sequence[Request]) -> None:
+        """Take requests out of the batch, and free their pages but for those that are pinned."""
+        gone = set(map(id, requests))
+        self.decoding = tuple(request for request in self.decoding if id(request) not in gone)
+        self.prefilling = [request for request in self.prefilling if id(request) not in gone]
+        for request in requests:
+            if request not in self.pinned:
+                self.cache.free(request)
+
+
+def spare_pages(queues: Queues) -> int:
+    """Pages that an admission must leave available: running requests will need them soon."""
+    cache, running = queues.cache, queues.running
+    growth = sum(cache.count_pages(one.limit) - len(one.pages) for one in running)
+    return min(growth, -(-len(running) // RUNNING_PER_SPARE))
