@@ -13,8 +13,9 @@ import torch
 
 from worker.engines.embedded import native
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes, NativeAttention, TorchAttention
-from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, OneDnnGemm, PackedWeight, TorchGemm
+from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, OneDnnGemm, TorchGemm
 from worker.engines.embedded.model.quantisation import Quantised, QuantisedGemm, quantise
+from worker.engines.embedded.native import PackedWeight
 from worker.errors import StartupError
 
 logger = logging.getLogger(__name__)

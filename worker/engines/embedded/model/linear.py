@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, PackedWeight, TorchGemm
+from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, TorchGemm
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.panels import Lookup, Panels, lookup
 from worker.engines.embedded.model.quantisation import (
@@ -20,7 +20,7 @@ from worker.engines.embedded.model.quantisation import (
     QuantisedWeight,
     concatenated,
 )
-from worker.engines.embedded.native.layers import Gemm
+from worker.engines.embedded.native import Gemm, PackedWeight
 
 
 class LayerShape(NamedTuple):

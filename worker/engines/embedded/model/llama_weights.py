@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from worker.engines.embedded.attention import AttentionLayer, RopeTables
-from worker.engines.embedded.model.gemm import PackedWeight
 from worker.engines.embedded.model.linear import Projection, has_tied_embeddings
 from worker.engines.embedded.model.quantisation import PackedQuantised, QuantisedWeight
+from worker.engines.embedded.native import PackedWeight
 from worker.models.geometry import Geometry
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")

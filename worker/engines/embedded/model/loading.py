@@ -16,7 +16,6 @@ from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resol
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.model import llama_weights
 from worker.engines.embedded.model.checkpoint_files import checkpoint_dtype, read_settings
-from worker.engines.embedded.model.gemm import PackedWeight
 from worker.engines.embedded.model.hf_model import HfModel, ModelFacts
 from worker.engines.embedded.model.kernels import KernelBackend, choose_kernels
 from worker.engines.embedded.model.linear import Projection
@@ -24,6 +23,7 @@ from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm, Rope
 from worker.engines.embedded.model.packed_copy import PackedCopy, provenance_of
 from worker.engines.embedded.model.quantisation import FORMATS, PackedQuantised
+from worker.engines.embedded.native import PackedWeight
 from worker.engines.embedded.native.quantised import QuantisedPanels
 from worker.errors import StartupError
 from worker.models.beside import copies_of

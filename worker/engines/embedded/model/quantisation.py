@@ -14,14 +14,12 @@ import torch
 from torch.nn import functional
 
 from worker.engines.embedded.model.panels import Panels
-from worker.engines.embedded.native.layers import Gemm
+from worker.engines.embedded.native.gemm import Gemm, linear, unpacked_rows
 from worker.engines.embedded.native.quantised import (
     BLOCK,
     QuantisedPanels,
     fits_blocks,
     panels_of,
-    quantised_linear,
-    unpacked_rows,
 )
 from worker.errors import StartupError
 
@@ -205,7 +203,11 @@ def _to_int4(weight: torch.Tensor) -> QuantisedWeight:
 
 
 class QuantisedGemm:
-    """The native kernels on a quantised weight; implements `GemmBackend`."""
+    """The native kernels on a quantised weight; implements `GemmBackend`.
+
+    Attributes:
+        parts: GEMMs for `native.layers`, whose results are put beside each other.
+    """
 
     kernels = "native"
     is_batch_invariant = True
@@ -219,9 +221,10 @@ class QuantisedGemm:
             if isinstance(weight, PackedQuantised)
             else PackedQuantised(tuple(part.packed(rounds_rows) for part in weight.parts))
         )
-        self._panels = self.packed.parts
-        rows = [panels.columns for panels in self._panels]
-        self._biases = torch.split(bias, rows) if bias is not None else [None] * len(rows)
+        panels = self.packed.parts
+        rows = [part.columns for part in panels]
+        biases = torch.split(bias, rows) if bias is not None else [None] * len(rows)
+        self.parts = tuple(Gemm(part, of_part) for part, of_part in zip(panels, biases, strict=True))
         self._is_unrounded = is_unrounded
 
     @classmethod
@@ -229,26 +232,22 @@ class QuantisedGemm:
         return isinstance(weight, Quantised)
 
     def __call__(self, x: torch.Tensor, epilogue: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
-        rows = [panels.columns for panels in self._panels]
-        others = torch.split(other, rows, 1) if other is not None else [None] * len(rows)
+        if len(self.parts) == 1:
+            return linear(x, self.parts[0], epilogue, other, self._is_unrounded)
+        others = (
+            [None] * len(self.parts) if other is None else torch.split(other, [gemm.columns for gemm in self.parts], 1)
+        )
         results = [
-            quantised_linear(x, panels, bias, epilogue, part, self._is_unrounded)
-            for panels, bias, part in zip(self._panels, self._biases, others, strict=True)
+            linear(x, gemm, epilogue, part, self._is_unrounded) for gemm, part in zip(self.parts, others, strict=True)
         ]
-        return torch.cat(results, 1) if len(results) > 1 else results[0]
-
-    @property
-    def parts(self) -> tuple[Gemm, ...]:
-        """What `native.layers` computes with; their results are to be put beside each other."""
-        pairs = zip(self._panels, self._biases, strict=True)
-        return tuple(Gemm(panels.columns, panels.inner, panels, bias) for panels, bias in pairs)
+        return torch.cat(results, 1)
 
     def layouts(self) -> Iterator[Panels]:
         yield from ()
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Rows ``[..., K]`` of a weight of one part by their indices, int64 ``[...]``."""
-        [panels] = self._panels
+        [panels] = self.packed.parts
         return unpacked_rows(panels, ids, dtype)
 
 
