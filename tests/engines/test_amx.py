@@ -18,7 +18,7 @@ import torch
 from worker.engines.embedded import native
 from worker.engines.embedded.kv_cache import SequenceSlice
 from worker.engines.embedded.model.quantisation import QuantisedGemm, QuantisedWeight
-from worker.engines.embedded.native import paths
+from worker.engines.embedded.native import libraries, paths
 
 pytestmark = pytest.mark.native
 

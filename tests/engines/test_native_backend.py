@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ from worker.engines.embedded.attention import (
 )
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache.store import KvStore, SequenceSlice
-from worker.engines.embedded.model import HfModel, llama_weights, load_model
+from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.native import libraries
 from worker.engines.embedded.native.layers import DecoderLayers
 from worker.engines.embedded.step import make_stepper
+from worker.models.model_types import LLAMA_LIKE
 from worker.sampling import SamplingParams
 
 LENGTHS = (1, 5, 70, 300)
@@ -101,9 +103,7 @@ def test_native_tokens_are_those_of_the_torch_backend(
         assert answers(model, 90) == expected
         assert (model.kernels, model.made_by) == (f"native-{path}", "exact, native kernels")
         assert not model.wants_dense_kv
-        assert set(calls) == (
-            {"linear", "rms_norm", "decoder_layers" if arch in llama_weights.MODEL_TYPES else "attend"}
-        )
+        assert set(calls) == ({"linear", "rms_norm", "decoder_layers" if arch in LLAMA_LIKE else "attend"})
         calls.clear()
     assert answers(load(every_checkpoint[arch], "native"), 512) == expected
 
@@ -184,7 +184,7 @@ def test_both_backends_write_the_same_cache_and_attend_alike(
     assert not found[0][inputs.tokens :].any()
 
 
-STRUCTURES = (
+STRUCTURES = [
     "gemm",
     "linear",
     "rms_norm",
@@ -195,7 +195,7 @@ STRUCTURES = (
     "unpacking",
     "weighing",
     "threads",
-)
+]
 
 SIZES = """
 #include <stdio.h>
@@ -212,9 +212,8 @@ def test_structures_of_arguments_have_the_sizes_of_those_in_c(tmp_path: Path) ->
     subprocess.run(command, check=True, timeout=60)
     printed = subprocess.run([tmp_path / "sizes"], check=True, capture_output=True, text=True, timeout=60).stdout
     kernels = native.library(torch.float32)
-    assert [ctypes.sizeof(getattr(kernels, f"{name}_t")) for name in STRUCTURES] == [
-        int(size) for size in printed.split()
-    ]
+    found = [ctypes.sizeof(getattr(kernels, f"{name}_t")) for name in STRUCTURES]
+    assert found == [int(size) for size in printed.split()]
 
 
 @pytest.mark.native

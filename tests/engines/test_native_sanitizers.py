@@ -16,6 +16,7 @@ import torch
 from native_builds import DOT_IN_EVEX, compile_kernels, needs_compiler, needs_dot_in_evex
 
 from worker.engines.embedded import native
+from worker.engines.embedded.native import libraries
 
 pytestmark = [pytest.mark.native_build, pytest.mark.timeout(400)]  # sanitizers take minutes beside load
 

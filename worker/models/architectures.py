@@ -19,17 +19,9 @@ from gguf.constants import GGMLQuantizationType
 
 from worker.models.geometry import BOUNDS, Geometry, GeometryError, Tensor
 from worker.models.gguf_file import GgufError, GgufFile, GgufTensor
+from worker.models.model_types import GGUF_TYPES
 from worker.models.numbers import are_exact
 
-MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
-"""Hugging Face's model type by GGUF's architecture."""
-
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
 _KEYS = {
     "attention.head_count",
     "attention.head_count_kv",
@@ -140,7 +132,8 @@ class Architecture:
     def __init__(self, file: GgufFile) -> None:
         self._file = file
         self._metadata = file.metadata
-        self._name = file.metadata.one_of("general.architecture", MODEL_TYPES)
+        self._name = file.metadata.one_of("general.architecture", GGUF_TYPES)
+        self._kind = GGUF_TYPES[self._name]
         self._refuse_unknown_keys()
         self._hidden = self._integer("hidden_size")
         self._heads = self._integer("num_attention_heads")
@@ -164,7 +157,7 @@ class Architecture:
         for key in ("attention.value_length", "rope.dimension_count"):
             if self._metadata.integer(f"{self._name}.{key}", self._head_dim) != self._head_dim:
                 raise GgufError(f"{self._name}.{key} other than the width of a head is not supported")
-        if self._experts and self._name != "qwen3moe":
+        if self._experts and not self._kind.is_mixture:
             raise GgufError(f"{self._name}.expert_count {self._experts} is not supported")
 
     def _geometry(self) -> Geometry:
@@ -188,10 +181,9 @@ class Architecture:
         return self._file.tensors[name]
 
     def _config(self) -> dict[str, Any]:
-        kind = MODEL_TYPES[self._name]
         config = {
-            "architectures": [_CLASSES[kind]],
-            "model_type": kind,
+            "architectures": [self._kind.class_name],
+            "model_type": self._kind.name,
             "torch_dtype": self._dtype(),
             "vocab_size": self._tensor("token_embd.weight").shape[0],
             "hidden_size": self._hidden,
@@ -209,7 +201,7 @@ class Architecture:
             "tie_word_embeddings": "output.weight" not in self._file.tensors,
             "use_cache": True,
         }
-        if kind == "qwen3_moe":
+        if self._kind.is_mixture:
             config["num_experts"] = self._integer("num_experts")
             config["num_experts_per_tok"] = self._integer("num_experts_per_tok")
             config["moe_intermediate_size"] = self._integer("moe_intermediate_size")
@@ -282,7 +274,7 @@ class Architecture:
                 theirs = theirs.replace(part, its)
             tensor = self._shaped(theirs, *ours.shape)
             rows = np.arange(tensor.num_rows)
-            if self._name == "llama" and theirs.endswith((".attn_q.weight", ".attn_k.weight")):
+            if self._kind.gguf_pairs_rows and theirs.endswith((".attn_q.weight", ".attn_k.weight")):
                 rows = self._unpermuted(rows)
             yield Weight(ours.name, ours.shape, tensor, rows)
 

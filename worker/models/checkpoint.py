@@ -30,8 +30,9 @@ from worker.errors import StartupError
 from worker.models.architectures import Architecture, Weight
 from worker.models.beside import work_directory
 from worker.models.gguf_file import GgufError, GgufFile
+from worker.models.model_types import LLAMA_LIKE
 from worker.models.numbers import BYTES, decoded, encoded
-from worker.models.quantised import CODES, MODEL_TYPES, OFFSETS, READ, SCALES, Codes, quantization_config, unpack_blocks
+from worker.models.quantised import CODES, OFFSETS, READ, SCALES, Codes, quantization_config, unpack_blocks
 from worker.models.safetensors_file import Stored, write_safetensors
 from worker.models.tokenizer import GgufTokenizer
 
@@ -149,7 +150,7 @@ def write_checkpoint(source: Path, directory: Path, name: str, say: Say, keeps_b
 
 def _kept(architecture: Architecture) -> list[Weight]:
     """Weights that stay quantised."""
-    if architecture.config["model_type"] not in MODEL_TYPES:
+    if architecture.config["model_type"] not in LLAMA_LIKE:
         return []
     return [each for each in architecture.weights if len(each.shape) == 2 and each.tensor.kind in READ]
 

@@ -21,9 +21,6 @@ from gguf.quants import Q4_K
 CODES, SCALES, OFFSETS = ".codes", ".scales", ".offsets"
 """What follows a weight's name."""
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Architectures that the engine reads in this form."""
-
 _METHOD = "dynamo-logits-worker"
 
 

@@ -15,8 +15,7 @@ from worker.engines.embedded.model.linear import Projection, has_tied_embeddings
 from worker.engines.embedded.model.quantisation import PackedQuantised, QuantisedWeight
 from worker.engines.embedded.native import PackedWeight
 from worker.models.geometry import Geometry
-
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+from worker.models.model_types import LLAMA_LIKE, MODEL_TYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +187,7 @@ def _layer(model: Any, index: int, config: Any) -> LayerWeights:
     model.layers[index] = torch.nn.Identity()
     attention, mlp = layer.self_attn, layer.mlp
     head_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
-    if config.model_type == "qwen3":
+    if MODEL_TYPES[config.model_type].has_head_norms:
         query_norm, key_norm = Norm.of(attention.q_norm), Norm.of(attention.k_norm)
         head_norms = query_norm.weight, key_norm.weight, query_norm.epsilon
     heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
@@ -203,12 +202,13 @@ def _layer(model: Any, index: int, config: Any) -> LayerWeights:
 
 
 def _window(attention: Any, config: Any) -> int:
-    if config.model_type == "llama":
+    window = MODEL_TYPES[config.model_type].window
+    if window == "none":
         return 0
-    return int((config if config.model_type == "mistral" else attention).sliding_window or 0)
+    return int((config if window == "model" else attention).sliding_window or 0)
 
 
 def serves(config: Any) -> bool:
     """Whether `LlamaNetwork` computes a model of this configuration."""
     rotated = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-    return config.model_type in MODEL_TYPES and config.hidden_act == "silu" and rotated == 1.0
+    return config.model_type in LLAMA_LIKE and config.hidden_act == "silu" and rotated == 1.0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +12,6 @@ import torch
 from worker.engines.embedded.attention import AttentionLayer
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
 from worker.engines.embedded.host import in_own_thread
-from worker.engines.embedded.model import llama_weights
 from worker.engines.embedded.model.checkpoint_files import checkpoint_dtype, read_settings
 from worker.engines.embedded.model.hf_model import HfModel, ModelFacts
 from worker.engines.embedded.model.kernels import KernelBackend, choose_kernels
@@ -28,7 +25,10 @@ from worker.engines.embedded.native.quantised import QuantisedPanels
 from worker.errors import StartupError
 from worker.models.beside import copies_of
 from worker.models.geometry import Geometry
+from worker.models.model_types import LLAMA_LIKE
+from worker.models.problems import ModelFileError
 from worker.models.quantised import format_of
+from worker.models.weight_files import INDEX, read_index
 
 if TYPE_CHECKING:
     from worker.engines.embedded.model.transformers_network import TransformersNetwork
@@ -133,17 +133,13 @@ def _can_be_kept(directory: Path, settings: dict[str, Any], kernels: KernelBacke
     For the Llama family and native kernels, and if all weights lie in the directory itself, whose
     files are compared.
     """
-    if not kernels.reads_quantised or settings["model_type"] not in llama_weights.MODEL_TYPES:
+    if not kernels.reads_quantised or settings["model_type"] not in LLAMA_LIKE:
         return False
-    shards = (str(shard) for path in directory.glob("*.index.json") for shard in _shards(path))
-    return all("/" not in shard for shard in shards)
-
-
-def _shards(index: Path) -> Iterable[object]:
     try:
-        return dict(json.loads(index.read_bytes())["weight_map"]).values()
-    except (OSError, ValueError, LookupError, TypeError):
-        return ["/"]  # whatever it says
+        shards = read_index(directory).values() if (directory / INDEX).is_file() else ()
+    except ModelFileError:
+        return False
+    return all("/" not in shard for shard in shards)
 
 
 def _name(dtype: torch.dtype, kernels: KernelBackend, keeps: bool) -> str:

@@ -26,7 +26,8 @@ from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.errors import StartupError
 from worker.models.geometry import Geometry
-from worker.models.quantised import CODES, MODEL_TYPES, OFFSETS, SCALES, format_of
+from worker.models.model_types import LLAMA_LIKE
+from worker.models.quantised import CODES, OFFSETS, SCALES, format_of
 from worker.models.weight_files import WeightFiles
 
 
@@ -111,10 +112,10 @@ class QuantisedCheckpoint:
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
-        if settings.get("model_type") not in MODEL_TYPES:
+        if settings.get("model_type") not in LLAMA_LIKE:
             raise StartupError(
                 f"--model-path {directory}: config.json: quantization_config: quantised checkpoints of model type "
-                f"{settings.get('model_type')!r} are not served, only of {', '.join(MODEL_TYPES)}"
+                f"{settings.get('model_type')!r} are not served, only of {', '.join(LLAMA_LIKE)}"
             )
         self.format = str(format_of(settings))
         self._directory = directory

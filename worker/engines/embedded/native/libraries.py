@@ -87,6 +87,17 @@ class KernelLibrary(ctypes.CDLL):
         AttributeError: it lacks a function.
     """
 
+    gemm_t: Any
+    linear_t: Any
+    threads_t: Any
+    rms_norm_t: Any
+    rotation_t: Any
+    attention_t: Any
+    layer_t: Any
+    step_t: Any
+    unpacking_t: Any
+    weighing_t: Any
+
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
         self.kernels_version.restype = _INT32
