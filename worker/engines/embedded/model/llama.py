@@ -12,8 +12,9 @@ from functools import cached_property
 import torch
 
 from worker.engines.embedded.attention import AttentionStep, NativeStep, RopeTables
+from worker.engines.embedded.model.embedding import Embedding
 from worker.engines.embedded.model.kernels import KernelBackend
-from worker.engines.embedded.model.linear import Embedding, Linear, lm_head, pack_all
+from worker.engines.embedded.model.linear import Linear, lm_head, pack_all
 from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm
 from worker.engines.embedded.native.layers import DecoderLayer, DecoderLayers
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from worker.engines.embedded.attention import AttentionLayer, RopeTables
-from worker.engines.embedded.model.linear import Projection, has_tied_embeddings
+from worker.engines.embedded.model.embedding import has_tied_embeddings
+from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.quantisation import PackedQuantised, QuantisedWeight
 from worker.engines.embedded.native import PackedWeight
 from worker.models.geometry import Geometry

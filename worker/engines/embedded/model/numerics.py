@@ -16,7 +16,9 @@ import torch
 
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes
 from worker.engines.embedded.kv_cache import KvStore, SequenceSlice, row_shape
-from worker.engines.embedded.model.linear import GemmTiling, LayerShape, Linear
+from worker.engines.embedded.model.linear import Linear
+from worker.engines.embedded.model.tiling import GemmTiling, LayerShape
+from worker.engines.embedded.model.tiling_trial import is_invariant
 from worker.engines.embedded.plan import TILE
 from worker.errors import StartupError
 
@@ -103,7 +105,7 @@ def _invariant_tilings(
     tilings: dict[LayerShape, GemmTiling] = {}
     for shape, layer in distinct.items():
         found: GemmTiling | None = GemmTiling()
-        if not layer.is_batch_invariant:
+        if not layer.gemm.is_batch_invariant:
             candidates = _tilings(may_cost)
             found = next((tiling for tiling in candidates if _is_gemm_invariant(tiling, layer, dtype)), None)
         if found is None:
@@ -134,7 +136,7 @@ batch-invariant.
 def _is_gemm_invariant(tiling: GemmTiling, layer: Linear, dtype: torch.dtype) -> bool:
     key = (layer.shape, dtype, tiling, torch.get_num_threads())
     if key not in _known:
-        _known[key] = layer.is_invariant(tiling)
+        _known[key] = is_invariant(layer, tiling)
     return _known[key]
 
 

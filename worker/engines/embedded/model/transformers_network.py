@@ -10,12 +10,11 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from worker.engines.embedded.attention import AttentionStep
+from worker.engines.embedded.model.embedding import Embedding, has_tied_embeddings
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import (
-    Embedding,
     Linear,
     Projection,
-    has_tied_embeddings,
     lm_head,
     pack_all,
     replace_linears,
@@ -67,7 +66,7 @@ class TransformersNetwork(torch.nn.Module):
         self._layer_types: list[str | None] = [None] * len(model.layers)
         if isinstance(model.rotary_emb.rope_type, dict):  # Gemma 3's layers rotate by their type
             self._layer_types = [str(layer_type) for layer_type in network.config.layer_types]
-        for parameter in model.parameters() if self._head.is_packed else ():
+        for parameter in model.parameters() if self._head.gemm.is_packed else ():
             parameter.data = parameter.data.clone()  # what is left would keep the whole checkpoint mapped into memory
 
     def hidden(
