@@ -1,4 +1,4 @@
-"""What a GGUF file's architecture is in Hugging Face's words: configuration and weights.
+"""Configuration and weights of a GGUF file in Hugging Face's words.
 
 llama.cpp's converter renames weights, and in Llama's it reorders the rows of queries and keys. All
 that a file says of its architecture has to be known here: a key or tensor with a meaning that
@@ -93,7 +93,7 @@ BLOCKS = "bfloat16"
 
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 _LOW_FREQUENCY_FACTOR, _HIGH_FREQUENCY_FACTOR, _ORIGINAL_CONTEXT = 1.0, 4.0, 8192
-"""Of every Llama 3.1, 3.2 and 3.3; the file has only the factors that follow from them."""
+"""Constants of every Llama 3.1, 3.2 and 3.3; the file has only the factors that follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,9 @@ class Weight:
 
     Attributes:
         name: Hugging Face's.
-        shape: Its shape.
-        tensor: Where its values are.
-        rows: Which rows of that, in order.
+        shape: Shape of the weight.
+        tensor: Tensor that holds its values.
+        rows: Indices of its rows in the tensor, in order.
     """
 
     name: str
@@ -125,8 +125,8 @@ class Architecture:
         file: The open file.
 
     Attributes:
-        config: Of ``config.json``, without ids of tokens.
-        weights: Of the checkpoint, in the order of its layers.
+        config: ``config.json`` without ids of tokens.
+        weights: Weights of the checkpoint, in the order of its layers.
     """
 
     def __init__(self, file: GgufFile) -> None:

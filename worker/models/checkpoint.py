@@ -50,7 +50,7 @@ _SECONDS_BETWEEN_LINES = 2.0
 
 
 def model_cache(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where checkpoints are kept unless another directory is named."""
+    """The directory of checkpoints unless another one is named."""
     base = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or tempfile.gettempdir()) / ".cache"
     return Path(base) / "dynamo-logits-worker" / "models"
 
@@ -95,7 +95,7 @@ def cached_checkpoint(
     """The checkpoint called `name` of the file with SHA-256 `digest`.
 
     Args:
-        digest: Of the file.
+        digest: Digest of the file.
         name: Last part of the checkpoint's path.
         cache: Directory of all checkpoints.
         say: Takes lines about the progress.

@@ -26,7 +26,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 MAX_DEPTH = 4
-"""Of arrays in arrays; the format sets no limit."""
+"""Depth of arrays in arrays; the format sets no limit."""
 
 MAX_ITEMS = 2**24
 """Items of a list of the metadata at most. The largest vocabularies have 2**18 tokens, and 2**19
@@ -133,12 +133,12 @@ def _is_finite(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor is.
+    """The place of one tensor in a file.
 
     Attributes:
-        name: As in the file.
+        name: Name in the file.
         shape: Rows first, as in torch.
-        kind: How its values are stored.
+        kind: Encoding of the values.
         start: First byte in the file.
     """
 
@@ -170,8 +170,8 @@ class GgufFile:
         OSError: it cannot be opened.
 
     Attributes:
-        metadata: By key.
-        tensors: By name.
+        metadata: Metadata by key.
+        tensors: Tensors by name.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What quantisation does to a model's predictions: perplexity, and agreement of greedy tokens."""
+"""Effect of quantisation on a model's predictions: perplexity, and agreement of greedy tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Predictions:
     """A model's predictions of every token of `PASSAGES` but the first ones.
 
     Attributes:
-        logprobs: Of the tokens, natural logarithms.
+        logprobs: Natural logarithms of the tokens' probabilities.
         likeliest: The likeliest token instead of each.
     """
 

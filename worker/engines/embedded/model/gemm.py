@@ -35,12 +35,12 @@ class GemmBackend(Protocol):
     """``x @ weight.T + bias`` for rows ``x [n, K]``, a ``weight [N, K]`` and a ``bias [N]``.
 
     Args:
-        weight: Of the data type of the rows.
-        bias: Likewise; None for none.
+        weight: ``[N, K]`` of the data type of the rows.
+        bias: ``[N]`` of that data type; None for none.
         is_unrounded: Whether results are the float32 sums, not rounded to the weight's data type.
 
     Attributes:
-        kernels: Whose kernels compute, as `AttentionBackend.kernels`.
+        kernels: Name of the kernels that compute, as in `AttentionBackend.kernels`.
         is_batch_invariant: Whether a row's result has the same bits whatever rows are beside it, by
             construction.
         is_packed: Whether it keeps a packed copy of the weight, so that the one given can be freed.
@@ -190,9 +190,9 @@ def onednn_layouts(
 
     Args:
         words: int32 ``[n]``, the packed weight.
-        shape: Of the weight, ``[N, K]``.
-        dtype: Of the weight.
-        owner: What keeps the memory of `words` from being freed.
+        shape: Shape of the weight, ``[N, K]``.
+        dtype: Data type of the weight.
+        owner: Object that keeps the memory of `words` from being freed.
     """
     for columns in _ONEDNN_COLUMNS:
         count, rest = divmod(len(words), -(-shape[0] // columns) * columns)

@@ -36,7 +36,7 @@ class LayerTrial:
     """The trial of a network.
 
     Attributes:
-        network: In which what computes is settled.
+        network: Network whose kernels and tilings are settled.
         compute: Hidden states ``[T, hidden]`` of a batch behind the embedding and one layer.
         page_size: Tokens per page.
         ids: Tokens of the prompt.

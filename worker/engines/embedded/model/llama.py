@@ -26,8 +26,8 @@ class LlamaNetwork(torch.nn.Module):
     """The Llama family's network.
 
     Args:
-        weights: What it computes with; packed here where it is not yet.
-        kernels: What computes.
+        weights: Weights of the network; packed here where they are not yet.
+        kernels: Backends that compute.
         num_positions: Positions for which RoPE is computed now, if they are not too many, instead
             of in each step.
 
@@ -55,7 +55,7 @@ class LlamaNetwork(torch.nn.Module):
             self._tables = self._rope.tables(torch.arange(num_positions, device=frequencies.device), weights.dtype)
 
     def packed(self) -> LlamaWeights | None:
-        """Its weights as the native kernels read them; None if other kernels compute a part."""
+        """The weights as the native kernels read them; None if other kernels compute a part."""
         layers = [layer.packed() for layer in self._layers if isinstance(layer, _Layer)]
         head, found = self._head.packed, tuple(layer for layer in layers if layer is not None)
         if head is None or len(found) < len(layers):
@@ -104,7 +104,7 @@ class LlamaNetwork(torch.nn.Module):
         return list(kinds.values())
 
     def _rope_tables(self, positions: torch.Tensor) -> RopeTables:
-        """Of all tokens."""
+        """Cosines and sines of all tokens."""
         if self._tables is None:
             return self._rope.tables(positions, self._dtype)
         return RopeTables(self._tables.cosine[positions], self._tables.sine[positions])

@@ -1,4 +1,4 @@
-"""What `LlamaNetwork` computes with: weights and constants, from transformers' modules or from a
+"""Weights and constants of `LlamaNetwork`, from transformers' modules or from a
 packed copy.
 """
 
@@ -33,7 +33,7 @@ class Norm:
 
     @classmethod
     def of(cls, norm: Any) -> Norm:
-        """Of one of transformers' modules."""
+        """The RMSNorm of one of transformers' modules."""
         # a clone: the weight would keep the whole checkpoint mapped into memory
         return cls(norm.weight.detach().clone(), float(norm.variance_epsilon))
 
@@ -67,14 +67,14 @@ class LayerWeights:
     """A decoder layer.
 
     Attributes:
-        attention: Its constants.
+        attention: Constants of attention.
         input_norm: Before attention.
         mlp_norm: Before the MLP.
         qkv: The fused QKV projection.
-        output: Of attention.
-        gate: Of the MLP.
-        up: Likewise.
-        down: Likewise.
+        output: Projection of attention's result.
+        gate: Gate projection of the MLP.
+        up: Up projection of the MLP.
+        down: Down projection of the MLP.
     """
 
     attention: AttentionLayer
@@ -92,13 +92,13 @@ class LlamaWeights:
     """A network of the Llama family.
 
     Attributes:
-        dtype: Of rows and results.
-        rope: Of all layers.
+        dtype: Data type of rows and results.
+        rope: RoPE of all layers.
         norm: After the last layer.
         head: The LM head.
         embedding: ``[V, K]``; None for the packed weight of `head`.
         is_tied: Whether `head` and `embedding` are one weight.
-        layers: In order; may be an iterator, whose layers are never held all at once.
+        layers: Layers in order; may be an iterator, whose layers are never held all at once.
     """
 
     dtype: torch.dtype
@@ -111,8 +111,8 @@ class LlamaWeights:
 
     @classmethod
     def of(cls, network: Any) -> LlamaWeights:
-        """Of transformers' causal language model, whose layers it takes one by one, so that weights
-        are never held twice.
+        """Weights of transformers' causal language model, whose layers are taken one by one, so
+        that weights are never held twice.
         """
         model = network.model
         rope = Rope(model.rotary_emb.inv_freq.float(), float(model.rotary_emb.attention_scaling))
@@ -126,8 +126,8 @@ class LlamaWeights:
         so that no kernel reads outside of them.
 
         Args:
-            geometry: Of the model.
-            rounds_rows: Of all that are quantised; see `QuantisedPanels`.
+            geometry: Geometry of the model.
+            rounds_rows: `QuantisedPanels.rounds_rows` of all quantised weights.
         """
         hidden, vocab_size, width = geometry.hidden_size, geometry.vocab_size, geometry.head_dim
         layers = list(self.layers)

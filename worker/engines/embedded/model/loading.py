@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """What a packed copy holds."""
+    """Contents of a packed copy."""
 
     facts: ModelFacts
     weights: LlamaWeights

@@ -24,7 +24,7 @@ from worker.engines.embedded.native.quantised import (
 from worker.errors import StartupError
 
 FORMATS = ("int8", "int4")
-"""What `quantise` makes: 8 bits with a scale for each row, or 4 bits in groups of `GROUP`."""
+"""Formats of `quantise`: 8 bits with a scale for each row, or 4 bits in groups of `GROUP`."""
 
 GROUP = 32
 
@@ -42,7 +42,8 @@ class QuantisedWeight:
         codes: int8 ``[N, K]``, or uint8 ``[N, K / 2]``, each two codes of 4 bits, the first one
             lower.
         scales: float16 or float32 ``[N, groups]``, finite.
-        offsets: Likewise; None for symmetric codes, which count from 0, those of 4 bits from -8.
+        offsets: float16 or float32 ``[N, groups]``; None for symmetric codes, which count from 0,
+            those of 4 bits from -8.
     """
 
     codes: torch.Tensor
@@ -51,7 +52,7 @@ class QuantisedWeight:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return 8 if self.codes.dtype == torch.int8 else 4
 
     @property
@@ -67,12 +68,12 @@ class QuantisedWeight:
 
     @property
     def parts(self) -> tuple[QuantisedWeight, ...]:
-        """Of `StackedWeight`."""
+        """The weight as the only part of a `StackedWeight`."""
         return (self,)
 
     @property
     def nbytes(self) -> int:
-        """Of codes, scales and offsets."""
+        """Bytes of codes, scales and offsets."""
         return self.codes.nbytes + self.scales.nbytes + (self.offsets.nbytes if self.offsets is not None else 0)
 
     def dequantised(self) -> torch.Tensor:
@@ -116,7 +117,7 @@ class StackedWeight:
     """Quantised weights of different layouts, one below the other.
 
     Attributes:
-        parts: Their rows, in order; each has the same number of columns.
+        parts: Weights with the same number of columns, in order of their rows.
     """
 
     parts: tuple[QuantisedWeight, ...]
@@ -128,7 +129,7 @@ class StackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Of all parts."""
+        """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -137,7 +138,7 @@ class PackedQuantised:
     """A quantised weight, or several one below the other, as the native kernels read it.
 
     Attributes:
-        parts: Their panels, in order.
+        parts: Panels of the weights, in order.
     """
 
     parts: tuple[QuantisedPanels, ...]
@@ -149,7 +150,7 @@ class PackedQuantised:
 
     @property
     def nbytes(self) -> int:
-        """Of all parts."""
+        """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
 

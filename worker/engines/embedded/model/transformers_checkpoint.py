@@ -38,10 +38,10 @@ def facts_of(
 
     Args:
         network: Before its layers are taken.
-        geometry: Of the model.
-        directory: Of the checkpoint.
-        settings: Its ``config.json``.
-        weights: What weights are held in, for people; None for its data type.
+        geometry: Geometry of the model.
+        directory: Directory of the checkpoint.
+        settings: ``config.json``.
+        weights: Format of the weights, for people; None for their data type.
 
     Raises:
         StartupError: a file of the checkpoint cannot be read.
@@ -70,9 +70,9 @@ def load_network(directory: Path, config: Any, dtype: torch.dtype) -> Any:
     """transformers' causal language model of a checkpoint that is not quantised, on the CPU.
 
     Args:
-        directory: Of the checkpoint.
-        config: Of `checkpoint_gate.read_checked`.
-        dtype: Of its weights.
+        directory: Directory of the checkpoint.
+        config: Configuration from `checkpoint_gate.read_checked`.
+        dtype: Data type of the weights.
 
     Raises:
         StartupError: it cannot be read or is incomplete.
@@ -101,14 +101,14 @@ class QuantisedCheckpoint:
     """A quantised checkpoint.
 
     Args:
-        directory: Where it is.
-        settings: Its ``config.json``.
+        directory: Directory of the checkpoint.
+        settings: ``config.json``.
 
     Raises:
         StartupError: its architecture is not served in this form.
 
     Attributes:
-        format: What its weights are held in.
+        format: Format of the weights.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
@@ -124,8 +124,8 @@ class QuantisedCheckpoint:
         """transformers' causal language model, on the CPU.
 
         Args:
-            config: Of `checkpoint_gate.read_checked`.
-            dtype: Of whatever is not quantised.
+            config: Configuration from `checkpoint_gate.read_checked`.
+            dtype: Data type of all weights that are not quantised.
             keeps_quantised: Whether quantised weights are a `QuantisedWeight` each, not
                 dequantised.
 

@@ -37,7 +37,7 @@ class TransformersNetwork(torch.nn.Module):
     Args:
         network: transformers' causal language model; its linear layers, norms, activations and
             experts are replaced.
-        kernels: What they and attention compute with.
+        kernels: Backends that compute these and attention.
 
     Raises:
         StartupError: a norm is of a kind that is not known.
@@ -124,7 +124,7 @@ class _Norm(torch.nn.Module):
 
     Args:
         norm: transformers'.
-        kernels: What computes it.
+        kernels: Backends, one of which computes it.
 
     Raises:
         StartupError: transformers' has other values.
