@@ -187,6 +187,12 @@ class GgufFile:
             if tensor.start + tensor.num_rows * tensor.row_bytes > len(self._data):
                 raise GgufError(f"it is cut off: tensor {tensor.name} lies beyond its end")
 
+    def tensor(self, name: str) -> GgufTensor:
+        """The tensor of that name. Raises `GgufError` if there is none."""
+        if name not in self.tensors:
+            raise GgufError(f"it lacks tensor {name}")
+        return self.tensors[name]
+
     def rows(self, tensor: GgufTensor, rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.float32]]:
         """The numbered rows of a tensor in that order, ``[n, shape[-1]]`` at a time."""
         return (dequantize(packed, tensor.kind) for packed in self.packed_rows(tensor, rows))

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -22,14 +21,11 @@ from worker.engines.embedded.model.checkpoint_files import first_line
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.layer_trial import LayerTrial, num_trial_pages, trial_ids
 from worker.engines.embedded.model.linear import linears
+from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.numerics import Numerics, choose
 from worker.engines.embedded.plan import Plan, Request
 from worker.errors import StartupError
 from worker.models.geometry import Geometry
-
-if TYPE_CHECKING:
-    from worker.engines.embedded.model.llama import LlamaNetwork
-    from worker.engines.embedded.model.transformers_network import TransformersNetwork
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +106,7 @@ class HfModel:
 
     def __init__(
         self,
-        network: LlamaNetwork | TransformersNetwork,
+        network: Network,
         facts: ModelFacts,
         device: torch.device,
         numerics: str,

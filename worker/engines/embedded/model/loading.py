@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from worker.engines.embedded.model.kernels import KernelBackend, choose_kernels
 from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm, Rope
+from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.packed_copy import PackedCopy, provenance_of
 from worker.engines.embedded.model.quantisation import FORMATS, PackedQuantised
 from worker.engines.embedded.native import PackedWeight
@@ -29,9 +30,6 @@ from worker.models.model_types import LLAMA_LIKE
 from worker.models.problems import ModelFileError
 from worker.models.quantised import format_of
 from worker.models.weight_files import INDEX, read_index
-
-if TYPE_CHECKING:
-    from worker.engines.embedded.model.transformers_network import TransformersNetwork
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +88,7 @@ def _load_model(config: EmbeddedConfig) -> HfModel:
     if copies is not None and _can_be_kept(directory, settings, kernels):
         copy = PackedCopy(copies, provenance, _name(dtype, kernels, keeps), _KINDS)
     found = _read(copy, dtype, kernels) if copy is not None else None
-    network: LlamaNetwork | TransformersNetwork
+    network: Network
     if found is not None:
         network, facts = LlamaNetwork(found.weights, kernels, found.facts.context_length), found.facts
     else:
@@ -110,7 +108,7 @@ def _from_checkpoint(
     dtype: torch.dtype,
     kernels: KernelBackend,
     keeps: bool,
-) -> tuple[LlamaNetwork | TransformersNetwork, ModelFacts]:
+) -> tuple[Network, ModelFacts]:
     from worker.engines.embedded.model import transformers_checkpoint as checkpoint  # imports transformers
     from worker.engines.embedded.model.checkpoint_gate import read_checked
 

@@ -22,6 +22,7 @@ from worker.engines.embedded.model.hf_model import ModelFacts
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LlamaWeights
+from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.errors import StartupError
@@ -57,7 +58,7 @@ def facts_of(
     )
 
 
-def packed(network: Any, kernels: KernelBackend, num_positions: int = 0) -> LlamaNetwork | TransformersNetwork:
+def packed(network: Any, kernels: KernelBackend, num_positions: int = 0) -> Network:
     """The engine's network of transformers' causal language model, of no use afterwards; see
     `LlamaNetwork`.
     """

@@ -21,15 +21,15 @@ from worker.engines.embedded.model.linear import (
 )
 from worker.engines.embedded.model.mlp import GatedMlp
 from worker.engines.embedded.model.moe import Experts, Router
+from worker.engines.embedded.model.network import Network
 from worker.errors import StartupError
 
 _IMPLEMENTATION = "embedded_kv_store"
 _STEP_ARGUMENT = "embedded_step"
 
 
-class TransformersNetwork(torch.nn.Module):
-    """Any causal language model that attends through transformers' interface; same use as
-    `LlamaNetwork`.
+class TransformersNetwork(Network):
+    """Any causal language model that attends through transformers' interface.
 
     Whatever does more to an element than one addition or multiplication is ours: transformers'
     layers say in which order things are computed.
@@ -41,9 +41,6 @@ class TransformersNetwork(torch.nn.Module):
 
     Raises:
         StartupError: a norm is of a kind that is not known.
-
-    Attributes:
-        foreign: Activations that transformers computes, so that nothing is known of their bits.
     """
 
     def __init__(self, network: Any, kernels: KernelBackend) -> None:
@@ -72,14 +69,7 @@ class TransformersNetwork(torch.nn.Module):
     def hidden(
         self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, only: int | None = None
     ) -> torch.Tensor:
-        """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``.
-
-        Args:
-            ids: Of the tokens.
-            positions: In their sequences.
-            step: Attends.
-            only: Index of the one layer to compute; None for all.
-        """
+        """See `Network.hidden`."""
         hidden = self._model.embed_tokens(ids)[None]
         layers = range(len(self._layer_types)) if only is None else [only]
         ropes: dict[str | None, Any] = {}
@@ -99,18 +89,18 @@ class TransformersNetwork(torch.nn.Module):
 
     @property
     def has_windows(self) -> bool:
-        """Whether tokens of some layers attend to a window alone."""
+        """See `Network.has_windows`."""
         return any(_window(layer) for layer in self._model.layers)
 
     def layer_kinds(self) -> list[int]:
-        """Index of a layer of each kind: of attention, and of MLP."""
+        """See `Network.layer_kinds`: kinds of attention and of MLPs."""
         kinds: dict[object, int] = {}
         for index, layer in enumerate(self._model.layers):
             kinds.setdefault((self._layer_types[index], _window(layer), type(layer.mlp)), index)
         return list(kinds.values())
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 ``[n, vocab_size]``, of hidden states ``[n, hidden]``."""
+        """See `Network.logits`."""
         logits: torch.Tensor = self._head(hidden)
         return logits if self._softcap is None else self._soft_cap(logits, self._softcap)
 
