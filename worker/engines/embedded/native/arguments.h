@@ -107,7 +107,7 @@ typedef struct {
     FIELD(char *, keys) /* pages, as are `values` */                                                                   \
     FIELD(char *, values)
 
-/* What the layers of a step share. */
+/* Inputs that the layers of a step share. */
 #define STEP(FIELD)                                                                                                    \
     FIELD(int64_t, tokens)                                                                                             \
     FIELD(int64_t, hidden)                                                                                             \
@@ -133,7 +133,7 @@ typedef struct {
     FIELD(void *, output)        /* [count, inner] */                                                                  \
     FIELD(int32_t, is_bfloat16)  /* the output; otherwise it is float32 */
 
-/* What decides a token's weight beside its logit, which the temperature has divided. */
+/* Parameters of a row's weights beside its logits, which the temperature has divided. */
 #define WEIGHING(FIELD)                                                                                                \
     FIELD(double, highest) /* logit of the row */                                                                      \
     FIELD(double, offset)  /* which rounds a weight to its unit when it is added */                                    \

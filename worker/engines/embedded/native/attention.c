@@ -65,7 +65,7 @@ first_key(const attention_t *c, const tile_t *tile)
     return seen - seen % KEYS;
 }
 
-/* What is not fetched yet of the block that comes next. */
+/* The part of the next block that is not fetched yet. */
 typedef struct {
     const char *keys, *values;
     int64_t bytes; /* of each */
@@ -181,7 +181,7 @@ seen_keys(const attention_t *c, const block_t *block, int64_t position)
     return start > 0 ? before & (UINT64_MAX << start) : before;
 }
 
-/* Online softmax: a row's scores become weights, its maximum and sum are updated; returns its result's rescaling. */
+/* Online softmax: a row's scores become weights, its maximum and sum are updated; returns the factor of its result. */
 static inline float
 weigh(const attention_t *c, const float *scores, uint64_t seen, operand *weights, float *peak, float *sum)
 {

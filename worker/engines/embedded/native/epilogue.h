@@ -1,5 +1,5 @@
-/* What a GEMM does with a sum before it is stored. Each element is computed alone, by the same operations wherever in a
- * row or a vector it lies; torch's activations compute the last elements of a thread's part by others.
+/* Epilogues: operations on the sums of a GEMM before they are stored. Each element is computed alone, by the same
+ * operations wherever in a row or a vector it lies; torch's activations compute the last elements of a thread's part by others.
  */
 #ifndef EPILOGUE_H
 #define EPILOGUE_H

@@ -25,7 +25,7 @@ enum {
     CACHED = 16384, /* bytes of rows' codes that panels are multiplied by in turn: half of an L1 cache */
 };
 
-/* What a micro-kernel is compiled for: numbers that the compiler knows. */
+/* A specialization of the micro-kernel: numbers that the compiler knows. */
 typedef struct {
     int rows, halves, bits, has_dot;
     int fetches; /* whether it fetches codes that come AHEAD */

@@ -1,7 +1,7 @@
 /* GEMMs of integers with AMX, for many rows: the bits of those in `integer.c`, since sums of integers are exact.
  *
- * One product of tiles has the sums of a block, of 16 rows and 16 columns. They are stored, and what turns them into
- * float32 runs while the next blocks are multiplied.
+ * One product of tiles has the sums of a block, of 16 rows and 16 columns. They are stored, and turned into
+ * float32 while the next blocks are multiplied.
  */
 #ifndef INTEGER_TILES_H
 #define INTEGER_TILES_H

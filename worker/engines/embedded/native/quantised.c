@@ -38,7 +38,7 @@ load_group(const quantised_t *q, int64_t panel, int64_t group)
     return g;
 }
 
-/* What becomes of a weight of each of 32 columns: written to `unpacked`, or, if that is NULL, multiplied by an element
+/* The destination of a weight of each of 32 columns: written to `unpacked`, or, if that is NULL, multiplied by an element
  * of each of `rows` rows and added to `sum`.
  */
 typedef struct {
@@ -223,7 +223,7 @@ read_codes(const gemm_t *g, int64_t row, int64_t at, int64_t count, float *codes
     }
 }
 
-/* A weight is a product and a sum of float32, each rounded, and what is bfloat16 once more. */
+/* A weight is a product and a sum of float32, each rounded; to bfloat16 it is rounded once more. */
 int32_t
 unpack_rows(const unpacking_t *arguments)
 {

@@ -27,8 +27,11 @@ static inline quantised_t
 quantised_of(const linear_t *l)
 {
     const gemm_t *g = l->gemm;
-    return (quantised_t){g->weight, g->bits,    g->group,       g->scales, g->offsets,              g->is_half, g->zero,   l->input,       l->rows,
-                         g->inner,  g->columns, l->is_bfloat16, g->bias,   (epilogue_t)l->epilogue, l->other,   l->output, l->is_unrounded};
+    return (quantised_t){.codes = g->weight, .bits = g->bits, .group = g->group, .scales = g->scales,
+                         .offsets = g->offsets, .is_half = g->is_half, .zero = g->zero, .input = l->input,
+                         .rows = l->rows, .inner = g->inner, .columns = g->columns, .is_bfloat16 = l->is_bfloat16,
+                         .bias = g->bias, .epilogue = (epilogue_t)l->epilogue, .other = l->other,
+                         .output = l->output, .is_unrounded = l->is_unrounded};
 }
 
 /* Bfloat16, or float32, as float32. */
@@ -38,7 +41,7 @@ read_lanes(const void *from, int64_t at, int64_t count, int is_bfloat16)
     return is_bfloat16 ? load_bfloat16((const uint16_t *)from + at, count) : load_lanes((const float *)from + at, count);
 }
 
-/* Fetches what `finish` reads and writes of a row, before the sums are computed. */
+/* Fetches the lines that `finish` reads and writes of a row, before the sums are computed. */
 static inline void
 prefetch_row(const quantised_t *q, int64_t row, int64_t column)
 {

@@ -21,7 +21,7 @@ typedef struct {
     int is_for_amx;
     int8_t *codes;
     float *scales, *totals; /* of a block; totals are sums of codes */
-    int32_t *starts;        /* what sums of products begin with, for codes that count from a zero of their own */
+    int32_t *starts;        /* initial sums of products, for codes that count from a zero of their own */
 } rounded_t;
 
 static inline int64_t

@@ -82,7 +82,7 @@ exponentials(double *values, int64_t count)
     }
 }
 
-/* What weighing is compiled for. */
+/* A specialization of weighing, which the compiler knows. */
 typedef struct {
     int is_masked, is_kept;
 } how_t;
