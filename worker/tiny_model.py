@@ -106,7 +106,7 @@ def write_tiny_model(directory: str | Path, arch: str = "llama", seed: int = 0) 
     fine.
 
     Args:
-        directory: Where to write.
+        directory: Directory to write.
         arch: One of `ARCHITECTURES`.
         seed: Seed of the weights, 0 to 2**63 - 1. The tokenizer is always the same.
 

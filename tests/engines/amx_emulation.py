@@ -18,10 +18,11 @@ from unittest import mock
 import torch
 
 from worker.engines.embedded import native
+from worker.engines.embedded.native import libraries
 
 SOURCE = Path(__file__).with_name("amx_emulator.c")
 FLAGS = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
-IS_REAL = native._cpu_flags() >= FLAGS
+IS_REAL = libraries.cpu_flags() >= FLAGS
 """Whether this processor has AMX."""
 
 
@@ -33,7 +34,7 @@ def reason_against(dtype: torch.dtype) -> str | None:
         return "nothing to build the emulator with"
     if reason := native.unavailable(dtype, "avx512") or native.unavailable(torch.float32, "avx512"):
         return reason
-    has_tiles = hasattr(native._open(torch.float32, "avx512"), "integer_linear_amx")
+    has_tiles = hasattr(libraries.open_library(torch.float32, "avx512"), "integer_linear_amx")
     return None if has_tiles else "the C compiler does not know AMX"
 
 
@@ -60,9 +61,12 @@ def amx() -> Iterator[None]:
         yield
         return
     ctypes.CDLL(str(build_emulator()))
-    flags = native._cpu_flags() | FLAGS
+    flags = libraries.cpu_flags() | FLAGS
     try:
-        with mock.patch.object(native, "_cpu_flags", return_value=flags), mock.patch.object(native, "_ask_for_tiles"):
+        with (
+            mock.patch.object(libraries, "cpu_flags", return_value=flags),
+            mock.patch.object(libraries, "_ask_for_tiles"),
+        ):
             yield
     finally:
-        native._open.cache_clear()
+        libraries.open_library.cache_clear()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.engines.embedded import native
+from worker.engines.embedded.native import libraries
 
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
 FLAGS = {
@@ -24,14 +24,14 @@ DOT_IN_EVEX = "-DDOT_IN_EVEX=1"
 needs_compiler = pytest.mark.native
 
 needs_dot_in_evex = pytest.mark.skipif(
-    shutil.which("cc") is None or not native._cpu_flags() >= {"avx512vl", "avx512_vnni"},
+    shutil.which("cc") is None or not libraries.cpu_flags() >= {"avx512vl", "avx512_vnni"},
     reason="no compiler, or a processor without AVX512VL and AVX512-VNNI",
 )
 
 
 def compile_kernels(path: str, to: Path, *options: str) -> None:
     """The kernels in the instructions of `path`, with `options`: a program or a library."""
-    folder = Path(native.__file__).parent
+    folder = libraries.FOLDER
     command = [
         *("cc", "-Wno-psabi", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", *FLAGS[path], *options),
         *(f"-I{folder}", *map(str, sorted(folder.glob("*.c"))), "-lm", "-o", str(to)),

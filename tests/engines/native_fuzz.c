@@ -12,15 +12,11 @@
 #include "epilogue.h"
 #include "fuzz_numbers.h"
 #include "kv_rows.h"
-#include "layers.h"
+#include "kernels.h"
 
 #ifdef FLOAT32
 #include "weights.h"
 
-quantised_linear_t quantised_linear, integer_linear, integer_linear_amx;
-int32_t unpack_rows(const void *codes, int32_t bits, int32_t has_words, int64_t group, const void *scales,
-                    const void *offsets, int32_t is_half, float zero, int64_t columns, int64_t inner, const int64_t *ids,
-                    int64_t count, int32_t is_bfloat16, void *output);
 #ifdef INTEGERS_WITH_AMX
 #define integer_linear integer_linear_amx
 #endif
@@ -33,10 +29,10 @@ one_of(const int64_t *choices, int64_t count)
 }
 #define ONE_OF(...) one_of((const int64_t[]){__VA_ARGS__}, sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t))
 
-static team_t
-some_team(void)
+static threads_t
+some_threads(void)
 {
-    return (team_t){(int32_t)(1 + 4 * below(2)), NULL};
+    return (threads_t){(int32_t)(1 + 4 * below(2)), NULL};
 }
 
 static element *
@@ -76,15 +72,15 @@ fuzz_linear(void)
     element *other = some(rows * columns), *y = some(rows * columns), *norm = some(inner);
     float *sums = malloc(rows * columns * sizeof *sums);
     const int64_t epilogue = below(RELU + 1), has_bias = below(2);
-    const team_t team = some_team();
+    const threads_t threads = some_threads();
+    const gemm_t gemm = {.columns = columns, .inner = inner, .weight = panels, .bias = has_bias ? bias : NULL};
     for (int32_t is_unrounded = 0; is_unrounded < 2; is_unrounded++)
-        linear(x, rows, inner, panels, columns, has_bias ? bias : NULL, (int32_t)epilogue, other,
-               is_unrounded ? (void *)sums : y, is_unrounded, &team);
-    rms_norm(panels, padded, inner, norm, 1e-5f, panels, &team);
+        linear(&(linear_t){x, rows, &gemm, other, is_unrounded ? (void *)sums : y, (int32_t)epilogue, is_unrounded}, &threads);
+    rms_norm(&(rms_norm_t){panels, padded, inner, norm, panels, 1e-5f}, &threads);
     add_to_digest(y, rows * columns);
     add_to_digest((const element *)sums, rows * columns * PER_WORD);
 #ifdef FLOAT32
-    soft_cap(y, rows * columns, 3.0f, &team);
+    soft_cap(y, rows * columns, 3.0f, &threads);
     add_to_digest(y, rows * columns);
 #endif
     add_to_digest(panels, padded * inner);
@@ -127,16 +123,16 @@ fuzz_quantised(int is_integer)
     const int64_t size = is_bfloat16 && !is_unrounded ? 2 : 4;
     void *y = malloc(rows * columns * size);
     const int32_t epilogue = (int32_t)below(RELU + 1);
-    const team_t team = some_team();
+    const threads_t threads = some_threads();
+    const gemm_t gemm = {columns, inner, codes,   has_bias ? bias : NULL, scale, has_offsets ? offset : NULL, group,
+                         bits,    is_half, -8.0f, is_integer};
     (is_integer ? integer_linear : quantised_linear)(
-        x, is_bfloat16, rows, inner, codes, bits, group, scale, has_offsets ? offset : NULL, is_half, -8.0f, columns,
-        has_bias ? bias : NULL, epilogue, other, y, is_unrounded, &team);
+        &(linear_t){x, rows, &gemm, other, y, epilogue, is_unrounded, is_bfloat16}, &threads);
     add_bytes_to_digest(y, rows * columns * size);
     const int64_t ids[] = {below(columns), columns - 1, 0, is_unrounded ? columns : 0};
     const int64_t bytes = inner * (is_bfloat16 ? 2 : 4);
     char *unpacked = calloc(4, bytes);
-    const int32_t failed = unpack_rows(codes, bits, is_integer, group, scale, has_offsets ? offset : NULL, is_half, -8.0f,
-                                       columns, inner, ids, 4, is_bfloat16, unpacked);
+    const int32_t failed = unpack_rows(&(unpacking_t){&gemm, ids, 4, unpacked, is_bfloat16});
     add_bytes_to_digest(&failed, sizeof failed);
     add_bytes_to_digest(unpacked, 4 * bytes);
     free(unpacked);
@@ -214,7 +210,7 @@ fuzz_attention(int32_t is_int8)
 {
     const int64_t kv_heads = 1 + below(2), group = 1 + below(3), heads = kv_heads * group;
     const int64_t width = ONE_OF(2, 6, 30, 34, 64), window = ONE_OF(0, 1, 20);
-    const team_t team = some_team();
+    const threads_t threads = some_threads();
     const int64_t has_norm = below(2), has_softcap = below(2);
     const int64_t size = ONE_OF(3, 16, 24, 48, 64, 80, 100), tokens = 1 + below(100), pages = (tokens + size - 1) / size;
     const int64_t most = 64 / group, start = below(tokens), count = 1 + below(smaller(most, tokens - start));
@@ -232,10 +228,12 @@ fuzz_attention(int32_t is_int8)
         page[i] = table[i / size];
         slot[i] = i % size;
     }
-    rotate_and_store(qkv, tokens, heads, kv_heads, width, cosine, sine, has_norm ? norm : NULL, norm, 1e-6f, query,
-                     keys, values, is_int8, size, page, slot, &team);
-    attend(query, heads * width, y, keys, values, is_int8, kv_heads, group, width, size, table, &tile, 1, window, 0.2f,
-           has_softcap ? 5.0f : 0.0f, &team);
+    const rotation_t rotation = {qkv,   tokens, heads,  kv_heads, width, cosine, sine, has_norm ? norm : NULL, norm,
+                                 query, keys,   values, size,     page,  slot,   1e-6f, is_int8};
+    rotate_and_store(&rotation, &threads);
+    const attention_t attention = {query, heads * width, y, keys, values, kv_heads, group, width, size, table, &tile, 1,
+                                   window, 0.2f, has_softcap ? 5.0f : 0.0f, is_int8};
+    attend(&attention, &threads);
     add_to_digest(query, tokens * heads * width);
     add_bytes_to_digest(keys, pages * kv_heads * size * kv_row_bytes(width, is_int8));
     add_to_digest(y, count * heads * width);
@@ -244,18 +242,26 @@ fuzz_attention(int32_t is_int8)
         free(all[i]);
 }
 
-static gemm_t
+static gemm_t *
 some_gemm(int64_t columns, int64_t inner)
 {
     const int64_t padded = (columns + COLUMNS - 1) / COLUMNS * COLUMNS;
-    return (gemm_t){.columns = columns, .inner = inner, .weight = some(padded * inner), .bias = some(columns)};
+    gemm_t *gemm = calloc(1, sizeof *gemm);
+    gemm->columns = columns;
+    gemm->inner = inner;
+    gemm->weight = some(padded * inner);
+    gemm->bias = some(columns);
+    return gemm;
 }
 
 static void
-free_gemm(gemm_t gemm)
+free_gemm(const gemm_t *gemm)
 {
-    free((void *)gemm.weight);
-    free((void *)gemm.bias);
+    if (!gemm)
+        return;
+    free((void *)gemm->weight);
+    free((void *)gemm->bias);
+    free((void *)gemm);
 }
 
 /* Some tokens at the beginning of a sequence, on one page. */
@@ -265,17 +271,19 @@ fuzz_layers(void)
     const int64_t kv_heads = 1 + below(2), heads = kv_heads * (1 + below(3)), width = ONE_OF(2, 6, 34);
     const int64_t hidden = ONE_OF(2, 30, 66), inner = ONE_OF(2, 50), tokens = 1 + below(20), size = tokens + below(9);
     const int32_t is_int8 = (int32_t)below(2);
-    const team_t team = some_team();
+    const threads_t threads = some_threads();
     const int32_t has_parts = (int32_t)below(2);
     const int64_t of_keys = kv_heads * width, qkv = heads * width + 2 * of_keys;
     layer_t layers[2];
     for (int i = 0; i < 2; i++) {
         layers[i] = (layer_t){.input_norm = some(hidden), .mlp_norm = some(hidden), .scale = 0.2f};
         layers[i].input_epsilon = layers[i].mlp_epsilon = 1e-5f;
-        layers[i].qkv[0] = some_gemm(has_parts ? qkv - 2 * of_keys : qkv, hidden);
-        for (int part = 1; part < PARTS_OF_QKV && has_parts; part++)
-            layers[i].qkv[part] = some_gemm(of_keys, hidden);
-        layers[i].output = some_gemm(hidden, heads * width);
+        layers[i].query_proj = some_gemm(has_parts ? qkv - 2 * of_keys : qkv, hidden);
+        if (has_parts) {
+            layers[i].key_proj = some_gemm(of_keys, hidden);
+            layers[i].value_proj = some_gemm(of_keys, hidden);
+        }
+        layers[i].output_proj = some_gemm(hidden, heads * width);
         layers[i].gate = some_gemm(inner, hidden);
         layers[i].up = some_gemm(inner, hidden);
         layers[i].down = some_gemm(hidden, inner);
@@ -288,13 +296,14 @@ fuzz_layers(void)
     const tile_t tile = {0, tokens, 0, 0};
     element *cosine = some(tokens * width), *sine = some(tokens * width), *x = some(tokens * hidden);
     const step_t step = {tokens, hidden, heads, kv_heads, width, cosine, sine, page, slot, page, &tile, 1, size, NULL,
-                         is_int8, &team};
-    decoder_layers(&step, layers, 2, x);
+                         is_int8};
+    decoder_layers(&step, layers, 2, x, &threads);
     add_to_digest(x, tokens * hidden);
     for (int i = 0; i < 2; i++) {
-        for (int part = 0; part < PARTS_OF_QKV; part++)
-            free_gemm(layers[i].qkv[part]);
-        free_gemm(layers[i].output);
+        free_gemm(layers[i].query_proj);
+        free_gemm(layers[i].key_proj);
+        free_gemm(layers[i].value_proj);
+        free_gemm(layers[i].output_proj);
         free_gemm(layers[i].gate);
         free_gemm(layers[i].up);
         free_gemm(layers[i].down);
@@ -311,7 +320,7 @@ int
 main(int count, char **arguments)
 {
     const int rounds = count > 1 ? atoi(arguments[1]) : 100;
-#ifdef ASK_FOR_TILES /* as native/__init__.py does */
+#ifdef ASK_FOR_TILES /* as native/libraries.py does */
     if (syscall(SYS_arch_prctl, 0x1023, 18))
         return 1;
 #endif

@@ -1,4 +1,4 @@
-/* Many jobs of a team, of which each unit has to be computed once, and be done when the job is; also with more threads
+/* Many jobs of a thread pool, of which each unit has to be computed once, and be done when the job is; also with more threads
  * than processors, after pauses in which they fall asleep, and where OpenMP gives fewer threads than are asked for.
  */
 #include <stdio.h>
@@ -6,7 +6,7 @@
 #include <time.h>
 
 #include "fuzz_numbers.h"
-#include "team.h"
+#include "thread_pool.h"
 
 enum { UNITS = 300 };
 
@@ -20,25 +20,25 @@ fail(const char *why, int64_t number)
 typedef struct {
     int64_t number;
     int64_t *counts; /* [UNITS], of the jobs that computed a unit */
-} job_t;
+} counts_t;
 
 static void
 count(const void *argument, int64_t first, int64_t stop)
 {
-    const job_t *job = argument;
+    const counts_t *job = argument;
     for (int64_t unit = first; unit < stop; unit++)
         if (job->counts[unit]++ != job->number)
             fail("a unit belongs to another job, or is computed twice", job->number);
 }
 
 static void
-compute_jobs(const team_t *team, void *argument)
+compute_jobs(const threads_t *threads, void *argument)
 {
     int64_t counts[UNITS] = {0};
     const int64_t jobs = *(const int64_t *)argument;
     for (int64_t number = 0; number < jobs; number++) {
         const int64_t units = below(8) ? UNITS : UNITS - below(8);
-        share_work(team, units, 1 + below(40), count, &(job_t){number, counts});
+        parallel_for(threads, units, 1 + below(40), count, &(counts_t){number, counts});
         for (int64_t unit = units; unit < UNITS; unit++)
             counts[unit]++;
         for (int64_t unit = 0; unit < UNITS; unit++)
@@ -53,9 +53,9 @@ int
 main(int arguments, char **values)
 {
     const int64_t jobs = arguments > 1 ? atoi(values[1]) : 1000;
-    for (int32_t threads = 1; threads <= 6; threads++) {
-        with_crew(threads, compute_jobs, (void *)&jobs);
-        compute_jobs(&(team_t){threads, NULL}, (void *)&jobs);
+    for (int32_t number = 1; number <= 6; number++) {
+        with_pool(number, compute_jobs, (void *)&jobs);
+        compute_jobs(&(threads_t){number, NULL}, (void *)&jobs);
     }
     return 0;
 }

@@ -18,6 +18,7 @@ import torch
 from worker.engines.embedded import native
 from worker.engines.embedded.kv_cache import SequenceSlice
 from worker.engines.embedded.model.quantisation import QuantisedGemm, QuantisedWeight
+from worker.engines.embedded.native import libraries, paths
 
 pytestmark = pytest.mark.native
 
@@ -27,12 +28,12 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     found: torch.dtype = request.param
     if reason := amx_emulation.reason_against(found):
         pytest.skip(reason)
-    before = native._chosen.copy()
+    before = paths._chosen.copy()
     with amx_emulation.amx():
         native.choose_path(found, "amx")
         yield found
-    native._chosen.clear()
-    native._chosen.update(before)
+    paths._chosen.clear()
+    paths._chosen.update(before)
 
 
 def tile_order(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -58,7 +59,7 @@ def test_sums_are_in_the_documented_order(dtype: torch.dtype, rows: int) -> None
         if rows * inner > 50_000 and columns > 5:
             continue
         x, weight = (torch.randn(n, inner, generator=generator).to(dtype) for n in (rows, columns))
-        found = native.linear(x, native.pack(weight), columns, is_unrounded=True)
+        found = native.linear(x, native.Gemm(native.PackedWeight.of(weight)), is_unrounded=True)
         assert torch.equal(found, tile_order(x, weight))
 
 
@@ -76,14 +77,14 @@ def test_it_computes(dtype: torch.dtype) -> None:
         of()
         return amx_emulation.emulated_instructions() - before
 
-    panels, rows = native.pack(randn(64, 64)), randn(1, 64)
+    packed, rows = native.Gemm(native.PackedWeight.of(randn(64, 64))), randn(1, 64)
     pages = randn(2, 1, 64, 64)
     tiles = native.Tiles([SequenceSlice([0, 1], 0, 70)], 1)
     codes = torch.randint(-128, 128, (40, 2112), dtype=torch.int8, generator=generator)
     gemm = QuantisedGemm(QuantisedWeight(codes, torch.ones(40, 66).half(), None), None, rounds_rows=True)
     is_bfloat16 = dtype == torch.bfloat16
     native.library(dtype)  # which is tested when it is opened
-    assert bool(count(lambda: native.linear(rows, panels, 64))) == is_bfloat16
+    assert bool(count(lambda: native.linear(rows, packed))) == is_bfloat16
     assert bool(count(lambda: native.attend(randn(70, 1, 64), pages, pages, tiles, 1.0, 0, None))) == is_bfloat16
     if not is_bfloat16:
         assert not count(lambda: gemm(randn(12, 2112)))
@@ -144,7 +145,7 @@ def test_the_emulator_is_as_strict_as_a_processor(
         pytest.skip(reason)
     source, program = tmp_path / "program.c", tmp_path / "program"
     source.write_text(PROGRAM % (configuration, more))
-    folder = Path(native.__file__).parent
+    folder = libraries.FOLDER
     emulator = amx_emulation.build_emulator()
     command = ["cc", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", f"-I{folder}", source, "-o", program]
     subprocess.run([*command, f"-Wl,-rpath,{emulator.parent},--no-as-needed", emulator, "-lm"], check=True)

@@ -79,7 +79,7 @@ def test_a_projection_whose_parts_have_different_formats(dtype: str, every_check
     weight = torch.randn(rows, inner, generator=torch.Generator().manual_seed(3)) / inner**0.5
     parts = tuple(quantise(part, to) for part, to in zip(weight.chunk(3), ("int4", "int8", "int4"), strict=True))
     bias = torch.linspace(-1, 1, rows).to(model.dtype)
-    layer._qkv._gemm = QuantisedGemm(StackedWeight(parts), bias)
+    layer._qkv.gemm = QuantisedGemm(StackedWeight(parts), bias)
     assert len(layer.native().qkv) == 3
     check(model)
 

@@ -22,8 +22,9 @@ from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, OneDnnGemm
 from worker.engines.embedded.model.kernels import TORCH
-from worker.engines.embedded.model.linear import GemmTiling, LayerShape, Linear
+from worker.engines.embedded.model.linear import Linear
 from worker.engines.embedded.model.numerics import Numerics
+from worker.engines.embedded.model.tiling import GemmTiling, LayerShape
 from worker.engines.embedded.plan import Chunk, PageCopy, Plan, Request
 from worker.sampling import SamplingParams
 

@@ -151,8 +151,8 @@ def test_activations_in_torch_have_the_same_bits_in_any_batch(
 @pytest.mark.native
 def test_activations_in_torch_are_those_of_the_native_kernels(name: str) -> None:
     x = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([0.0, 3e12, -3e12, 1e38, -1e38])))
-    panels = native.pack(torch.ones(1, 1))
-    expected = native.linear(x[:, None], panels, 1, None, name)[:, 0]
+    gemm = native.Gemm(native.PackedWeight.of(torch.ones(1, 1)))
+    expected = native.linear(x[:, None], gemm, name)[:, 0]
     torch.testing.assert_close(activated(name, x), expected, atol=3e-7, rtol=3e-6)
     assert activated(name, torch.tensor([torch.nan])).isnan().all()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,11 @@ from worker.engines.embedded.attention import (
 )
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache.store import KvStore, SequenceSlice
-from worker.engines.embedded.model import HfModel, llama_weights, load_model
+from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.native import libraries
 from worker.engines.embedded.native.layers import DecoderLayers
 from worker.engines.embedded.step import make_stepper
+from worker.models.model_types import LLAMA_LIKE
 from worker.sampling import SamplingParams
 
 LENGTHS = (1, 5, 70, 300)
@@ -101,9 +103,7 @@ def test_native_tokens_are_those_of_the_torch_backend(
         assert answers(model, 90) == expected
         assert (model.kernels, model.made_by) == (f"native-{path}", "exact, native kernels")
         assert not model.wants_dense_kv
-        assert set(calls) == (
-            {"linear", "rms_norm", "decoder_layers" if arch in llama_weights.MODEL_TYPES else "attend"}
-        )
+        assert set(calls) == ({"linear", "rms_norm", "decoder_layers" if arch in LLAMA_LIKE else "attend"})
         calls.clear()
     assert answers(load(every_checkpoint[arch], "native"), 512) == expected
 
@@ -184,17 +184,48 @@ def test_both_backends_write_the_same_cache_and_attend_alike(
     assert not found[0][inputs.tokens :].any()
 
 
-C_TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
+STRUCTURES = [
+    "gemm",
+    "linear",
+    "rms_norm",
+    "rotation",
+    "attention",
+    "layer",
+    "step",
+    "unpacking",
+    "weighing",
+    "threads",
+]
+
+SIZES = """
+#include <stdio.h>
+#include "arguments.h"
+int main(void) { printf("%s"%s); return 0; }
+"""
 
 
-@pytest.mark.parametrize("name", ["linear", "rms_norm", "rotate_and_store", "attend"])
-def test_argument_types_are_those_of_the_c_functions(name: str) -> None:
-    folder = Path(__file__).parents[2] / "worker" / "engines" / "embedded" / "native"
-    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.c")))
-    [declared] = re.findall(rf"^(?:void|int32_t)\n{name}\(([^)]*)\)", source, re.MULTILINE)
-    arguments = [" ".join(each.split()) for each in declared.split(",")]
-    expected = [ctypes.c_void_p if "*" in each else C_TYPES[each.rsplit(" ", 1)[0]] for each in arguments]
-    assert list(getattr(native.library(torch.float32), name).argtypes) == expected
+@pytest.mark.native
+def test_structures_of_arguments_have_the_sizes_of_those_in_c(tmp_path: Path) -> None:
+    sizes = "".join(f", (int)sizeof({name}_t)" for name in STRUCTURES)
+    (tmp_path / "sizes.c").write_text(SIZES % ("%d " * len(STRUCTURES), sizes), encoding="utf-8")
+    command = ["cc", "-Wno-psabi", f"-I{libraries.FOLDER}", tmp_path / "sizes.c", "-lm", "-o", tmp_path / "sizes"]
+    subprocess.run(command, check=True, timeout=60)
+    printed = subprocess.run([tmp_path / "sizes"], check=True, capture_output=True, text=True, timeout=60).stdout
+    kernels = native.library(torch.float32)
+    found = [ctypes.sizeof(getattr(kernels, f"{name}_t")) for name in STRUCTURES]
+    assert found == [int(size) for size in printed.split()]
+
+
+@pytest.mark.native
+def test_an_argument_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="columns"):
+        native.library(torch.float32).linear_t(columns=1)
+
+
+@pytest.mark.native
+def test_a_library_whose_arguments_have_an_unknown_type_is_refused() -> None:
+    with pytest.raises(KeyError, match="short"):
+        libraries._structure("odd", "int64_t rows;short columns;")
 
 
 def test_bfloat16_panels_hold_pairs() -> None:
@@ -202,6 +233,6 @@ def test_bfloat16_panels_hold_pairs() -> None:
     x, weight, bias, other = (
         torch.randn(*shape, generator=generator).bfloat16() for shape in ((3, 10), (35, 10), (35,), (3, 35))
     )
-    found = native.linear(x, native.pack(weight), 35, bias, "mul", other)
+    found = native.linear(x, native.Gemm(native.PackedWeight.of(weight), bias), "mul", other)
     expected = (x.double() @ weight.double().T + bias) * other
     assert torch.equal(found, expected.bfloat16())

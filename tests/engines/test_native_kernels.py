@@ -23,6 +23,7 @@ from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache import Int8Rows, SequenceSlice
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.model.kernels import choose_kernels
+from worker.engines.embedded.native import libraries, paths
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.errors import StartupError
 from worker.sampling import SamplingParams
@@ -40,14 +41,12 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": functional.relu,
 }
 COMPUTED = [
-    (path, dtype) for dtype in native._KINDS for path in native.PATHS if native.unavailable(dtype, path) is None
+    (path, dtype) for dtype in libraries.DATA_TYPES for path in native.PATHS if native.unavailable(dtype, path) is None
 ]
 """Paths that this processor has, and their data types; plain C is always among them."""
-PICK_FIRST = {dtype: native.pack(torch.tensor([[1.0, 0.0]], dtype=dtype)) for dtype in native._KINDS}
-"""A weight that returns the first element of a row."""
 EMULATED = [
     ("amx", dtype)
-    for dtype in native._KINDS
+    for dtype in libraries.DATA_TYPES
     if not amx_emulation.IS_REAL and amx_emulation.reason_against(dtype) is None
 ]
 SLOW = {"generic", *(path for path, _ in EMULATED)}
@@ -58,42 +57,46 @@ SLOW = {"generic", *(path for path, _ in EMULATED)}
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
     """A path, which computes in the data type of `dtype`."""
     name, dtype = request.param
-    before = native._chosen.copy()
-    native._chosen.clear()
+    before = paths._chosen.copy()
+    paths._chosen.clear()
     with amx_emulation.amx() if request.param in EMULATED else nullcontext():
         native.choose_path(dtype, name)
         yield name
-    native._chosen.clear()
-    native._chosen.update(before)
+    paths._chosen.clear()
+    paths._chosen.update(before)
 
 
 @pytest.fixture(scope="module")
 def dtype(path: str) -> torch.dtype:
-    [found] = native._chosen
+    [found] = paths._chosen
     return found
+
+
+def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> native.Gemm:
+    return native.Gemm(native.PackedWeight.of(weight), bias)
 
 
 def randn(dtype: torch.dtype, generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", native._KINDS, ids=str)
+@pytest.mark.parametrize("dtype", libraries.DATA_TYPES, ids=str)
 def test_every_path_of_this_processor_is_built(dtype: torch.dtype) -> None:
-    has = {path for path, flags in native._KINDS[dtype].needs.items() if set(flags) <= native._cpu_flags()}
+    has = {path for path, flags in libraries.DATA_TYPES[dtype].needs.items() if set(flags) <= libraries.cpu_flags()}
     assert {path for path, each in COMPUTED if each == dtype} == has
     assert "generic" in has
 
 
 @contextmanager
 def plain_c(dtype: torch.dtype) -> Iterator[None]:
-    before = native._chosen[dtype]
+    before = paths._chosen[dtype]
     native.choose_path(dtype, "generic")
     yield
     native.choose_path(dtype, before)
 
 
 def skip_own_order(path: str, dtype: torch.dtype) -> None:
-    if path in native._KINDS[dtype].own_order:
+    if path in libraries.DATA_TYPES[dtype].own_order:
         pytest.skip("it sums in an order of its own: the bits are others")
 
 
@@ -146,7 +149,7 @@ def test_bits_are_those_of_plain_c(
         stored_in_int8 = [int8_rows.quantise(each) for each in stored]
         projections = native.Projections(qkv, group, cosine, sine, norms)
         return [
-            *(native.linear(x, native.pack(weight), columns, bias, then, other) for then in native.EPILOGUES),
+            *(native.linear(x, packed(weight, bias), then, other) for then in native.EPILOGUES),
             native.attend(query, *cached, tiles, width**-0.5, window, softcap),
             native.attend(query, *cached_in_int8, tiles, width**-0.5, window, softcap),
             native.rms_norm(query, norms[0], 1e-5),
@@ -171,10 +174,8 @@ def test_weights_of_any_size_have_the_bits_of_plain_c(path: str, dtype: torch.dt
     weight = torch.eye(300) * scale
 
     def computed() -> torch.Tensor:
-        panels = native.pack(weight.to(dtype))
-        return torch.stack(
-            [native.linear(x.to(dtype), panels, 300, None, then) for then in ("none", *native.ACTIVATIONS)]
-        )
+        gemm = packed(weight.to(dtype))
+        return torch.stack([native.linear(x.to(dtype), gemm, then) for then in ("none", *native.ACTIVATIONS)])
 
     with plain_c(dtype):
         expected = computed()
@@ -215,7 +216,7 @@ def test_a_product_is_the_product(
     bias = randn(dtype, generator, columns) if has_bias else None
     other = randn(dtype, generator, rows, columns) if then in ("add", "mul") else None
     with computing_with(threads):
-        found = native.linear(x, native.pack(weight), columns, bias, then, other)
+        found = native.linear(x, packed(weight, bias), then, other)
     product = functional.linear(x.double(), weight.double(), bias.double() if bias is not None else None)
     expected = {
         "none": lambda: product,
@@ -243,10 +244,10 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(
         inner = min(inner, 48 if path == "generic" else 2050)
     generator = torch.Generator().manual_seed(columns)
     x, weight = randn(dtype, generator, 300, inner), randn(dtype, generator, columns, inner)
-    panels = native.pack(weight)
-    expected = native.linear(x, panels, columns)
+    gemm = packed(weight)
+    expected = native.linear(x, gemm)
     with computing_with(threads):
-        assert torch.equal(native.linear(x[rows], panels, columns), expected[rows])
+        assert torch.equal(native.linear(x[rows], gemm), expected[rows])
 
 
 @pytest.mark.parametrize("is_int8", [False, True], ids=["elements", "int8"])
@@ -375,7 +376,7 @@ def test_a_result_is_not_a_number_where_something_in_it_is_not(dtype: torch.dtyp
     x, weight = randn(dtype, generator, 3, 8), randn(dtype, generator, 5, 8)
     x[1, 3] = torch.nan
     for then in ("none", *native.ACTIVATIONS):
-        found = native.linear(x, native.pack(weight), 5, None, then)
+        found = native.linear(x, packed(weight), then)
         assert found.isnan().tolist() == [[False] * 5, [True] * 5, [False] * 5]
     keys, values, query = (randn(dtype, generator, *shape) for shape in ((1, 1, 4, 2), (1, 1, 4, 2), (4, 1, 2)))
     keys[0, 0, 2] = torch.nan
@@ -386,9 +387,8 @@ def test_a_result_is_not_a_number_where_something_in_it_is_not(dtype: torch.dtyp
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_as_near_to_the_truth_as_torchs(path: str, dtype: torch.dtype, name: str) -> None:
     x = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([0.0, -0.0, 3e12, -3e12, 1e38, -1e38]))).to(dtype)
-    found = native.linear(
-        x[:, None].expand(-1, 2) * torch.tensor([1, 0], dtype=dtype), PICK_FIRST[dtype], 1, None, name
-    )
+    pick_first = packed(torch.tensor([[1.0, 0.0]], dtype=dtype))
+    found = native.linear(x[:, None].expand(-1, 2) * torch.tensor([1, 0], dtype=dtype), pick_first, name)
     expected = ACTIVATIONS[name](x.double())
     tolerance = 2 * ROUNDING[dtype] * expected.abs() + 3e-7 * x.double().abs().clamp(max=1.0)
     assert ((found[:, 0].double() - expected).abs() <= tolerance).all()
@@ -509,14 +509,14 @@ def test_asked_for_in_vain(
 
 AVX2 = ("avx2", "fma", "f16c")
 AMX = tuple(amx_emulation.FLAGS)
-ask_for_tiles = native._ask_for_tiles  # before a fixture emulates it
+ask_for_tiles = libraries._ask_for_tiles  # before a fixture emulates it
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has been loaded or chosen yet."""
-    monkeypatch.setattr(native, "_chosen", {})
-    monkeypatch.setattr(native, "_open", native._open.__wrapped__)
+    monkeypatch.setattr(paths, "_chosen", {})
+    monkeypatch.setattr(libraries, "open_library", libraries.open_library.__wrapped__)
 
 
 class OneLibrary:
@@ -534,9 +534,9 @@ class OneLibrary:
 @pytest.mark.parametrize(
     ("flags", "auto", "fastest", "in_float32"),
     [
-        ((*native._AVX512, "avx512_bf16", *AVX2), "native-avx512", "native-avx512", "native-avx512"),
-        ((*native._AVX512, "avx512_bf16", *AMX, *AVX2), "native-amx", "native-amx", "native-amx"),
-        ((*native._AVX512, *AVX2), "native-avx2", "native-avx2", "native-avx512"),
+        ((*libraries.AVX512, "avx512_bf16", *AVX2), "native-avx512", "native-avx512", "native-avx512"),
+        ((*libraries.AVX512, "avx512_bf16", *AMX, *AVX2), "native-amx", "native-amx", "native-amx"),
+        ((*libraries.AVX512, *AVX2), "native-avx2", "native-avx2", "native-avx512"),
         (AVX2, "native-avx2", "native-avx2", "native-avx2"),
         (("avx2",), "torch", "native-generic", "torch"),
     ],
@@ -551,9 +551,9 @@ def test_which_path_a_processor_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The choice by CPU flags, whatever this processor has."""
-    monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset(flags))
-    monkeypatch.setattr(native, "_load", OneLibrary)
-    monkeypatch.setattr(native, "_ask_for_tiles", lambda: None)
+    monkeypatch.setattr(libraries, "cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(libraries, "_load", OneLibrary)
+    monkeypatch.setattr(libraries, "_ask_for_tiles", lambda: None)
 
     def chosen(kernels: str, dtype: torch.dtype = torch.bfloat16) -> str:
         return choose_kernels(kernels, torch.device("cpu"), dtype).name
@@ -573,9 +573,9 @@ def test_kernels_whose_bits_differ_have_another_name(
     more: tuple[str, ...], in_bfloat16: str, fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decode worker refuses KV that was computed with kernels of another name."""
-    monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset((*native._AVX512, "avx512_bf16", *more)))
-    monkeypatch.setattr(native, "_load", OneLibrary)
-    monkeypatch.setattr(native, "_ask_for_tiles", lambda: None)
+    monkeypatch.setattr(libraries, "cpu_flags", lambda: frozenset((*libraries.AVX512, "avx512_bf16", *more)))
+    monkeypatch.setattr(libraries, "_load", OneLibrary)
+    monkeypatch.setattr(libraries, "_ask_for_tiles", lambda: None)
     for dtype, name in ((torch.bfloat16, in_bfloat16), (torch.float32, "native")):
         found = choose_kernels("native", torch.device("cpu"), dtype)
         assert {found.gemms[0].kernels, found.attentions[0].kernels} == {name}
@@ -587,9 +587,9 @@ class TestWithoutTheUseOfAmx:
 
     @pytest.fixture(autouse=True)
     def processor(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset((*native._AVX512, "avx512_bf16", *AMX)))
-        monkeypatch.setattr(native, "_load", OneLibrary)
-        monkeypatch.setattr(native, "_ask_for_tiles", ask_for_tiles)
+        monkeypatch.setattr(libraries, "cpu_flags", lambda: frozenset((*libraries.AVX512, "avx512_bf16", *AMX)))
+        monkeypatch.setattr(libraries, "_load", OneLibrary)
+        monkeypatch.setattr(libraries, "_ask_for_tiles", ask_for_tiles)
 
     def check(self, reason: str, log: pytest.LogCaptureFixture) -> None:
         assert choose_kernels("auto", torch.device("cpu"), torch.bfloat16).name == "native-avx512"
@@ -598,13 +598,13 @@ class TestWithoutTheUseOfAmx:
             choose_kernels("native-amx", torch.device("cpu"), torch.bfloat16)
 
     def test_the_libraries_have_no_amx(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native, "_ask_for_tiles", lambda: None)
+        monkeypatch.setattr(libraries, "_ask_for_tiles", lambda: None)
         monkeypatch.delattr(OneLibrary, "integer_linear_amx")
         reason = "they were built without AMX: the C compiler does not know it"
         assert native.unavailable(torch.float32, "amx") == reason
 
     def test_it_computes_other_integers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native, "_ask_for_tiles", lambda: None)
+        monkeypatch.setattr(libraries, "_ask_for_tiles", lambda: None)
         monkeypatch.setattr(OneLibrary, "are_integers_exact", False)
         reason = "this processor's amx computes other integers than its maker documents"
         assert native.unavailable(torch.float32, "amx") == reason
@@ -615,29 +615,29 @@ class TestWithoutTheUseOfAmx:
         self.check("the system does not let this process use AMX: ", caplog)
 
     def test_it_sums_in_another_order(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        monkeypatch.setattr(native, "_ask_for_tiles", lambda: None)
-        monkeypatch.setattr(native, "_load", lambda stem: OneLibrary("kernels_avx512_bfloat16"))
+        monkeypatch.setattr(libraries, "_ask_for_tiles", lambda: None)
+        monkeypatch.setattr(libraries, "_load", lambda stem: OneLibrary("kernels_avx512_bfloat16"))
         self.check("this processor's amx sums in another order than its maker documents", caplog)
 
 
 @pytest.mark.usefixtures("fresh")
 class TestWhyThereAreNone:
     def test_the_processor(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset({"avx2"}))
+        monkeypatch.setattr(libraries, "cpu_flags", lambda: frozenset({"avx2"}))
         missing = "avx512f, avx512bw, avx512dq, avx512vl"
         assert native.unavailable(torch.float32, "avx512") == f"this processor has no {missing}"
         assert native.unavailable(torch.float32, "avx2") == "this processor has no fma, f16c"
 
     def test_no_compiler(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
+        monkeypatch.setattr(libraries, "FOLDER", tmp_path)
         assert "were not built" in str(native.unavailable(torch.float32))
 
     def test_of_another_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native, "_VERSION", 99)
+        monkeypatch.setattr(libraries, "_VERSION", 99)
         assert "is of another version of this package" in str(native.unavailable(torch.float32))
 
     def test_no_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
+        monkeypatch.setattr(libraries, "FOLDER", tmp_path)
         (tmp_path / f"kernels_generic_float32{EXTENSION_SUFFIXES[0]}").write_text("not a library")
         assert "kernels" in str(native.unavailable(torch.float32))
 

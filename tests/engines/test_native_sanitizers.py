@@ -16,6 +16,7 @@ import torch
 from native_builds import DOT_IN_EVEX, compile_kernels, needs_compiler, needs_dot_in_evex
 
 from worker.engines.embedded import native
+from worker.engines.embedded.native import libraries
 
 pytestmark = [pytest.mark.native_build, pytest.mark.timeout(400)]  # sanitizers take minutes beside load
 
@@ -75,9 +76,9 @@ def test_of_avx2_with_vnni(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [("-O2",), ("-O1", *SANITIZERS)], ids=["fast", "sanitized"])
 @pytest.mark.parametrize("limit", ["6", "2"])
 def test_each_part_of_a_job_is_computed_once(options: tuple[str, ...], limit: str, tmp_path: Path) -> None:
-    """By teams of 1 to 6 threads; `limit` is how many OpenMP gives at most."""
+    """By pools of 1 to 6 threads; `limit` is how many OpenMP gives at most."""
     program = tmp_path / "team"
-    folder = Path(native.__file__).parent
+    folder = libraries.FOLDER
     subprocess.run(
         ["cc", "-Wno-psabi", "-fopenmp", *options, f"-I{folder}", TEAM, "-o", program], check=True, timeout=60
     )

@@ -18,6 +18,7 @@ from adapters.sampling.prefixes import select_by_sorting
 from adapters.sampling.weights import as_units, share_of_one, weight_bits
 from adapters.sampling.whole_row import TorchRow
 from worker.engines.embedded import native
+from worker.engines.embedded.native import paths
 from worker.engines.embedded.native import weights as native_weights
 from worker.engines.embedded.native.weights import NativeRow, exponential_
 from worker.engines.embedded.sampling.device_truncation import SamplingColumns, truncate_and_sample_rows
@@ -33,11 +34,11 @@ pytestmark = pytest.mark.native
 @pytest.fixture(scope="module", params=PATHS)
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
     """One that computes in float32."""
-    before = native._chosen.copy()
+    before = paths._chosen.copy()
     native.choose_path(torch.float32, request.param)
     yield request.param
-    native._chosen.clear()
-    native._chosen.update(before)
+    paths._chosen.clear()
+    paths._chosen.update(before)
 
 
 def in_plain_c(values: torch.Tensor) -> torch.Tensor:

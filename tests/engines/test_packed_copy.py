@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM
 from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model import HfModel, load_model, loading, packed_copy, transformers_checkpoint
-from worker.engines.embedded.model.gemm import PackedWeight
 from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.packed_copy import PackedCopy, provenance_of
+from worker.engines.embedded.native import PackedWeight
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.errors import StartupError
 from worker.models import beside

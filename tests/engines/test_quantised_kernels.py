@@ -4,7 +4,6 @@ of integers, where rows are rounded to 8 bits.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -28,6 +27,7 @@ from worker.engines.embedded.model.quantisation import (
     concatenated,
     quantise,
 )
+from worker.engines.embedded.native import libraries, paths
 from worker.errors import StartupError
 
 pytestmark = pytest.mark.native
@@ -47,24 +47,26 @@ of_integers = pytest.mark.parametrize(
 
 @pytest.fixture(params=PATHS, scope="module")
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    before = native._chosen.copy()
+    before = paths._chosen.copy()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == AVX2_WITH_VNNI:
             file = tmp_path_factory.mktemp("kernels") / "kernels.so"
             compile_kernels("avx2", file, "-O2", "-shared", "-fPIC", "-DFLOAT32=1", DOT_IN_EVEX)
-            library, others = native._declare(ctypes.CDLL(str(file))), native._open
-            patch.setattr(native, "_open", lambda *which: library if which[1] == AVX2_WITH_VNNI else others(*which))
+            library, others = libraries.KernelLibrary(file), libraries.open_library
+            patch.setattr(
+                libraries, "open_library", lambda *which: library if which[1] == AVX2_WITH_VNNI else others(*which)
+            )
         with amx_emulation.amx() if request.param == "amx" else nullcontext():
             native.choose_path(torch.float32, request.param)
             yield request.param
-    native._chosen.clear()
-    native._chosen.update(before)
+    paths._chosen.clear()
+    paths._chosen.update(before)
 
 
 @contextmanager
 def plain_c() -> Iterator[None]:
     """The oracle of all paths."""
-    before = native._chosen[torch.float32]
+    before = paths._chosen[torch.float32]
     native.choose_path(torch.float32, "generic")
     try:
         yield
@@ -156,7 +158,7 @@ def test_bits_are_those_of_float32_on_the_unpacked_weight(
     with num_threads(threads):
         found = QuantisedGemm(weight, bias)(x, then, other)
     with plain_c():
-        expected = native.linear(x, native.pack(weight.dequantised()), columns, bias, then, other)
+        expected = native.linear(x, native.Gemm(native.PackedWeight.of(weight.dequantised()), bias), then, other)
     assert torch.equal(bits(found), bits(expected))
 
 
@@ -260,7 +262,8 @@ def test_weights_of_two_layouts_are_stacked() -> None:
     assert stacked.shape == (53, 64)
     x, bias, other = randn(generator, 5, 64), randn(generator, 53), randn(generator, 5, 53)
     found = QuantisedGemm(stacked, bias)(x, "add", other)
-    expected = native.linear(x, native.pack(torch.cat([part.dequantised() for part in parts])), 53, bias, "add", other)
+    stacked = torch.cat([part.dequantised() for part in parts])
+    expected = native.linear(x, native.Gemm(native.PackedWeight.of(stacked), bias), "add", other)
     assert torch.equal(found, expected)
     same = concatenated([parts[0], parts[0]])
     assert isinstance(same, QuantisedWeight)

@@ -101,7 +101,7 @@ def test_a_quantised_checkpoint_is_served_as_what_it_holds(
     expected = logits(model)
     assert torch.equal(logits(load(every_checkpoint[arch], quantization="int4")), expected)
     dequantised = load(quantised[arch], quantization="none")
-    assert not any(isinstance(layer._gemm, QuantisedGemm) for layer in linears(dequantised._network))
+    assert not any(isinstance(layer.gemm, QuantisedGemm) for layer in linears(dequantised._network))
     assert torch.equal(logits(dequantised), expected)
 
 

@@ -23,9 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model import gemm, load_model, transformers_checkpoint
+from worker.engines.embedded.model.embedding import Embedding
 from worker.engines.embedded.model.gemm import NativeGemm, OneDnnGemm, TorchGemm
 from worker.engines.embedded.model.kernels import TORCH, native_kernels
-from worker.engines.embedded.model.linear import Embedding, Linear, linears
+from worker.engines.embedded.model.linear import Linear, linears
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.panels import Panels, lookup
 
@@ -204,5 +205,5 @@ def test_nothing_of_a_checkpoint_stays_mapped_that_was_packed(
     config = EmbeddedConfig(model_path=path, device="cpu", dtype="float32", kernels="torch", numerics="fast")
     model = load_model(config)
     gc.collect()
-    assert all(layer.is_packed for layer in linears(model._network))
+    assert all(layer.gemm.is_packed for layer in linears(model._network))
     assert str(path) not in Path("/proc/self/maps").read_text(encoding="utf-8")

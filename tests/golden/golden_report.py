@@ -1,8 +1,14 @@
-"""The golden matrix as JSON, as text for a terminal, and as the table of docs/exactness.md."""
+"""The golden matrix as JSON, as text for a terminal, and as the tables of docs/exactness.md.
+
+``python tests/golden/golden_report.py FILE`` compares the page with the runs in a file; it needs
+nothing but Python.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +16,8 @@ from typing import Any
 Run = Mapping[str, Any]
 """One matrix as JSON data; see `golden_matrix.Matrix.as_json`."""
 
-ROOT = Path(__file__).resolve().parents[2]
-RECORD = ROOT / "docs" / "exactness.json"
-"""The runs that docs/exactness.md shows, by name."""
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "exactness.md"
+"""The page that shows the runs of a release."""
 
 REFUSED = "refused: "
 
@@ -28,6 +33,40 @@ def read(path: Path) -> dict[str, Run]:
     """The runs in a file, by name."""
     runs: dict[str, Run] = json.loads(path.read_text(encoding="utf-8"))
     return runs
+
+
+def section(name: str) -> str:
+    """The part of the page between two marks."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    return text.partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0].strip()
+
+
+def documented_runs() -> list[str]:
+    """Names of the runs of the page."""
+    return [row[0] for row in _parsed(section("runs"))[1:]]
+
+
+def documented_cells() -> dict[str, dict[str, str]]:
+    """Texts of the page's cells, by processor and mode; reasons follow ``refused: ``."""
+    matrix = section("matrix")
+    reasons = dict(re.findall(r"^\[(\d+)\] (.*?) *$", matrix, re.MULTILINE))
+    (_, *modes), *rows = _parsed(matrix)
+
+    def with_reasons(cell: str) -> str:
+        return re.sub(r"refused \[(\d+)\]", lambda number: REFUSED + reasons[number[1]], cell)
+
+    return {name: dict(zip(modes, map(with_reasons, cells), strict=True)) for name, *cells in rows}
+
+
+def differences(run: Run) -> list[str]:
+    """Cells of a run that are not as the page shows them."""
+    shown = documented_cells()
+    found = {(name, mode): _said(cells) for name, row in run["cells"].items() for mode, cells in row.items()}
+    return [
+        f"{name}, {mode}: {text}; docs/{DOCUMENT.name} has {shown.get(name, {}).get(mode)}"
+        for (name, mode), text in found.items()
+        if shown.get(name, {}).get(mode) != text
+    ]
 
 
 def terminal(run: Run) -> str:
@@ -56,6 +95,20 @@ def overview(runs: Mapping[str, Run]) -> str:
     return "\n".join([head, "| --- | --- | --- | --- |", *rows])
 
 
+def _parsed(table: str) -> list[list[str]]:
+    """Cells of a Markdown table's rows, the first one the head."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    return [row for row in rows if set(row) != {"---"}]
+
+
+def _said(cells: Mapping[str, str]) -> str:
+    """The text of a cell of one run, with its reasons."""
+    outcomes = list(dict.fromkeys(cells.values()))
+    if len(outcomes) == 1:
+        return outcomes[0]
+    return ", ".join(f"{sampling} {outcome}" for sampling, outcome in cells.items())
+
+
 def _table(runs: Sequence[Run]) -> tuple[list[list[str]], list[str]]:
     """Rows of cells, the first one the head, and the reasons that cells refer to."""
     modes = list(dict.fromkeys(mode for run in runs for mode in run["modes"]))
@@ -69,7 +122,7 @@ def _table(runs: Sequence[Run]) -> tuple[list[list[str]], list[str]]:
 
 
 def _cell(found: Sequence[Mapping[str, str]], reasons: list[str]) -> str:
-    """What one cell says of several runs, each greedy and seeded."""
+    """The text of one cell for several runs, each greedy and seeded."""
     outcomes = list(dict.fromkeys(outcome for cells in found for outcome in cells.values()))
     texts = []
     for outcome in outcomes:
@@ -86,3 +139,17 @@ def _cell(found: Sequence[Mapping[str, str]], reasons: list[str]) -> str:
 
 def _notes(reasons: Sequence[str]) -> list[str]:
     return [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
+
+
+def main(path: str) -> int:
+    """The exit status: 0 if the tables of the page are those of the runs in a file."""
+    runs = read(Path(path))
+    tables = {"runs": overview(runs), "matrix": markdown(runs.values())}
+    different = [name for name, table in tables.items() if table != section(name)]
+    for name in different:
+        sys.stdout.write(f"docs/{DOCUMENT.name}: section {name} must be\n\n{tables[name]}\n\n")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

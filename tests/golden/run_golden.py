@@ -1,4 +1,4 @@
-"""``scripts/golden``: runs the golden matrix, prints it and writes it as JSON."""
+"""``scripts/golden``: runs the golden matrix, prints it and compares it with docs/exactness.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from golden_matrix import CellFailed, Matrix, run, say
 from golden_modes import MODES
-from golden_report import RECORD, terminal, write
+from golden_report import differences, documented_runs, terminal, write
 from golden_served import NUM_KILLS, SERVED_MODES
 from golden_workers import Bench
 from transformers.utils.logging import disable_progress_bar
@@ -36,7 +36,9 @@ NUM_TOKENS_LARGE = 8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0 if every cell is equal or refused, 1 if not, 2 if there is no model."""
+    """The exit status: 0 if every cell is equal or refused and as the page shows it, 1 if not, 2 if
+    there is no model.
+    """
     options = _options(argv)
     disable_progress_bar()
     began_s = time.monotonic()
@@ -48,13 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"error: {error}")
             return 2
     sys.stdout.write(f"{terminal(matrix.as_json())}\n")
-    say(f"written to {options.json}, {time.monotonic() - began_s:.0f} s")
+    written = f"written to {options.json}, " if options.json else ""
+    say(f"{written}{time.monotonic() - began_s:.0f} s")
     try:
         matrix.check()
     except CellFailed as failure:
         sys.stdout.write(f"\n{failure}\n")
         return 1
-    return 0
+    different = differences(matrix.as_json()) if _name(name, options) in documented_runs() else []
+    sys.stdout.writelines(f"{line}\n" for line in different)
+    return 1 if different else 0
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -65,8 +70,13 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         f"over real processes, Dynamo's frontend and at least {NUM_KILLS} killed workers, instead of in one process"
     )
     parser.add_argument("--all", action="store_true", help=served)
-    parser.add_argument("--json", type=Path, default=RECORD, help=f"file of the runs (default: docs/{RECORD.name})")
+    parser.add_argument("--json", type=Path, help="file to put the run into, beside others that it has")
     return parser.parse_args(argv)
+
+
+def _name(model: str, options: argparse.Namespace) -> str:
+    """The name of a run."""
+    return f"{model}, {'processes' if options.all else 'in-process'}"
 
 
 def _model(given: str, directory: Path) -> tuple[str, Path]:
@@ -85,7 +95,8 @@ async def _run(name: str, model: Path, directory: Path, options: argparse.Namesp
     bench = Bench(model, operator, is_large=is_large)
 
     def save(matrix: Matrix) -> None:
-        write(options.json, f"{name}, {'processes' if served else 'in-process'}", matrix.as_json())
+        if options.json:
+            write(options.json, _name(name, options), matrix.as_json())
 
     modes = SERVED_MODES if served else MODES
     num_tokens = NUM_TOKENS_LARGE if is_large else NUM_TOKENS_SERVED if served else NUM_TOKENS

@@ -1,4 +1,4 @@
-"""The golden matrix: a part of it that is cheap, its record, and that a wrong text is found."""
+"""The golden matrix: a part of it that is cheap, its page, and that a wrong text is found."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import pytest
 from golden_cases import FIELDS, SAMPLINGS, THIRD_PARTIES, Case
 from golden_matrix import CellFailed, Matrix, compare_all, run
 from golden_modes import MODES, Request
-from golden_report import RECORD, markdown, overview, read, terminal, write
+from golden_report import DOCUMENT, differences, documented_cells, documented_runs, markdown, read, terminal, write
 from golden_served import SERVED_MODES, Rounds, error_of
 from golden_workers import Bench, Failed, Refused
 
 from adapters.processors import BUILTINS
 from worker.tiny_model import write_tiny_model
 
-DOCUMENT = RECORD.with_suffix(".md")
 NAMES = [*FIELDS, *(builtin.name for builtin in BUILTINS), *THIRD_PARTIES]
 
 
@@ -57,21 +56,7 @@ async def test_some_processors_in_every_mode_with_a_kv_cache_in_int8(tmp_path: P
     assert matrix.modes == [mode.name for mode in modes]
 
 
-# The record
-
-
-def section(name: str) -> str:
-    """What the document has between two marks."""
-    return (
-        DOCUMENT.read_text(encoding="utf-8").partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0].strip()
-    )
-
-
-def test_the_tables_of_the_document_are_those_of_the_record() -> None:
-    """On failure, paste the left sides."""
-    runs = read(RECORD)
-    assert overview(runs) == section("runs")
-    assert markdown(runs.values()) == section("matrix")
+# The page
 
 
 RUNS = {
@@ -79,34 +64,39 @@ RUNS = {
     "SmolLM2-135M-Instruct, in-process": ["--model", "default"],
     "tiny, processes": ["--all"],
 }
-"""Arguments of ``scripts/golden`` by the name of their run in the record."""
+"""Arguments of ``scripts/golden`` by the name of their run."""
 
 
-def test_the_record_is_complete_and_every_cell_holds() -> None:
-    runs = read(RECORD)
-    assert "tiny, in-process" in runs
-    for name, found in runs.items():
-        modes = SERVED_MODES if "--all" in RUNS[name] else MODES
-        assert found["modes"] == [mode.name for mode in modes], name
-        assert set(found["cells"]) == set(NAMES), name
-        for row in found["cells"].values():
-            for outcomes in row.values():
-                assert set(outcomes) == set(SAMPLINGS), name
-                assert all(re.fullmatch("equal|refused: .+", outcome) for outcome in outcomes.values()), name
+def test_the_page_is_complete_and_every_cell_holds() -> None:
+    assert set(documented_runs()) == set(RUNS)
+    cells = documented_cells()
+    assert set(cells) == set(NAMES)
+    outcome = "(equal|refused: [^,]+.*)"
+    for row in cells.values():
+        assert list(row) == list(dict.fromkeys(mode.name for mode in (*MODES, *SERVED_MODES)))
+        for text in row.values():
+            assert re.fullmatch(f"{outcome}|greedy {outcome}, seeded {outcome}", text)
 
 
 @pytest.mark.campaign
 @pytest.mark.real_model
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", RUNS)
-def test_the_record_is_what_the_script_writes(name: str, tmp_path: Path) -> None:
-    script = RECORD.parents[1] / "scripts" / "golden"
+def test_the_page_is_what_the_script_finds(name: str, tmp_path: Path) -> None:
+    script = DOCUMENT.parents[1] / "scripts" / "golden"
     done = subprocess.run(
-        [script, *RUNS[name], "--json", tmp_path / "record.json"], capture_output=True, text=True, check=False
+        [script, *RUNS[name], "--json", tmp_path / "runs.json"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = read(tmp_path / "record.json")[name]["cells"]
-    assert found == read(RECORD).get(name, {"cells": found})["cells"]
+    assert differences(read(tmp_path / "runs.json")[name]) == []
+
+
+def test_cells_that_are_not_as_on_the_page_are_found() -> None:
+    cells = {"greedy": "refused: best_of must be 1 when decoding is greedy, got 3", "seeded": "equal"}
+    run = {"cells": {"top_k": {"migrated": dict.fromkeys(SAMPLINGS, "equal"), "n-th choice, offline": cells}}}
+    assert differences(run) == []
+    run["cells"]["top_k"]["migrated"]["seeded"] = "refused: why"
+    assert differences(run) == ["top_k, migrated: greedy equal, seeded refused: why; docs/exactness.md has equal"]
 
 
 # What the comparison finds

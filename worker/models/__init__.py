@@ -1,10 +1,11 @@
 """Checkpoints that are made here: of GGUF files, and of the default model.
 
-`gguf_file` reads a GGUF file's header and tensors, `architectures` and `tokenizer` say them in
-Hugging Face's words, `checkpoint` writes and caches the result, `default_model` fetches the model
-that the launch scripts serve unless another is named, and `named` finds models by a name.
-`config_json`, `geometry` and `weight_files` are the gate that a checkpoint passes. Imported without
-torch; nothing here knows an engine.
+`gguf_file` reads a GGUF file's header and tensors; `architectures`, `gguf_weights` and `tokenizer`
+turn them into Hugging Face's configuration, weights and tokenizer; `checkpoint` writes and caches
+the result, `default_model` fetches the model that the launch scripts serve unless another is named,
+and `named` finds models by a name. `model_types` is the register of architectures. `config_json`,
+`geometry` and `weight_files` are the gate that a checkpoint passes. Imported without torch; nothing
+here knows an engine.
 """
 
 from worker.models.checkpoint import convert_gguf, find_gguf, model_cache

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 DIRECTORY = ".packed"
 
 _PACKAGES = ("transformers", "tokenizers")
-"""What they tell of a checkpoint is in the files."""
+"""Packages that read the checkpoint: what they make of it is in the files."""
 
 _PART_BYTES = 32 * 2**20
 
@@ -49,7 +49,7 @@ def copies_of(checkpoint: Path, setting: str = "auto") -> Path | None:
     """Directory of what is kept for the next start of a checkpoint; None if nothing is.
 
     Args:
-        checkpoint: Its directory.
+        checkpoint: Directory of the checkpoint.
         setting: ``auto``: `DIRECTORY` in it; ``off``; or a directory, in which each checkpoint has
             one of its own.
     """
@@ -62,15 +62,15 @@ def copies_of(checkpoint: Path, setting: str = "auto") -> Path | None:
 
 
 class Provenance:
-    """Of what a file is made: some files of a checkpoint, and what read and wrote them.
+    """Origin of a file: the checkpoint's files that it is made of, and what read and wrote them.
 
     Make it before the checkpoint is read.
 
     Args:
         checkpoint: Directory of the checkpoint.
-        patterns: Of its files' names.
-        format: Of the file that is made.
-        copies: From `copies_of`; None keeps no digests of the files.
+        patterns: Patterns of the names of the checkpoint's files.
+        format: Version of the format of the file that is made.
+        copies: Result of `copies_of`; None keeps no digests of the files.
     """
 
     def __init__(self, checkpoint: Path, patterns: Sequence[str], format: int, copies: Path | None) -> None:
@@ -91,7 +91,7 @@ class Provenance:
         return states
 
     def record(self) -> dict[str, Any]:
-        """What `check` takes, JSON data; reads all of the files.
+        """JSON data for `check`; reads all of the files.
 
         Raises:
             OSError: a file cannot be read, or has changed.
@@ -188,7 +188,7 @@ def keep(path: Path, write: Callable[[Path], None]) -> None:
     """Write a file whole or not at all; what a killed process left goes away.
 
     Args:
-        path: Of the file; its directory is made.
+        path: Path of the file; its directory is made.
         write: Writes it to the path that it is given.
 
     Raises:

@@ -27,11 +27,13 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.errors import StartupError
-from worker.models.architectures import Architecture, Weight
+from worker.models.architectures import Architecture
 from worker.models.beside import work_directory
 from worker.models.gguf_file import GgufError, GgufFile
+from worker.models.gguf_weights import Weight
+from worker.models.model_types import LLAMA_LIKE
 from worker.models.numbers import BYTES, decoded, encoded
-from worker.models.quantised import CODES, MODEL_TYPES, OFFSETS, READ, SCALES, Codes, quantization_config, unpack_blocks
+from worker.models.quantised import CODES, OFFSETS, READ, SCALES, Codes, quantization_config, unpack_blocks
 from worker.models.safetensors_file import Stored, write_safetensors
 from worker.models.tokenizer import GgufTokenizer
 
@@ -49,7 +51,7 @@ _SECONDS_BETWEEN_LINES = 2.0
 
 
 def model_cache(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where checkpoints are kept unless another directory is named."""
+    """The directory of checkpoints unless another one is named."""
     base = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or tempfile.gettempdir()) / ".cache"
     return Path(base) / "dynamo-logits-worker" / "models"
 
@@ -94,7 +96,7 @@ def cached_checkpoint(
     """The checkpoint called `name` of the file with SHA-256 `digest`.
 
     Args:
-        digest: Of the file.
+        digest: Digest of the file.
         name: Last part of the checkpoint's path.
         cache: Directory of all checkpoints.
         say: Takes lines about the progress.
@@ -149,7 +151,7 @@ def write_checkpoint(source: Path, directory: Path, name: str, say: Say, keeps_b
 
 def _kept(architecture: Architecture) -> list[Weight]:
     """Weights that stay quantised."""
-    if architecture.config["model_type"] not in MODEL_TYPES:
+    if architecture.config["model_type"] not in LLAMA_LIKE:
         return []
     return [each for each in architecture.weights if len(each.shape) == 2 and each.tensor.kind in READ]
 

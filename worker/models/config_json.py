@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from adapters.first_problem import first_problem
 from adapters.strict_json import read_object
 from worker.models.geometry import BOUNDS, Geometry, GeometryError, check_fit
+from worker.models.model_types import MODEL_TYPES
 from worker.models.problems import ModelFileError, shown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -46,7 +47,7 @@ _ONLY = {
 }
 """The values of keys with which a model neither attends both ways nor returns something else."""
 
-_SOFTCAPPED = ("gemma2", "gemma3_text")
+_SOFTCAPPED = tuple(each.name for each in MODEL_TYPES.values() if each.has_softcaps)
 _UNSCALED = (None, "default")
 
 _TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]

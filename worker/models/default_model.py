@@ -29,8 +29,8 @@ _PIP = (
     *("--quiet", "--no-input", "--disable-pip-version-check", "--no-python-version-warning"),
     *("--retries", "1", "--timeout", "30"),
 )
-"""Without its dependencies, which are a program around llama.cpp. Where there is no network it soon
-gives up.
+"""Arguments of pip: no dependencies, which are a program around llama.cpp, and few retries, so that
+it soon gives up where there is no network.
 """
 
 
@@ -70,8 +70,8 @@ def _download(directory: Path) -> Path:
 
 
 def _reason(said: str) -> str:
-    """Why pip failed: its first error; of one that it did not foresee, such as a full disk, the
-    exception at the end of the traceback.
+    """The reason why pip failed: its first error; or, where that is an exception such as for a full
+    disk, the last line of the traceback.
     """
     lines = [line.strip() for line in said.splitlines() if line.strip()] or ["pip gave no reason"]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]

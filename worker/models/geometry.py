@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Self
 
+from worker.models.model_types import ModelType, model_type_of
 from worker.models.problems import shown
 
 BOUNDS = {
@@ -29,20 +30,6 @@ BOUNDS = {
 }
 """The least and the most of each size, far beyond those of published models."""
 
-_HIDDEN_IS_WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")
-"""Model types of which transformers takes no other."""
-
-_DERIVED_WIDTH = ("llama", "mistral", "qwen2", "qwen3_moe")
-"""Model types whose heads are ``hidden_size / num_attention_heads`` wide unless they say so."""
-
-_BIASED = ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
-"""Model types that read ``attention_bias``; Qwen 2 always has biases of queries, keys and values,
-Mistral never has any.
-"""
-
-_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")
-_FOUR_NORMS = ("gemma2", "gemma3_text")
-_MIXTURES = ("qwen3_moe",)
 _OF_MIXTURES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers")
 
 
@@ -67,19 +54,20 @@ def check_fit(config: Mapping[str, Any]) -> None:
     """Raises `GeometryError` if sizes of a ``config.json`` do not fit each other, as far as they
     are given. Each has its type and range.
     """
-    kind, hidden, heads = config.get("model_type"), config.get("hidden_size"), config.get("num_attention_heads")
+    kind = model_type_of(config.get("model_type"))
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     kv_heads, width = config.get("num_key_value_heads"), config.get("head_dim")
     if heads and kv_heads and heads % kv_heads:
         raise GeometryError(
             f"{{0}} must be a multiple of {{1}} {kv_heads}, got {heads}", "num_attention_heads", "num_key_value_heads"
         )
-    if heads and hidden and hidden % heads and kind in _HIDDEN_IS_WHOLE_HEADS:
+    if heads and hidden and hidden % heads and kind.has_whole_heads:
         raise GeometryError(
             f"{{0}} must be a multiple of {{1}} {heads}, got {hidden}", "hidden_size", "num_attention_heads"
         )
     if width and width % 2:
         raise GeometryError(f"{{0}}, the width of a head, must be even, as RoPE turns pairs, got {width}", "head_dim")
-    if heads and hidden and not width and kind in _DERIVED_WIDTH and (hidden < heads or hidden // heads % 2):
+    if heads and hidden and not width and kind.derives_head_dim and (hidden < heads or hidden // heads % 2):
         raise GeometryError(
             f"{{0}} by {{1}}, the width of a head, must be even, as RoPE turns pairs, got {hidden // heads}",
             *("hidden_size", "num_attention_heads"),
@@ -91,8 +79,8 @@ class Tensor:
     """A weight that a model has.
 
     Attributes:
-        name: In a Hugging Face checkpoint.
-        shape: Its shape.
+        name: Name in a Hugging Face checkpoint.
+        shape: Shape.
     """
 
     name: str
@@ -148,7 +136,7 @@ class Geometry:
             GeometryError: a size is missing, impossible, or does not fit another.
         """
         found = {each.name: config[each.name] for each in fields(cls) if config.get(each.name) is not None}
-        if found.get("model_type") not in _MIXTURES:
+        if not model_type_of(found.get("model_type")).is_mixture:
             found = {key: value for key, value in found.items() if key not in _OF_MIXTURES}
         heads = found.get("num_attention_heads")
         found.setdefault("num_key_value_heads", heads)
@@ -160,6 +148,10 @@ class Geometry:
             if each.default is MISSING and each.name not in found:
                 raise GeometryError("{0} is missing", each.name)
         return cls(**found)
+
+    @property
+    def _kind(self) -> ModelType:
+        return model_type_of(self.model_type)
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer's MLP is a mixture of experts."""
@@ -181,7 +173,7 @@ class Geometry:
     def _layer(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         hidden = self.hidden_size
         norms = ["input_layernorm", "post_attention_layernorm"]
-        if self.model_type in _FOUR_NORMS:
+        if self._kind.num_norms == 4:
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
         yield from ((f"{norm}.weight", (hidden,)) for norm in norms)
         yield from self._attention()
@@ -190,16 +182,17 @@ class Geometry:
             for expert in range(self.num_experts):
                 yield from self._mlp(f"mlp.experts.{expert}.", self.moe_intermediate_size, False)
         else:
-            yield from self._mlp("mlp.", self.intermediate_size, self.mlp_bias and self.model_type == "llama")
+            yield from self._mlp("mlp.", self.intermediate_size, self.mlp_bias and self._kind.reads_mlp_bias)
 
     def _attention(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         hidden, width = self.hidden_size, self.head_dim
         queries, keys = self.num_attention_heads * width, self.num_key_value_heads * width
-        is_biased = self.attention_bias and self.model_type in _BIASED
+        biases = self._kind.attention_biases
+        is_biased = self.attention_bias and biases == "configured"
         for letter, rows in (("q", queries), ("k", keys), ("v", keys)):
-            yield from _linear(f"self_attn.{letter}_proj", rows, hidden, is_biased or self.model_type == "qwen2")
+            yield from _linear(f"self_attn.{letter}_proj", rows, hidden, is_biased or biases == "qkv")
         yield from _linear("self_attn.o_proj", hidden, queries, is_biased)
-        if self.model_type in _HEAD_NORMS:
+        if self._kind.has_head_norms:
             yield from ((f"self_attn.{letter}_norm.weight", (width,)) for letter in "qk")
 
     def _mlp(self, prefix: str, inner: int, is_biased: bool) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -26,7 +26,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 MAX_DEPTH = 4
-"""Of arrays in arrays; the format sets no limit."""
+"""Depth of arrays in arrays; the format sets no limit."""
 
 MAX_ITEMS = 2**24
 """Items of a list of the metadata at most. The largest vocabularies have 2**18 tokens, and 2**19
@@ -133,12 +133,12 @@ def _is_finite(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor is.
+    """The place of one tensor in a file.
 
     Attributes:
-        name: As in the file.
+        name: Name in the file.
         shape: Rows first, as in torch.
-        kind: How its values are stored.
+        kind: Encoding of the values.
         start: First byte in the file.
     """
 
@@ -170,8 +170,8 @@ class GgufFile:
         OSError: it cannot be opened.
 
     Attributes:
-        metadata: By key.
-        tensors: By name.
+        metadata: Metadata by key.
+        tensors: Tensors by name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -186,6 +186,12 @@ class GgufFile:
         for tensor in self.tensors.values():
             if tensor.start + tensor.num_rows * tensor.row_bytes > len(self._data):
                 raise GgufError(f"it is cut off: tensor {tensor.name} lies beyond its end")
+
+    def tensor(self, name: str) -> GgufTensor:
+        """The tensor of that name. Raises `GgufError` if there is none."""
+        if name not in self.tensors:
+            raise GgufError(f"it lacks tensor {name}")
+        return self.tensors[name]
 
     def rows(self, tensor: GgufTensor, rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.float32]]:
         """The numbered rows of a tensor in that order, ``[n, shape[-1]]`` at a time."""

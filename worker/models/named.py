@@ -11,7 +11,7 @@ from worker.models.default_model import prepare_default_model
 
 DEFAULT, TINY = "default", "tiny"
 DEFAULT_DTYPE = "float32"
-"""In which the launch scripts serve the default model, unless WORKER_DTYPE names another."""
+"""Data type of the default model in the launch scripts, unless WORKER_DTYPE names another."""
 
 
 def named_model(name: str, say: Say, keeps_blocks: bool = True) -> Path | None:

@@ -1,4 +1,4 @@
-"""How a file of a model is refused: in one line, with what was found there."""
+"""Refusals of a model's files: one line each, with what was found there."""
 
 from __future__ import annotations
 

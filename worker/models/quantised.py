@@ -19,10 +19,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import Q4_K
 
 CODES, SCALES, OFFSETS = ".codes", ".scales", ".offsets"
-"""What follows a weight's name."""
-
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Architectures that the engine reads in this form."""
+"""Suffixes of a weight's name."""
 
 _METHOD = "dynamo-logits-worker"
 
@@ -47,7 +44,7 @@ class Codes:
     Attributes:
         codes: int8 ``[n, K]`` or uint8 ``[n, K / 2]``.
         scales: float16 or float32 ``[n, groups]``.
-        offsets: Likewise, or None.
+        offsets: float16 or float32 ``[n, groups]``, or None.
     """
 
     codes: npt.NDArray[Any]

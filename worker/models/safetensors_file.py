@@ -15,10 +15,10 @@ class Stored:
     """A tensor of the file.
 
     Attributes:
-        name: In the file.
-        code: Its data type, as safetensors has it.
-        shape: Its shape.
-        num_bytes: Of all values.
+        name: Name in the file.
+        code: safetensors' name of the data type.
+        shape: Shape.
+        num_bytes: Bytes of all values.
         parts: Makes its values, some bytes at a time.
     """
 
@@ -38,9 +38,9 @@ def write_safetensors(
     """The length of a JSON header, the header, the values.
 
     Args:
-        output: What is written to.
-        tensors: In the order of the file.
-        metadata: Of the file.
+        output: File that is written to.
+        tensors: Tensors in the order of the file.
+        metadata: Metadata of the file.
         show: Called with the part of the values that is written.
     """
     header: dict[str, Any] = {"__metadata__": metadata}

@@ -33,10 +33,10 @@ _TEKKEN = (
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """How a byte-level vocabulary wants text to be split.
+    """The way in which a byte-level vocabulary splits text.
 
     Attributes:
-        regex: What a piece is; None for GPT-2's own.
+        regex: Pattern of a piece; None for GPT-2's own.
         by_digit: Digits stand alone before that.
         adds_bos: Whether a text begins with the BOS token unless the file says otherwise.
         ignores_merges: Whether a piece that is in the vocabulary is one token whatever the merges.
@@ -62,7 +62,7 @@ SPLITS = {
     "smollm": _Split(None, by_digit=True),
     "tekken": _Split(_TEKKEN, adds_bos=True, ignores_merges=True),
 }
-"""By ``tokenizer.ggml.pre``; regular expressions as in llama.cpp's ``llama-vocab.cpp``."""
+"""Splits by ``tokenizer.ggml.pre``; regular expressions as in llama.cpp's ``llama-vocab.cpp``."""
 
 _END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>")
 """Control tokens that end an answer whatever the file calls its EOS, as in llama.cpp."""
@@ -72,11 +72,11 @@ class GgufTokenizer:
     """The tokenizer of a file's metadata. Raises `GgufError` if it is incomplete or not supported.
 
     Args:
-        metadata: Of the file.
+        metadata: Metadata of the file.
         vocab_size: Rows of its embedding; None where they are not known.
 
     Attributes:
-        special_ids: Of ``config.json`` and ``generation_config.json``.
+        special_ids: Ids for ``config.json`` and ``generation_config.json``.
     """
 
     def __init__(self, metadata: Mapping[str, Any], vocab_size: int | None = None) -> None:

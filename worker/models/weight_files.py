@@ -61,7 +61,7 @@ class StoredTensor:
     Attributes:
         file: The file, as the checkpoint's directory has it.
         dtype: safetensors' name of its type.
-        shape: Its shape.
+        shape: Shape.
     """
 
     file: str
@@ -73,7 +73,7 @@ class WeightFiles:
     """The safetensors files of a checkpoint.
 
     Args:
-        directory: Of the checkpoint.
+        directory: Directory of the checkpoint.
         is_quantised: Whether it is in the form of `worker.models.quantised`, of which all files in
             the directory are read; else those that transformers reads.
 
@@ -82,8 +82,8 @@ class WeightFiles:
 
     Attributes:
         directory: The same.
-        files: Their names, from the directory.
-        tensors: By name.
+        files: Names of the files, from the directory.
+        tensors: Tensors by name.
     """
 
     def __init__(self, directory: Path, is_quantised: bool = False) -> None:
@@ -219,8 +219,8 @@ def read_header(path: Path, name: str) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file.
 
     Args:
-        path: Of the file.
-        name: Of the file, for errors.
+        path: Path of the file.
+        name: Name of the file, for errors.
 
     Raises:
         ModelFileError: it is damaged or cut off.

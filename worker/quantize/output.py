@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from worker.engines.embedded.model.quantisation import quantise
 from worker.errors import StartupError
 from worker.models.config_json import check_config, read_config
+from worker.models.model_types import LLAMA_LIKE
 from worker.models.problems import ModelFileError
-from worker.models.quantised import CODES, MODEL_TYPES, OFFSETS, SCALES, quantization_config
+from worker.models.quantised import CODES, OFFSETS, SCALES, quantization_config
 from worker.models.weight_files import WeightFiles
 
 _LAYERS = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")
@@ -53,9 +54,9 @@ def write_quantised(source: Path, to: str, directory: Path) -> None:
 
 def _checked(source: Path, config: dict[str, Any], to: str) -> WeightFiles:
     """The files of weights of a checkpoint that can be written."""
-    if config.get("model_type") not in MODEL_TYPES:
+    if config.get("model_type") not in LLAMA_LIKE:
         raise StartupError(
-            f"{source}: only models of type {', '.join(MODEL_TYPES)} can be written, not {config.get('model_type')!r}; "
+            f"{source}: only models of type {', '.join(LLAMA_LIKE)} can be written, not {config.get('model_type')!r}; "
             f"--quantization {to} serves it"
         )
     if config.get("quantization_config"):

@@ -1,4 +1,4 @@
-"""What quantisation does to a model's predictions: perplexity, and agreement of greedy tokens."""
+"""Effect of quantisation on a model's predictions: perplexity, and agreement of greedy tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Predictions:
     """A model's predictions of every token of `PASSAGES` but the first ones.
 
     Attributes:
-        logprobs: Of the tokens, natural logarithms.
-        likeliest: The likeliest token instead of each.
+        logprobs: Natural logarithms of the tokens' probabilities.
+        most_likely: Most likely token at each position.
     """
 
     logprobs: list[float]
-    likeliest: list[int]
+    most_likely: list[int]
 
     @property
     def perplexity(self) -> float:
@@ -31,9 +31,9 @@ class Predictions:
         return math.exp(-sum(self.logprobs) / len(self.logprobs))
 
     def agreement(self, other: Predictions) -> float:
-        """The share of positions with the same likeliest token."""
-        pairs = zip(self.likeliest, other.likeliest, strict=True)
-        return sum(one == another for one, another in pairs) / len(self.likeliest)
+        """The share of positions with the same most likely token."""
+        pairs = zip(self.most_likely, other.most_likely, strict=True)
+        return sum(one == another for one, another in pairs) / len(self.most_likely)
 
 
 def predict(
@@ -68,7 +68,7 @@ def predict(
         for entry in (result.prompt_logprobs or [])[1:]:
             assert isinstance(entry, list)
             found.logprobs.append(entry[0].logprob)
-            found.likeliest.append(max(entry, key=lambda one: one.logprob).token_id)
+            found.most_likely.append(max(entry, key=lambda one: one.logprob).token_id)
     del engine
     gc.collect()
     return found

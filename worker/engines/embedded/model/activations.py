@@ -74,7 +74,7 @@ _FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[to
     "gelu_tanh": (_gelu_tanh, lambda x: functional.gelu(x, approximate="tanh")),
     "relu": (functional.relu, functional.relu),
 }
-"""By the names of `native.ACTIVATIONS`: in float32 on a CPU, and elsewhere."""
+"""Functions by the names of `native.ACTIVATIONS`: in float32 on a CPU, and elsewhere."""
 
 
 def activated(name: str, x: torch.Tensor) -> torch.Tensor:

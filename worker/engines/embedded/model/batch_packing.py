@@ -15,7 +15,7 @@ class Batch:
 
     Attributes:
         ids: Token ids.
-        positions: In their sequences.
+        positions: Positions of the tokens in their sequences.
         pages: Slot mapping: the page to which a token's KV is written.
         slots: Slot mapping: the slot within the page.
         sequences: The rows, each with its page table.

@@ -9,17 +9,14 @@ from typing import Any, TypeVar
 import torch
 from tokenizers import Tokenizer
 
-from worker.engines.embedded.model import llama_weights
 from worker.errors import StartupError
 from worker.models.config_json import check_config, read_config, read_generation_config
+from worker.models.model_types import MODEL_TYPES
 from worker.models.problems import ModelFileError, shown
 from worker.models.quantised import format_of
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
-
-MODEL_TYPES = (*llama_weights.MODEL_TYPES, "gemma2", "gemma3_text", "qwen3_moe")
-"""Architectures that are tested; others may have attention variants that no backend computes."""
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 

@@ -40,9 +40,9 @@ def read_checked(directory: Path, settings: Mapping[str, Any], dtype: torch.dtyp
     """transformers' configuration of a checkpoint whose files fit it, and its geometry.
 
     Args:
-        directory: Of the checkpoint.
-        settings: Its ``config.json``, of which `check_config` was asked.
-        dtype: What the weights will be held in.
+        directory: Directory of the checkpoint.
+        settings: ``config.json``, which `check_config` has accepted.
+        dtype: Data type that the weights will be held in.
 
     Raises:
         StartupError: sizes do not fit each other or the weights, or a weight is not a finite

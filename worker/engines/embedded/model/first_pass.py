@@ -22,8 +22,8 @@ def check_first_pass(model: HfModel, path: str | Path) -> None:
     pool needs for its first call takes its time here, not in the first request.
 
     Args:
-        model: With its KV store.
-        path: Of the checkpoint, for the error.
+        model: Model with a KV store.
+        path: Path of the checkpoint, for the error.
 
     Raises:
         StartupError: its logits are not finite numbers, or it cannot be computed.

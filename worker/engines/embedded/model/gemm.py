@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -14,7 +13,7 @@ from torch.nn import functional
 from worker.engines.embedded import native
 from worker.engines.embedded.model.activations import activated
 from worker.engines.embedded.model.panels import Panels
-from worker.engines.embedded.native.layers import Gemm
+from worker.engines.embedded.native import Gemm, PackedWeight
 
 _PACKED_FOR_ROWS = 8
 """Rows that oneDNN is told to pack for; this layout serves all numbers at nearly equal speed."""
@@ -32,50 +31,16 @@ _ONEDNN_COLUMNS = (8, 16, 24, 32, 48, 64)
 """Rows of a weight in one panel of oneDNN's layouts."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """A weight ``[N, K]`` as the native kernels read it.
-
-    Attributes:
-        panels: What `native.pack` returned.
-        columns: N.
-
-    Raises:
-        ValueError: the shape of the panels is another.
-    """
-
-    panels: torch.Tensor
-    columns: int
-
-    def __post_init__(self) -> None:
-        native.check_panels(self.panels, self.columns)
-
-    @property
-    def shape(self) -> torch.Size:
-        """N and K."""
-        return torch.Size((self.columns, self.panels.shape[1] * self.panels.shape[3]))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weight."""
-        return self.panels.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Of the panels."""
-        return self.panels.nbytes
-
-
 class GemmBackend(Protocol):
     """``x @ weight.T + bias`` for rows ``x [n, K]``, a ``weight [N, K]`` and a ``bias [N]``.
 
     Args:
-        weight: Of the data type of the rows.
-        bias: Likewise; None for none.
+        weight: ``[N, K]`` of the data type of the rows.
+        bias: ``[N]`` of that data type; None for none.
         is_unrounded: Whether results are the float32 sums, not rounded to the weight's data type.
 
     Attributes:
-        kernels: Whose kernels compute, as `AttentionBackend.kernels`.
+        kernels: Name of the kernels that compute, as in `AttentionBackend.kernels`.
         is_batch_invariant: Whether a row's result has the same bits whatever rows are beside it, by
             construction.
         is_packed: Whether it keeps a packed copy of the weight, so that the one given can be freed.
@@ -114,10 +79,8 @@ class NativeGemm:
     def __init__(
         self, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None, is_unrounded: bool = False
     ) -> None:
-        self._columns, self._inner = weight.shape
-        self.packed = weight if isinstance(weight, PackedWeight) else PackedWeight(native.pack(weight), self._columns)
-        self._panels = self.packed.panels
-        self._bias = bias
+        self.packed = weight if isinstance(weight, PackedWeight) else PackedWeight.of(weight)
+        self._gemm = Gemm(self.packed, bias)
         self._is_unrounded = is_unrounded
 
     @classmethod
@@ -125,15 +88,16 @@ class NativeGemm:
         return isinstance(weight, PackedWeight) or native.supports_weight(weight)
 
     def __call__(self, x: torch.Tensor, epilogue: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
-        return native.linear(x, self._panels, self._columns, self._bias, epilogue, other, self._is_unrounded)
+        return native.linear(x, self._gemm, epilogue, other, self._is_unrounded)
 
     @property
     def parts(self) -> tuple[Gemm, ...]:
-        """What `native.layers` computes with."""
-        return (Gemm(self._columns, self._inner, self._panels, self._bias),)
+        """The GEMM for `native.layers`."""
+        return (self._gemm,)
 
     def layouts(self) -> Iterator[Panels]:
-        yield Panels(self._panels.view(torch.int32).squeeze(-1), self._inner, self._panels.dtype)
+        panels = self.packed.panels
+        yield Panels(panels.view(torch.int32).squeeze(-1), self._gemm.inner, panels.dtype)
 
 
 class TorchGemm:
@@ -226,9 +190,9 @@ def onednn_layouts(
 
     Args:
         words: int32 ``[n]``, the packed weight.
-        shape: Of the weight, ``[N, K]``.
-        dtype: Of the weight.
-        owner: What keeps the memory of `words` from being freed.
+        shape: Shape of the weight, ``[N, K]``.
+        dtype: Data type of the weight.
+        owner: Object that keeps the memory of `words` from being freed.
     """
     for columns in _ONEDNN_COLUMNS:
         count, rest = divmod(len(words), -(-shape[0] // columns) * columns)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -22,14 +21,11 @@ from worker.engines.embedded.model.checkpoint_files import first_line
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.layer_trial import LayerTrial, num_trial_pages, trial_ids
 from worker.engines.embedded.model.linear import linears
+from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.numerics import Numerics, choose
 from worker.engines.embedded.plan import Plan, Request
 from worker.errors import StartupError
 from worker.models.geometry import Geometry
-
-if TYPE_CHECKING:
-    from worker.engines.embedded.model.llama import LlamaNetwork
-    from worker.engines.embedded.model.transformers_network import TransformersNetwork
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +35,15 @@ _LARGE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of a model beside its weights.
+    """Description of a model beside its weights.
 
     Attributes:
-        dtype: Of activations.
-        geometry: Its sizes, which fit each other.
+        dtype: Data type of activations.
+        geometry: Sizes of the model, which fit each other.
         softcap: Scores of attention go through ``softcap * tanh(score / softcap)``; None for none.
         eos_token_ids: Ids that end an answer.
         undecodable_ids: Ids that the tokenizer does not have.
-        weights: What weights are held in, for people; None for `dtype`.
+        weights: Format of the weights, for people; None for `dtype`.
     """
 
     dtype: torch.dtype
@@ -92,11 +88,11 @@ class HfModel:
     """Implements `Model`; `load_model` makes it from a checkpoint.
 
     Args:
-        network: On its device.
-        facts: Of the model.
-        device: Where it computes.
+        network: The network, on its device.
+        facts: Description of the model.
+        device: Device that computes.
         numerics: One of `config.NUMERICS`.
-        kernels: What it computes with.
+        kernels: Backends that compute.
         kv_cache_dtype: One of `config.KV_CACHE_DTYPES`.
         is_in_huge_pages: Whether the weights are.
 
@@ -110,7 +106,7 @@ class HfModel:
 
     def __init__(
         self,
-        network: LlamaNetwork | TransformersNetwork,
+        network: Network,
         facts: ModelFacts,
         device: torch.device,
         numerics: str,
@@ -201,7 +197,7 @@ class HfModel:
         self._attention = chosen.attention
 
     def _inexact(self) -> str | None:
-        """Why numerics are not exact although GEMMs and attention are; None if they are."""
+        """The reason why numerics are not exact although GEMMs and attention are; None for none."""
         if self._network.foreign:
             return f"the activation {' and '.join(self._network.foreign)} is not known to be batch-invariant"
         facts = self._facts
@@ -246,7 +242,7 @@ class HfModel:
 
     @property
     def kv_store(self) -> KvStore:
-        """Its keys and values; empty before `allocate_kv`."""
+        """Keys and values; empty before `allocate_kv`."""
         return self._store
 
     @torch.inference_mode()

@@ -13,8 +13,9 @@ import torch
 
 from worker.engines.embedded import native
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes, NativeAttention, TorchAttention
-from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, OneDnnGemm, PackedWeight, TorchGemm
+from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, OneDnnGemm, TorchGemm
 from worker.engines.embedded.model.quantisation import Quantised, QuantisedGemm, quantise
+from worker.engines.embedded.native import PackedWeight
 from worker.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -25,14 +26,14 @@ class KernelBackend:
     """The backends that a model may compute with, each list in the order of preference.
 
     Attributes:
-        name: As ``--kernels`` names it: ``torch``, or ``native-`` and a path of `native.PATHS`.
+        name: Name in ``--kernels``: ``torch``, or ``native-`` and a path of `native.PATHS`.
         gemms: GEMM backends; the last one supports every weight.
         attentions: Attention backends; the last one supports all sizes.
         rms_norm: ``x / sqrt(mean(x * x) + epsilon) * weight`` of ``x [..., K]``, ``weight [K]`` and
             an epsilon.
         soft_cap: ``cap * tanh(x / cap)`` of float32 ``x [..., K]`` and a cap; it may replace x.
         reads_quantised: Whether they compute with quantised weights.
-        quantisation: What weights are rounded to, one of `quantisation.FORMATS`; None for nothing.
+        quantisation: One of `quantisation.FORMATS` that weights are rounded to; None for none.
         rounds_rows: Whether rows that meet quantised weights are rounded to 8 bits.
     """
 
@@ -114,11 +115,11 @@ def choose_kernels(
     A new kernel is a class that implements `GemmBackend` or `AttentionBackend`, and an entry above.
 
     Args:
-        kernels: What was asked for.
-        device: Where it computes.
-        dtype: Of rows and results.
+        kernels: The value of ``--kernels``.
+        device: Device that computes.
+        dtype: Data type of rows and results.
         quantisation: See `KernelBackend`.
-        rounds_rows: Likewise.
+        rounds_rows: See `KernelBackend`.
 
     Raises:
         StartupError: the native kernels are asked for, or needed, and cannot compute here.

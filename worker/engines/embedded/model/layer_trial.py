@@ -1,8 +1,8 @@
 """Trial of whole layers at start: a prompt in one piece against the same prompt cut and mixed.
 
-What `numerics` finds, and what batch-invariant kernels promise, holds for GEMMs and attention. What
-a layer does between them is measured here: a layer of each kind of the loaded model, at its real
-widths and with the threads that serve, and the LM head.
+`numerics` and batch-invariant kernels decide about GEMMs and attention. All else that a layer
+computes is tried here: a layer of each kind of the loaded model, at its real widths and with the
+threads that serve, and the LM head.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
 from worker.engines.embedded.model.batch_packing import Batch
+from worker.engines.embedded.model.network import Network
 
 _ELEMENTS = 2**16
 """Elements of a trial's narrowest rows: torch gives a thread half as many at least."""
@@ -23,26 +23,18 @@ _FEWEST, _MOST = 64, 512
 _CUTS = (1, 2, 3, 6, 13, 46)
 
 
-class TriedNetwork(Protocol):
-    """A network that is tried; see `LlamaNetwork`."""
-
-    def layer_kinds(self) -> list[int]: ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class LayerTrial:
     """The trial of a network.
 
     Attributes:
-        network: In which what computes is settled.
+        network: Network whose kernels and tilings are settled.
         compute: Hidden states ``[T, hidden]`` of a batch behind the embedding and one layer.
         page_size: Tokens per page.
         ids: Tokens of the prompt.
     """
 
-    network: TriedNetwork
+    network: Network
     compute: Callable[[Batch, int], torch.Tensor]
     page_size: int
     ids: Sequence[int]

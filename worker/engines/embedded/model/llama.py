@@ -12,29 +12,26 @@ from functools import cached_property
 import torch
 
 from worker.engines.embedded.attention import AttentionStep, NativeStep, RopeTables
+from worker.engines.embedded.model.embedding import Embedding
 from worker.engines.embedded.model.kernels import KernelBackend
-from worker.engines.embedded.model.linear import Embedding, Linear, lm_head, pack_all
+from worker.engines.embedded.model.linear import Linear, lm_head, pack_all
 from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm
+from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.native.layers import DecoderLayer, DecoderLayers
 
 _MOST_TABLES = 16 * 2**20
 """Bytes of cosines and sines that are kept."""
 
 
-class LlamaNetwork(torch.nn.Module):
+class LlamaNetwork(Network):
     """The Llama family's network.
 
     Args:
-        weights: What it computes with; packed here where it is not yet.
-        kernels: What computes.
+        weights: Weights of the network; packed here where they are not yet.
+        kernels: Backends that compute.
         num_positions: Positions for which RoPE is computed now, if they are not too many, instead
             of in each step.
-
-    Attributes:
-        foreign: See `TransformersNetwork.foreign`; none.
     """
-
-    foreign: tuple[str, ...] = ()
 
     def __init__(self, weights: LlamaWeights, kernels: KernelBackend, num_positions: int = 0) -> None:
         super().__init__()
@@ -54,7 +51,7 @@ class LlamaNetwork(torch.nn.Module):
             self._tables = self._rope.tables(torch.arange(num_positions, device=frequencies.device), weights.dtype)
 
     def packed(self) -> LlamaWeights | None:
-        """Its weights as the native kernels read them; None if other kernels compute a part."""
+        """The weights as the native kernels read them; None if other kernels compute a part."""
         layers = [layer.packed() for layer in self._layers if isinstance(layer, _Layer)]
         head, found = self._head.packed, tuple(layer for layer in layers if layer is not None)
         if head is None or len(found) < len(layers):
@@ -70,14 +67,7 @@ class LlamaNetwork(torch.nn.Module):
     def hidden(
         self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, only: int | None = None
     ) -> torch.Tensor:
-        """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``.
-
-        Args:
-            ids: Of the tokens.
-            positions: In their sequences.
-            step: Attends.
-            only: Index of the one layer to compute; None for all.
-        """
+        """See `Network.hidden`; native kernels compute all layers in one call."""
         hidden = self._embed(ids)
         rope = self._rope_tables(positions)
         layers = self._layers if only is None else self._layers[only : only + 1]
@@ -91,11 +81,11 @@ class LlamaNetwork(torch.nn.Module):
 
     @property
     def has_windows(self) -> bool:
-        """Whether tokens of some layers attend to a window alone."""
+        """See `Network.has_windows`."""
         return any(layer.attention.window for layer in self._layers if isinstance(layer, _Layer))
 
     def layer_kinds(self) -> list[int]:
-        """Index of a layer of each kind: of attention."""
+        """See `Network.layer_kinds`: kinds of attention."""
         kinds: dict[int, int] = {}
         for layer in self._layers:
             assert isinstance(layer, _Layer)
@@ -103,13 +93,13 @@ class LlamaNetwork(torch.nn.Module):
         return list(kinds.values())
 
     def _rope_tables(self, positions: torch.Tensor) -> RopeTables:
-        """Of all tokens."""
+        """Cosines and sines of all tokens."""
         if self._tables is None:
             return self._rope.tables(positions, self._dtype)
         return RopeTables(self._tables.cosine[positions], self._tables.sine[positions])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 ``[n, vocab_size]``, of hidden states ``[n, hidden]``."""
+        """See `Network.logits`."""
         logits: torch.Tensor = self._head(self._norm(hidden))
         return logits
 

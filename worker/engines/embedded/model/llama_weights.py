@@ -1,4 +1,4 @@
-"""What `LlamaNetwork` computes with: weights and constants, from transformers' modules or from a
+"""Weights and constants of `LlamaNetwork`, from transformers' modules or from a
 packed copy.
 """
 
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from worker.engines.embedded.attention import AttentionLayer, RopeTables
-from worker.engines.embedded.model.gemm import PackedWeight
-from worker.engines.embedded.model.linear import Projection, has_tied_embeddings
+from worker.engines.embedded.model.embedding import has_tied_embeddings
+from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.quantisation import PackedQuantised, QuantisedWeight
+from worker.engines.embedded.native import PackedWeight
 from worker.models.geometry import Geometry
-
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+from worker.models.model_types import LLAMA_LIKE, MODEL_TYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Norm:
 
     @classmethod
     def of(cls, norm: Any) -> Norm:
-        """Of one of transformers' modules."""
+        """The RMSNorm of one of transformers' modules."""
         # a clone: the weight would keep the whole checkpoint mapped into memory
         return cls(norm.weight.detach().clone(), float(norm.variance_epsilon))
 
@@ -67,14 +67,14 @@ class LayerWeights:
     """A decoder layer.
 
     Attributes:
-        attention: Its constants.
+        attention: Constants of attention.
         input_norm: Before attention.
         mlp_norm: Before the MLP.
         qkv: The fused QKV projection.
-        output: Of attention.
-        gate: Of the MLP.
-        up: Likewise.
-        down: Likewise.
+        output: Projection of attention's result.
+        gate: Gate projection of the MLP.
+        up: Up projection of the MLP.
+        down: Down projection of the MLP.
     """
 
     attention: AttentionLayer
@@ -92,13 +92,13 @@ class LlamaWeights:
     """A network of the Llama family.
 
     Attributes:
-        dtype: Of rows and results.
-        rope: Of all layers.
+        dtype: Data type of rows and results.
+        rope: RoPE of all layers.
         norm: After the last layer.
         head: The LM head.
         embedding: ``[V, K]``; None for the packed weight of `head`.
         is_tied: Whether `head` and `embedding` are one weight.
-        layers: In order; may be an iterator, whose layers are never held all at once.
+        layers: Layers in order; may be an iterator, whose layers are never held all at once.
     """
 
     dtype: torch.dtype
@@ -111,8 +111,8 @@ class LlamaWeights:
 
     @classmethod
     def of(cls, network: Any) -> LlamaWeights:
-        """Of transformers' causal language model, whose layers it takes one by one, so that weights
-        are never held twice.
+        """Weights of transformers' causal language model, whose layers are taken one by one, so
+        that weights are never held twice.
         """
         model = network.model
         rope = Rope(model.rotary_emb.inv_freq.float(), float(model.rotary_emb.attention_scaling))
@@ -126,8 +126,8 @@ class LlamaWeights:
         so that no kernel reads outside of them.
 
         Args:
-            geometry: Of the model.
-            rounds_rows: Of all that are quantised; see `QuantisedPanels`.
+            geometry: Geometry of the model.
+            rounds_rows: `QuantisedPanels.rounds_rows` of all quantised weights.
         """
         hidden, vocab_size, width = geometry.hidden_size, geometry.vocab_size, geometry.head_dim
         layers = list(self.layers)
@@ -188,7 +188,7 @@ def _layer(model: Any, index: int, config: Any) -> LayerWeights:
     model.layers[index] = torch.nn.Identity()
     attention, mlp = layer.self_attn, layer.mlp
     head_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
-    if config.model_type == "qwen3":
+    if MODEL_TYPES[config.model_type].has_head_norms:
         query_norm, key_norm = Norm.of(attention.q_norm), Norm.of(attention.k_norm)
         head_norms = query_norm.weight, key_norm.weight, query_norm.epsilon
     heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
@@ -203,12 +203,13 @@ def _layer(model: Any, index: int, config: Any) -> LayerWeights:
 
 
 def _window(attention: Any, config: Any) -> int:
-    if config.model_type == "llama":
+    window = MODEL_TYPES[config.model_type].window
+    if window == "none":
         return 0
-    return int((config if config.model_type == "mistral" else attention).sliding_window or 0)
+    return int((config if window == "model" else attention).sliding_window or 0)
 
 
 def serves(config: Any) -> bool:
     """Whether `LlamaNetwork` computes a model of this configuration."""
     rotated = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-    return config.model_type in MODEL_TYPES and config.hidden_act == "silu" and rotated == 1.0
+    return config.model_type in LLAMA_LIKE and config.hidden_act == "silu" and rotated == 1.0

@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from worker.engines.embedded.attention import AttentionLayer
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
 from worker.engines.embedded.host import in_own_thread
-from worker.engines.embedded.model import llama_weights
 from worker.engines.embedded.model.checkpoint_files import checkpoint_dtype, read_settings
-from worker.engines.embedded.model.gemm import PackedWeight
 from worker.engines.embedded.model.hf_model import HfModel, ModelFacts
 from worker.engines.embedded.model.kernels import KernelBackend, choose_kernels
 from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm, Rope
+from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.packed_copy import PackedCopy, provenance_of
 from worker.engines.embedded.model.quantisation import FORMATS, PackedQuantised
+from worker.engines.embedded.native import PackedWeight
 from worker.engines.embedded.native.quantised import QuantisedPanels
 from worker.errors import StartupError
 from worker.models.beside import copies_of
 from worker.models.geometry import Geometry
+from worker.models.model_types import LLAMA_LIKE
+from worker.models.problems import ModelFileError
 from worker.models.quantised import format_of
-
-if TYPE_CHECKING:
-    from worker.engines.embedded.model.transformers_network import TransformersNetwork
+from worker.models.weight_files import INDEX, read_index
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """What a packed copy holds."""
+    """Contents of a packed copy."""
 
     facts: ModelFacts
     weights: LlamaWeights
@@ -90,7 +88,7 @@ def _load_model(config: EmbeddedConfig) -> HfModel:
     if copies is not None and _can_be_kept(directory, settings, kernels):
         copy = PackedCopy(copies, provenance, _name(dtype, kernels, keeps), _KINDS)
     found = _read(copy, dtype, kernels) if copy is not None else None
-    network: LlamaNetwork | TransformersNetwork
+    network: Network
     if found is not None:
         network, facts = LlamaNetwork(found.weights, kernels, found.facts.context_length), found.facts
     else:
@@ -110,7 +108,7 @@ def _from_checkpoint(
     dtype: torch.dtype,
     kernels: KernelBackend,
     keeps: bool,
-) -> tuple[LlamaNetwork | TransformersNetwork, ModelFacts]:
+) -> tuple[Network, ModelFacts]:
     from worker.engines.embedded.model import transformers_checkpoint as checkpoint  # imports transformers
     from worker.engines.embedded.model.checkpoint_gate import read_checked
 
@@ -133,17 +131,13 @@ def _can_be_kept(directory: Path, settings: dict[str, Any], kernels: KernelBacke
     For the Llama family and native kernels, and if all weights lie in the directory itself, whose
     files are compared.
     """
-    if not kernels.reads_quantised or settings["model_type"] not in llama_weights.MODEL_TYPES:
+    if not kernels.reads_quantised or settings["model_type"] not in LLAMA_LIKE:
         return False
-    shards = (str(shard) for path in directory.glob("*.index.json") for shard in _shards(path))
-    return all("/" not in shard for shard in shards)
-
-
-def _shards(index: Path) -> Iterable[object]:
     try:
-        return dict(json.loads(index.read_bytes())["weight_map"]).values()
-    except (OSError, ValueError, LookupError, TypeError):
-        return ["/"]  # whatever it says
+        shards = read_index(directory).values() if (directory / INDEX).is_file() else ()
+    except ModelFileError:
+        return False
+    return all("/" not in shard for shard in shards)
 
 
 def _name(dtype: torch.dtype, kernels: KernelBackend, keeps: bool) -> str:

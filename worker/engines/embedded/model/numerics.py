@@ -16,7 +16,9 @@ import torch
 
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes
 from worker.engines.embedded.kv_cache import KvStore, SequenceSlice, row_shape
-from worker.engines.embedded.model.linear import GemmTiling, LayerShape, Linear
+from worker.engines.embedded.model.linear import Linear
+from worker.engines.embedded.model.tiling import GemmTiling, LayerShape
+from worker.engines.embedded.model.tiling_trial import is_invariant
 from worker.engines.embedded.plan import TILE
 from worker.errors import StartupError
 
@@ -31,9 +33,9 @@ class Numerics:
     Attributes:
         name: ``exact`` or ``fast``.
         tilings: GEMM tilings by `Linear.shape`.
-        attention: What computes attention.
+        attention: Attention backend.
         page_size: Tokens per page of the KV cache.
-        num_threads: What torch computes with.
+        num_threads: Threads that torch computes with.
     """
 
     name: str
@@ -69,10 +71,10 @@ def choose(mode: str, layers: Iterable[Linear], attention: AttentionBackend, siz
     """The numerics for `mode`, one of `config.NUMERICS`; ``auto`` is exact where that is cheap.
 
     Args:
-        mode: What was asked for.
+        mode: The value of ``--numerics``.
         layers: The model's linear layers.
-        attention: What computes attention, as fast as it can.
-        sizes: Of the model's attention.
+        attention: Attention backend, computing as fast as it can.
+        sizes: Sizes of the model's attention.
 
     Raises:
         StartupError: exact was asked for, and this machine has no batch-invariant shapes.
@@ -99,11 +101,11 @@ def choose(mode: str, layers: Iterable[Linear], attention: AttentionBackend, siz
 def _invariant_tilings(
     distinct: dict[LayerShape, Linear], dtype: torch.dtype, may_cost: bool
 ) -> dict[LayerShape, GemmTiling] | None:
-    """For each layer the cheapest tiling in which it is batch-invariant; None if one has none."""
+    """The cheapest tiling of each layer in which it is batch-invariant; None if one has none."""
     tilings: dict[LayerShape, GemmTiling] = {}
     for shape, layer in distinct.items():
         found: GemmTiling | None = GemmTiling()
-        if not layer.is_batch_invariant:
+        if not layer.gemm.is_batch_invariant:
             candidates = _tilings(may_cost)
             found = next((tiling for tiling in candidates if _is_gemm_invariant(tiling, layer, dtype)), None)
         if found is None:
@@ -126,7 +128,7 @@ def _tilings(may_cost: bool) -> list[GemmTiling]:
 
 
 _known: dict[tuple[object, ...], bool] = {}
-"""What has been tried in this process: a GEMM's sizes, tiling and threads, and whether it is
+"""Results of the trials of this process: a GEMM's sizes, tiling and threads, and whether it is
 batch-invariant.
 """
 
@@ -134,7 +136,7 @@ batch-invariant.
 def _is_gemm_invariant(tiling: GemmTiling, layer: Linear, dtype: torch.dtype) -> bool:
     key = (layer.shape, dtype, tiling, torch.get_num_threads())
     if key not in _known:
-        _known[key] = layer.is_invariant(tiling)
+        _known[key] = is_invariant(layer, tiling)
     return _known[key]
 
 

@@ -55,13 +55,13 @@ class PackedCopy:
 
     Args:
         copies: Directory of the checkpoint's copies, from `beside.copies_of`.
-        provenance: From `provenance_of`.
-        name: Of the settings on which packed weights depend; part of the file's name.
+        provenance: Result of `provenance_of`.
+        name: Name of the settings on which packed weights depend; part of the file's name.
         kinds: Dataclasses that it may hold; their fields are numbers, strings, data types, tensors,
             tuples, and such dataclasses.
 
     Attributes:
-        path: Where it is, or would be.
+        path: Path of the file, be it there or not.
     """
 
     def __init__(self, copies: Path, provenance: Provenance, name: str, kinds: Sequence[type]) -> None:
@@ -71,7 +71,7 @@ class PackedCopy:
         self._seen = _state(self.path)
 
     def read(self) -> Any:
-        """What was written; None if nothing was.
+        """The object that was written; None if nothing was.
 
         Raises:
             ValueError: it is damaged, or of another checkpoint or version.
@@ -172,7 +172,7 @@ def _stored(name: str, tensor: torch.Tensor) -> Stored:
 
 
 def _state(path: Path) -> tuple[int, int] | None:
-    """Which file is there."""
+    """Identity of the file that is there."""
     try:
         found = path.stat()
     except OSError:

@@ -25,8 +25,8 @@ class Panels:
     Attributes:
         words: int32 ``[panels, words of a row, c]``; rows may be padded to whole words or more.
         width: K.
-        dtype: Of the weight.
-        owner: What keeps the memory of `words` from being freed.
+        dtype: Data type of the weight.
+        owner: Object that keeps the memory of `words` from being freed.
     """
 
     words: torch.Tensor

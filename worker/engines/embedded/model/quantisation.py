@@ -14,19 +14,17 @@ import torch
 from torch.nn import functional
 
 from worker.engines.embedded.model.panels import Panels
-from worker.engines.embedded.native.layers import Gemm
+from worker.engines.embedded.native.gemm import Gemm, linear, unpacked_rows
 from worker.engines.embedded.native.quantised import (
     BLOCK,
     QuantisedPanels,
     fits_blocks,
     panels_of,
-    quantised_linear,
-    unpacked_rows,
 )
 from worker.errors import StartupError
 
 FORMATS = ("int8", "int4")
-"""What `quantise` makes: 8 bits with a scale for each row, or 4 bits in groups of `GROUP`."""
+"""Formats of `quantise`: 8 bits with a scale for each row, or 4 bits in groups of `GROUP`."""
 
 GROUP = 32
 
@@ -44,7 +42,8 @@ class QuantisedWeight:
         codes: int8 ``[N, K]``, or uint8 ``[N, K / 2]``, each two codes of 4 bits, the first one
             lower.
         scales: float16 or float32 ``[N, groups]``, finite.
-        offsets: Likewise; None for symmetric codes, which count from 0, those of 4 bits from -8.
+        offsets: float16 or float32 ``[N, groups]``; None for symmetric codes, which count from 0,
+            those of 4 bits from -8.
     """
 
     codes: torch.Tensor
@@ -53,7 +52,7 @@ class QuantisedWeight:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return 8 if self.codes.dtype == torch.int8 else 4
 
     @property
@@ -69,12 +68,12 @@ class QuantisedWeight:
 
     @property
     def parts(self) -> tuple[QuantisedWeight, ...]:
-        """Of `StackedWeight`."""
+        """The weight as the only part of a `StackedWeight`."""
         return (self,)
 
     @property
     def nbytes(self) -> int:
-        """Of codes, scales and offsets."""
+        """Bytes of codes, scales and offsets."""
         return self.codes.nbytes + self.scales.nbytes + (self.offsets.nbytes if self.offsets is not None else 0)
 
     def dequantised(self) -> torch.Tensor:
@@ -118,7 +117,7 @@ class StackedWeight:
     """Quantised weights of different layouts, one below the other.
 
     Attributes:
-        parts: Their rows, in order; each has the same number of columns.
+        parts: Weights with the same number of columns, in order of their rows.
     """
 
     parts: tuple[QuantisedWeight, ...]
@@ -130,7 +129,7 @@ class StackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Of all parts."""
+        """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -139,7 +138,7 @@ class PackedQuantised:
     """A quantised weight, or several one below the other, as the native kernels read it.
 
     Attributes:
-        parts: Their panels, in order.
+        parts: Panels of the weights, in order.
     """
 
     parts: tuple[QuantisedPanels, ...]
@@ -151,7 +150,7 @@ class PackedQuantised:
 
     @property
     def nbytes(self) -> int:
-        """Of all parts."""
+        """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -205,7 +204,11 @@ def _to_int4(weight: torch.Tensor) -> QuantisedWeight:
 
 
 class QuantisedGemm:
-    """The native kernels on a quantised weight; implements `GemmBackend`."""
+    """The native kernels on a quantised weight; implements `GemmBackend`.
+
+    Attributes:
+        parts: GEMMs for `native.layers`, whose results are put beside each other.
+    """
 
     kernels = "native"
     is_batch_invariant = True
@@ -219,9 +222,10 @@ class QuantisedGemm:
             if isinstance(weight, PackedQuantised)
             else PackedQuantised(tuple(part.packed(rounds_rows) for part in weight.parts))
         )
-        self._panels = self.packed.parts
-        rows = [panels.columns for panels in self._panels]
-        self._biases = torch.split(bias, rows) if bias is not None else [None] * len(rows)
+        panels = self.packed.parts
+        rows = [part.columns for part in panels]
+        biases = torch.split(bias, rows) if bias is not None else [None] * len(rows)
+        self.parts = tuple(Gemm(part, of_part) for part, of_part in zip(panels, biases, strict=True))
         self._is_unrounded = is_unrounded
 
     @classmethod
@@ -229,26 +233,22 @@ class QuantisedGemm:
         return isinstance(weight, Quantised)
 
     def __call__(self, x: torch.Tensor, epilogue: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
-        rows = [panels.columns for panels in self._panels]
-        others = torch.split(other, rows, 1) if other is not None else [None] * len(rows)
+        if len(self.parts) == 1:
+            return linear(x, self.parts[0], epilogue, other, self._is_unrounded)
+        others = (
+            [None] * len(self.parts) if other is None else torch.split(other, [gemm.columns for gemm in self.parts], 1)
+        )
         results = [
-            quantised_linear(x, panels, bias, epilogue, part, self._is_unrounded)
-            for panels, bias, part in zip(self._panels, self._biases, others, strict=True)
+            linear(x, gemm, epilogue, part, self._is_unrounded) for gemm, part in zip(self.parts, others, strict=True)
         ]
-        return torch.cat(results, 1) if len(results) > 1 else results[0]
-
-    @property
-    def parts(self) -> tuple[Gemm, ...]:
-        """What `native.layers` computes with; their results are to be put beside each other."""
-        pairs = zip(self._panels, self._biases, strict=True)
-        return tuple(Gemm(panels.columns, panels.inner, panels, bias) for panels, bias in pairs)
+        return torch.cat(results, 1)
 
     def layouts(self) -> Iterator[Panels]:
         yield from ()
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Rows ``[..., K]`` of a weight of one part by their indices, int64 ``[...]``."""
-        [panels] = self._panels
+        [panels] = self.packed.parts
         return unpacked_rows(panels, ids, dtype)
 
 

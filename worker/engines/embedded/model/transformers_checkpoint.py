@@ -22,11 +22,13 @@ from worker.engines.embedded.model.hf_model import ModelFacts
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LlamaWeights
+from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.errors import StartupError
 from worker.models.geometry import Geometry
-from worker.models.quantised import CODES, MODEL_TYPES, OFFSETS, SCALES, format_of
+from worker.models.model_types import LLAMA_LIKE
+from worker.models.quantised import CODES, OFFSETS, SCALES, format_of
 from worker.models.weight_files import WeightFiles
 
 
@@ -37,10 +39,10 @@ def facts_of(
 
     Args:
         network: Before its layers are taken.
-        geometry: Of the model.
-        directory: Of the checkpoint.
-        settings: Its ``config.json``.
-        weights: What weights are held in, for people; None for its data type.
+        geometry: Geometry of the model.
+        directory: Directory of the checkpoint.
+        settings: ``config.json``.
+        weights: Format of the weights, for people; None for their data type.
 
     Raises:
         StartupError: a file of the checkpoint cannot be read.
@@ -56,7 +58,7 @@ def facts_of(
     )
 
 
-def packed(network: Any, kernels: KernelBackend, num_positions: int = 0) -> LlamaNetwork | TransformersNetwork:
+def packed(network: Any, kernels: KernelBackend, num_positions: int = 0) -> Network:
     """The engine's network of transformers' causal language model, of no use afterwards; see
     `LlamaNetwork`.
     """
@@ -69,9 +71,9 @@ def load_network(directory: Path, config: Any, dtype: torch.dtype) -> Any:
     """transformers' causal language model of a checkpoint that is not quantised, on the CPU.
 
     Args:
-        directory: Of the checkpoint.
-        config: Of `checkpoint_gate.read_checked`.
-        dtype: Of its weights.
+        directory: Directory of the checkpoint.
+        config: Configuration from `checkpoint_gate.read_checked`.
+        dtype: Data type of the weights.
 
     Raises:
         StartupError: it cannot be read or is incomplete.
@@ -100,21 +102,21 @@ class QuantisedCheckpoint:
     """A quantised checkpoint.
 
     Args:
-        directory: Where it is.
-        settings: Its ``config.json``.
+        directory: Directory of the checkpoint.
+        settings: ``config.json``.
 
     Raises:
         StartupError: its architecture is not served in this form.
 
     Attributes:
-        format: What its weights are held in.
+        format: Format of the weights.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
-        if settings.get("model_type") not in MODEL_TYPES:
+        if settings.get("model_type") not in LLAMA_LIKE:
             raise StartupError(
                 f"--model-path {directory}: config.json: quantization_config: quantised checkpoints of model type "
-                f"{settings.get('model_type')!r} are not served, only of {', '.join(MODEL_TYPES)}"
+                f"{settings.get('model_type')!r} are not served, only of {', '.join(LLAMA_LIKE)}"
             )
         self.format = str(format_of(settings))
         self._directory = directory
@@ -123,8 +125,8 @@ class QuantisedCheckpoint:
         """transformers' causal language model, on the CPU.
 
         Args:
-            config: Of `checkpoint_gate.read_checked`.
-            dtype: Of whatever is not quantised.
+            config: Configuration from `checkpoint_gate.read_checked`.
+            dtype: Data type of all weights that are not quantised.
             keeps_quantised: Whether quantised weights are a `QuantisedWeight` each, not
                 dequantised.
 

@@ -10,27 +10,26 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from worker.engines.embedded.attention import AttentionStep
+from worker.engines.embedded.model.embedding import Embedding, has_tied_embeddings
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import (
-    Embedding,
     Linear,
     Projection,
-    has_tied_embeddings,
     lm_head,
     pack_all,
     replace_linears,
 )
 from worker.engines.embedded.model.mlp import GatedMlp
 from worker.engines.embedded.model.moe import Experts, Router
+from worker.engines.embedded.model.network import Network
 from worker.errors import StartupError
 
 _IMPLEMENTATION = "embedded_kv_store"
 _STEP_ARGUMENT = "embedded_step"
 
 
-class TransformersNetwork(torch.nn.Module):
-    """Any causal language model that attends through transformers' interface; same use as
-    `LlamaNetwork`.
+class TransformersNetwork(Network):
+    """Any causal language model that attends through transformers' interface.
 
     Whatever does more to an element than one addition or multiplication is ours: transformers'
     layers say in which order things are computed.
@@ -38,13 +37,10 @@ class TransformersNetwork(torch.nn.Module):
     Args:
         network: transformers' causal language model; its linear layers, norms, activations and
             experts are replaced.
-        kernels: What they and attention compute with.
+        kernels: Backends that compute these and attention.
 
     Raises:
         StartupError: a norm is of a kind that is not known.
-
-    Attributes:
-        foreign: Activations that transformers computes, so that nothing is known of their bits.
     """
 
     def __init__(self, network: Any, kernels: KernelBackend) -> None:
@@ -67,20 +63,13 @@ class TransformersNetwork(torch.nn.Module):
         self._layer_types: list[str | None] = [None] * len(model.layers)
         if isinstance(model.rotary_emb.rope_type, dict):  # Gemma 3's layers rotate by their type
             self._layer_types = [str(layer_type) for layer_type in network.config.layer_types]
-        for parameter in model.parameters() if self._head.is_packed else ():
+        for parameter in model.parameters() if self._head.gemm.is_packed else ():
             parameter.data = parameter.data.clone()  # what is left would keep the whole checkpoint mapped into memory
 
     def hidden(
         self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, only: int | None = None
     ) -> torch.Tensor:
-        """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``.
-
-        Args:
-            ids: Of the tokens.
-            positions: In their sequences.
-            step: Attends.
-            only: Index of the one layer to compute; None for all.
-        """
+        """See `Network.hidden`."""
         hidden = self._model.embed_tokens(ids)[None]
         layers = range(len(self._layer_types)) if only is None else [only]
         ropes: dict[str | None, Any] = {}
@@ -100,18 +89,18 @@ class TransformersNetwork(torch.nn.Module):
 
     @property
     def has_windows(self) -> bool:
-        """Whether tokens of some layers attend to a window alone."""
+        """See `Network.has_windows`."""
         return any(_window(layer) for layer in self._model.layers)
 
     def layer_kinds(self) -> list[int]:
-        """Index of a layer of each kind: of attention, and of MLP."""
+        """See `Network.layer_kinds`: kinds of attention and of MLPs."""
         kinds: dict[object, int] = {}
         for index, layer in enumerate(self._model.layers):
             kinds.setdefault((self._layer_types[index], _window(layer), type(layer.mlp)), index)
         return list(kinds.values())
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 ``[n, vocab_size]``, of hidden states ``[n, hidden]``."""
+        """See `Network.logits`."""
         logits: torch.Tensor = self._head(hidden)
         return logits if self._softcap is None else self._soft_cap(logits, self._softcap)
 
@@ -125,7 +114,7 @@ class _Norm(torch.nn.Module):
 
     Args:
         norm: transformers'.
-        kernels: What computes it.
+        kernels: Backends, one of which computes it.
 
     Raises:
         StartupError: transformers' has other values.

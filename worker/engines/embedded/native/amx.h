@@ -2,8 +2,8 @@
  *
  * A product adds to each word of tile `to` the products of a row of tile `a` and of 16 words, one below the other, of tile
  * `b`: words of four bytes, or of two bfloat16. The instructions are written as assembly, since the files are compiled
- * for processors without them, too. Whoever calls them has asked the system for the state of tiles
- * (`native/__init__.py`), and releases them when done: a thread whose tiles are in use takes longer to be switched.
+ * for processors without them, too. The caller has asked the system for the state of tiles
+ * (`native/libraries.py`), and releases them when done: a thread whose tiles are in use takes longer to be switched.
  */
 #ifndef AMX_H
 #define AMX_H

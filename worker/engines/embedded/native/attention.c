@@ -13,23 +13,10 @@
 
 enum {
     KEYS = 64,     /* of a block */
-    TOGETHER = 64, /* queries of a tile at most, which share a block once it is packed into panels */
+    QUERIES = 64,  /* of a tile at most, which share a block once it is packed into panels */
     TRANSPOSING = 2 * sizeof(element), /* lines of keys, and of values, fetched beside transposing 16 words of 16 keys */
     MULTIPLYING = 8 * sizeof(element), /* and beside multiplying a panel */
 };
-
-typedef struct {
-    const element *query; /* [tokens] with this stride, [kv_heads * group, width] */
-    int64_t query_stride;
-    element *output;           /* [tokens, kv_heads * group, width] */
-    const char *keys, *values; /* [pages, kv_heads, size, row_bytes] */
-    int32_t is_int8;
-    int64_t row_bytes;
-    int64_t kv_heads, group, width, size;
-    const int64_t *pages;
-    int64_t window; /* tokens that a token attends to, itself among them; 0: all before it */
-    float scale, softcap;
-} attention_t;
 
 /* One block of keys and values of one head. */
 typedef struct {
@@ -44,23 +31,30 @@ typedef struct {
 /* The queries of a tile, and their online softmax. */
 typedef struct {
     int rows;
-    operand query[TOGETHER * WIDEST] ALIGNED;
-    float result[TOGETHER * WIDEST] ALIGNED; /* accumulated, not yet divided by `sum` */
-    float peak[TOGETHER], sum[TOGETHER];
+    operand query[QUERIES * WIDEST] ALIGNED;
+    float result[QUERIES * WIDEST] ALIGNED; /* accumulated, not yet divided by `sum` */
+    float peak[QUERIES], sum[QUERIES];
 } queries_t;
 
 /* The index of a row of a head in the KV cache, by its position in the sequence. */
 static inline int64_t
 find_row(const attention_t *c, const tile_t *tile, int64_t head, int64_t position)
 {
-    return (c->pages[tile->pages + position / c->size] * c->kv_heads + head) * c->size + position % c->size;
+    return (c->page_table[tile->pages + position / c->page_size] * c->kv_heads + head) * c->page_size +
+           position % c->page_size;
+}
+
+static inline int64_t
+row_bytes(const attention_t *c)
+{
+    return kv_row_bytes(c->width, c->is_int8);
 }
 
 /* Rows that follow each other in memory from `position` on, before `stop`: those of its page. */
 static inline int64_t
 count_rows(const attention_t *c, int64_t position, int64_t stop)
 {
-    return smaller(c->size - position % c->size, stop - position);
+    return smaller(c->page_size - position % c->page_size, stop - position);
 }
 
 /* The block of a tile's keys that attention begins with: blocks begin at multiples of KEYS, wherever pages do. */
@@ -71,7 +65,7 @@ first_key(const attention_t *c, const tile_t *tile)
     return seen - seen % KEYS;
 }
 
-/* What is not fetched yet of the block that comes next. */
+/* The part of the next block that is not fetched yet. */
 typedef struct {
     const char *keys, *values;
     int64_t bytes; /* of each */
@@ -80,9 +74,9 @@ typedef struct {
 static inline ahead_t
 find_block(const attention_t *c, const tile_t *tile, int64_t head, int64_t begin)
 {
-    const int64_t at = find_row(c, tile, head, begin) * c->row_bytes;
+    const int64_t at = find_row(c, tile, head, begin) * row_bytes(c);
     const int64_t rows = count_rows(c, begin, smaller(begin + KEYS, tile->position + tile->count));
-    return (ahead_t){c->keys + at, c->values + at, rows * c->row_bytes};
+    return (ahead_t){c->keys + at, c->values + at, rows * row_bytes(c)};
 }
 
 /* Fetches some of it: with few queries a block is computed in less time than it is read, and a processor that is told to
@@ -108,15 +102,15 @@ read_rows(const attention_t *c, const char *pages, const tile_t *tile, int64_t h
 {
     const int64_t stop = block->begin + block->count;
     if (!c->is_int8 && count_rows(c, block->begin, stop) == block->count)
-        return (const element *)(pages + find_row(c, tile, head, block->begin) * c->row_bytes);
+        return (const element *)(pages + find_row(c, tile, head, block->begin) * row_bytes(c));
     element *to = elements;
     for (int64_t at = block->begin; at < stop;) {
         const int64_t rows = count_rows(c, at, stop);
-        const char *from = pages + find_row(c, tile, head, at) * c->row_bytes;
+        const char *from = pages + find_row(c, tile, head, at) * row_bytes(c);
         if (!c->is_int8)
-            memcpy(to, from, rows * c->row_bytes);
+            memcpy(to, from, rows * row_bytes(c));
         for (int64_t row = 0; c->is_int8 && row < rows; row++)
-            dequantise_row(from + row * c->row_bytes, c->width, to + row * c->width);
+            dequantise_row(from + row * row_bytes(c), c->width, to + row * c->width);
         at += rows, to += rows * c->width;
     }
     return elements;
@@ -187,7 +181,7 @@ seen_keys(const attention_t *c, const block_t *block, int64_t position)
     return start > 0 ? before & (UINT64_MAX << start) : before;
 }
 
-/* Online softmax: a row's scores become weights, its maximum and sum are updated; returns its result's rescaling. */
+/* Online softmax: a row's scores become weights, its maximum and sum are updated; returns the factor of its result. */
 static inline float
 weigh(const attention_t *c, const float *scores, uint64_t seen, operand *weights, float *peak, float *sum)
 {
@@ -294,30 +288,21 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head, const tile_t
     }
 }
 
-typedef struct {
-    const attention_t *c;
-    const tile_t *tiles;
-    int64_t units; /* of work: a tile with the queries of one key head each */
-} job_t;
-
+/* A unit of work is a tile with the queries of one key head. */
 static void
-attend_units(const void *job, int64_t first, int64_t stop)
+attend_units(const void *arguments, int64_t first, int64_t stop)
 {
-    const job_t *j = job;
-    const int64_t heads = j->c->kv_heads;
+    const attention_t *c = arguments;
+    const int64_t heads = c->kv_heads, units = c->num_tiles * heads;
     for (int64_t unit = first; unit < stop; unit++) {
         const int64_t next = unit + 1;
-        attend_tile(j->c, j->tiles + unit / heads, unit % heads, next < j->units ? j->tiles + next / heads : NULL,
+        attend_tile(c, c->tiles + unit / heads, unit % heads, next < units ? c->tiles + next / heads : NULL,
                     next % heads);
     }
 }
 
 void
-attend(const element *query, int64_t query_stride, element *output, const char *keys, const char *values,
-       int32_t is_int8, int64_t kv_heads, int64_t group, int64_t width, int64_t size, const int64_t *pages,
-       const tile_t *tiles, int64_t num_tiles, int64_t window, float scale, float softcap, const team_t *team)
+attend(const attention_t *arguments, const threads_t *threads)
 {
-    const attention_t c = {query, query_stride, output, keys, values, is_int8, kv_row_bytes(width, is_int8), kv_heads,
-                           group, width,        size,   pages, window, scale,  softcap};
-    share_work(team, num_tiles * kv_heads, 1, attend_units, &(job_t){&c, tiles, num_tiles * kv_heads});
+    parallel_for(threads, arguments->num_tiles * arguments->kv_heads, 1, attend_units, arguments);
 }

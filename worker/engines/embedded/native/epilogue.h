@@ -1,5 +1,5 @@
-/* What a GEMM does with a sum before it is stored. Each element is computed alone, by the same operations wherever in a
- * row or a vector it lies; torch's activations compute the last elements of a thread's part by others.
+/* Epilogues: operations on the sums of a GEMM before they are stored. Each element is computed alone, by the same
+ * operations wherever in a row or a vector it lies; torch's activations compute the last elements of a thread's part by others.
  */
 #ifndef EPILOGUE_H
 #define EPILOGUE_H
@@ -9,12 +9,12 @@
 #define SQRT_HALF 0.707106781f
 #define TWICE_SQRT_2_PI 1.59576912f /* 2 * sqrt(2 / pi) */
 
-typedef enum { NOTHING, SILU, ADD, MULTIPLY, GELU, GELU_TANH, RELU } then_t;
+typedef enum { NOTHING, SILU, ADD, MULTIPLY, GELU, GELU_TANH, RELU } epilogue_t;
 
 INLINED int
-takes_other(then_t then)
+takes_other(epilogue_t kind)
 {
-    return then == ADD || then == MULTIPLY;
+    return kind == ADD || kind == MULTIPLY;
 }
 
 /* y * sigmoid(x); NaN stays NaN, and an infinite x is none to `vec_exp2`. */
@@ -63,9 +63,9 @@ gelu_tanh(vec y)
 
 /* The epilogue of sums y; `other` is its operand, if it takes one. */
 INLINED vec
-epilogue(then_t then, vec y, vec other)
+epilogue(epilogue_t kind, vec y, vec other)
 {
-    switch (then) {
+    switch (kind) {
     case SILU:
         return vec_div(y, vec_add(vec_all(1.0f), vec_exp2(vec_mul(y, vec_all(-LOG2_E)))));
     case ADD:

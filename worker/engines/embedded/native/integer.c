@@ -25,7 +25,7 @@ enum {
     CACHED = 16384, /* bytes of rows' codes that panels are multiplied by in turn: half of an L1 cache */
 };
 
-/* What a micro-kernel is compiled for: numbers that the compiler knows. */
+/* A specialization of the micro-kernel: numbers that the compiler knows. */
 typedef struct {
     int rows, halves, bits, has_dot;
     int fetches; /* whether it fetches codes that come AHEAD */
@@ -170,10 +170,10 @@ compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t 
     multiply_t *multiply = multiply_of(q->bits, 0);
     multiply_t *multiply_first = multiply_of(q->bits, q->rows > 1); /* of one row, as fast as it can be read */
     float sums[INT_ROWS * COLUMNS] ALIGNED;
-    const int64_t tiles = tiles_of(r, q->rows), together = CACHED / (INT_ROWS * r->words * WORD_BYTES) + 1;
-    for (int64_t begin = 0; begin < tiles; begin += together)
+    const int64_t tiles = tiles_of(r, q->rows), cached_tiles = CACHED / (INT_ROWS * r->words * WORD_BYTES) + 1;
+    for (int64_t begin = 0; begin < tiles; begin += cached_tiles)
         for (int64_t panel = first; panel < stop; panel++)
-            for (int64_t tile = begin; tile < smaller(begin + together, tiles); tile++) {
+            for (int64_t tile = begin; tile < smaller(begin + cached_tiles, tiles); tile++) {
                 const int64_t from = first_row(r, q->rows, tile), to = first_row(r, q->rows, tile + 1);
                 for (int64_t row = from; row < to; row++)
                     prefetch_row(q, row, panel * COLUMNS);
@@ -187,20 +187,20 @@ typedef struct {
     const quantised_t *q;
     const rounded_t *r;
     int32_t zero; /* that codes of the weight count from, as they are multiplied */
-} job_t;
+} integers_t;
 
 static void
-round_rows(const void *job, int64_t first, int64_t stop)
+round_rows(const void *arguments, int64_t first, int64_t stop)
 {
-    const job_t *j = job;
+    const integers_t *j = arguments;
     for (int64_t row = first; row < stop; row++)
         round_row(j->q, j->r, j->zero, row);
 }
 
 static void
-compute_either(const void *job, int64_t first, int64_t stop)
+compute_either(const void *arguments, int64_t first, int64_t stop)
 {
-    const job_t *j = job;
+    const integers_t *j = arguments;
     (j->r->is_for_amx ? compute_panels_in_tiles : compute_panels)(j->q, j->r, first, stop);
 }
 
@@ -208,7 +208,7 @@ compute_either(const void *job, int64_t first, int64_t stop)
  * multiple of 8 elements if codes have 4 bits. Returns 0, or -1 if there is no memory for the rounded rows.
  */
 static int32_t
-compute(const quantised_t *q, int has_tiles, const team_t *team)
+compute(const quantised_t *q, int has_tiles, const threads_t *threads)
 {
     const int is_for_amx = has_tiles && q->rows > INT_ROWS && fits_tiles(q); /* few rows do not fill tiles */
     const int64_t most = is_for_amx ? TILE_ROWS : INT_ROWS, space = is_for_amx ? (q->rows + most - 1) / most * most : q->rows;
@@ -225,29 +225,30 @@ compute(const quantised_t *q, int has_tiles, const team_t *team)
     int8_t *row_codes = (int8_t *)(starts + space * blocks);
     const rounded_t r = {size, blocks, words, most, is_for_amx, row_codes, row_scales, totals, starts};
     const int32_t excess = q->bits == 4 ? 0 : byte_excess(processor_has_dot());
-    const job_t job = {q, &r, excess - (q->offsets ? 0 : (int32_t)q->zero)};
-    /* rows beside each other are written to the same lines: no thread takes another's one by one */
-    share_work(team, q->rows, q->rows * blocks >= MANY ? q->rows / team->threads + 1 : q->rows, round_rows, &job);
-    const int64_t number = (q->columns + COLUMNS - 1) / COLUMNS;
-    share_work(team, number, few_of(number, team), compute_either, &job);
+    const integers_t integers = {q, &r, excess - (q->offsets ? 0 : (int32_t)q->zero)};
+    /* rows beside each other are written to the same lines: no thread steals single rows */
+    parallel_for(threads, q->rows, q->rows * blocks >= MANY ? q->rows / threads->count + 1 : q->rows, round_rows,
+                 &integers);
+    const int64_t panels = (q->columns + COLUMNS - 1) / COLUMNS;
+    parallel_for(threads, panels, panel_grain(panels, threads), compute_either, &integers);
     free(memory);
     return 0;
 }
 
-/* As `quantised_linear`; see `compute`. */
-#define INTEGER_LINEAR(name, has_tiles)                                                                                \
-    int32_t name(const void *input, int32_t is_bfloat16, int64_t rows, int64_t inner, const void *codes, int32_t bits, \
-                 int64_t group, const void *scales, const void *offsets, int32_t is_half, float zero, int64_t columns, \
-                 const void *bias, int32_t then, const void *other, void *output, int32_t is_unrounded,                \
-                 const team_t *team)                                                                                   \
-    {                                                                                                                  \
-        const quantised_t q = {codes, bits,    group,       scales, offsets,      is_half, zero,   input,       rows,  \
-                               inner, columns, is_bfloat16, bias,   (then_t)then, other,   output, is_unrounded};      \
-        return compute(&q, has_tiles, team);                                                                           \
-    }
-INTEGER_LINEAR(integer_linear, 0)
+int32_t
+integer_linear(const linear_t *arguments, const threads_t *threads)
+{
+    const quantised_t q = quantised_of(arguments);
+    return compute(&q, 0, threads);
+}
+
 #ifdef CAN_HAVE_TILES
-INTEGER_LINEAR(integer_linear_amx, 1) /* on a processor with AMX, once the system keeps the state of tiles */
+int32_t
+integer_linear_amx(const linear_t *arguments, const threads_t *threads)
+{
+    const quantised_t q = quantised_of(arguments);
+    return compute(&q, 1, threads);
+}
 
 /* Whether AMX has the bits of the micro-kernel on this processor; 0 if there is no memory, too. */
 int32_t
@@ -263,7 +264,7 @@ integers_in_tiles_are_exact(void)
         input[i] = (float)(int32_t)(i * 2246822519u);
     for (int i = 0; i < GROUPS; i++)
         scales[i] = (float)(int32_t)(i * 3266489917u), offsets[i] = (float)(int32_t)(i * 668265263u);
-    const team_t alone = {1, NULL};
+    const threads_t alone = {1, NULL};
     for (int kind = 0; kind < 4; kind++) {
         quantised_t q = {.codes = (const char *)codes, .group = BLOCK, .input = input, .rows = TEST_ROWS};
         q.bits = kind % 2 ? 4 : 8, q.zero = kind % 2 ? -8.0f : 0.0f, q.inner = LENGTH, q.columns = COLUMNS;

@@ -1,7 +1,7 @@
 /* GEMMs of integers with AMX, for many rows: the bits of those in `integer.c`, since sums of integers are exact.
  *
- * One product of tiles has the sums of a block, of 16 rows and 16 columns. They are stored, and what turns them into
- * float32 runs while the next blocks are multiplied.
+ * One product of tiles has the sums of a block, of 16 rows and 16 columns. They are stored, and turned into
+ * float32 while the next blocks are multiplied.
  */
 #ifndef INTEGER_TILES_H
 #define INTEGER_TILES_H
@@ -14,7 +14,7 @@
 enum {
     AT_ONCE = 4,                   /* blocks whose products are computed before the first one is read */
     PART = 32,                     /* blocks of a panel, 32 KiB once they are unpacked */
-    TOGETHER = 8,                  /* tiles of rows that share them */
+    ROW_TILES = 8,                 /* tiles of rows that share them */
     PANEL_BYTES = BLOCK * COLUMNS, /* of a block of a panel, unpacked */
     PRODUCTS = TILE_ROWS * LANES,  /* of a tile */
 };
@@ -119,13 +119,13 @@ add_part(int has_offsets, const quantised_t *q, const part_t *p, float *sums)
 static void
 compute_panels_in_tiles(const quantised_t *q, const rounded_t *r, int64_t first, int64_t stop)
 {
-    float sums[TOGETHER][TILE_ROWS * COLUMNS] ALIGNED;
+    float sums[ROW_TILES][TILE_ROWS * COLUMNS] ALIGNED;
     int8_t unpacked[PART * PANEL_BYTES] ALIGNED;
     const int64_t tiles = tiles_of(r, q->rows), groups = q->inner / q->group;
     configure_integer_tiles();
-    for (int64_t begin = 0; begin < tiles; begin += TOGETHER)
+    for (int64_t begin = 0; begin < tiles; begin += ROW_TILES)
         for (int64_t panel = first; panel < stop; panel++) {
-            const int64_t end = smaller(begin + TOGETHER, tiles);
+            const int64_t end = smaller(begin + ROW_TILES, tiles);
             memset(sums, 0, sizeof sums);
             for (int64_t block = 0; block < r->blocks; block += PART) {
                 part_t p = {.first = block, .count = smaller(PART, r->blocks - block)};

@@ -1,46 +1,37 @@
-/* What the kernels of one library call of each other; `native/__init__.py` declares them to Python. */
+/* Kernels that Python calls, and the kernels of one library each other; their arguments are in `arguments.h`. */
 #ifndef KERNELS_H
 #define KERNELS_H
 
-#include "team.h"
+#include "arguments.h"
+#include "thread_pool.h"
 
 /* A call stays within the library: those of the other paths and types have the same names. */
 #define KERNEL __attribute__((visibility("protected")))
 
-/* A query tile: consecutive tokens of one sequence; the heads that share keys make up to 64 queries. */
-typedef struct {
-    int64_t first, count; /* tokens of the step */
-    int64_t position;     /* of the first one in its sequence */
-    int64_t pages;        /* where the sequence's pages begin in the page table */
-} tile_t;
+KERNEL linear_kernel_t linear;
 
-KERNEL int32_t linear(const element *input, int64_t rows, int64_t inner, const element *panels, int64_t columns,
-                      const element *bias, int32_t then, const element *other, void *output, int32_t is_unrounded,
-                      const team_t *team);
+KERNEL void rms_norm(const rms_norm_t *arguments, const threads_t *threads);
 
-KERNEL void rms_norm(const element *x, int64_t rows, int64_t width, const element *weight, float epsilon, element *y,
-                     const team_t *team);
+/* Splits the fused projection: rotated queries go to `query`, rotated keys and values into the cache. */
+KERNEL void rotate_and_store(const rotation_t *arguments, const threads_t *threads);
+
+KERNEL void attend(const attention_t *arguments, const threads_t *threads);
+
+/* `hidden` [tokens, hidden] goes through all layers. Returns 0, or -1 if there is no memory. */
+KERNEL int32_t decoder_layers(const step_t *step, const layer_t *layers, int64_t count, element *hidden,
+                              const threads_t *threads);
 
 #ifdef FLOAT32
-KERNEL void soft_cap(float *x, int64_t count, float cap, const team_t *team);
+/* Of the library in float32, also for bfloat16. A GEMM on unpacked weights, and one of integers on rows that are rounded
+ * to 8 bits; with AMX on a processor that has it, once the system keeps the state of tiles.
+ */
+KERNEL linear_kernel_t quantised_linear, integer_linear, integer_linear_amx;
+
+/* Writes rows of a quantised weight. Returns 0, or -1 if there is no such row. */
+KERNEL int32_t unpack_rows(const unpacking_t *arguments);
+
+/* x = cap * tanh(x / cap) for each of `count` numbers. */
+KERNEL void soft_cap(float *x, int64_t count, float cap, const threads_t *threads);
 #endif
-
-KERNEL void rotate_and_store(const element *qkv, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width,
-                             const element *cosine, const element *sine, const element *query_norm,
-                             const element *key_norm, float epsilon, element *query, char *keys, char *values,
-                             int32_t is_int8, int64_t size, const int64_t *pages, const int64_t *slots,
-                             const team_t *team);
-
-KERNEL void attend(const element *query, int64_t query_stride, element *output, const char *keys, const char *values,
-                   int32_t is_int8, int64_t kv_heads, int64_t group, int64_t width, int64_t size, const int64_t *pages,
-                   const tile_t *tiles, int64_t num_tiles, int64_t window, float scale, float softcap,
-                   const team_t *team);
-
-/* Of the library in float32, also for bfloat16. */
-typedef int32_t quantised_linear_t(const void *input, int32_t is_bfloat16, int64_t rows, int64_t inner,
-                                   const void *codes, int32_t bits, int64_t group, const void *scales,
-                                   const void *offsets, int32_t is_half, float zero, int64_t columns,
-                                   const void *bias, int32_t then, const void *other, void *output,
-                                   int32_t is_unrounded, const team_t *team);
 
 #endif

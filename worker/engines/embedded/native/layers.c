@@ -4,59 +4,87 @@
 #include <stdlib.h>
 
 #include "epilogue.h"
-#include "layers.h"
+#include "kernels.h"
 
 /* A row for each token. */
 typedef struct {
     element *normed, *qkv, *part, *query, *attended, *gated;
 } buffers_t;
 
+/* The output of a linear layer, whose quantised weight needs other kernels. */
 static int32_t
-apply(const step_t *s, const gemm_t *g, const element *input, then_t then, const element *other, element *output)
+apply(const step_t *s, const linear_t *l, const threads_t *threads)
 {
-    if (!g->group)
-        return linear(input, s->tokens, g->inner, g->weight, g->columns, g->bias, then, other, output, 0, s->team);
-    return s->quantised(input, sizeof(element) == 2, s->tokens, g->inner, g->weight, g->bits, g->group, g->scales,
-                        g->offsets, g->is_half, g->zero, g->columns, g->bias, then, other, output, 0, s->team);
+    return (l->gemm->group ? s->quantised : linear)(l, threads);
 }
 
 /* The fused projection; parts in different formats are computed one by one and put beside each other. */
 static int32_t
-project(const step_t *s, const layer_t *l, const buffers_t *b)
+project(const step_t *s, const layer_t *l, const buffers_t *b, const threads_t *threads)
 {
-    if (!l->qkv[1].columns)
-        return apply(s, l->qkv, b->normed, NOTHING, NULL, b->qkv);
+    linear_t part = {.input = b->normed, .rows = s->tokens, .gemm = l->query_proj, .output = b->qkv};
+    part.is_bfloat16 = sizeof(element) == 2;
+    if (!l->key_proj)
+        return apply(s, &part, threads);
+    const gemm_t *const parts[] = {l->query_proj, l->key_proj, l->value_proj};
     const int64_t columns = (s->heads + 2 * s->kv_heads) * s->width;
     int64_t first = 0;
-    for (const gemm_t *g = l->qkv; g < l->qkv + PARTS_OF_QKV && g->columns; first += g++->columns) {
-        if (apply(s, g, b->normed, NOTHING, NULL, b->part))
+    part.output = b->part;
+    for (int i = 0; i < 3 && parts[i]; first += parts[i++]->columns) {
+        part.gemm = parts[i];
+        if (apply(s, &part, threads))
             return -1;
         for (int64_t token = 0; token < s->tokens; token++)
-            memcpy(b->qkv + token * columns + first, b->part + token * g->columns, g->columns * sizeof *b->part);
+            memcpy(b->qkv + token * columns + first, b->part + token * parts[i]->columns,
+                   parts[i]->columns * sizeof *b->part);
     }
     return 0;
 }
 
+static void
+attend_qkv(const step_t *s, const layer_t *l, const buffers_t *b, const threads_t *threads)
+{
+    const rotation_t rotation = {
+        .qkv = b->qkv, .tokens = s->tokens, .heads = s->heads, .kv_heads = s->kv_heads, .width = s->width,
+        .cosine = s->cosine, .sine = s->sine, .query_norm = l->query_norm, .key_norm = l->key_norm, .query = b->query,
+        .keys = l->keys, .values = l->values, .page_size = s->page_size, .pages = s->pages, .slots = s->slots,
+        .epsilon = l->head_epsilon, .is_int8 = s->is_int8};
+    const attention_t attention = {
+        .query = b->query, .query_stride = s->heads * s->width, .output = b->attended, .keys = l->keys,
+        .values = l->values, .kv_heads = s->kv_heads, .group = s->heads / s->kv_heads, .width = s->width,
+        .page_size = s->page_size, .page_table = s->page_table, .tiles = s->tiles, .num_tiles = s->num_tiles,
+        .window = l->window, .scale = l->scale, .is_int8 = s->is_int8};
+    rotate_and_store(&rotation, threads);
+    attend(&attention, threads);
+}
+
+static void
+normalise(const step_t *s, const element *hidden, const element *weight, float epsilon, element *normed,
+          const threads_t *threads)
+{
+    const rms_norm_t norm = {hidden, s->tokens, s->hidden, weight, normed, epsilon};
+    rms_norm(&norm, threads);
+}
+
 /* One layer; `hidden` [tokens, hidden] is replaced. */
 static int32_t
-compute_layer(const step_t *s, const layer_t *l, const buffers_t *b, element *hidden)
+compute_layer(const step_t *s, const layer_t *l, const buffers_t *b, element *hidden, const threads_t *threads)
 {
-    rms_norm(hidden, s->tokens, s->hidden, l->input_norm, l->input_epsilon, b->normed, s->team);
-    if (project(s, l, b))
+    const int32_t is_bfloat16 = sizeof(element) == 2;
+    const linear_t output = {b->attended, s->tokens, l->output_proj, hidden, hidden, ADD, 0, is_bfloat16};
+    const linear_t gate = {b->normed, s->tokens, l->gate, NULL, b->gated, SILU, 0, is_bfloat16};
+    const linear_t up = {b->normed, s->tokens, l->up, b->gated, b->gated, MULTIPLY, 0, is_bfloat16};
+    const linear_t down = {b->gated, s->tokens, l->down, hidden, hidden, ADD, 0, is_bfloat16};
+    normalise(s, hidden, l->input_norm, l->input_epsilon, b->normed, threads);
+    if (project(s, l, b, threads))
         return -1;
-    rotate_and_store(b->qkv, s->tokens, s->heads, s->kv_heads, s->width, s->cosine, s->sine, l->query_norm,
-                     l->key_norm, l->head_epsilon, b->query, l->keys, l->values, s->is_int8, s->page_size, s->pages,
-                     s->slots, s->team);
-    attend(b->query, s->heads * s->width, b->attended, l->keys, l->values, s->is_int8, s->kv_heads,
-           s->heads / s->kv_heads, s->width, s->page_size, s->page_table, s->tiles, s->num_tiles, l->window, l->scale,
-           0.0f, s->team);
-    if (apply(s, &l->output, b->attended, ADD, hidden, hidden))
+    attend_qkv(s, l, b, threads);
+    if (apply(s, &output, threads))
         return -1;
-    rms_norm(hidden, s->tokens, s->hidden, l->mlp_norm, l->mlp_epsilon, b->normed, s->team);
-    if (apply(s, &l->gate, b->normed, SILU, NULL, b->gated) ||
-        apply(s, &l->up, b->normed, MULTIPLY, b->gated, b->gated))
+    normalise(s, hidden, l->mlp_norm, l->mlp_epsilon, b->normed, threads);
+    if (apply(s, &gate, threads) || apply(s, &up, threads))
         return -1;
-    return apply(s, &l->down, b->gated, ADD, hidden, hidden);
+    return apply(s, &down, threads);
 }
 
 typedef struct {
@@ -69,21 +97,18 @@ typedef struct {
 } all_layers_t;
 
 static void
-compute_layers(const team_t *team, void *argument)
+compute_layers(const threads_t *threads, void *argument)
 {
     all_layers_t *all = argument;
-    step_t step = *all->step;
-    step.team = team;
     for (int64_t i = 0; i < all->count && !all->failed; i++)
-        all->failed = compute_layer(&step, all->layers + i, all->buffers, all->hidden);
+        all->failed = compute_layer(all->step, all->layers + i, all->buffers, all->hidden, threads);
 }
 
-/* `hidden` [tokens, hidden] goes through all layers. Returns 0, or -1 if there is no memory. */
 int32_t
-decoder_layers(const step_t *step, const layer_t *layers, int64_t count, element *hidden)
+decoder_layers(const step_t *step, const layer_t *layers, int64_t count, element *hidden, const threads_t *threads)
 {
     const int64_t heads = step->heads * step->width, qkv = heads + 2 * step->kv_heads * step->width;
-    const int64_t widths[] = {step->hidden, qkv, qkv, heads, heads, layers->gate.columns};
+    const int64_t widths[] = {step->hidden, qkv, qkv, heads, heads, layers->gate->columns};
     enum { NUMBER = sizeof widths / sizeof *widths };
     element *found[NUMBER], *memory;
     int64_t size = 0;
@@ -97,7 +122,7 @@ decoder_layers(const step_t *step, const layer_t *layers, int64_t count, element
         found[i] = next;
     const buffers_t buffers = {found[0], found[1], found[2], found[3], found[4], found[5]};
     all_layers_t all = {step, layers, count, &buffers, hidden, 0};
-    with_crew(step->team->threads, compute_layers, &all);
+    with_pool(threads->count, compute_layers, &all);
     free(memory);
     return all.failed;
 }

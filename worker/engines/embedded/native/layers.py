@@ -9,82 +9,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from worker.engines.embedded import native
-from worker.engines.embedded.native.quantised import QuantisedPanels, kernel
-
-_MOST_PARTS = 3
-"""Of a fused QKV projection: ``PARTS_OF_QKV`` in ``layers.c``."""
-
-_POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-
-
-class _CGemm(ctypes.Structure):
-    """``gemm_t`` in ``layers.c``."""
-
-    _fields_ = (
-        *((name, _INT64) for name in ("columns", "inner")),
-        *((name, _POINTER) for name in ("weight", "bias", "scales", "offsets")),
-        ("group", _INT64),
-        *((name, _INT32) for name in ("bits", "is_half")),
-        ("zero", _FLOAT),
-    )
-
-
-class _CLayer(ctypes.Structure):
-    """``layer_t``."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("input_norm", "mlp_norm", "query_norm", "key_norm")),
-        *((name, _FLOAT) for name in ("input_epsilon", "mlp_epsilon", "head_epsilon", "scale")),
-        ("window", _INT64),
-        ("qkv", _CGemm * _MOST_PARTS),
-        *((name, _CGemm) for name in ("output", "gate", "up", "down")),
-        *((name, _POINTER) for name in ("keys", "values")),
-    )
-
-
-class _CStep(ctypes.Structure):
-    """``step_t``."""
-
-    _fields_ = (
-        *((name, _INT64) for name in ("tokens", "hidden", "heads", "kv_heads", "width")),
-        *((name, _POINTER) for name in ("cosine", "sine", "pages", "slots", "page_table", "tiles")),
-        *((name, _INT64) for name in ("num_tiles", "page_size")),
-        ("quantised", _POINTER),
-        ("is_int8", _INT32),
-        ("team", _POINTER),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Gemm:
-    """A packed weight ``[N, K]``.
-
-    Attributes:
-        columns: N.
-        inner: K.
-        weight: As `native.pack` returned it, or a quantised one.
-        bias: ``[N]`` or None.
-    """
-
-    columns: int
-    inner: int
-    weight: torch.Tensor | QuantisedPanels
-    bias: torch.Tensor | None
-
-    def to_c(self) -> _CGemm:
-        bias = native.address(self.bias)
-        if isinstance(self.weight, torch.Tensor):
-            return _CGemm(self.columns, self.inner, self.weight.data_ptr(), bias)
-        panels = self.weight
-        return _CGemm(
-            *(self.columns, self.inner, panels.codes.data_ptr(), bias),
-            *(panels.scales.data_ptr(), native.address(panels.offsets)),
-            *(panels.group, panels.bits, panels.scales.dtype == torch.float16, panels.zero),
-        )
+from worker.engines.embedded.native.attention import Tiles
+from worker.engines.embedded.native.gemm import Gemm, quantised_kernel
+from worker.engines.embedded.native.libraries import KernelLibrary, address
+from worker.engines.embedded.native.paths import library
+from worker.engines.embedded.native.quantised import QuantisedPanels
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +25,16 @@ class DecoderLayer:
     """A layer of the Llama family.
 
     Attributes:
-        index: Of the layer, and so of its keys and values in the KV store.
+        index: Index of the layer in the model, and of its keys and values in the KV store.
         norms: RMSNorm weights ``[hidden]`` and epsilons, before attention and before the MLP.
         head_norms: See `AttentionLayer.head_norms`.
         scale: Factor of the scores.
         window: Tokens that a token attends to, itself among them; 0 for all before it.
-        qkv: The fused QKV projection, its parts one below the other.
-        output: Projection of what attention returns.
-        gate: Of the MLP, as are the following.
-        up: Likewise.
-        down: Likewise.
+        qkv: The fused QKV projection; or those of queries, keys and values.
+        output: Projection of attention's result.
+        gate: Gate projection of the MLP.
+        up: Up projection of the MLP.
+        down: Down projection of the MLP.
     """
 
     index: int
@@ -115,40 +48,56 @@ class DecoderLayer:
     up: Gemm
     down: Gemm
 
-    def to_c(self) -> _CLayer:
+    def to_c(self, kernels: KernelLibrary, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        """The ``layer_t`` of the kernels, with the layer's pages."""
         (of_input, input_epsilon), (of_mlp, mlp_epsilon) = self.norms
         of_query, of_key, head_epsilon = self.head_norms or (None, None, 0.0)
-        return _CLayer(
-            *(of_input.data_ptr(), of_mlp.data_ptr(), native.address(of_query), native.address(of_key)),
-            *(input_epsilon, mlp_epsilon, head_epsilon, self.scale, self.window),
-            (_CGemm * _MOST_PARTS)(*(gemm.to_c() for gemm in self.qkv)),
-            *(gemm.to_c() for gemm in (self.output, self.gate, self.up, self.down)),
+        projections = [gemm.address for gemm in self.qkv] + [None] * (3 - len(self.qkv))
+        return kernels.layer_t(
+            input_norm=of_input.data_ptr(),
+            mlp_norm=of_mlp.data_ptr(),
+            query_norm=address(of_query),
+            key_norm=address(of_key),
+            input_epsilon=input_epsilon,
+            mlp_epsilon=mlp_epsilon,
+            head_epsilon=head_epsilon,
+            scale=self.scale,
+            window=self.window,
+            query_proj=projections[0],
+            key_proj=projections[1],
+            value_proj=projections[2],
+            output_proj=self.output.address,
+            gate=self.gate.address,
+            up=self.up.address,
+            down=self.down.address,
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
         )
 
     @property
     def quantised(self) -> list[QuantisedPanels]:
-        """Its quantised weights."""
+        """Quantised weights of the layer."""
         gemms = (*self.qkv, self.output, self.gate, self.up, self.down)
-        return [gemm.weight for gemm in gemms if isinstance(gemm.weight, QuantisedPanels)]
+        return [gemm.quantised for gemm in gemms if gemm.quantised is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What the layers of a step share, beside its hidden states.
+    """Inputs that the layers of a step share, beside its hidden states.
 
     Attributes:
         cosine: RoPE cosines of the step's tokens ``[T, D]``, the two halves of D equal.
-        sine: Likewise.
+        sine: RoPE sines ``[T, D]``, the same.
         slot_mapping: Page and slot to which each token's KV is written, int64 ``[T]``.
-        tiles: The rows.
-        keys: Pages of each layer, ``[pages, Hkv, page size, D or bytes of a row in int8]``.
-        values: Likewise.
+        tiles: Query tiles and page tables of the step.
+        keys: Pages of keys by layer, ``[pages, Hkv, page size, D or bytes of a row in int8]``.
+        values: Pages of values by layer, the same.
     """
 
     cosine: torch.Tensor
     sine: torch.Tensor
     slot_mapping: tuple[torch.Tensor, torch.Tensor]
-    tiles: native.Tiles
+    tiles: Tiles
     keys: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
 
@@ -157,7 +106,7 @@ class DecoderLayers:
     """Layers of a model.
 
     Args:
-        layers: In order; their tensors are kept.
+        layers: Layers in order; their tensors are kept.
         heads: Query heads, H.
         kv_heads: Key and value heads, Hkv.
 
@@ -174,11 +123,12 @@ class DecoderLayers:
         self.group = heads // kv_heads
         self._layers = layers
         self._heads, self._kv_heads = heads, kv_heads
-        self._in_c = (_CLayer * len(layers))(*(layer.to_c() for layer in layers))
-        self._keys: Sequence[torch.Tensor] | None = None  # whose addresses the layers have
+        self._keys: Sequence[torch.Tensor] | None = None  # whose addresses `_in_c` has
+        self._in_c: Any = None
+        quantised = [weight for layer in layers for weight in layer.quantised]
         self._quantised = None
-        if quantised := [weight for layer in layers for weight in layer.quantised]:
-            self._quantised = ctypes.cast(kernel(quantised[0].rounds_rows), _POINTER)  # as all of a model
+        if quantised:  # all weights of a model meet rows that are rounded, or none
+            self._quantised = ctypes.cast(quantised_kernel(quantised[0].rounds_rows), ctypes.c_void_p)
 
     def compute(self, hidden: torch.Tensor, step: StepTensors) -> None:
         """Replace hidden states ``[T, hidden]`` by those behind the last layer.
@@ -186,18 +136,29 @@ class DecoderLayers:
         Raises:
             MemoryError: there is no memory for what lies between the layers.
         """
+        kernels = library(hidden.dtype)
         if self._keys is not step.keys:
-            for layer, in_c in zip(self._layers, self._in_c, strict=True):
-                in_c.keys, in_c.values = step.keys[layer.index].data_ptr(), step.values[layer.index].data_ptr()
+            in_c = [layer.to_c(kernels, step.keys[layer.index], step.values[layer.index]) for layer in self._layers]
+            self._in_c = (kernels.layer_t * len(in_c))(*in_c)
             self._keys = step.keys
         pages, slots = step.slot_mapping
         tiles = step.tiles
-        in_c = _CStep(
-            *(*hidden.shape, self._heads, self._kv_heads, step.cosine.shape[1]),
-            *(step.cosine.data_ptr(), step.sine.data_ptr(), pages.data_ptr(), slots.data_ptr()),
-            *(tiles.page_table.data_ptr(), tiles.tiles.data_ptr(), len(tiles.tiles), step.keys[0].shape[2]),
-            *(self._quantised, step.keys[0].dtype == torch.int8, native.team()),
+        arguments = kernels.step_t(
+            tokens=hidden.shape[0],
+            hidden=hidden.shape[1],
+            heads=self._heads,
+            kv_heads=self._kv_heads,
+            width=step.cosine.shape[1],
+            cosine=step.cosine.data_ptr(),
+            sine=step.sine.data_ptr(),
+            pages=pages.data_ptr(),
+            slots=slots.data_ptr(),
+            page_table=tiles.page_table.data_ptr(),
+            tiles=tiles.tiles.data_ptr(),
+            num_tiles=len(tiles.tiles),
+            page_size=step.keys[0].shape[2],
+            quantised=self._quantised,
+            is_int8=step.keys[0].dtype == torch.int8,
         )
-        library = native.library(hidden.dtype)
-        if library.decoder_layers(ctypes.byref(in_c), self._in_c, len(self._layers), hidden.data_ptr()):
+        if kernels.decoder_layers(arguments, self._in_c, len(self._layers), hidden.data_ptr(), kernels.threads()):
             raise MemoryError(f"no memory for {len(hidden)} rows of {hidden.shape[1]} elements")

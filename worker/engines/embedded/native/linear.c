@@ -6,32 +6,22 @@
 #include "panels.h"
 
 enum {
-    TOGETHER = 192, /* rows that share a part of a panel while it is in the cache */
-    WORDS = 1024,   /* of a panel in such a part: 128 KiB */
+    PART_ROWS = 192,   /* rows that share a part of a panel while it is in the cache */
+    PART_WORDS = 1024, /* of a panel in such a part: 128 KiB */
 };
-
-typedef struct {
-    const operand *input; /* [rows, inner] */
-    int64_t rows, inner;
-    const element *panels; /* [ceil(columns / 32)][inner words][32 columns] */
-    int64_t columns;
-    const element *bias; /* [columns] or NULL */
-    then_t then;
-    const element *other; /* [rows, columns], the epilogue's operand */
-    void *output;         /* [rows, columns] of elements, or of float32 */
-    int is_unrounded;     /* whether they are float32 */
-} linear_t;
 
 /* The epilogue, element by element, and the only rounding. */
 static inline void
 finish(const linear_t *l, int64_t row, int64_t column, const float *sums)
 {
-    for (int half = 0; half < 2 && column < l->columns; half++, column += LANES, sums += LANES) {
-        const int64_t count = l->columns - column, at = row * l->columns + column;
+    const int64_t columns = l->gemm->columns;
+    const element *bias = l->gemm->bias, *other = l->other;
+    for (int half = 0; half < 2 && column < columns; half++, column += LANES, sums += LANES) {
+        const int64_t count = columns - column, at = row * columns + column;
         vec y = vec_load(sums);
-        if (l->bias)
-            y = vec_add(y, load_lanes(l->bias + column, count));
-        y = epilogue(l->then, y, takes_other(l->then) ? load_lanes(l->other + at, count) : y);
+        if (bias)
+            y = vec_add(y, load_lanes(bias + column, count));
+        y = epilogue(l->epilogue, y, takes_other(l->epilogue) ? load_lanes(other + at, count) : y);
         if (l->is_unrounded)
             store_floats((float *)l->output + at, count, y);
         else
@@ -39,20 +29,22 @@ finish(const linear_t *l, int64_t row, int64_t column, const float *sums)
     }
 }
 
+/* All rows, [rows, inner] operands, times a panel. */
 static void
 compute_panel(const linear_t *l, int64_t number)
 {
-    float sums[TOGETHER][COLUMNS] ALIGNED;
-    const element *panel = l->panels + number * l->inner * COLUMNS;
-    const int64_t words = l->inner / PER_WORD;
-    for (int64_t first = 0; first < l->rows; first += TOGETHER) {
-        const int64_t count = smaller(TOGETHER, l->rows - first);
+    float sums[PART_ROWS][COLUMNS] ALIGNED;
+    const int64_t inner = l->gemm->inner, words = inner / PER_WORD;
+    const element *panel = (const element *)l->gemm->weight + number * inner * COLUMNS;
+    const operand *input = l->input;
+    for (int64_t first = 0; first < l->rows; first += PART_ROWS) {
+        const int64_t count = smaller(PART_ROWS, l->rows - first);
         const int64_t blocks = (count + ROWS - 1) / ROWS;
-        for (int64_t word = 0; word < words; word += WORDS) {
+        for (int64_t word = 0; word < words; word += PART_WORDS) {
             for (int64_t block = 0; block < blocks; block++) {
                 const int64_t start = count * block / blocks, stop = count * (block + 1) / blocks;
-                multiply((int)(stop - start), l->input + (first + start) * l->inner + word * PER_WORD, l->inner,
-                         panel + word * PANEL_STRIDE, PANEL_STRIDE, smaller(WORDS, words - word), sums[start],
+                multiply((int)(stop - start), input + (first + start) * inner + word * PER_WORD, inner,
+                         panel + word * PANEL_STRIDE, PANEL_STRIDE, smaller(PART_WORDS, words - word), sums[start],
                          COLUMNS, word > 0);
             }
         }
@@ -63,16 +55,24 @@ compute_panel(const linear_t *l, int64_t number)
 }
 
 static void
-compute_panels(const void *job, int64_t first, int64_t stop)
+compute_panels(const void *arguments, int64_t first, int64_t stop)
 {
     for (int64_t number = first; number < stop; number++)
-        compute_panel(job, number);
+        compute_panel(arguments, number);
 }
 
+/* Changes with the meaning of arguments; `_VERSION` in `native/libraries.py`. */
 int32_t
 kernels_version(void)
 {
-    return 12; /* of the functions' arguments; native/__init__.py knows it, too */
+    return 13;
+}
+
+/* A line for each structure of `arguments.h`: its name and its fields. */
+const char *
+kernels_arguments(void)
+{
+    return ALL_ARGUMENTS;
 }
 
 /* Whether the path has an instruction for a * b + c with one rounding; without, it is emulated, and slow. */
@@ -155,32 +155,29 @@ typedef struct {
 
 /* Widens rows, where the micro-kernel reads wider ones. */
 static void
-widen(const void *job, int64_t first, int64_t stop)
+widen(const void *arguments, int64_t first, int64_t stop)
 {
-    const widening_t *w = job;
+    const widening_t *w = arguments;
     for (int64_t row = first; row < stop; row++)
         copy_operands(w->input + row * w->inner, w->inner, w->to + row * w->inner);
 }
 
-/* The result is of elements or, if it `is_unrounded`, of float32. Returns 0, or -1 if there is no memory for widened
- * rows.
- */
+/* Returns 0, or -1 if there is no memory for widened rows. */
 int32_t
-linear(const element *input, int64_t rows, int64_t inner, const element *panels, int64_t columns, const element *bias,
-       int32_t then, const element *other, void *output, int32_t is_unrounded, const team_t *team)
+linear(const linear_t *arguments, const threads_t *threads)
 {
+    linear_t l = *arguments;
     operand *widened = NULL;
     if (sizeof(operand) != sizeof(element)) {
+        const int64_t rows = l.rows, inner = l.gemm->inner;
         widened = malloc((rows * inner + 1) * sizeof *widened);
         if (!widened)
             return -1;
-        share_work(team, rows, rows > TOGETHER ? 1 : TOGETHER, widen, &(widening_t){input, inner, widened});
+        parallel_for(threads, rows, rows > PART_ROWS ? 1 : PART_ROWS, widen, &(widening_t){l.input, inner, widened});
+        l.input = widened;
     }
-    const operand *from = widened ? widened : (const operand *)input;
-    const linear_t l = {from, rows, inner, panels, columns, bias, (then_t)then, other, output,
-                        is_unrounded};
-    const int64_t number = (columns + COLUMNS - 1) / COLUMNS;
-    share_work(team, number, few_of(number, team), compute_panels, &l);
+    const int64_t panels = (l.gemm->columns + COLUMNS - 1) / COLUMNS;
+    parallel_for(threads, panels, panel_grain(panels, threads), compute_panels, &l);
     free(widened);
     return 0;
 }

@@ -86,7 +86,7 @@ multiply(int rows, const operand *row, int64_t row_stride, const element *panel,
 #undef NUMBER
 }
 
-/* What a thread does when it has multiplied. */
+/* Releases what a thread has used to multiply: AMX's tiles, if any. */
 static inline void
 end_multiplying(void)
 {

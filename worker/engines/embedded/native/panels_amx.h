@@ -28,7 +28,7 @@ configure_for(int rows)
     configured = rows;
 }
 
-/* What a thread does when it has multiplied. */
+/* Releases what a thread has used to multiply: AMX's tiles, if any. */
 static inline void
 end_multiplying(void)
 {

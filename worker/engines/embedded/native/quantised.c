@@ -15,7 +15,7 @@
 #include "quantised.h"
 
 enum {
-    TOGETHER = 192,                      /* rows that share a part of a panel once it is unpacked */
+    PART_ROWS = 192,                     /* rows that share a part of a panel once it is unpacked */
     PART = 256,                          /* weights of a column in such a part: 32 KiB */
     FEW = WIDE_ROWS < 4 ? WIDE_ROWS : 4, /* rows up to which weights are used as they are unpacked */
 };
@@ -38,7 +38,7 @@ load_group(const quantised_t *q, int64_t panel, int64_t group)
     return g;
 }
 
-/* What becomes of a weight of each of 32 columns: written to `unpacked`, or, if that is NULL, multiplied by an element
+/* The destination of a weight of each of 32 columns: written to `unpacked`, or, if that is NULL, multiplied by an element
  * of each of `rows` rows and added to `sum`.
  */
 typedef struct {
@@ -150,10 +150,10 @@ multiply_many(const quantised_t *q, int64_t panel, int64_t rows, const float *ro
 static void
 compute_panel(const quantised_t *q, int64_t panel)
 {
-    float sums[TOGETHER * COLUMNS] ALIGNED;
-    for (int64_t first = 0; first < q->rows; first += TOGETHER) {
-        const int64_t count = smaller(TOGETHER, q->rows - first);
-        const float *row = q->input + first * q->inner;
+    float sums[PART_ROWS * COLUMNS] ALIGNED;
+    for (int64_t first = 0; first < q->rows; first += PART_ROWS) {
+        const int64_t count = smaller(PART_ROWS, q->rows - first);
+        const float *row = (const float *)q->input + first * q->inner;
         if (count <= FEW)
             multiply_a_few(q, panel, (int)count, row, sums);
         else
@@ -164,10 +164,10 @@ compute_panel(const quantised_t *q, int64_t panel)
 }
 
 static void
-compute_panels(const void *job, int64_t first, int64_t stop)
+compute_panels(const void *arguments, int64_t first, int64_t stop)
 {
     for (int64_t panel = first; panel < stop; panel++)
-        compute_panel(job, panel);
+        compute_panel(arguments, panel);
 }
 
 typedef struct {
@@ -178,83 +178,77 @@ typedef struct {
 
 /* Rows of bfloat16, to float32. */
 static void
-widen(const void *job, int64_t first, int64_t stop)
+widen(const void *arguments, int64_t first, int64_t stop)
 {
-    const widening_t *w = job;
+    const widening_t *w = arguments;
     for (int64_t at = first * w->inner, end = stop * w->inner; at < end; at += LANES)
         store_floats(w->to + at, end - at, read_lanes(w->input, at, end - at, 1));
 }
 
 /* Returns 0, or -1 if there is no memory for rows in float32. */
 int32_t
-quantised_linear(const void *input, int32_t is_bfloat16, int64_t rows, int64_t inner, const void *codes, int32_t bits,
-                 int64_t group, const void *scales, const void *offsets, int32_t is_half, float zero, int64_t columns,
-                 const void *bias, int32_t then, const void *other, void *output, int32_t is_unrounded,
-                 const team_t *team)
+quantised_linear(const linear_t *arguments, const threads_t *threads)
 {
+    quantised_t q = quantised_of(arguments);
     float *widened = NULL;
-    if (is_bfloat16) {
-        widened = malloc((rows * inner + 1) * sizeof *widened);
+    if (q.is_bfloat16) {
+        widened = malloc((q.rows * q.inner + 1) * sizeof *widened);
         if (!widened)
             return -1;
-        share_work(team, rows, rows > TOGETHER ? 1 : TOGETHER, widen, &(widening_t){input, inner, widened});
+        parallel_for(threads, q.rows, q.rows > PART_ROWS ? 1 : PART_ROWS, widen,
+                     &(widening_t){q.input, q.inner, widened});
+        q.input = widened;
     }
-    const quantised_t q = {codes, bits, group, scales,      offsets, is_half,      zero,  widened ? widened : input, rows,
-                           inner, columns, is_bfloat16, bias,    (then_t)then, other, output, is_unrounded};
-    const int64_t number = (columns + COLUMNS - 1) / COLUMNS;
-    share_work(team, number, few_of(number, team), compute_panels, &q);
+    const int64_t panels = (q.columns + COLUMNS - 1) / COLUMNS;
+    parallel_for(threads, panels, panel_grain(panels, threads), compute_panels, &q);
     free(widened);
     return 0;
 }
 
 /* Codes from `at` on of a row, which is a column of its panel. Codes of 8 bits lie in words of four, or one by one. */
 static inline void
-read_codes(const quantised_t *q, int has_words, int64_t row, int64_t at, int64_t count, float *codes)
+read_codes(const gemm_t *g, int64_t row, int64_t at, int64_t count, float *codes)
 {
-    const int64_t column = row % COLUMNS, per_word = 32 / q->bits, words = (q->inner + per_word - 1) / per_word;
+    const int64_t column = row % COLUMNS, per_word = 32 / g->bits, words = (g->inner + per_word - 1) / per_word;
     for (int64_t k = at; k < at + count; k++) {
         const int64_t place = row / COLUMNS * words + k / per_word;
-        if (q->bits == 8 && !has_words) {
-            *codes++ = (float)((const int8_t *)q->codes)[(row / COLUMNS * q->inner + k) * COLUMNS + column];
+        if (g->bits == 8 && !g->has_words) {
+            *codes++ = (float)((const int8_t *)g->weight)[(row / COLUMNS * g->inner + k) * COLUMNS + column];
             continue;
         }
         uint32_t word;
-        memcpy(&word, q->codes + (place * COLUMNS + column) * sizeof word, sizeof word);
-        word >>= k % per_word * q->bits;
-        *codes++ = q->bits == 4 ? (float)(word & 15) : (float)(int8_t)word;
+        memcpy(&word, (const char *)g->weight + (place * COLUMNS + column) * sizeof word, sizeof word);
+        word >>= k % per_word * g->bits;
+        *codes++ = g->bits == 4 ? (float)(word & 15) : (float)(int8_t)word;
     }
 }
 
-/* Rows `ids` [count] of a weight: a product and a sum of float32, each rounded, and what is bfloat16 once more. Returns
- * 0, or -1 if there is no such row.
- */
+/* A weight is a product and a sum of float32, each rounded; to bfloat16 it is rounded once more. */
 int32_t
-unpack_rows(const void *codes, int32_t bits, int32_t has_words, int64_t group, const void *scales, const void *offsets,
-            int32_t is_half, float zero, int64_t columns, int64_t inner, const int64_t *ids, int64_t count,
-            int32_t is_bfloat16, void *output)
+unpack_rows(const unpacking_t *arguments)
 {
-    const quantised_t q = {.codes = codes, .bits = bits, .group = group, .scales = scales, .offsets = offsets,
-                           .is_half = is_half, .inner = inner};
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t row = ids[i], groups = inner / group;
-        if (row < 0 || row >= columns)
+    const gemm_t *g = arguments->gemm;
+    const int64_t inner = g->inner, group = g->group, groups = inner / group;
+    for (int64_t i = 0; i < arguments->count; i++) {
+        const int64_t row = arguments->ids[i];
+        if (row < 0 || row >= g->columns)
             return -1;
         for (int64_t begin = 0; begin < inner; begin += group) {
             const int64_t place = (row / COLUMNS * groups + begin / group) * COLUMNS + row % COLUMNS, lane = place % LANES;
             float scale[LANES] ALIGNED, offset[LANES] ALIGNED;
-            vec_store(scale, load_scales(q.scales, place - lane, is_half));
-            offset[lane] = zero * scale[lane];
-            if (offsets)
-                vec_store(offset, load_scales(q.offsets, place - lane, is_half));
+            vec_store(scale, load_scales(g->scales, place - lane, g->is_half));
+            offset[lane] = g->zero * scale[lane];
+            if (g->offsets)
+                vec_store(offset, load_scales(g->offsets, place - lane, g->is_half));
             for (int64_t at = begin; at < begin + group; at += LANES) {
                 const int64_t some = smaller(begin + group - at, LANES);
                 float lanes[LANES] ALIGNED = {0};
-                read_codes(&q, has_words, row, at, some, lanes);
+                read_codes(g, row, at, some, lanes);
                 const vec element = vec_add(vec_mul(vec_load(lanes), vec_all(scale[lane])), vec_all(offset[lane]));
-                if (is_bfloat16)
-                    store_bfloat16((uint16_t *)output + i * inner + at, some, element);
+                if (arguments->is_bfloat16)
+                    store_bfloat16((uint16_t *)arguments->output + i * inner + at, some, element);
                 else
-                    store_lanes((float *)output + i * inner + at, some, element);
+                    store_lanes((float *)arguments->output + i * inner + at, some, element);
             }
         }
     }

@@ -1,26 +1,38 @@
-/* What the GEMMs on quantised weights share: their arguments, and what they do with a sum. */
+/* Shared by the GEMMs on quantised weights: reading of rows, of scales and of offsets, and the epilogue. */
 #ifndef QUANTISED_H
 #define QUANTISED_H
 
 #include "epilogue.h"
 #include "kernels.h"
 
+/* The arguments, in one structure. */
 typedef struct {
     const char *codes;
-    int32_t bits; /* of a code: 4 or 8 */
+    int32_t bits;
     int64_t group;
-    const char *scales, *offsets; /* `offsets` may be NULL: each is `zero` times its scale */
-    int32_t is_half;              /* whether scales and offsets are float16, not float32 */
+    const char *scales, *offsets;
+    int32_t is_half;
     float zero;
-    const float *input; /* [rows, inner] */
+    const void *input;
     int64_t rows, inner, columns;
     int32_t is_bfloat16; /* of bias, other and output */
-    const void *bias;    /* [columns] or NULL */
-    then_t then;
-    const void *other;     /* [rows, columns], the epilogue's operand */
-    void *output;          /* [rows, columns] */
-    int32_t is_unrounded;  /* whether they are float32, even so */
+    const void *bias;
+    epilogue_t epilogue;
+    const void *other;
+    void *output;
+    int32_t is_unrounded;
 } quantised_t;
+
+static inline quantised_t
+quantised_of(const linear_t *l)
+{
+    const gemm_t *g = l->gemm;
+    return (quantised_t){.codes = g->weight, .bits = g->bits, .group = g->group, .scales = g->scales,
+                         .offsets = g->offsets, .is_half = g->is_half, .zero = g->zero, .input = l->input,
+                         .rows = l->rows, .inner = g->inner, .columns = g->columns, .is_bfloat16 = l->is_bfloat16,
+                         .bias = g->bias, .epilogue = (epilogue_t)l->epilogue, .other = l->other,
+                         .output = l->output, .is_unrounded = l->is_unrounded};
+}
 
 /* Bfloat16, or float32, as float32. */
 INLINED vec
@@ -29,7 +41,7 @@ read_lanes(const void *from, int64_t at, int64_t count, int is_bfloat16)
     return is_bfloat16 ? load_bfloat16((const uint16_t *)from + at, count) : load_lanes((const float *)from + at, count);
 }
 
-/* Fetches what `finish` reads and writes of a row, before the sums are computed. */
+/* Fetches the lines that `finish` reads and writes of a row, before the sums are computed. */
 static inline void
 prefetch_row(const quantised_t *q, int64_t row, int64_t column)
 {
@@ -38,7 +50,7 @@ prefetch_row(const quantised_t *q, int64_t row, int64_t column)
     const int64_t output_size = q->is_unrounded ? (int64_t)sizeof(float) : size;
     for (int64_t byte = 0; byte < COLUMNS * output_size; byte += LINE)
         __builtin_prefetch((char *)q->output + at * output_size + byte, 1);
-    for (int64_t byte = 0; takes_other(q->then) && byte < COLUMNS * size; byte += LINE)
+    for (int64_t byte = 0; takes_other(q->epilogue) && byte < COLUMNS * size; byte += LINE)
         __builtin_prefetch((const char *)q->other + at * size + byte);
 }
 
@@ -51,7 +63,7 @@ finish(const quantised_t *q, int64_t row, int64_t column, const float *sums)
         vec y = vec_load(sums);
         if (q->bias)
             y = vec_add(y, read_lanes(q->bias, column, count, q->is_bfloat16));
-        y = epilogue(q->then, y, takes_other(q->then) ? read_lanes(q->other, at, count, q->is_bfloat16) : y);
+        y = epilogue(q->epilogue, y, takes_other(q->epilogue) ? read_lanes(q->other, at, count, q->is_bfloat16) : y);
         if (q->is_bfloat16 && !q->is_unrounded)
             store_bfloat16((uint16_t *)q->output + at, count, y);
         else

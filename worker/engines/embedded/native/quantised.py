@@ -1,25 +1,19 @@
-"""GEMMs on quantised weights, whose codes the native kernels unpack in registers.
+"""Quantised weights packed into panels, whose codes the GEMMs unpack in registers.
 
-They belong to the kernels in float32; rows and results may be bfloat16 too. Results have the bits
-of `native.linear` in float32 on the weight that is unpacked; or, where rows are rounded to 8 bits,
-the bits that `integer.c` defines.
+They belong to the kernels in float32; rows and results may be bfloat16 too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn import functional
 
-from worker.engines.embedded import native
-
-DTYPES = (torch.float32, torch.bfloat16)
-"""Of rows and results."""
+from worker.engines.embedded.native.packed import COLUMNS
 
 BLOCK = 32
-"""Elements of a row that are rounded with one scale: ``BLOCK`` in ``integer.c``."""
+"""Elements of a row that are rounded with one scale: ``BLOCK`` in ``rounded_rows.h``."""
 
 
 def fits_blocks(group: int, inner: int) -> bool:
@@ -36,9 +30,9 @@ class QuantisedPanels:
             codes of 4 bits without a sign, the first one lowest; or, of 8 bits where `rounds_rows`,
             ``[ceil(N / 32), ceil(K / 4), 32]`` int32, each four codes with a sign.
         scales: ``[ceil(N / 32), groups of a row, 32]``, float16 or float32, all finite.
-        offsets: Likewise; None where each is `zero` times its scale.
+        offsets: Offsets of the groups, like `scales`; None where each is `zero` times its scale.
         zero: See `offsets`; a whole number.
-        bits: Of a code.
+        bits: Bits of a code, 4 or 8.
         columns: N.
         inner: K.
         rounds_rows: Whether rows that meet the weight are rounded to 8 bits.
@@ -63,10 +57,10 @@ class QuantisedPanels:
         if (
             not per_word
             or self.codes.dtype != dtype
-            or tuple(self.codes.shape) != self._shape(-(-self.inner // per_word))
+            or tuple(self.codes.shape) != self._panels_shape(-(-self.inner // per_word))
             or scales.dtype not in (torch.float16, torch.float32)
             or scales.dim() != 3
-            or tuple(scales.shape) != self._shape(scales.shape[1])
+            or tuple(scales.shape) != self._panels_shape(scales.shape[1])
             or not scales.shape[1]
             or self.inner % scales.shape[1]
             or (self.bits == 4 and self.group % 8)
@@ -75,12 +69,17 @@ class QuantisedPanels:
         ):
             raise ValueError(f"codes {list(self.codes.shape)} are no weight of shape {[self.columns, self.inner]}")
 
-    def _shape(self, rows: int) -> tuple[int, int, int]:
-        return -(-self.columns // native.COLUMNS), rows, native.COLUMNS
+    def _panels_shape(self, rows: int) -> tuple[int, int, int]:
+        return -(-self.columns // COLUMNS), rows, COLUMNS
+
+    @property
+    def shape(self) -> torch.Size:
+        """N and K."""
+        return torch.Size((self.columns, self.inner))
 
     @property
     def nbytes(self) -> int:
-        """Of codes, scales and offsets."""
+        """Bytes of codes, scales and offsets."""
         return self.codes.nbytes + self.scales.nbytes + (self.offsets.nbytes if self.offsets is not None else 0)
 
     @property
@@ -91,66 +90,5 @@ class QuantisedPanels:
 
 def panels_of(rows: torch.Tensor) -> torch.Tensor:
     """``rows [N, n]`` as panels ``[ceil(N / 32), n, 32]``; missing rows of the last one are 0."""
-    columns = native.COLUMNS
-    padded = functional.pad(rows, (0, 0, 0, -len(rows) % columns))
-    return padded.view(-1, columns, rows.shape[1]).mT.contiguous()
-
-
-def unpacked_rows(weight: QuantisedPanels, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows ``[..., K]`` of a quantised weight by their indices.
-
-    Args:
-        weight: ``[N, K]``.
-        ids: int64 ``[...]``.
-        dtype: One of `DTYPES`; the rows are rounded to it from float32.
-
-    Raises:
-        IndexError: there is no such row.
-    """
-    ids = ids.contiguous()
-    output = torch.empty(*ids.shape, weight.inner, dtype=dtype)
-    missing = native.library(torch.float32).unpack_rows(
-        *(weight.codes.data_ptr(), weight.bits, weight.codes.dtype == torch.int32, weight.group),
-        *(weight.scales.data_ptr(), native.address(weight.offsets), weight.scales.dtype == torch.float16, weight.zero),
-        *(weight.columns, weight.inner, ids.data_ptr(), ids.numel(), dtype == torch.bfloat16, output.data_ptr()),
-    )
-    if missing:
-        raise IndexError(f"a weight of {weight.columns} rows has not all of the rows {ids.tolist()}")
-    return output
-
-
-def kernel(rounds_rows: bool) -> Any:
-    """The C function that multiplies by weights of which that is true."""
-    library = native.library(torch.float32)
-    if not rounds_rows:
-        return library.quantised_linear
-    return library.integer_linear_amx if native.chosen_path(torch.float32) == "amx" else library.integer_linear
-
-
-def quantised_linear(
-    x: torch.Tensor,
-    weight: QuantisedPanels,
-    bias: torch.Tensor | None = None,
-    epilogue: str = "none",
-    other: torch.Tensor | None = None,
-    is_unrounded: bool = False,
-) -> torch.Tensor:
-    """GEMM: ``x [n, K]`` times a quantised weight ``[N, K]``; arguments as of `native.linear`.
-
-    Raises:
-        MemoryError: there is no memory for bfloat16 rows in float32, or for rounded ones.
-    """
-    rows, inner = x.shape
-    x = x.contiguous()
-    other = other.contiguous() if other is not None else None
-    output = x.new_empty(rows, weight.columns, dtype=torch.float32 if is_unrounded else x.dtype)
-    failed = kernel(weight.rounds_rows)(
-        *(x.data_ptr(), x.dtype == torch.bfloat16, rows, inner),
-        *(weight.codes.data_ptr(), weight.bits, weight.group),
-        *(weight.scales.data_ptr(), native.address(weight.offsets), weight.scales.dtype == torch.float16),
-        *(weight.zero, weight.columns, native.address(bias), native.EPILOGUES[epilogue], native.address(other)),
-        *(output.data_ptr(), is_unrounded, native.team()),
-    )
-    if failed:
-        raise MemoryError(f"no memory for {rows} rows of {inner} elements")
-    return output
+    padded = functional.pad(rows, (0, 0, 0, -len(rows) % COLUMNS))
+    return padded.view(-1, COLUMNS, rows.shape[1]).mT.contiguous()

@@ -21,7 +21,7 @@ typedef struct {
     int is_for_amx;
     int8_t *codes;
     float *scales, *totals; /* of a block; totals are sums of codes */
-    int32_t *starts;        /* what sums of products begin with, for codes that count from a zero of their own */
+    int32_t *starts;        /* initial sums of products, for codes that count from a zero of their own */
 } rounded_t;
 
 static inline int64_t
@@ -66,12 +66,12 @@ round_row(const quantised_t *q, const rounded_t *to, int32_t zero, int64_t row)
 {
     const int64_t tile = to->is_for_amx ? row / to->most : ((row + 1) * tiles_of(to, q->rows) - 1) / q->rows;
     const int64_t first = first_row(to, q->rows, tile);
-    const int64_t together = to->is_for_amx ? to->most : first_row(to, q->rows, tile + 1) - first;
+    const int64_t tile_rows = to->is_for_amx ? to->most : first_row(to, q->rows, tile + 1) - first;
     int8_t *codes = to->codes + first * to->words * WORD_BYTES + (row - first) * (to->is_for_amx ? BLOCK : WORD_BYTES);
     for (int64_t block = 0; block < to->blocks; block++) {
         int8_t some[BLOCK + LANES] = {0};
         const int64_t begin = block * to->size, at = row * q->inner + begin, count = smaller(to->size, q->inner - begin);
-        const int64_t place = first * to->blocks + block * together + row - first;
+        const int64_t place = first * to->blocks + block * tile_rows + row - first;
         float total;
         if (count == BLOCK) /* a number that the compiler knows */
             to->scales[place] = round_block(q, at, BLOCK, some, &total);
@@ -79,9 +79,9 @@ round_row(const quantised_t *q, const rounded_t *to, int32_t zero, int64_t row)
             to->scales[place] = round_block(q, at, count, some, &total);
         if (to->is_for_amx) {
             memcpy(codes, some, BLOCK);
-            codes += together * BLOCK;
+            codes += tile_rows * BLOCK;
         } else
-            for (int64_t i = 0; i < count; i += WORD_BYTES, codes += together * WORD_BYTES)
+            for (int64_t i = 0; i < count; i += WORD_BYTES, codes += tile_rows * WORD_BYTES)
                 memcpy(codes, some + i, WORD_BYTES);
         to->totals[place] = total;
         to->starts[place] = -zero * (int32_t)total;

@@ -3,8 +3,8 @@
 #include "kv_rows.h"
 
 enum {
-    FEW = 64,      /* tokens up to which one thread is faster than several */
-    TOGETHER = 16, /* that a thread takes at a time */
+    ONE_THREAD = 64, /* tokens up to which one thread is faster than several */
+    GRAIN = 16,      /* tokens that a thread takes at a time */
 };
 
 /* RMSNorm: y = x / sqrt(mean(x * x) + epsilon) * weight, over `width` elements. */
@@ -24,28 +24,19 @@ normalise(const element *x, const element *weight, int64_t width, float epsilon,
     }
 }
 
-typedef struct {
-    const element *x;
-    int64_t width;
-    const element *weight;
-    float epsilon;
-    element *y;
-} norm_rows_t;
-
 static void
-normalise_rows(const void *job, int64_t first, int64_t stop)
+normalise_rows(const void *arguments, int64_t first, int64_t stop)
 {
-    const norm_rows_t *n = job;
+    const rms_norm_t *n = arguments;
     for (int64_t row = first; row < stop; row++)
         normalise(n->x + row * n->width, n->weight, n->width, n->epsilon, n->y + row * n->width);
 }
 
 void
-rms_norm(const element *x, int64_t rows, int64_t width, const element *weight, float epsilon, element *y,
-         const team_t *team)
+rms_norm(const rms_norm_t *arguments, const threads_t *threads)
 {
-    const norm_rows_t job = {x, width, weight, epsilon, y};
-    share_work(team, rows, rows > FEW ? TOGETHER : FEW, normalise_rows, &job);
+    const int64_t rows = arguments->rows;
+    parallel_for(threads, rows, rows > ONE_THREAD ? GRAIN : ONE_THREAD, normalise_rows, arguments);
 }
 
 #ifdef FLOAT32
@@ -59,20 +50,19 @@ typedef struct {
 enum { SPAN = 4096 };
 
 static void
-soft_cap_spans(const void *job, int64_t first, int64_t stop)
+soft_cap_spans(const void *arguments, int64_t first, int64_t stop)
 {
-    const soft_cap_t *s = job;
+    const soft_cap_t *s = arguments;
     const int64_t end = smaller(stop * SPAN, s->count);
     for (int64_t at = first * SPAN; at < end; at += LANES)
         store_lanes(s->x + at, end - at, vec_soft_cap(load_lanes(s->x + at, end - at), s->cap));
 }
 
-/* x = cap * tanh(x / cap) for each of `count` numbers. */
 void
-soft_cap(float *x, int64_t count, float cap, const team_t *team)
+soft_cap(float *x, int64_t count, float cap, const threads_t *threads)
 {
-    const soft_cap_t job = {x, count, cap};
-    share_work(team, (count + SPAN - 1) / SPAN, 4, soft_cap_spans, &job);
+    const soft_cap_t arguments = {x, count, cap};
+    parallel_for(threads, (count + SPAN - 1) / SPAN, 4, soft_cap_spans, &arguments);
 }
 #endif
 
@@ -96,7 +86,7 @@ typedef struct {
 
 /* RMSNorm, if there is a weight, and RoPE of one query or key head; `y` may be `x`. */
 static inline void
-turn_head(const element *x, norm_t norm, const element *cosine, const element *sine, int64_t width, element *y)
+rotate_head(const element *x, norm_t norm, const element *cosine, const element *sine, int64_t width, element *y)
 {
     if (norm.weight) {
         normalise(x, norm.weight, width, norm.epsilon, y);
@@ -115,50 +105,30 @@ store_row(const element *x, int64_t width, int32_t is_int8, char *row)
         memcpy(row, x, width * sizeof *x);
 }
 
-typedef struct {
-    const element *qkv;
-    int64_t heads, kv_heads, width;
-    const element *cosine, *sine;
-    norm_t of_query, of_key;
-    element *query;
-    char *keys, *values;
-    int32_t is_int8;
-    int64_t size;
-    const int64_t *pages, *slots;
-} qkv_t;
-
 static void
-rotate_and_store_tokens(const void *job, int64_t first, int64_t stop)
+rotate_and_store_tokens(const void *arguments, int64_t first, int64_t stop)
 {
-    const qkv_t *q = job;
-    const int64_t width = q->width, row_bytes = kv_row_bytes(width, q->is_int8);
+    const rotation_t *r = arguments;
+    const norm_t of_query = {r->query_norm, r->epsilon}, of_key = {r->key_norm, r->epsilon};
+    const int64_t width = r->width, row_bytes = kv_row_bytes(width, r->is_int8);
     for (int64_t token = first; token < stop; token++) {
-        const element *c = q->cosine + token * width, *s = q->sine + token * width;
-        const element *from = q->qkv + token * (q->heads + 2 * q->kv_heads) * width;
-        for (int64_t head = 0; head < q->heads; head++, from += width)
-            turn_head(from, q->of_query, c, s, width, q->query + (token * q->heads + head) * width);
-        for (int64_t head = 0; head < q->kv_heads; head++, from += width) {
-            const int64_t place = ((q->pages[token] * q->kv_heads + head) * q->size + q->slots[token]) * row_bytes;
+        const element *c = r->cosine + token * width, *s = r->sine + token * width;
+        const element *from = r->qkv + token * (r->heads + 2 * r->kv_heads) * width;
+        for (int64_t head = 0; head < r->heads; head++, from += width)
+            rotate_head(from, of_query, c, s, width, r->query + (token * r->heads + head) * width);
+        for (int64_t head = 0; head < r->kv_heads; head++, from += width) {
+            const int64_t row = (r->pages[token] * r->kv_heads + head) * r->page_size + r->slots[token];
             element key[WIDEST];
-            turn_head(from, q->of_key, c, s, width, key);
-            store_row(key, width, q->is_int8, q->keys + place);
-            store_row(from + q->kv_heads * width, width, q->is_int8, q->values + place);
+            rotate_head(from, of_key, c, s, width, key);
+            store_row(key, width, r->is_int8, r->keys + row * row_bytes);
+            store_row(from + r->kv_heads * width, width, r->is_int8, r->values + row * row_bytes);
         }
     }
 }
 
-/* Splits the fused projection `qkv` [tokens, heads + 2 * kv_heads, width]: rotated queries go to `query`
- * [tokens, heads, width], rotated keys and values into the cache, [pages, kv_heads, size, row], as the slot mapping
- * says, `pages` and `slots` [tokens]. `cosine` and `sine` are [tokens, width].
- */
 void
-rotate_and_store(const element *qkv, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width,
-                 const element *cosine, const element *sine, const element *query_norm, const element *key_norm,
-                 float epsilon, element *query, char *keys, char *values, int32_t is_int8, int64_t size,
-                 const int64_t *pages, const int64_t *slots, const team_t *team)
+rotate_and_store(const rotation_t *arguments, const threads_t *threads)
 {
-    const norm_t of_query = {query_norm, epsilon}, of_key = {key_norm, epsilon};
-    const qkv_t q = {qkv,  heads,  kv_heads, width, cosine, sine,  of_query, of_key,
-                     query, keys, values,   is_int8, size,  pages, slots};
-    share_work(team, tokens, tokens > FEW ? TOGETHER : FEW, rotate_and_store_tokens, &q);
+    const int64_t tokens = arguments->tokens;
+    parallel_for(threads, tokens, tokens > ONE_THREAD ? GRAIN : ONE_THREAD, rotate_and_store_tokens, arguments);
 }

@@ -36,7 +36,7 @@ smaller(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* For what is read some microseconds later: a processor reads ahead by itself, but not over what it computes between. */
+/* Fetches a line that is read some microseconds later: processors prefetch by themselves, but not across computations. */
 INLINED void
 fetch_to_l2(const void *line)
 {
@@ -64,7 +64,7 @@ word_at(const int8_t *codes)
 INLINED int processor_has_dot(void) { return 0; }
 #endif
 
-/* What is added to a signed byte of a weight before it is multiplied. */
+/* Number that is added to a signed byte of a weight before it is multiplied. */
 INLINED int32_t byte_excess(int has_dot) { return has_dot ? 128 : 0; }
 
 /* `count` elements as operands of a GEMM. */

@@ -244,7 +244,7 @@ split_nibbles(words_t w, int part)
     return _mm512_and_si512(part ? _mm512_srli_epi32(w, 4) : w, _mm512_set1_epi8(15));
 }
 
-/* Products of what `split_nibbles` returned and of codes; `nibble_sums` of what up to 32 of them made. */
+/* Adds products of the result of `split_nibbles` and of codes; `nibble_sums` reads the sums of up to 32 of them. */
 INLINED ints
 add_nibbles(int has_dot, ints sum, words_t nibbles, const int8_t *codes)
 {

@@ -347,7 +347,7 @@ add_bytes(int has_dot, ints sum, words_t bytes, const int8_t *codes)
     return sum;
 }
 
-/* Products of what `split_nibbles` returned and of codes; `nibble_sums` of what up to 32 of them made. */
+/* Adds products of the result of `split_nibbles` and of codes; `nibble_sums` reads the sums of up to 32 of them. */
 INLINED ints
 add_nibbles(int has_dot, ints sum, words_t nibbles, const int8_t *codes)
 {

@@ -22,8 +22,8 @@ typedef uint64_t units __attribute__((vector_size(8 * WIDTH)));
 typedef float floats __attribute__((vector_size(4 * WIDTH)));
 
 enum {
-    TOGETHER = 4, /* vectors whose exponentials are computed in turns: each step waits for the one before */
-    NUMBERS = TOGETHER * WIDTH,
+    VECTORS = 4, /* whose exponentials are computed in turns: each step waits for the one before */
+    NUMBERS = VECTORS * WIDTH,
     BLOCK = 64, /* tokens: `BLOCK` in adapters/sampling/candidates.py */
 
     SAMPLE = 3000, /* tokens of a row's sample, approximately */
@@ -34,7 +34,7 @@ enum {
     DIGITS = 1 << DIGIT,
 };
 
-#define EACH _Pragma("GCC unroll 4") for (int i = 0; i < TOGETHER; i++)
+#define EACH _Pragma("GCC unroll 4") for (int i = 0; i < VECTORS; i++)
 #define ERRORS 3.5        /* standard errors by which the end of a prefix may be higher than the sample says */
 #define SMALLEST -708.0   /* exp of what is lower would be subnormal */
 #define TO_WHOLE 0x1.8p52 /* added to a double, it leaves the nearest whole number in the low bits */
@@ -46,10 +46,10 @@ enum {
  * it for |r| <= ln(2) / 2 (minimax, by Remez's algorithm).
  */
 INLINED void
-exponential(doubles x[TOGETHER])
+exponential(doubles x[VECTORS])
 {
-    doubles shifted[TOGETHER], high[TOGETHER], low[TOGETHER], r[TOGETHER], square[TOGETHER];
-    doubles even[TOGETHER], odd[TOGETHER];
+    doubles shifted[VECTORS], high[VECTORS], low[VECTORS], r[VECTORS], square[VECTORS];
+    doubles even[VECTORS], odd[VECTORS];
     EACH shifted[i] = x[i] * 0x1.71547652b82fep+0 + TO_WHOLE;
     EACH high[i] = x[i] - (shifted[i] - TO_WHOLE) * 0x1.62e42feep-1; /* exact: k has 10 bits, the factor 32 */
     EACH low[i] = (shifted[i] - TO_WHOLE) * 0x1.a39ef35793c76p-33;
@@ -74,7 +74,7 @@ void
 exponentials(double *values, int64_t count)
 {
     for (int64_t at = 0; at < count; at += NUMBERS) {
-        doubles x[TOGETHER] = {{0}};
+        doubles x[VECTORS] = {{0}};
         const size_t size = smaller(count - at, NUMBERS) * sizeof *values;
         memcpy(x, values + at, size);
         exponential(x);
@@ -82,7 +82,7 @@ exponentials(double *values, int64_t count)
     }
 }
 
-/* What weighing is compiled for. */
+/* A specialization of weighing, which the compiler knows. */
 typedef struct {
     int is_masked, is_kept;
 } how_t;
@@ -94,8 +94,8 @@ weigh_block(how_t how, const weighing_t *w, const float *logits, uint64_t *weigh
     const doubles offset = (doubles){0} + w->offset;
     units sum = {0};
     for (int64_t at = 0; at < BLOCK; at += NUMBERS) {
-        doubles x[TOGETHER];
-        units kept[TOGETHER];
+        doubles x[VECTORS];
+        units kept[VECTORS];
         EACH
         {
             floats each;

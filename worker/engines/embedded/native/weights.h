@@ -4,13 +4,6 @@
 
 #include "kernels.h"
 
-/* What decides a token's weight beside its logit, which the temperature has divided; in native/weights.py too. */
-typedef struct {
-    double highest; /* logit of the row */
-    double offset;  /* which rounds a weight to its unit when it is added */
-    float lowest;   /* lowest logit that has a weight; -inf for none */
-} weighing_t;
-
 /* The maxima [rows, ceil(width / 64)] of blocks of 64 logits, NaN where one of them is. A row begins `stride` after the one
  * before.
  */

@@ -7,28 +7,23 @@ and on every processor. This module is the `adapters.sampling.native.RowKernels`
 
 from __future__ import annotations
 
-import ctypes
 import math
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 
 from adapters.sampling.candidates import BLOCK
 from adapters.sampling.weights import rounding, weight_bits
 from adapters.sampling.whole_row import find_unit
-from worker.engines.embedded import native
+from worker.engines.embedded.native.libraries import address
+from worker.engines.embedded.native.paths import library, unavailable
 
 
 @cache
 def are_available() -> bool:
     """Whether these functions compute here, in any path; the answer holds for the process."""
-    return native.unavailable(torch.float32) is None
-
-
-class _Weighing(ctypes.Structure):
-    """``weighing_t`` in ``weights.h``."""
-
-    _fields_ = (("highest", ctypes.c_double), ("offset", ctypes.c_double), ("lowest", ctypes.c_float))
+    return unavailable(torch.float32) is None
 
 
 def block_maxima(logits: torch.Tensor) -> torch.Tensor:
@@ -40,7 +35,7 @@ def block_maxima(logits: torch.Tensor) -> torch.Tensor:
         logits = logits.contiguous()
     rows, width = logits.shape
     maxima = torch.empty(rows, -(-width // BLOCK), dtype=torch.float32)
-    native.library(torch.float32).block_maxima(logits.data_ptr(), rows, logits.stride(0), width, maxima.data_ptr())
+    library(torch.float32).block_maxima(logits.data_ptr(), rows, logits.stride(0), width, maxima.data_ptr())
     return maxima
 
 
@@ -52,7 +47,7 @@ def highest_ids(logits: torch.Tensor) -> tuple[list[int], list[float]]:
         logits = logits.contiguous()
     rows, width = logits.shape
     ids, values = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
-    native.library(torch.float32).highest_ids(
+    library(torch.float32).highest_ids(
         *(logits.data_ptr(), rows, logits.stride(0), width, ids.data_ptr(), values.data_ptr())
     )
     return ids.tolist(), values.tolist()
@@ -62,7 +57,7 @@ def exponential_(values: torch.Tensor) -> torch.Tensor:
     """``values.exp_()`` of contiguous float64 on the CPU, none above 709, to one unit in the last
     place; 0 below -708, and for NaN.
     """
-    native.library(torch.float32).exponentials(values.data_ptr(), values.numel())
+    library(torch.float32).exponentials(values.data_ptr(), values.numel())
     return values
 
 
@@ -80,9 +75,9 @@ class NativeRow:
         width: V, of a row.
 
     Attributes:
-        sums: Of the weights of blocks of 64 tokens of the row weighed last, int64
+        sums: Sums of the weights of blocks of 64 tokens of the row weighed last, int64
             ``[ceil(V / 64)]``.
-        total: Their sum.
+        total: Sum of all weights of that row.
     """
 
     def __init__(self, width: int) -> None:
@@ -97,11 +92,11 @@ class NativeRow:
         Args:
             logits: float32 ``[V]``, none of them NaN or above the highest. They must stay as they
                 are until the next row is weighed.
-            highest: Of them; finite.
+            highest: Highest logit; finite.
             lowest: Lowest logit that has a weight, a float32; -inf for none.
         """
         self._logits = logits.contiguous()
-        self._weighing = _Weighing(highest, self._offset, lowest)
+        self._weighing: Any = library(torch.float32).weighing_t(highest=highest, offset=self._offset, lowest=lowest)
         self.total = self._weigh(self._logits, self.sums, None)
         return self.total
 
@@ -125,7 +120,7 @@ class NativeRow:
         """The shortest prefix, by falling logit and rising id, of weight at least `target`.
 
         Args:
-            target: From 1 to `total`.
+            target: Least weight of the prefix, from 1 to `total`.
 
         Returns:
             Rising ids of its tokens that have a weight, and their weights, int64 ``[n]``; in memory
@@ -135,8 +130,8 @@ class NativeRow:
             ValueError: `target` is not from 1 to `total`.
         """
         ids, keys, weights = self._buffers
-        count = native.library(torch.float32).take_prefix(
-            *(ctypes.byref(self._weighing), self._logits.data_ptr(), self._width, self.total, target),
+        count = library(torch.float32).take_prefix(
+            *(self._weighing, self._logits.data_ptr(), self._width, self.total, target),
             *(ids.data_ptr(), keys.data_ptr(), weights.data_ptr()),
         )
         if count < 0:
@@ -153,8 +148,8 @@ class NativeRow:
         return ids, keys, torch.empty(2 * self._width, dtype=torch.int64)
 
     def _weigh(self, logits: torch.Tensor, sums: torch.Tensor | None, weights: torch.Tensor | None) -> int:
-        total: int = native.library(torch.float32).weigh(
-            *(ctypes.byref(self._weighing), logits.data_ptr(), len(logits)),
-            *(native.address(sums), native.address(weights)),
+        total: int = library(torch.float32).weigh(
+            *(self._weighing, logits.data_ptr(), len(logits)),
+            *(address(sums), address(weights)),
         )
         return total

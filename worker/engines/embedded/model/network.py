@@ -1,0 +1,45 @@
+"""A causal language model's network over a packed batch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from worker.engines.embedded.attention import AttentionStep
+
+
+class Network(torch.nn.Module, ABC):
+    """Embedding, decoder layers and LM head.
+
+    Attributes:
+        foreign: Activations that transformers computes, so that nothing is known of their bits.
+    """
+
+    foreign: tuple[str, ...] = ()
+
+    @abstractmethod
+    def hidden(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, only: int | None = None
+    ) -> torch.Tensor:
+        """Last hidden states ``[T, hidden]``.
+
+        Args:
+            ids: Token ids ``[T]``.
+            positions: Positions ``[T]`` of the tokens in their sequences.
+            step: Attention of the batch.
+            only: Index of the one layer to compute; None for all.
+        """
+
+    @property
+    @abstractmethod
+    def has_windows(self) -> bool:
+        """Whether tokens of some layers attend to a window alone."""
+
+    @abstractmethod
+    def layer_kinds(self) -> list[int]:
+        """Index of a layer of each kind."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits, float32 ``[n, vocab_size]``, of hidden states ``[n, hidden]``."""

@@ -1,0 +1,175 @@
+/* Arguments of kernels: a structure for each, whose fields are listed here and nowhere else.
+ *
+ * C declares the structures from the lists, and `kernels_arguments` in `linear.c` describes them to Python
+ * (`native/libraries.py`), which makes its own from the description: both have the same fields at the same places.
+ */
+#ifndef ARGUMENTS_H
+#define ARGUMENTS_H
+
+#include "vector.h"
+
+/* A query tile: consecutive tokens of one sequence; the heads that share keys make up to 64 queries. */
+typedef struct {
+    int64_t first, count; /* tokens of the step */
+    int64_t position;     /* of the first one in its sequence */
+    int64_t pages;        /* where the sequence's pages begin in the page table */
+} tile_t;
+
+/* A packed weight and a bias. */
+#define GEMM(FIELD)                                                                                                    \
+    FIELD(int64_t, columns)                                                                                            \
+    FIELD(int64_t, inner)                                                                                              \
+    FIELD(const void *, weight)  /* panels [ceil(columns / 32)][inner words][32 columns], or those of codes */         \
+    FIELD(const void *, bias)    /* [columns] or NULL */                                                               \
+    FIELD(const void *, scales)  /* of a quantised weight, [panels][groups][32 columns] */                             \
+    FIELD(const void *, offsets) /* the same; NULL: each is `zero` times its scale */                                  \
+    FIELD(int64_t, group)        /* weights of a row with one scale; 0: the weight is not quantised */                 \
+    FIELD(int32_t, bits)         /* of a code: 4 or 8 */                                                               \
+    FIELD(int32_t, is_half)      /* whether scales and offsets are float16, not float32 */                             \
+    FIELD(float, zero)                                                                                                 \
+    FIELD(int32_t, has_words)    /* whether codes of 8 bits lie in words of four of a column */
+
+/* A linear layer. */
+#define LINEAR(FIELD)                                                                                                  \
+    FIELD(const void *, input) /* [rows, inner] */                                                                     \
+    FIELD(int64_t, rows)                                                                                               \
+    FIELD(const gemm_t *, gemm)                                                                                        \
+    FIELD(const void *, other)     /* [rows, columns], the epilogue's operand */                                       \
+    FIELD(void *, output)          /* [rows, columns] */                                                               \
+    FIELD(int32_t, epilogue)       /* an `epilogue_t` */                                                               \
+    FIELD(int32_t, is_unrounded)   /* whether the output is float32 sums */                                            \
+    FIELD(int32_t, is_bfloat16)    /* of a quantised weight: whether all else is bfloat16, not float32 */
+
+#define RMS_NORM(FIELD)                                                                                                \
+    FIELD(const element *, x) /* [rows, width] */                                                                      \
+    FIELD(int64_t, rows)                                                                                               \
+    FIELD(int64_t, width)                                                                                              \
+    FIELD(const element *, weight) /* [width] */                                                                       \
+    FIELD(element *, y)            /* [rows, width] */                                                                 \
+    FIELD(float, epsilon)
+
+/* RMSNorm per head, RoPE, and the writing of keys and values. */
+#define ROTATION(FIELD)                                                                                                \
+    FIELD(const element *, qkv) /* [tokens, heads + 2 * kv_heads, width] */                                            \
+    FIELD(int64_t, tokens)                                                                                             \
+    FIELD(int64_t, heads)                                                                                              \
+    FIELD(int64_t, kv_heads)                                                                                           \
+    FIELD(int64_t, width)                                                                                              \
+    FIELD(const element *, cosine) /* [tokens, width], as is `sine` */                                                 \
+    FIELD(const element *, sine)                                                                                       \
+    FIELD(const element *, query_norm) /* [width] or NULL, as is `key_norm` */                                         \
+    FIELD(const element *, key_norm)                                                                                   \
+    FIELD(element *, query) /* [tokens, heads, width] */                                                               \
+    FIELD(char *, keys)     /* [pages, kv_heads, page_size, row of `kv_rows.h`], as are `values` */                    \
+    FIELD(char *, values)                                                                                              \
+    FIELD(int64_t, page_size)                                                                                          \
+    FIELD(const int64_t *, pages) /* [tokens], the slot mapping, as are `slots` */                                     \
+    FIELD(const int64_t *, slots)                                                                                      \
+    FIELD(float, epsilon)                                                                                              \
+    FIELD(int32_t, is_int8) /* keys and values */
+
+#define ATTENTION(FIELD)                                                                                               \
+    FIELD(const element *, query) /* [tokens] with this stride, [kv_heads * group, width] */                           \
+    FIELD(int64_t, query_stride)                                                                                       \
+    FIELD(element *, output)    /* [tokens, kv_heads * group, width] */                                                \
+    FIELD(const char *, keys)   /* [pages, kv_heads, page_size, row of `kv_rows.h`], as are `values` */                \
+    FIELD(const char *, values)                                                                                        \
+    FIELD(int64_t, kv_heads)                                                                                           \
+    FIELD(int64_t, group) /* query heads per key head */                                                               \
+    FIELD(int64_t, width)                                                                                              \
+    FIELD(int64_t, page_size)                                                                                          \
+    FIELD(const int64_t *, page_table) /* of all sequences */                                                          \
+    FIELD(const tile_t *, tiles)                                                                                       \
+    FIELD(int64_t, num_tiles)                                                                                          \
+    FIELD(int64_t, window) /* tokens that a token attends to, itself among them; 0: all before it */                   \
+    FIELD(float, scale)                                                                                                \
+    FIELD(float, softcap) /* 0 for none */                                                                             \
+    FIELD(int32_t, is_int8) /* keys and values */
+
+/* A decoder layer of the Llama family. */
+#define LAYER(FIELD)                                                                                                   \
+    FIELD(const element *, input_norm)                                                                                 \
+    FIELD(const element *, mlp_norm)                                                                                   \
+    FIELD(const element *, query_norm) /* NULL for none, as is `key_norm` */                                           \
+    FIELD(const element *, key_norm)                                                                                   \
+    FIELD(float, input_epsilon)                                                                                        \
+    FIELD(float, mlp_epsilon)                                                                                          \
+    FIELD(float, head_epsilon)                                                                                         \
+    FIELD(float, scale) /* of scores */                                                                                \
+    FIELD(int64_t, window)                                                                                             \
+    FIELD(const gemm_t *, query_proj) /* the fused QKV projection; or a part, and the following the others */          \
+    FIELD(const gemm_t *, key_proj)   /* NULL if the projection is one */                                              \
+    FIELD(const gemm_t *, value_proj)                                                                                  \
+    FIELD(const gemm_t *, output_proj)                                                                                 \
+    FIELD(const gemm_t *, gate)                                                                                        \
+    FIELD(const gemm_t *, up)                                                                                          \
+    FIELD(const gemm_t *, down)                                                                                        \
+    FIELD(char *, keys) /* pages, as are `values` */                                                                   \
+    FIELD(char *, values)
+
+/* Inputs that the layers of a step share. */
+#define STEP(FIELD)                                                                                                    \
+    FIELD(int64_t, tokens)                                                                                             \
+    FIELD(int64_t, hidden)                                                                                             \
+    FIELD(int64_t, heads)                                                                                              \
+    FIELD(int64_t, kv_heads)                                                                                           \
+    FIELD(int64_t, width)                                                                                              \
+    FIELD(const element *, cosine) /* [tokens, width], as is `sine` */                                                 \
+    FIELD(const element *, sine)                                                                                       \
+    FIELD(const int64_t *, pages) /* [tokens], the slot mapping, as are `slots` */                                     \
+    FIELD(const int64_t *, slots)                                                                                      \
+    FIELD(const int64_t *, page_table) /* of all sequences */                                                          \
+    FIELD(const tile_t *, tiles)                                                                                       \
+    FIELD(int64_t, num_tiles)                                                                                          \
+    FIELD(int64_t, page_size)                                                                                          \
+    FIELD(linear_kernel_t *, quantised) /* NULL if no weight is quantised */                                           \
+    FIELD(int32_t, is_int8)             /* keys and values */
+
+/* Rows of a quantised weight. */
+#define UNPACKING(FIELD)                                                                                               \
+    FIELD(const gemm_t *, gemm)                                                                                        \
+    FIELD(const int64_t *, ids) /* [count] */                                                                          \
+    FIELD(int64_t, count)                                                                                              \
+    FIELD(void *, output)        /* [count, inner] */                                                                  \
+    FIELD(int32_t, is_bfloat16)  /* the output; otherwise it is float32 */
+
+/* Parameters of a row's weights beside its logits, which the temperature has divided. */
+#define WEIGHING(FIELD)                                                                                                \
+    FIELD(double, highest) /* logit of the row */                                                                      \
+    FIELD(double, offset)  /* which rounds a weight to its unit when it is added */                                    \
+    FIELD(float, lowest)   /* lowest logit that has a weight; -inf for none */
+
+/* The threads that compute. */
+#define THREADS(FIELD)                                                                                                 \
+    FIELD(int32_t, count)                                                                                              \
+    FIELD(struct pool *, pool) /* NULL: one is started for each job */
+
+#define DECLARE(type, name) type name;
+typedef struct { GEMM(DECLARE) } gemm_t;
+typedef struct { LINEAR(DECLARE) } linear_t;
+typedef struct { THREADS(DECLARE) } threads_t;
+/* Computes a linear layer; returns 0, or -1 if there is no memory. */
+typedef int32_t linear_kernel_t(const linear_t *arguments, const threads_t *threads);
+typedef struct { RMS_NORM(DECLARE) } rms_norm_t;
+typedef struct { ROTATION(DECLARE) } rotation_t;
+typedef struct { ATTENTION(DECLARE) } attention_t;
+typedef struct { LAYER(DECLARE) } layer_t;
+typedef struct { STEP(DECLARE) } step_t;
+typedef struct { UNPACKING(DECLARE) } unpacking_t;
+typedef struct { WEIGHING(DECLARE) } weighing_t;
+
+#define DESCRIBE_FIELD(type, name) #type " " #name ";"
+#define DESCRIBE(structure, FIELDS) structure ":" FIELDS(DESCRIBE_FIELD) "\n"
+#define ALL_ARGUMENTS                                                                                                  \
+    DESCRIBE("gemm", GEMM)                                                                                             \
+    DESCRIBE("linear", LINEAR)                                                                                         \
+    DESCRIBE("threads", THREADS)                                                                                       \
+    DESCRIBE("rms_norm", RMS_NORM)                                                                                     \
+    DESCRIBE("rotation", ROTATION)                                                                                     \
+    DESCRIBE("attention", ATTENTION)                                                                                   \
+    DESCRIBE("layer", LAYER)                                                                                           \
+    DESCRIBE("step", STEP)                                                                                             \
+    DESCRIBE("unpacking", UNPACKING)                                                                                   \
+    DESCRIBE("weighing", WEIGHING)
+
+#endif

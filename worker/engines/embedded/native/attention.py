@@ -1,0 +1,167 @@
+"""RoPE, writing to the paged KV cache, and attention over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from worker.engines.embedded.kv_cache import SequenceSlice
+from worker.engines.embedded.native.libraries import DATA_TYPES, address
+from worker.engines.embedded.native.paths import library
+
+_QUERIES = 64
+"""Queries of a tile at most: ``QUERIES`` in ``attention.c``."""
+
+_WIDEST = 256
+"""Largest head size: ``WIDEST`` in ``kv_rows.h``."""
+
+
+def supports_heads(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether `attend` computes attention of `heads` query heads over `kv_heads` key heads."""
+    if kv_heads < 1 or heads % kv_heads:
+        return False
+    return dtype in DATA_TYPES and head_dim % 2 == 0 and head_dim <= _WIDEST and heads // kv_heads <= _QUERIES
+
+
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """The output of a fused QKV projection, and what RMSNorm per head and RoPE need.
+
+    Attributes:
+        qkv: Queries, keys and values ``[T, H + 2 * Hkv, D]``.
+        heads: H.
+        cosine: RoPE cosines of at least T tokens ``[T, D]``, the two halves of D equal.
+        sine: RoPE sines ``[T, D]``, the same.
+        norms: RMSNorm weights ``[D]`` of each query head and of each key head, and their epsilon;
+            None for none.
+    """
+
+    qkv: torch.Tensor
+    heads: int
+    cosine: torch.Tensor
+    sine: torch.Tensor
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None
+
+
+def rotate_and_store(
+    projections: Projections, keys: torch.Tensor, values: torch.Tensor, slot_mapping: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """RMSNorm per head and RoPE; writes keys and values to the KV cache, returns queries.
+
+    Args:
+        projections: Projections of T tokens.
+        keys: The layer's pages of keys, ``[pages, Hkv, page size, D]``; or in int8, of the rows of
+            `kv_cache.Int8Rows`.
+        values: The layer's pages of values, the same.
+        slot_mapping: Page and slot to which each token's KV is written, int64 ``[T]``.
+
+    Returns:
+        Rotated queries ``[T, H, D]``.
+    """
+    tokens, _, width = projections.qkv.shape
+    _, kv_heads, size, _ = keys.shape
+    query = projections.qkv.new_empty(tokens, projections.heads, width)
+    of_query, of_key, epsilon = projections.norms or (None, None, 0.0)
+    kernels = library(query.dtype)
+    arguments = kernels.rotation_t(
+        qkv=projections.qkv.data_ptr(),
+        tokens=tokens,
+        heads=projections.heads,
+        kv_heads=kv_heads,
+        width=width,
+        cosine=projections.cosine.data_ptr(),
+        sine=projections.sine.data_ptr(),
+        query_norm=address(of_query),
+        key_norm=address(of_key),
+        query=query.data_ptr(),
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        page_size=size,
+        pages=slot_mapping[0].data_ptr(),
+        slots=slot_mapping[1].data_ptr(),
+        epsilon=epsilon,
+        is_int8=keys.dtype == torch.int8,
+    )
+    kernels.rotate_and_store(arguments, kernels.threads())
+    return query
+
+
+class Tiles:
+    """Query tiles and page tables of a step.
+
+    A tile is consecutive tokens of one row, whose heads that share keys make up to 64 queries: each
+    block of keys is laid out in panels once for all of them.
+
+    Args:
+        sequences: The rows, in the order of their tokens.
+        group: Query heads per key head.
+
+    Attributes:
+        page_table: Pages of all rows, one row after another, int64.
+        tiles: First token, number of tokens, position of the first in its sequence, and index into
+            `page_table` at which the row's pages begin, int64 ``[n, 4]``.
+    """
+
+    def __init__(self, sequences: Sequence[SequenceSlice], group: int) -> None:
+        most = _QUERIES // group
+        pages: list[int] = []
+        tiles: list[tuple[int, int, int, int]] = []
+        token = 0
+        for sequence in sequences:
+            for first in range(sequence.start, sequence.stop, most):
+                tiles.append((token + first - sequence.start, min(most, sequence.stop - first), first, len(pages)))
+            token += sequence.stop - sequence.start
+            pages += sequence.page_table
+        self.page_table = torch.tensor(pages)
+        self.tiles = torch.tensor(tiles)
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tiles: Tiles,
+    scale: float,
+    window: int,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of ``query [T, H, D]`` over the paged KV cache; returns ``[T, H, D]``.
+
+    Args:
+        query: After RoPE.
+        keys: The layer's pages of keys, ``[pages, Hkv, page size, D]``; or in int8, of the rows of
+            `kv_cache.Int8Rows`.
+        values: The layer's pages of values, the same.
+        tiles: Query tiles and page tables of the step.
+        scale: Factor of the scores.
+        window: Tokens that a token attends to, itself among them; 0 for all before it.
+        softcap: Scores go through ``softcap * tanh(score / softcap)``; None for none.
+    """
+    tokens, heads, width = query.shape
+    _, kv_heads, size, _ = keys.shape
+    if query.stride()[1:] != (width, 1):
+        query = query.contiguous()
+    output = query.new_empty(tokens, heads, width)
+    kernels = library(query.dtype)
+    arguments = kernels.attention_t(
+        query=query.data_ptr(),
+        query_stride=query.stride(0),
+        output=output.data_ptr(),
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        width=width,
+        page_size=size,
+        page_table=tiles.page_table.data_ptr(),
+        tiles=tiles.tiles.data_ptr(),
+        num_tiles=len(tiles.tiles),
+        window=window,
+        scale=scale,
+        softcap=softcap or 0.0,
+        is_int8=keys.dtype == torch.int8,
+    )
+    kernels.attend(arguments, kernels.threads())
+    return output

@@ -1,0 +1,148 @@
+"""Linear layers: GEMMs on packed weights, quantised or not, with an epilogue."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from worker.engines.embedded.native.libraries import address
+from worker.engines.embedded.native.packed import PackedWeight
+from worker.engines.embedded.native.paths import chosen_path, library
+from worker.engines.embedded.native.quantised import QuantisedPanels
+
+ACTIVATIONS = {"silu": 1, "gelu": 4, "gelu_tanh": 5, "relu": 6}
+
+EPILOGUES = {"none": 0, "add": 2, "mul": 3, **ACTIVATIONS}
+
+
+class Gemm:
+    """A packed weight ``[N, K]`` and a bias, for `linear`.
+
+    Args:
+        weight: The weight.
+        bias: ``[N]`` or None.
+
+    Attributes:
+        columns: N.
+        inner: K.
+    """
+
+    def __init__(self, weight: PackedWeight | QuantisedPanels, bias: torch.Tensor | None = None) -> None:
+        self.columns, self.inner = weight.shape
+        self.weight = weight
+        self.bias = bias
+        self.quantised = weight if isinstance(weight, QuantisedPanels) else None
+
+    @cached_property
+    def address(self) -> int:
+        """Address of the ``gemm_t`` of the kernels."""
+        return ctypes.addressof(self._in_c)
+
+    @cached_property
+    def _in_c(self) -> Any:
+        bias = address(self.bias)
+        if isinstance(self.weight, PackedWeight):
+            panels = self.weight.panels
+            return library(panels.dtype).gemm_t(
+                columns=self.columns, inner=self.inner, weight=panels.data_ptr(), bias=bias
+            )
+        return quantised_gemm(self.weight, bias)
+
+
+def quantised_gemm(panels: QuantisedPanels, bias: int | None = None) -> Any:
+    """The ``gemm_t`` of a quantised weight and the address of its bias."""
+    return library(torch.float32).gemm_t(
+        columns=panels.columns,
+        inner=panels.inner,
+        weight=panels.codes.data_ptr(),
+        bias=bias,
+        scales=panels.scales.data_ptr(),
+        offsets=address(panels.offsets),
+        group=panels.group,
+        bits=panels.bits,
+        is_half=panels.scales.dtype == torch.float16,
+        zero=panels.zero,
+        has_words=panels.codes.dtype == torch.int32,
+    )
+
+
+def quantised_kernel(rounds_rows: bool) -> Any:
+    """The C function that multiplies by quantised weights; of integers if rows are rounded."""
+    kernels = library(torch.float32)
+    if not rounds_rows:
+        return kernels.quantised_linear
+    return kernels.integer_linear_amx if chosen_path(torch.float32) == "amx" else kernels.integer_linear
+
+
+def linear(
+    x: torch.Tensor,
+    gemm: Gemm,
+    epilogue: str = "none",
+    other: torch.Tensor | None = None,
+    is_unrounded: bool = False,
+) -> torch.Tensor:
+    """GEMM: ``x [n, K]`` times a packed weight ``[N, K]``, plus a bias; ``[n, N]``, rounded once.
+
+    On a quantised weight a result has the bits of that in float32 on the weight that is unpacked;
+    or, where rows are rounded to 8 bits, the bits that ``integer.c`` defines.
+
+    Args:
+        x: Rows.
+        gemm: The weight and the bias, of the data type of the rows unless quantised.
+        epilogue: ``none``; one of `ACTIVATIONS`; or ``add`` or ``mul`` with `other`.
+        other: ``[n, N]``.
+        is_unrounded: Whether the result is the float32 sums instead, which are not rounded.
+
+    Raises:
+        MemoryError: there is no memory for the rows in float32, as AVX2 and plain C read them, or
+            for rounded rows.
+    """
+    rows, dtype = x.shape[0], x.dtype
+    x = x.contiguous()
+    other = other.contiguous() if other is not None else None
+    output = x.new_empty(rows, gemm.columns, dtype=torch.float32 if is_unrounded else dtype)
+    quantised = gemm.quantised
+    kernels = library(dtype if quantised is None else torch.float32)
+    kernel = kernels.linear if quantised is None else quantised_kernel(quantised.rounds_rows)
+    arguments = kernels.linear_t(
+        input=x.data_ptr(),
+        rows=rows,
+        gemm=gemm.address,
+        other=address(other),
+        output=output.data_ptr(),
+        epilogue=EPILOGUES[epilogue],
+        is_unrounded=is_unrounded,
+        is_bfloat16=dtype == torch.bfloat16,
+    )
+    if kernel(arguments, kernels.threads()):
+        raise MemoryError(f"no memory for {rows} rows of {gemm.inner} elements")
+    return output
+
+
+def unpacked_rows(weight: QuantisedPanels, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows ``[..., K]`` of a quantised weight by their indices.
+
+    Args:
+        weight: ``[N, K]``.
+        ids: int64 ``[...]``.
+        dtype: Data type of the rows, float32 or bfloat16, to which they are rounded from float32.
+
+    Raises:
+        IndexError: there is no such row.
+    """
+    ids = ids.contiguous()
+    output = torch.empty(*ids.shape, weight.inner, dtype=dtype)
+    kernels, gemm = library(torch.float32), quantised_gemm(weight)
+    arguments = kernels.unpacking_t(
+        gemm=ctypes.addressof(gemm),
+        ids=ids.data_ptr(),
+        count=ids.numel(),
+        output=output.data_ptr(),
+        is_bfloat16=dtype == torch.bfloat16,
+    )
+    if kernels.unpack_rows(arguments):
+        raise IndexError(f"a weight of {weight.columns} rows has not all of the rows {ids.tolist()}")
+    return output

@@ -1,0 +1,138 @@
+"""Weights of a Hugging Face checkpoint in the tensors of a GGUF file.
+
+llama.cpp's converter renames weights, joins the experts of a layer, and in Llama's reorders the
+rows of queries and keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGMLQuantizationType
+
+from worker.models.geometry import Geometry, Tensor
+from worker.models.gguf_file import GgufError, GgufFile, GgufTensor
+from worker.models.model_types import ModelType
+from worker.models.numbers import are_exact
+
+ROPE_FREQUENCIES = "rope_freqs.weight"
+"""Tensor that is no weight of a checkpoint."""
+
+_GGUF_NAMES = (
+    ("model.embed_tokens.", "token_embd."),
+    ("model.norm.", "output_norm."),
+    ("lm_head.", "output."),
+    ("model.layers.", "blk."),
+    (".input_layernorm.", ".attn_norm."),
+    (".post_attention_layernorm.", ".ffn_norm."),
+    (".self_attn.o_proj.", ".attn_output."),
+    (".self_attn.q_norm.", ".attn_q_norm."),
+    (".self_attn.k_norm.", ".attn_k_norm."),
+    (".self_attn.q_proj.", ".attn_q."),
+    (".self_attn.k_proj.", ".attn_k."),
+    (".self_attn.v_proj.", ".attn_v."),
+    (".mlp.gate.", ".ffn_gate_inp."),
+    (".mlp.gate_proj.", ".ffn_gate."),
+    (".mlp.up_proj.", ".ffn_up."),
+    (".mlp.down_proj.", ".ffn_down."),
+)
+"""Parts of a weight's name, and what llama.cpp calls them."""
+
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+
+_NUMBERS = {
+    GGMLQuantizationType.F32: "float32",
+    GGMLQuantizationType.F16: "float16",
+    GGMLQuantizationType.BF16: "bfloat16",
+}
+"""The dtype of tensors that are plain numbers; blocks are dequantised and rounded to `BLOCKS`."""
+
+BLOCKS = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight of the checkpoint: some rows of a tensor of the file.
+
+    Attributes:
+        name: Hugging Face's.
+        shape: Shape of the weight.
+        tensor: Tensor that holds its values.
+        rows: Indices of its rows in the tensor, in order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tensor: GgufTensor
+    rows: npt.NDArray[np.int64]
+
+    @property
+    def dtype(self) -> str:
+        """Data type that holds its values: exactly, if they are plain numbers."""
+        return _NUMBERS.get(self.tensor.kind, BLOCKS)
+
+
+def plain_dtype(file: GgufFile) -> str:
+    """Data type of the model by default: the narrowest that holds all plain numbers of the file
+    exactly; `BLOCKS` where there are blocks.
+    """
+    kinds = {tensor.kind for tensor in file.tensors.values()}
+    if not kinds <= set(_NUMBERS):
+        return BLOCKS
+    narrow = kinds - {GGMLQuantizationType.F32}
+    if len(narrow) != 1:
+        return "float32"
+    dtype = _NUMBERS[narrow.pop()]
+    return dtype if all(_fits(file, tensor, dtype) for tensor in file.tensors.values()) else "float32"
+
+
+def _fits(file: GgufFile, tensor: GgufTensor, dtype: str) -> bool:
+    """Whether each value of a tensor is one of `dtype`, bit by bit."""
+    if tensor.kind != GGMLQuantizationType.F32:
+        return True
+    return all(are_exact(rows, dtype) for rows in file.rows(tensor, np.arange(tensor.num_rows)))
+
+
+def find_weights(file: GgufFile, kind: ModelType, geometry: Geometry) -> Iterator[Weight]:
+    """The weights of a model, in the order of its layers.
+
+    Raises:
+        GgufError: a tensor is missing, or of another shape.
+    """
+    for ours in geometry.tensors():
+        expert = _EXPERT.fullmatch(ours.name)
+        if expert is not None:
+            yield _expert(file, ours, expert, geometry.num_experts)
+            continue
+        theirs = ours.name
+        for part, its in _GGUF_NAMES:
+            theirs = theirs.replace(part, its)
+        tensor = _shaped(file, theirs, *ours.shape)
+        rows = np.arange(tensor.num_rows)
+        if kind.gguf_pairs_rows and theirs.endswith((".attn_q.weight", ".attn_k.weight")):
+            rows = _unpermuted(rows, geometry.head_dim)
+        yield Weight(ours.name, ours.shape, tensor, rows)
+
+
+def _expert(file: GgufFile, ours: Tensor, matched: re.Match[str], count: int) -> Weight:
+    """An expert's rows of the tensor that holds those of all experts of a layer."""
+    layer, number, part = matched.groups()
+    (rows, columns), expert = ours.shape, int(number)
+    whole = _shaped(file, f"blk.{layer}.ffn_{part}_exps.weight", count, rows, columns)
+    return Weight(ours.name, ours.shape, whole, np.arange(expert * rows, (expert + 1) * rows))
+
+
+def _shaped(file: GgufFile, name: str, *shape: int) -> GgufTensor:
+    tensor = file.tensor(name)
+    if tensor.shape != shape:
+        raise GgufError(f"tensor {name} must be of shape {list(shape)}, got {list(tensor.shape)}")
+    return tensor
+
+
+def _unpermuted(rows: npt.NDArray[np.int64], head_dim: int) -> npt.NDArray[np.int64]:
+    """Undoes llama.cpp's order of a head's rows, which pairs those that RoPE rotates together."""
+    return rows.reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
