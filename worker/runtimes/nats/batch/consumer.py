@@ -120,7 +120,7 @@ class BatchConsumer:
     @property
     def problem(self) -> str | None:
         """Why no requests of batches are answered now, None if they are."""
-        return self._loops.problem or (None if self._storage is None else self._storage.problem)
+        return self._loops.problem or (None if self._storage is None else self._storage.server.problem)
 
     @property
     def storage(self) -> BatchStorage:
