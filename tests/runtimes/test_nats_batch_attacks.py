@@ -402,7 +402,7 @@ async def test_results_that_have_no_room_hold_no_slot(
 ) -> None:
     """The bucket of one batch is full: others go on, and it is completed when it has room."""
     monkeypatch.setattr("worker.runtimes.nats.batch.patience.PATIENCE_S", 0.3)
-    monkeypatch.setattr("worker.runtimes.nats.batch.consumer.FAILURE_DELAY_S", 0.3)
+    monkeypatch.setattr("worker.runtimes.nats.batch.answerer.FAILURE_DELAY_S", 0.3)
     js, store = client.jetstream(), BatchStore(client)
     full = await store.submit(mixed_lines(8), "full", batch="batch_full")
     config = (await js.stream_info("KV_dlw-results-batch_full")).config
@@ -493,7 +493,7 @@ async def test_the_clock_is_set_back_and_forward(
     client: Client, worker: NatsWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, shift_s = time.time, [0.0]
-    monkeypatch.setattr("worker.runtimes.nats.batch.consumer.time.time", lambda: real() + shift_s[0])
+    monkeypatch.setattr("worker.runtimes.nats.batch.answerer.time.time", lambda: real() + shift_s[0])
     store = BatchStore(client)
     for seconds in (-86_400.0, 0.0, 86_400.0):
         shift_s[0] = seconds
