@@ -5,6 +5,7 @@ It is the worked example of CONTRIBUTING.md.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +14,20 @@ from typing import Any
 import pytest
 from engine_doubles import ScriptedModel, request, run_alone
 
-from adapters.catalog import Catalog, ModelPolicy, Selection, SelectionError
+from adapters.catalog import ANNOTATION, Catalog, ModelPolicy, Selection, SelectionError, parse_selection
 from adapters.processors.truncation import TopA
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.admission import SAMPLED
 from worker.engines.trtllm.params import Served, native_request
 from worker.errors import InvalidRequest
+from worker.frontdoor.errors import FieldRefused
+from worker.frontdoor.fields import CHAT, COMPLETIONS, client_fields
+from worker.frontdoor.playground import PAGE, documents
+from worker.frontdoor.requests import rewritten
+from worker.replay.position import sampler
 from worker.requests.fields import request_fields
 from worker.requests.request import RequestLimits, RequestTable, parse_request
+from worker.runtimes.nats.batch.openai import message_of
 from worker.sampling import SamplingParams
 from worker.sampling.chain_builder import ChainBuilder, Facts
 from worker.sampling.control import Number, RunsAs, control
@@ -60,6 +67,68 @@ def test_it_is_parsed_into_the_record() -> None:
 def test_without_the_declaration_it_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"sampling_options\.top_a: unknown field"):
         parse_request(asked(top_a=0.25), LIMITS)
+
+
+SUMMARY = "Tokens less likely than this times the square of the highest probability are not sampled."
+PROMPTS: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Hello"}]},
+    COMPLETIONS: {"prompt": "Hello"},
+}
+
+
+def at_the_front_door(path: str, **fields: Any) -> Any:
+    """The request for Dynamo's frontend, which drops or refuses fields that it does not know."""
+    body = json.dumps({"model": "m", **PROMPTS[path], **fields}).encode()
+    (sent,) = rewritten(path, body, {}, Catalog.default(), record=Extended)
+    return json.loads(sent)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_the_front_door_sends_it_as_its_processor(path: str) -> None:
+    sent = at_the_front_door(path, top_a=0.25, min_p=0.1, logits_processors=[{"name": "min_tokens", "args": {"n": 3}}])
+    assert sent.keys() - PROMPTS[path].keys() == {"model", "min_p", "nvext"}
+    (annotation,) = sent["nvext"]["annotations"]
+    found = parse_selection(annotation.removeprefix(ANNOTATION)).processors
+    assert [(one.name, dict(one.args)) for one in found] == [("min_tokens", {"n": 3}), ("top_a", {"a": 0.25})]
+    for nothing in (0.0, None):
+        assert at_the_front_door(path, top_a=nothing) == {"model": "m", **PROMPTS[path]}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("value", [-0.1, 1.1, "x"])
+def test_the_front_door_refuses_it_by_name(path: str, value: Any) -> None:
+    with pytest.raises(FieldRefused, match=r"^top_a: must be a") as refused:
+        at_the_front_door(path, top_a=value)
+    assert refused.value.param == "top_a"
+    twice = [{"name": "top_a", "args": {"a": 0.5}}]
+    with pytest.raises(FieldRefused, match=r"^top_a: is set, and the processor top_a is named too"):
+        at_the_front_door(path, top_a=0.25, logits_processors=twice)
+
+
+def test_a_batch_may_have_it() -> None:
+    message = message_of(COMPLETIONS, {"model": "m", "prompt": PROMPT, "top_a": 0.25}, "0" * 64, Extended)
+    params = parse_request(message, LIMITS, TABLE).params
+    assert isinstance(params, Extended)
+    assert params.top_a == 0.25
+    with pytest.raises(InvalidRequest, match=r"^body\.top_a: is not a field"):
+        message_of(COMPLETIONS, {"model": "m", "prompt": PROMPT, "top_a": 0.25}, "0" * 64)
+
+
+def test_the_playground_offers_it() -> None:
+    script = documents(Extended)[f"{PAGE}/sampling.js"].body.decode()
+    schema = json.loads(script.removeprefix("export const SAMPLING = ").removesuffix(";\n"))
+    assert schema["properties"]["top_a"] == {"type": "number", "minimum": 0, "maximum": 1, "description": SUMMARY}
+
+
+def test_the_replay_shows_it() -> None:
+    assert sampler(Extended(top_a=0.5, temperature=0.7)) == "temperature 0.7, top_a 0.5"
+
+
+def test_every_table_says_the_same_of_it() -> None:
+    worker = {row.path: row.why for row in request_fields(Extended)}
+    clients = {row.name: row.why for row in client_fields(Extended)}
+    assert worker["sampling_options.top_a"] == clients["top_a"] == SUMMARY
+    assert worker["sampling_options.min_p"] == clients["min_p"]
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, "x"])

@@ -279,7 +279,7 @@ async def test_absurd_acknowledgements_are_ignored(server: NatsServer, workers: 
         async with await client_of(server, "app") as asking:
             stream = asking.stream(request_id="long", **LONG)
             await anext(stream)
-            (receiver,) = asking._receivers.values()
+            (receiver,) = asking._inbox.receivers.values()
             assert receiver.acknowledge is not None
             for number in ("9" * 5000, "-1", "x", "\u0663", ""):
                 await asking.connection.publish(
@@ -315,7 +315,7 @@ async def test_a_client_that_never_reads_is_cut_off_and_holds_nothing(tmp_path: 
                 await asyncio.sleep(0.01)
             assert (await quick.generate(**SHORT)).choices[0].finish_reason == "length"
             assert worker._service is not None
-            while worker._service._streams:
+            while worker._service._answers.streams:
                 await asyncio.sleep(0.01)
         assert "Slow Consumer" in (server.directory / "log").read_text()
     finally:
@@ -328,7 +328,7 @@ async def test_a_flood_of_acknowledgements_holds_nobody_up(
     async with await client_of(server, "app") as asking, RawNats(server.port, "app") as raw:
         stream = asking.stream(request_id="flooded", **LONG)
         await anext(stream)
-        (receiver,) = asking._receivers.values()
+        (receiver,) = asking._inbox.receivers.values()
         assert receiver.acknowledge is not None
         headers = b"NATS/1.0\r\nDlw-Seq: 0\r\nDlw-Kind: resume\r\n\r\n"
         for _ in range(20_000):

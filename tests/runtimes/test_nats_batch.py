@@ -258,7 +258,7 @@ async def test_a_request_that_comes_again_while_it_is_answered(
 async def test_what_no_worker_can_answer_becomes_a_dead_letter(
     nats_server: NatsServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.runtimes.nats.batch.consumer.FAILURE_DELAY_S", 0.05)
+    monkeypatch.setattr("worker.runtimes.nats.batch.answerer.FAILURE_DELAY_S", 0.05)
     async with connection(nats_server) as client:
         store, js = BatchStore(client), client.jetstream()
         argv = (*QUICK, "--batch-max-deliver", "2")

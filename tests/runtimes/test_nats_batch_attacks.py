@@ -31,7 +31,7 @@ from worker.runtimes.nats.batch import layout
 from worker.runtimes.nats.batch.command import main
 from worker.runtimes.nats.batch.layout import QueuedRequest
 from worker.runtimes.nats.batch.loops import Loops
-from worker.runtimes.nats.batch.storage import BatchStorage
+from worker.runtimes.nats.batch.patience import PatientServer
 from worker.runtimes.nats.batch.store import BatchStore, DamagedResults, UnknownBatch
 from worker.runtimes.nats.connection import ConnectionOptions, connect
 from worker.runtimes.nats.protocol import Subjects
@@ -401,8 +401,8 @@ async def test_results_that_have_no_room_hold_no_slot(
     server: NatsServer, client: Client, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bucket of one batch is full: others go on, and it is completed when it has room."""
-    monkeypatch.setattr("worker.runtimes.nats.batch.storage.PATIENCE_S", 0.3)
-    monkeypatch.setattr("worker.runtimes.nats.batch.consumer.FAILURE_DELAY_S", 0.3)
+    monkeypatch.setattr("worker.runtimes.nats.batch.patience.PATIENCE_S", 0.3)
+    monkeypatch.setattr("worker.runtimes.nats.batch.answerer.FAILURE_DELAY_S", 0.3)
     js, store = client.jetstream(), BatchStore(client)
     full = await store.submit(mixed_lines(8), "full", batch="batch_full")
     config = (await js.stream_info("KV_dlw-results-batch_full")).config
@@ -425,8 +425,8 @@ async def test_a_full_disk_stops_batches_and_loses_none(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """JetStream has no room at all: nothing is tried in vain, and all is answered once it has."""
-    monkeypatch.setattr("worker.runtimes.nats.batch.storage.PATIENCE_S", 0.1)
-    monkeypatch.setattr("worker.runtimes.nats.batch.storage.PASSES_S", 0.5)
+    monkeypatch.setattr("worker.runtimes.nats.batch.patience.PATIENCE_S", 0.1)
+    monkeypatch.setattr("worker.runtimes.nats.batch.patience.PASSES_S", 0.5)
     small = NatsServer(tmp_path / "server", config="jetstream { max_file_store: 1MB }\n")
     small.start()
     lines = [line(f"l-{index}", prompt=[9, 30 + index], max_tokens=500, ignore_eos=True) for index in range(3)]
@@ -464,9 +464,9 @@ async def test_a_full_disk_stops_batches_and_loses_none(
 async def test_patience_ends_for_what_is_asked_and_not_while_the_server_fails_everybody(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.runtimes.nats.batch.storage.PATIENCE_S", 0.02)
-    monkeypatch.setattr("worker.runtimes.nats.batch.storage.RETRY_S", 0.01)
-    storage, calls = BatchStorage(client), 0
+    monkeypatch.setattr("worker.runtimes.nats.batch.patience.PATIENCE_S", 0.02)
+    monkeypatch.setattr("worker.runtimes.nats.batch.patience.RETRY_S", 0.01)
+    storage, calls = PatientServer(client), 0
 
     async def fails() -> None:
         nonlocal calls
@@ -493,7 +493,7 @@ async def test_the_clock_is_set_back_and_forward(
     client: Client, worker: NatsWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, shift_s = time.time, [0.0]
-    monkeypatch.setattr("worker.runtimes.nats.batch.consumer.time.time", lambda: real() + shift_s[0])
+    monkeypatch.setattr("worker.runtimes.nats.batch.answerer.time.time", lambda: real() + shift_s[0])
     store = BatchStore(client)
     for seconds in (-86_400.0, 0.0, 86_400.0):
         shift_s[0] = seconds

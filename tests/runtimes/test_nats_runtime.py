@@ -228,7 +228,7 @@ async def test_a_client_that_has_gone_frees_its_requests(
         gone = await connected(nats_server.url, "tiny/a.b", window=window)
         stream = gone.stream(token_ids=PROMPT, stop_conditions={"max_tokens": 2000, "ignore_eos": True})
         await anext(stream)
-        gone._watch.cancel()  # type: ignore[union-attr]
+        gone._inbox.close()
         await gone.connection.close()
         await idle(worker)
         await stream.aclose()
@@ -240,7 +240,7 @@ async def test_a_slow_consumer_holds_up_nobody_and_loses_nothing(nats_server: Na
         stream = slow.stream(**long)
         read = await anext(stream)
         quick = await client.generate(**long)  # passes it
-        (receiver,) = slow._receivers.values()
+        (receiver,) = slow._inbox.receivers.values()
         assert receiver._queue.qsize() <= 4
         tokens = list(read["token_ids"])
         async for chunk in stream:

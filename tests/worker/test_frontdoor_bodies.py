@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_frontdoor_server import CATALOG, CHAT_BODY, WAIT_S, error_of, get, house, post, say_ok
 
 from adapters.contract import MAX_LIST
-from worker.frontdoor import bodies, client_connection, requests
+from worker.frontdoor import bodies, client_connection, field_processors, requests
 from worker.frontdoor.bodies import LARGE_AT_ONCE, SMALL, WINDOW_S, Bodies, Body
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
@@ -219,7 +219,7 @@ def test_too_large_a_bias_is_refused_before_anything_is_made_of_it(monkeypatch: 
     def make(bias: object) -> Any:
         raise AssertionError("it was made")
 
-    monkeypatch.setattr(requests, "from_openai_logit_bias", make)
+    monkeypatch.setattr(field_processors, "from_openai_logit_bias", make)
     assert refused(bias_of(MAX_LIST + 1)).param == "logit_bias"
 
 

@@ -13,7 +13,8 @@ from test_frontdoor_server import CHAT_BODY, House, chunked, error_of, house, po
 
 from adapters.catalog import ANNOTATION
 from worker.frontdoor import requests
-from worker.frontdoor.choices import Choices, merged_usage
+from worker.frontdoor.choice_merge import merged_usage
+from worker.frontdoor.choices import Choices
 from worker.frontdoor.upstreams import UpstreamConnection
 
 BODY = json.dumps({**json.loads(CHAT_BODY), "n": 3, "stream": False}).encode()

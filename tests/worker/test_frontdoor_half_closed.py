@@ -86,7 +86,7 @@ def test_half_a_request_is_refused_at_once(run: Run, sent: bytes) -> None:
 
 def test_one_that_waits_long_gets_its_answer_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Probes that are sent meanwhile change nothing."""
-    monkeypatch.setattr("worker.frontdoor.client_connection.PROBES_S", (0.01,))
+    monkeypatch.setattr("worker.frontdoor.absence_probe.PROBES_S", (0.01,))
 
     async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.1)

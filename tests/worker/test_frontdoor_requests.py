@@ -15,10 +15,9 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from adapters.catalog import ANNOTATION, Catalog, parse_selection
-from worker.frontdoor import fields as fields_module
-from worker.frontdoor import misread_answers
+from worker.frontdoor import field_checks, misread_answers
 from worker.frontdoor.errors import Refused
-from worker.frontdoor.fields import CHAT, COMPLETIONS, FIELDS, TABLES, stop_limit
+from worker.frontdoor.fields import CHAT, COMPLETIONS, FIELDS, TABLES
 from worker.frontdoor.requests import METADATA_HEADER, rewritten
 from worker.frontdoor.tools import CallFormat
 
@@ -474,8 +473,12 @@ def test_a_bad_annotation_or_header_is_refused_before_a_stream_begins() -> None:
 
 
 def test_more_stops_than_the_frontend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (stop_limit("1.4.2"), stop_limit("1.6.1"), stop_limit("2.0.0")) == (4, None, None)
-    monkeypatch.setattr(fields_module, "MAX_STOPS", 4)
+    assert (field_checks.stop_limit("1.4.2"), field_checks.stop_limit("1.6.1"), field_checks.stop_limit("2.0.0")) == (
+        4,
+        None,
+        None,
+    )
+    monkeypatch.setattr(field_checks, "MAX_STOPS", 4)
     for name, values in (("stop", ["a", "b", "c", "d", "e"]), ("stop_token_ids", [5, 6, 7, 8, 9])):
         assert refusal(**{name: values}).param == name
         assert sent(**{name: values[:4]})[name] == values[:4]

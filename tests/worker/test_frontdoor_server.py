@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from adapters.catalog import ANNOTATION, Catalog
+from worker.frontdoor.client_connection import ClientConnection, protocol_factory
+from worker.frontdoor.forwarding import ForwardedRequest
 from worker.frontdoor.http import AnswerEnd, BadAnswer
 from worker.frontdoor.options import Options
 from worker.frontdoor.routes import CATALOGUE
-from worker.frontdoor.server import FrontDoor, protocol_factory
+from worker.frontdoor.server import FrontDoor
 from worker.frontdoor.upstreams import QUICK_ACK, Upstream, UpstreamConnection, Upstreams
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -342,8 +344,10 @@ async def test_each_event_on_a_kept_connection_is_acknowledged_at_once() -> None
             writer.write(post())
             await asyncio.wait_for(reader.readexactly(len(STREAM_HEAD)), WAIT_S)
             (client,) = at.door.connections
-            asked = client._upstream
-            assert isinstance(asked, UpstreamConnection)
+            assert isinstance(client, ClientConnection)
+            assert isinstance(client._answer, ForwardedRequest)
+            asked = client._answer.connection
+            assert asked is not None
             for event in EVENTS:
                 assert asked.socket.getsockopt(socket.IPPROTO_TCP, QUICK_ACK) == 1
                 taken.release()

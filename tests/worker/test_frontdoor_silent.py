@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 from effort import examples
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from test_frontdoor_server import House, house, post, say_ok
 
 from worker.frontdoor import upstreams as module
-from worker.frontdoor.upstreams import SILENT_S, Upstream, Upstreams
+from worker.frontdoor.upstreams import SILENT_S, Upstream, UpstreamConnection, Upstreams
 
 
 class Stopped:
@@ -52,17 +53,17 @@ async def test_a_frontend_that_hangs_gets_no_more_requests_until_it_goes_on(monk
         for _ in range(4):
             await at.ask(post())
         assert len(at.frontends[0].requests) > hung
-        assert [each.num_waiting for each in at.options.upstream] == [0, 0]
+        assert [len(each.waiting) for each in at.options.upstream] == [0, 0]
 
 
 async def test_clients_that_leave_are_waited_for_no_more() -> None:
     async with house(Stopped(), Stopped()) as at:
         tasks = await asked(at, 4)
-        assert sum(each.num_waiting for each in at.options.upstream) == 4
+        assert sum(len(each.waiting) for each in at.options.upstream) == 4
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        while any(each.num_waiting for each in at.options.upstream):
+        while any(each.waiting for each in at.options.upstream):
             await asyncio.sleep(0.001)
 
 
@@ -77,6 +78,10 @@ async def test_where_all_hang_they_still_take_turns(monkeypatch: pytest.MonkeyPa
         assert all(each.endswith(b"{}") for each in await asyncio.gather(*tasks))
 
 
+def another_connection() -> UpstreamConnection:
+    return cast(UpstreamConnection, object())
+
+
 @given(st.lists(st.sampled_from(["ask 0", "ask 1", "hear 0", "hear 1", "end 0", "end 1", "wait", "pick"]), max_size=60))
 @settings(max_examples=examples(300))
 def test_a_silent_frontend_is_never_first_beside_one_that_answers(steps: list[str]) -> None:
@@ -88,16 +93,16 @@ def test_a_silent_frontend_is_never_first_beside_one_that_answers(steps: list[st
         verb, _, index = step.partition(" ")
         at = int(index or 0)
         if verb == "ask":
-            since[at] = since[at] if two[at].num_waiting else now[0]
-            two[at].asked(now[0])
+            since[at] = since[at] if two[at].waiting else now[0]
+            two[at].asked(another_connection(), now[0])
         elif verb == "hear":
             since[at] = now[0]
-            two[at].heard(now[0])
-        elif verb == "end" and two[at].num_waiting:
-            two[at].num_waiting -= 1
+            two[at].heard(another_connection(), now[0])
+        elif verb == "end" and two[at].waiting:
+            two[at].waiting.pop()
         elif verb == "wait":
             now[0] += SILENT_S / 2 + 0.01
-        silent = [each.num_waiting > 0 and now[0] - since[which] > SILENT_S for which, each in enumerate(two)]
+        silent = [bool(each.waiting) and now[0] - since[which] > SILENT_S for which, each in enumerate(two)]
         turn = pool.in_turn()
         assert sorted(map(str, turn)) == sorted(map(str, two))
         if any(silent) and not all(silent):

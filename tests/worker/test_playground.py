@@ -25,7 +25,11 @@ from worker.frontdoor.playground import PAGE, documents
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "worker" / "frontdoor" / "playground"
-SCRIPTS = sorted(path.name for path in FOLDER.glob("*.js"))
+SCRIPTS = {
+    path.removeprefix(f"{PAGE}/"): document.body.decode()
+    for path, document in documents().items()
+    if path.endswith(".js")
+}
 BASE = "http://127.0.0.1:8000/v1"
 
 
@@ -33,8 +37,7 @@ def scripts(*names: str) -> quickjs.Context:
     """The playground's scripts, those that need no document, in one context."""
     context = quickjs.Context()
     for name in names:
-        text = (FOLDER / name).read_text(encoding="utf-8")
-        context.eval(re.sub(r"^(import .*?;\n)|^export ", "", text, flags=re.MULTILINE))
+        context.eval(re.sub(r"^(import .*?;\n)|^export ", "", SCRIPTS[name], flags=re.MULTILINE))
     return context
 
 
@@ -69,9 +72,8 @@ class Page(HTMLParser):
 
 def test_the_page_has_its_own_files_alone() -> None:
     served = documents()
-    assert {path for path in served if path != PAGE} == {
-        f"{PAGE}/{path.name}" for path in FOLDER.iterdir() if path.suffix in (".js", ".css", ".svg")
-    }
+    files = {path.name for path in FOLDER.iterdir() if path.suffix in (".js", ".css", ".svg")}
+    assert {path for path in served if path != PAGE} == {f"{PAGE}/{name}" for name in {*files, "sampling.js"}}
     for tag, attributes in Page().found:
         assert not any(name.startswith("on") or name == "style" for name in attributes), attributes
         for name in {"src", "href"} & attributes.keys():
@@ -98,16 +100,13 @@ def test_a_wheel_has_the_files() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     patterns = settings["package-data"]["worker.frontdoor.playground"]
     found = {path.name for pattern in patterns for path in FOLDER.glob(pattern)}
-    assert {Path(path).name for path in documents() if path != PAGE} | {"index.html"} <= found
+    assert {Path(path).name for path in documents() if path != PAGE} | {"index.html"} <= found | {"sampling.js"}
 
 
 def test_scripts_import_what_there_is() -> None:
-    for name in SCRIPTS:
-        text = (FOLDER / name).read_text(encoding="utf-8")
+    for name, text in SCRIPTS.items():
         for names, source in re.findall(r"^import (?:\* as \w+|\{ (.*?) \}) from \"\./(.*?)\";", text, re.MULTILINE):
-            exported = re.findall(
-                r"^export (?:class|const|function) (\w+)", (FOLDER / source).read_text(encoding="utf-8"), re.MULTILINE
-            )
+            exported = re.findall(r"^export (?:class|const|function) (\w+)", SCRIPTS[source], re.MULTILINE)
             assert set(filter(None, names.split(", "))) <= set(exported), f"{name} from {source}"
 
 

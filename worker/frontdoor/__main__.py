@@ -18,8 +18,9 @@ import uvloop
 
 from adapters.catalog import Catalog, CatalogError
 from worker.errors import ConfigurationError, StartupError
+from worker.frontdoor.client_connection import protocol_factory
 from worker.frontdoor.options import Options, parse_options
-from worker.frontdoor.server import FrontDoor, protocol_factory
+from worker.frontdoor.server import FrontDoor
 from worker.frontdoor.upstreams import Upstreams
 
 logger = logging.getLogger("worker.frontdoor.main")

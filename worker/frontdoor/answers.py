@@ -38,7 +38,6 @@ class ParsedAnswer:
         headers: Names in lower case.
         body: What has come of it; of a stream, what has come of an event.
         collects: It is an error behind the beginning of a stream.
-        is_done: It has said ``[DONE]``.
         ended: It is complete.
     """
 
@@ -49,7 +48,6 @@ class ParsedAnswer:
         self.headers: dict[bytes, bytes] = {}
         self.body = b""
         self.collects = False
-        self.is_done = False
         self.ended = False
         self._whole = whole
         self._parser = h11.Connection(h11.CLIENT)

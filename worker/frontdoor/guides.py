@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from typing import Any
 
 from adapters.catalog import MAX_BYTES
-from worker.frontdoor.fields import Body
-from worker.frontdoor.tools import Made
+from worker.frontdoor.field_checks import Body
+from worker.frontdoor.field_processors import FieldProcessor, stands_for
 
 _PROCESSORS = {
     "guided_json": ("json_schema", "schema"),
@@ -16,13 +15,13 @@ _PROCESSORS = {
     "guided_grammar": ("grammar", "lark"),
     "guided_choice": ("choice", "choices"),
 }
-"""Of each field: the processor that it runs as, and its argument."""
+"""Field → the processor that it runs as, and the argument for its value."""
 
 LONGEST = MAX_BYTES // 2
 """Characters of JSON; a longer guide stays where it is, because a selection has less room."""
 
 
-def guide_as_processor(fields: Body) -> Made | None:
+def guide_as_processor(fields: Body) -> FieldProcessor | None:
     """The processor that stands for a guide, which is taken out of ``fields``.
 
     None, and nothing is changed, if there is none, or if it has to stay: one beside tools is the
@@ -35,12 +34,8 @@ def guide_as_processor(fields: Body) -> Made | None:
         if processor is not None and len(json.dumps(processor)) <= LONGEST:
             del fields[name]
             fields.pop("guided_decoding_backend", None)
-            return Made(processor, partial(_blamed, name))
+            return stands_for(name, processor)
     return None
-
-
-def _blamed(name: str, path: str) -> str:
-    return name
 
 
 def _processor(name: str, value: Any) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.fields import Body, forces_call, is_before_1_6
+from worker.frontdoor.field_checks import Body, forces_call, is_before_1_6
 
 PARSER = "hermes"
 _COMBINED = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -27,8 +27,8 @@ def check_answer_is_no_call(fields: Body, call_format: str) -> None:
     """Refuse a chat whose JSON answer the frontend would take for a call.
 
     Args:
-        fields: Of a request, checked.
-        call_format: How the models write tool calls.
+        fields: Fields of a request, checked.
+        call_format: Format in which the models write tool calls.
 
     Raises:
         FieldRefused: naming the guide.
@@ -66,8 +66,8 @@ def _may_have_name(schema: Any, root: Any, seen: set[int]) -> bool:
     """Whether the schema names a property ``name`` at its top that may be a text.
 
     Args:
-        schema: Of the answer, or of a part of `root` that may apply to it.
-        root: What references lead into.
+        schema: Schema of the answer, or of a part of `root` that may apply to it.
+        root: Document that references lead into.
         seen: Ids of the schemas that have been looked at: each once, however many references there
             are.
     """
@@ -95,7 +95,7 @@ def _may_be_text(schema: Any) -> bool:
 
 
 def _target(reference: str, root: Any) -> Any:
-    """What a reference within the schema leads to (RFC 6901), None if nowhere."""
+    """The schema that a reference within the document names (RFC 6901), None if there is none."""
     if not reference.startswith("#"):
         return None
     found = root

@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from adapters.catalog import ANNOTATION, MAX_CHOICES, METADATA_KEY, Catalog, Selection, SelectionError, parse_selection
-from adapters.client import from_openai_logit_bias
-from adapters.contract import MAX_LIST
 from adapters.strict_json import RepeatedKey, read_object
 from worker.errors import InvalidRequest
 from worker.frontdoor.errors import FieldRefused, Refused
-from worker.frontdoor.fields import TABLES, Body, shown
+from worker.frontdoor.field_checks import Body, printable
+from worker.frontdoor.field_processors import FieldProcessor, bias_as_processor, controls_as_processors
+from worker.frontdoor.fields import ClientField, tables
 from worker.frontdoor.guides import guide_as_processor
 from worker.frontdoor.misread_answers import check_answer_is_no_call
 from worker.frontdoor.tools import (
     CallFormat,
-    Made,
     check_without_format,
     structural_tag_as_processor,
     tools_as_processor,
 )
 from worker.requests.fields import client_annotations
+from worker.sampling import SamplingParams
 
 METADATA_HEADER = b"x-dynamo-meta-" + METADATA_KEY.encode()
 """The header in which a selection of processors may come instead."""
@@ -42,17 +42,19 @@ def rewritten(
     *,
     carries_guides: bool = False,
     max_bytes: int | None = None,
+    record: type[SamplingParams] = SamplingParams,
 ) -> tuple[bytes, ...]:
     """The bodies to send on, one per choice: ``body`` itself if there is nothing to change.
 
     Args:
         path: A key of `TABLES`.
-        body: As the client sent it.
-        headers: Of the request, names in lower case.
+        body: Bytes that the client sent.
+        headers: Headers of the request, names in lower case.
         catalog: The processors that requests may name.
-        calls: How the models write tool calls, None if that is not known.
+        calls: Format in which the models write tool calls, None if that is not known.
         carries_guides: Guides become processors, so that the frontend migrates the request.
-        max_bytes: Of all bodies of several choices together.
+        max_bytes: Limit for the bodies of several choices together.
+        record: Class whose controls are fields of requests.
 
     Raises:
         Refused: 400, naming the field, for what would be dropped or would fail behind; 413 beyond
@@ -60,7 +62,10 @@ def rewritten(
     """
     fields = parsed(body)
     try:
-        changed = _rewrite(path, fields, headers, catalog, calls, carries_guides and METADATA_HEADER not in headers)
+        _check(path, tables(record)[path], fields)
+        changed = _rewrite(
+            tables(record)[path], fields, headers, catalog, calls, carries_guides and METADATA_HEADER not in headers
+        )
         changed |= "n" in fields
         num_choices = fields.pop("n", 1)
         first = _encoded(fields) if changed else body
@@ -76,34 +81,37 @@ def rewritten(
 
 
 def _rewrite(
-    path: str,
+    table: Mapping[str, ClientField],
     fields: Body,
     headers: Mapping[bytes, bytes],
     catalog: Catalog,
     calls: CallFormat | None,
     carries_guides: bool,
 ) -> bool:
-    """Whether that changed ``fields``."""
-    _check(path, fields)
+    """Make ``fields`` those of the frontend; whether that changed them."""
     num_fields = len(fields)
     given = _with_texts(fields)
-    selected = _with_selection(fields, _made(fields, calls, carries_guides), headers, catalog)
-    return _without_idle_fields(path, fields) or given or selected or len(fields) != num_fields
+    processors = _as_processors(table, fields, calls, carries_guides)
+    selected = _with_selection(fields, processors, headers, catalog)
+    return _without_idle_fields(table, fields) or given or selected or len(fields) != num_fields
 
 
-def _made(fields: Body, calls: CallFormat | None, carries_guides: bool) -> list[Made]:
-    """The processors that fields stand for; the fields that nobody behind needs are taken out."""
+def _as_processors(
+    table: Mapping[str, ClientField], fields: Body, calls: CallFormat | None, carries_guides: bool
+) -> list[FieldProcessor]:
+    """The processors of ``fields``; what the frontend no longer needs of them is taken out."""
     if calls is None:
         check_without_format(fields)
     else:
         check_answer_is_no_call(fields, calls.name)
     found = [
-        _bias_as_processor(fields.pop("logit_bias", None)),
+        *controls_as_processors(fields, table),
+        bias_as_processor(fields.pop("logit_bias", None)),
         structural_tag_as_processor(fields),
         None if calls is None else tools_as_processor(fields, calls),
         guide_as_processor(fields) if carries_guides else None,
     ]
-    return [made for made in found if made is not None]
+    return [one for one in found if one is not None]
 
 
 def parsed(body: bytes) -> Body:
@@ -115,7 +123,7 @@ def parsed(body: bytes) -> Body:
     try:
         return read_object(body)
     except RepeatedKey as error:
-        raise FieldRefused(shown(error.key), "occurs twice in one object") from None
+        raise FieldRefused(printable(error.key), "occurs twice in one object") from None
     except ValueError as error:
         raise Refused(400, f"the body {error}") from None
 
@@ -127,13 +135,12 @@ def _encoded(fields: Body) -> bytes:
         raise Refused(400, "the body has half of a surrogate pair") from None
 
 
-def _check(path: str, fields: Body) -> None:
-    """Raises `FieldRefused` for what `TABLES` refuses."""
-    table = TABLES[path]
+def _check(path: str, table: Mapping[str, ClientField], fields: Body) -> None:
+    """Raises `FieldRefused` for fields and values that the endpoint's table refuses."""
     for name, value in fields.items():
         field = table.get(name)
         if field is None:
-            raise FieldRefused(shown(name), f"is not a field of {path}", code="unknown_parameter")
+            raise FieldRefused(printable(name), f"is not a field of {path}", code="unknown_parameter")
         if field.fate == "refused" and not field.asks_for_nothing(value):
             raise FieldRefused(name, field.why, code="unsupported_parameter")
         if field.check is not None and value is not None:
@@ -158,11 +165,10 @@ def _with_texts(fields: Body) -> bool:
     return bool(without)
 
 
-def _without_idle_fields(path: str, fields: Body) -> bool:
-    """Take out what asks for nothing, and may be unknown to the frontend; whether that changed
-    ``fields``.
+def _without_idle_fields(table: Mapping[str, ClientField], fields: Body) -> bool:
+    """Take out fields that ask for nothing, and may be unknown to the frontend; whether there were
+    any.
     """
-    table = TABLES[path]
     idle = [name for name, value in fields.items() if value is None or table[name].removed]
     for name in idle:
         del fields[name]
@@ -174,7 +180,9 @@ def _without_idle_fields(path: str, fields: Body) -> bool:
     return True
 
 
-def _with_selection(fields: Body, made: Sequence[Made], headers: Mapping[bytes, bytes], catalog: Catalog) -> bool:
+def _with_selection(
+    fields: Body, made: Sequence[FieldProcessor], headers: Mapping[bytes, bytes], catalog: Catalog
+) -> bool:
     """Turn ``logits_processors`` and ``made`` into the annotation that the worker reads; whether
     there is anything to turn.
 
@@ -189,7 +197,7 @@ def _with_selection(fields: Body, made: Sequence[Made], headers: Mapping[bytes, 
             _SELECTION_FIELD, "processors are selected more than once; give one field, annotation or header"
         )
     if header is not None and made:
-        raise FieldRefused(made[0].blamed(""), f"cannot be given beside the header {METADATA_HEADER.decode()}")
+        raise FieldRefused(made[0].client_path(""), f"cannot be given beside the header {METADATA_HEADER.decode()}")
     if places:
         _checked(places[0][len(ANNOTATION) :], catalog, lambda path: f"nvext.annotations: {ANNOTATION}{path}")
     if header is not None and not header.isascii():
@@ -201,7 +209,9 @@ def _with_selection(fields: Body, made: Sequence[Made], headers: Mapping[bytes, 
 
     selection = json.loads(places[0][len(ANNOTATION) :]) if places else _selection_of(chosen)
     listed = list(selection.get("processors", ()))
-    selection["processors"] = listed + [each.processor for each in made]
+    for each in made:
+        each.refuse_named_too(listed)
+    selection["processors"] = listed + [each.entry for each in made]
     text = json.dumps(selection, separators=(",", ":"))
     name = _naming(listed, made, chosen)
     receipt = _checked(text, catalog, name).receipt
@@ -247,39 +257,26 @@ def _other_choices(fields: Body, num_choices: int) -> Iterator[Body]:
         yield found
 
 
-def _bias_as_processor(bias: Any) -> Made | None:
-    if bias is None or bias == {}:
-        return None
-    if not isinstance(bias, dict):
-        raise FieldRefused("logit_bias", f"must be an object of token ids and numbers, got {type(bias).__name__}")
-    if len(bias) > MAX_LIST:  # before anything is made of them
-        raise FieldRefused("logit_bias", f"must have at most {MAX_LIST} entries, got {len(bias)}")
-    try:
-        return Made(from_openai_logit_bias(bias), lambda path: "logit_bias")
-    except ValueError as error:
-        raise FieldRefused("logit_bias", str(error).removeprefix("logit_bias: ")) from None
-
-
 _ENTRY = re.compile(r"processors\[(\d+)\](.*)", re.DOTALL)
 
 
-def _naming(listed: Sequence[Any], made: Sequence[Made], chosen: Any) -> Callable[[str], str]:
-    """How the client calls a path in the selection that was made from its fields.
+def _naming(listed: Sequence[Any], made: Sequence[FieldProcessor], chosen: Any) -> Callable[[str], str]:
+    """Function from a path in the selection to that of the client's field.
 
     Args:
         listed: Processors of the selection that the client wrote itself.
-        made: Those behind them.
+        made: Processors of other fields, which follow them.
         chosen: The field that selects processors, if there is one.
     """
 
     def name(path: str) -> str:
         entry = _ENTRY.fullmatch(path)
         if entry and len(listed) <= int(entry[1]) < len(listed) + len(made):
-            return made[int(entry[1]) - len(listed)].blamed(entry[2])
+            return made[int(entry[1]) - len(listed)].client_path(entry[2])
         if not path and made:  # all of it is at fault: it is too large
-            largest = max(made, key=lambda each: len(json.dumps(each.processor)))
-            if len(json.dumps(largest.processor)) > len(json.dumps(listed)):
-                return largest.blamed("")
+            largest = max(made, key=lambda each: len(json.dumps(each.entry)))
+            if len(json.dumps(largest.entry)) > len(json.dumps(listed)):
+                return largest.client_path("")
         if isinstance(chosen, list) and path.startswith("processors"):
             return _SELECTION_FIELD + path.removeprefix("processors")
         return f"{_SELECTION_FIELD}.{path}" if path else _SELECTION_FIELD

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from adapters.catalog import Catalog
 from worker import __version__
 from worker.frontdoor.errors import Refused
-from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES, UNCHECKED, Field, shown
+from worker.frontdoor.field_checks import printable
+from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES, UNCHECKED, ClientField
 
 By = Literal["checked", "frontend", "health", "metrics", "document"]
 
@@ -31,11 +32,11 @@ class Route:
     """One path.
 
     Attributes:
-        path: As in OpenAPI: ``{model}`` stands for a model's name.
-        methods: What it may be asked for with.
+        path: Path in OpenAPI's form: ``{model}`` stands for a model's name.
+        methods: HTTP methods that it takes.
         by: ``checked``: the frontend, once every field is; ``frontend``: it alone; ``health`` and
             ``metrics``: the frontend, and the answer is made anew; ``document``: the front door.
-        summary: What it is.
+        summary: One sentence for the table of `docs/front-door.md`.
         needs_key: False for what a probe reads.
         pattern: Matches the path, if it stands for several.
     """
@@ -105,13 +106,13 @@ class Routes:
             problem = f"{path} is not served: fields of its requests would be dropped; use {CHAT}"
             raise Refused(404, problem, code="unsupported_endpoint")
         if route is None:
-            problem = f"{shown(path)} is not served here; {OPENAPI} lists what is"
+            problem = f"{printable(path)} is not served here; {OPENAPI} lists what is"
             raise Refused(404, problem, code="unsupported_endpoint")
         if method not in route.methods:
             allowed = ", ".join(route.methods)
             raise Refused(
                 405,
-                f"{shown(path)} is not served for {shown(method)}; use {allowed}",
+                f"{printable(path)} is not served for {printable(method)}; use {allowed}",
                 code="unsupported_method",
                 headers=b"allow: %b\r\n" % allowed.encode(),
             )
@@ -158,7 +159,7 @@ def _body(path: str, catalog: Catalog) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-def _property(field: Field) -> Iterator[tuple[str, Any]]:
+def _property(field: ClientField) -> Iterator[tuple[str, Any]]:
     if field.fate != "refused":
         yield "description", field.why
         return

@@ -6,12 +6,12 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from adapters.catalog import Catalog
 from worker.frontdoor import playground
 from worker.frontdoor.bodies import Bodies
-from worker.frontdoor.client_connection import ClientConnection
 from worker.frontdoor.clients import Hosts, Keys, label_of
 from worker.frontdoor.http import Document
 from worker.frontdoor.options import Options
@@ -25,8 +25,18 @@ from worker.frontdoor.upstreams import Upstreams
 logger = logging.getLogger(__name__)
 
 
+class OpenConnection(Protocol):
+    """A client's connection."""
+
+    def close_if_idle(self) -> None:
+        """Close unless a request is being read or answered."""
+
+    def abort(self) -> None:
+        """Close at once."""
+
+
 class FrontDoor:
-    """What all connections share.
+    """State that all connections of clients share.
 
     Args:
         options: Limits and timeouts.
@@ -49,7 +59,7 @@ class FrontDoor:
             **{path: Document(b"application/json", json.dumps(each).encode()) for path, each in own.items()},
             **page,
         }
-        self.connections: set[ClientConnection] = set()
+        self.connections: set[OpenConnection] = set()
         self.bodies = Bodies(self.max_body, options.body_rate_kib_s * 1024, options.body_timeout_s, time.monotonic)
         self.rewriting = Rewriting()
         self.idle = asyncio.Event()
@@ -65,8 +75,8 @@ class FrontDoor:
         """The route of a request, and the label of its client.
 
         Args:
-            head: Of the request.
-            path: That it asks for, without its query.
+            head: Head of the request.
+            path: Its target without the query.
             peer: The client's address.
 
         Raises:
@@ -94,17 +104,17 @@ class FrontDoor:
         )
 
     def sources(self, path: str) -> Sequence[Source]:
-        """Whom ``path`` of a `Summary` is made of."""
+        """Servers whose replies make the `Summary` at ``path``."""
         workers = self.options.worker_metrics if path == "/metrics" else ()
         frontend = Source(self.upstreams.in_turn(), path, "The frontend")
         return [frontend, *(Source([each], path, str(each)) for each in workers)]
 
-    def added(self, connection: ClientConnection) -> None:
+    def added(self, connection: OpenConnection) -> None:
         """A connection was opened."""
         self.connections.add(connection)
         self.idle.clear()
 
-    def removed(self, connection: ClientConnection) -> None:
+    def removed(self, connection: OpenConnection) -> None:
         """A connection was closed."""
         self.connections.discard(connection)
         if not self.connections:
@@ -124,8 +134,3 @@ class FrontDoor:
             connection.abort()
         self.upstreams.close()
         self.rewriting.close()
-
-
-def protocol_factory(door: FrontDoor) -> Callable[[], ClientConnection]:
-    """What `asyncio.loop.create_server` calls for each connection."""
-    return lambda: ClientConnection(door)

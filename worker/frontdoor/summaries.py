@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from worker.frontdoor.answering import Asker
 from worker.frontdoor.answers import ParsedAnswer
-from worker.frontdoor.choices import Asker
 from worker.frontdoor.http import INTERIM, AnswerEnd, Document
 from worker.frontdoor.upstreams import NoUpstream, Upstream, Upstreams
 

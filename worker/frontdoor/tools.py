@@ -10,7 +10,6 @@ frontend parses what comes out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +17,13 @@ from adapters.client import from_openai_tools, processor
 from adapters.contract import Scope
 from adapters.processors.structural import format_of
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.fields import Body, forces_call
+from worker.frontdoor.field_checks import Body, forces_call
+from worker.frontdoor.field_processors import FieldProcessor
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How the served models write tool calls.
+    """Format in which the served models write tool calls.
 
     Attributes:
         name: ``format`` of the processor ``tool_calls``.
@@ -32,19 +32,6 @@ class CallFormat:
 
     name: str
     scope: Scope = "all"
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A processor that stands for a field of the request.
-
-    Attributes:
-        processor: Its entry in the selection.
-        blamed: What the client calls a path in the entry, such as ``.args.tools[1].name``.
-    """
-
-    processor: Mapping[str, Any]
-    blamed: Callable[[str], str]
 
 
 def check_without_format(fields: Body) -> None:
@@ -62,7 +49,7 @@ def check_without_format(fields: Body) -> None:
             )
 
 
-def tools_as_processor(fields: Body, format: CallFormat) -> Made | None:
+def tools_as_processor(fields: Body, format: CallFormat) -> FieldProcessor | None:
     """The processor that holds calls to ``tools``; None without tools.
 
     What the processor now does is taken out of ``fields``: a ``tool_choice`` that forces a call, in
@@ -89,7 +76,7 @@ def tools_as_processor(fields: Body, format: CallFormat) -> Made | None:
         raise FieldRefused("tool_choice" if problem.startswith("tool_choice") else "tools", problem) from None
     if forces_call(fields):
         fields["tool_choice"] = "auto"
-    return Made(made, _blamed_tool)
+    return FieldProcessor(made, _client_path)
 
 
 def _or(value: Any, default: Any) -> Any:
@@ -126,7 +113,7 @@ def _answer(fields: Body, choice: str | dict[str, Any]) -> dict[str, Any]:
     return {"answer": {"type": "json_schema", "json_schema": schema}}
 
 
-def _blamed_tool(path: str) -> str:
+def _client_path(path: str) -> str:
     found = re.match(r"\.args\.tools\[(\d+)\](.*)", path)
     if found:
         return f"tools[{found[1]}].function{found[2]}"
@@ -135,7 +122,7 @@ def _blamed_tool(path: str) -> str:
     return "tools"
 
 
-def structural_tag_as_processor(fields: Body) -> Made | None:
+def structural_tag_as_processor(fields: Body) -> FieldProcessor | None:
     """The processor of a ``response_format`` of type ``structural_tag``, which is taken out of
     ``fields``; None if it is of another type.
     """
@@ -145,4 +132,4 @@ def structural_tag_as_processor(fields: Body) -> Made | None:
     del fields["response_format"]
     where = "response_format.format" if "format" in wanted else "response_format"
     made = processor("structural_tag", format=format_of(wanted))
-    return Made(made, lambda path: where + path.removeprefix(".args.format"))
+    return FieldProcessor(made, lambda path: where + path.removeprefix(".args.format"))

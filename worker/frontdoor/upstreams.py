@@ -13,24 +13,25 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 from urllib.parse import urlsplit
 
+from worker.frontdoor.answering import Client
 from worker.frontdoor.deadline import WaitingProtocol
 from worker.frontdoor.http import COMMENT, INTERIM, AnswerEnd, BadAnswer
 
 logger = logging.getLogger(__name__)
 
 SKIP_S = 2.0
-"""How long a frontend that could not be reached is tried after the others."""
+"""Seconds for which a frontend that could not be reached is tried after the others."""
 
 SILENT_S = 5.0
-"""How long a frontend that has requests to answer may send nothing before it is tried last. An
-answer may take longer, so no request is given up for that.
+"""Seconds for which a frontend that has requests to answer may send nothing before it is tried
+last. An answer may take longer, so no request is given up for that.
 """
 
 IDLE_S = 30.0
-"""How long a connection is kept without a request."""
+"""Seconds for which a connection is kept without a request."""
 
 MAX_IDLE = 256
 """Connections to one frontend that are kept without a request."""
@@ -55,21 +56,21 @@ class Upstream:
 
     Attributes:
         host: Name or address.
-        port: Of its HTTP server.
+        port: Port of its HTTP server.
         dead_until: Monotonic time until which it is tried last.
-        num_waiting: Requests of whose answers nothing has come yet.
-        waiting_since: Monotonic time at which there were some, or when it was heard of last.
-        is_silent: Whether it was found to hang.
+        waiting_since: Monotonic time since which there are some, or of the last bytes from it.
+        is_silent: Whether it hung when it was last looked at.
         idle: Connections without a request, the last used at the end.
+        waiting: Connections whose request has no beginning of an answer yet.
     """
 
     host: str
     port: int
     dead_until: float = 0.0
-    num_waiting: int = 0
     waiting_since: float = 0.0
     is_silent: bool = False
     idle: list[UpstreamConnection] = field(default_factory=list, compare=False, repr=False)
+    waiting: set[UpstreamConnection] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
     def of(cls, url: str) -> Upstream:
@@ -79,26 +80,40 @@ class Upstream:
             raise ValueError(f"must be http://host:port, got {url!r}")
         return cls(parts.hostname, parts.port or 80)
 
-    def asked(self, now: float) -> None:
-        """A request was sent to it."""
-        if not self.num_waiting:
+    def asked(self, connection: UpstreamConnection, now: float) -> None:
+        """Note that a request was sent to it."""
+        if not self.waiting:
             self.waiting_since = now
-        self.num_waiting += 1
+        self.waiting.add(connection)
 
-    def heard(self, now: float) -> None:
-        """It has sent something."""
+    def heard(self, connection: UpstreamConnection, now: float) -> None:
+        """Note that bytes came from it."""
         self.waiting_since = now
+        self.waiting.discard(connection)
         if self.is_silent:
             self.is_silent = False
             logger.warning("frontend %s answers again", self)
 
     def is_tried_last(self, now: float) -> bool:
         """Whether it could not be reached a moment ago, or hangs with requests to answer."""
-        hangs = self.num_waiting > 0 and now - self.waiting_since > SILENT_S
+        hangs = bool(self.waiting) and now - self.waiting_since > SILENT_S
         if hangs and not self.is_silent:
-            logger.warning("frontend %s sends nothing, with %d requests to answer", self, self.num_waiting)
+            logger.warning("frontend %s sends nothing, with %d requests to answer", self, len(self.waiting))
         self.is_silent = hangs
         return hangs or self.dead_until > now
+
+    def keep(self, connection: UpstreamConnection) -> bool:
+        """Keep a connection for the next request, if there is room."""
+        has_room = len(self.idle) < MAX_IDLE
+        if has_room:
+            self.idle.append(connection)
+        return has_room
+
+    def drop(self, connection: UpstreamConnection) -> None:
+        """Await nothing of a connection, and give it to no further request."""
+        self.waiting.discard(connection)
+        if connection in self.idle:
+            self.idle.remove(connection)
 
     def __str__(self) -> str:
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
@@ -108,8 +123,8 @@ class Upstreams:
     """Frontends in turn, the dead and the silent ones last.
 
     Args:
-        upstreams: At least one.
-        connect_timeout_s: How long to wait for a connection.
+        upstreams: The frontends, at least one.
+        connect_timeout_s: Seconds to wait for a connection.
         now: The clock; tests have their own.
     """
 
@@ -169,17 +184,16 @@ def _from(upstreams: list[Upstream], number: int) -> list[Upstream]:
     return upstreams[start:] + upstreams[:start]
 
 
-class Client(Protocol):
-    """Whom an answer goes to."""
+def acknowledge_at_once(connection: socket.socket) -> None:
+    """Acknowledge at once what has come, and what comes.
 
-    def received(self, data: bytes) -> None:
-        """Bytes of the answer. It may end the connection."""
-
-    def answered(self, closes: bool) -> None:
-        """The answer is complete; ``closes``: its end is that of the connection."""
-
-    def failed(self, begun: bool, reason: str) -> None:
-        """The frontend has gone before the end of the answer; ``begun``: bytes of it have come."""
+    Dynamo's frontend leaves Nagle's algorithm on: it holds a small event back until the one before
+    is acknowledged. The kernel does that when the event is read, except that it takes a connection
+    that has sent something, as a request, to be in use both ways, and delays each acknowledgement
+    by 40 ms. This ends that, until the next request is sent.
+    """
+    if QUICK_ACK is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, QUICK_ACK, 1)
 
 
 class UpstreamConnection(WaitingProtocol):
@@ -187,7 +201,7 @@ class UpstreamConnection(WaitingProtocol):
 
     Attributes:
         upstream: The frontend, once it is connected.
-        socket: Of the connection, once there is one.
+        socket: Socket of the connection, once there is one.
     """
 
     def __init__(self) -> None:
@@ -198,22 +212,20 @@ class UpstreamConnection(WaitingProtocol):
         self._transport: asyncio.Transport | None = None
         self.socket: socket.socket
         self._begun = False
-        self._is_waited_for = False
         self._paused = False
 
     def begin(self, client: Client, end: AnswerEnd, data: bytes) -> None:
         """Send a request.
 
         Args:
-            client: Whom the answer goes to.
-            end: Looks for its end.
+            client: Receiver of the answer.
+            end: Finder of its end.
             data: The request.
         """
         self._expect_nothing()
         self._client, self._end, self._begun = client, end, False
         if self.upstream is not None:
-            self._is_waited_for = True
-            self.upstream.asked(time.monotonic())
+            self.upstream.asked(self, time.monotonic())
         if self._transport is not None:
             self._transport.write(data)
 
@@ -228,8 +240,7 @@ class UpstreamConnection(WaitingProtocol):
             self.abort()  # nothing was asked
             return
         if self.upstream is not None:
-            self.upstream.heard(time.monotonic())
-        self._await_no_more()
+            self.upstream.heard(self, time.monotonic())
         try:
             self._end.feed(data)
         except BadAnswer as error:
@@ -237,32 +248,15 @@ class UpstreamConnection(WaitingProtocol):
             return
         if not self._begun or len(data) >= FULL_SEGMENT:
             self._begun = True
-            self._acknowledge()
+            acknowledge_at_once(self.socket)
         client.received(data)
         if self._end.complete and self._client is client:  # which may have ended it
             self._finish()
 
-    def _await_no_more(self) -> None:
-        """The answer has begun, or is not awaited any more."""
-        if self._is_waited_for and self.upstream is not None:
-            self._is_waited_for = False
-            self.upstream.num_waiting -= 1
-
-    def _acknowledge(self) -> None:
-        """Acknowledge at once what has come, and what comes.
-
-        Dynamo's frontend leaves Nagle's algorithm on: it holds a small event back until the one
-        before is acknowledged. The kernel does that when the event is read, except that it takes a
-        connection that has sent something, as a request, to be in use both ways, and delays each
-        acknowledgement by 40 ms. This ends that, until the next request is sent.
-        """
-        if QUICK_ACK is not None:
-            self.socket.setsockopt(socket.IPPROTO_TCP, QUICK_ACK, 1)
-
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         if self._client is None:
-            self._forget()
+            self.abort()
         elif self._end.until_close and exc is None:
             self._finish()
         else:
@@ -290,36 +284,26 @@ class UpstreamConnection(WaitingProtocol):
         self.abort()  # it has been kept long enough
 
     def abort(self) -> None:
-        """The client has gone: so must its request. Idempotent."""
+        """Close at once: the client has gone, and so must its request. Idempotent."""
         self._client = None
-        self._await_no_more()
-        self._forget()
+        self._cancel_timer()
+        if self.upstream is not None:
+            self.upstream.drop(self)
         if self._transport is not None:
             self._transport.abort()
 
     def _finish(self) -> None:
+        """Keep the connection for the next request, or close it, and tell the client."""
         client, self._client = self._client, None
-        self._keep()
+        if self._transport is not None:
+            sent = self._transport.get_write_buffer_size() == 0 and not self._transport.is_closing()
+            if sent and self._end.stays_open and self.upstream is not None and self.upstream.keep(self):
+                self.resume()
+                self._expect(IDLE_S)
+            else:
+                self._transport.close()
         assert client is not None
         client.answered(self._end.until_close)
-
-    def _keep(self) -> None:
-        """Keep the connection for the next request, or close it."""
-        if self._transport is None:
-            return
-        sent = self._transport.get_write_buffer_size() == 0 and not self._transport.is_closing()
-        if not (sent and self._end.stays_open and self.upstream and len(self.upstream.idle) < MAX_IDLE):
-            self._transport.close()
-            return
-        self.resume()
-        self._expect(IDLE_S)
-        self.upstream.idle.append(self)
-
-    def _forget(self) -> None:
-        """No request may take this connection any more."""
-        self._cancel_timer()
-        if self.upstream is not None and self in self.upstream.idle:
-            self.upstream.idle.remove(self)
 
     def _fail(self, reason: str) -> None:
         client = self._client

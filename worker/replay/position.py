@@ -14,6 +14,7 @@ from worker.engines.embedded.plan import Request
 from worker.engines.embedded.sampling.rows import controls_of
 from worker.engines.embedded.sampling.truncation import group_rows, truncate_and_sample
 from worker.sampling import SamplingParams
+from worker.sampling.field_processors import late_controls
 
 NUM_CANDIDATES = 5
 """Tokens shown after each processor."""
@@ -211,6 +212,6 @@ def sampler(params: SamplingParams) -> str:
     """What is left to the sampler when the processors have acted."""
     if params.is_greedy:
         return "greedy"
-    names = ("temperature", "min_p", "top_k", "top_p")
+    names = [one.name for one in late_controls(type(params))]
     found = [f"{name} {value:g}" for name in names if (value := getattr(params, name)) is not None]
     return ", ".join(found) or "temperature 1"

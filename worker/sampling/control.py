@@ -20,6 +20,12 @@ from worker.errors import shown
 P = ParamSpec("P")
 T = TypeVar("T")
 
+ClientForm = Literal["forwarded", "processor", "derived"]
+"""Form in which a client of OpenAI's API sets a control: a field of its name that Dynamo's frontend
+forwards, one that the frontend does not know and the front door sends as its processor, or fields
+of another form, which the front door and batches read one by one (guides, log probabilities).
+"""
+
 _KEY = "control"
 NEVER = object()
 """No value: equal to none that a request can give."""
@@ -55,6 +61,13 @@ class Number:
             raise ValueError(f"must be {self}, got {shown(value)}")
         return number
 
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """JSON Schema of them."""
+        low = {"exclusiveMinimum" if self.above_low else "minimum": self.low} if math.isfinite(self.low) else {}
+        high = {"maximum": self.high} if math.isfinite(self.high) else {}
+        return {"type": "number", **low, **high}
+
     def __str__(self) -> str:
         if math.isinf(self.low) and math.isinf(self.high):
             return "a finite number"
@@ -80,6 +93,11 @@ class Integer:
         if value < self.low or (self.high is not None and value > self.high):
             raise ValueError(f"must be {self}, got {shown(value)}")
         return value
+
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """JSON Schema of them."""
+        return {"type": "integer", "minimum": self.low, **({} if self.high is None else {"maximum": self.high})}
 
     def __str__(self) -> str:
         return f"at least {self.low}" if self.high is None else f"between {self.low} and {self.high}"
@@ -124,8 +142,11 @@ class Control:
         bounds: Values that `SamplingParams` takes, None for those that are no numbers.
         client_bounds: Values that a served request may have.
         from_client: Value of a request, within bounds → value of the field.
-        paths: Where Dynamo's frontend puts it in a request; errors about it name the last one.
-        summary: What it does, for a client; a row of ``docs/request.md``.
+        paths: Where it stands in a request to the worker; errors about it name the last one.
+        client_form: How a client of OpenAI's API sets it.
+        frontend_bounds: Values that Dynamo's frontend forwards, None for all of `bounds`.
+        summary: Effect, for a client; in both tables of ``docs/request.md``, in ``/openapi.json``
+            and in the playground.
         neutral: The value that asks for nothing; `NEVER` if every value asks for something.
         greedy: The value that makes the request greedy, whatever the other fields say.
         samples: Which of its values make a request without temperature, top-k and top-p a sampled
@@ -141,6 +162,8 @@ class Control:
     client_bounds: Number | Integer | None = None
     from_client: Callable[[Any], Any] | None = None
     paths: tuple[str, ...] = ()
+    client_form: ClientForm = "processor"
+    frontend_bounds: Number | Integer | None = None
     summary: str = ""
     neutral: Any = NEVER
     greedy: Any = NEVER
@@ -153,6 +176,15 @@ class Control:
     def path(self) -> str:
         """The field's path in a served request, or that of `SamplingParams` if it has none."""
         return self.paths[-1] if self.paths else self.params_path
+
+    @property
+    def is_client_field(self) -> bool:
+        """Whether clients of OpenAI's API set it by a field of its name.
+
+        A control that Dynamo's frontend does not know needs a processor to be sent as.
+        """
+        can_be_sent = self.client_form == "forwarded" or (self.client_form == "processor" and len(self.runs_as) == 1)
+        return bool(self.paths) and can_be_sent
 
     @property
     def params_path(self) -> str:

@@ -36,6 +36,11 @@ def _engine_controls(record: type, late: bool) -> tuple[tuple[Control, RunsAs], 
     return tuple((one, runs_as) for one in served for runs_as in one.runs_as if runs_as.is_late == late)
 
 
+def late_controls(record: type) -> tuple[Control, ...]:
+    """The controls of temperature and truncation, which a sampler can apply itself."""
+    return tuple(one for one, _ in _engine_controls(record, late=True))
+
+
 def field_values(
     params: SamplingParams, *, served: bool = False, guide_scope: Scope = "all"
 ) -> list[tuple[Control, FieldValue]]:
@@ -85,7 +90,7 @@ def is_sampled(params: SamplingParams, chain: ProcessorChain | None) -> bool:
     """Whether tokens are sampled: by the fields, or by a named processor if they say nothing."""
     if not params.is_greedy:
         return True
-    says_nothing = all(getattr(params, one.name) is None for one, _ in _engine_controls(type(params), late=True))
+    says_nothing = all(getattr(params, one.name) is None for one in late_controls(type(params)))
     return says_nothing and chain is not None and chain.wants_random_sampling
 
 
@@ -141,8 +146,7 @@ def _refuse_named_too(params: SamplingParams, chain: ProcessorChain) -> None:
 
 def _sampler_does_all(params: SamplingParams, by_sampler: Collection[str]) -> bool:
     """Whether the sampler applies all of the temperature and truncation that is asked for."""
-    late = (one for one, _ in _engine_controls(type(params), late=True))
-    return all(one.name in by_sampler or not one.is_active(params) for one in late)
+    return all(one.name in by_sampler or not one.is_active(params) for one in late_controls(type(params)))
 
 
 def _late_processors(params: SamplingParams, context: Context, random: bool) -> tuple[SamplingParams, list[Processor]]:
@@ -150,7 +154,7 @@ def _late_processors(params: SamplingParams, context: Context, random: bool) -> 
     if not random:
         return params, Temperature.build(Temperature.Args(value=0.0), context)
     processors = _processors(params, context, late=True)
-    cleared: dict[str, Any] = {one.name: None for one, _ in _engine_controls(type(params), late=True)}
+    cleared: dict[str, Any] = {one.name: None for one in late_controls(type(params))}
     return replace(params, **cleared | {"temperature": 1.0}), processors
 
 

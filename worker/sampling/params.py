@@ -104,6 +104,7 @@ class SamplingParams:
     ignore_eos: bool = control(
         default=False,
         paths="stop_conditions.ignore_eos",
+        client_form="forwarded",
         summary="The model's end tokens do not end the answer; "
         "the frontend then also clears stop strings and stop token ids.",
     )
@@ -112,6 +113,7 @@ class SamplingParams:
         bounds=Integer(1),
         client=Integer(1, MAX_INT),
         paths="stop_conditions.max_tokens",
+        client_form="forwarded",
         summary="Tokens to generate at most; absent or past the end of the context means up to the end of the context.",
     )
     min_tokens: int | None = control(
@@ -120,6 +122,7 @@ class SamplingParams:
         client=Integer(0, MAX_INT),
         neutral=0,
         paths="stop_conditions.min_tokens",
+        client_form="forwarded",
         summary="No stop token ends the answer before; more than max_tokens means exactly max_tokens.",
     )
 
@@ -131,6 +134,8 @@ class SamplingParams:
         client=Number(0.01, 100),
         neutral=1,
         paths="sampling_options.repetition_penalty",
+        client_form="forwarded",
+        frontend_bounds=Number(0, 2, above_low=True),
         summary="Scales the logits of all tokens of prompt and answer away from being sampled (below 1: towards).",
     )
     frequency_penalty: float | None = control(
@@ -139,6 +144,8 @@ class SamplingParams:
         client=Number(-2, 2),
         neutral=0,
         paths="sampling_options.frequency_penalty",
+        client_form="forwarded",
+        frontend_bounds=Number(-2, 2),
         summary="As presence_penalty, times how often the answer has the token.",
     )
     presence_penalty: float | None = control(
@@ -147,6 +154,8 @@ class SamplingParams:
         client=Number(-2, 2),
         neutral=0,
         paths="sampling_options.presence_penalty",
+        client_form="forwarded",
+        frontend_bounds=Number(-2, 2),
         summary="Subtracted once from the logit of every token that the answer has.",
     )
     no_repeat_ngram_size: int | None = control(RunsAs(NoRepeatNgram, "n"), bounds=Integer(1))
@@ -162,6 +171,8 @@ class SamplingParams:
         greedy=0,
         samples="if set",
         paths="sampling_options.temperature",
+        client_form="forwarded",
+        frontend_bounds=Number(0, 2),
         summary="0 is greedy; nothing set is greedy too.",
     )
     min_p: float | None = control(
@@ -171,6 +182,7 @@ class SamplingParams:
         greedy=1,
         samples="if active",
         paths="sampling_options.min_p",
+        client_form="forwarded",
         summary="Tokens less likely than this times the most likely one are not sampled.",
     )
     top_k: int | None = control(
@@ -182,6 +194,7 @@ class SamplingParams:
         greedy=1,
         samples="if set",
         paths="sampling_options.top_k",
+        client_form="forwarded",
         summary="Tokens to sample from; -1 and 0 mean all.",
     )
     top_p: float | None = control(
@@ -191,6 +204,7 @@ class SamplingParams:
         greedy=0,
         samples="if set",
         paths="sampling_options.top_p",
+        client_form="forwarded",
         summary="Shortest prefix of the ranked tokens whose mass reaches it.",
     )
     seed: int | None = control(
@@ -198,6 +212,7 @@ class SamplingParams:
         client=Integer(-(_SEEDS // 2), _SEEDS - 1),
         from_client=lambda seed: seed % _SEEDS,
         paths="sampling_options.seed",
+        client_form="forwarded",
         summary="Fixes the random numbers; negative seeds are taken modulo 2^64.",
     )
 
@@ -214,6 +229,7 @@ class SamplingParams:
         RunsAs(BadWords, "token_ids"),
         neutral=[],
         paths=("sampling_options.bad_words_token_ids", "extra_args.sampling_options.bad_words_token_ids"),
+        client_form="forwarded",
         summary="Runs as the processor bad_words: sequences of token ids that the answer must not have.",
     )
     allowed_token_ids: list[int] | None = refused(
@@ -221,6 +237,7 @@ class SamplingParams:
         None,
         RunsAs(AllowedTokens, "token_ids", fixed={"allow_end": False}),
         paths=("sampling_options.allowed_token_ids", "extra_args.sampling_options.allowed_token_ids"),
+        client_form="forwarded",
         summary="Runs as the processor allowed_tokens: only these. An end token, too, must be listed, as in vLLM.",
     )
     thinking_token_budget: int | None = refused(
@@ -231,6 +248,7 @@ class SamplingParams:
         client=Integer(0, MAX_INT),
         neutral=-1,
         paths="stop_conditions.max_thinking_tokens",
+        client_form="forwarded",
         summary="Runs as the processor thinking_budget; refused for a model without thinking tags.",
     )
     guided_decoding: GuidedDecodingParams | None = refused(
@@ -243,6 +261,7 @@ class SamplingParams:
         RunsAs(Grammar, "lark", "grammar"),
         RunsAs(StructuralTag, "format", "structural_tag", convert=structural_format),
         paths="sampling_options.guided_decoding",
+        client_form="derived",
         summary="Runs as the processor json_schema, regex, choice, grammar or structural_tag; "
         "with require_reasoning after the thinking.",
     )
@@ -251,6 +270,7 @@ class SamplingParams:
     logprobs: int | None = control(
         bounds=Integer(0, MAX_LOGPROBS),
         paths="output_options.logprobs",
+        client_form="derived",
         summary="Alternatives to report per token; 0 is the sampled token alone.",
     )
     logprobs_mode: str = control(default="raw")

@@ -12,30 +12,17 @@ from adapters.client import from_openai_logit_bias
 from worker.errors import InvalidRequest, ServingError, shown
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch.layout import URLS, QueuedRequest, request_digest
+from worker.sampling import SamplingParams, sampling_controls
+from worker.sampling.control import cached
 
 CHAT, COMPLETIONS = URLS
 
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "n",
-    "allowed_token_ids",
-    "bad_words_token_ids",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "include_stop_str_in_output",
-)
-_STOPPING = ("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "max_thinking_tokens")
-_PLACES = {
-    **dict.fromkeys(_SAMPLING, "sampling_options"),
-    **dict.fromkeys(_STOPPING, "stop_conditions"),
+_OTHER_PLACES = {
+    "n": "sampling_options",
+    "include_stop_str_in_output": "sampling_options",
+    "stop_token_ids": "stop_conditions",
     "skip_special_tokens": "output_options",
 }
-"""Section of the message in which a field stands under the same name."""
 
 _NO_EFFECT = frozenset({"model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
 _OWN = {
@@ -51,13 +38,25 @@ _OWN = {
 Message = dict[str, Any]
 
 
-def message_of(url: str, body: Any, digest: str) -> Message:
-    """What this runtime is asked for a body.
+@cached
+def places(record: type[SamplingParams]) -> Mapping[str, str]:
+    """Section of the message in which a field of a body stands under the same name.
+
+    Args:
+        record: `SamplingParams` or a class derived from it, whose controls are fields of a body.
+    """
+    controls = (one for one in sampling_controls(record) if one.is_client_field)
+    return {name: section for one in controls for section, name in [one.paths[0].split(".")]} | _OTHER_PLACES
+
+
+def message_of(url: str, body: Any, digest: str, record: type[SamplingParams] = SamplingParams) -> Message:
+    """The message that asks this runtime for the answer to a body.
 
     Args:
         url: One of `URLS`.
-        body: Of the request.
-        digest: Of the request; the seed is made of it, unless the body has one.
+        body: JSON data of the request.
+        digest: Hexadecimal digest of the request; the seed is made of it, unless the body has one.
+        record: Class whose controls are known; see `places`.
 
     Raises:
         InvalidRequest: a field is unknown or cannot be honoured.
@@ -68,8 +67,9 @@ def message_of(url: str, body: Any, digest: str) -> Message:
         raise InvalidRequest("body", f"must be an object, got {shown(body)}")
     given = {name: value for name, value in body.items() if value is not None and name not in _NO_EFFECT}
     message: Message = {"sampling_options": {}, "stop_conditions": {}, "output_options": {}}
+    sections = places(record)
     for name, value in given.items():
-        section = _PLACES.get(name)
+        section = sections.get(name)
         if section is not None:
             message[section][name] = value
         elif name not in _OWN[url]:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from itertools import count
 from typing import Any, TypeVar
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
 from nats.errors import (
-    ConnectionClosedError,
-    ConnectionReconnectingError,
     MaxPayloadError,
     NoRespondersError,
-    OutboundBufferLimitError,
-    StaleConnectionError,
 )
-from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 from nats.js.errors import (
@@ -32,8 +24,6 @@ from nats.js.errors import (
     KeyWrongLastSequenceError,
     NoStreamResponseError,
     NotFoundError,
-    ServerError,
-    ServiceUnavailableError,
 )
 from nats.js.kv import KeyValue
 
@@ -41,24 +31,15 @@ from worker.errors import InvalidRequest
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch import layout
 from worker.runtimes.nats.batch.layout import QueuedRequest
-from worker.runtimes.nats.batch.loops import PASSES_S, RETRY_S
 from worker.runtimes.nats.batch.objects import ensure_bucket, get_object, put_object
+from worker.runtimes.nats.batch.patience import PatientServer
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PATIENCE_S = 30.0
-"""Seconds after which a server that answers others must have answered a request's call."""
-
 MAX_BUCKETS = 64
 """Buckets of results that are kept at hand."""
-
-_PASSING = (
-    *(TimeoutError, OSError, NoRespondersError, NoStreamResponseError, ServiceUnavailableError, ServerError),
-    *(ConnectionClosedError, ConnectionReconnectingError, OutboundBufferLimitError, StaleConnectionError),
-)
-"""Errors of a server that is away, or has no room; all others are about what was asked."""
 
 
 async def ensure_dead_letters(js: JetStreamContext) -> None:
@@ -73,66 +54,24 @@ async def ensure_dead_letters(js: JetStreamContext) -> None:
 class BatchStorage:
     """Results, attempts, large bodies and dead letters.
 
-    Every call waits while the server is away or fails everybody, and raises what is about this call
-    alone: a slot is never held for what will not pass.
+    Every call waits while the server is away or fails everybody, and raises errors that concern
+    this call alone: a slot is never held for an error that will not pass.
 
     Args:
-        client: To NATS with JetStream.
+        client: Connection to NATS with JetStream.
+
+    Attributes:
+        server: The server, with the calls that it has not done.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._buckets: OrderedDict[str, KeyValue] = OrderedDict()
-        self._failing: dict[int, tuple[float, str]] = {}
-        self._calls = count()
-
-    @property
-    def problem(self) -> str | None:
-        """A call that the server has not done for a while, None if it does everything."""
-        now_s = time.monotonic()
-        return next((text for since_s, text in self._failing.values() if now_s - since_s > PASSES_S), None)
+        self.server = PatientServer(client)
 
     @property
     def js(self) -> JetStreamContext:
-        return self._client.jetstream(timeout=5)
-
-    async def patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        """``call``, again while the server cannot do it, nor anything else.
-
-        Raises:
-            NatsError: the server refuses it, or fails it for `PATIENCE_S` and does other things.
-            TimeoutError: the same.
-        """
-        number = next(self._calls)
-        try:
-            while True:
-                try:
-                    return await call()
-                except _PASSING as error:
-                    if await self._is_over(number, error):
-                        raise
-                    await asyncio.sleep(RETRY_S)
-        finally:
-            self._failing.pop(number, None)
-
-    async def _is_over(self, number: int, error: BaseException) -> bool:
-        """Whether a call that has just failed is not to be tried again."""
-        logger.debug("batches: again after %r", error)
-        if self._client.is_closed:
-            return True
-        if not self._client.is_connected:
-            self._failing.pop(number, None)
-            return False
-        now_s, text = time.monotonic(), f"batches: {str(error) or type(error).__name__}"
-        since_s, _ = self._failing.setdefault(number, (now_s, text))
-        return now_s - since_s > PATIENCE_S and await self._does_other_things()
-
-    async def _does_other_things(self) -> bool:
-        try:
-            await (await ensure_bucket(self.js, layout.RETURNS)).put("probe", b"")
-        except (NatsError, TimeoutError, OSError):
-            return False
-        return True
+        return self.server.js
 
     async def acknowledge(self, message: Msg) -> None:
         """The server does not deliver the message again."""
@@ -142,7 +81,7 @@ class BatchStorage:
                 with contextlib.suppress(NoRespondersError):  # its queue was deleted
                     await message.ack_sync(timeout=2)
 
-        await self.patiently(acknowledge)
+        await self.server.patiently(acknowledge)
 
     async def end(self, message: Msg) -> None:
         """The same, without an answer of the server's: for what is not to be tried again."""
@@ -151,7 +90,7 @@ class BatchStorage:
             if not message.is_acked:
                 await message.term()
 
-        await self.patiently(end)
+        await self.server.patiently(end)
 
     async def body(self, digest: str) -> Any:
         """A large body.
@@ -160,7 +99,7 @@ class BatchStorage:
             InvalidRequest: it is not there any more, or not what was submitted.
         """
         try:
-            data = await self.patiently(lambda: get_object(self.js, digest))
+            data = await self.server.patiently(lambda: get_object(self.js, digest))
         except NotFoundError:
             raise InvalidRequest("body", "is not in the object store any more") from None
         except (BadObjectMetaError, DigestMismatchError):
@@ -183,14 +122,14 @@ class BatchStorage:
                 raise
             return True
 
-        return await self.patiently(look)
+        return await self.server.patiently(look)
 
     async def write_result(self, request: QueuedRequest, line: dict[str, Any]) -> None:
         """The result of a request, unless it has one."""
         value = protocol.encoded({"index": request.index, "line": line})
         if len(value) >= layout.large_bytes(self._client.max_payload):
             whole = value
-            name = await self.patiently(lambda: put_object(self.js, whole))
+            name = await self.server.patiently(lambda: put_object(self.js, whole))
             value = protocol.encoded({"object": name})
 
         async def create() -> None:
@@ -202,7 +141,7 @@ class BatchStorage:
                 self._buckets.pop(request.batch, None)  # it was deleted
                 raise
 
-        await self.patiently(create)
+        await self.server.patiently(create)
 
     async def _results(self, batch: str) -> KeyValue:
         bucket = self._buckets.get(batch)
@@ -215,7 +154,7 @@ class BatchStorage:
 
     async def returns(self, request: QueuedRequest) -> int:
         """How often a request came back without a failure."""
-        return await self.patiently(lambda: self._returns(request))
+        return await self.server.patiently(lambda: self._returns(request))
 
     async def _returns(self, request: QueuedRequest) -> int:
         try:
@@ -254,4 +193,4 @@ class BatchStorage:
                 raise
 
         with contextlib.suppress(MaxPayloadError):  # of a server that takes next to nothing
-            await self.patiently(publish)
+            await self.server.patiently(publish)

@@ -1,0 +1,14 @@
+"""The worker's options: one typed table, read from the command line, the environment and a YAML
+file.
+
+Nothing heavy is imported here, so that a wrong argument is answered before torch or the runtime is
+loaded. `option` has what an option is, `values` the parsers of their texts, `table` the options,
+`sources` reads them, and `contradictions` checks them against each other.
+"""
+
+from worker.arguments.option import Option, StrictParser
+from worker.arguments.sources import load_yaml, parse_arguments
+from worker.arguments.table import OPTIONS, Arguments
+from worker.arguments.values import SUBJECT_PART
+
+__all__ = ["OPTIONS", "SUBJECT_PART", "Arguments", "Option", "StrictParser", "load_yaml", "parse_arguments"]

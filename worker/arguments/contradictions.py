@@ -1,0 +1,103 @@
+"""Options that contradict each other, or that another engine or runtime honours."""
+
+from __future__ import annotations
+
+from worker.arguments.table import OPTIONS, Arguments
+from worker.errors import ConfigurationError
+
+_ONLY = {
+    "trtllm": ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors"),
+    "embedded": (
+        *("numerics", "kernels", "quantization", "activation_dtype", "kv_cache_dtype", "kv_cache_memory"),
+        *("max_mixed_chunk", "speculative_config", "step_timeout_s"),
+    ),
+}
+"""Options that one engine alone honours."""
+
+
+def _refuse_options_of_other_engines(a: Arguments) -> None:
+    for engine, names in _ONLY.items():
+        for option in OPTIONS:
+            value = getattr(a, option.name)
+            if a.engine != engine and option.name in names and value != option.default:
+                raise ConfigurationError(f"{option.flag} {value} needs --engine {engine}")
+
+
+_ONLY_DYNAMO = (
+    "namespace",
+    "component",
+    "endpoint",
+    "endpoint_types",
+    "request_plane",
+    "response_plane",
+    "event_plane",
+    "dyn_tool_call_parser",
+    "dyn_reasoning_parser",
+)
+_ONLY_NATS = (
+    "nats_url",
+    "nats_credentials",
+    "nats_token",
+    "nats_nkey_seed",
+    "nats_tls_ca",
+    "nats_tls_cert",
+    "nats_tls_key",
+    "nats_reply_prefixes",
+    "model_version",
+    "batch",
+    "batch_ack_wait_s",
+    "batch_max_deliver",
+    "metrics_port",
+    "metrics_host",
+)
+
+
+def _refuse_options_of_other_runtimes(a: Arguments) -> None:
+    others = _ONLY_NATS if a.runtime == "dynamo" else _ONLY_DYNAMO
+    needed = "nats" if a.runtime == "dynamo" else "dynamo"
+    for option in OPTIONS:
+        if option.name in others and getattr(a, option.name) != option.default:
+            raise ConfigurationError(f"{option.flag} needs --runtime {needed}")
+
+
+def _refuse_nats_contradictions(a: Arguments) -> None:
+    if a.disaggregation_mode != "aggregated":
+        raise ConfigurationError(f"--disaggregation-mode {a.disaggregation_mode} needs --runtime dynamo")
+    ways = [name for name in ("nats_credentials", "nats_token", "nats_nkey_seed") if getattr(a, name) is not None]
+    if len(ways) > 1:
+        flags = " and ".join("--" + name.replace("_", "-") for name in ways)
+        raise ConfigurationError(f"{flags} both say who the worker is; give one of them")
+    if (a.nats_tls_cert is None) != (a.nats_tls_key is None):
+        raise ConfigurationError("--nats-tls-cert and --nats-tls-key belong together; give both")
+    if a.metrics_port > 65535:
+        raise ConfigurationError(f"--metrics-port must be a port number, got {a.metrics_port}")
+
+
+def refuse_contradictions(a: Arguments) -> None:
+    """Raises `ConfigurationError` for the first contradiction."""
+    _refuse_options_of_other_runtimes(a)
+    if a.runtime == "nats":
+        _refuse_nats_contradictions(a)
+    # TensorRT-LLM has defaults of its own for what is not given
+    sizes_count = a.engine == "embedded" or {"max_num_seqs", "max_num_batched_tokens"} <= a.given
+    if sizes_count and a.max_num_batched_tokens < a.max_num_seqs:
+        raise ConfigurationError(
+            f"--max-num-batched-tokens ({a.max_num_batched_tokens}) must be at least --max-num-seqs ({a.max_num_seqs})"
+        )
+    if a.context_length is not None and a.context_length < 2:
+        raise ConfigurationError(f"--context-length must be at least 2, got {a.context_length}")
+    if a.kv_blocks is not None and a.kv_cache_memory is not None:
+        raise ConfigurationError("--kv-blocks and --kv-cache-memory both size the KV cache; give one of them")
+    if a.migration == "on" and a.boundary_store is None:
+        raise ConfigurationError("--migration on needs --boundary-store")
+    if a.migration == "off" and a.boundary_store is not None:
+        raise ConfigurationError("--boundary-store needs --migration on")
+    if a.engine == "trtllm" and a.device not in ("auto", "cuda"):
+        needs = "needs CUDA" if a.device == "cpu" else "chooses its devices itself"
+        raise ConfigurationError(f"--engine trtllm {needs}, but --device is {a.device}")
+    _refuse_options_of_other_engines(a)
+    if a.dtype == "float16" and a.device == "cpu":
+        raise ConfigurationError("--dtype float16 needs CUDA, but --device is cpu")
+    unknown = set(a.endpoint_types.split(",")) - {"chat", "completions", "none"}
+    if unknown:
+        raise ConfigurationError(f"--endpoint-types must be of chat, completions, none, got {a.endpoint_types!r}")

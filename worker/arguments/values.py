@@ -1,0 +1,103 @@
+"""Parsers of options' values: text → value, or `ValueError` with the expected form."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+
+def text(text: str) -> str:
+    if not text.strip():
+        raise ValueError("a non-empty text")
+    return text
+
+
+def url(text: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", text):
+        raise ValueError("an http:// or https:// URL")
+    return text
+
+
+def positive(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:
+        raise ValueError("an integer of at least 1")
+    return int(text)
+
+
+def not_negative(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise ValueError("an integer of at least 0")
+    return int(text)
+
+
+SUBJECT_PART = r"[!-)+,\-/-=?-~]+"
+"""A part of a subject of NATS: printable ASCII without dots and wildcards."""
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def memory_size(text: str) -> int:
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?) ?(KiB|MiB|GiB)", text)
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if not size:
+        raise ValueError("a size above 0 with its unit, KiB, MiB or GiB, for example 2GiB")
+    return size
+
+
+def device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
+        raise ValueError("auto, cpu, cuda or cuda:N")
+    return text
+
+
+def packed_copy(text: str) -> str:
+    if text not in ("auto", "off") and not Path(text).is_absolute():
+        raise ValueError("auto, off or an absolute path")
+    return text
+
+
+def positive_seconds(text: str) -> float:
+    found = seconds(text)
+    if found == 0:
+        raise ValueError("a number of seconds above 0")
+    return found
+
+
+def store(text: str) -> str:
+    if not re.fullmatch(r"(file|nats|etcd):\S.*", text):
+        raise ValueError("file:DIRECTORY, nats:URL or etcd:URL")
+    return text
+
+
+def subject_token(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
+        raise ValueError("1 to 64 letters, digits, hyphens and underscores")
+    return text
+
+
+def reply_prefixes(text: str) -> str:
+    for one in comma_list(text):
+        if not re.fullmatch(rf"({SUBJECT_PART}\.)+", one) or one.startswith(("$", "dlw.", "dlw-")):
+            raise ValueError(
+                "beginnings of subjects that end with a dot, neither NATS's own ($) nor the worker's (dlw)"
+            )
+    return text
+
+
+def comma_list(text: str) -> tuple[str, ...]:
+    entries = tuple(entry.strip() for entry in text.split(","))
+    if not all(entries):
+        raise ValueError("a list separated by commas")
+    return entries
+
+
+def truth(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError("true or false")
+    return text.lower() == "true"
+
+
+def seconds(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text):
+        raise ValueError("a number of seconds of at least 0")
+    return float(text)

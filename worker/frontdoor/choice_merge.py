@@ -1,0 +1,106 @@
+"""Chunks and answers of single choices, merged into those of one answer in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_DONE = b"data: [DONE]"
+
+
+class ChoiceMerge:
+    """Merges the answers to the requests for each choice, in a stream or whole.
+
+    Args:
+        num_choices: Number of requests.
+    """
+
+    def __init__(self, num_choices: int) -> None:
+        self._num_choices = num_choices
+        self._usages: dict[int, Mapping[str, Any]] = {}
+        self._usage_chunk: dict[str, Any] | None = None  # the event behind all choices
+        self._same: dict[str, Any] = {}  # id and time, those of the chunk that came first
+        self._done: set[int] = set()
+
+    def events(self, index: int, events: Sequence[bytes]) -> bytes:
+        """Events of one choice's stream as those of all; some wait for the `end`."""
+        merged = b""
+        for event in events:
+            lines = [self._line(index, line) for line in event.split(b"\n")]
+            kept = b"\n".join(line for line in lines if line is not None)
+            merged += kept and kept + b"\n\n"
+        return merged
+
+    def end(self) -> bytes:
+        """The last events of a stream, once all choices have ended."""
+        usage = b"" if self._usage_chunk is None else b"data: " + _encoded(self._usage_chunk) + b"\n\n"
+        return usage + (_DONE + b"\n\n" if len(self._done) == self._num_choices else b"")
+
+    def whole(self, answers: Sequence[bytes]) -> bytes:
+        """The answer made of all choices' answers that are not streamed.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: one is not in OpenAI's form.
+        """
+        bodies = [json.loads(answer) for answer in answers]
+        for index, body in enumerate(bodies):
+            self._adapt(index, body)
+        choices = sorted((one for body in bodies for one in body["choices"]), key=lambda one: int(one["index"]))
+        merged = {**bodies[0], "choices": choices}
+        if bodies[-1].get("usage"):
+            merged["usage"] = bodies[-1]["usage"]
+        extensions = [body.get("nvext") for body in bodies]
+        if any(extensions):
+            merged["nvext"] = {"choices": extensions}
+        return _encoded(merged)
+
+    def _line(self, index: int, line: bytes) -> bytes | None:
+        """A line of an event for the client, None if it waits for the end of all choices."""
+        if line == _DONE:
+            self._done.add(index)
+            return None
+        if not line.startswith(b"data: {"):
+            return line
+        try:
+            chunk = json.loads(line[6:])
+        except ValueError:
+            return line
+        self._adapt(index, chunk)
+        if chunk.get("choices") == [] and chunk.get("usage"):
+            self._usage_chunk = chunk
+            return None
+        return b"data: " + _encoded(chunk)
+
+    def _adapt(self, index: int, chunk: dict[str, Any]) -> None:
+        """Make a chunk, or an answer, of one choice that of all."""
+        for name in ("id", "created"):
+            if name in chunk:
+                chunk[name] = self._same.setdefault(name, chunk[name])
+        for choice in chunk.get("choices") or ():
+            choice["index"] = choice.get("index", 0) * self._num_choices + index
+        if chunk.get("usage"):
+            self._usages[index] = chunk["usage"]
+            chunk["usage"] = merged_usage([self._usages[index] for index in sorted(self._usages)])
+
+
+def merged_usage(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The usage of all choices: the prompt counts once, their tokens add up.
+
+    Args:
+        usages: OpenAI's ``usage`` of each choice, at least one.
+    """
+    merged = dict(usages[0])
+    merged["completion_tokens"] = sum(each.get("completion_tokens", 0) for each in usages)
+    merged["total_tokens"] = merged.get("prompt_tokens", 0) + merged["completion_tokens"]
+    details = [each.get("completion_tokens_details") for each in usages]
+    if any(details):
+        names = {name for each in details if each for name in each}
+        merged["completion_tokens_details"] = {
+            name: sum(each.get(name) or 0 for each in details if each) for name in sorted(names)
+        }
+    return merged
+
+
+def _encoded(data: Mapping[str, Any]) -> bytes:
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,209 @@
+"""Checks of single fields of a chat or completion request: Dynamo's frontend would drop what they
+refuse, or fail on it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from adapters.catalog import MAX_CHOICES
+from worker.frontdoor.errors import FieldRefused
+from worker.sampling import Control
+
+Body = dict[str, Any]
+Check = Callable[[Any, Body], None]
+"""Raises `FieldRefused` for a value, given the whole request."""
+
+GUIDES = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+
+
+def is_before_1_6(version: str | None = None) -> bool:
+    """Whether Dynamo's frontend is older than 1.6; False where it is not installed.
+
+    Args:
+        version: Version of ai-dynamo, by default the installed one.
+    """
+    if version is None:
+        try:
+            version = importlib.metadata.version("ai-dynamo")
+        except importlib.metadata.PackageNotFoundError:
+            return False
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return (major, minor) < (1, 6)
+
+
+def stop_limit(version: str | None = None) -> int | None:
+    """Stop strings, and stop token ids, that the frontend takes; it answers more with a 500.
+
+    Args:
+        version: See `is_before_1_6`.
+    """
+    return 4 if is_before_1_6(version) else None
+
+
+MAX_STOPS = stop_limit()
+
+
+def stops(name: str) -> Check:
+    def check(value: Any, body: Body) -> None:
+        if not isinstance(value, list | str) or not value:
+            return  # the frontend refuses it
+        if body.get("ignore_eos") is True:
+            raise FieldRefused(name, "cannot be given beside ignore_eos, which makes Dynamo's frontend drop it")
+        if MAX_STOPS is not None and isinstance(value, list) and len(value) > MAX_STOPS:
+            raise FieldRefused(name, f"must have at most {MAX_STOPS} entries, got {len(value)}")
+
+    return check
+
+
+def _known_keys(path: str, value: Any, known: tuple[str, ...]) -> None:
+    """Refuse the keys of an object that the frontend would drop."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if key not in known and each is not None:
+                raise FieldRefused(f"{path}.{printable(key)}", f"unknown field; known are {', '.join(known)}")
+
+
+def printable(key: str) -> str:
+    """A client's key or value for a message: at most 60 characters of printable ASCII."""
+    text = json.dumps(key)[1:-1]
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+_PART_KEYS = ("type", "text", "prompt_cache_breakpoint")
+_MESSAGE_KEYS = (
+    "role",
+    "content",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "refusal",
+    "function_call",
+    "reasoning_content",
+    "annotations",
+    "prompt_cache_breakpoint",
+)
+"""Keys that Dynamo's frontend gives to the chat template, and those that cannot concern it:
+annotations are part of an answer that a client sends back, breakpoints are hints for a cache.
+"""
+
+
+def messages(value: Any, body: Body) -> None:
+    for i, message in enumerate(value if isinstance(value, list) else ()):
+        path = f"messages[{i}]"
+        _known_keys(path, message, _MESSAGE_KEYS)
+        content = message.get("content") if isinstance(message, dict) else None
+        if content == []:
+            raise FieldRefused(f"{path}.content", "must have at least one part")
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text":
+                raise FieldRefused(f"{path}.content[{j}]", f"must be of type text, got {printable(str(kind))}")
+            _known_keys(f"{path}.content[{j}]", part, _PART_KEYS)
+
+
+_FORMATS: Mapping[str, tuple[str, ...]] = {
+    "text": ("type",),
+    "json_object": ("type",),
+    "json_schema": ("type", "json_schema"),
+    "structural_tag": ("type", "format", "structures", "triggers"),
+}
+"""The keys of each type of ``response_format``."""
+
+
+def response_format(value: Any, body: Body) -> None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in _FORMATS:
+        raise FieldRefused("response_format.type", f"must be one of {', '.join(_FORMATS)}, got {printable(str(kind))}")
+    _known_keys("response_format", value, _FORMATS[kind])
+    if kind == "json_schema":
+        schema = value.get("json_schema")
+        _known_keys("response_format.json_schema", schema, ("name", "description", "schema", "strict"))
+        if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
+            raise FieldRefused("response_format.json_schema.schema", "must be a JSON Schema")
+    if kind != "text" and body.get("tools") and forces_call(body):
+        raise FieldRefused("response_format", "cannot be given beside a tool_choice that forces a call")
+
+
+def stream_options(value: Any, body: Body) -> None:
+    known = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+    _known_keys("stream_options", value, known)
+    if isinstance(value, dict) and value.get("include_obfuscation"):
+        raise FieldRefused("stream_options.include_obfuscation", "is not supported")
+
+
+def tools(value: Any, body: Body) -> None:
+    for i, tool in enumerate(value if isinstance(value, list) else ()):
+        path = f"tools[{i}]"
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind != "function":
+            raise FieldRefused(f"{path}.type", f"must be function, got {printable(str(kind))}")
+        _known_keys(path, tool, ("type", "function"))
+        _known_keys(f"{path}.function", tool.get("function"), ("name", "description", "parameters", "strict"))
+
+
+def forces_call(body: Body) -> bool:
+    """Whether ``tool_choice`` asks for a call, of any tool or of one."""
+    choice = body.get("tool_choice")
+    return choice == "required" or isinstance(choice, dict)
+
+
+def tool_choice(value: Any, body: Body) -> None:
+    if isinstance(value, dict) and value.get("type") != "function":
+        raise FieldRefused("tool_choice.type", f"must be function, got {printable(str(value.get('type')))}")
+    _known_keys("tool_choice", value, ("type", "function"))
+    if forces_call(body) and not body.get("tools"):
+        raise FieldRefused("tool_choice", "forces a call, and there are no tools")
+
+
+def top_logprobs(value: Any, body: Body) -> None:
+    if value and body.get("logprobs") is not True:
+        raise FieldRefused("top_logprobs", "needs logprobs: true")
+
+
+def one_guide(name: str) -> Check:
+    def check(value: Any, body: Body) -> None:
+        if value in ([], ""):
+            raise FieldRefused(name, "must not be empty")
+        guides = [other for other in GUIDES if body.get(other) is not None]
+        if isinstance(body.get("response_format"), dict) and body["response_format"].get("type") != "text":
+            guides.append("response_format")
+        if body.get("tools") and forces_call(body):
+            guides.append("tool_choice")
+        if len(guides) > 1:
+            raise FieldRefused(name, f"cannot be given beside {', '.join(g for g in guides if g != name)}")
+
+    return check
+
+
+def guide_backend(value: Any, body: Body) -> None:
+    if value not in ("auto", "guidance", "llguidance"):
+        raise FieldRefused("guided_decoding_backend", "this worker decodes grammars with llguidance")
+
+
+def nvext(value: Any, body: Body) -> None:
+    if isinstance(value, dict) and value.get("use_raw_prompt"):
+        raise FieldRefused(
+            "nvext.use_raw_prompt", "is not supported: Dynamo's frontend applies the chat template anyway"
+        )
+
+
+def num_choices(value: Any, body: Body) -> None:
+    if type(value) is not int or not 1 <= value <= MAX_CHOICES:
+        raise FieldRefused("n", f"must be an integer from 1 to {MAX_CHOICES}, got {printable(str(value))}")
+
+
+def within_bounds(control: Control) -> Check:
+    """The check of a control that Dynamo's frontend does not know."""
+
+    def check(value: Any, body: Body) -> None:
+        try:
+            if control.client_bounds is not None:
+                control.client_bounds.check(value)
+        except ValueError as error:
+            raise FieldRefused(control.name, str(error)) from None
+
+    return check

@@ -1,0 +1,108 @@
+"""A request on its way to one frontend, and the answer on its way back, unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from worker.frontdoor.answering import Asker
+from worker.frontdoor.http import INTERIM, AnswerEnd
+from worker.frontdoor.upstreams import NoUpstream, Upstream, UpstreamConnection, Upstreams
+
+REPEATABLE = 64 * 1024
+"""Size of the largest request that may take a kept connection: it is held until its answer begins,
+in case the frontend has closed that connection.
+"""
+
+
+class ForwardedRequest:
+    """One request to one frontend; an `Answer` whose bytes the client gets as they come.
+
+    Args:
+        client: Receiver of the answer.
+        upstreams: The frontends.
+        head_only: Whether the request is a HEAD.
+        sent: Called when the request has been written to a connection.
+
+    Attributes:
+        connection: Connection that carries it, once there is one.
+    """
+
+    def __init__(self, client: Asker, upstreams: Upstreams, *, head_only: bool, sent: Callable[[], None]) -> None:
+        self._client = client
+        self._upstreams = upstreams
+        self._head_only = head_only
+        self._sent = sent
+        self._repeatable: bytes | None = None  # the request, if it may have to be sent again
+        self._connecting: asyncio.Task[None] | None = None
+        self.connection: UpstreamConnection | None = None
+
+    def ask(self, data: bytes) -> None:
+        """Send the request: on a kept connection, unless it is too large to be held."""
+        turn = self._upstreams.in_turn()
+        if turn[0].idle and len(data) <= REPEATABLE:
+            self.connection = turn[0].idle.pop()
+            self._repeatable = data
+            self._send(self.connection, data)
+        else:
+            self._connect(turn, data)
+
+    def _connect(self, turn: Sequence[Upstream], data: bytes) -> None:
+        self.connection = UpstreamConnection()
+        self._connecting = asyncio.get_running_loop().create_task(self._ask_first(turn, self.connection, data))
+
+    async def _ask_first(self, turn: Sequence[Upstream], connection: UpstreamConnection, data: bytes) -> None:
+        try:
+            await self._upstreams.connect(turn, connection)
+        except NoUpstream:
+            self._connecting = self.connection = None
+            self._client.unreachable()
+            return
+        if self.connection is connection:  # a cancellation may come too late to be noticed
+            self._connecting = None
+            self._send(connection, data)
+
+    def _send(self, connection: UpstreamConnection, data: bytes) -> None:
+        self._sent()
+        connection.begin(self, AnswerEnd(self._head_only), data)
+
+    def received(self, data: bytes) -> None:
+        """Hand on bytes of the answer."""
+        self._repeatable = None
+        self._client.received(data)
+
+    def answered(self, closes: bool) -> None:
+        """The answer is complete; ``closes``: its end is that of the connection."""
+        self.connection = None
+        self._client.answered(closes)
+
+    def failed(self, begun: bool, reason: str) -> None:
+        """The frontend has gone: ask it once more, if it had closed a kept connection before."""
+        frontend = self.connection.upstream if self.connection is not None else None
+        data, self._repeatable, self.connection = self._repeatable, None, None
+        if frontend is not None and data is not None and not begun:
+            self._connect([frontend], data)
+        else:
+            self._client.failed(begun, reason)
+
+    def pause(self) -> None:
+        """Read no more for now."""
+        if self.connection is not None:
+            self.connection.pause()
+
+    def resume(self) -> None:
+        """Read again."""
+        if self.connection is not None:
+            self.connection.resume()
+
+    def abort(self) -> None:
+        """End the request. Idempotent."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.abort()
+
+    def filler(self) -> bytes | None:
+        """See `Answer.filler`."""
+        return INTERIM if self.connection is None else self.connection.filler()

@@ -1,0 +1,155 @@
+"""Requests of one client's connection until they can be answered: received, admitted, complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from worker.frontdoor.bodies import Body
+from worker.frontdoor.errors import FieldRefused, Refused
+from worker.frontdoor.request_reader import CLIENT_HEADER, NO_HEADERS, Head, RequestReader
+from worker.frontdoor.requests import METADATA_HEADER
+from worker.frontdoor.routes import Route
+from worker.frontdoor.server import FrontDoor
+
+ID_HEADERS = frozenset((b"x-dynamo-request-id", b"x-request-id"))
+"""Headers in which a client may choose the id of its request."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedRequest:
+    """A request whose head says that it may be answered.
+
+    Attributes:
+        head: Request line and headers.
+        path: The target without its query.
+        route: Row of the table of routes.
+        label: Label of its client, for the workers.
+    """
+
+    head: Head
+    path: str
+    route: Route
+    label: bytes
+
+    @property
+    def has_version_1_1(self) -> bool:
+        """Whether the client reads chunks, and answers before the answer proper."""
+        return self.head.version == b"1.1"
+
+    def forwarded(self, body: bytes, *, is_last: bool) -> bytes:
+        """The request to a frontend; ``is_last``: its connection ends with the answer."""
+        has_body = bool(body) or b"content-length" in self.head.headers
+        close = is_last or not self.has_version_1_1
+        return self.head.sent_on(len(body) if has_body else None, close=close, added=self._label_line()) + body
+
+    def choices(self, bodies: Sequence[bytes]) -> list[bytes]:
+        """The requests of several choices; the client's id is that of the first."""
+        ids = (NO_HEADERS, *(ID_HEADERS for _ in bodies[1:]))
+        return [
+            self.head.sent_on(len(body), close=True, without=without, added=self._label_line()) + body
+            for body, without in zip(bodies, ids, strict=True)
+        ]
+
+    def _label_line(self) -> bytes:
+        return b"%b: %b\r\n" % (CLIENT_HEADER, self.label)
+
+
+class RequestIntake:
+    """Reads the requests of one connection, one at a time, and refuses them as early as it can.
+
+    Args:
+        door: State that all connections share.
+        too_slow: Ends the request whose body has to make room for others.
+
+    Attributes:
+        peer: Address of the client.
+        head: Head of the request, once it has been read.
+        has_begun: Whether bytes of the request have come.
+    """
+
+    def __init__(self, door: FrontDoor, too_slow: Callable[[Refused], None]) -> None:
+        self._door = door
+        self._too_slow = too_slow
+        self._reader = RequestReader(door.max_body)
+        self._request: AdmittedRequest | None = None
+        self._body: Body | None = None
+        self._awaits_continue = False
+        self.peer = b""
+        self.head: Head | None = None
+        self.has_begun = False
+
+    @property
+    def num_ahead(self) -> int:
+        """Bytes that have come and have not been read."""
+        return self._reader.num_pending
+
+    @property
+    def has_next(self) -> bool:
+        """Whether bytes have come behind a complete request."""
+        return bool(self._reader.trailing)
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes."""
+        self._reader.feed(data)
+        self.has_begun = True
+
+    def next(self) -> tuple[AdmittedRequest, bytes] | None:
+        """The complete request with its body, None until it is there.
+
+        Raises:
+            Refused: it cannot be answered.
+        """
+        while (part := self._reader.next()) is not None:
+            if isinstance(part, Head):
+                self._begin(part)
+                continue
+            assert self._request is not None
+            assert self._body is not None
+            if part is RequestReader.END:
+                return self._request, self._body.take()
+            self._body.add(part)
+        return None
+
+    def _begin(self, head: Head) -> None:
+        self.head = head
+        if not head.target.startswith(b"/"):
+            raise Refused(400, "the request's target must be a path")
+        path = head.target.partition(b"?")[0].decode("latin-1")
+        route, label = self._door.admit(head, path, self.peer)
+        self._request = AdmittedRequest(head, path, route, label)
+        if head.num_bytes > self._door.max_body:
+            raise Refused(413, f"the body has more than {self._door.max_body} bytes")
+        head.check_connection_options()
+        self._body = self._door.bodies.begin(self._too_slow)
+        self._awaits_continue = head.awaits_continue
+        if route.by != "checked":
+            return
+        if head.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise Refused(415, "a compressed body is not supported", "content-encoding")
+        if len(head.values(METADATA_HEADER)) > 1:
+            raise FieldRefused(METADATA_HEADER.decode(), "comes twice, and Dynamo's frontend drops the second")
+
+    def left_s(self) -> float | None:
+        """Seconds until the body is too slow, None if none is being read."""
+        return None if self._body is None else self._body.left_s()
+
+    def takes_continue(self) -> bool:
+        """Whether the client sends the body only after a 100; True once."""
+        awaited, self._awaits_continue = self._awaits_continue, False
+        return awaited
+
+    def free_body(self) -> None:
+        """Give the body's room back. Idempotent."""
+        if self._body is not None:
+            self._body.free()
+            self._body = None
+
+    def begin_next(self) -> None:
+        """Go on to the request behind a complete one."""
+        data = self._reader.trailing
+        self.free_body()
+        self._reader = RequestReader(self._door.max_body)
+        self._request, self.head, self.has_begun = None, None, bool(data)
+        if data:
+            self._reader.feed(data)

@@ -1,0 +1,54 @@
+"""Answers of workers, chunk by chunk and whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Chunk = dict[str, Any]
+
+
+@dataclass(slots=True)
+class ChoiceAnswer:
+    """One complete answer.
+
+    Attributes:
+        text: Text of the answer, empty if none was asked for.
+        token_ids: Generated tokens.
+        finish_reason: ``stop``, ``length`` or ``cancelled``.
+        log_probs: Log probability of each token, if they were asked for.
+        engine_data: The receipt, if one was asked for.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    log_probs: list[float] = field(default_factory=list)
+    engine_data: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """All answers to a request, complete or as far as they have come.
+
+    Attributes:
+        choices: Answers in the order of their index.
+        usage: Tokens of the prompt, and of all choices.
+    """
+
+    choices: list[ChoiceAnswer] = field(default_factory=list)
+    usage: dict[str, int] = field(default_factory=lambda: {"prompt_tokens": 0, "completion_tokens": 0})
+
+    def add(self, chunk: Chunk) -> None:
+        """Take the next chunk."""
+        while len(self.choices) <= chunk["index"]:
+            self.choices.append(ChoiceAnswer())
+        choice = self.choices[chunk["index"]]
+        choice.text += chunk.get("text", "")
+        choice.token_ids += chunk["token_ids"]
+        choice.log_probs += chunk.get("log_probs", ())
+        choice.engine_data = chunk.get("engine_data", choice.engine_data)
+        choice.finish_reason = chunk.get("finish_reason", choice.finish_reason)
+        if "completion_usage" in chunk:
+            self.usage["prompt_tokens"] = chunk["completion_usage"]["prompt_tokens"]
+            self.usage["completion_tokens"] += chunk["completion_usage"]["completion_tokens"]
