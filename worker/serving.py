@@ -49,7 +49,6 @@ from worker.lifecycle.drain import InFlightRequest, InFlightRequests, drain
 from worker.lifecycle.faults import FaultWindow
 from worker.metrics import LoadMetrics, SpeculationMetrics, WorkerMetrics
 from worker.migration.records import BoundaryRecords, RequestRecord, UnrecordedRequest, records_of
-from worker.migration.safe_chunks import SafeChunks
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.processors.smoke import SmokeTest
 from worker.request_log import RequestEntry, RequestLog
@@ -58,9 +57,11 @@ from worker.requests.deadline import until
 from worker.requests.receipts import RequestReceipt, Server, digest_of_model
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 from worker.requests.response import ResponseBuilder
-from worker.requests.stop_text import StopText, TokenBytes
 from worker.sampling import SamplingParams
 from worker.sampling.field_processors import for_engine
+from worker.text.deltas import TokenBytes
+from worker.text.safe_chunks import SafeChunks
+from worker.text.stop_text import StopText
 from worker.tracing import RequestTracer, to_endpoint
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class _Serving:
     entry: RequestEntry
     record: RequestRecord
     stop_text: StopText | None = None
-    safe_chunks: SafeChunks | None = None
+    safe_chunks: SafeChunks[TokenDelta] | None = None
 
 
 class _Aborted(Exception):
@@ -371,7 +372,8 @@ class RequestServer:
     def _with_text(self, serving: _Serving, token_bytes: TokenBytes) -> _Serving:
         """A request whose tokens are text: where it ends, and where its chunks may."""
         request = serving.record.request
-        stops, stop_text, safe_chunks = [stop for stop in request.stop_strings if stop], None, None
+        stops, stop_text = [stop for stop in request.stop_strings if stop], None
+        safe_chunks: SafeChunks[TokenDelta] | None = None
         if stops and self.arguments.disaggregation_mode != "prefill":
             num_ignored = request.params.min_tokens or 0
             stop_text = StopText(token_bytes, stops, num_ignored, len(request.generated_token_ids))

@@ -9,10 +9,10 @@ import torch
 
 from adapters.chain import Receipt
 from worker.engines import FinishReason, TokenLogprob
-from worker.engines.embedded.offline.stop_strings import AnswerText
 from worker.engines.embedded.plan import Output, Request
 from worker.engines.embedded.sampling import LogitsCollector
 from worker.sampling import SamplingParams
+from worker.text.answer_text import AnswerText
 
 Logprobs = list[list[TokenLogprob]] | list[float]
 PromptLogprobs = list[list[TokenLogprob] | None] | list[float | None]
