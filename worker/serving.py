@@ -48,7 +48,8 @@ from worker.errors import (
 from worker.lifecycle.drain import InFlightRequest, InFlightRequests, drain
 from worker.lifecycle.faults import FaultWindow
 from worker.metrics import LoadMetrics, SpeculationMetrics, WorkerMetrics
-from worker.migration.records import BoundaryRecords, RequestRecord, UnrecordedRequest, records_of
+from worker.migration.boundary_record import RequestRecord, UnrecordedRequest
+from worker.migration.records import BoundaryRecords, records_of
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.processors.smoke import SmokeTest
 from worker.request_log import RequestEntry, RequestLog
@@ -252,7 +253,7 @@ class RequestServer:
             try:
                 async with contextlib.aclosing(serving.deltas) as deltas:
                     async for delta in deltas:
-                        await record.written()
+                        await record.wait_written()
                         stop_text = serving.stop_text
                         if stop_text is not None:
                             stop_text.end(delta)
@@ -313,7 +314,7 @@ class RequestServer:
             record = await self._record_of(admitted, request)
             return await self._begin(entry, admitted, record, metadata, choice, trace)
         except _Aborted:
-            record.linger()
+            record.expire()
             builder = ResponseBuilder(request, frozenset())
             return _Serving(admitted, builder, _cancelled(), Selection(), entry, record)
         except BaseException as error:
@@ -639,21 +640,21 @@ class RequestServer:
 def _end_record(record: RequestRecord, finish_reason: str | None) -> None:
     """The request has ended without an error."""
     if finish_reason == "cancelled":
-        record.linger()
+        record.expire()
     else:
-        record.remove()
+        record.settle()
 
 
 async def _let_go(record: RequestRecord, error: BaseException) -> None:
     """Do with a request's record what the error asks for that its stream ends with."""
     if isinstance(error, Draining):
-        await record.pass_on()
+        await record.release()
     elif isinstance(error, EngineBroken):
-        record.abandon()
+        record.drop()
     elif isinstance(error, asyncio.CancelledError):
-        record.linger()
+        record.expire()
     else:
-        record.remove()
+        record.settle()
 
 
 async def _cancelled() -> AsyncGenerator[TokenDelta, None]:

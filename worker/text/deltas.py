@@ -21,7 +21,7 @@ class Delta(Protocol):
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the choice has ended, None if it goes on."""
+        """Set once the choice has ended."""
 
     def stop_after(self, count: int) -> None:
         """End the choice, as ``stop``, after the first `count` tokens."""
