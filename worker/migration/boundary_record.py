@@ -13,9 +13,9 @@ from worker.migration.store import StoreError
 from worker.requests.request import GenerationRequest
 
 EXPIRY_S = 10.0
-"""Seconds that a record stays after its request has left the worker. The frontend may have cancelled
-the request, after a time-out, to migrate it; or the worker may die before the runtime has sent the
-end of the answer.
+"""Seconds that a record stays after its request has left the worker. The frontend may have
+cancelled the request, after a time-out, to migrate it; or the worker may die before the runtime has
+sent the end of the answer.
 """
 
 

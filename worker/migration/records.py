@@ -31,8 +31,8 @@ class BoundaryRecords:
         store: Store of the records, not open yet.
         pool: Name that the workers that share records have in common, and others do not.
         ttl_s: Time to live of the store's records; those of requests in flight are renewed in time.
-        answering: Pool of the workers that answer, on a prefill worker, else None: a prefill ends long
-            before the answer does, so only their records tell how much of it there is.
+        answering: Pool of the workers that answer, on a prefill worker, else None. A prefill ends
+            long before the answer does, so only their records tell how much of it there is.
 
     Attributes:
         num_continued: Requests that were continuations.
