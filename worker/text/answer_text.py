@@ -41,7 +41,7 @@ class AnswerText:
         self._include = include
         self.is_too_short = False
         self._floor = 0  # stop strings that end at or before it are ignored
-        self._ends: list[int] = []  # of each token, the offset of the end of its last character
+        self._ends: list[int] = []  # for each token, the offset of the end of its last character
         self._later: list[int] = []  # tokens decoded lazily, when the text is read and there are no stop strings
         self._text = ""
         self.stopped_by: str | None = None

@@ -39,9 +39,7 @@ class IncrementalText:
         self._text = decode(self._tokens) if self._tokens else ""
         if self._text.endswith(_UNFINISHED):  # the answer must not complete a character of the prompt
             self._tokens, self._text = [], ""
-        self._num_given = len(
-            self._text
-        )  # characters of the window's text that were returned, or belong to the context
+        self._num_given = len(self._text)  # characters of the window that were returned, or are context
         self._cut = 0  # tokens of the window that can be dropped, because a character ends there; 0: unknown
 
     @property
@@ -89,7 +87,7 @@ class IncrementalText:
 
     def _shorter(self) -> list[int]:
         """Tokens after which the next ones are decoded as they are after the whole window."""
-        tokens = [token_id for token_id in self._tokens if self._decode([token_id])]  # special ones have no text
+        tokens = [token_id for token_id in self._tokens if self._decode([token_id])]  # special tokens have no text
         if self._decode(tokens) != self._text:
             tokens = self._tokens
         elif len(tokens) <= _WINDOW:

@@ -242,15 +242,15 @@ class TrtllmEngine:
         eos = self._served.eos_token_ids
         default_end = None if params.ignore_eos or not eos else eos[0]
         native_logprobs = params.logprobs if made.chain is None else None
-        shows_end, fails_open = params.include_stop_str_in_output, self.config.fails_open
+        shows_end = params.include_stop_str_in_output
         chain = None
         if made.chain is not None:
-            chain = ReportedChain(made.chain, num_given, made.chain_logprobs is not None, fails_open)
+            chain = ReportedChain(made.chain, num_given, made.chain_logprobs is not None, self.config.fails_open)
         cursors = [
             Cursor(index, made.end_token_ids, default_end, shows_end, native_logprobs, max_tokens)
             for index in range(params.n)
         ]
-        return RunningRequest(request_id, cursors, chain, fails_open)
+        return RunningRequest(request_id, cursors, chain)
 
     def _adapter(self, request: RunningRequest, made: NativeRequest, params: SamplingParams) -> ChainAdapter | None:
         assert self._served is not None

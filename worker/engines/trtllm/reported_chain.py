@@ -20,7 +20,7 @@ class ReportedChain:
         num_given: Tokens that the request begins with: the prompt, and the answer so far of a
             migrated one.
         has_logprobs: Whether log probabilities come from the chain's steps.
-        fails_open: Whether a failing processor leaves the request alone.
+        fails_open: Whether the request continues without a processor that failed.
         step_budget_s: Budget of a third-party processor for one step, enforced here; None if the
             chain enforces it.
         handed_over: Number of tokens that a prefill worker sampled with its own copy of the chain.

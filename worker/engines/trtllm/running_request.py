@@ -22,7 +22,6 @@ class RunningRequest:
         request_id: The worker's id.
         cursors: One per choice.
         chain: The request's processors, None if it has none.
-        fails_open: Whether a failing processor leaves the request alone.
         must_not_abort: Whether the KV transfer from a prefill worker is unfinished; an abort waits
             for the first token.
         is_silent: Whether no delta has come since the last `keep_alive`.
@@ -38,7 +37,6 @@ class RunningRequest:
     request_id: str
     cursors: list[Cursor]
     chain: ReportedChain | None = None
-    fails_open: bool = False
     must_not_abort: bool = False
     is_silent: bool = False
     number: str = ""
@@ -89,7 +87,7 @@ class RunningRequest:
         """Record a processor failure reported by the engine's process."""
         if self._failure is None:
             self._failure = ProcessorFailed(failure.processor, failure.reason, failure.message)
-        if not self.fails_open and not self.done:
+        if not self.done and (self.chain is None or not self.chain.fails_open):
             self.fail_alone(str(failure))
             self.abort()
 
@@ -107,7 +105,7 @@ class RunningRequest:
             if self._abort_wanted:
                 self.abort()
         is_last = bool(self.result.finished)
-        unsaid = is_last and len(self.cursors) > 1  # of several only the last one to end gets a reason
+        unsaid = is_last and len(self.cursors) > 1  # of several sequences only the last to end gets a reason
         for output, cursor in zip(outputs, self.cursors, strict=True):
             delta = cursor.advance(output, is_last=unsaid)
             if delta is not None and not self.done:
@@ -116,7 +114,7 @@ class RunningRequest:
                 delta.num_cached_tokens = int(getattr(self.result, "cached_tokens", 0) or 0)
                 self._confirm(delta)
         if self.done and not is_last:
-            self.abort()  # ended here, by a token or a failure unknown to the engine
+            self.abort()  # a token or a failure unknown to the engine ended it
 
     def _confirm(self, delta: TokenDelta) -> None:
         """Send the delta with its tokens' edits; an error instead if the chain missed a token."""
