@@ -48,8 +48,8 @@ from worker.errors import (
 from worker.lifecycle.drain import InFlightRequest, InFlightRequests, drain
 from worker.lifecycle.faults import FaultWindow
 from worker.metrics import LoadMetrics, SpeculationMetrics, WorkerMetrics
-from worker.migration.records import BoundaryRecords, RequestRecord, UnrecordedRequest, records_of
-from worker.migration.safe_chunks import SafeChunks
+from worker.migration.boundary_record import RequestRecord, UnrecordedRequest
+from worker.migration.records import BoundaryRecords, records_of
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.processors.smoke import SmokeTest
 from worker.request_log import RequestEntry, RequestLog
@@ -58,9 +58,11 @@ from worker.requests.deadline import until
 from worker.requests.receipts import RequestReceipt, Server, digest_of_model
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 from worker.requests.response import ResponseBuilder
-from worker.requests.stop_text import StopText, TokenBytes
 from worker.sampling import SamplingParams
 from worker.sampling.field_processors import for_engine
+from worker.text.deltas import TokenBytes
+from worker.text.safe_chunks import SafeChunks
+from worker.text.stop_text import StopText
 from worker.tracing import RequestTracer, to_endpoint
 
 logger = logging.getLogger(__name__)
@@ -99,7 +101,7 @@ class _Serving:
     entry: RequestEntry
     record: RequestRecord
     stop_text: StopText | None = None
-    safe_chunks: SafeChunks | None = None
+    safe_chunks: SafeChunks[TokenDelta] | None = None
 
 
 class _Aborted(Exception):
@@ -251,7 +253,7 @@ class RequestServer:
             try:
                 async with contextlib.aclosing(serving.deltas) as deltas:
                     async for delta in deltas:
-                        await record.written()
+                        await record.wait_written()
                         stop_text = serving.stop_text
                         if stop_text is not None:
                             stop_text.end(delta)
@@ -312,7 +314,7 @@ class RequestServer:
             record = await self._record_of(admitted, request)
             return await self._begin(entry, admitted, record, metadata, choice, trace)
         except _Aborted:
-            record.linger()
+            record.expire()
             builder = ResponseBuilder(request, frozenset())
             return _Serving(admitted, builder, _cancelled(), Selection(), entry, record)
         except BaseException as error:
@@ -371,7 +373,8 @@ class RequestServer:
     def _with_text(self, serving: _Serving, token_bytes: TokenBytes) -> _Serving:
         """A request whose tokens are text: where it ends, and where its chunks may."""
         request = serving.record.request
-        stops, stop_text, safe_chunks = [stop for stop in request.stop_strings if stop], None, None
+        stops, stop_text = [stop for stop in request.stop_strings if stop], None
+        safe_chunks: SafeChunks[TokenDelta] | None = None
         if stops and self.arguments.disaggregation_mode != "prefill":
             num_ignored = request.params.min_tokens or 0
             stop_text = StopText(token_bytes, stops, num_ignored, len(request.generated_token_ids))
@@ -637,21 +640,21 @@ class RequestServer:
 def _end_record(record: RequestRecord, finish_reason: str | None) -> None:
     """The request has ended without an error."""
     if finish_reason == "cancelled":
-        record.linger()
+        record.expire()
     else:
-        record.remove()
+        record.settle()
 
 
 async def _let_go(record: RequestRecord, error: BaseException) -> None:
     """Do with a request's record what the error asks for that its stream ends with."""
     if isinstance(error, Draining):
-        await record.pass_on()
+        await record.release()
     elif isinstance(error, EngineBroken):
-        record.abandon()
+        record.drop()
     elif isinstance(error, asyncio.CancelledError):
-        record.linger()
+        record.expire()
     else:
-        record.remove()
+        record.settle()
 
 
 async def _cancelled() -> AsyncGenerator[TokenDelta, None]:

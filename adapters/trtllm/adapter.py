@@ -34,7 +34,7 @@ class BaseLogitsProcessor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a processor failed; serialisable as JSON for another process.
+    """Failure of a processor; serialisable as JSON for another process.
 
     Attributes:
         request_id: The id the engine called with.
@@ -64,7 +64,7 @@ class Step:
 
     Attributes:
         position: Absolute index of the token that was to be sampled.
-        asked: As `ProcessorChain.asked`.
+        asked: Value of `ProcessorChain.asked` in the engine's process.
         seconds: CPU time spent in each member so far.
         logprobs: ``(token id, log probability, rank)`` of the sampled token, then of the top n, if
             wanted.

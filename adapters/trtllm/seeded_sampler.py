@@ -17,7 +17,7 @@ class SeededSampler(ShapingProcessor):
     Temperature and truncation precede it in the chain. No request can name it.
 
     Args:
-        seed: Of the request, uint64; None is greedy, ties to the lowest id.
+        seed: Seed of the request, uint64; None is greedy, ties to the lowest id.
         choice: Index of the choice.
     """
 

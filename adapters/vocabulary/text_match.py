@@ -1,4 +1,8 @@
-"""Matches one text against a token history, independent of token boundaries."""
+"""Matches one text against a token history, independent of token boundaries.
+
+For a text that many requests look for, such as a thinking tag: making a matcher looks at the whole
+vocabulary. The stop strings of one answer are matched in its text by `worker.text`.
+"""
 
 from __future__ import annotations
 

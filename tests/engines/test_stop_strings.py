@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
-from worker.engines.embedded.offline.stop_strings import AnswerText, Decode, IncrementalText
+from worker.text.answer_text import AnswerText
+from worker.text.incremental_text import Decode, IncrementalText
 
 TEXTS = st.text(alphabet="ab é€\U0001f600", max_size=40)
 STOPS = st.lists(st.text(alphabet="ab é€", min_size=1, max_size=4), max_size=3)

@@ -295,8 +295,8 @@ class Migrated:
         raw, request_id = cold(request.case), new_id()
         record = await self._records.begin(request_id, parse_request(raw, self._limits))
         record.write(raw["sampling_options"]["seed"])
-        await record.written()
-        record.abandon()  # as a worker that is killed
+        await record.wait_written()
+        record.drop()  # as a worker that is killed
         sent = list(request.expected[: request.num_sent])
         left = request.case.max_tokens - len(sent)
         ends = {**raw["stop_conditions"], "max_tokens": left}  # as 1.4.2 does, which leaves min_tokens as it is

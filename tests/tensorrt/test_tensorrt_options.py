@@ -76,7 +76,7 @@ async def test_a_prefill_worker_stays_for_its_readers(tmp_path: Path) -> None:
     assert config.kv_lease_s == 0.1
     engine = TrtllmEngine(config)
     now = asyncio.get_running_loop().time
-    began = engine._last_prefill = now()
+    began = engine._requests.last_prefill_s = now()
     await engine.stop()
     assert now() - began >= 0.1
 

@@ -23,7 +23,6 @@ from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import LEAST_LOGPROB, Cursor, entries_of
 from worker.engines.trtllm.health import Watch, described, own_check, submission_error
 from worker.engines.trtllm.probes import NUM_TOKENS, Calls, ProbeRefused, find_honoured, judge_calls
-from worker.engines.trtllm.settings import TrtllmConfig
 from worker.engines.trtllm.submission import hint_arguments
 from worker.errors import InvalidRequest, RequestFailed, StartupError
 
@@ -366,11 +365,11 @@ class Reporting:
 async def poll(monkeypatch: pytest.MonkeyPatch, start: str, *answers: list[Any] | Exception) -> list[Any]:
     """What reaches the runtime of what the executor answers."""
     monkeypatch.setattr(reports, "PAUSE_S", 0.0)
-    runtime, llm, sink = reports.RuntimeReports(TrtllmConfig(model_path="/m")), Reporting(*answers), Sink()
-    runtime._llm = llm
-    runtime.tell_load(lambda *load: sink.calls.append(load))
+    llm, sink = Reporting(*answers), Sink()
+    polled = reports.ExecutorReports(llm)
+    polled.on_load = lambda *load: sink.calls.append(load)
     relay = EventRelay(sink, 2)
-    task = asyncio.create_task(runtime._relay(relay) if start == "relay" else runtime._report_load())
+    task = asyncio.create_task(polled.poll_events(relay) if start == "relay" else polled.poll_load())
     await asyncio.wait_for(llm.exhausted.wait(), 30)
     assert not task.done()
     task.cancel()

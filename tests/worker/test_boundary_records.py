@@ -10,7 +10,7 @@ import pytest
 
 from worker.engines import EngineInfo
 from worker.errors import BoundaryStoreUnavailable, InvalidRequest, PoisonRequest
-from worker.migration import records as module
+from worker.migration import boundary_record, record_store
 from worker.migration.boundary import Boundary
 from worker.migration.records import BoundaryRecords
 from worker.migration.store import StoreError
@@ -75,7 +75,7 @@ class Memory:
 @pytest.fixture(autouse=True)
 def short_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records go away soon."""
-    monkeypatch.setattr(module, "LINGER_S", 0.05)
+    monkeypatch.setattr(boundary_record, "EXPIRY_S", 0.05)
 
 
 def request(*token_ids: int, max_tokens: int = 9) -> GenerationRequest:
@@ -92,13 +92,13 @@ async def test_the_first_token_waits_for_the_record_and_nothing_else_does() -> N
     store.free.clear()
     record = await records.begin("a", request(1, 2))
     record.write(7)
-    waits = asyncio.create_task(record.written())
+    waits = asyncio.create_task(record.wait_written())
     await asyncio.sleep(0)
     assert not waits.done()
     store.free.set()
     await waits
     assert store.attempts == [1]
-    record.remove()
+    record.settle()
     await store.until(lambda: not store.values)
     await records.close()
 
@@ -108,7 +108,7 @@ async def test_a_worker_that_dies_leaves_its_record_and_two_that_die_end_the_req
     for attempt in (1, 2):
         record = await worker(store).begin("a", request(1, 2))
         record.write(7)
-        await record.written()
+        await record.wait_written()
         assert store.attempts == [attempt]
     with pytest.raises(PoisonRequest, match="in flight in 2 workers that died"):
         await worker(store).begin("a", request(1, 2))
@@ -116,7 +116,7 @@ async def test_a_worker_that_dies_leaves_its_record_and_two_that_die_end_the_req
         await worker(store).begin("a", request(1, 2, 3, 4, max_tokens=7))
     other = await worker(store).begin("a", request(1, 3))
     other.write(8)
-    await other.written()
+    await other.wait_written()
     assert store.attempts == [1]
     assert (await worker(store, "another pool").begin("a", request(1, 3))).request.params.seed is None
 
@@ -125,7 +125,7 @@ async def test_a_drawn_seed_survives_also_before_the_first_token() -> None:
     store = Memory()
     record = await worker(store).begin("a", request(1, 2))
     record.write(7)
-    await record.written()
+    await record.wait_written()
     assert (await worker(store).begin("a", request(1, 2))).request.params.seed == 7
     moved = (await worker(store).begin("a", request(1, 2, 5, max_tokens=8))).request
     assert (moved.params.seed, moved.params.max_tokens, moved.generated_token_ids) == (7, 9, [5])
@@ -139,7 +139,7 @@ async def test_an_answer_does_not_go_on_in_a_worker_that_computes_other_bits() -
         records.computes(replace(info, **changes))
     record = await first.begin("a", request(1, 2))
     record.write(7)
-    await record.written()
+    await record.wait_written()
     moved = request(1, 2, 5, max_tokens=8)
     with pytest.raises(InvalidRequest, match=r"request id: its answer cannot go on here: kv_dtype is 'bfloat16' on"):
         await other.begin("a", moved)
@@ -153,14 +153,14 @@ async def test_who_migrates_in_order_is_not_counted() -> None:
     for _ in range(5):
         record = await worker(store).begin("a", request(1, 2))
         record.write(7)
-        await record.written()
-        await record.pass_on()
+        await record.wait_written()
+        await record.release()
         assert store.attempts == [0]
     broken = await worker(store).begin("a", request(1, 2))
     broken.write(7)
-    await broken.written()
-    broken.abandon()
-    await broken.pass_on()
+    await broken.wait_written()
+    broken.drop()
+    await broken.release()
     assert store.attempts == [1]
 
 
@@ -169,8 +169,8 @@ async def test_a_cancelled_request_goes_away_a_little_later() -> None:
     records = worker(store)
     record = await records.begin("a", request(1, 2))
     record.write(7)
-    await record.written()
-    record.linger()
+    await record.wait_written()
+    record.expire()
     await store.until(lambda: store.attempts == [0])
     await store.until(lambda: not store.values)
     await records.close()
@@ -181,8 +181,8 @@ async def test_an_answer_that_has_ended_can_go_on_a_little_later_and_is_not_repe
     records = worker(store)
     record = await records.begin("a", request(1, 2))
     record.write(7)
-    await record.written()
-    record.remove()
+    await record.wait_written()
+    record.settle()
     await store.until(lambda: all(Boundary.decode(value).is_answered for value in store.values.values()))
     again = await worker(store).begin("a", request(1, 2, 3, max_tokens=8))
     assert again.request.generated_token_ids == [3]
@@ -198,13 +198,13 @@ async def test_what_another_worker_has_taken_over_is_left_alone() -> None:
     slow, fast = worker(store), worker(store)
     first = await slow.begin("a", request(1, 2))
     first.write(7)
-    await first.written()
+    await first.wait_written()
     second = await fast.begin("a", request(1, 2, 5, max_tokens=8))
     second.write(7)
-    await second.written()
-    await first.pass_on()
+    await second.wait_written()
+    await first.release()
     assert store.attempts == [2]
-    second.remove()
+    second.settle()
     await store.until(lambda: not store.values)
     await fast.close()
 
@@ -218,13 +218,13 @@ async def test_a_worker_that_was_stopped_does_not_take_over_what_nobody_waits_fo
     stopped, serving, last = worker(store), worker(store), worker(store)
     record = await serving.begin("r", request(1, 3))
     record.write(5)
-    await record.written()
+    await record.wait_written()
     before = dict(store.values)
     late = await stopped.begin("r", request(1, 3))
     late.write(5)
-    await late.written()
+    await late.wait_written()
     assert store.values != before
-    late.linger()
+    late.expire()
     if closes:
         await stopped.close()
     else:
@@ -242,7 +242,7 @@ async def test_records_of_requests_in_flight_are_written_again() -> None:
     record = await records.begin("a", request(1, 2))
     record.write(7)
     await store.until(lambda: store.num_puts >= 3)
-    record.remove()
+    record.settle()
     await store.until(lambda: not store.values)
     await records.close()
 
@@ -253,15 +253,15 @@ async def test_close_removes_what_has_ended() -> None:
     for number, name in enumerate("abc"):
         record = await records.begin(name, request(1, 2))
         record.write(7)
-        await record.written()
+        await record.wait_written()
         if number:
-            record.linger()
+            record.expire()
     await records.close()
     assert len(store.values) == 1
 
 
 async def test_a_store_that_fails_or_hangs_refuses_requests_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TIMEOUT_S", 0.02)
+    monkeypatch.setattr(record_store, "TIMEOUT_S", 0.02)
     store = Memory()
     records = worker(store)
     store.fails = True
@@ -275,8 +275,8 @@ async def test_a_store_that_fails_or_hangs_refuses_requests_until_it_is_back(mon
     store.fails = True
     record.write(7)
     with pytest.raises(BoundaryStoreUnavailable, match="is gone"):
-        await record.written()
-    record.remove()
+        await record.wait_written()
+    record.settle()
     while records._live:  # although the store fails
         await asyncio.sleep(0)
     store.fails = False
@@ -295,6 +295,6 @@ async def test_a_damaged_record_refuses_its_request_and_no_other(data: bytes) ->
     assert records.num_failures == 1
     record = await records.begin("other", request(1, 3, 4))
     record.write(7)
-    await record.written()
-    record.abandon()
+    await record.wait_written()
+    record.drop()
     await records.close()

@@ -24,8 +24,9 @@ from servers import EtcdServer, NatsServer, ServerProcess
 from worker.errors import StartupError
 from worker.migration.etcd_store import EtcdStore
 from worker.migration.file_store import FileStore
+from worker.migration.named_store import make_store
 from worker.migration.nats_store import NatsStore
-from worker.migration.store import BoundaryStore, StoreError, make_store
+from worker.migration.store import BoundaryStore, StoreError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -24,7 +24,7 @@ from worker.__main__ import main
 from worker.arguments import parse_arguments
 from worker.inspect.command import model_options
 from worker.inspect.page import page
-from worker.inspect.recording import VERDICTS, Recording, asked_of, printable, record
+from worker.inspect.recording import VERDICTS, Recording, inspected_request, printable, record
 from worker.inspect.terminal import show
 from worker.models import DEFAULT_MODEL, model_cache
 from worker.models.checkpoint import FORMAT
@@ -137,7 +137,7 @@ async def _recorded(model: Path, processors: list[Any], sampling: dict[str, Any]
     given = ["--model-path", str(model), "--device", "cpu", "--dtype", "float32", "--numerics", "exact"]
     async with loaded(parse_arguments(given, {})) as one:
         text = json.dumps({"version": 1, "processors": processors})
-        asked = asked_of(one, PROMPT, sampling, text, 3, 8)
+        asked = inspected_request(one, PROMPT, sampling, text, 3, 8)
         recording = await record(one, asked, 5)
         asked.params.logprobs, asked.params.logprobs_mode = 0, "processed"
         request = await one.request("again", PROMPT, asked.params, asked.selection)

@@ -31,8 +31,8 @@ async def die(worker: BoundaryRecords, tokens: list[int], max_tokens: int) -> No
     """A worker takes a request on, and is killed."""
     record = await worker.begin("a", request(tokens, max_tokens))
     record.write(11)
-    await record.written()
-    record.abandon()
+    await record.wait_written()
+    record.drop()
 
 
 async def test_the_decode_workers_record_tells_a_prefill_worker(tmp_path: Path) -> None:
@@ -41,8 +41,8 @@ async def test_the_decode_workers_record_tells_a_prefill_worker(tmp_path: Path) 
     await decode.open()
     first = await prefill.begin("a", request(PROMPT, 1))
     first.write(11)
-    await first.written()
-    first.remove()  # its part ends before the answer begins
+    await first.wait_written()
+    first.settle()  # its part ends before the answer begins
     await die(decode, PROMPT, 20)
     moved = (await prefill.begin("a", request(PROMPT + ANSWER, 1))).request
     assert (moved.prompt_token_ids, moved.generated_token_ids) == (PROMPT, ANSWER)

@@ -20,7 +20,7 @@ from adapters.client import processor, selection
 from worker.arguments import parse_arguments
 from worker.build import make_engine
 from worker.engines.embedded import native
-from worker.migration import records
+from worker.migration import boundary_record
 from worker.migration.boundary import Boundary
 from worker.migration.file_store import FileStore
 from worker.runtimes.dynamo_engine import WorkerEngine
@@ -271,7 +271,7 @@ async def test_a_request_that_two_workers_died_with_is_refused(pool: Pool) -> No
 async def test_the_record_of_a_request_that_has_ended_goes_away(
     pool: Pool, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "LINGER_S", 0.02 if waits else 30.0)
+    monkeypatch.setattr(boundary_record, "EXPIRY_S", 0.02 if waits else 30.0)
     for _ in range(5):  # the same id and prompt, again and again: not one worker died
         await pool.ask(f"again {waits}", request_of("plain"))
         while (record := await pool.store.get(pool.key(f"again {waits}"))) is not None:

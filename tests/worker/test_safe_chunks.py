@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.engines import TokenDelta, TokenLogprob
-from worker.migration.safe_chunks import MAX_HELD, SafeChunks
+from worker.text.safe_chunks import MAX_HELD, SafeChunks
 
 
 class Bytes:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.engines import TokenDelta, TokenLogprob
-from worker.requests.stop_text import StopText
+from worker.text.stop_text import StopText
 
 SPECIAL = 0
 

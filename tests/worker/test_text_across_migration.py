@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.engines import TokenDelta
-from worker.migration.safe_chunks import SafeChunks
+from worker.text.safe_chunks import SafeChunks
 
 TEXTS = ["plain", "é", "日本", "😀", "a😀b", "\ufffd", "e\u0301"]
 PIECES = [bytes([byte]) for byte in range(256)] + [b"", *(text.encode() for text in TEXTS), b"x\xe2\x82", b"\xacy"]

@@ -181,6 +181,21 @@ class TokenDelta:
         """Whether it says nothing, and only shows that the request is not forgotten."""
         return not self.token_ids and self.finish_reason is None and self.engine_data is None
 
+    def stop_after(self, count: int) -> None:
+        """End the choice, as ``stop``, after the first `count` of the new tokens."""
+        del self.token_ids[count:]
+        if self.logprobs is not None:
+            del self.logprobs[count:]
+        self.finish_reason, self.stop_reason, self.error = "stop", None, None
+
+    def prepend(self, earlier: TokenDelta) -> None:
+        """Put the tokens of the choice's delta before this one in front; the rest is cumulative."""
+        self.token_ids = earlier.token_ids + self.token_ids
+        if earlier.logprobs is not None or self.logprobs is not None:
+            self.logprobs = [*(earlier.logprobs or ()), *(self.logprobs or ())]
+        self.num_cached_tokens = max(earlier.num_cached_tokens, self.num_cached_tokens)
+        self.engine_data = self.engine_data if self.engine_data is not None else earlier.engine_data
+
 
 class KvEventSink(Protocol):
     """Is told which blocks an engine has cached, for a router.

@@ -24,7 +24,7 @@ from adapters.catalog import SelectionError, parse_selection
 from worker.arguments import Arguments, StrictParser, parse_arguments
 from worker.errors import ConfigurationError, ServingError
 from worker.inspect.page import page
-from worker.inspect.recording import Asked, Recording, asked_of, record
+from worker.inspect.recording import InspectedRequest, Recording, inspected_request, record
 from worker.inspect.terminal import as_svg, show
 from worker.models import named_model
 from worker.models.named import DEFAULT, DEFAULT_DTYPE, TINY
@@ -43,7 +43,7 @@ WIDTH = 110
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a command found.
+    """Result of a command.
 
     Attributes:
         notes: Lines about the model and, of a receipt, the verdict.
@@ -143,12 +143,12 @@ def _say(line: str) -> None:
 async def _shown(options: argparse.Namespace, arguments: Arguments, recorded: Recorded | None) -> Shown:
     async with loaded(arguments) as model:
         if recorded is None:
-            asked = _asked(options, model)
+            requests = _prompt_requests(options, model)
             lines = [f"engine: {model.server.engine} {model.server.version}, computed by {model.server.computed_by}"]
         else:
-            asked = _asked_again(options, model, recorded)
+            requests = _receipt_requests(options, model, recorded)
             lines = notes(model.server, recorded.receipt)
-        recordings = [await record(model, each, options.top) for each in asked]
+        recordings = [await record(model, each, options.top) for each in requests]
     status = EXIT_SHOWN
     if recorded is not None:
         replayed = Replayed(recordings[0].token_ids, recordings[0].error)
@@ -157,17 +157,17 @@ async def _shown(options: argparse.Namespace, arguments: Arguments, recorded: Re
     return Shown([f"model: {arguments.served_model_name}", *lines], recordings, status)
 
 
-def _asked(options: argparse.Namespace, model: LoadedModel) -> list[Asked]:
+def _prompt_requests(options: argparse.Namespace, model: LoadedModel) -> list[InspectedRequest]:
     """The answer to a prompt, and the one that it is compared with."""
     prompt, sampling = _prompt(options, model.tokenizer), _object(options.sampling, "--sampling")
     processors = _selection_text(options.processors or "[]")
-    first = asked_of(model, prompt, sampling, processors, options.seed, options.max_tokens)
+    first = inspected_request(model, prompt, sampling, processors, options.seed, options.max_tokens)
     if options.compare is None:
         return [first]
     if _is_seed(options.compare):
         return [first, first.with_seed("B", _seed_of(options.compare))]
     other = _selection_text(options.compare)
-    second = asked_of(model, prompt, sampling, other, options.seed, options.max_tokens)
+    second = inspected_request(model, prompt, sampling, other, options.seed, options.max_tokens)
     return [first, replace(second, name="B")]
 
 
@@ -182,12 +182,12 @@ def _prompt(options: argparse.Namespace, tokenizer: Any) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=not options.chat))
 
 
-def _asked_again(options: argparse.Namespace, model: LoadedModel, recorded: Recorded) -> list[Asked]:
+def _receipt_requests(options: argparse.Namespace, model: LoadedModel, recorded: Recorded) -> list[InspectedRequest]:
     """The answer of a receipt, and the one that it is compared with."""
     check_model_digest(model.server, recorded.receipt)
     prompt = read_prompt(options.prompt_file, recorded.receipt, model.tokenizer)
     selection = selection_of(recorded, model.arguments.processor_policy, model.chains.catalog)
-    first = Asked("A", prompt, recorded.params, selection, recorded.receipt.generated_tokens)
+    first = InspectedRequest("A", prompt, recorded.params, selection, recorded.receipt.generated_tokens)
     if options.compare is None:
         return [first]
     if _is_seed(options.compare):

@@ -9,9 +9,9 @@ from worker.inspect.recording import Recording
 
 
 def shared_places(recordings: Sequence[Recording]) -> list[set[int]]:
-    """Of each answer, the places of the tokens that the other one has too, in the same order.
+    """Places of the tokens of each answer that the other one has too, in the same order.
 
-    Of one answer alone: all of them.
+    A single answer shares all of them.
     """
     if len(recordings) == 1:
         return [set(range(len(recordings[0].positions)))]

@@ -15,15 +15,15 @@ from worker.sampling.field_processors import for_engine
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class InspectedRequest:
     """A request to record.
 
     Attributes:
         name: Tells the recordings of one command apart.
         prompt: Token ids.
-        params: With a seed.
-        selection: Its processors.
-        num_tokens: Of the answer, at most.
+        params: Sampling controls, with a seed.
+        selection: Selected processors.
+        num_tokens: Longest answer, in tokens.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Asked:
     selection: Selection
     num_tokens: int
 
-    def with_seed(self, name: str, seed: int) -> Asked:
+    def with_seed(self, name: str, seed: int) -> InspectedRequest:
         """The same request with another seed."""
         return replace(self, name=name, params=replace(self.params, seed=seed))
 
@@ -42,15 +42,15 @@ class Recording:
     """One answer.
 
     Attributes:
-        name: As `Asked.name`.
-        seed: Of its random numbers.
-        sampler: What is left to the sampler when the processors have acted.
+        name: Name of the request.
+        seed: Seed of its random numbers.
+        sampler: Controls that are left to the sampler after the processors.
         processors: Names, in the order of the request.
         prompt_length: Tokens of the prompt.
-        positions: Those of the answer; the last one may have no token.
-        token_ids: Of the answer.
-        texts: Of every token in it and among its candidates, by id.
-        error: Why it ended early, if a processor failed.
+        positions: Positions of the answer; the last one may have no token.
+        token_ids: Tokens of the answer.
+        texts: Text of every token in it and among its candidates, by id.
+        error: Reason of its early end, if a processor failed.
     """
 
     name: str
@@ -64,23 +64,23 @@ class Recording:
     error: str | None = None
 
 
-def asked_of(
+def inspected_request(
     model: LoadedModel,
     prompt: list[int],
     sampling: Mapping[str, Any],
     processors: str,
     seed: int,
     num_tokens: int,
-) -> Asked:
+) -> InspectedRequest:
     """The request that a frontend would send.
 
     Args:
-        model: Which will answer.
+        model: Model that will answer.
         prompt: Token ids.
-        sampling: As ``sampling_options`` of a request.
+        sampling: Fields of a request's ``sampling_options``.
         processors: JSON, as the request channel takes it.
-        seed: Of its random numbers.
-        num_tokens: As ``max_tokens``.
+        seed: Seed of the random numbers.
+        num_tokens: Value of ``max_tokens``.
 
     Raises:
         InvalidRequest: it would be refused.
@@ -95,27 +95,28 @@ def asked_of(
     request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size, info.eos_token_ids))
     selection = model.chains.select(request, {})
     params = for_engine(request.params, seed=seed)
-    return Asked("A", prompt, params, selection, num_tokens)
+    return InspectedRequest("A", prompt, params, selection, num_tokens)
 
 
-async def record(model: LoadedModel, asked: Asked, num_candidates: int) -> Recording:
+async def record(model: LoadedModel, inspected: InspectedRequest, num_candidates: int) -> Recording:
     """Decode the answer.
 
     Raises:
         InvalidRequest: it cannot be served.
     """
     request, copy = [
-        await model.request(f"inspect-{asked.name}", asked.prompt, asked.params, asked.selection) for _ in range(2)
+        await model.request(f"inspect-{inspected.name}", inspected.prompt, inspected.params, inspected.selection)
+        for _ in range(2)
     ]
     tap = model.tap(request, copy, num_candidates=num_candidates)
-    replayed = replay(model.stepper, request, asked.num_tokens, tap)
-    assert asked.params.seed is not None
+    replayed = replay(model.stepper, request, inspected.num_tokens, tap)
+    assert inspected.params.seed is not None
     return Recording(
-        asked.name,
-        asked.params.seed,
+        inspected.name,
+        inspected.params.seed,
         sampler(request.params),
-        tuple(one.name for one in asked.selection.processors),
-        len(asked.prompt),
+        tuple(one.name for one in inspected.selection.processors),
+        len(inspected.prompt),
         tap.positions,
         replayed.token_ids,
         _texts(tap.positions, lambda token_id: str(model.tokenizer.decode([token_id]))),

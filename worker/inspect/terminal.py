@@ -15,7 +15,7 @@ from worker.inspect.recording import VERDICTS, Recording, printable, verdict_of
 from worker.replay.position import Candidate, Position, Stage
 
 STYLES = {"kept": "", "changed": "magenta", "forced": "cyan", "failed": "bold red"}
-"""By `verdict_of`."""
+"""Style of each verdict of `verdict_of`."""
 
 _SVG = """\
 <svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
@@ -43,7 +43,7 @@ def show(console: Console, notes: Sequence[str], recordings: Sequence[Recording]
     """Print everything.
 
     Args:
-        console: Where.
+        console: Console to print on.
         notes: Lines about the model.
         recordings: One or two.
     """
@@ -68,7 +68,7 @@ def show(console: Console, notes: Sequence[str], recordings: Sequence[Recording]
 
 
 def as_svg(console: Console) -> str:
-    """What a recording console printed, as a picture without external resources."""
+    """Picture of the output of a recording console, without external resources."""
     return console.export_svg(title="python -m worker inspect", code_format=_SVG, unique_id="terminal")
 
 

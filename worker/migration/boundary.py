@@ -1,4 +1,4 @@
-"""Where the prompt of a request ends: its record in the boundary store, and what follows from it.
+"""The record of a request in the boundary store: where its prompt ends, and what follows from that.
 
 Pure: no I/O.
 """
@@ -26,18 +26,18 @@ MAX_OWNER = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """What the boundary store keeps of a request: as it was when its first worker received it.
+    """Record of a request as it was when its first worker received it.
 
     Attributes:
         prompt_length: Tokens of the prompt.
         prompt_digest: See `worker.requests.receipts.TokenDigest`.
         max_tokens: Most tokens of the whole answer.
         min_tokens: Fewest tokens of the whole answer; None if the client did not say.
-        seed: Of the draws, the client's or drawn by the first worker.
-        owner: Who wrote the record last: one request in one worker.
-        attempts: Workers that have taken the request on and have neither finished it nor passed it
-            on in order; the owner is among them.
-        numerics: What the answer is computed with; see `EngineInfo.made_by`.
+        seed: Seed of the random numbers, the client's or one that the first worker chose.
+        owner: Name of the last writer: one request in one worker.
+        attempts: Workers that have taken the request on and have neither finished nor released it;
+            the owner is among them.
+        numerics: Numerics that the answer is computed with; see `EngineInfo.made_by`.
         kv_dtype: See `EngineInfo.kv_dtype`.
         is_answered: The answer has ended, but the frontend may not have all of it yet.
     """
@@ -108,8 +108,9 @@ class Boundary:
         )
 
     def difference(self, numerics: str, kv_dtype: str) -> str | None:
-        """How a worker that is to go on computes otherwise than the one before, or None: the answer
-        would be one that neither of them gives.
+        """Difference of this worker from the one that began the answer; None if there is none.
+
+        Where they differ, the answer would be one that neither of them gives.
         """
         ours = {"numerics": numerics, "kv_dtype": kv_dtype}
         for name, here in ours.items():
@@ -167,13 +168,13 @@ def continuation(request: GenerationRequest, boundary: Boundary) -> GenerationRe
     """The request as its first worker received it, with the answer so far.
 
     An engine that is given it goes on with the very tokens that the first one would have sampled:
-    processors are replayed over the answer, budgets are those of the whole answer, and draws depend
-    on seed and position.
+    processors are replayed over the answer, budgets are those of the whole answer, and random
+    numbers depend on seed and position.
 
     Args:
-        request: As parsed: prompt and answer so far are its prompt, and its budgets are what the
-            frontend left of them. `Boundary.is_continued_by` is true of it.
-        boundary: Its record.
+        request: The request as parsed: prompt and answer so far are its prompt, and its budgets are
+            what the frontend left of them. `Boundary.is_continued_by` is true of it.
+        boundary: The record of the request.
     """
     tokens, length = request.prompt_token_ids, boundary.prompt_length
     params = replace(request.params, max_tokens=boundary.max_tokens, min_tokens=boundary.min_tokens, seed=boundary.seed)

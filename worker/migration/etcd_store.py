@@ -32,7 +32,7 @@ class EtcdStore:
     """Records with leases: a lease is used for half of the time to live, and then another.
 
     Args:
-        url: For example ``http://127.0.0.1:2379``.
+        url: URL of the server, such as ``http://127.0.0.1:2379``.
         ttl_s: Seconds after which a record goes away, at the earliest.
 
     Raises:
@@ -53,7 +53,7 @@ class EtcdStore:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="boundary-store")
 
     async def open(self) -> None:
-        """Nothing: etcd may come up after its clients."""
+        """Do nothing: etcd may come up after its clients."""
 
     async def get(self, key: str) -> bytes | None:
         """See `BoundaryStore.get`."""

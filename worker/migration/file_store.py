@@ -21,7 +21,7 @@ from worker.migration.store import TTL_S, StoreError
 T = TypeVar("T")
 
 NUM_THREADS = 4
-"""For file operations, which must not hold up the event loop: they may go over a network."""
+"""Threads for file operations: these may go over a network, and must not block the event loop."""
 
 _OURS = re.compile(r"[0-9a-f]+(\.[0-9a-f-]+)?")
 """Names of records, and of those that are being written."""
@@ -38,8 +38,8 @@ class FileStore:
     """One file per record, written aside and renamed; links are not followed.
 
     Nothing is synchronised to the disk: the records need to survive processes, not the machine.
-    A record goes away once this process has seen it unchanged for its time to live, by a clock that
-    nobody sets: the file system's times, and those of other machines, only tell whether it was
+    A record goes away once this process has seen it unchanged for its time to live, by a
+    monotonic clock: the file system's times, and those of other machines, only tell whether it was
     written again.
 
     Args:

@@ -31,9 +31,9 @@ class NatsStore:
     """One connection, which comes back by itself; the bucket is made where it is missing.
 
     Args:
-        url: For example ``nats://127.0.0.1:4222``.
+        url: URL of the server, such as ``nats://127.0.0.1:4222``.
         ttl_s: Seconds after which a record goes away; of a bucket that is there already, its own.
-        bucket: Its name.
+        bucket: Name of the bucket.
     """
 
     def __init__(self, url: str, ttl_s: float = TTL_S, bucket: str = BUCKET) -> None:
@@ -45,7 +45,7 @@ class NatsStore:
         self._opening = asyncio.Lock()
 
     async def open(self) -> None:
-        """Nothing: the server may come up after its clients."""
+        """Do nothing: the server may come up after its clients."""
 
     async def get(self, key: str) -> bytes | None:
         """See `BoundaryStore.get`."""

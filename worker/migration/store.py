@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from worker.errors import StartupError
-
 TTL_S = 300.0
-"""Seconds after which a record goes away that nobody has written again: far longer than it takes to
-notice that a worker died and to migrate what it served.
+"""Seconds after which a record goes away unless it is written again: far longer than it takes to
+notice that a worker died and to migrate its requests.
 """
 
 
@@ -23,7 +21,7 @@ class BoundaryStore(Protocol):
     Keys are hexadecimal digits, values small.
 
     Attributes:
-        address: Names it in errors.
+        address: Name of the store in errors.
     """
 
     address: str
@@ -45,26 +43,4 @@ class BoundaryStore(Protocol):
         """Remove the value, if there is one."""
 
     async def close(self) -> None:
-        """Let go of connections. Idempotent."""
-
-
-def make_store(address: str) -> BoundaryStore:
-    """The store of ``--boundary-store``, not open yet.
-
-    Raises:
-        StartupError: it will never be reached as it is configured.
-    """
-    kind, _, place = address.partition(":")
-    if kind == "file":
-        from worker.migration.file_store import FileStore
-
-        return FileStore(place)
-    if kind == "nats":
-        from worker.migration.nats_store import NatsStore
-
-        return NatsStore(f"nats:{place}" if place.startswith("//") else place)
-    if kind == "etcd":
-        from worker.migration.etcd_store import EtcdStore
-
-        return EtcdStore(f"http:{place}" if place.startswith("//") else place)
-    raise StartupError(f"--boundary-store {address}: must be file:DIRECTORY, nats:URL or etcd:URL")
+        """Close connections. Idempotent."""

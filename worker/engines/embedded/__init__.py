@@ -14,8 +14,9 @@ Rows with a draft repeat the last four lines at each position where the draft wa
 
 `plan.py` holds what they pass to each other, `step.py` the loop, synchronous; `admission.py`
 decides what a request may ask for, `turns.py` whose comes next, and `advance.py` takes it one token
-further. Who drives the loop: `serving/` in its own thread, for streams;
-`offline/` in the caller's thread; `controller/` under Megatron-Core's names; `fused.py` is the
+further; `held_outputs.py` holds back what a chain may still rewind. Who drives the loop: `serving/`
+in its own thread, for streams; `offline/` in the caller's thread; `controller/` under
+Megatron-Core's names; `fused.py` is the
 sampler alone, under MAX's. `transfer/` moves KV between workers, `native/` has the C kernels, and
 `host/` the machine under it all. Imports run one way through these folders (``pyproject.toml``).
 """

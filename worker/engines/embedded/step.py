@@ -10,12 +10,12 @@ import torch
 from adapters.chain import plan_rows
 from worker.engines import BATCH_SIZES
 from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.held_outputs import HeldOutputs
 from worker.engines.embedded.kv_cache import KvCache, choose_page_size
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampling import Sampler
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.speculation import (
-    HeldOutputs,
     SpeculativeConfig,
     Speculator,
     agreeing_rows,
@@ -74,7 +74,7 @@ class Stepper:
     def abort(self, request_id: str) -> Output | None:
         """End a request and free its pages; None if it has ended already."""
         self._tapped.discard(request_id)
-        self._held.forget(request_id, self.scheduler.cache.block_size)
+        self._held.drop(request_id, self.scheduler.cache.block_size)
         if self.connector is not None and (given_up := self.connector.abort(request_id)) is not None:
             return given_up
         return self.scheduler.abort(request_id)
@@ -124,7 +124,7 @@ class Stepper:
             accepted = dict(zip(map(id, plan.decode), self._verify(plan, logits, outputs), strict=True))
             self.speculator.learn(computed, [accepted.get(id(one), 0) for one in computed.decode])
         self._note_ended(plan, outputs)
-        return self._held.pass_on(plan.sampled, outputs)
+        return self._held.release(plan.sampled, outputs)
 
     def _sample(self, plan: Plan, logits: torch.Tensor, computed: Plan | None = None) -> list[Output]:
         """Sample and commit one position of each of ``plan.sampled``.

@@ -36,7 +36,7 @@ class Package:
     """The parts of TensorRT-LLM that the worker uses.
 
     Attributes:
-        version: Of the distribution.
+        version: Version of the distribution.
         llm: The class ``LLM``.
         sampling_params: The class ``SamplingParams``.
         disaggregated_params: The class ``DisaggregatedParams``, None if absent.

@@ -28,7 +28,7 @@ LEAST_LOGPROB = -9999.0
 
 @dataclass(slots=True)
 class Cursor:
-    """What has been sent of one choice.
+    """State of one choice: the part of it that has been sent.
 
     Attributes:
         index: The choice.

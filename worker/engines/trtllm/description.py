@@ -31,8 +31,8 @@ async def describe(llm: Any, version: str, sizes: ModelSizes, max_num_seqs: int 
 
     Args:
         llm: The library's ``LLM``, which has served a request.
-        version: Of the library.
-        sizes: Of the model.
+        version: Version of the library.
+        sizes: Sizes of the model.
         max_num_seqs: Largest batch, None for the library's own.
 
     Raises:

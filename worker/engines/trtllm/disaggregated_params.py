@@ -124,9 +124,9 @@ def decode(data: Any, cls: Any, make_logprob: Any) -> Any:
     """A ``DisaggregatedParams`` for the generation phase.
 
     Args:
-        data: From `encode`, untrusted.
+        data: JSON data that `encode` made, untrusted.
         cls: The installed ``DisaggregatedParams``.
-        make_logprob: Its ``Logprob``.
+        make_logprob: The installed ``Logprob``.
 
     Raises:
         InvalidRequest: it is malformed, of another version or engine, or has a field that this

@@ -27,13 +27,13 @@ def described(error: Exception) -> str:
 
 
 def submission_error(error: Exception, package: Package, fields: Iterable[str] = ()) -> ServingError | None:
-    """What an exception of ``SamplingParams`` or ``generate_async`` means; None if no refusal.
+    """The refusal that an exception of ``SamplingParams`` or ``generate_async`` means, or None.
 
     Nothing was queued: only this request is concerned.
 
     Args:
         error: The exception.
-        package: For the class of its errors.
+        package: The installed package, for the class of its errors.
         fields: The given fields, of which the refusal names one.
     """
     text = _text(error)
@@ -68,10 +68,10 @@ class Watch:
     """Monitors the executor.
 
     Args:
-        healthy: Its own health check (`own_check`), None if the version has none. It may block:
-            it runs in a thread of its own.
+        healthy: The executor's own health check (`own_check`), None if the version has none. It may
+            block: it runs in a thread of its own.
         canary: Runs a request of one token.
-        package: For the class of its errors.
+        package: The installed package, for the class of its errors.
         interval_s: Seconds between checks; a canary is sent if nothing was `heard` in between.
         timeout_s: Seconds that the check may take, and the canary.
         broken: Called once, with the reason.

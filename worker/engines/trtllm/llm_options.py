@@ -36,7 +36,7 @@ class Needed:
 
     Attributes:
         values: Accepted in the file; the first is the library's default, or the worker sets it.
-        reason: Why another one is refused.
+        reason: Reason to refuse any other value.
     """
 
     values: tuple[Any, ...]
@@ -204,7 +204,7 @@ def split(given: Mapping[str, Any], rows: Mapping[str, Needed]) -> tuple[dict[st
 
     Args:
         given: The file's content.
-        rows: From `needed`.
+        rows: Rows of the arguments, made by `needed`.
     """
     kept = {}
     for name, value in given.items():

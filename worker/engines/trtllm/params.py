@@ -37,7 +37,7 @@ ALWAYS_NATIVE = frozenset({"temperature", "top_k", "top_p"})
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the installed TensorRT-LLM serves.
+    """Controls and fields of the installed TensorRT-LLM.
 
     Attributes:
         sampling_fields: Fields that the version's ``SamplingParams`` has.
@@ -59,10 +59,10 @@ class NativeRequest:
     """One request for TensorRT-LLM.
 
     Attributes:
-        fields: For its ``SamplingParams``; a fresh object is made of them, because the engine
+        fields: Fields of its ``SamplingParams``; a fresh object is made of them, because the engine
             changes it.
         end_token_ids: Ids that end the answer.
-        chain: What runs as a callable, begun after the prompt; None if nothing does.
+        chain: Processors that run as a callable, begun after the prompt; None if none do.
         chain_logprobs: The chain reports log probabilities, of this many most likely tokens; None
             if it does not.
     """
@@ -168,7 +168,7 @@ def _active(params: SamplingParams, *, late: bool) -> list[str]:
 
 
 def _early(params: SamplingParams) -> list[str]:
-    """Of these, those that act before temperature; the dense bias is one."""
+    """Active controls that act before temperature; the dense bias is one."""
     return _active(params, late=False) + ([] if params.embedding_bias is None else ["embedding_bias"])
 
 
@@ -225,7 +225,7 @@ def _fields(params: SamplingParams, ends: frozenset[int], num_replayed: int) -> 
 
 
 def _greedy() -> dict[str, Any]:
-    """Nothing set is greedy in every version."""
+    """Fields of greedy sampling: in every version none is set."""
     return {"temperature": None, "top_k": None, "top_p": None}
 
 

@@ -30,7 +30,7 @@ Ask = Callable[..., Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """How the engine calls logits processors.
+    """The engine's calling convention of logits processors.
 
     Attributes:
         vocab_size: Width of a row.

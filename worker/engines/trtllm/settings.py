@@ -32,7 +32,8 @@ class TrtllmConfig:
         max_queue: Length of the waiting queue.
         history: ``exact`` shows processors every sampled token; ``lagged`` uses overlapped
             scheduling, where they see it late.
-        fails_open: As in Dynamo's own adapter, a request continues without a failing processor.
+        fails_open: Whether a request continues without a failing processor, as in Dynamo's own
+            adapter.
         role: ``prefill`` and ``decode`` transfer KV through TensorRT-LLM's cache transceiver.
         kv_lease_s: Seconds that a prefill worker keeps the KV of a prompt, and stays after its last
             prompt, for decode workers to fetch it.
@@ -57,7 +58,7 @@ class TrtllmConfig:
 
         Args:
             known: Names that the version has.
-            version: For messages.
+            version: The installed version, for messages.
             context_length: The checkpoint's. It is given where the operator gives no length:
                 TensorRT-LLM would deduce its own, and does not tell which.
 

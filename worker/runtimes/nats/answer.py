@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from worker.engines.embedded.offline.stop_strings import AnswerText
 from worker.runtimes.nats.request import NatsRequest
+from worker.text.answer_text import AnswerText
 
 _PER_TOKEN = ("log_probs", "top_logprobs")
 """Keys of a chunk whose values have one entry per token."""

@@ -322,7 +322,7 @@ class TextGenerationController(PaddedBatches, Streaming):
         if unknown:
             raise ValueError(f"the stop-word callback named {unknown}, which are not active")
         for request_id in named:
-            self._session.finish(active[request_id].group.id)
+            self._session.end(active[request_id].group.id, "stop")
             active[request_id].follow()
 
     def _close(self, running: Running) -> None:

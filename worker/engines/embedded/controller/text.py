@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from worker.engines.embedded.controller.types import InferenceRequest
-from worker.engines.embedded.offline import IncrementalText
+from worker.text.incremental_text import IncrementalText
 
 
 class ControllerTokenizer(Protocol):

@@ -44,7 +44,7 @@ class Engine:
         model: A model to use instead of the checkpoint's; the tokenizer is still read from
             `model_path`.
         catalog: Logits processors that may be named; the built-in ones by default.
-        settings: Of `EmbeddedConfig`; prompts are not chunked for mixed batches unless
+        settings: Fields of `EmbeddedConfig`; prompts are not chunked for mixed batches unless
             `max_mixed_chunk` is set.
 
     Raises:
@@ -53,7 +53,7 @@ class Engine:
 
     Attributes:
         config: The settings.
-        info: Of the loaded model.
+        info: Description of the loaded model.
         session: Drives the steps; used by the `TextGenerationController`.
     """
 
@@ -101,7 +101,7 @@ class Engine:
 
         Args:
             prompts: Texts or lists of token ids, or a single one.
-            sampling_params: For all prompts, or one for each; `SamplingParams()` by default.
+            sampling_params: One for all prompts, or one for each; `SamplingParams()` by default.
             progress: Show a progress bar if standard error is a terminal.
             processors: Logits processors by name, ``[{"name": "min_tokens", "args": {"n": 8}}]``:
                 one list for all prompts, or a list for each. Every answer gets its own instances.

@@ -16,7 +16,6 @@ from adapters.trtllm import ChainAdapter, DynamoAdapter, create_trtllm_adapters
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.admission import admit, end_ids_of
 from worker.engines.embedded.offline.results import Answer, RequestGroup
-from worker.engines.embedded.offline.stop_strings import AnswerText
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling import LogitsCollector
 from worker.errors import InvalidRequest
@@ -24,6 +23,7 @@ from worker.sampling import SamplingParams
 from worker.sampling.chain_builder import ChainBuilder, Facts
 from worker.sampling.field_processors import for_engine, processor_controls
 from worker.sampling.params import structural_format
+from worker.text.answer_text import AnswerText
 
 Named = Mapping[str, Any]
 """A processor by its name in the catalogue: ``{"name": ..., "args": {...}}``."""

@@ -9,10 +9,10 @@ import torch
 
 from adapters.chain import Receipt
 from worker.engines import FinishReason, TokenLogprob
-from worker.engines.embedded.offline.stop_strings import AnswerText
 from worker.engines.embedded.plan import Output, Request
 from worker.engines.embedded.sampling import LogitsCollector
 from worker.sampling import SamplingParams
+from worker.text.answer_text import AnswerText
 
 Logprobs = list[list[TokenLogprob]] | list[float]
 PromptLogprobs = list[list[TokenLogprob] | None] | list[float | None]
@@ -27,14 +27,14 @@ class Completion:
         text: None without a tokenizer, or with ``detokenize=False``.
         token_ids: Generated ids. Neither a stop token nor a token that holds any part of a stop
             string is among them, unless ``include_stop_str_in_output`` is set.
-        logprobs: Of each of `token_ids` itself first, then the top-n; with
-            ``logprobs_simple_format`` its own alone.
+        logprobs: One list per token of `token_ids`: the token itself first, then the top-n; with
+            ``logprobs_simple_format`` the token's own number alone.
         cumulative_logprob: Sum over `token_ids`; None if no log probabilities were requested.
         finish_reason: ``stop``, ``length``, ``cancelled`` or ``error``.
         stop_reason: The stop token or the stop string that ended the answer, if one did.
         generation_logits: float32 ``[len(token_ids), V]``, the model's own, if requested.
-        error: Why it failed, exactly when `finish_reason` is ``error``.
-        receipt: What its logits processors did, if it had any.
+        error: Reason of the failure, exactly when `finish_reason` is ``error``.
+        receipt: Record of its logits processors' work, if it had any.
         token_times_s: Time of each of `token_ids`, seconds since the request was added.
         num_cached_tokens: Cached tokens: prompt tokens whose KV came from the prefix cache.
     """
@@ -59,10 +59,10 @@ class Result:
 
     Attributes:
         request_id: Assigned by the engine.
-        prompt: Its text, None if it came as token ids.
-        prompt_token_ids: Its ids.
+        prompt: Text of the prompt, None if it came as token ids.
+        prompt_token_ids: Token ids of the prompt.
         outputs: The answers, ``n`` of them.
-        prompt_logprobs: Of each prompt token; None for the first, which has no context. With
+        prompt_logprobs: One entry per prompt token; None for the first, which has no context. With
             ``prompt_logprobs_simple_format`` one number each. Shorter if the first answer was
             cancelled, or failed, before the prompt had been computed.
         context_logits: float32 ``[len(prompt_token_ids), V]``, the model's own, if requested;
@@ -93,7 +93,7 @@ class Result:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """How the only answer ended."""
+        """Finish reason of the only answer."""
         return self._only.finish_reason
 
     @property
@@ -113,8 +113,8 @@ class Answer:
 
     Attributes:
         token_ids: Shown tokens; those of a stop string are removed when it is found.
-        token_times_s: Their times.
-        token_logprobs: Of each, if requested.
+        token_times_s: Times of the tokens, seconds after the prompt was added.
+        token_logprobs: Log probabilities of each token, if requested.
         finish_reason: None while unfinished.
     """
 
@@ -211,7 +211,7 @@ class RequestGroup:
     Attributes:
         id: Assigned by the engine.
         prompt: Text, None if it came as token ids.
-        prompt_token_ids: Its ids.
+        prompt_token_ids: Token ids of the prompt.
         wanted: The caller's parameters.
         answers: ``best_of`` of them.
         started_s: Time when it was added.

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 from threading import Event as Signal
 from time import perf_counter
 
-from worker.engines import EngineInfo, FinishReason, TokenLogprob
+from worker.engines import EngineInfo, FinishReason
 from worker.engines.embedded.host import FairLock
+from worker.engines.embedded.offline.answer_queue import AnswerQueue, Event
 from worker.engines.embedded.offline.request_builder import Named, RequestBuilder
 from worker.engines.embedded.offline.results import Answer, RequestGroup
-from worker.engines.embedded.plan import Output
 from worker.engines.embedded.step import Stepper
 from worker.sampling import SamplingParams
 
 _LONGEST_WAIT_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One token of a step for one answer; accepted drafts come before the step's last token.
-
-    Attributes:
-        group: The answers to its prompt.
-        answer: The answer; it is over if its ``finish_reason`` is set.
-        token_id: The sampled token, also where the answer does not show it; None if none was
-            sampled.
-        logprobs: Its log probabilities, even if it was removed with a stop string; None if it is
-            not shown.
-    """
-
-    group: RequestGroup
-    answer: Answer
-    token_id: int | None
-    logprobs: list[TokenLogprob] | None
 
 
 class Session:
@@ -44,12 +24,14 @@ class Session:
 
     Callees of a step, such as logits processors, must not call back: that is a `RuntimeError`.
 
-    The answers to one prompt wait for the first one, whose prompt KV they share.
-
     Args:
-        stepper: For this session's exclusive use.
-        info: Of the engine.
+        stepper: The stepper, for this session's exclusive use.
+        info: Description of the engine.
         builder: Checks prompts and makes requests of them.
+
+    Attributes:
+        stepper, info, builder: The same.
+        lock: Held during each call.
     """
 
     def __init__(self, stepper: Stepper, info: EngineInfo, builder: RequestBuilder) -> None:
@@ -58,9 +40,7 @@ class Session:
         self.builder = builder
         self._groups: dict[str, RequestGroup] = {}
         self._suspended: dict[str, list[Answer]] = {}
-        self._waiting: deque[tuple[RequestGroup, Answer]] = deque()
-        self._siblings: dict[str, list[Answer]] = {}
-        self._live: dict[str, tuple[RequestGroup, Answer]] = {}  # in the stepper, by request id
+        self._queue = AnswerQueue(stepper, info.max_num_seqs)
         self._numbers = count()
         self.lock = FairLock()
         self._changed = Signal()
@@ -74,7 +54,7 @@ class Session:
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to compute."""
-        return not (self._live or self._waiting)
+        return self._queue.is_idle
 
     def prepare(
         self, prompts: Sequence[str | Sequence[int]], params: Sequence[SamplingParams], named: Sequence[Sequence[Named]]
@@ -102,18 +82,14 @@ class Session:
             self._check_not_stepping()
             group.started_s = perf_counter()
             self._groups[group.id] = group
-            first, *others = group.answers
-            self._waiting.append((group, first))
-            if others:
-                self._siblings[first.request.id] = others
+            self._queue.add(group)
             self._changed.set()
 
     def step(self) -> list[Event]:
         """Compute one step; empty if there is nothing to compute."""
         with self.lock:
             self._check_not_stepping()
-            self._fill()
-            if not self._live:
+            if not self._queue.fill():
                 return []
             self._is_stepping = True
             try:
@@ -121,19 +97,37 @@ class Session:
             finally:
                 self._is_stepping = False
             time_s = perf_counter()
-            return [self._take(output, time_s) for output in outputs if self._is_awaited(output)]
+            taken = [self._queue.take(output, time_s) for output in outputs]
+            events = [event for event in taken if event is not None]
+            for event in events:
+                if event.group.is_done:
+                    self._groups.pop(event.group.id, None)
+            return events
 
-    def finish(self, group_id: str) -> None:
-        """End every unfinished answer to a prompt as ``stop``, with the tokens that it has; no
-        error if it is done.
+    def end(self, group_id: str, reason: FinishReason) -> RequestGroup | None:
+        """End every unfinished answer to a prompt, with the tokens that it has.
+
+        Args:
+            group_id: Id of the prompt.
+            reason: Finish reason of those answers.
+
+        Returns:
+            The answers, None if the prompt is done, or was ended before.
         """
-        self._end(group_id, "stop")
+        with self.lock:
+            self._check_not_stepping()
+            group = self._groups.pop(group_id, None)
+            if group is None:
+                return None
+            for answer in self._queue.withdraw(group):
+                answer.end(reason)
+            self._suspended.pop(group_id, None)
+            self._changed.set()
+            return group
 
     def abort(self, group_id: str) -> RequestGroup | None:
-        """End every unfinished answer to a prompt as ``cancelled``; None if it is not here any
-        more.
-        """
-        return self._end(group_id, "cancelled")
+        """End every unfinished answer to a prompt as ``cancelled``; see `end`."""
+        return self.end(group_id, "cancelled")
 
     def suspend(self, group_id: str) -> None:
         """Take a prompt out of the engine; its tokens stay, its KV need not. Once more is no error.
@@ -145,11 +139,10 @@ class Session:
             self._check_not_stepping()
             group = self._groups[group_id]
             if group_id not in self._suspended:
-                self._suspended[group_id] = self._withdraw(group)
+                self._suspended[group_id] = self._queue.withdraw(group)
 
     def resume(self, group_id: str) -> None:
-        """Go on with a suspended prompt, before others that wait; its answers are what they would
-        have been.
+        """Continue a suspended prompt, before others that wait, with unchanged answers.
 
         Raises:
             KeyError: it is not suspended.
@@ -157,8 +150,7 @@ class Session:
         with self.lock:
             self._check_not_stepping()
             group = self._groups[group_id]
-            for answer in reversed(self._suspended.pop(group_id)):
-                self._waiting.appendleft((group, answer))
+            self._queue.add_first(group, self._suspended.pop(group_id))
             self._changed.set()
 
     def wait(self) -> None:
@@ -167,63 +159,6 @@ class Session:
             self._changed.wait(_LONGEST_WAIT_S)
         self._changed.clear()
 
-    def _end(self, group_id: str, reason: FinishReason) -> RequestGroup | None:
-        with self.lock:
-            self._check_not_stepping()
-            group = self._groups.pop(group_id, None)
-            if group is None:
-                return None
-            self._withdraw(group)
-            for answer in group.answers:
-                if answer.finish_reason is None:
-                    answer.end(reason)
-            self._suspended.pop(group_id, None)
-            self._changed.set()
-            return group
-
     def _check_not_stepping(self) -> None:
         if self._is_stepping:
             raise RuntimeError("a step is in progress, and its callees must not call back")
-
-    def _fill(self) -> None:
-        while self._waiting and len(self._live) < self.info.max_num_seqs:
-            group, answer = self._waiting.popleft()
-            self._live[answer.request.id] = group, answer
-            self.stepper.add(answer.request)
-
-    def _is_awaited(self, output: Output) -> bool:
-        """Whether the answer has not ended, as it does at a stop string in an earlier token."""
-        return output.request_id in self._live
-
-    def _take(self, output: Output, time_s: float) -> Event:
-        group, answer = self._live[output.request_id]
-        for sibling in reversed(self._siblings.pop(output.request_id, [])):
-            self._waiting.appendleft((group, sibling))
-        answer.take(output, time_s - group.started_s)
-        if answer.finish_reason is not None:
-            if output.finish_reason is None:
-                self._end_live(answer)  # a stop string, which the engine does not see
-            else:
-                del self._live[output.request_id]
-            self._close(group)
-        token_id = output.token_id if output.token_id is not None else output.stop_reason
-        return Event(group, answer, token_id, output.logprobs)
-
-    def _end_live(self, answer: Answer) -> None:
-        self.stepper.abort(answer.request.id)
-        del self._live[answer.request.id]
-
-    def _withdraw(self, group: RequestGroup) -> list[Answer]:
-        """Take the unfinished answers of `group` out of wherever they are."""
-        mine = [answer for answer in group.answers if answer.finish_reason is None]
-        for answer in mine:
-            if answer.request.id in self._live:
-                self._end_live(answer)
-                answer.request.num_computed = 0
-            self._siblings.pop(answer.request.id, None)
-        self._waiting = deque(one for one in self._waiting if one[0] is not group)
-        return mine
-
-    def _close(self, group: RequestGroup) -> None:
-        if group.is_done:
-            self._groups.pop(group.id, None)

@@ -8,15 +8,13 @@ of plain decoding, whatever was drafted; a proposer decides how fast they come.
 
 `proposer` is the protocol; `chain_proposer`, `ngram`, `suffix` and `draft_model` implement it.
 `speculator` chooses among them and how much they draft, with `draft_length`; `config` is
-``--speculative-config``; `verification` has the decisions as plain functions. `held_outputs` holds
-back the tokens that a processor may still rewind.
+``--speculative-config``; `verification` has the decisions as plain functions.
 """
 
 from worker.engines.embedded.speculation.config import SpeculativeConfig
 from worker.engines.embedded.speculation.draft_model import load_draft_model
-from worker.engines.embedded.speculation.held_outputs import HeldOutputs
 from worker.engines.embedded.speculation.proposer import Proposer
 from worker.engines.embedded.speculation.speculator import Speculator
 from worker.engines.embedded.speculation.verification import agreeing_rows
 
-__all__ = ["HeldOutputs", "Proposer", "SpeculativeConfig", "Speculator", "agreeing_rows", "load_draft_model"]
+__all__ = ["Proposer", "SpeculativeConfig", "Speculator", "agreeing_rows", "load_draft_model"]

@@ -1,4 +1,4 @@
-"""Tokens that a processor may still take back are not sent yet."""
+"""Outputs of requests whose chain backtracks, held back while the chain may still rewind them."""
 
 from __future__ import annotations
 
@@ -10,67 +10,67 @@ from worker.engines.embedded.plan import Output, Request
 
 @dataclass(slots=True)
 class _Held:
-    """What is held back of one request: the outputs of its tokens that were not sent, in order."""
+    """Outputs of one request that were not sent yet, in order."""
 
     request: Request
     outputs: list[Output] = field(default_factory=list)
 
     def take(self, output: Output) -> None:
-        """Add the next output, or drop those of tokens that were taken back."""
+        """Add the next output, or drop those of rewound tokens."""
         if output.rewound_to is None:
             self.outputs.append(output)
         else:
             del self.outputs[output.rewound_to - self.request.num_sent :]
 
-    def pass_on(self, count: int) -> list[Output]:
-        """The first `count` outputs, which are sent now."""
-        passed = self.outputs[:count]
+    def release(self, count: int) -> list[Output]:
+        """Remove and return the first `count` outputs, which are sent now."""
+        released = self.outputs[:count]
         del self.outputs[:count]
-        self.request.num_sent += len(passed)
-        return passed
+        self.request.num_sent += len(released)
+        return released
 
 
 class HeldOutputs:
-    """Holds back outputs of requests whose chain may take tokens back; passes on all others.
+    """Holds back outputs of requests whose chain may rewind their tokens; releases all others.
 
-    It alone moves the border `Request.num_sent`, before which nothing is taken back.
+    It alone moves the border `Request.num_sent`, before which nothing is rewound.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
 
-    def pass_on(self, requests: Sequence[Request], outputs: list[Output]) -> list[Output]:
-        """What may be sent after a step, in order.
+    def release(self, requests: Sequence[Request], outputs: list[Output]) -> list[Output]:
+        """Take the outputs of a step; returns those that may be sent after it, in order.
 
         Args:
-            requests: Those of the step.
-            outputs: Of the step.
+            requests: The requests that the step sampled for.
+            outputs: The step's outputs.
         """
         backtracking = {one.id: one for one in requests if one.chain is not None and one.chain.backtracks}
         if not backtracking:
             return outputs
-        passed: list[Output] = []
+        released: list[Output] = []
         for output in outputs:
             request = backtracking.get(output.request_id)
             if request is None:
-                passed.append(output)
+                released.append(output)
                 continue
             held = self._held.setdefault(request.id, _Held(request))
             held.take(output)
             if output.finish_reason is not None:
-                passed += self._held.pop(request.id).outputs
+                released += self._held.pop(request.id).outputs
         for request in backtracking.values():
             if request.id in self._held:
                 assert request.chain is not None
                 start = request.chain.held_from
                 end = len(request.tokens) if start is None else start
-                passed += self._held[request.id].pass_on(max(0, end - request.num_sent))
-        return passed
+                released += self._held[request.id].release(max(0, end - request.num_sent))
+        return released
 
-    def forget(self, request_id: str, block_size: int) -> None:
-        """A request is taken out: drop its outputs, and their tokens, which nobody was sent.
+    def drop(self, request_id: str, block_size: int) -> None:
+        """Drop the held outputs of a request that leaves the engine, and rewind their tokens.
 
-        So it may go on later where its client has stopped.
+        They were not sent, so that the request can continue later from what its client has.
         """
         held = self._held.pop(request_id, None)
         if held is not None and held.outputs:

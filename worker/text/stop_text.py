@@ -7,15 +7,9 @@ as it takes: how many tokens behind the stop string came along, and count, would
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from worker.engines import TokenDelta
-
-
-class TokenBytes(Protocol):
-    """The bytes of each token of a vocabulary, ``b""`` for special tokens."""
-
-    def __getitem__(self, token_id: int, /) -> bytes: ...
+from worker.text.deltas import Delta, TokenBytes
+from worker.text.stop_strings import StopStrings
 
 
 class StopText:
@@ -25,7 +19,7 @@ class StopText:
     the frontend shows or leaves out.
 
     Args:
-        token_bytes: Of the vocabulary.
+        token_bytes: Bytes of the vocabulary's tokens.
         stops: The stop strings, none of them empty.
         min_tokens: Tokens of the answer before the frontend looks for a stop string.
         num_generated: Tokens of the answer so far.
@@ -39,20 +33,16 @@ class StopText:
     ) -> None:
         self.found = False
         self._token_bytes = token_bytes
-        self._stops = [stop.encode() for stop in stops]
-        self._reach = max(map(len, self._stops)) - 1
+        self._stops = StopStrings([stop.encode() for stop in stops])
         self._text = b""  # as far back as a stop string may have begun
         self._ignored = min_tokens - num_generated
 
-    def end(self, delta: TokenDelta) -> None:
+    def end(self, delta: Delta) -> None:
         """Leave out of ``delta`` what follows a stop string, and make it the last."""
         for count, token_id in enumerate(delta.token_ids, 1):
             if self._completes(token_id):
                 self.found = True
-                del delta.token_ids[count:]
-                if delta.logprobs is not None:
-                    del delta.logprobs[count:]
-                delta.finish_reason, delta.stop_reason, delta.error = "stop", None, None
+                delta.stop_after(count)
                 return
 
     def _completes(self, token_id: int) -> bool:
@@ -61,5 +51,5 @@ class StopText:
             return False
         added = self._token_bytes[token_id]
         text = self._text + added if added else b""
-        self._text = text[-self._reach :] if self._reach else b""
-        return any(stop in text for stop in self._stops)
+        self._text = self._stops.tail(text)
+        return self._stops.first(text) is not None

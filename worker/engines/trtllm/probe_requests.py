@@ -1,0 +1,89 @@
+"""Requests of the worker's own: probes of the loaded engine at start, and canaries later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adapters.trtllm import Step
+from adapters.trtllm.side_channel import SideChannel
+from adapters.vocabulary import Vocabulary
+from worker.engines.trtllm.capabilities import Package
+from worker.engines.trtllm.probes import NUM_TOKENS, CallProbe, Calls, ProbeRefused, find_honoured, judge_calls
+from worker.engines.trtllm.settings import TrtllmConfig
+from worker.errors import StartupError
+
+PROBE = "probe"
+"""Number in reports of the probes' processors."""
+
+PROBE_PROMPT = [5, 6]
+PROBE_TOKEN = 7
+
+
+class ProbeRequests:
+    """Runs short requests on a loaded ``LLM``.
+
+    Args:
+        llm: The library's ``LLM``.
+        package: The installed package.
+        channel: Side channel of the processors' reports; it calls `note_step` for `PROBE`.
+    """
+
+    def __init__(self, llm: Any, package: Package, channel: SideChannel) -> None:
+        self._llm = llm
+        self._package = package
+        self._channel = channel
+        self._steps: list[Step] = []
+
+    def note_step(self, step: Step) -> None:
+        """Record a report of a probe's processor."""
+        self._steps.append(step)
+
+    async def find_calls(self, config: TrtllmConfig, eos_token_ids: tuple[int, ...]) -> Calls:
+        """Probe how logits processors are called, and load the tokenizer in their process.
+
+        Raises:
+            StartupError: they cannot be used, or lag where the settings do not accept that.
+        """
+        calls = await self._call_once(None)
+        if calls.lags and config.history == "exact":
+            raise StartupError(
+                f"TensorRT-LLM {self._package.version} shows logits processors a history that lacks the newest token, "
+                "although overlapped scheduling is off; --history lagged accepts that"
+            )
+        vocabulary = Vocabulary(calls.vocab_size, eos_token_ids=eos_token_ids, path=config.model_path)
+        await self._call_once(vocabulary)
+        return calls
+
+    async def find_honoured(self, vocab_size: int) -> frozenset[str]:
+        """Names of the engine-native controls that are exact; see `probes.find_honoured`."""
+        return await find_honoured(self._ask, self._package, PROBE_PROMPT, vocab_size)
+
+    async def send_canary(self) -> None:
+        """Generate one token, ahead of requests where the version has priorities."""
+        params = self._package.sampling_params(max_tokens=1, ignore_eos=True, detokenize=False)
+        urgent = {"priority": 1.0} if "priority" in self._package.generate_arguments else {}
+        await self._llm.generate_async(list(PROBE_PROMPT), params, streaming=False, **urgent)
+
+    async def _call_once(self, vocabulary: Vocabulary | None) -> Calls:
+        self._steps = []
+        probe = CallProbe(self._channel.reporter(PROBE), PROBE_TOKEN, vocabulary)
+        try:
+            output = await self._ask(logits_processor=[probe])
+        except ProbeRefused as error:
+            raise StartupError(f"TensorRT-LLM refuses a logits processor: {error}") from error
+        self._channel.poll()
+        tokens = list(output.outputs[0].token_ids)
+        return judge_calls(self._steps, tokens, PROBE_TOKEN, len(PROBE_PROMPT))
+
+    async def _ask(self, **fields: Any) -> Any:
+        """Run one short probe request. Raises `ProbeRefused` or `StartupError`."""
+        unknown = set(fields) - self._package.sampling_fields
+        if unknown:
+            raise ProbeRefused(", ".join(unknown))
+        try:
+            params = self._package.sampling_params(max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, **fields)
+            return await self._llm.generate_async(list(PROBE_PROMPT), params, streaming=False)
+        except (self._package.request_error, ValueError, TypeError) as error:
+            raise ProbeRefused(" ".join(str(error).split())) from error
+        except Exception as error:  # the start-up boundary
+            raise StartupError(f"TensorRT-LLM failed on its first requests: {error}") from error

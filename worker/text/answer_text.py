@@ -1,0 +1,119 @@
+"""The text of an answer up to its first stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from worker.text.incremental_text import Decode, IncrementalText
+from worker.text.stop_strings import StopStrings
+
+
+class AnswerText:
+    """The text of one answer, up to the first stop string.
+
+    Of several stop strings the first to end counts, and of those that end together the longest, so
+    that the text does not depend on token boundaries.
+
+    Args:
+        decode: Decodes token ids, as the tokenizer does.
+        stops: Non-empty strings.
+        include: Whether the stop string is part of the answer.
+        context: Tokens of the prompt.
+
+    Attributes:
+        is_too_short: Set before a token is added: whether a stop string that it completes is
+            ignored.
+        stopped_by: The stop string, None while there is none.
+        num_tokens: Tokens of the answer: those before the stop string and without a part of it or,
+            if it is included, up to the one that completes it.
+    """
+
+    def __init__(
+        self,
+        decode: Decode,
+        stops: Sequence[str] = (),
+        *,
+        include: bool = False,
+        context: Sequence[int] = (),
+    ) -> None:
+        self._pieces = IncrementalText(decode, context)
+        self._stops = StopStrings(stops)
+        self._include = include
+        self.is_too_short = False
+        self._floor = 0  # stop strings that end at or before it are ignored
+        self._ends: list[int] = []  # for each token, the offset of the end of its last character
+        self._later: list[int] = []  # tokens decoded lazily, when the text is read and there are no stop strings
+        self._text = ""
+        self.stopped_by: str | None = None
+        self.num_tokens = 0
+
+    @property
+    def text(self) -> str:
+        """The text so far, or up to the stop string."""
+        if self._later:
+            self._decode_later()
+        return self._text
+
+    @property
+    def shown(self) -> str:
+        """The text that is final: without a suffix that may be the start of a stop string."""
+        if self.stopped_by is not None:
+            return self.text
+        text = self.text
+        return text[: len(text) - self._stops.num_begun(text)]
+
+    @property
+    def num_shown_tokens(self) -> int:
+        """Number of tokens whose every character is in `shown`."""
+        if self.stopped_by is not None:
+            return self.num_tokens
+        return self._num_within(len(self.shown))
+
+    def append(self, token_id: int) -> bool:
+        """Take the next token; returns whether the answer ends here."""
+        self.num_tokens += 1
+        if not self._stops:
+            self._later.append(token_id)
+            return False
+        self._add(self._pieces.append(token_id))
+        self._ends.append(len(self._text) + self._pieces.num_held_back)
+        return self._stop()
+
+    def finish(self) -> bool:
+        """Flush the held-back text at the end; returns whether that completed a stop string."""
+        if self.stopped_by is None:
+            self._decode_later()
+            self._add(self._pieces.finish())
+            self._stop()
+        return self.stopped_by is not None
+
+    def _decode_later(self) -> None:
+        if self._later:
+            self._text += self._pieces.append(*self._later)
+            self._ends += [len(self._text) + self._pieces.num_held_back] * len(self._later)
+            self._later = []
+
+    def _add(self, piece: str) -> None:
+        self._text += piece
+        if self.is_too_short:
+            self._floor = len(self._text)
+
+    def _stop(self) -> bool:
+        found = self._stops.first(self._text, self._floor)
+        if found is None:
+            self._floor = len(self._text)
+            return False
+        start, end = found
+        self.stopped_by = self._text[start:end]
+        if self._include:
+            self._text = self._text[:end]
+        else:
+            self._text = self._text[:start]
+            self.num_tokens = self._num_within(start)
+        return True
+
+    def _num_within(self, length: int) -> int:
+        count = len(self._ends)
+        while count and self._ends[count - 1] > length:
+            count -= 1
+        return count
