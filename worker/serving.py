@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from adapters import create_trtllm_adapters
 from adapters.catalog import Selection
 from adapters.vocabulary import byte_index
 from worker import __version__
@@ -23,6 +22,7 @@ from worker.disaggregation.seal import Seal
 from worker.disaggregation.serving import DisaggregatedServing, Part, TransferMetrics
 from worker.engines import (
     EngineInfo,
+    EngineRequest,
     KeepsAlive,
     Measured,
     ReadKv,
@@ -346,18 +346,27 @@ class RequestServer:
         part = self.disaggregation.part_of(request, selection)
         seed = self._seed(request, part)
         record.write(seed)
-        work = self._parameters(request, chains, selection, info, seed, choice)
+        hints = RequestHints(trace, request.priority, client_of(metadata))
+        asked = EngineRequest(
+            admitted.request_id,
+            prompt,
+            request.params,
+            generated_token_ids=generated,
+            choice=choice,
+            kv=part.kv,
+            cache_salt=request.cache_salt,
+            hints=hints,
+        )
+        work = self._with_chain(asked, chains, selection, info, seed)
         has_chain = selection.processors or selection.order or selection.receipt
-        params = await (self._while_in_flight(admitted, work) if has_chain else work)
-        entry.seed, entry.params = params.seed, params
+        asked = await (self._while_in_flight(admitted, work) if has_chain else work)
+        params = entry.params = asked.params
+        entry.seed = params.seed
         hidden = params.end_token_ids - request.shown_stop_token_ids
         receipt = self._receipt(request, params, selection, choice)
         builder = entry.builder = ResponseBuilder(request, hidden, receipt)
         builder.num_cached_tokens = min(part.num_cached_tokens, len(prompt))
-        hints = RequestHints(trace, request.priority, client_of(metadata))
-        deltas = self.engine.generate(
-            admitted.request_id, prompt, params, part.kv, request.cache_salt, generated, choice, hints
-        )
+        deltas = self.engine.generate(asked)
         if selection.deadline is not None:
             deltas = until(selection.deadline, deltas)
         self.disaggregation.check_local_prefills(part)
@@ -449,30 +458,20 @@ class RequestServer:
             raise Draining("this worker is not serving yet")
         return self._info, self._chains
 
-    async def _parameters(
-        self,
-        request: GenerationRequest,
-        chains: ServedChainBuilder,
-        selection: Selection,
-        info: EngineInfo,
-        seed: int,
-        choice: int,
-    ) -> SamplingParams:
-        """What the engine gets: sampling controls, and the chain of the selected processors."""
-        prompt, params = request.prompt_token_ids, request.params
+    async def _with_chain(
+        self, asked: EngineRequest, chains: ServedChainBuilder, selection: Selection, info: EngineInfo, seed: int
+    ) -> EngineRequest:
+        """The request with its chain, and with the fields that are left to the engine."""
+        prompt, params = list(asked.prompt_token_ids), asked.params
         smoke = self._smoke.processors(len(prompt)) if self._smoke else []
         fixed = info.draws_by_seed or selection.receipt  # the seed in a receipt is that of its tokens
         budget = params.max_tokens
         if self.arguments.disaggregation_mode == "prefill":  # is asked for one token, whatever decode will be asked for
             budget = info.context_length - len(prompt)
-        ends, generated = params.end_token_ids, request.generated_token_ids
-        chain = await chains.build(selection, prompt, ends, seed, budget, request.cache_salt, generated, choice)
-        callables = [] if chain is None else create_trtllm_adapters([chain], end_id=params.end_id)
-        return for_engine(
-            params,
-            seed=seed if fixed else params.seed,
-            logits_processor=[*smoke, *callables] or None,
-        )
+        ends, generated = params.end_token_ids, asked.generated_token_ids
+        chain = await chains.build(selection, prompt, ends, seed, budget, asked.cache_salt, generated, asked.choice)
+        own = for_engine(params, seed=seed if fixed else params.seed, logits_processor=smoke or None)
+        return replace(asked, params=own, chain=chain)
 
     def _count_processors(self, delta: TokenDelta) -> None:
         """On the last delta of a request with processors: metrics, and circuit breakers."""

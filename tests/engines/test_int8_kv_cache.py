@@ -20,7 +20,7 @@ from speculation_runs import PLAIN, outcome
 from worker.__main__ import main
 from worker.arguments import parse_arguments
 from worker.build import embedded_config
-from worker.engines import KeepKv, ReadKv, TokenDelta
+from worker.engines import EngineRequest, KeepKv, ReadKv, TokenDelta
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Engine, Request, native
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.kv_cache import Int8Rows, KvStore
@@ -209,7 +209,7 @@ def answers(
         requests = []
         for which, prompt in enumerate(PROMPTS):
             params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, seed=which)
-            requests.append(admit(str(which), which, prompt, params, model, 512))
+            requests.append(admit(EngineRequest(str(which), prompt, params), which, model, 512))
             driver.add(requests[-1])
         while not driver.scheduler.is_idle:
             assert all(output.error is None for output in driver.step())
@@ -305,7 +305,7 @@ async def start(checkpoints: dict[str, Path]) -> AsyncIterator[Callable[..., Any
 
 async def whole(engine: EmbeddedEngine, *arguments: Any) -> TokenDelta:
     found = TokenDelta()
-    async for delta in engine.generate(*arguments):
+    async for delta in engine.generate(EngineRequest(*arguments)):
         found = replace(delta, token_ids=found.token_ids + delta.token_ids)
     return found
 

@@ -16,6 +16,7 @@ from engine_doubles import ScriptedModel, request, run_alone
 from adapters.catalog import Catalog, ModelPolicy, Selection, SelectionError
 from adapters.processors.truncation import TopA
 from adapters.vocabulary import Vocabulary
+from worker.engines import EngineRequest
 from worker.engines.embedded.admission import SAMPLED
 from worker.engines.trtllm.params import Served, native_request
 from worker.errors import InvalidRequest
@@ -116,10 +117,14 @@ def test_the_embedded_engine_samples_by_it() -> None:
 
 def test_tensorrt_llm_gets_it_as_a_processor_unless_it_honours_it() -> None:
     params = Extended(top_a=0.5, top_k=5)
-    made = native_request(params, PROMPT, 0, Served(frozenset(), frozenset({"min_p"}), MODEL.vocab_size, (1,)))
+    made = native_request(
+        EngineRequest("", PROMPT, params), 0, Served(frozenset(), frozenset({"min_p"}), MODEL.vocab_size, (1,))
+    )
     assert made.chain is not None
     assert [member.name for member in made.chain.members] == ["top_k", "top_a"]
     assert (made.fields["temperature"], made.fields["top_k"]) == (1.0, None)
-    native = native_request(params, PROMPT, 0, Served(frozenset(), frozenset({"top_a"}), MODEL.vocab_size, (1,)))
+    native = native_request(
+        EngineRequest("", PROMPT, params), 0, Served(frozenset(), frozenset({"top_a"}), MODEL.vocab_size, (1,))
+    )
     assert native.chain is None
     assert (native.fields["top_a"], native.fields["top_k"]) == (0.5, 5)

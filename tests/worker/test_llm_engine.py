@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from adapters.catalog import Catalog, Policy
 from adapters.vocabulary import Vocabulary
 from worker.arguments import Arguments, parse_arguments
 from worker.disaggregation.seal import Seal
-from worker.engines import NO_HINTS, EngineInfo, RequestHints, TokenDelta
+from worker.engines import EngineInfo, EngineRequest, RequestHints, TokenDelta
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
 from worker.metrics import OUTCOMES
 from worker.processors.builder import ServedChainBuilder
@@ -87,19 +87,9 @@ class FakeEngine:
             raise self.failure
         return INFO
 
-    def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        kv: object = None,
-        cache_salt: str | None = None,
-        generated_token_ids: Sequence[int] = (),
-        choice: int = 0,
-        hints: RequestHints = NO_HINTS,
-    ) -> AsyncGenerator[TokenDelta, None]:
-        self.hints.append(hints)
-        return self.script(request_id, sampling_params)
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        self.hints.append(request.hints)
+        return self.script(request.id, request.params)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

@@ -1,4 +1,4 @@
-"""The interface of engines: prompt and `SamplingParams` in, a stream of `TokenDelta` out."""
+"""The interface of engines: an `EngineRequest` in, a stream of `TokenDelta` out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,28 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from adapters.chain import ProcessorFailed, Receipt
-from worker.sampling import SamplingParams
+from worker.engines.request import NO_HINTS, EngineRequest, KeepKv, ReadKv, RequestHints
+
+__all__ = [
+    "BATCH_SIZES",
+    "NO_HINTS",
+    "EngineInfo",
+    "EngineLoad",
+    "EngineRequest",
+    "FinishReason",
+    "KeepKv",
+    "KeepsAlive",
+    "KvEventSink",
+    "Measured",
+    "QueueTimes",
+    "ReadKv",
+    "RequestHints",
+    "SelfReporting",
+    "ServingEngine",
+    "Speculating",
+    "TokenDelta",
+    "TokenLogprob",
+]
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -60,41 +81,6 @@ class TokenLogprob:
     token_id: int
     logprob: float
     rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class KeepKv:
-    """Asks a prefill worker's engine to compute a prompt, sample nothing, and lease its KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadKv:
-    """Tells a decode worker's engine to read the prompt's KV from a prefill worker.
-
-    Attributes:
-        handle: Where it is: the `TokenDelta.kv` of the prefill worker's engine.
-    """
-
-    handle: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class RequestHints:
-    """Facts about a request that change no token; an engine without a use ignores them.
-
-    Attributes:
-        trace_headers: W3C trace context that its spans belong to.
-        priority: How urgent it is beside others: more is sooner, 0 is usual.
-        client: Label of the client that it comes from, among whom an engine with a queue of its own
-            takes turns; None is one client.
-    """
-
-    trace_headers: Mapping[str, str] = field(default_factory=dict)
-    priority: float = 0
-    client: str | None = None
-
-
-NO_HINTS = RequestHints()
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,26 +201,8 @@ class ServingEngine(Protocol):
     async def start(self) -> EngineInfo:
         """Load the model. Raises `StartupError` with one clear line; `stop` is safe afterwards."""
 
-    def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        kv: KeepKv | ReadKv | None = None,
-        cache_salt: str | None = None,
-        generated_token_ids: Sequence[int] = (),
-        choice: int = 0,
-        hints: RequestHints = NO_HINTS,
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Decode one request, or in disaggregated serving one worker's part of it.
-
-        Requests share the KV of a common prefix only if their `cache_salt` is the same. `choice` is
-        which of several answers to one prompt this is: requests with one seed that differ in it
-        have different random numbers.
-
-        A migrated request comes with the tokens of its answer so far, ``generated_token_ids``, and
-        the stream begins after them. Everything else, ``max_tokens`` too, is as if they had been
-        generated here; a KV transfer covers them.
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Decode one request.
 
         The request is admitted when the first item is awaited. The stream ends after a delta with a
         `finish_reason`. Several tokens share a delta only when the consumer is behind.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from adapters import create_trtllm_adapters
 from adapters.catalog import Selection
 from worker.arguments import Arguments
 from worker.build import check_model, embedded_config, with_checkpoint
-from worker.engines import EngineInfo
+from worker.engines import EngineInfo, EngineRequest
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.host import limit_threads
 from worker.engines.embedded.plan import Output, Request
@@ -67,13 +66,8 @@ class LoadedModel:
         assert params.seed is not None
         budget = self.info.context_length - len(prompt) if params.max_tokens is None else params.max_tokens
         chain = await self.chains.build(selection, prompt, params.end_token_ids, params.seed, budget, choice=choice)
-        processors: list[Callable[..., None]] = (
-            [] if chain is None else list(create_trtllm_adapters([chain], end_id=params.end_id))
-        )
-        own = replace(params, logits_processor=processors or None)
-        request = admit(name, 0, prompt, own, self.stepper.model, self.info.context_length, choice=choice)
-        request.cache_salt = name
-        return request
+        asked = EngineRequest(name, prompt, params, chain, choice=choice, cache_salt=name)
+        return admit(asked, 0, self.stepper.model, self.info.context_length)
 
     def tap(self, request: Request, copy: Request, **options: Any) -> PositionTap:
         """A tap on the request; `options` as of `PositionTap`."""

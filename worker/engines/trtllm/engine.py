@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from itertools import count
 from typing import Any
 
 from adapters.trtllm import ChainAdapter, Failure, Step
 from adapters.trtllm.side_channel import SideChannel
 from adapters.vocabulary import Vocabulary
-from worker.engines import NO_HINTS, EngineInfo, KeepKv, ReadKv, RequestHints, TokenDelta
+from worker.engines import EngineInfo, EngineRequest, KeepKv, ReadKv, TokenDelta
 from worker.engines.refusals import check_queue
 from worker.engines.trtllm import disaggregated_params
 from worker.engines.trtllm.capabilities import Package, read_package
@@ -24,7 +24,7 @@ from worker.engines.trtllm.probes import NUM_TOKENS, CallProbe, Calls, ProbeRefu
 from worker.engines.trtllm.reports import RuntimeReports
 from worker.engines.trtllm.running_request import RunningRequest
 from worker.engines.trtllm.settings import TrtllmConfig, checkpoint_facts
-from worker.engines.trtllm.submission import check_prompt, context_only, handed_logprobs, hint_arguments
+from worker.engines.trtllm.submission import check_prompt, context_only, handed_logprobs, own_arguments
 from worker.errors import (
     Draining,
     EngineBroken,
@@ -187,29 +187,18 @@ class TrtllmEngine(RuntimeReports):
 
     # Requests
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        kv: KeepKv | ReadKv | None = None,
-        cache_salt: str | None = None,
-        generated_token_ids: Sequence[int] = (),
-        choice: int = 0,
-        hints: RequestHints = NO_HINTS,
-    ) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
-        if choice:
+        if request.choice:
             raise InvalidRequest("sampling_options.n", "TensorRT-LLM's random numbers do not depend on the choice")
-        prompt, generated = list(prompt_token_ids), list(generated_token_ids)
-        request = await self._submit(request_id, prompt, generated, sampling_params, kv, cache_salt, hints)
+        running = await self._submit(request)
         try:
             while True:
-                yield await request.take()
-                if request.is_exhausted:
+                yield await running.take()
+                if running.is_exhausted:
                     return
         finally:
-            self._release(request)
+            self._release(running)
 
     def abort(self, request_id: str) -> None:
         """Abort a request; its stream ends as ``cancelled``.
@@ -233,39 +222,27 @@ class TrtllmEngine(RuntimeReports):
         """End every unfinished request with `Draining`, refuse new ones; how many were ended."""
         return self._end_all(Draining("the worker is shutting down"))
 
-    async def _submit(
-        self,
-        request_id: str,
-        prompt: list[int],
-        generated: list[int],
-        params: SamplingParams,
-        kv: KeepKv | ReadKv | None,
-        cache_salt: str | None,
-        hints: RequestHints,
-    ) -> RunningRequest:
+    async def _submit(self, asked: EngineRequest) -> RunningRequest:
         if self._refusal is not None:
             raise self._refusal
         if self._info is None or self._served is None or self._package is None:
             raise EngineBroken("the engine has not been started")
-        if request_id in self._requests:
-            raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
-        tokens = prompt + generated
+        if asked.id in self._requests:
+            raise InvalidRequest("request_id", f"{asked.id!r} is in use by an unfinished request")
+        tokens, params, kv = asked.token_ids, asked.params, asked.kv
         check_prompt(tokens, self._info)
-        if cache_salt is not None and "cache_salt" not in self._package.generate_arguments:
-            raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not support cache salts")
         number = next(self._numbers)
-        made = native_request(params, prompt, number, self._served, generated)
+        arguments = own_arguments(asked, self._package)
+        made = native_request(asked, number, self._served)
         if not isinstance(kv, ReadKv):  # its prompt's KV waits at a prefill worker, and would until the time-out
             check_queue(len(self._requests), self._info.max_num_seqs, self.config.max_queue)
-        request = self._running_request(request_id, made, params, self._info.context_length - len(tokens))
+        request = self._running_request(asked.id, made, params, self._info.context_length - len(tokens))
         request.num_given = len(tokens)
         request.number = str(number)
         adapter = self._adapter(request, made, params)
-        arguments = hint_arguments(hints, self._package) | self._disaggregated(request, kv, params)
+        arguments |= self._disaggregated(request, kv, params)
         if adapter is not None:
             adapter.handed_over = request.handed_over
-        if cache_salt is not None:
-            arguments["cache_salt"] = cache_salt
         streaming = not isinstance(kv, KeepKv)
         try:
             native = self._package.sampling_params(**made.fields)
@@ -275,7 +252,7 @@ class TrtllmEngine(RuntimeReports):
         except Exception as error:  # the engine's boundary: classified, never the worker's end by itself
             refusal = submission_error(error, self._package, made.fields)
             raise refusal or await self._blame(error) from error
-        self._requests[request_id] = self._by_number[request.number] = request
+        self._requests[asked.id] = self._by_number[request.number] = request
         request.pump = asyncio.create_task(self._pump(request, params, kv))
         return request
 

@@ -12,8 +12,10 @@ from functools import partial
 from typing import Any
 
 from adapters.catalog import Catalog, Selection, SelectionError, parse_selection
-from adapters.trtllm import ChainAdapter, DynamoAdapter, create_trtllm_adapters
+from adapters.chain import ProcessorChain
+from adapters.trtllm import ChainAdapter, DynamoAdapter
 from adapters.vocabulary import Vocabulary
+from worker.engines import EngineRequest
 from worker.engines.embedded.admission import admit, end_ids_of
 from worker.engines.embedded.offline.results import Answer, RequestGroup
 from worker.engines.embedded.offline.stop_strings import AnswerText
@@ -134,38 +136,28 @@ class RequestBuilder:
         choice: int,
     ) -> Answer:
         asks = params.logprobs if params.logprobs is not None or (params.best_of or 1) == params.n else 0
-        processors = [_own(one, shared) for one in params.logits_processors]
-        chains = [one for one in processors if isinstance(one, ChainAdapter)]
+        given = [_own(one, shared) for one in params.logits_processors]
+        chain = _given_chain(given)
         if selection.processors:
-            if chains:
+            if chain is not None:
                 raise InvalidRequest("sampling_params.logits_processor", "holds a chain, and processors are named too")
-            processors += self._chain(tokens, params, selection, choice)
-        own = for_engine(params, n=1, best_of=1, logprobs=asks, logits_processor=processors or None)
-        request = admit(
-            f"{number}.{choice}",
-            number,
-            tokens,
-            own,
-            self._model,
-            self._context_length,
-            choice=choice,
-            allowed=ALLOWED,
-        )
+            chain = self._chain(tokens, params, selection, choice)
+        callables = [one for one in given if not isinstance(one, ChainAdapter)]
+        own = for_engine(params, n=1, best_of=1, logprobs=asks, logits_processor=callables or None)
+        asked = EngineRequest(f"{number}.{choice}", tokens, own, chain, choice=choice)
+        request = admit(asked, number, self._model, self._context_length, allowed=ALLOWED)
         collector = self._collector(request, params, choice)
         request.tap = collector
         return Answer(request, self._text(request, params), collector)
 
-    def _chain(
-        self, tokens: list[int], params: SamplingParams, selection: Selection, choice: int
-    ) -> list[Callable[..., None]]:
+    def _chain(self, tokens: list[int], params: SamplingParams, selection: Selection, choice: int) -> ProcessorChain:
         room = self._context_length - len(tokens)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         context = self._chains.context(end_ids_of(params, self._model), params.seed or 0, most, choice)
         try:
-            chain = self._chains.build(selection, context)
+            return self._chains.build(selection, context)
         except SelectionError as error:
             raise InvalidRequest(error.path or "processors", error.problem) from None
-        return list(create_trtllm_adapters([chain]))
 
     def _collector(self, request: Request, params: SamplingParams, choice: int) -> LogitsCollector | None:
         collector = LogitsCollector(
@@ -211,6 +203,14 @@ def _check_structural_tag(tag: object) -> None:
         structural_format(tag)
     except (ValueError, RecursionError):
         raise InvalidRequest("sampling_params.guided_decoding", "structural_tag must be JSON") from None
+
+
+def _given_chain(callables: Sequence[Callable[..., None]]) -> ProcessorChain | None:
+    """The chain that a caller gives as one of its callables."""
+    chains = [one.chain for one in callables if isinstance(one, ChainAdapter)]
+    if len(chains) > 1:
+        raise InvalidRequest("sampling_params.logits_processor", "must hold at most one chain of processors")
+    return chains[0] if chains else None
 
 
 def _own(processor: Callable[..., None], shared: AbstractSet[int]) -> Callable[..., None]:

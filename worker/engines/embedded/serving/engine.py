@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from itertools import count
 
 import torch
 
 from worker.engines import (
     BATCH_SIZES,
-    NO_HINTS,
     EngineInfo,
     EngineLoad,
+    EngineRequest,
     KeepKv,
     KvEventSink,
     ReadKv,
-    RequestHints,
     TokenDelta,
 )
 from worker.engines.embedded.admission import admit
@@ -148,21 +147,9 @@ class EmbeddedEngine:
         limit_threads(self.config.model_path, self.config.local_workers)
         return load(self.config, self._injected_model)
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        kv: KeepKv | ReadKv | None = None,
-        cache_salt: str | None = None,
-        generated_token_ids: Sequence[int] = (),
-        choice: int = 0,
-        hints: RequestHints = NO_HINTS,
-    ) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
-        stream = self._admit(
-            request_id, prompt_token_ids, sampling_params, kv, cache_salt, generated_token_ids, choice, hints.client
-        )
+        stream = self._admit(request)
         try:
             while True:
                 delta = await stream.take()
@@ -172,8 +159,8 @@ class EmbeddedEngine:
                     return
         finally:
             self._catch_up(stream)
-            if self._streams.get(request_id) is stream:
-                self.abort(request_id)
+            if self._streams.get(request.id) is stream:
+                self.abort(request.id)
 
     def abort(self, request_id: str) -> None:
         """Free the request's slot and KV before the next step; its stream ends as ``cancelled``."""
@@ -239,32 +226,18 @@ class EmbeddedEngine:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def _admit(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        kv: KeepKv | ReadKv | None,
-        cache_salt: str | None,
-        generated: Sequence[int],
-        choice: int,
-        client: str | None,
-    ) -> Stream:
+    def _admit(self, asked: EngineRequest) -> Stream:
         if self._refusal is not None:
             raise self._refusal
         if self._thread is None or self._model is None or self._info is None:
             raise EngineBroken("the engine has not been started")
-        if request_id in self._streams:
-            raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
-        number, context_length = next(self._numbers), self._info.context_length
-        request = admit(
-            request_id, number, prompt, params, self._model, context_length, choice=choice, generated=generated
-        )
-        request.cache_salt, request.client = cache_salt, client
-        handle = self._part(request, kv)
-        is_first = client is not None and all(other.client != client for other in self._streams.values())
+        if asked.id in self._streams:
+            raise InvalidRequest("request_id", f"{asked.id!r} is in use by an unfinished request")
+        request = admit(asked, next(self._numbers), self._model, self._info.context_length)
+        handle = self._part(request, asked.kv)
+        is_first = request.client is not None and all(one.client != request.client for one in self._streams.values())
         check_queue(len(self._streams), self.config.max_num_seqs, self.config.max_queue, is_first=is_first)
-        stream = self._streams[request_id] = Stream(request)
+        stream = self._streams[request.id] = Stream(request)
         self._thread.tell(Submit(request, handle))
         return stream
 
