@@ -374,7 +374,7 @@ class RequestServer:
         self.disaggregation.admit(admitted, part)
         self._publish_load()
         serving = _Serving(admitted, builder, deltas, selection, entry, record)
-        vocabulary = chains.facts.vocabulary
+        vocabulary = chains.vocabulary
         return serving if vocabulary.tokenizer is None else self._with_text(serving, byte_index(vocabulary))
 
     def _with_text(self, serving: _Serving, token_bytes: TokenBytes) -> _Serving:
@@ -426,7 +426,8 @@ class RequestServer:
     def _chunk(self, serving: _Serving, delta: TokenDelta) -> dict[str, Any] | None:
         if delta.is_empty:
             return {"token_ids": [], "index": delta.index} if self.arguments.keepalive_s else None
-        self._count_processors(delta)
+        if self._chains is not None:
+            self._chains.count(delta)
         entry = serving.entry
         entry.queue_times, entry.failure = delta.queue_times, delta.failure
         self.disaggregation.release(serving.admitted)
@@ -468,20 +469,8 @@ class RequestServer:
         budget = params.max_tokens
         if self.arguments.disaggregation_mode == "prefill":  # is asked for one token, whatever decode will be asked for
             budget = info.context_length - len(prompt)
-        ends, generated = params.end_token_ids, asked.generated_token_ids
-        chain = await chains.build(selection, prompt, ends, seed, budget, asked.cache_salt, generated, asked.choice)
         own = for_engine(params, seed=seed if fixed else params.seed, logits_processor=smoke or None)
-        return replace(asked, params=own, chain=chain)
-
-    def _count_processors(self, delta: TokenDelta) -> None:
-        """On the last delta of a request with processors: metrics, and circuit breakers."""
-        if delta.receipt is None or self._chains is None:
-            return
-        self._chains.metrics.count(delta.receipt, delta.failure)
-        if delta.failure is not None and delta.failure.reason != "unsatisfiable":
-            self._chains.breaker.record(delta.failure.processor)
-        elif delta.finish_reason in ("stop", "length"):
-            self._chains.breaker.record_success(record.name for record in delta.receipt.records)
+        return await chains.prepare(replace(asked, params=own), selection, seed, budget)
 
     def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
         """Call in the event loop; the garbage collector closes dropped streams in any thread."""

@@ -14,16 +14,17 @@ import pytest
 from engine_doubles import ScriptedModel, request, run_alone
 
 from adapters.catalog import Catalog, ModelPolicy, Selection, SelectionError
+from adapters.contract import Context
 from adapters.processors.truncation import TopA
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
+from worker.engines.chain_builder import ChainBuilder
 from worker.engines.embedded.admission import SAMPLED
 from worker.engines.trtllm.params import Served, native_request
 from worker.errors import InvalidRequest
 from worker.requests.fields import request_fields
 from worker.requests.request import RequestLimits, RequestTable, parse_request
 from worker.sampling import SamplingParams
-from worker.sampling.chain_builder import ChainBuilder, Facts
 from worker.sampling.control import Number, RunsAs, control
 
 MODEL = ScriptedModel()
@@ -79,7 +80,7 @@ def test_it_says_whether_the_request_is_greedy() -> None:
 
 def test_the_operators_policy_holds_for_it() -> None:
     policy = ModelPolicy(forbidden=frozenset({"top_a"}))
-    chains = ChainBuilder(Catalog.default(), Facts(Vocabulary(MODEL.vocab_size)), policy)
+    chains = ChainBuilder(Catalog.default(), Context(Vocabulary(MODEL.vocab_size)), policy)
     with pytest.raises(SelectionError, match="asks for the logits processor top_a, which is not allowed") as refused:
         chains.select(Selection(), Extended(top_a=0.5), served=True)
     assert refused.value.path == "sampling_options.top_a"

@@ -386,7 +386,8 @@ def test_every_model_type(arch: str, every_checkpoint: dict[str, Path], engines:
 def engine(every_checkpoint: dict[str, Path], engines: dict[str, Engine]) -> Engine:
     found = engine_of("llama", every_checkpoint, engines)
     builder = found.session.builder
-    builder._chains = replace(builder._chains, watermark_keys={KEY_ID: bytes(range(32))})
+    keyed = replace(builder._chains.model, watermark_keys={KEY_ID: bytes(range(32))})
+    builder._chains = replace(builder._chains, model=keyed)
     return found
 
 

@@ -80,7 +80,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "prefill_result": ({"disaggregated_params": {}}, {}, ()),
     "_HEALTH_CHECK": (True, {}, ()),
     "annotations": (["x"], {}, ()),
-    # these are processors before they come here (`worker.sampling.chain_builder`)
+    # these are processors before they come here (`worker.engines.chain_builder`)
     "stop_conditions.max_thinking_tokens": (3, {}, ()),
     "sampling_options.guided_decoding": ({"regex": "a"}, {"guided_decoding": None}, ()),
     "sampling_options.allowed_token_ids": ([5], {}, ()),

@@ -20,12 +20,12 @@ from adapters.vocabulary import Vocabulary
 from worker.arguments import Arguments, parse_arguments
 from worker.disaggregation.seal import Seal
 from worker.engines import EngineInfo, EngineRequest, RequestHints, TokenDelta
+from worker.engines.chain_builder import model_context
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
 from worker.metrics import OUTCOMES
 from worker.processors.builder import ServedChainBuilder
 from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.sampling import SamplingParams
-from worker.sampling.chain_builder import Facts
 
 ARGUMENTS = parse_arguments(["--model-path", "/models/tiny", "--drain-timeout-s", "0.01"], {})
 SEAL = Seal("a secret of this pool, and of no other")
@@ -67,8 +67,8 @@ class Context:
 
 def chains(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ServedChainBuilder:
     """Of a model without a tokenizer."""
-    facts = Facts(Vocabulary(info.vocab_size, eos_token_ids=info.eos_token_ids))
-    return ServedChainBuilder(Catalog.default(), Policy(), "tiny", facts, registry)
+    model = model_context(Vocabulary(info.vocab_size, eos_token_ids=info.eos_token_ids))
+    return ServedChainBuilder(Catalog.default(), Policy(), "tiny", model, registry)
 
 
 class FakeEngine:

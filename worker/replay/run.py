@@ -46,7 +46,7 @@ class LoadedModel:
     @property
     def tokenizer(self) -> Any:
         """The checkpoint's."""
-        return self.chains.facts.vocabulary.tokenizer
+        return self.chains.vocabulary.tokenizer
 
     async def request(
         self, name: str, prompt: list[int], params: SamplingParams, selection: Selection, choice: int = 0
@@ -65,8 +65,8 @@ class LoadedModel:
         """
         assert params.seed is not None
         budget = self.info.context_length - len(prompt) if params.max_tokens is None else params.max_tokens
-        chain = await self.chains.build(selection, prompt, params.end_token_ids, params.seed, budget, choice=choice)
-        asked = EngineRequest(name, prompt, params, chain, choice=choice, cache_salt=name)
+        asked = EngineRequest(name, prompt, params, choice=choice, cache_salt=name)
+        asked = await self.chains.prepare(asked, selection, params.seed, budget)
         return admit(asked, 0, self.stepper.model, self.info.context_length)
 
     def tap(self, request: Request, copy: Request, **options: Any) -> PositionTap:

@@ -1,6 +1,6 @@
 """Fields of `SamplingParams` that run as logits processors: one order law for both.
 
-The operator's policy is applied to fields by it (`worker.sampling.chain_builder`), and an engine
+The operator's policy is applied to fields by it (`worker.engines.chain_builder`), and an engine
 calls `with_field_processors` at admission: penalties, bans, biases and the minimum length join the
 chain. With a processor that acts at the temperature stage or later, so do temperature and
 truncation, because a request's own truncation must not come after it.

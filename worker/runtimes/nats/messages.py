@@ -29,7 +29,7 @@ class MessageServer:
 
     def __init__(self, server: RequestServer, arguments: Arguments) -> None:
         self.server = server
-        self.tokenizer = server.chains.facts.vocabulary.tokenizer
+        self.tokenizer = server.chains.vocabulary.tokenizer
         template = arguments.custom_jinja_template
         self._template = None if template is None else Path(template).read_text(encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""From a prompt and its `SamplingParams` to the engine's requests, one for each answer."""
+"""Request builder: a prompt and its `SamplingParams` become one engine request per answer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from adapters.chain import ProcessorChain
 from adapters.trtllm import ChainAdapter, DynamoAdapter
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
+from worker.engines.chain_builder import ChainBuilder, model_context
 from worker.engines.embedded.admission import admit, end_ids_of
 from worker.engines.embedded.offline.results import Answer, RequestGroup
 from worker.engines.embedded.offline.stop_strings import AnswerText
@@ -23,7 +24,6 @@ from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling import LogitsCollector
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
-from worker.sampling.chain_builder import ChainBuilder, Facts
 from worker.sampling.field_processors import for_engine, processor_controls
 from worker.sampling.params import structural_format
 
@@ -55,9 +55,9 @@ class RequestBuilder:
     """Checks prompts and makes the engine's requests of them.
 
     Args:
-        model: Which will answer.
+        model: Model that answers.
         context_length: Longest prompt + answer, in tokens.
-        vocabulary: Of the model; without a tokenizer there are token ids alone.
+        vocabulary: Vocabulary of the model; without a tokenizer there are token ids alone.
         catalog: Processors that may be named.
     """
 
@@ -65,7 +65,7 @@ class RequestBuilder:
         self.vocabulary = vocabulary
         self._model = model
         self._context_length = context_length
-        self._chains = ChainBuilder(catalog, Facts.of(vocabulary))
+        self._chains = ChainBuilder(catalog, model_context(vocabulary))
 
     @property
     def tokenizer(self) -> Any:
@@ -84,9 +84,9 @@ class RequestBuilder:
         """Check a prompt and make the requests of its answers.
 
         Args:
-            number: The engine's own id.
+            number: Id of the prompt within the engine.
             prompt: Text or token ids.
-            wanted: What is asked for.
+            wanted: Sampling parameters of the prompt.
             named: Processors by name.
             shared: Ids of callables that are given for more than one answer.
             where: Head of the field in errors.
@@ -138,24 +138,25 @@ class RequestBuilder:
         asks = params.logprobs if params.logprobs is not None or (params.best_of or 1) == params.n else 0
         given = [_own(one, shared) for one in params.logits_processors]
         chain = _given_chain(given)
-        if selection.processors:
-            if chain is not None:
-                raise InvalidRequest("sampling_params.logits_processor", "holds a chain, and processors are named too")
-            chain = self._chain(tokens, params, selection, choice)
         callables = [one for one in given if not isinstance(one, ChainAdapter)]
         own = for_engine(params, n=1, best_of=1, logprobs=asks, logits_processor=callables or None)
         asked = EngineRequest(f"{number}.{choice}", tokens, own, chain, choice=choice)
+        if selection.processors:
+            if chain is not None:
+                raise InvalidRequest("sampling_params.logits_processor", "holds a chain, and processors are named too")
+            asked = self._with_chain(asked, selection)
         request = admit(asked, number, self._model, self._context_length, allowed=ALLOWED)
         collector = self._collector(request, params, choice)
         request.tap = collector
         return Answer(request, self._text(request, params), collector)
 
-    def _chain(self, tokens: list[int], params: SamplingParams, selection: Selection, choice: int) -> ProcessorChain:
-        room = self._context_length - len(tokens)
+    def _with_chain(self, asked: EngineRequest, selection: Selection) -> EngineRequest:
+        params, room = asked.params, self._context_length - len(asked.prompt_token_ids)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
-        context = self._chains.context(end_ids_of(params, self._model), params.seed or 0, most, choice)
+        ends = end_ids_of(params, self._model)
+        context = self._chains.context(ends, params.seed or 0, most, asked.choice)
         try:
-            return self._chains.build(selection, context)
+            return self._chains.prepare(asked, selection, context)
         except SelectionError as error:
             raise InvalidRequest(error.path or "processors", error.problem) from None
 
