@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a `worker.serving.RequestServer` is made of.
+    """What a `worker.server.RequestServer` is made of.
 
     Attributes:
         engine: Not started.

@@ -73,7 +73,7 @@ class LocalWorker:
 
     def __init__(self, served: WorkerEngine) -> None:
         self._served = served
-        self.engine: Any = served.engine
+        self.engine: Any = served.server.engine
 
     async def chunks(self, raw: Mapping[str, Any], request_id: str | None = None) -> list[dict[str, Any]]:
         """Everything that the worker streams.
@@ -99,12 +99,12 @@ class LocalWorker:
     @property
     def info(self) -> EngineInfo:
         """What its engine is."""
-        return self._served.info
+        return self._served.server.info
 
     @property
     def num_continued(self) -> int:
         """Requests that went on here after another worker."""
-        return int(self._served.metrics.registry.get_sample_value("dlw_continued_requests_total") or 0)
+        return int(self._served.server.metrics.registry.get_sample_value("dlw_continued_requests_total") or 0)
 
     async def stop(self) -> None:
         await self.engine.stop()

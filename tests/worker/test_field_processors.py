@@ -133,7 +133,7 @@ def served(chains: ServedChainBuilder, request: GenerationRequest) -> tuple[Samp
     """
     params, prompt = request.params, request.prompt_token_ids
     selection, ends = chains.select(request, {}), params.end_token_ids
-    chain = asyncio.run(chains.prepare(EngineRequest("", prompt, params), selection, 1, params.max_tokens)).chain
+    chain = asyncio.run(chains.prepare(EngineRequest("", prompt, params, seed=1), selection, params.max_tokens)).chain
     context = chains.builder.context(ends, 1, params.max_tokens)
     return with_field_processors(for_engine(params), chain, prompt, context, by_sampler=SAMPLED)
 
@@ -258,8 +258,8 @@ def test_who_names_it_himself_is_drawn(facts: Context, name: str) -> None:
     chains = late_chains(facts)
     selection = Selection((Requested(name, LATE[name], path="processors[0]"),))
     ends = frozenset({END})
-    asked = EngineRequest("", PROMPT, SamplingParams(max_tokens=20, stop_token_ids=[END]))
-    chain = asyncio.run(chains.prepare(asked, selection, 1, 20)).chain
+    asked = EngineRequest("", PROMPT, SamplingParams(max_tokens=20, stop_token_ids=[END]), seed=1)
+    chain = asyncio.run(chains.prepare(asked, selection, 20)).chain
     context = chains.builder.context(ends, 1, 20)
     params, chain = with_field_processors(SamplingParams(), chain, PROMPT, context, by_sampler=SAMPLED)
     assert not params.is_greedy

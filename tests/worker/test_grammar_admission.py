@@ -63,8 +63,8 @@ def chains_of(facts: Context, registry: CollectorRegistry | None = None) -> Serv
 async def build(chains: ServedChainBuilder, guided: dict[str, Any], client: str | None = None) -> Any:
     params = SamplingParams(max_tokens=9, guided_decoding=GuidedDecodingParams(**guided))
     made = GenerationRequest(prompt_token_ids=[5], params=params)
-    asked = EngineRequest("", [5], replace(params, stop_token_ids=[1]), cache_salt=client)
-    return (await chains.prepare(asked, chains.select(made, {}), 1, 9)).chain
+    asked = EngineRequest("", [5], replace(params, stop_token_ids=[1]), seed=1, cache_salt=client)
+    return (await chains.prepare(asked, chains.select(made, {}), 9)).chain
 
 
 async def running(sandbox: GrammarSandbox, chains: ServedChainBuilder, count: int = 1) -> None:
@@ -171,20 +171,20 @@ async def test_requests_count_as_in_flight_while_they_compile(worker: Served, sa
     engine, chains = worker
     slow = asyncio.create_task(collect(engine.generate(guided(SLOW), Context("slow"))))
     await running(sandbox, chains)
-    assert engine.metrics.registry.get_sample_value("dlw_in_flight_requests") == 1
-    assert engine.in_flight.num_blocks == 0
+    assert engine.server.metrics.registry.get_sample_value("dlw_in_flight_requests") == 1
+    assert engine.server.in_flight.num_blocks == 0
     with pytest.raises(exceptions.InvalidArgument, match="'slow' is being served already"):
         await collect(engine.generate(guided(GOOD), Context("slow")))
     slow.cancel()
     await asyncio.gather(slow, return_exceptions=True)
-    assert len(engine.in_flight) == 0
+    assert len(engine.server.in_flight) == 0
 
 
 async def test_a_refused_grammar_leaves_nothing_in_flight(worker: Served) -> None:
     engine, _ = worker
     with pytest.raises(exceptions.InvalidArgument, match="unclosed"):
         await collect(engine.generate(guided({"regex": "("}), Context()))
-    assert len(engine.in_flight) == 0
+    assert len(engine.server.in_flight) == 0
     assert outcomes(engine) == {"refused": 1}
 
 
@@ -193,7 +193,7 @@ async def test_an_abort_while_a_grammar_compiles_ends_both(worker: Served, sandb
     slow = asyncio.create_task(collect(engine.generate(guided(SLOW), Context("slow"))))
     await running(sandbox, chains)
     await engine.abort(Context("slow"))
-    assert len(engine.in_flight) == 0
+    assert len(engine.server.in_flight) == 0
     chunks = await slow
     assert [(chunk["token_ids"], chunk["finish_reason"]) for chunk in chunks] == [([], "cancelled")]
     assert outcomes(engine) == {"cancelled": 1}
@@ -209,7 +209,7 @@ async def test_a_drain_hands_off_what_still_compiles(worker: Served, sandbox: Gr
     await engine.cleanup()
     with pytest.raises(exceptions.EngineShutdown):
         await slow
-    assert engine.metrics.registry.get_sample_value("dlw_drain_migrated_total") == 1
+    assert engine.server.metrics.registry.get_sample_value("dlw_drain_migrated_total") == 1
     assert pid is not None
     assert sandbox.pid is None
 

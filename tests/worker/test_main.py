@@ -76,6 +76,10 @@ class Serving:
     startup_error: str | None = None
     broken: str | None = None
 
+    @property
+    def server(self) -> Serving:
+        return self
+
 
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:

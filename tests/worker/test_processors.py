@@ -60,8 +60,8 @@ def channel(processors: str, rest: str = "") -> str:
 async def build(chains: ServedChainBuilder, made: GenerationRequest, metadata: dict[str, str] | None = None) -> Any:
     selection = chains.select(made, metadata or {})
     params = replace(made.params, stop_token_ids=sorted(END))
-    asked = EngineRequest("", made.prompt_token_ids, params)
-    return (await chains.prepare(asked, selection, 1, made.params.max_tokens)).chain
+    asked = EngineRequest("", made.prompt_token_ids, params, seed=1)
+    return (await chains.prepare(asked, selection, made.params.max_tokens)).chain
 
 
 def names(chain: Any) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from adapters.chain import ProcessorFailed, Receipt
-from worker.engines.request import NO_HINTS, EngineRequest, KeepKv, ReadKv, RequestHints
+from worker.engines.request import NO_HINTS, EngineRequest, KeepKv, KvPart, LocalPrefill, ReadKv, RequestHints
 
 __all__ = [
     "BATCH_SIZES",
@@ -19,6 +19,8 @@ __all__ = [
     "KeepKv",
     "KeepsAlive",
     "KvEventSink",
+    "KvPart",
+    "LocalPrefill",
     "Measured",
     "QueueTimes",
     "ReadKv",

@@ -21,9 +21,26 @@ class ReadKv:
 
     Attributes:
         handle: The `TokenDelta.kv` of the prefill worker's engine.
+        num_cached_tokens: Prompt tokens of the prefill worker's prefix hit.
     """
 
     handle: Mapping[str, Any]
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPrefill:
+    """Tells a decode worker's engine to compute the prompt itself.
+
+    Attributes:
+        reason: ``missing`` if no KV transfer came with the request, ``late`` if its lease is over.
+    """
+
+    reason: str
+
+
+KvPart = KeepKv | ReadKv | LocalPrefill
+"""An engine's part in a KV transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +76,7 @@ class EngineRequest:
         generated_token_ids: Tokens of a migrated request's answer so far. The stream begins after
             them; everything else, ``max_tokens`` too, is as if they had been generated here, and a
             KV transfer covers them.
+        seed: Seed of the chain's random numbers; the sampler's is ``params.seed``.
         choice: Index of this answer among several to one prompt: requests with one seed that differ
             in it have different random numbers.
         kv: The engine's part in a KV transfer, None where it computes the whole request.
@@ -71,8 +89,9 @@ class EngineRequest:
     params: SamplingParams
     chain: ProcessorChain | None = None
     generated_token_ids: Sequence[int] = ()
+    seed: int = 0
     choice: int = 0
-    kv: KeepKv | ReadKv | None = None
+    kv: KvPart | None = None
     cache_salt: str | None = None
     hints: RequestHints = NO_HINTS
 

@@ -182,9 +182,11 @@ class ServedChainBuilder:
         except SelectionError as error:
             raise _invalid(error) from None
 
-    async def prepare(
-        self, request: EngineRequest, selection: Selection, seed: int, max_tokens: int | None
-    ) -> EngineRequest:
+    def has_work(self, selection: Selection) -> bool:
+        """Whether `prepare` may compile or build something, which takes time."""
+        return bool(selection.processors or selection.order or selection.receipt or not selection.speculation)
+
+    async def prepare(self, request: EngineRequest, selection: Selection, max_tokens: int | None) -> EngineRequest:
         """The request with its chain; without one if there is nothing for it to do.
 
         A request that wants a receipt, or no speculation, has a chain, be it empty. Cancelling this
@@ -193,7 +195,6 @@ class ServedChainBuilder:
         Args:
             request: A request without a chain.
             selection: Its processors.
-            seed: Seed of its random numbers.
             max_tokens: Most tokens of its answer, None if only the context bounds it.
 
         Raises:
@@ -203,12 +204,11 @@ class ServedChainBuilder:
             Overloaded: too many grammars wait to be compiled.
             GrammarsUnavailable: there is no process to compile them in.
         """
-        asks_nothing = selection.speculation and not (selection.order or selection.receipt)
-        if asks_nothing and not selection.processors:
+        if not self.has_work(selection):
             return request
         names = [requested.name for requested in selection.processors]
         self.breaker.check(names)
-        context = self.builder.context(request.params.end_token_ids, seed, max_tokens, request.choice)
+        context = self.builder.context(request.params.end_token_ids, request.seed, max_tokens, request.choice)
         try:
             grammars = await self._compiled(selection, context, request.cache_salt)
             prepared = await self._in_thread(self._prepare, request, selection, context)
@@ -222,7 +222,8 @@ class ServedChainBuilder:
             self.breaker.record(error.processor)
             raise InvalidRequest(CHANNEL, str(error)) from None
         is_empty = prepared.chain is not None and not prepared.chain.members
-        return request if asks_nothing and is_empty else prepared
+        needs_one = self.has_work(replace(selection, processors=()))
+        return request if is_empty and not needs_one else prepared
 
     def count(self, delta: TokenDelta) -> None:
         """Count the last delta of a request with processors: metrics, and circuit breakers."""

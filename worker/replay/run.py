@@ -65,8 +65,8 @@ class LoadedModel:
         """
         assert params.seed is not None
         budget = self.info.context_length - len(prompt) if params.max_tokens is None else params.max_tokens
-        asked = EngineRequest(name, prompt, params, choice=choice, cache_salt=name)
-        asked = await self.chains.prepare(asked, selection, params.seed, budget)
+        asked = EngineRequest(name, prompt, params, seed=params.seed, choice=choice, cache_salt=name)
+        asked = await self.chains.prepare(asked, selection, budget)
         return admit(asked, 0, self.stepper.model, self.info.context_length)
 
     def tap(self, request: Request, copy: Request, **options: Any) -> PositionTap:

@@ -15,7 +15,7 @@ from typing import Any
 
 from adapters.catalog import Selection
 from worker.arguments import Arguments
-from worker.engines import EngineInfo, TokenDelta
+from worker.engines import EngineInfo, EngineRequest, TokenDelta
 from worker.engines.embedded.transfer import fingerprint_beside
 from worker.errors import StartupError
 from worker.sampling import SamplingParams
@@ -123,32 +123,19 @@ class RequestReceipt:
     """The receipt of one request, cumulative over its chunks.
 
     Args:
-        server: What serves it.
-        prompt_token_ids: Its prompt.
-        params: What its engine was given.
+        server: Record of the worker that serves it.
+        asked: The engine's request.
         selection: Its processors, the operator's among them. Of theirs only the names are recorded:
             arguments are the operator's own.
-        generated_token_ids: The answer so far of a migrated request.
         smoke: Whether the smoke test forces its answer.
-        choice: Which of several answers to one prompt it is.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        selection: Selection,
-        *,
-        generated_token_ids: Sequence[int] = (),
-        smoke: bool = False,
-        choice: int = 0,
-    ) -> None:
+    def __init__(self, server: Server, asked: EngineRequest, selection: Selection, *, smoke: bool = False) -> None:
         self._server = server.as_json()
-        self._prompt = TokenDigest(prompt_token_ids)
-        self._answer = TokenDigest(generated_token_ids)
+        self._prompt = TokenDigest(asked.prompt_token_ids)
+        self._answer = TokenDigest(asked.generated_token_ids)
         self._num_preemptions: int | None = None
-        self._request = _recorded(params, selection, smoke, choice)
+        self._request = _recorded(asked.params, selection, smoke, asked.choice)
 
     def take(self, delta: TokenDelta) -> None:
         """Count a delta of the engine's."""

@@ -232,7 +232,7 @@ async def _serve(engine: WorkerEngine, config: WorkerConfig) -> None:
     loop = asyncio.get_running_loop()
 
     def handler(number: int, frame: object) -> None:
-        loop.call_soon_threadsafe(engine.signalled)
+        loop.call_soon_threadsafe(engine.server.signalled)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handler)

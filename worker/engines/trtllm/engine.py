@@ -12,7 +12,7 @@ from typing import Any
 from adapters.trtllm import ChainAdapter, Failure, Step
 from adapters.trtllm.side_channel import SideChannel
 from adapters.vocabulary import Vocabulary
-from worker.engines import EngineInfo, EngineRequest, KeepKv, ReadKv, TokenDelta
+from worker.engines import EngineInfo, EngineRequest, KeepKv, KvPart, LocalPrefill, ReadKv, TokenDelta
 from worker.engines.refusals import check_queue
 from worker.engines.trtllm import disaggregated_params
 from worker.engines.trtllm.capabilities import Package, read_package
@@ -296,12 +296,10 @@ class TrtllmEngine(RuntimeReports):
             request.step_budget_s, adapter.chain.step_budget_s = adapter.chain.step_budget_s, math.inf
         return adapter
 
-    def _disaggregated(
-        self, request: RunningRequest, kv: KeepKv | ReadKv | None, params: SamplingParams
-    ) -> dict[str, Any]:
+    def _disaggregated(self, request: RunningRequest, kv: KvPart | None, params: SamplingParams) -> dict[str, Any]:
         """Disaggregation arguments of ``generate_async``; none for a health probe."""
         assert self._package is not None
-        if kv is None:
+        if kv is None or isinstance(kv, LocalPrefill):
             if self.config.role == "decode":  # this executor computes the prompt itself
                 request.note_mode("local prefill")
             return {}
@@ -325,7 +323,7 @@ class TrtllmEngine(RuntimeReports):
         request.note_mode("disaggregated")
         return given
 
-    async def _pump(self, request: RunningRequest, params: SamplingParams, kv: KeepKv | ReadKv | None) -> None:
+    async def _pump(self, request: RunningRequest, params: SamplingParams, kv: KvPart | None) -> None:
         """Convert the engine's outputs to the request's deltas until it ends."""
         assert self._package is not None
         try:

@@ -26,6 +26,7 @@ from worker.runtimes.nats.protocol import HEARTBEAT_S, REQUEST_ID, WINDOW, Subje
 from worker.runtimes.nats.replies import ReplyGuard
 from worker.runtimes.nats.request import NatsRequest
 from worker.runtimes.nats.stream import AnswerStream
+from worker.server.description import describe
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class NatsService:
         }
 
     async def _describe(self, request: Request) -> None:
-        await request.respond(protocol.encoded(self._server.description()))
+        await request.respond(protocol.encoded(describe(self._server)))
 
     async def _accept(self, request: Request) -> None:
         """Takes one request from the queue group; must not wait for it to be served."""

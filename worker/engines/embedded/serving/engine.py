@@ -13,8 +13,9 @@ from worker.engines import (
     EngineInfo,
     EngineLoad,
     EngineRequest,
-    KeepKv,
     KvEventSink,
+    KvPart,
+    LocalPrefill,
     ReadKv,
     TokenDelta,
 )
@@ -241,9 +242,9 @@ class EmbeddedEngine:
         self._thread.tell(Submit(request, handle))
         return stream
 
-    def _part(self, request: Request, kv: KeepKv | ReadKv | None) -> KvHandle | None:
+    def _part(self, request: Request, kv: KvPart | None) -> KvHandle | None:
         """Turn `request` into this worker's part of it; returns the handle of its KV, if any."""
-        if kv is None:
+        if kv is None or isinstance(kv, LocalPrefill):
             if self.config.role == "decode":
                 note_mode(request, "local prefill")
             return None
