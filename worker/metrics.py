@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from worker.engines import BATCH_SIZES, EngineInfo, EngineLoad, Measured, QueueTimes, Speculating
+from worker.engines import BATCH_SIZES, EngineInfo, EngineLoad, Measured, QueueTimes
 from worker.lifecycle.drain import DrainOutcome, InFlightRequests
 from worker.migration.records import BoundaryRecords
 from worker.requests.fields import FIELDS
@@ -49,13 +49,13 @@ class SpeculationMetrics:
         registry: Where the metrics go.
     """
 
-    def __init__(self, engine: Speculating, registry: CollectorRegistry) -> None:
+    def __init__(self, engine: Measured, registry: CollectorRegistry) -> None:
         self._engine = engine
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of now; `prometheus_client` calls it."""
-        found = self._engine.speculation()
+        found = self._engine.load().drafted
         for index, name in enumerate(("proposed", "accepted")):
             what = "computed" if name == "proposed" else "accepted"
             described = f"Drafted tokens that were {what}, by proposer."

@@ -459,7 +459,7 @@ async def test_served_answers_and_counts(start_engine: StartEngine) -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     tokens, _ = await collect(engine, "a", prompt, params)
     assert tokens == model.greedy(prompt, 40)
-    proposed, accepted = engine.speculation()["ngram"]
+    proposed, accepted = engine.load().drafted["ngram"]
     assert proposed >= accepted
     registry = CollectorRegistry()
     SpeculationMetrics(engine, registry)

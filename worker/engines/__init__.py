@@ -27,7 +27,6 @@ __all__ = [
     "RequestHints",
     "SelfReporting",
     "ServingEngine",
-    "Speculating",
     "TokenDelta",
     "TokenLogprob",
 ]
@@ -115,6 +114,7 @@ class EngineLoad:
         steps_by_batch_size: Steps since the start by number of sampled rows, one count for each of
             `BATCH_SIZES`, and one for more.
         num_rows: Sampled rows of all steps.
+        drafted: Drafted tokens so far by proposer: those computed, and those of them accepted.
     """
 
     num_waiting: int
@@ -123,6 +123,7 @@ class EngineLoad:
     num_preemptions: int
     steps_by_batch_size: Sequence[int]
     num_rows: int
+    drafted: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -251,14 +252,6 @@ class KeepsAlive(Protocol):
 
 
 @runtime_checkable
-class Speculating(Protocol):
-    """An engine that drafts tokens and counts them."""
-
-    def speculation(self) -> Mapping[str, tuple[int, int]]:
-        """Drafted tokens so far by proposer: those computed, and those of them accepted."""
-
-
-@runtime_checkable
 class SelfReporting(Protocol):
     """An engine that knows its own load and death, because another process does the work."""
 
@@ -271,7 +264,7 @@ class SelfReporting(Protocol):
 
 @runtime_checkable
 class Measured(Protocol):
-    """An engine that knows its queues and batches."""
+    """An engine that knows its queues, batches and drafted tokens."""
 
     def load(self) -> EngineLoad:
-        """Of now; may be called by any thread."""
+        """The load now; may be called by any thread."""

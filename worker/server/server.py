@@ -20,7 +20,6 @@ from worker.engines import (
     RequestHints,
     SelfReporting,
     ServingEngine,
-    Speculating,
     TokenDelta,
 )
 from worker.errors import Draining, EngineBroken, ServingError, StartupError
@@ -296,7 +295,6 @@ def _publish_engine(
     metrics.describe_engine(info)
     if isinstance(engine, Measured):
         LoadMetrics(engine, info, metrics.registry)
-    if isinstance(engine, Speculating):
         SpeculationMetrics(engine, metrics.registry)
     if disaggregation.role != "aggregated":
         TransferMetrics(engine, disaggregation, metrics.registry)
