@@ -26,8 +26,8 @@ class Built:
     """Parts of a `worker.server.RequestServer`.
 
     Attributes:
-        engine: Not started.
-        arguments: The worker's options.
+        engine: Engine, not started.
+        arguments: Options of the worker.
         seal: Signs KV transfers, None for a worker that makes and takes none.
         smoke: Whether every answer is ``Hello world!``.
     """

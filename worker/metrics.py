@@ -29,7 +29,7 @@ OUTCOMES = (
     "engine_broken",
     "unknown_error",
 )
-"""How a request can end; each request counts exactly once."""
+"""Outcomes of requests; each request counts exactly once."""
 
 FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -46,7 +46,7 @@ class SpeculationMetrics:
 
     Args:
         engine: The engine.
-        registry: Where the metrics go.
+        registry: Registry of the metrics.
     """
 
     def __init__(self, engine: Measured, registry: CollectorRegistry) -> None:
@@ -132,8 +132,8 @@ class WorkerMetrics:
         """Tokens of one chunk.
 
         Args:
-            number: How many, at least 1; that of several was the same time each.
-            passed_s: Since the chunk before, or since the request came.
+            number: Number of tokens, at least 1; several share the time equally.
+            passed_s: Seconds since the chunk before, or since the request came.
             is_first: No token came before.
         """
         if is_first:
@@ -148,9 +148,9 @@ class WorkerMetrics:
         """An admitted request has ended.
 
         Args:
-            began_s: When it came; monotonic, as the other times.
-            ended_s: When it ended.
-            queue_times: When it left the waiting queue, None if it did not, or is not known.
+            began_s: Time of its arrival; monotonic, like the other times.
+            ended_s: Time of its end.
+            queue_times: Times at which it left the waiting queue, None if it did not, or unknown.
             prompt: Tokens of its prompt.
             generated: Tokens of its answer.
         """
@@ -188,8 +188,8 @@ class LoadMetrics:
 
     Args:
         engine: The engine.
-        info: What it tells of itself.
-        registry: Where the metrics go.
+        info: Description of the engine.
+        registry: Registry of the metrics.
     """
 
     def __init__(self, engine: Measured, info: EngineInfo, registry: CollectorRegistry) -> None:

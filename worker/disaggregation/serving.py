@@ -1,4 +1,4 @@
-"""Which part of a request this worker serves: all of it, its prefill, or its decode."""
+"""The part of a request that a worker serves: all of it, its prefill, or its decode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OUTCOMES = ("leased", "released", "timed_out", "received", "cached", "expired", 
 """Outcomes of KV transfers, as in `KvConnector.counts` of the embedded engine."""
 
 LOCAL_REASONS = ("missing", "late", "expired", "lost")
-"""Why a decode worker computes a prompt itself: no KV transfer came with the request, or one whose
+"""Reasons of local prefills: no KV transfer came with the request, or one whose
 lease was over by the clock; the lease ended before the KV was read, or it could not be read.
 """
 

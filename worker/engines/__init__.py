@@ -36,7 +36,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine tells the runtime once it is ready.
+    """Description of a loaded engine.
 
     Attributes:
         name: ``embedded`` or ``trtllm``.
@@ -51,12 +51,12 @@ class EngineInfo:
         draws_by_seed: Draws cost nothing extra when they are fixed by a seed; else only a client's
             seed is passed on.
         numerics: ``exact`` if tokens are batch-invariant, bit for bit, else ``fast``.
-        computed_by: What the bits of a logit depend on beside model and tokens: device, data type,
-            numerics, kernels, threads.
-        made_by: What the bits of KV and logits depend on, as far as workers of a pool may differ in
-            it; a KV transfer compares it, and a migration.
-        kv_dtype: What keys and values are held in, and what they were computed in, if that is not
-            it; compared likewise.
+        computed_by: Everything beside model and tokens that the bits of a logit depend on: device,
+            data type, numerics, kernels, threads.
+        made_by: Part of it in which workers of a pool may differ; KV transfers and migrations
+            compare it.
+        kv_dtype: Data type of the stored keys and values, and that in which they were computed if
+            it is another one; compared likewise.
     """
 
     name: str
@@ -86,12 +86,12 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class QueueTimes:
-    """When a request left the waiting queue; seconds of `time.monotonic`.
+    """Times at which a request left the waiting queue; seconds of `time.monotonic`.
 
     Attributes:
-        allocated_s: It got its KV pages.
-        admitted_s: It joined the batch; later than `allocated_s` where its prompt's KV was read
-            from a prefill worker in between.
+        allocated_s: Time at which its KV pages were allocated.
+        admitted_s: Time at which it joined the batch; later than `allocated_s` where its prompt's
+            KV was read from a prefill worker in between.
     """
 
     allocated_s: float
@@ -104,13 +104,13 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine is doing now, and the steps that it has done.
+    """Queues and batch of an engine, and counts of its steps.
 
     Attributes:
         num_waiting: Requests in the waiting queue.
         num_running: Requests in the batch.
         num_used_blocks: KV blocks that requests own: running, or pinned for transfer.
-        num_preemptions: Since the start.
+        num_preemptions: Preemptions since the start.
         steps_by_batch_size: Steps since the start by number of sampled rows, one count for each of
             `BATCH_SIZES`, and one for more.
         num_rows: Sampled rows of all steps.
@@ -128,24 +128,23 @@ class EngineLoad:
 
 @dataclass(slots=True)
 class TokenDelta:
-    """What an engine has to say since its last delta about one choice of one request.
+    """Output of an engine for one choice of one request since its last delta.
 
     Attributes:
         token_ids: New tokens, oldest first. Stop tokens that a request asked to hide are not among
             them.
         index: The choice, 0 unless ``n`` > 1.
-        logprobs: For each new token the sampled token first, then the top-n, when logprobs were
-            asked for.
+        logprobs: Log probabilities per new token, of the sampled token and then of the top-n; None
+            unless they were asked for.
         finish_reason: Set on the last delta of the choice, and only there.
         stop_reason: The stop token id that ended the choice, if one did.
-        error: Why the choice failed, exactly when ``finish_reason`` is ``error``.
+        error: Reason why the choice failed, exactly when ``finish_reason`` is ``error``.
         num_cached_tokens: Prompt tokens of the prefix hit.
-        num_preemptions: How often the request has been preempted so far, None where the engine
-            does not say.
-        queue_times: When the request left the waiting queue, None while it has not, and where the
-            engine does not say.
+        num_preemptions: Preemptions of the request so far, None where the engine reports none.
+        queue_times: Times at which the request left the waiting queue, None while it has not, and
+            where the engine reports none.
         engine_data: Cumulative extra data for the response (the receipt), or None.
-        receipt: What the request's logits processors did; on the last delta of a request that has
+        receipt: Record of the request's logits processors; on the last delta of a request that has
             any.
         failure: The processor that failed, where that is why the choice failed.
         kv: Handle of the leased KV, JSON data; on the last delta of a request with `KeepKv`.
@@ -167,12 +166,12 @@ class TokenDelta:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it says nothing, and only shows that the request is not forgotten."""
+        """Whether it has no output, and only keeps the stream alive."""
         return not self.token_ids and self.finish_reason is None and self.engine_data is None
 
 
 class KvEventSink(Protocol):
-    """Is told which blocks an engine has cached, for a router.
+    """Receiver of the blocks that an engine caches, for a router.
 
     Called by the engine's own thread; must not block.
     """
@@ -187,11 +186,11 @@ class KvEventSink(Protocol):
         """Consecutive blocks of a sequence are cached now.
 
         Args:
-            parent_hash: Of the block before the first one, None if it begins a sequence.
+            parent_hash: Hash of the block before the first one, None if it begins a sequence.
             block_hashes: 64 bits each, unsigned, made of the block's tokens and of all before them.
-            token_ids: Of all these blocks.
-            cache_salt: Of the request that they come from, None if they have none or the engine
-                does not say.
+            token_ids: Tokens of all these blocks.
+            cache_salt: Salt of the request that they come from, None if it has none or the engine
+                reports none.
         """
 
     def removed(self, block_hashes: Sequence[int]) -> None:
@@ -245,7 +244,7 @@ class ServingEngine(Protocol):
 
 @runtime_checkable
 class KeepsAlive(Protocol):
-    """An engine that can show that a stream from which nothing comes is not forgotten."""
+    """An engine that can keep a stream alive that has no output for long."""
 
     def keep_alive(self) -> None:
         """Give an empty delta to each stream that has had none since the last call."""
@@ -253,7 +252,7 @@ class KeepsAlive(Protocol):
 
 @runtime_checkable
 class SelfReporting(Protocol):
-    """An engine that knows its own load and death, because another process does the work."""
+    """An engine that reports its own load and failure, because another process does the work."""
 
     def tell_broken(self, callback: Callable[[str], None]) -> None:
         """Call ``callback`` with the reason when the engine dies, also without a request."""

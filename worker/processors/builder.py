@@ -194,7 +194,7 @@ class ServedChainBuilder:
 
         Args:
             request: A request without a chain.
-            selection: Its processors.
+            selection: Processors of the request.
             max_tokens: Most tokens of its answer, None if only the context bounds it.
 
         Raises:

@@ -27,14 +27,14 @@ from worker.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with what serves one request after the other.
+    """A loaded model that serves one request after the other.
 
     Attributes:
-        arguments: The worker's options.
-        stepper: Its engine.
-        info: What the engine tells of itself.
-        server: What a receipt says of it.
-        chains: Builds the requests' chains.
+        arguments: Options of the worker.
+        stepper: Stepper of the engine.
+        info: Description of the engine.
+        server: Record of the worker in receipts.
+        chains: Builder of the requests' chains.
     """
 
     arguments: Arguments
@@ -45,7 +45,7 @@ class LoadedModel:
 
     @property
     def tokenizer(self) -> Any:
-        """The checkpoint's."""
+        """Tokenizer of the checkpoint."""
         return self.chains.vocabulary.tokenizer
 
     async def request(
@@ -54,11 +54,11 @@ class LoadedModel:
         """A request that finds no other one's KV.
 
         Args:
-            name: Its id.
+            name: Id of the request.
             prompt: Token ids.
-            params: With a seed.
-            selection: Its processors.
-            choice: Which of several answers to one prompt it is.
+            params: Sampling parameters, with a seed.
+            selection: Processors of the request.
+            choice: Index of this answer among several to one prompt.
 
         Raises:
             InvalidRequest: it cannot be served.
@@ -101,8 +101,8 @@ class Replayed:
     """One answer, made again.
 
     Attributes:
-        token_ids: The end token among them.
-        error: Why there are fewer than wanted, if a processor failed.
+        token_ids: Tokens of the answer, with the end token.
+        error: Reason why there are fewer than wanted, if a processor failed.
     """
 
     token_ids: list[int]

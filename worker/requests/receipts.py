@@ -1,4 +1,4 @@
-"""The receipt of a request: what its processors did, and all that determines its tokens.
+"""The receipt of a request: its processors' work, and everything that determines its tokens.
 
 `python -m worker replay` (`worker.replay`) makes the answer again from its receipt and the prompt.
 """
@@ -65,16 +65,16 @@ def sampled_ids(delta: TokenDelta) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What served a request.
+    """Record of the worker that served a request.
 
     Attributes:
         engine: ``embedded`` or ``trtllm``.
-        version: Of the library that decodes.
-        computed_by: What bits depend on; see `EngineInfo.computed_by`.
+        version: Version of the library that decodes.
+        computed_by: See `EngineInfo.computed_by`.
         options: The worker's options that bits depend on, by name; of the embedded engine.
         model: Served model name.
-        model_digest: Of the checkpoint; see `worker.engines.embedded.transfer.fingerprint`. None if
-            it cannot be read.
+        model_digest: Digest of the checkpoint; see `worker.engines.embedded.transfer.fingerprint`.
+            None if it cannot be read.
     """
 
     engine: str
@@ -91,7 +91,7 @@ class Server:
         Args:
             info: The engine.
             arguments: The worker's options.
-            digest: From `digest_of_model`, begun before the engine was; waits for it.
+            digest: Result of `digest_of_model`, begun before the engine; it is waited for.
         """
         try:
             found = digest.result()
@@ -102,7 +102,7 @@ class Server:
         return cls(info.name, info.version, info.computed_by, options, arguments.served_model_name, found)
 
     def as_json(self) -> dict[str, Any]:
-        """For the receipt."""
+        """JSON data for the receipt."""
         return {
             "engine": {
                 "name": self.engine,
@@ -125,8 +125,8 @@ class RequestReceipt:
     Args:
         server: Record of the worker that serves it.
         asked: The engine's request.
-        selection: Its processors, the operator's among them. Of theirs only the names are recorded:
-            arguments are the operator's own.
+        selection: Processors of the request. Of the operator's only the names are recorded, for
+            their arguments are the operator's own.
         smoke: Whether the smoke test forces its answer.
     """
 
@@ -147,7 +147,7 @@ class RequestReceipt:
         """JSON data for the chunk of what `take` took last; the key order is stable.
 
         Args:
-            report: What the processors did; see `adapters.chain.Receipt.as_json`.
+            report: Report on the processors; see `adapters.chain.Receipt.as_json`.
             ends: The chunk has the finish reason.
         """
         data = {"version": report["version"], **self._server, **report}

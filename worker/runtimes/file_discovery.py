@@ -39,8 +39,8 @@ def entries_of(backend: str, environ: Mapping[str, str], instance_id: int) -> Fi
 
     Args:
         backend: Dynamo's discovery backend.
-        environ: Where ``DYN_FILE_KV`` may be.
-        instance_id: The runtime's.
+        environ: Environment, in which ``DYN_FILE_KV`` may be set.
+        instance_id: Id that the runtime gave the instance.
     """
     if backend != "file":
         return None
@@ -52,7 +52,7 @@ class FileEntries:
     """The files of one instance: its endpoint's and its model's.
 
     Args:
-        directory: Of discovery.
+        directory: Directory of discovery.
         instance_id: Ends the names of the files, in hexadecimal digits.
     """
 
@@ -64,7 +64,7 @@ class FileEntries:
 
     @property
     def paths(self) -> list[Path]:
-        """Of all entries that it has seen."""
+        """Paths of all entries that it has seen."""
         return sorted(self._contents)
 
     def check(self) -> list[Path]:
@@ -130,7 +130,7 @@ async def keep_registered(entries: FileEntries, is_leaving: Callable[[], bool]) 
     it leaves or dies.
 
     Args:
-        entries: Of the instance.
+        entries: Entries of the instance.
         is_leaving: Whether it shuts down, so that its entries are removed for good.
     """
     guard = Guard()

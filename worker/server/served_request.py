@@ -106,8 +106,8 @@ class ServedRequest:
 
         Args:
             asked: The engine's request.
-            selection: Its processors.
-            receipt: Its receipt, None if it wants none.
+            selection: Processors of the request.
+            receipt: Receipt of the request, None if it wants none.
             token_bytes: Bytes of the vocabulary, None without a tokenizer: tokens are not text.
             is_migratable: Chunks end where text does, so that another worker can go on after any.
 
