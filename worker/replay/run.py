@@ -65,9 +65,9 @@ class LoadedModel:
         """
         assert params.seed is not None
         budget = self.info.context_length - len(prompt) if params.max_tokens is None else params.max_tokens
-        asked = EngineRequest(name, prompt, params, seed=params.seed, choice=choice, cache_salt=name)
-        asked = await self.chains.prepare(asked, selection, budget)
-        return admit(asked, 0, self.stepper.model, self.info.context_length)
+        engine_request = EngineRequest(name, prompt, params, seed=params.seed, choice=choice, cache_salt=name)
+        engine_request = await self.chains.prepare(engine_request, selection, budget)
+        return admit(engine_request, 0, self.stepper.model, self.info.context_length)
 
     def tap(self, request: Request, copy: Request, **options: Any) -> PositionTap:
         """A tap on the request; `options` as of `PositionTap`."""
@@ -79,7 +79,7 @@ async def loaded(arguments: Arguments) -> AsyncIterator[LoadedModel]:
     """The model of the options, in this process.
 
     Raises:
-        ServingError: it cannot be loaded, or what is asked of it is refused.
+        ServingError: it cannot be loaded, or a request to it is refused.
     """
     check_model(arguments)
     arguments = with_checkpoint(arguments)

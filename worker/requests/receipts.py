@@ -124,18 +124,20 @@ class RequestReceipt:
 
     Args:
         server: Record of the worker that serves it.
-        asked: The engine's request.
+        engine_request: The engine's request.
         selection: Processors of the request. Of the operator's only the names are recorded, for
             their arguments are the operator's own.
         smoke: Whether the smoke test forces its answer.
     """
 
-    def __init__(self, server: Server, asked: EngineRequest, selection: Selection, *, smoke: bool = False) -> None:
+    def __init__(
+        self, server: Server, engine_request: EngineRequest, selection: Selection, *, smoke: bool = False
+    ) -> None:
         self._server = server.as_json()
-        self._prompt = TokenDigest(asked.prompt_token_ids)
-        self._answer = TokenDigest(asked.generated_token_ids)
+        self._prompt = TokenDigest(engine_request.prompt_token_ids)
+        self._answer = TokenDigest(engine_request.generated_token_ids)
         self._num_preemptions: int | None = None
-        self._request = _recorded(asked.params, selection, smoke, asked.choice)
+        self._request = _recorded(engine_request.params, selection, smoke, engine_request.choice)
 
     def take(self, delta: TokenDelta) -> None:
         """Count a delta of the engine's."""

@@ -113,18 +113,18 @@ class Preparation:
             hints=hints,
         )
 
-    async def with_chain(self, asked: EngineRequest, selection: Selection) -> EngineRequest:
+    async def with_chain(self, engine_request: EngineRequest, selection: Selection) -> EngineRequest:
         """The request with its chain; see `ServedChainBuilder.prepare`."""
-        budget = asked.params.max_tokens
-        if self._role == "prefill":  # is asked for one token, whatever decode will be asked for
-            budget = self.info.context_length - len(asked.prompt_token_ids)
-        return await self.chains.prepare(asked, selection, budget)
+        budget = engine_request.params.max_tokens
+        if self._role == "prefill":  # it generates one token, but its chain is that of the answer
+            budget = self.info.context_length - len(engine_request.prompt_token_ids)
+        return await self.chains.prepare(engine_request, selection, budget)
 
-    def receipt(self, asked: EngineRequest, selection: Selection) -> RequestReceipt | None:
+    def receipt(self, engine_request: EngineRequest, selection: Selection) -> RequestReceipt | None:
         """The receipt of a request, None if it wants none."""
         if not selection.receipt:
             return None
-        return RequestReceipt(self._server, asked, selection, smoke=self._smoke is not None)
+        return RequestReceipt(self._server, engine_request, selection, smoke=self._smoke is not None)
 
     def _seed(self, request: GenerationRequest, kv: KvPart | None) -> int:
         """The client's seed, else the prefill worker's if it came with the KV, else a new one."""

@@ -95,7 +95,7 @@ class ServedRequest:
 
     def begin(
         self,
-        asked: EngineRequest,
+        engine_request: EngineRequest,
         selection: Selection,
         receipt: RequestReceipt | None,
         token_bytes: TokenBytes | None,
@@ -105,7 +105,7 @@ class ServedRequest:
         """Count the KV of a request that the engine is about to decode.
 
         Args:
-            asked: The engine's request.
+            engine_request: The engine's request.
             selection: Processors of the request.
             receipt: Receipt of the request, None if it wants none.
             token_bytes: Bytes of the vocabulary, None without a tokenizer: tokens are not text.
@@ -116,15 +116,15 @@ class ServedRequest:
         """
         assert self._slot is not None
         assert self.record is not None
-        request, params = self.record.request, asked.params
+        request, params = self.record.request, engine_request.params
         self.entry.seed, self.entry.params = params.seed, params
         builder = ResponseBuilder(request, params.end_token_ids - request.shown_stop_token_ids, receipt)
-        if isinstance(asked.kv, ReadKv):
-            builder.num_cached_tokens = min(asked.kv.num_cached_tokens, builder.num_prompt_tokens)
+        if isinstance(engine_request.kv, ReadKv):
+            builder.num_cached_tokens = min(engine_request.kv.num_cached_tokens, builder.num_prompt_tokens)
         self.entry.builder = builder
-        self._disaggregation.check_local_prefills(asked.kv)
+        self._disaggregation.check_local_prefills(engine_request.kv)
         self._in_flight.grow(self._slot, len(request.token_ids))
-        self._disaggregation.admit(self._slot, asked.kv)
+        self._disaggregation.admit(self._slot, engine_request.kv)
         self._selection, self._builder = selection, builder
         if token_bytes is not None:
             stops_here = not self._disaggregation.only_prefills

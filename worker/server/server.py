@@ -197,20 +197,20 @@ class RequestServer:
             kv = self.disaggregation.kv_of(request, selection)
             hints = RequestHints(trace, request.priority, client_of(metadata))
             choice += selection.choice
-            asked = preparation.without_chain(request_id, request, selection, choice, kv, hints)
+            engine_request = preparation.without_chain(request_id, request, selection, choice, kv, hints)
             assert served.record is not None
-            served.record.write(asked.seed)
+            served.record.write(engine_request.seed)
             if chains.has_work(selection):
-                asked = await served.preparing.run(preparation.with_chain(asked, selection))
+                engine_request = await served.preparing.run(preparation.with_chain(engine_request, selection))
         except Aborted:
             return served.aborted()
         finally:
             if self._preparing.get(request_id) is served:
                 del self._preparing[request_id]
         token_bytes = None if chains.vocabulary.tokenizer is None else byte_index(chains.vocabulary)
-        receipt, is_migratable = preparation.receipt(asked, selection), self._boundaries is not None
-        served.begin(asked, selection, receipt, token_bytes, is_migratable=is_migratable)
-        deltas = self.engine.generate(asked)
+        receipt, is_migratable = preparation.receipt(engine_request, selection), self._boundaries is not None
+        served.begin(engine_request, selection, receipt, token_bytes, is_migratable=is_migratable)
+        deltas = self.engine.generate(engine_request)
         return deltas if selection.deadline is None else until(selection.deadline, deltas)
 
     def end_request(self, request_id: str) -> None:

@@ -52,7 +52,7 @@ REFUSED = {
 
 
 def admit(
-    asked: EngineRequest,
+    engine_request: EngineRequest,
     number: int,
     model: Model,
     context_length: int,
@@ -62,7 +62,7 @@ def admit(
     """Check a request and make the engine's own record of it.
 
     Args:
-        asked: The request.
+        engine_request: Request to check.
         number: Id of the request within the engine.
         model: Model that answers.
         context_length: Longest prompt + answer, in tokens.
@@ -71,20 +71,20 @@ def admit(
     Raises:
         InvalidRequest: naming the first field that cannot be served, and why.
     """
-    params, chain = asked.params, asked.chain
+    params, chain = engine_request.params, engine_request.chain
     check_refused(params, REFUSED, allowed)
-    tokens = _check_prompt(asked.token_ids, model.vocab_size, context_length)
-    prompt = tokens[: len(asked.prompt_token_ids)]
+    tokens = _check_prompt(engine_request.token_ids, model.vocab_size, context_length)
+    prompt = tokens[: len(engine_request.prompt_token_ids)]
     end_ids = end_ids_of(params, model)
     seed = secrets.randbits(64) if params.seed is None else params.seed
-    context = Context(Vocabulary(model.vocab_size), end_ids, seed, asked.choice)
+    context = Context(Vocabulary(model.vocab_size), end_ids, seed, engine_request.choice)
     others = other_members(params, number, model.vocab_size, model.device)
     try:
         if chain is not None:
-            begin(chain, asked)
+            begin(chain, engine_request)
         left, chain = with_field_processors(params, chain, prompt, context, others, by_sampler=SAMPLED)
         request = Request(
-            id=asked.id,
+            id=engine_request.id,
             number=number,
             params=left,
             tokens=tokens,
@@ -93,12 +93,12 @@ def admit(
             end_ids=end_ids,
             seed=seed,
             chain=chain,
-            choice=asked.choice,
-            cache_salt=asked.cache_salt,
-            client=asked.hints.client,
+            choice=engine_request.choice,
+            cache_salt=engine_request.cache_salt,
+            client=engine_request.hints.client,
             speculates=chain is None or chain.speculates,
         )
-        if asked.generated_token_ids:
+        if engine_request.generated_token_ids:
             request.tap = resume(request, model)
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error

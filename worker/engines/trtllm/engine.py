@@ -222,21 +222,21 @@ class TrtllmEngine(RuntimeReports):
         """End every unfinished request with `Draining`, refuse new ones; how many were ended."""
         return self._end_all(Draining("the worker is shutting down"))
 
-    async def _submit(self, asked: EngineRequest) -> RunningRequest:
+    async def _submit(self, engine_request: EngineRequest) -> RunningRequest:
         if self._refusal is not None:
             raise self._refusal
         if self._info is None or self._served is None or self._package is None:
             raise EngineBroken("the engine has not been started")
-        if asked.id in self._requests:
-            raise InvalidRequest("request_id", f"{asked.id!r} is in use by an unfinished request")
-        tokens, params, kv = asked.token_ids, asked.params, asked.kv
+        if engine_request.id in self._requests:
+            raise InvalidRequest("request_id", f"{engine_request.id!r} is in use by an unfinished request")
+        tokens, params, kv = engine_request.token_ids, engine_request.params, engine_request.kv
         check_prompt(tokens, self._info)
         number = next(self._numbers)
-        arguments = own_arguments(asked, self._package)
-        made = native_request(asked, number, self._served)
+        arguments = own_arguments(engine_request, self._package)
+        made = native_request(engine_request, number, self._served)
         if not isinstance(kv, ReadKv):  # its prompt's KV waits at a prefill worker, and would until the time-out
             check_queue(len(self._requests), self._info.max_num_seqs, self.config.max_queue)
-        request = self._running_request(asked.id, made, params, self._info.context_length - len(tokens))
+        request = self._running_request(engine_request.id, made, params, self._info.context_length - len(tokens))
         request.num_given = len(tokens)
         request.number = str(number)
         adapter = self._adapter(request, made, params)
@@ -252,7 +252,7 @@ class TrtllmEngine(RuntimeReports):
         except Exception as error:  # the engine's boundary: classified, never the worker's end by itself
             refusal = submission_error(error, self._package, made.fields)
             raise refusal or await self._blame(error) from error
-        self._requests[asked.id] = self._by_number[request.number] = request
+        self._requests[engine_request.id] = self._by_number[request.number] = request
         request.pump = asyncio.create_task(self._pump(request, params, kv))
         return request
 

@@ -46,7 +46,7 @@ ALLOWED = frozenset(
 """Fields that the engine refuses and that are served here."""
 
 HONOURED = ALLOWED | {one.name for one in processor_controls(SamplingParams) if one.refused is not None}
-"""The same with the fields that are processors of the chain before the engine is asked."""
+"""The same with the fields that are processors of the chain before the engine gets it."""
 
 _SHARED_CHAIN = "a chain serves one answer: name its processors in processors=, for each answer has a chain of its own"
 
@@ -140,23 +140,23 @@ class RequestBuilder:
         chain = _given_chain(given)
         callables = [one for one in given if not isinstance(one, ChainAdapter)]
         own = for_engine(params, n=1, best_of=1, logprobs=asks, logits_processor=callables or None)
-        asked = EngineRequest(f"{number}.{choice}", tokens, own, chain, choice=choice)
+        engine_request = EngineRequest(f"{number}.{choice}", tokens, own, chain, choice=choice)
         if selection.processors:
             if chain is not None:
                 raise InvalidRequest("sampling_params.logits_processor", "holds a chain, and processors are named too")
-            asked = self._with_chain(asked, selection)
-        request = admit(asked, number, self._model, self._context_length, allowed=ALLOWED)
+            engine_request = self._with_chain(engine_request, selection)
+        request = admit(engine_request, number, self._model, self._context_length, allowed=ALLOWED)
         collector = self._collector(request, params, choice)
         request.tap = collector
         return Answer(request, self._text(request, params), collector)
 
-    def _with_chain(self, asked: EngineRequest, selection: Selection) -> EngineRequest:
-        params, room = asked.params, self._context_length - len(asked.prompt_token_ids)
+    def _with_chain(self, engine_request: EngineRequest, selection: Selection) -> EngineRequest:
+        params, room = engine_request.params, self._context_length - len(engine_request.prompt_token_ids)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         ends = end_ids_of(params, self._model)
-        context = self._chains.context(ends, params.seed or 0, most, asked.choice)
+        context = self._chains.context(ends, params.seed or 0, most, engine_request.choice)
         try:
-            return self._chains.prepare(asked, selection, context)
+            return self._chains.prepare(engine_request, selection, context)
         except SelectionError as error:
             raise InvalidRequest(error.path or "processors", error.problem) from None
 
