@@ -8,6 +8,7 @@ builder: never in the event loop, nor in the threads that all of asyncio shares.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -76,28 +77,26 @@ def make_chain_builder(
             the operator's processors or policy cannot be honoured.
     """
     metrics = GrammarMetrics(registry)
-    sandbox = None
-    try:
-        vocabulary = _vocabulary(arguments, info, renders_templates or arguments.runtime == "nats")
-        tables = partial(tokenizer_tables, vocabulary)
-        sandbox = GrammarSandbox(tables, timeout_s=arguments.grammar_timeout_s, observe=metrics.count)
-        sandbox.start()  # loads the tokenizer while this process does
-        model = _model_context(vocabulary, arguments)
-        precompute(vocabulary)  # no request should wait for it
-        cache = grammar_cache(vocabulary)
-        cache.sandbox, cache.max_bytes = sandbox, arguments.grammar_cache_mib * 2**20
-        metrics.watch(cache)
-        sandbox.wait_ready()
-        return _with_policy(arguments, model, registry)
-    except (OSError, ValueError) as error:
-        _close(sandbox)
-        raise StartupError(f"--model-path {arguments.model_path}: {error}") from None
-    except SandboxUnavailable as error:
-        _close(sandbox)
-        raise StartupError(f"the sandbox for grammars {error}") from None
-    except BaseException:
-        _close(sandbox)
-        raise
+    with contextlib.ExitStack() as on_failure:
+        try:
+            vocabulary = _vocabulary(arguments, info, renders_templates or arguments.runtime == "nats")
+            tables = partial(tokenizer_tables, vocabulary)
+            sandbox = GrammarSandbox(tables, timeout_s=arguments.grammar_timeout_s, observe=metrics.count)
+            on_failure.callback(sandbox.close)
+            sandbox.start()  # loads the tokenizer while this process does
+            model = _model_context(vocabulary, arguments)
+            precompute(vocabulary)  # no request should wait for it
+            cache = grammar_cache(vocabulary)
+            cache.sandbox, cache.max_bytes = sandbox, arguments.grammar_cache_mib * 2**20
+            metrics.watch(cache)
+            sandbox.wait_ready()
+            chains = _with_policy(arguments, model, registry)
+        except (OSError, ValueError) as error:
+            raise StartupError(f"--model-path {arguments.model_path}: {error}") from None
+        except SandboxUnavailable as error:
+            raise StartupError(f"the sandbox for grammars {error}") from None
+        on_failure.pop_all()
+    return chains
 
 
 def _vocabulary(arguments: Arguments, info: EngineInfo, renders_templates: bool) -> Vocabulary:
@@ -113,11 +112,6 @@ def _model_context(vocabulary: Vocabulary, arguments: Arguments) -> Context:
         return model_context(vocabulary, arguments.thinking_start, arguments.thinking_end)
     except ValueError as error:
         raise StartupError(f"--thinking-start and --thinking-end: {error}") from None
-
-
-def _close(sandbox: GrammarSandbox | None) -> None:
-    if sandbox is not None:
-        sandbox.close()
 
 
 def _with_policy(arguments: Arguments, model: Context, registry: CollectorRegistry) -> ServedChainBuilder:
@@ -213,10 +207,9 @@ class ServedChainBuilder:
             grammars = await self._compiled(selection, context, request.cache_salt)
             prepared = await self._in_thread(self._prepare, request, selection, context)
             del grammars  # until here they were in use, so the chain's processors found them in the cache
-        except BuildFailed as error:
-            self.breaker.record(error.processor)
-            raise _invalid(error) from None
         except SelectionError as error:
+            if isinstance(error, BuildFailed):
+                self.breaker.record(error.processor)
             raise _invalid(error) from None
         except ProcessorFailed as error:
             self.breaker.record(error.processor)

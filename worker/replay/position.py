@@ -24,7 +24,7 @@ MODEL, SAMPLER = "model", "sampler"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One of the likeliest tokens of a row."""
+    """One of the most likely tokens of a row."""
 
     token_id: int
     probability: float
@@ -105,7 +105,7 @@ class PositionTap:
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """The row ``[V]`` from which the token at `position` is sampled, perhaps once more."""
-        while self.positions and self.positions[-1].position >= position:  # its token was taken back
+        while self.positions and self.positions[-1].position >= position:  # its token was rewound
             self.positions.pop()
             self._rows = []
         self.take(self._request.tokens[self._copy.prompt_length :])

@@ -1,10 +1,10 @@
 """Keeps a worker registered with Dynamo's discovery by files (``DYN_DISCOVERY_BACKEND=file``) as
 long as it lives, and no longer.
 
-Any process removes entries that nobody has renewed for 10 s. A worker that was stopped for longer
-(SIGSTOP, a machine that slept) goes on, but Dynamo renews entries and never writes one again: it
-would run and serve nobody. A worker that was killed is listed for those 10 s, and ai-dynamo 1.4.2
-answers the requests that a frontend sends there with an error.
+Any process removes entries that have not been renewed for 10 s. A worker that was stopped for
+longer (SIGSTOP, a machine that slept) goes on, but Dynamo renews entries and never writes one
+again: it would run without a request. A worker that was killed is listed for those 10 s, and
+ai-dynamo 1.4.2 answers the requests that a frontend sends there with an error.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FileEntries:
         missing = self._contents.keys() - found.keys()
         lost, self._missing = sorted(missing & self._missing), missing
         for path in lost:
-            aside = self._directory / f".{os.getpid()}"  # nobody watches for entries there
+            aside = self._directory / f".{os.getpid()}"  # entries are not looked for there
             aside.write_bytes(self._contents[path])
             os.replace(aside, path)
         return lost

@@ -46,7 +46,7 @@ class ServedRequest:
         entry: Log entry.
         record: Boundary record, None before `admit`.
         preparing: Work before the engine has the request.
-        is_complete: Whether the answer has ended at a stop string, though the engine goes on.
+        is_complete: Whether the answer has ended at a stop string, which the engine does not see.
     """
 
     def __init__(
