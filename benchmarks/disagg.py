@@ -53,7 +53,7 @@ import torch
 from checkpoint import write_checkpoint
 from disagg_routing import measure_routing
 
-from worker.engines import KeepKv, ReadKv
+from worker.engines import EngineRequest, KeepKv, ReadKv
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.transfer.handle import KvHandle
@@ -230,7 +230,9 @@ async def prefill(path: str) -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         prompt = json.loads(line)
         began = time.perf_counter()
-        async for delta in worker.generate(str(began), prompt, SamplingParams(max_tokens=1), KeepKv()):
+        async for delta in worker.generate(
+            EngineRequest(str(began), prompt, SamplingParams(max_tokens=1), kv=KeepKv())
+        ):
             if delta.kv is not None:
                 say({"kv": delta.kv, "seconds": time.perf_counter() - began})
     await worker.stop()
@@ -253,7 +255,8 @@ async def measure_first_token(path: str, rounds: int) -> list[tuple[int, float, 
             before = worker.transfers()["seconds"]
             times = [time.perf_counter()]
             params = SamplingParams(max_tokens=16, ignore_eos=True)
-            async for delta in worker.generate(f"{length} {round_number}", prompt, params, ReadKv(said["kv"])):
+            asked = EngineRequest(f"{length} {round_number}", prompt, params, kv=ReadKv(said["kv"]))
+            async for delta in worker.generate(asked):
                 times += [time.perf_counter()] * len(delta.token_ids)
             transfer = worker.transfers()["seconds"] - before
             step = statistics.median(later - sooner for sooner, later in pairwise(times[1:]))
@@ -286,7 +289,8 @@ async def measure_gaps(path: str, disaggregated: bool, arrivals: int) -> tuple[l
         prompt = random_prompt(numbers, 64)
         params = SamplingParams(max_tokens=3000, ignore_eos=True)
         last = None
-        async for delta in worker.generate(f"answer {number}", prompt, params, await computed(prompt)):
+        asked = EngineRequest(f"answer {number}", prompt, params, kv=await computed(prompt))
+        async for delta in worker.generate(asked):
             now = time.perf_counter()
             if last is not None and delta.token_ids:
                 gaps.append(now - last)
@@ -305,7 +309,8 @@ async def measure_gaps(path: str, disaggregated: bool, arrivals: int) -> tuple[l
         prompt = random_prompt(numbers, LONG_PROMPT)
         began = time.perf_counter()
         params = SamplingParams(max_tokens=1, ignore_eos=True)
-        async for delta in worker.generate(f"prompt {number}", prompt, params, await computed(prompt)):
+        asked = EngineRequest(f"prompt {number}", prompt, params, kv=await computed(prompt))
+        async for delta in worker.generate(asked):
             if delta.token_ids:
                 return time.perf_counter() - began
         raise RuntimeError("no token came")

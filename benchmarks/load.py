@@ -40,6 +40,7 @@ import torch
 from checkpoint import write_checkpoint
 from workload import VOCABULARY
 
+from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.engines.embedded.host.own_thread import in_own_thread
 from worker.sampling import SamplingParams
@@ -76,7 +77,7 @@ class Client:
         """
         times = [(time.perf_counter(), 0)]
         params = SamplingParams(max_tokens=new, ignore_eos=True)
-        async for delta in self.engine.generate(str(next(self.numbers)), prompt, params):
+        async for delta in self.engine.generate(EngineRequest(str(next(self.numbers)), prompt, params)):
             if delta.token_ids:
                 times.append((time.perf_counter(), len(delta.token_ids)))
                 if started is not None and len(times) == 2:

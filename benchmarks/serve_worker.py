@@ -122,7 +122,8 @@ def main(kind: str, argv: list[str]) -> None:
     arguments = parse_arguments(argv)
     runtime_config = runtime.worker_config(arguments)
     if kind == "ours":
-        runtime.run(WorkerEngine(free_engine(arguments), arguments), runtime_config)
+        served = WorkerEngine(free_engine(arguments), arguments)
+        runtime.run(served, runtime_config, served.server.signalled)
     elif kind == "constant":
         uvloop.run(Worker(ConstantEngine(arguments), runtime_config).run())
     else:

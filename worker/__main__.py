@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from worker.build import Built, build, check_threads
+from worker.build import Built, build
 from worker.errors import ConfigurationError, ServingError, StartupError
+from worker.installation import check_threads
 from worker.runtimes import dynamo as runtime
 
 if TYPE_CHECKING:
-    from worker.serving import RequestServer
+    from worker.server import RequestServer
 
 EXIT_FAILURE = 1
 EXIT_CONFIGURATION = 2
@@ -73,7 +74,7 @@ def _on_dynamo(built: Built) -> tuple[Callable[[], None], RequestServer]:
     from worker.runtimes.dynamo_engine import WorkerEngine  # imports the runtime, which `build` looked for
 
     engine, config = WorkerEngine.of(built)
-    return lambda: runtime.run(engine, config), engine
+    return lambda: runtime.run(engine, config, engine.server.signalled), engine.server
 
 
 def _on_nats(built: Built) -> tuple[Callable[[], None], RequestServer]:

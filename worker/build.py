@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from worker.arguments import Arguments, parse_arguments
 from worker.disaggregation.seal import Seal, take_seal
-from worker.errors import ConfigurationError, StartupError
+from worker.errors import StartupError
+from worker.installation import check_adapters_package, check_engine, check_ports, check_runtime
 from worker.processors.smoke import smoke_enabled
-from worker.runtimes import dynamo as runtime
 from worker.tracing import check_endpoint
 
 if TYPE_CHECKING:
@@ -26,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a `worker.serving.RequestServer` is made of.
+    """Parts of a `worker.server.RequestServer`.
 
     Attributes:
-        engine: Not started.
-        arguments: The worker's options.
+        engine: Engine, not started.
+        arguments: Options of the worker.
         seal: Signs KV transfers, None for a worker that makes and takes none.
         smoke: Whether every answer is ``Hello world!``.
     """
@@ -55,57 +52,14 @@ def build(argv: Sequence[str] | None = None) -> Built:
     seal = take_seal(arguments.disaggregation_mode, os.environ)
     smoke = smoke_enabled(os.environ)
     check_adapters_package()
-    check_runtime(arguments)
+    check_runtime(arguments, os.environ)
     check_engine(arguments)
     check_endpoint(arguments.otlp_endpoint)
     check_model(arguments)
     if arguments.runtime == "dynamo":
-        runtime.check_ports(os.environ)
+        check_ports(os.environ)
     arguments = with_checkpoint(arguments)
     return Built(make_engine(arguments), arguments, seal, smoke)
-
-
-def check_threads(environ: Mapping[str, str]) -> None:
-    """Raises `ConfigurationError` if ``OMP_NUM_THREADS`` is not what OpenMP takes; it would take
-    another number.
-    """
-    given = environ.get("OMP_NUM_THREADS")
-    if given and not re.fullmatch(r"\s*[1-9]\d{0,4}\s*(,\s*[1-9]\d{0,4}\s*)*", given, re.ASCII):
-        raise ConfigurationError(f"OMP_NUM_THREADS must be a number of threads, from 1 to 99999, got {given!r}")
-
-
-def check_adapters_package() -> None:
-    """Raises `ConfigurationError` if `adapters` is another distribution's package."""
-    for name in ("adapters", "adapter-transformers"):
-        try:
-            importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        raise ConfigurationError(
-            f"the distribution {name!r} also installs a package called 'adapters'; remove it: pip uninstall {name}"
-        )
-    spec = importlib.util.find_spec("adapters")
-    ours = Path(__file__).resolve().parents[1] / "adapters" / "__init__.py"
-    if spec is None or spec.origin is None or Path(spec.origin).resolve() != ours:
-        found = "no package" if spec is None else spec.origin
-        raise ConfigurationError(f"'adapters' must be the package at {ours.parent}, found {found}")
-
-
-def check_runtime(arguments: Arguments) -> None:
-    """Raises `ConfigurationError` if the chosen runtime is not installed, or set wrong."""
-    if arguments.runtime == "dynamo":
-        runtime.check_installed()
-        runtime.allow_drain(arguments.drain_timeout_s, os.environ)
-    elif importlib.util.find_spec("nats") is None:
-        raise ConfigurationError("--runtime nats: nats-py is not installed")
-
-
-def check_engine(arguments: Arguments) -> None:
-    """Raises `ConfigurationError` if the chosen engine cannot be driven here."""
-    if arguments.engine != "trtllm":
-        return
-    if importlib.util.find_spec("tensorrt_llm") is None:
-        raise ConfigurationError("--engine trtllm: tensorrt_llm is not installed")
 
 
 def check_model(arguments: Arguments) -> None:

@@ -1,4 +1,4 @@
-"""What can go wrong while serving, one class per row of the failure contract (`docs/failures.md`).
+"""Errors of serving, one class per row of the failure contract (`docs/failures.md`).
 
 The engines and the request parser raise these; a runtime (`worker/runtimes/`) maps them to its own
 errors.
@@ -20,7 +20,7 @@ class InvalidRequest(ServingError):
 
     Args:
         field: Path of the field in the request, for example ``sampling_options.top_p``.
-        problem: What was expected and what came, for example ``must be between 0 and 1, got 7``.
+        problem: The expected value and the given one: ``must be between 0 and 1, got 7``.
     """
 
     def __init__(self, field: str, problem: str) -> None:
@@ -65,7 +65,7 @@ class ProcessorUnavailable(ServingError):
     """A third-party processor has failed too often; requests that name it are refused for a while.
 
     Args:
-        processor: Its name.
+        processor: Name of the processor.
         wait_s: Seconds until it is tried again.
     """
 
@@ -78,7 +78,7 @@ class PoisonRequest(InvalidRequest):
     """The request was in flight in several workers that died; it is not tried again.
 
     Args:
-        num_crashes: In how many.
+        num_crashes: Workers that died.
     """
 
     def __init__(self, num_crashes: int) -> None:

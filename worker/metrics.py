@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from worker.engines import BATCH_SIZES, EngineInfo, EngineLoad, Measured, QueueTimes, Speculating
+from worker.engines import BATCH_SIZES, EngineInfo, EngineLoad, Measured, QueueTimes
 from worker.lifecycle.drain import DrainOutcome, InFlightRequests
 from worker.migration.records import BoundaryRecords
 from worker.requests.fields import FIELDS
@@ -29,7 +29,7 @@ OUTCOMES = (
     "engine_broken",
     "unknown_error",
 )
-"""How a request can end; each request counts exactly once."""
+"""Outcomes of requests; each request counts exactly once."""
 
 FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -46,16 +46,16 @@ class SpeculationMetrics:
 
     Args:
         engine: The engine.
-        registry: Where the metrics go.
+        registry: Registry of the metrics.
     """
 
-    def __init__(self, engine: Speculating, registry: CollectorRegistry) -> None:
+    def __init__(self, engine: Measured, registry: CollectorRegistry) -> None:
         self._engine = engine
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of now; `prometheus_client` calls it."""
-        found = self._engine.speculation()
+        found = self._engine.load().drafted
         for index, name in enumerate(("proposed", "accepted")):
             what = "computed" if name == "proposed" else "accepted"
             described = f"Drafted tokens that were {what}, by proposer."
@@ -132,8 +132,8 @@ class WorkerMetrics:
         """Tokens of one chunk.
 
         Args:
-            number: How many, at least 1; that of several was the same time each.
-            passed_s: Since the chunk before, or since the request came.
+            number: Number of tokens, at least 1; several share the time equally.
+            passed_s: Seconds since the chunk before, or since the request came.
             is_first: No token came before.
         """
         if is_first:
@@ -148,9 +148,9 @@ class WorkerMetrics:
         """An admitted request has ended.
 
         Args:
-            began_s: When it came; monotonic, as the other times.
-            ended_s: When it ended.
-            queue_times: When it left the waiting queue, None if it did not, or is not known.
+            began_s: Time of its arrival; monotonic, like the other times.
+            ended_s: Time of its end.
+            queue_times: Times at which it left the waiting queue, None if it did not, or unknown.
             prompt: Tokens of its prompt.
             generated: Tokens of its answer.
         """
@@ -188,8 +188,8 @@ class LoadMetrics:
 
     Args:
         engine: The engine.
-        info: What it tells of itself.
-        registry: Where the metrics go.
+        info: Description of the engine.
+        registry: Registry of the metrics.
     """
 
     def __init__(self, engine: Measured, info: EngineInfo, registry: CollectorRegistry) -> None:

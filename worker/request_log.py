@@ -36,32 +36,33 @@ MAX_PENDING = 10_000
 """Lines that may wait for a slow reader; more are lost, and the next line says how many."""
 
 FLUSH_S = 5.0
-"""How long `RequestLog.close` waits for a slow reader."""
+"""Seconds that `RequestLog.close` waits for a slow reader."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestEntry:
-    """What is known of one request; filled in while it runs.
+    """Record of one request; filled in while it runs.
 
     Attributes:
-        request_id: Dynamo's.
+        request_id: Id that the runtime gave it.
         model: Served model name.
-        numerics: Of the engine; None before it has started.
+        numerics: Numerics of the engine; None before it has started.
         is_probe: The runtime's health probe, which is not logged.
-        seed: Of its random numbers, None if it was refused before, or where the engine has random
-            numbers of its own.
+        seed: Seed of its random numbers, None if it was refused before, or where the engine draws
+            its own.
         num_prompt_tokens: None if the request could not be parsed.
         processors: Names of its logits processors, in order.
         builder: Counts its tokens, None if it was refused.
-        finish_reason: How its answer ended, ``cancelled`` if it was dropped; None with an error.
+        finish_reason: Finish reason of its answer, ``cancelled`` if it was dropped; None with an
+            error.
         error: Class of the error that ended it.
         error_field: Field that was refused.
-        params: What the engine was given, None if the request was refused.
-        queue_times: When it left the waiting queue, where the engine says so.
+        params: Sampling parameters that the engine was given, None if the request was refused.
+        queue_times: Times at which it left the waiting queue, where the engine reports them.
         failure: The processor that failed it.
-        clock: Monotonic, seconds.
-        began_s: When it came, by `clock`.
-        first_token_s: When its first token was on its way; None before.
+        clock: Monotonic clock, seconds.
+        began_s: Time of its arrival by `clock`.
+        first_token_s: Time at which its first token was on its way; None before.
     """
 
     request_id: str
@@ -87,9 +88,10 @@ class RequestEntry:
         self.began_s = self._last_token_s = self.clock()
 
     def tokens_sent(self) -> float:
-        """Tokens are on their way to the client; returns seconds since the last ones.
+        """Note that tokens are on their way to the client.
 
-        Of the first ones since the request came.
+        Returns:
+            Seconds since the last ones, or since the request came.
         """
         now_s = self.clock()
         if self.first_token_s is None:

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests, with GenAI semantic conventions.
 
-They are made when a request has ended, of the times in its `RequestEntry`, so that nothing is done
-while it runs. OpenTelemetry is imported here alone, and only with ``--otlp-endpoint``.
+They are made when a request has ended, from the times in its `RequestEntry`, so that nothing is
+done while it runs. OpenTelemetry is imported here alone, and only with ``--otlp-endpoint``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXPORT_TIMEOUT_S = 3.0
-"""For a collector that does not answer; also how long it can hold up the end of the process."""
+"""Longest wait for a collector that does not answer, also at the end of the process, seconds."""
 
 PROVIDER = "dynamo"
 OPERATION = "text_completion"
@@ -70,7 +70,7 @@ class RequestTracer:
     """Makes the spans of requests that have ended.
 
     Args:
-        provider: Where they go.
+        provider: Provider of the spans' tracer.
         model: Served model name.
     """
 
@@ -83,7 +83,7 @@ class RequestTracer:
         """Record a request. What goes wrong here is logged; the request is not touched.
 
         Args:
-            entry: Of the request, which has ended now.
+            entry: Log entry of the request, which has ended now.
             headers: W3C trace context that it came with.
         """
         if entry.is_probe:

@@ -11,15 +11,14 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import worker.__main__
 import worker.build
 from worker.arguments import Arguments
-from worker.engines import EngineInfo, TokenDelta
+from worker.engines import EngineInfo, EngineRequest, TokenDelta
 from worker.errors import Draining, EngineBroken, Overloaded
-from worker.sampling import SamplingParams
 
 BREAKS = os.environ.get("SCRIPT_BREAKS") == "true"
 STEP_S = float(os.environ.get("SCRIPT_STEP_S", "0.02"))
@@ -49,18 +48,8 @@ class ScriptedEngine:
             max_num_batched_tokens=1024,
         )
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        kv: object = None,
-        cache_salt: str | None = None,
-        generated_token_ids: Sequence[int] = (),
-        choice: int = 0,
-        hints: object = None,
-    ) -> AsyncGenerator[TokenDelta, None]:
-        script = self.letters.get(prompt_token_ids[0], "")
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        script = self.letters.get(request.prompt_token_ids[0], "")
         if script == "o":
             raise Overloaded("queue full")
         if self.given_away:
@@ -68,9 +57,10 @@ class ScriptedEngine:
         if self.deaf:
             await asyncio.Event().wait()
         self.deaf = script == "d"
-        assert sampling_params.max_tokens is not None
-        stopped = self.running[request_id] = asyncio.Event()
-        for i in range(sampling_params.max_tokens):
+        max_tokens = request.params.max_tokens
+        assert max_tokens is not None
+        stopped = self.running[request.id] = asyncio.Event()
+        for i in range(max_tokens):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stopped.wait(), STEP_S)
             if self.given_away:
@@ -80,17 +70,17 @@ class ScriptedEngine:
                 return
             if i == 3:
                 if script == "p":
-                    self.running.pop(request_id)
+                    self.running.pop(request.id)
                     yield TokenDelta(finish_reason="error", error="logits processor Bad: raised ValueError")
                     return
                 if script == "u":
-                    self.running.pop(request_id)
+                    self.running.pop(request.id)
                     raise RuntimeError("nobody foresaw this")
                 if script == "b" and BREAKS:
                     raise EngineBroken("the device is gone")
-            last = i == sampling_params.max_tokens - 1
+            last = i == max_tokens - 1
             if last:
-                self.running.pop(request_id)
+                self.running.pop(request.id)
             yield TokenDelta([self.vocabulary["x"]], finish_reason="length" if last else None)
 
     def abort(self, request_id: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
-from worker.engines import TokenDelta
+from worker.engines import EngineRequest, TokenDelta
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Plan, Request
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.speculation import Speculator
@@ -144,7 +144,7 @@ def stepper(model: ScriptedModel, **changes: object) -> Stepper:
 
 
 def request(model: ScriptedModel, name: str, prompt: Sequence[int], params: SamplingParams) -> Request:
-    return admit(name, 0, prompt, params, model, model.context_length)
+    return admit(EngineRequest(name, prompt, params), 0, model, model.context_length)
 
 
 def run_alone(model: ScriptedModel, prompt: Sequence[int], params: SamplingParams) -> TokenDelta:
@@ -182,6 +182,6 @@ async def collect(
     """All tokens of one stream, and its last delta."""
     tokens: list[int] = []
     delta = TokenDelta()
-    async for delta in engine.generate(name, prompt, params):
+    async for delta in engine.generate(EngineRequest(name, prompt, params)):
         tokens += delta.token_ids
     return tokens, delta

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from worker.engines import EngineRequest
 from worker.engines.embedded import Plan, Request
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.plan import Samples
@@ -113,4 +114,4 @@ class RecallModel:
 
 
 def recall_request(model: RecallModel, name: str, prompt: Sequence[int], max_tokens: int) -> Request:
-    return admit(name, 0, prompt, SamplingParams(max_tokens=max_tokens), model, model.context_length)
+    return admit(EngineRequest(name, prompt, SamplingParams(max_tokens=max_tokens)), 0, model, model.context_length)

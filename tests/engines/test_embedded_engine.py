@@ -12,7 +12,7 @@ import pytest
 import torch
 from engine_doubles import END, ScriptedModel, StartEngine, collect, config
 
-from worker.engines import RequestHints, TokenDelta
+from worker.engines import EngineRequest, RequestHints, TokenDelta
 from worker.engines.embedded import EmbeddedEngine, Plan
 from worker.engines.embedded.kv_cache.cache import KvCache
 from worker.engines.embedded.serving import pacing
@@ -74,7 +74,7 @@ async def begin(
 async def test_an_answer(start_engine: StartEngine) -> None:
     model = ScriptedModel()
     engine = await start_engine(model)
-    deltas = [delta async for delta in engine.generate("one", PROMPT, params())]
+    deltas = [delta async for delta in engine.generate(EngineRequest("one", PROMPT, params()))]
     assert [token for delta in deltas for token in delta.token_ids] == model.greedy(PROMPT, 20)
     assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
     assert deltas[-1].finish_reason == "length"
@@ -96,7 +96,7 @@ async def test_a_consumer_that_is_behind_gets_several_tokens_at_once(start_engin
     model = ScriptedModel(gate)
     gate.free = 1
     engine = await start_engine(model)
-    slow = engine.generate("slow", PROMPT, SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0))
+    slow = engine.generate(EngineRequest("slow", PROMPT, SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0)))
     first = await anext(slow)
     gate.open()
     await collect(engine, "quick", PROMPT, params(30))  # ends after the slow one's last token
@@ -112,7 +112,7 @@ async def test_a_consumer_that_is_behind_gets_several_tokens_at_once(start_engin
 async def test_a_stream_from_which_nothing_comes_is_kept_alive(start_engine: StartEngine, gate: Gate) -> None:
     model = ScriptedModel(gate)
     engine = await start_engine(model)
-    stream = engine.generate("one", PROMPT, params(3))
+    stream = engine.generate(EngineRequest("one", PROMPT, params(3)))
     first = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     engine.keep_alive()
@@ -135,7 +135,7 @@ async def test_a_consumer_that_keeps_up_gets_each_token_by_itself(start_engine: 
     model = ScriptedModel(wait_for_the_consumer)
     engine = await start_engine(model)
     deltas = []
-    async for delta in engine.generate("one", PROMPT, params()):
+    async for delta in engine.generate(EngineRequest("one", PROMPT, params())):
         deltas.append(delta.token_ids)
         taken.release()
     assert deltas == [[token] for token in model.greedy(PROMPT, 20)]
@@ -158,7 +158,7 @@ async def start_with_a_slow_consumer(
     """A model and its engine, which is held back for a stream that nobody takes any more from."""
     model = ScriptedModel()
     engine = await start_engine(model, context_length=256)
-    slow = engine.generate("slow", PROMPT, params(200))
+    slow = engine.generate(EngineRequest("slow", PROMPT, params(200)))
     await anext(slow)
     await held(engine)
     return model, engine, slow
@@ -168,7 +168,7 @@ async def start_with_a_slow_consumer(
 async def test_a_model_does_not_run_away_from_its_consumer(start_engine: StartEngine) -> None:
     model = ScriptedModel()
     engine = await start_engine(model, context_length=256)
-    stream = engine.generate("one", PROMPT, params(200))
+    stream = engine.generate(EngineRequest("one", PROMPT, params(200)))
     tokens = (await anext(stream)).token_ids
     while len(tokens) < 200:
         if len(tokens) < 100:
@@ -182,7 +182,7 @@ async def test_a_model_does_not_run_away_from_its_consumer(start_engine: StartEn
 @pytest.mark.usefixtures("patient")
 async def test_prompts_are_computed_while_consumers_are_waited_for(start_engine: StartEngine) -> None:
     _, engine, slow = await start_with_a_slow_consumer(start_engine)
-    other = engine.generate("other", PROMPT, params(200))
+    other = engine.generate(EngineRequest("other", PROMPT, params(200)))
     assert len((await anext(other)).token_ids) >= 1
     tokens = [token async for delta in slow for token in delta.token_ids]
     assert len(tokens) == 199
@@ -247,7 +247,7 @@ async def test_abort_of_the_unknown_and_of_the_finished_does_nothing(start_engin
 async def test_an_abandoned_stream_is_aborted(start_engine: StartEngine) -> None:
     model = ScriptedModel()
     engine = await start_engine(model, max_num_seqs=1)
-    stream = engine.generate("left", PROMPT, params(None))
+    stream = engine.generate(EngineRequest("left", PROMPT, params(None)))
     await anext(stream)
     await stream.aclose()
     assert (await collect(engine, "next", PROMPT, params()))[0] == model.greedy(PROMPT, 20)
@@ -282,7 +282,7 @@ async def test_a_full_queue_of_one_client_does_not_keep_another_out(start_engine
     engine = await start_engine(model, max_num_seqs=1, max_queue=2)
 
     async def ask(name: str, client: str | None) -> list[int]:
-        stream = engine.generate(name, PROMPT, params(5), hints=RequestHints(client=client))
+        stream = engine.generate(EngineRequest(name, PROMPT, params(5), hints=RequestHints(client=client)))
         return [token async for delta in stream for token in delta.token_ids]
 
     admitted = [asyncio.create_task(ask(str(number), "large")) for number in range(3)]
@@ -335,7 +335,7 @@ async def test_migrate_all_delivers_what_was_sampled_before(start_engine: StartE
     model = ScriptedModel(gate)
     gate.free = 6
     engine = await start_engine(model)
-    stream = engine.generate("one", PROMPT, params(None))
+    stream = engine.generate(EngineRequest("one", PROMPT, params(None)))
     tokens = (await anext(stream)).token_ids
     await asyncio.to_thread(gate.held.wait)
     engine.migrate_all()
@@ -389,7 +389,7 @@ async def test_usage_tells_what_was_found_in_the_cache(start_engine: StartEngine
     prompt = [5 + position % 50 for position in range(100)]
     cached = []
     for name in ("first", "second"):
-        deltas = [delta async for delta in engine.generate(name, prompt, params(5))]
+        deltas = [delta async for delta in engine.generate(EngineRequest(name, prompt, params(5)))]
         cached.append([delta.num_cached_tokens for delta in deltas if delta.num_cached_tokens])
     assert cached == [[], [96]]
 
@@ -448,7 +448,9 @@ async def test_only_requests_of_one_salt_share_kv(start_engine: StartEngine) -> 
     cached = []
     for number, salt in enumerate((None, "a", "a", None, "b")):
         prompt = list(range(5, 5 + 50))
-        deltas = [delta async for delta in engine.generate(str(number), prompt, params(2), cache_salt=salt)]
+        deltas = [
+            delta async for delta in engine.generate(EngineRequest(str(number), prompt, params(2), cache_salt=salt))
+        ]
         cached.append(max(delta.num_cached_tokens for delta in deltas))
     assert cached == [0, 0, 48, 48, 0]
 

@@ -14,6 +14,7 @@ import torch
 from random_checkpoints import EVERY_TYPE
 from transformers import AutoModelForCausalLM
 
+from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Model, Request
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.kv_cache import budget as kv_budget
@@ -80,7 +81,7 @@ async def test_alone(case: Case) -> None:
     try:
         for prompt, answer in zip(case.prompts, case.answers, strict=True):
             tokens: list[int] = []
-            async for delta in engine.generate("one", prompt, params()):
+            async for delta in engine.generate(EngineRequest("one", prompt, params())):
                 tokens += delta.token_ids
             assert tokens == answer
     finally:
@@ -98,7 +99,7 @@ def test_mixed_batches_that_requests_join_at_random_steps(case: Case, budget: in
     while arrivals or not driver.scheduler.is_idle:
         while arrivals and arrivals[0][0] <= step:
             which = arrivals.pop(0)[1]
-            driver.add(admit(str(which), which, case.prompts[which], params(), case.model, 2048))
+            driver.add(admit(EngineRequest(str(which), case.prompts[which], params()), which, case.model, 2048))
         for output in [] if driver.scheduler.is_idle else driver.step():
             assert output.token_id is not None
             tokens[output.request_id].append(output.token_id)
@@ -112,7 +113,7 @@ async def test_concurrent_streams(case: Case) -> None:
 
     async def answer(which: int) -> list[int]:
         tokens: list[int] = []
-        async for delta in engine.generate(str(which), case.prompts[which], params()):
+        async for delta in engine.generate(EngineRequest(str(which), case.prompts[which], params())):
             tokens += delta.token_ids
         return tokens
 
@@ -140,7 +141,7 @@ def small_driver(case: Case, *, budget: int = 4096, num_seqs: int = 8, num_pages
 
 
 def add(driver: Stepper, case: Case, which: int, name: str | None = None, count: int = NEW_TOKENS) -> Request:
-    one = admit(name or str(which), which, case.prompts[which], params(count), case.model, 2048)
+    one = admit(EngineRequest(name or str(which), case.prompts[which], params(count)), which, case.model, 2048)
     driver.add(one)
     return one
 
@@ -227,7 +228,7 @@ def test_logits_of_a_prompt_in_pieces(case: Case, every_checkpoint: dict[str, Pa
     for budget in (1, 17, 130):
         config = EmbeddedConfig(model_path="", max_num_seqs=1, max_num_batched_tokens=budget)
         driver = make_stepper(config, case.model, num_kv_blocks=64)
-        driver.add(admit("one", 0, prompt, params(), case.model, 2048))
+        driver.add(admit(EngineRequest("one", prompt, params()), 0, case.model, 2048))
         plan = driver.scheduler.schedule()
         logits = case.model.forward(plan)
         while not plan.sampled:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from random_checkpoints import COMMON, MIXTURE, TYPES, write
 
+from worker.engines import EngineRequest
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model import HfModel, load_model
@@ -75,7 +76,7 @@ def answers(model: HfModel, budget: int, together: int) -> list[list[int]]:
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     tokens: dict[str, list[int]] = {}
     for which, prompt in enumerate(prompts()):
-        driver.add(admit(str(which), which, prompt, params, model, 512))
+        driver.add(admit(EngineRequest(str(which), prompt, params), which, model, 512))
         tokens[str(which)] = []
     while not driver.scheduler.is_idle:
         for output in driver.step():

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_checkpoints import EVERY_TYPE
 
+from worker.engines import EngineRequest
 from worker.engines.embedded import native
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.attention import AttentionBackend, NativeAttention, TorchAttention
@@ -240,7 +241,7 @@ def test_the_receipt_says_which_ran(checkpoints: dict[str, Path]) -> None:
     config = EmbeddedConfig(model_path=checkpoints["llama"], device="cpu", dtype="bfloat16", numerics="exact")
     model = load_model(config)
     model.allocate_kv(4, PAGE)
-    request = admit("one", 0, [1, 2], SamplingParams(repetition_penalty=1.5, max_tokens=3), model, 99)
+    request = admit(EngineRequest("one", [1, 2], SamplingParams(repetition_penalty=1.5, max_tokens=3)), 0, model, 99)
     assert request.chain is not None
     assert request.chain.receipt.as_json()["numerics"] == "exact"
 

@@ -20,7 +20,7 @@ from speculation_runs import PLAIN, outcome
 from worker.__main__ import main
 from worker.arguments import parse_arguments
 from worker.build import embedded_config
-from worker.engines import KeepKv, ReadKv, TokenDelta
+from worker.engines import EngineRequest, KeepKv, ReadKv, TokenDelta
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Engine, Request, native
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.kv_cache import Int8Rows, KvStore
@@ -209,7 +209,7 @@ def answers(
         requests = []
         for which, prompt in enumerate(PROMPTS):
             params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, seed=which)
-            requests.append(admit(str(which), which, prompt, params, model, 512))
+            requests.append(admit(EngineRequest(str(which), prompt, params), which, model, 512))
             driver.add(requests[-1])
         while not driver.scheduler.is_idle:
             assert all(output.error is None for output in driver.step())
@@ -303,9 +303,9 @@ async def start(checkpoints: dict[str, Path]) -> AsyncIterator[Callable[..., Any
         await engine.stop()
 
 
-async def whole(engine: EmbeddedEngine, *arguments: Any) -> TokenDelta:
+async def whole(engine: EmbeddedEngine, *arguments: Any, **named: Any) -> TokenDelta:
     found = TokenDelta()
-    async for delta in engine.generate(*arguments):
+    async for delta in engine.generate(EngineRequest(*arguments, **named)):
         found = replace(delta, token_ids=found.token_ids + delta.token_ids)
     return found
 
@@ -315,10 +315,10 @@ async def test_prefill_and_decode_make_the_aggregated_answer(start: Callable[...
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, seed=3)
     expected = await whole(await start("aggregated", "int8"), "one", prompt, params)
     prefill, decode = await start("prefill", "int8"), await start("decode", "int8")
-    leased = await whole(prefill, "one", prompt, SamplingParams(), KeepKv())
+    leased = await whole(prefill, "one", prompt, SamplingParams(), kv=KeepKv())
     assert leased.kv is not None
     assert leased.kv["layout"]["dtype"] == "int8 of float32"
-    found = await whole(decode, "one", prompt, params, ReadKv(leased.kv))
+    found = await whole(decode, "one", prompt, params, kv=ReadKv(leased.kv))
     assert decode.transfers()["received"] == 1
     assert decode.transfers()["bytes"] == (len(prompt) - 1) * 2 * 2 * 2 * 24
     assert found.token_ids == expected.token_ids
@@ -336,10 +336,10 @@ async def test_kv_of_another_dtype_is_refused(
     start: Callable[..., Any], prefills: tuple[str, str], decodes: tuple[str, str], names: tuple[str, str]
 ) -> None:
     prefill, decode = await start("prefill", *prefills), await start("decode", *decodes)
-    leased = await whole(prefill, "one", PROMPTS[-1], SamplingParams(), KeepKv())
+    leased = await whole(prefill, "one", PROMPTS[-1], SamplingParams(), kv=KeepKv())
     assert leased.kv is not None
     with pytest.raises(InvalidRequest) as refused:
-        await whole(decode, "one", PROMPTS[-1], SamplingParams(max_tokens=2), ReadKv(leased.kv))
+        await whole(decode, "one", PROMPTS[-1], SamplingParams(max_tokens=2), kv=ReadKv(leased.kv))
     said = f"dtype is {names[0]} on the prefill worker and {names[1]} on this decode worker"
     assert said in str(refused.value)
 

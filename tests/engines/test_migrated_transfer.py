@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from adapters import create_trtllm_adapters
 from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.processors import BUILTINS
 from adapters.vocabulary import Vocabulary
-from worker.engines import KeepKv, ReadKv, TokenDelta
+from worker.engines import EngineRequest, KeepKv, ReadKv, TokenDelta
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.sampling import SamplingParams
 
@@ -41,7 +40,7 @@ async def pair(checkpoints: dict[str, Path]) -> AsyncIterator[tuple[EmbeddedEngi
         await engine.stop()
 
 
-def asked(name: str | None) -> SamplingParams:
+def asked(name: str | None) -> tuple[SamplingParams, ProcessorChain]:
     kinds = [kind for kind in BUILTINS if kind.name == name]
     context = Context(Vocabulary(1024), frozenset(), 7)
     members = [member for kind in kinds for member in kind.build(kind.Args(), context)]
@@ -49,13 +48,12 @@ def asked(name: str | None) -> SamplingParams:
     chain.wants_receipt = True
     chain.start(PROMPT)
     controls: dict[str, Any] = {"temperature": 1.0, "seed": 7, "frequency_penalty": 0.5}
-    processors = create_trtllm_adapters([chain])
-    return SamplingParams(max_tokens=LENGTH, ignore_eos=True, logits_processor=list(processors), **controls)
+    return SamplingParams(max_tokens=LENGTH, ignore_eos=True, **controls), chain
 
 
 async def whole(engine: EmbeddedEngine, *arguments: Any, **named: Any) -> TokenDelta:
     found = TokenDelta()
-    async for delta in engine.generate(*arguments, **named):
+    async for delta in engine.generate(EngineRequest(*arguments, **named)):
         delta.token_ids = found.token_ids + delta.token_ids
         found = delta
     return found
@@ -64,13 +62,21 @@ async def whole(engine: EmbeddedEngine, *arguments: Any, **named: Any) -> TokenD
 @pytest.mark.parametrize("name", [None, "mirostat"])
 async def test_it_goes_on_as_it_would_have(pair: tuple[EmbeddedEngine, EmbeddedEngine], name: str | None) -> None:
     prefill, decode = pair
-    expected = (await whole(decode, "whole", PROMPT, asked(name))).token_ids
+    expected = (await whole(decode, "whole", PROMPT, *asked(name))).token_ids
     for k in (1, 9, LENGTH - 1):
         received = decode.transfers().get("received", 0) + decode.transfers().get("cached", 0)
-        leased = await whole(prefill, f"{name} {k}", PROMPT + expected[:k], SamplingParams(), KeepKv(), f"{k}")
+        leased = await whole(
+            prefill, f"{name} {k}", PROMPT + expected[:k], SamplingParams(), kv=KeepKv(), cache_salt=f"{k}"
+        )
         assert leased.kv is not None
         answer = await whole(
-            decode, f"{name} {k}", PROMPT, asked(name), ReadKv(leased.kv), f"{k}", generated_token_ids=expected[:k]
+            decode,
+            f"{name} {k}",
+            PROMPT,
+            *asked(name),
+            generated_token_ids=expected[:k],
+            kv=ReadKv(leased.kv),
+            cache_salt=f"{k}",
         )
         assert expected[:k] + answer.token_ids == expected
         assert decode.transfers().get("received", 0) + decode.transfers().get("cached", 0) == received + 1

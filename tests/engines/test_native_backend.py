@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_checkpoints import EVERY_TYPE
 
+from worker.engines import EngineRequest
 from worker.engines.embedded import native
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.attention import (
@@ -82,7 +83,7 @@ def answers(model: HfModel, budget: int) -> list[list[int]]:
     tokens: dict[str, list[int]] = {}
     for which, length in enumerate(LENGTHS):
         prompt = [source.randrange(3, 300) for _ in range(length)]
-        driver.add(admit(str(which), which, prompt, params, model, 512))
+        driver.add(admit(EngineRequest(str(which), prompt, params), which, model, 512))
         tokens[str(which)] = []
     while not driver.scheduler.is_idle:
         for output in driver.step():

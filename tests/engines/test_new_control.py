@@ -15,8 +15,11 @@ import pytest
 from engine_doubles import ScriptedModel, request, run_alone
 
 from adapters.catalog import ANNOTATION, Catalog, ModelPolicy, Selection, SelectionError, parse_selection
+from adapters.contract import Context
 from adapters.processors.truncation import TopA
 from adapters.vocabulary import Vocabulary
+from worker.engines import EngineRequest
+from worker.engines.chain_builder import ChainBuilder
 from worker.engines.embedded.admission import SAMPLED
 from worker.engines.trtllm.params import Served, native_request
 from worker.errors import InvalidRequest
@@ -29,7 +32,6 @@ from worker.requests.fields import request_fields
 from worker.requests.request import RequestLimits, RequestTable, parse_request
 from worker.runtimes.nats.batch.openai import message_of
 from worker.sampling import SamplingParams
-from worker.sampling.chain_builder import ChainBuilder, Facts
 from worker.sampling.control import Number, RunsAs, control
 
 MODEL = ScriptedModel()
@@ -147,7 +149,7 @@ def test_it_says_whether_the_request_is_greedy() -> None:
 
 def test_the_operators_policy_holds_for_it() -> None:
     policy = ModelPolicy(forbidden=frozenset({"top_a"}))
-    chains = ChainBuilder(Catalog.default(), Facts(Vocabulary(MODEL.vocab_size)), policy)
+    chains = ChainBuilder(Catalog.default(), Context(Vocabulary(MODEL.vocab_size)), policy)
     with pytest.raises(SelectionError, match="asks for the logits processor top_a, which is not allowed") as refused:
         chains.select(Selection(), Extended(top_a=0.5), served=True)
     assert refused.value.path == "sampling_options.top_a"
@@ -185,10 +187,14 @@ def test_the_embedded_engine_samples_by_it() -> None:
 
 def test_tensorrt_llm_gets_it_as_a_processor_unless_it_honours_it() -> None:
     params = Extended(top_a=0.5, top_k=5)
-    made = native_request(params, PROMPT, 0, Served(frozenset(), frozenset({"min_p"}), MODEL.vocab_size, (1,)))
+    made = native_request(
+        EngineRequest("", PROMPT, params), 0, Served(frozenset(), frozenset({"min_p"}), MODEL.vocab_size, (1,))
+    )
     assert made.chain is not None
     assert [member.name for member in made.chain.members] == ["top_k", "top_a"]
     assert (made.fields["temperature"], made.fields["top_k"]) == (1.0, None)
-    native = native_request(params, PROMPT, 0, Served(frozenset(), frozenset({"top_a"}), MODEL.vocab_size, (1,)))
+    native = native_request(
+        EngineRequest("", PROMPT, params), 0, Served(frozenset(), frozenset({"top_a"}), MODEL.vocab_size, (1,))
+    )
     assert native.chain is None
     assert (native.fields["top_a"], native.fields["top_k"]) == (0.5, 5)

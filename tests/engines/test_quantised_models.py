@@ -15,6 +15,7 @@ from random_checkpoints import EVERY_TYPE
 from safetensors.torch import load_file, save_file
 
 from worker.__main__ import main
+from worker.engines import EngineRequest
 from worker.engines.embedded import native
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
@@ -142,7 +143,7 @@ def test_answers_do_not_depend_on_the_batch(activation_dtype: str, every_checkpo
         for which, length in enumerate((1, 5, 70, 300)):
             prompt = [(7 * which + 3 * at) % 290 + 3 for at in range(length)]
             params = SamplingParams(max_tokens=6, ignore_eos=True)
-            stepper.add(admit(str(which), which, prompt, params, model, 512))
+            stepper.add(admit(EngineRequest(str(which), prompt, params), which, model, 512))
             tokens[str(which)] = []
         while not stepper.scheduler.is_idle:
             for output in stepper.step():

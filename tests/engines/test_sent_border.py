@@ -12,7 +12,6 @@ from engine_doubles import END, PADDING, WIDTH, Drafting, ScriptedModel, stepper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters import create_trtllm_adapters
 from adapters.chain import ProcessorChain
 from adapters.contract import BacktrackingProcessor, Context, Processor, Reads, Stage
 from adapters.processors.masks import AllowedTokens
@@ -20,6 +19,7 @@ from adapters.processors.phrase_ban import PhraseBan
 from adapters.processors.stochastic import Mirostat
 from adapters.third_party import third_party_processor
 from adapters.vocabulary import Vocabulary
+from worker.engines import EngineRequest
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.plan import Request
 from worker.sampling import SamplingParams
@@ -91,13 +91,13 @@ class Run:
             seed=self.seed,
             stop_token_ids=[WORD_END],
             include_stop_str_in_output=bool(self.seed % 2),
-            logits_processor=create_trtllm_adapters([chain], end_id=END),
         )
         self.stepper = stepper(self.model, kv_block_size=4)
         if self.speculator is not None:
             self.stepper.speculator = self.speculator
         length = self.model.context_length
-        self.request = admit("one", 0, PROMPT, params, self.model, length, generated=self.generated)
+        asked = EngineRequest("one", PROMPT, params, chain, generated_token_ids=self.generated)
+        self.request = admit(asked, 0, self.model, length)
         self.stepper.add(self.request)
         self.sent = list(self.generated)
 

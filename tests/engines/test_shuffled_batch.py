@@ -19,7 +19,6 @@ import pytest
 import torch
 from engine_doubles import ScriptedModel
 
-from adapters import create_trtllm_adapters
 from adapters.catalog import Catalog, Entry, Requested, Selection
 from adapters.contract import (
     Bias,
@@ -34,6 +33,7 @@ from adapters.contract import (
 )
 from adapters.testing import kit_context, kit_vocabulary
 from adapters.third_party import wrap_third_party
+from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedConfig
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.plan import Output
@@ -236,13 +236,12 @@ class Batch:
 
     def add(self, row: Row) -> None:
         self.answers[row.name] = Answer()
-        request = admit(row.name, 0, row.prompt, self.params(row), self.model, self.model.context_length)
-        self.driver.add(request)
+        self.driver.add(admit(self.asked(row), 0, self.model, self.model.context_length))
 
-    def params(self, row: Row) -> SamplingParams:
+    def asked(self, row: Row) -> EngineRequest:
         context = kit_context()
         fields = {"max_tokens": NUM_TOKENS, "end_id": self.model.eos_token_ids[0], "seed": 0, **row.fields}
-        chains = []
+        chain = None
         if row.processors:
             own = Context(
                 context.vocabulary,
@@ -257,8 +256,7 @@ class Batch:
             chain = self.catalog.build_chain(Selection(row.processors, "debug"), own, step_budget_s=600)
             chain.wants_receipt = True
             chain.start(row.prompt)
-            chains = create_trtllm_adapters([chain])
-        return SamplingParams(**fields, logits_processor=list(chains) or None)
+        return EngineRequest(row.name, row.prompt, SamplingParams(**fields), chain)
 
     def step(self) -> None:
         for output in self.driver.step():

@@ -386,7 +386,8 @@ def test_every_model_type(arch: str, every_checkpoint: dict[str, Path], engines:
 def engine(every_checkpoint: dict[str, Path], engines: dict[str, Engine]) -> Engine:
     found = engine_of("llama", every_checkpoint, engines)
     builder = found.session.builder
-    builder._chains = replace(builder._chains, watermark_keys={KEY_ID: bytes(range(32))})
+    keyed = replace(builder._chains.model, watermark_keys={KEY_ID: bytes(range(32))})
+    builder._chains = replace(builder._chains, model=keyed)
     return found
 
 
@@ -458,7 +459,7 @@ async def test_served_answers_and_counts(start_engine: StartEngine) -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     tokens, _ = await collect(engine, "a", prompt, params)
     assert tokens == model.greedy(prompt, 40)
-    proposed, accepted = engine.speculation()["ngram"]
+    proposed, accepted = engine.load().drafted["ngram"]
     assert proposed >= accepted
     registry = CollectorRegistry()
     SpeculationMetrics(engine, registry)

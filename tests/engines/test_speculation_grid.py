@@ -57,7 +57,8 @@ class Grid:
             kv_blocks=8 * len(rows),
         )
         builder = self.engine.session.builder
-        builder._chains = replace(builder._chains, watermark_keys={KEY_ID: bytes(range(32))})
+        keyed = replace(builder._chains.model, watermark_keys={KEY_ID: bytes(range(32))})
+        builder._chains = replace(builder._chains, model=keyed)
         self.stepper = self.engine.session.stepper
         self.num_rolled_back = 0
         roll_back, scheduler = self.stepper.scheduler.roll_back, self.stepper.scheduler

@@ -188,7 +188,7 @@ async def _alone(
         assert bench.chains is not None
         matrix.computed_by = bench.info.computed_by
         text = SHORT_TEXT if bench.is_large else TEXT
-        cases = Cases(bench.chains.facts.vocabulary, max_tokens, text=text, is_short=is_short)
+        cases = Cases(bench.chains.vocabulary, max_tokens, text=text, is_short=is_short)
         for case in cases.all(await mode.tokens(Request(cases.plain(), ()))):
             if rows and case.row not in rows:
                 continue

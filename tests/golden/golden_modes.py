@@ -186,7 +186,7 @@ class Speculated(OneWorker):
     def _check(self, worker: LocalWorker) -> None:
         if self.longest < 16 and not self.is_large:
             return  # there may be nothing to look up in texts so short; those of a large model repeat its prompt
-        proposed, accepted = worker.engine.speculation()["ngram"]
+        proposed, accepted = worker.engine.load().drafted["ngram"]
         assert accepted, f"none of {proposed} drafted tokens were accepted"
 
 

@@ -18,8 +18,9 @@ from worker.arguments import Arguments, parse_arguments
 from worker.build import make_engine
 from worker.disaggregation.seal import Seal
 from worker.engines import EngineInfo, ServingEngine
-from worker.engines.embedded import EmbeddedEngine
-from worker.engines.embedded.plan import Output
+from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from worker.engines.embedded.plan import Model, Output
+from worker.engines.embedded.serving.engine import load_for_serving
 from worker.engines.embedded.speculation.speculator import Speculator
 from worker.engines.embedded.step import Stepper
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
@@ -73,7 +74,7 @@ class LocalWorker:
 
     def __init__(self, served: WorkerEngine) -> None:
         self._served = served
-        self.engine: Any = served.engine
+        self.engine: Any = served.server.engine
 
     async def chunks(self, raw: Mapping[str, Any], request_id: str | None = None) -> list[dict[str, Any]]:
         """Everything that the worker streams.
@@ -99,12 +100,12 @@ class LocalWorker:
     @property
     def info(self) -> EngineInfo:
         """What its engine is."""
-        return self._served.info
+        return self._served.server.info
 
     @property
     def num_continued(self) -> int:
         """Requests that went on here after another worker."""
-        return int(self._served.metrics.registry.get_sample_value("dlw_continued_requests_total") or 0)
+        return int(self._served.server.metrics.registry.get_sample_value("dlw_continued_requests_total") or 0)
 
     async def stop(self) -> None:
         await self.engine.stop()
@@ -191,8 +192,11 @@ class PreemptedEngine(EmbeddedEngine):
 
     num_preemptions = 0
 
-    def _load(self) -> tuple[Stepper, EngineInfo]:
-        stepper, info = super()._load()
+    def __init__(self, config: EmbeddedConfig) -> None:
+        super().__init__(config, load=self._loaded)
+
+    def _loaded(self, config: EmbeddedConfig, model: Model | None) -> tuple[Stepper, EngineInfo]:
+        stepper, info = load_for_serving(config, model)
         step, scheduler = stepper.step, stepper.scheduler
 
         def step_and_preempt(prompts_first: bool = False) -> list[Output]:
@@ -211,8 +215,11 @@ class PreemptedEngine(EmbeddedEngine):
 class DraftingEngine(EmbeddedEngine):
     """Drafts wherever there is something to look up, whatever steps take here."""
 
-    def _load(self) -> tuple[Stepper, EngineInfo]:
-        stepper, info = super()._load()
+    def __init__(self, config: EmbeddedConfig) -> None:
+        super().__init__(config, load=self._loaded)
+
+    def _loaded(self, config: EmbeddedConfig, model: Model | None) -> tuple[Stepper, EngineInfo]:
+        stepper, info = load_for_serving(config, model)
         stepper.speculator = Speculator(stepper.speculator.config, clock=lambda: 0.0)
         return stepper, info
 

@@ -21,7 +21,7 @@ from worker.disaggregation.seal import SECRET, take_seal
 from worker.frontdoor.options import Options, parse_options
 from worker.frontdoor.routes import ROUTES
 from worker.frontdoor.upstreams import Upstream
-from worker.runtimes.dynamo import SHUTDOWN_LIMIT, allow_drain
+from worker.installation import SHUTDOWN_LIMIT, allow_drain
 
 RUNTIME_GRACE_PERIOD_S = 5  # of ai-dynamo, where DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS is not set
 HIGHEST_SYSTEM_PORT = 32767  # of ai-dynamo 1.4.2

@@ -76,7 +76,7 @@ async def test_an_answer_streams_in_order(client: WorkerClient) -> None:
 
 
 async def test_messages_text_and_token_ids_are_prompts(client: WorkerClient, worker: NatsWorker) -> None:
-    tokenizer = worker.server.chains.facts.vocabulary.tokenizer
+    tokenizer = worker.server.chains.vocabulary.tokenizer
     messages = [{"role": "user", "content": "Hello world!"}]
     made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     rest = {"stop_conditions": {"max_tokens": 6, "ignore_eos": True}}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from worker.arguments import parse_arguments
-from worker.engines import TokenDelta
+from worker.engines import EngineRequest, TokenDelta
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.engines.trtllm import TrtllmEngine, config_from
 from worker.sampling import SamplingParams
@@ -85,7 +85,7 @@ async def collect(
 ) -> TokenDelta:
     """The whole answer as one delta."""
     whole = TokenDelta()
-    async for delta in served.generate(name, prompt, params, **arguments):
+    async for delta in served.generate(EngineRequest(name, prompt, params, **arguments)):
         whole.token_ids += delta.token_ids
         if delta.logprobs is not None:
             whole.logprobs = [*(whole.logprobs or ()), *delta.logprobs]

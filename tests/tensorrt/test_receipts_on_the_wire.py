@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from stand_in import embedded, running
 
-from adapters import create_trtllm_adapters
 from adapters.catalog import Catalog, Requested, Selection
 from adapters.contract import Context
 from adapters.vocabulary import Vocabulary
+from worker.engines import EngineRequest
 from worker.sampling import SamplingParams
 
 pytestmark = pytest.mark.asyncio
@@ -29,13 +29,13 @@ CHOSEN = (
 )
 
 
-def asked(max_tokens: int, receipt: Any) -> SamplingParams:
+def asked(max_tokens: int, receipt: Any) -> EngineRequest:
     context = Context(Vocabulary(1024), seed=3, max_tokens=max_tokens)
     chain = CATALOG.build_chain(Selection(CHOSEN, receipt), context, step_budget_s=60)
     chain.wants_receipt = True
     chain.start(PROMPT)
-    processors = create_trtllm_adapters([chain], end_id=4)
-    return SamplingParams(max_tokens=max_tokens, logits_processor=processors, seed=3, ignore_eos=True)
+    params = SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True)
+    return EngineRequest(f"{receipt} {max_tokens}", PROMPT, params, chain)
 
 
 async def receipts_of(engine: Any, max_tokens: int, receipt: Any) -> list[Any]:
@@ -43,7 +43,7 @@ async def receipts_of(engine: Any, max_tokens: int, receipt: Any) -> list[Any]:
     came.
     """
     told, known, finished = [], [], []
-    async for delta in engine.generate(f"{receipt} {max_tokens}", PROMPT, asked(max_tokens, receipt)):
+    async for delta in engine.generate(asked(max_tokens, receipt)):
         told.append(delta.engine_data["logits_processors"])
         known.append(copy.deepcopy(told[-1]))
         finished.append(delta.finish_reason)

@@ -17,12 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stand_in import collect, engine, stand_in
 
-from adapters import create_trtllm_adapters
 from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.processors.forcing import ForcedPrefix
 from adapters.vocabulary import Vocabulary
-from worker.engines import KeepKv, ReadKv, TokenDelta
+from worker.engines import EngineRequest, KeepKv, ReadKv, TokenDelta
 from worker.engines.trtllm import TrtllmEngine, disaggregated_params
 from worker.engines.trtllm.deltas import LEAST_LOGPROB, Cursor
 from worker.engines.trtllm.running_request import RunningRequest
@@ -275,7 +274,7 @@ async def test_decode_does_not_refuse_what_prefill_has_computed(model: Path) -> 
                 *(collect(decode, PROMPT, params, f"d{i}", kv=ReadKv(one.kv or {})) for i, one in enumerate(handed))
             )
             assert [(len(each.token_ids), each.finish_reason) for each in answers] == [(200, "length")] * 3
-            whole = decode.generate("whole", PROMPT, params)  # a prompt that it computes itself
+            whole = decode.generate(EngineRequest("whole", PROMPT, params))  # a prompt that it computes itself
             await anext(whole)
             with pytest.raises(Overloaded):
                 await collect(decode, PROMPT, params)
@@ -292,9 +291,10 @@ async def test_a_lagged_decode_worker_goes_on_behind_the_token_handed_over(model
         try:
             for each in engines:
                 await each.start()
-            first = await collect(engines[0], PROMPT, forced([40, 41, 42]), kv=KeepKv())
+            forced_params = SamplingParams(max_tokens=6)
+            first = await collect(engines[0], PROMPT, forced_params, chain=forced([40, 41, 42]), kv=KeepKv())
             assert first.kv is not None
-            rest = await collect(engines[1], PROMPT, forced([40, 41, 42]), kv=ReadKv(first.kv))
+            rest = await collect(engines[1], PROMPT, forced_params, chain=forced([40, 41, 42]), kv=ReadKv(first.kv))
             assert (first.token_ids, rest.token_ids[:3], rest.error) == ([40], [40, 41, 42], None)
             assert rest.finish_reason == "length"
         finally:
@@ -302,11 +302,11 @@ async def test_a_lagged_decode_worker_goes_on_behind_the_token_handed_over(model
                 await each.stop()
 
 
-def forced(token_ids: list[int]) -> SamplingParams:
+def forced(token_ids: list[int]) -> ProcessorChain:
     context = Context(Vocabulary(1024), frozenset({1, 4}))
     made = ProcessorChain(ForcedPrefix.build(ForcedPrefix.Args(token_ids=token_ids), context), context)
     made.start(PROMPT)
-    return SamplingParams(max_tokens=6, logits_processor=create_trtllm_adapters([made], end_id=4))
+    return made
 
 
 def ranks(answer: TokenDelta) -> list[list[tuple[int, int]]]:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from stand_in import collect
 
-from adapters import create_trtllm_adapters
 from adapters.catalog import BUILT_IN, Catalog, Requested, Selection
+from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.testing.kit_model import KEY_ID
 from adapters.vocabulary import Vocabulary
@@ -36,7 +36,7 @@ async def test_every_built_in_is_here() -> None:
     assert set(EXAMPLES) == BUILT_INS
 
 
-def adapters(model: Path, name: str, args: dict[str, Any], prompt: list[int], max_tokens: int) -> list[Any]:
+def chain_of(model: Path, name: str, args: dict[str, Any], prompt: list[int], max_tokens: int) -> ProcessorChain:
     vocabulary = Vocabulary.from_pretrained(str(model), 1024, (4, 1))
     think = [vocabulary.encode(tag) for tag in ("<think>", "</think>")]
     context = Context(
@@ -51,7 +51,7 @@ def adapters(model: Path, name: str, args: dict[str, Any], prompt: list[int], ma
     chain = CATALOG.build_chain(Selection((Requested(name, args, "all", "processors[0]"),)), context, step_budget_s=60)
     chain.wants_receipt = True
     chain.start(prompt)
-    return create_trtllm_adapters([chain], end_id=4)
+    return chain
 
 
 def comparable(engine_data: Any) -> Any:
@@ -70,9 +70,9 @@ async def test_every_built_in(
 ) -> None:
     answers = []
     for engine in (served, reference):
-        made = adapters(model, name, args, PROMPT, 24)
-        params = SamplingParams(max_tokens=24, logits_processor=made, seed=11, stop_token_ids=[1, 4])
-        answers.append(await collect(engine, PROMPT, params, name))
+        made = chain_of(model, name, args, PROMPT, 24)
+        params = SamplingParams(max_tokens=24, seed=11, stop_token_ids=[1, 4])
+        answers.append(await collect(engine, PROMPT, params, name, chain=made))
     ours, theirs = answers
     assert (ours.token_ids, ours.finish_reason, ours.stop_reason, ours.error) == (
         theirs.token_ids,
@@ -95,17 +95,15 @@ async def test_an_order_of_temperature_and_truncation(
             context = Context(Vocabulary.from_pretrained(str(model), 1024, (4, 1)), frozenset({4, 1}), seed=3)
             chain = CATALOG.build_chain(Selection(order=order), context)
             chain.start(PROMPT)
-            made = create_trtllm_adapters([chain], end_id=4)
             params = SamplingParams(
                 max_tokens=24,
-                logits_processor=made,
                 seed=3,
                 stop_token_ids=[1, 4],
                 temperature=3.0,
                 min_p=0.5,
                 top_k=30,
             )
-            answers.append(await collect(engine, PROMPT, params, "order"))
+            answers.append(await collect(engine, PROMPT, params, "order", chain=chain))
         ours, theirs = answers
         assert ours.error is None
         assert ours.token_ids == theirs.token_ids
@@ -156,9 +154,9 @@ async def test_a_prompt_of_several_chunks(model: Path, served: TrtllmEngine, ref
     prompt = [(7 * i) % 900 + 20 for i in range(300)]  # the processor is called five times before the first token
     answers = []
     for engine in (served, reference):
-        made = adapters(model, "forced_prefix", {"text": "Yes, the fox"}, prompt, 16)
-        params = SamplingParams(max_tokens=16, logits_processor=made, stop_token_ids=[1, 4])
-        answers.append((await collect(engine, prompt, params)).token_ids)
+        made = chain_of(model, "forced_prefix", {"text": "Yes, the fox"}, prompt, 16)
+        params = SamplingParams(max_tokens=16, stop_token_ids=[1, 4])
+        answers.append((await collect(engine, prompt, params, chain=made)).token_ids)
     assert answers[0] == answers[1]
 
 
@@ -166,10 +164,10 @@ async def test_strangers_in_one_batch_do_not_meet(model: Path, served: TrtllmEng
     names = ["banned_tokens", "repetition_penalty", "regex", "temperature", "min_tokens"]
 
     async def together(engine: TrtllmEngine | EmbeddedEngine) -> list[list[int]]:
-        made = [adapters(model, name, EXAMPLES[name][0], PROMPT, 16) for name in names]
-        asked = [SamplingParams(max_tokens=16, logits_processor=each, stop_token_ids=[1, 4], seed=1) for each in made]
+        made = [chain_of(model, name, EXAMPLES[name][0], PROMPT, 16) for name in names]
+        params = SamplingParams(max_tokens=16, stop_token_ids=[1, 4], seed=1)
         found = await asyncio.gather(
-            *(collect(engine, PROMPT, params, name) for name, params in zip(names, asked, strict=True))
+            *(collect(engine, PROMPT, params, name, chain=each) for name, each in zip(names, made, strict=True))
         )
         return [delta.token_ids for delta in found]
 

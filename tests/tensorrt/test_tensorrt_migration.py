@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from stand_in import collect, running
 
-from adapters import create_trtllm_adapters
 from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.processors import BUILTINS
@@ -31,13 +30,13 @@ def params(**controls: Any) -> SamplingParams:
     return SamplingParams(max_tokens=LENGTH, ignore_eos=True, **controls)
 
 
-def named(name: str, **args: Any) -> list[Any]:
-    """A chain of one processor, as a callable."""
+def named(name: str, **args: Any) -> ProcessorChain:
+    """A chain of one processor."""
     kind = next(kind for kind in BUILTINS if kind.name == name)
     context = Context(Vocabulary(1024), frozenset({2}), 7)
     chain = ProcessorChain(kind.build(kind.Args(**args), context), context)
     chain.start(PROMPT)
-    return create_trtllm_adapters([chain])
+    return chain
 
 
 CONTROLS: dict[str, dict[str, Any]] = {
@@ -64,13 +63,12 @@ async def test_an_answer_cut_anywhere_goes_on_as_it_would_have(model: Path) -> N
             for k, found in zip(cuts, rest, strict=True):
                 assert whole.token_ids[:k] + found.token_ids == whole.token_ids, (name, k)
                 assert found.finish_reason == whole.finish_reason
-        whole = await collect(engine, PROMPT, params(logits_processor=named("no_repeat_ngram", n=2)))
+        whole = await collect(engine, PROMPT, params(), chain=named("no_repeat_ngram", n=2))
         for k in range(1, LENGTH):
-            given = params(logits_processor=named("no_repeat_ngram", n=2))
-            found = await collect(engine, PROMPT, given, generated_token_ids=whole.token_ids[:k])
+            given = {"chain": named("no_repeat_ngram", n=2), "generated_token_ids": whole.token_ids[:k]}
+            found = await collect(engine, PROMPT, params(), **given)
             assert whole.token_ids[:k] + found.token_ids == whole.token_ids
             assert found.receipt is not None
             assert found.receipt.as_json()["mode"] == f"migrated at {k}"
-        given = params(temperature=1.0, logits_processor=named("mirostat"))
         with pytest.raises(InvalidRequest, match="mirostat cannot go on after a migration"):
-            await collect(engine, PROMPT, given, generated_token_ids=[5, 6])
+            await collect(engine, PROMPT, params(temperature=1.0), chain=named("mirostat"), generated_token_ids=[5, 6])

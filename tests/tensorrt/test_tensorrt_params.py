@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from stand_in import stand_in
 
-from adapters import create_trtllm_adapters
 from adapters.catalog import Catalog, parse_selection
 from adapters.testing.kit_model import kit_context
+from worker.engines import EngineRequest
 from worker.engines.refusals import IRRELEVANT, RUN_AS_PROCESSORS
 from worker.engines.trtllm.params import REFUSED, NativeRequest, Served, callable_of, native_request
 from worker.errors import InvalidRequest
@@ -47,7 +47,7 @@ def served(version: str, **changes: Any) -> Served:
 
 
 def native(version: str, params: SamplingParams) -> tuple[Any, NativeRequest]:
-    asked = native_request(params, PROMPT, 0, served(version))
+    asked = native_request(EngineRequest("", PROMPT, params), 0, served(version))
     return importlib.import_module("tensorrt_llm").SamplingParams(**asked.fields), asked
 
 
@@ -80,7 +80,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "prefill_result": ({"disaggregated_params": {}}, {}, ()),
     "_HEALTH_CHECK": (True, {}, ()),
     "annotations": (["x"], {}, ()),
-    # these are processors before they come here (`worker.sampling.chain_builder`)
+    # these are processors before they come here (`worker.engines.chain_builder`)
     "stop_conditions.max_thinking_tokens": (3, {}, ()),
     "sampling_options.guided_decoding": ({"regex": "a"}, {"guided_decoding": None}, ()),
     "sampling_options.allowed_token_ids": ([5], {}, ()),
@@ -176,23 +176,23 @@ def test_what_is_refused(name: str) -> None:
     value = not getattr(SamplingParams(), name) if isinstance(getattr(SamplingParams(), name), bool) else value
     params = SamplingParams(**{name: value, **other.get(name, {})})
     with pytest.raises(InvalidRequest, match=name):
-        native_request(params, PROMPT, 0, Served(frozenset(), frozenset(), 1024, EOS))
+        native_request(EngineRequest("", PROMPT, params), 0, Served(frozenset(), frozenset(), 1024, EOS))
 
 
 def test_what_takes_tokens_back_is_refused(version: str) -> None:
     text = '{"version": 1, "processors": [{"name": "phrase_ban", "args": {"phrases": ["x"]}}]}'
     chain = Catalog.default().build_chain(parse_selection(text), kit_context())
-    params = SamplingParams(max_tokens=4, logits_processor=list(create_trtllm_adapters([chain])))
+    asked = EngineRequest("", PROMPT, SamplingParams(max_tokens=4), chain)
     with pytest.raises(InvalidRequest, match="holds phrase_ban, which takes tokens back"):
-        native_request(params, PROMPT, 0, served(version))
+        native_request(asked, 0, served(version))
 
 
 def test_a_lagged_engine_refuses_what_needs_the_last_token(version: str) -> None:
     lagged = served(version, lagged=True)
-    asked = native_request(SamplingParams(no_repeat_ngram_size=2), PROMPT, 0, lagged)
+    asked = native_request(EngineRequest("", PROMPT, SamplingParams(no_repeat_ngram_size=2)), 0, lagged)
     with pytest.raises(InvalidRequest, match="--history lagged"):
         callable_of(asked, 4, lagged=True)
-    kept = native_request(SamplingParams(min_tokens=2), PROMPT, 0, lagged)
+    kept = native_request(EngineRequest("", PROMPT, SamplingParams(min_tokens=2)), 0, lagged)
     adapter = callable_of(kept, 4, lagged=True)
     assert adapter is not None
     assert adapter.lagged
@@ -201,7 +201,7 @@ def test_a_lagged_engine_refuses_what_needs_the_last_token(version: str) -> None
 @pytest.mark.parametrize("bias", [[0.0], "x", [float("nan")] * 1024, [float("inf")] * 1024])
 def test_a_bias_that_is_none(bias: Any, version: str) -> None:
     with pytest.raises(InvalidRequest, match="embedding_bias"):
-        native_request(SamplingParams(embedding_bias=bias), PROMPT, 0, served(version))
+        native_request(EngineRequest("", PROMPT, SamplingParams(embedding_bias=bias)), 0, served(version))
 
 
 def test_every_field_is_accounted_for() -> None:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from stand_in import collect, engine, stand_in
 
 from worker.arguments import parse_arguments
-from worker.engines import KeepKv, ReadKv, RequestHints
+from worker.engines import EngineRequest, KeepKv, ReadKv, RequestHints
 from worker.engines.trtllm import TrtllmEngine, config_from, disaggregated_params
 from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.llm_options import OWN, PASSED, needed
@@ -222,13 +222,17 @@ def test_a_row_for_each_field_of_sampling_params() -> None:
 
 
 def test_what_is_sent() -> None:
-    sent = {name for asked in ASKED for name in native_request(SamplingParams(**asked), PROMPT, 0, SERVED).fields}
+    sent = {
+        name
+        for asked in ASKED
+        for name in native_request(EngineRequest("", PROMPT, SamplingParams(**asked)), 0, SERVED).fields
+    }
     assert sent | {"logits_processor"} == SAMPLING["sent"]
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLING["chain"]))
 def test_what_runs_in_the_chain(name: str) -> None:
-    made = native_request(SamplingParams(temperature=1.0, **{name: 3}), PROMPT, 0, SERVED)
+    made = native_request(EngineRequest("", PROMPT, SamplingParams(temperature=1.0, **{name: 3})), 0, SERVED)
     assert made.chain is not None
     assert name not in made.fields
 
@@ -239,14 +243,16 @@ def test_what_is_refused_is_refused_with_a_reason(name: str) -> None:
     unlike = SamplingParams()
     object.__setattr__(unlike, name, object())
     with pytest.raises(InvalidRequest, match=rf"sampling_params\.{name}: "):
-        native_request(unlike, PROMPT, 0, SERVED)
+        native_request(EngineRequest("", PROMPT, unlike), 0, SERVED)
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLING["text"]))
 def test_what_is_about_text_changes_nothing(name: str) -> None:
     unlike = SamplingParams()
     object.__setattr__(unlike, name, 7)
-    assert native_request(unlike, PROMPT, 0, SERVED) == native_request(SamplingParams(), PROMPT, 0, SERVED)
+    assert native_request(EngineRequest("", PROMPT, unlike), 0, SERVED) == native_request(
+        EngineRequest("", PROMPT, SamplingParams()), 0, SERVED
+    )
 
 
 # Arguments of ``generate_async``

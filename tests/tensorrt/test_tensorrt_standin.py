@@ -19,7 +19,7 @@ from stand_in import collect, embedded, running, stand_in
 
 from adapters.trtllm import Step
 from adapters.trtllm.side_channel import SideChannel
-from worker.engines import NO_HINTS, RequestHints
+from worker.engines import NO_HINTS, EngineRequest, RequestHints
 from worker.engines.trtllm.probes import CallProbe
 from worker.sampling import SamplingParams
 
@@ -154,7 +154,7 @@ async def test_load_and_kv_events_reach_the_runtime(model: Path, tmp_path: Path,
         served.report_blocks(sink)
         prompts = [list(range(start, start + 40)) for start in (20, 120)]
         for prompt, salt in zip(prompts, (None, "tenant"), strict=True):
-            async for _ in served.generate("r", prompt, SamplingParams(max_tokens=2), cache_salt=salt):
+            async for _ in served.generate(EngineRequest("r", prompt, SamplingParams(max_tokens=2), cache_salt=salt)):
                 pass
         found = [await asyncio.wait_for(sink.heard.get(), 30) for _ in prompts]
         assert sink.heard.empty()  # nothing of the smaller window
@@ -178,7 +178,7 @@ async def test_hints_reach_the_library(model: Path) -> None:
 
         served._llm.generate_async = spy
         for hints in (NO_HINTS, RequestHints(trace, 3), RequestHints({}, -3)):
-            async for _ in served.generate("r", PROMPT, SamplingParams(max_tokens=2), hints=hints):
+            async for _ in served.generate(EngineRequest("r", PROMPT, SamplingParams(max_tokens=2), hints=hints)):
                 pass
     assert asked == [
         {"trace_headers": None, "priority": None},

@@ -18,7 +18,7 @@ from adapters.processors.forcing import ForcedPrefix, ForcedSequence
 from adapters.processors.masks import BannedTokens
 from adapters.processors.penalties import RepetitionPenalty
 from adapters.vocabulary import Vocabulary
-from worker.engines import TokenDelta
+from worker.engines import EngineRequest, TokenDelta
 from worker.engines.trtllm import TrtllmEngine
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
 from worker.sampling import SamplingParams
@@ -28,19 +28,19 @@ CONTEXT = Context(Vocabulary(1024), frozenset({1, 4}))
 pytestmark = pytest.mark.timeout(300)  # several processes start, each loads torch
 
 
-def chain(kind: type[Processor], **args: Any) -> list[Any]:
+def chain(kind: type[Processor], **args: Any) -> ProcessorChain:
     made = ProcessorChain(kind.build(kind.Args(**args), CONTEXT), CONTEXT, step_budget_s=60)
     made.start(PROMPT)
-    return create_trtllm_adapters([made], end_id=4)
+    return made
 
 
 def params(processors: Any = None, max_tokens: int = 12, **fields: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, logits_processor=processors, **fields)
 
 
-async def plain(model: Path, asked: SamplingParams) -> TokenDelta:
+async def plain(model: Path, asked: SamplingParams, **arguments: Any) -> TokenDelta:
     async with embedded(model) as reference:
-        return await collect(reference, PROMPT, asked)
+        return await collect(reference, PROMPT, asked, **arguments)
 
 
 FAULTS = {"raises": "raised", "nan": "nan", "empty": "empty", "shape": "raised"}
@@ -81,7 +81,9 @@ async def test_open_processor_errors_are_dynamos(model: Path) -> None:
 async def test_a_call_skipped_after_a_preemption_fails_the_request(model: Path) -> None:
     async with running(model, skips=[3]) as served:
         for max_tokens in (12, 4):  # noticed at the next call, or by the worker where there is none
-            answer = await collect(served, PROMPT, params(chain(BannedTokens, token_ids=[50]), max_tokens))
+            answer = await collect(
+                served, PROMPT, params(max_tokens=max_tokens), chain=chain(BannedTokens, token_ids=[50])
+            )
             assert answer.finish_reason == "error"
             assert answer.failure is not None
             assert answer.failure.reason == "skipped"
@@ -100,18 +102,18 @@ async def test_a_history_that_lags_although_it_should_not_stops_the_start(model:
 async def test_lagged_history_serves_what_needs_none(model: Path) -> None:
     async with running(model, "--history", "lagged", "--max-num-batched-tokens", "64") as served:
         with pytest.raises(InvalidRequest, match="--history lagged"):
-            await collect(served, PROMPT, params(chain(RepetitionPenalty, penalty=1.5)))
+            await collect(served, PROMPT, params(), chain=chain(RepetitionPenalty, penalty=1.5))
         with pytest.raises(InvalidRequest, match="exceeds max_num_tokens"):
             await collect(served, [7] * 65, params())
         answers = [
-            await collect(served, PROMPT, params(chain(BannedTokens, token_ids=[62, 858]))),
-            await collect(served, PROMPT, params(chain(ForcedPrefix, token_ids=[40, 41, 42]))),
+            await collect(served, PROMPT, params(), chain=chain(BannedTokens, token_ids=[62, 858])),
+            await collect(served, PROMPT, params(), chain=chain(ForcedPrefix, token_ids=[40, 41, 42])),
             await collect(served, PROMPT, params(repetition_penalty=1.7)),
             await collect(served, PROMPT, params(seed=3, temperature=1.0)),
         ]
     expected = [
-        await plain(model, params(chain(BannedTokens, token_ids=[62, 858]))),
-        await plain(model, params(chain(ForcedPrefix, token_ids=[40, 41, 42]))),
+        await plain(model, params(), chain=chain(BannedTokens, token_ids=[62, 858])),
+        await plain(model, params(), chain=chain(ForcedPrefix, token_ids=[40, 41, 42])),
         await plain(model, params(repetition_penalty=1.7)),
         await plain(model, params(seed=3, temperature=1.0)),
     ]
@@ -149,21 +151,22 @@ async def test_the_old_version_ignores_most_and_serves_all(model: Path) -> None:
 async def test_a_version_that_hides_the_end_token(model: Path) -> None:
     stops = list(range(0, 1000, 7))
     async with running(model, hides_end_token=True) as served, embedded(model) as reference:
-        for asked in (
-            params(stop_token_ids=stops),
-            params(stop_token_ids=stops, include_stop_str_in_output=True),
-            params(chain(ForcedSequence, token_ids=[40, 41]), stop_token_ids=[1, 4]),
-            params(chain(ForcedSequence, token_ids=[40]), include_stop_str_in_output=True, stop_token_ids=[1, 4]),
+        for asked, forced in (
+            (params(stop_token_ids=stops), None),
+            (params(stop_token_ids=stops, include_stop_str_in_output=True), None),
+            (params(stop_token_ids=[1, 4]), [40, 41]),
+            (params(include_stop_str_in_output=True, stop_token_ids=[1, 4]), [40]),
         ):
-            ours = await collect(served, PROMPT, asked)
-            theirs = await collect(reference, PROMPT, asked)
+            made = [None if forced is None else chain(ForcedSequence, token_ids=forced) for _ in range(2)]
+            ours = await collect(served, PROMPT, asked, chain=made[0])
+            theirs = await collect(reference, PROMPT, asked, chain=made[1])
             assert (ours.token_ids, ours.stop_reason) == (theirs.token_ids, theirs.stop_reason)
 
 
 async def several(served: TrtllmEngine, asked: SamplingParams) -> list[TokenDelta]:
     """Each choice as one delta."""
     found = [TokenDelta(index=index) for index in range(asked.n)]
-    async for delta in served.generate("n", PROMPT, asked):
+    async for delta in served.generate(EngineRequest("n", PROMPT, asked)):
         whole = found[delta.index]
         assert whole.finish_reason is None
         whole.token_ids += delta.token_ids
@@ -215,7 +218,7 @@ async def test_more_log_probabilities_than_the_version_takes(model: Path) -> Non
                 await collect(served, PROMPT, params(logprobs=25))
             assert refused.value.field == "sampling_params.logprobs"
         assert (served.num_unfinished(), reasons) == (0, [])
-        answer = await collect(served, PROMPT, params(chain(BannedTokens, token_ids=[50]), logprobs=25))
+        answer = await collect(served, PROMPT, params(logprobs=25), chain=chain(BannedTokens, token_ids=[50]))
         assert [len(each) for each in answer.logprobs or ()] == [26] * 12
 
 
@@ -234,7 +237,7 @@ async def test_an_exception_on_the_clients_side_ends_one_request(
     async with running(model, **switches) as served:
         reasons: list[str] = []
         served.tell_broken(reasons.append)
-        stranger = served.generate("stranger", PROMPT, params(max_tokens=1500, ignore_eos=True))
+        stranger = served.generate(EngineRequest("stranger", PROMPT, params(max_tokens=1500, ignore_eos=True)))
         await anext(stranger)
         answers = await asyncio.gather(
             *(collect(served, PROMPT, params(logprobs=1), f"guilty{number}") for number in range(9))
@@ -307,7 +310,7 @@ async def test_refusals_aborts_and_the_drain(model: Path) -> None:
             await collect(served, PROMPT, params(use_beam_search=True))
         with pytest.raises(InvalidRequest, match="sent to the engine's process"):
             await collect(served, PROMPT, params([lambda *a: None]))
-        long = served.generate("long", PROMPT, params(max_tokens=1500, ignore_eos=True))
+        long = served.generate(EngineRequest("long", PROMPT, params(max_tokens=1500, ignore_eos=True)))
         await anext(long)
         with pytest.raises(InvalidRequest, match="in use"):
             await collect(served, PROMPT, params(), "long")
@@ -316,7 +319,7 @@ async def test_refusals_aborts_and_the_drain(model: Path) -> None:
         served.abort("long")
         served.abort("unknown")
         assert [delta.finish_reason async for delta in long][-1] == "cancelled"
-        again = served.generate("again", PROMPT, params(max_tokens=1500, ignore_eos=True))
+        again = served.generate(EngineRequest("again", PROMPT, params(max_tokens=1500, ignore_eos=True)))
         await anext(again)
         assert served.migrate_all() == 1
         with pytest.raises(Draining):

@@ -16,15 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.trtllm import Step
-from worker.engines import RequestHints
+from worker.engines import EngineRequest, RequestHints
 from worker.engines.trtllm import reports, verify
 from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import LEAST_LOGPROB, Cursor, entries_of
 from worker.engines.trtllm.health import Watch, described, own_check, submission_error
 from worker.engines.trtllm.probes import NUM_TOKENS, Calls, ProbeRefused, find_honoured, judge_calls
-from worker.engines.trtllm.submission import hint_arguments
+from worker.engines.trtllm.submission import own_arguments
 from worker.errors import InvalidRequest, RequestFailed, StartupError
+from worker.sampling import SamplingParams
 
 
 def test_a_package_that_cannot_be_imported() -> None:
@@ -404,19 +405,23 @@ def test_statistics() -> None:
 # Hints
 
 
+def hinted(hints: RequestHints) -> EngineRequest:
+    return EngineRequest("", [5], SamplingParams(), hints=hints)
+
+
 @pytest.mark.parametrize(
     ("priority", "expected"), [(0, None), (1, 0.75), (-1, 0.25), (10**400, 1.0), (-(10**400), 0.0)], ids=str
 )
 def test_priorities_lie_between_0_and_1(priority: int, expected: float | None) -> None:
     taken = package(generate_arguments=frozenset({"priority"}))
-    assert hint_arguments(RequestHints({}, priority), taken).get("priority") == expected
-    assert hint_arguments(RequestHints({"traceparent": "x"}, priority), package()) == {}  # of an older version
+    assert own_arguments(hinted(RequestHints({}, priority)), taken).get("priority") == expected
+    assert own_arguments(hinted(RequestHints({"traceparent": "x"}, priority)), package()) == {}  # of an older version
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=6))
 def test_more_urgent_is_not_later(priorities: list[int]) -> None:
     taken = package(generate_arguments=frozenset({"priority"}))
-    given_ = [hint_arguments(RequestHints({}, each), taken).get("priority", 0.5) for each in sorted(priorities)]
+    given_ = [own_arguments(hinted(RequestHints({}, each)), taken).get("priority", 0.5) for each in sorted(priorities)]
     assert given_ == sorted(given_)
     assert all(0 <= each <= 1 for each in given_)
 

@@ -66,7 +66,7 @@ def test_nothing_for_the_rest(tmp_path: Path) -> None:
     path = unusable(tmp_path, NO_LIBCUDA)
     code = """
 import pickle
-import adapters.client, adapters.testing, worker.serving, worker.runtimes.dynamo_engine
+import adapters.client, adapters.testing, worker.server, worker.runtimes.dynamo_engine
 import worker.engines.embedded, worker.engines.trtllm, worker.engines.trtllm.verify
 from adapters import TemperatureProcessor, create_trtllm_adapters
 (adapter,) = create_trtllm_adapters([TemperatureProcessor()])

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from adapters.catalog import Requested, Selection
 from worker.disaggregation.seal import CLOCK_SKEW_S, Seal
 from worker.disaggregation.serving import DisaggregatedServing, TransferMetrics
-from worker.engines import KeepKv, ReadKv, TokenDelta
+from worker.engines import KeepKv, LocalPrefill, ReadKv, TokenDelta
 from worker.errors import ConfigurationError, InvalidRequest, Overloaded
 from worker.lifecycle.drain import InFlightRequest
 from worker.requests.request import GenerationRequest
@@ -46,19 +46,16 @@ def transferred(secret: str = POOL, clock: Clock | None = None) -> dict[str, Any
 
 
 def test_decode_reads_where_prefill_says() -> None:
-    part = disaggregation("decode").part_of(request(transferred()), CHOSEN)
-    assert part.kv == ReadKv(KV)
-    assert part.num_cached_tokens == 2
-    assert part.local_reason is None
+    assert disaggregation("decode").kv_of(request(transferred()), CHOSEN) == ReadKv(KV, num_cached_tokens=2)
 
 
 def test_decode_connects_to_nobody_but_its_own_pool() -> None:
     decode = disaggregation("decode")
     with pytest.raises(InvalidRequest, match="is not of this pool"):
-        decode.part_of(request(transferred("a secret of some other pool, far away")), CHOSEN)
+        decode.kv_of(request(transferred("a secret of some other pool, far away")), CHOSEN)
     unsigned = json.loads(transferred()["body"])
     with pytest.raises(InvalidRequest, match=r"disaggregated_params: must be of format dynamo-logits-worker/sealed"):
-        decode.part_of(request(unsigned), CHOSEN)
+        decode.kv_of(request(unsigned), CHOSEN)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +65,7 @@ def test_a_genuine_kv_transfer_is_worth_nothing_with_another_request(
     prompt: list[int], selection: Selection, whose: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"was made for {whose}"):
-        disaggregation("decode").part_of(request(transferred(), prompt), selection)
+        disaggregation("decode").kv_of(request(transferred(), prompt), selection)
 
 
 def test_what_came_too_late_is_computed_here() -> None:
@@ -76,36 +73,34 @@ def test_what_came_too_late_is_computed_here() -> None:
     given = transferred(clock=clock)
     decode = disaggregation("decode", clock=clock)
     clock.now += 31 + CLOCK_SKEW_S
-    part = decode.part_of(request(given), CHOSEN)
-    assert (part.kv, part.num_cached_tokens, part.local_reason) == (None, 0, "late")
+    assert decode.kv_of(request(given), CHOSEN) == LocalPrefill("late")
     with pytest.raises(InvalidRequest, match="was made for another prompt"):
-        decode.part_of(request(given, [1]), CHOSEN)
+        decode.kv_of(request(given, [1]), CHOSEN)
 
 
 @pytest.mark.parametrize("role", ["aggregated", "prefill"])
 def test_others_receive_no_kv(role: str) -> None:
     with pytest.raises(InvalidRequest, match=f"prefill_result: this is no decode worker, it is {role}"):
-        disaggregation(role).part_of(request({}), CHOSEN)
+        disaggregation(role).kv_of(request({}), CHOSEN)
 
 
 def test_a_probe_is_held_by_nobody_and_takes_no_place() -> None:
-    assert disaggregation("prefill").part_of(request(is_probe=True), CHOSEN).kv is None
-    assert disaggregation("prefill").part_of(request(), CHOSEN).kv == KeepKv()
-    probed = disaggregation("decode", most=0).part_of(request(is_probe=True), CHOSEN)
-    assert (probed.kv, probed.local_reason) == (None, None)
+    assert disaggregation("prefill").kv_of(request(is_probe=True), CHOSEN) is None
+    assert disaggregation("prefill").kv_of(request(), CHOSEN) == KeepKv()
+    assert disaggregation("decode", most=0).kv_of(request(is_probe=True), CHOSEN) is None
 
 
 def test_only_so_many_prompts_are_computed_without_a_kv_transfer() -> None:
     decode = disaggregation("decode", most=2)
-    part = decode.part_of(request(), CHOSEN)
-    assert (part.kv, part.local_reason) == (None, "missing")
+    part = decode.kv_of(request(), CHOSEN)
+    assert part == LocalPrefill("missing")
     all_admitted = [InFlightRequest(str(number), len(PROMPT)) for number in range(3)]
     for admitted in all_admitted[:2]:
         decode.check_local_prefills(part)
         decode.admit(admitted, part)
     with pytest.raises(Overloaded, match="2 prompts without a KV transfer are being computed here already"):
         decode.check_local_prefills(part)
-    decode.check_local_prefills(decode.part_of(request(transferred()), CHOSEN))  # those who bring their KV pass
+    decode.check_local_prefills(decode.kv_of(request(transferred()), CHOSEN))  # those who bring their KV pass
     decode.release(all_admitted[0])
     decode.check_local_prefills(part)
     decode.admit(all_admitted[2], part)
@@ -120,7 +115,7 @@ def test_only_so_many_prompts_are_computed_without_a_kv_transfer() -> None:
 
 def test_a_stream_that_is_closed_late_does_not_give_up_its_successors_place() -> None:
     decode = disaggregation("decode")
-    part = decode.part_of(request(), CHOSEN)
+    part = decode.kv_of(request(), CHOSEN)
     first, second = InFlightRequest("same id", 3), InFlightRequest("same id", 3)
     decode.admit(first, part)
     decode.release_id("same id")
@@ -132,7 +127,7 @@ def test_a_stream_that_is_closed_late_does_not_give_up_its_successors_place() ->
 def test_a_decode_worker_may_be_told_to_compute_no_prompts() -> None:
     decode = disaggregation("decode", most=0)
     with pytest.raises(InvalidRequest, match=r"disaggregated_params: is missing, and this decode worker computes no"):
-        decode.part_of(request(), CHOSEN)
+        decode.kv_of(request(), CHOSEN)
 
 
 def test_no_role_without_a_seal() -> None:
@@ -149,7 +144,7 @@ def test_what_was_computed_here_is_counted_by_reason() -> None:
             return 0
 
     decode, registry = disaggregation("decode"), CollectorRegistry()
-    decode.admit(InFlightRequest("one", 3), decode.part_of(request(), CHOSEN))
+    decode.admit(InFlightRequest("one", 3), decode.kv_of(request(), CHOSEN))
     TransferMetrics(Counting(), decode, registry)  # type: ignore[arg-type]
     found = {
         reason: registry.get_sample_value("dlw_local_prefills_total", {"reason": reason})

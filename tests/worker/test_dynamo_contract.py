@@ -21,6 +21,7 @@ from dynamo.common.constants import DisaggregationMode
 from dynamo.llm import exceptions
 from ports import free_port
 
+from worker import installation
 from worker.arguments import parse_arguments
 from worker.engines import EngineInfo
 from worker.errors import (
@@ -56,7 +57,7 @@ def names(cls: type) -> set[str]:
 
 
 def test_the_version_is_one_that_is_tested() -> None:
-    runtime.check_installed()
+    installation.check_dynamo()
     assert DYNAMO in ((1, 4), (1, 6))
 
 
@@ -177,43 +178,43 @@ def test_worker_runs_on_an_event_loop() -> None:
 
 def test_the_runtime_lets_the_drain_end() -> None:
     environ: dict[str, str] = {}
-    runtime.allow_drain(100.5, environ)
-    assert int(environ[runtime.SHUTDOWN_LIMIT]) > 105
-    environ = {runtime.SHUTDOWN_LIMIT: "60"}
-    runtime.allow_drain(30, environ)
-    assert environ == {runtime.SHUTDOWN_LIMIT: "60"}
+    installation.allow_drain(100.5, environ)
+    assert int(environ[installation.SHUTDOWN_LIMIT]) > 105
+    environ = {installation.SHUTDOWN_LIMIT: "60"}
+    installation.allow_drain(30, environ)
+    assert environ == {installation.SHUTDOWN_LIMIT: "60"}
 
 
 @pytest.mark.parametrize("limit", ["32", "x", "-1"])
 def test_a_limit_that_would_cut_the_drain(limit: str) -> None:
-    with pytest.raises(ConfigurationError, match=runtime.SHUTDOWN_LIMIT):
-        runtime.allow_drain(30, {runtime.SHUTDOWN_LIMIT: limit})
+    with pytest.raises(ConfigurationError, match=installation.SHUTDOWN_LIMIT):
+        installation.allow_drain(30, {installation.SHUTDOWN_LIMIT: limit})
 
 
 def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", free_port())) as server:
         port = str(server.getsockname()[1])
         with pytest.raises(StartupError, match=f"DYN_SYSTEM_PORT: cannot listen on 127.0.0.1:{port}: "):
-            runtime.check_ports({"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": port})
+            installation.check_ports({"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": port})
         with pytest.raises(StartupError, match="DYN_TCP_RPC_PORT"):
-            runtime.check_ports({"DYN_TCP_RPC_HOST": "127.0.0.1", "DYN_TCP_RPC_PORT": port})
-    runtime.check_ports({"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": port})
+            installation.check_ports({"DYN_TCP_RPC_HOST": "127.0.0.1", "DYN_TCP_RPC_PORT": port})
+    installation.check_ports({"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": port})
 
 
 @pytest.mark.parametrize("text", ["-1", "0", ""])
 def test_ports_that_are_off(text: str) -> None:
-    runtime.check_ports({"DYN_SYSTEM_PORT": text})
+    installation.check_ports({"DYN_SYSTEM_PORT": text})
 
 
 def test_the_system_port_of_older_versions_is_16_bits_with_a_sign() -> None:
     if DYNAMO < (1, 6):
         with pytest.raises(ConfigurationError, match="DYN_SYSTEM_PORT must be a port number up to 32767, got '40000'"):
-            runtime.check_ports({"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": "40000"})
+            installation.check_ports({"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": "40000"})
     else:
-        runtime.check_ports({"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": "40000"})
+        installation.check_ports({"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": "40000"})
 
 
 @pytest.mark.parametrize("text", ["http", "70000", "-2", "8.1"])
 def test_ports_that_are_none(text: str) -> None:
     with pytest.raises(ConfigurationError, match="DYN_SYSTEM_PORT must be a port number"):
-        runtime.check_ports({"DYN_SYSTEM_PORT": text})
+        installation.check_ports({"DYN_SYSTEM_PORT": text})

@@ -16,15 +16,17 @@ from prometheus_client import CollectorRegistry
 
 from adapters.catalog import Catalog, ModelPolicy, Origin, Policy, Requested, Selection
 from adapters.chain import ProcessorChain, apply_chain
-from adapters.contract import Stage
+from adapters.contract import Context, Stage
 from adapters.processors import BUILTINS
+from adapters.vocabulary import Vocabulary
+from worker.engines import EngineRequest
+from worker.engines.chain_builder import model_context
 from worker.engines.embedded.admission import SAMPLED
 from worker.errors import InvalidRequest
 from worker.processors.builder import ServedChainBuilder
 from worker.requests.fields import FIELDS
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 from worker.sampling import Control, SamplingParams
-from worker.sampling.chain_builder import Facts
 from worker.sampling.control import RunsAs
 from worker.sampling.field_processors import for_engine, is_sampled, processor_controls, with_field_processors
 from worker.tiny_model import write_tiny_model
@@ -94,10 +96,10 @@ cases = st.sampled_from(CASES)
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Context:
     directory = tmp_path_factory.mktemp("tiny")
     write_tiny_model(directory)
-    return Facts.load(str(directory), VOCAB, (END,))
+    return model_context(Vocabulary.from_pretrained(str(directory), VOCAB, (END,)))
 
 
 def raw(case: Case | None = None, value: Any = None, **stop_conditions: Any) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def parsed(data: dict[str, Any]) -> GenerationRequest:
     return parse_request(data, RequestLimits(256, VOCAB, (END,)))
 
 
-def chains_with(facts: Facts, **policy: Any) -> ServedChainBuilder:
+def chains_with(facts: Context, **policy: Any) -> ServedChainBuilder:
     policies = Policy(models={MODEL: ModelPolicy(**policy)})
     return ServedChainBuilder(CATALOG, policies, MODEL, facts, CollectorRegistry())
 
@@ -131,7 +133,7 @@ def served(chains: ServedChainBuilder, request: GenerationRequest) -> tuple[Samp
     """
     params, prompt = request.params, request.prompt_token_ids
     selection, ends = chains.select(request, {}), params.end_token_ids
-    chain = asyncio.run(chains.build(selection, prompt, ends, 1, params.max_tokens))
+    chain = asyncio.run(chains.prepare(EngineRequest("", prompt, params, seed=1), selection, params.max_tokens)).chain
     context = chains.builder.context(ends, 1, params.max_tokens)
     return with_field_processors(for_engine(params), chain, prompt, context, by_sampler=SAMPLED)
 
@@ -165,7 +167,7 @@ NEUTRAL = {case: value for case in CASES for value in (0, 1) if value == case.co
 
 
 @pytest.mark.parametrize("case", NEUTRAL, ids=lambda case: case.name)
-def test_a_neutral_value_changes_no_row(case: Case, facts: Facts) -> None:
+def test_a_neutral_value_changes_no_row(case: Case, facts: Context) -> None:
     """What is left out of a chain because it asks for nothing would have done nothing in it."""
     context = chains_with(facts).builder.context(frozenset({END}), 1, 20)
     requested = Requested(case.name, {case.runs_as.argument: NEUTRAL[case]})
@@ -182,7 +184,7 @@ def test_a_neutral_value_changes_no_row(case: Case, facts: Facts) -> None:
 
 
 @given(cases, st.data())
-def test_a_default_yields_to_the_clients_field(facts: Facts, case: Case, data: st.DataObject) -> None:
+def test_a_default_yields_to_the_clients_field(facts: Context, case: Case, data: st.DataObject) -> None:
     """The request is served as without a policy, whatever the value; without the field the
     default holds.
     """
@@ -199,7 +201,7 @@ def test_a_default_yields_to_the_clients_field(facts: Facts, case: Case, data: s
 
 
 @given(cases, cases)
-def test_a_default_stays_beside_fields_that_are_something_else(facts: Facts, mine: Case, other: Case) -> None:
+def test_a_default_stays_beside_fields_that_are_something_else(facts: Context, mine: Case, other: Case) -> None:
     name = mine.name
     chains = chains_with(facts, default=operators("default", name, VALUES[name][1]))
     request = parsed(raw(other, VALUES[other.name][1][other.runs_as.argument]))
@@ -229,7 +231,7 @@ LATE = {
 UNDONE_BY_GREEDY = {"temperature", "dynamic_temperature", "watermark", "synthid"}
 
 
-def late_chains(facts: Facts, **policy: Any) -> ServedChainBuilder:
+def late_chains(facts: Context, **policy: Any) -> ServedChainBuilder:
     made = Policy(models={MODEL: ModelPolicy(**policy)}, watermark_keys={"house": bytes(range(32))})
     return ServedChainBuilder(CATALOG, made, MODEL, facts, CollectorRegistry())
 
@@ -239,7 +241,7 @@ def test_all_late_processors_are_tried() -> None:
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_an_empty_request_stays_greedy_under_a_default(facts: Facts, name: str) -> None:
+def test_an_empty_request_stays_greedy_under_a_default(facts: Context, name: str) -> None:
     chains = late_chains(facts, default=operators("default", name, LATE[name]))
     row = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))
     for request in (parsed(raw()), parsed(raw(BY_NAME["frequency_penalty"], 0.5))):  # a penalty does not ask for a draw
@@ -252,18 +254,19 @@ def test_an_empty_request_stays_greedy_under_a_default(facts: Facts, name: str) 
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_who_names_it_himself_is_drawn(facts: Facts, name: str) -> None:
+def test_who_names_it_himself_is_drawn(facts: Context, name: str) -> None:
     chains = late_chains(facts)
     selection = Selection((Requested(name, LATE[name], path="processors[0]"),))
     ends = frozenset({END})
-    chain = asyncio.run(chains.build(selection, PROMPT, ends, 1, 20))
+    asked = EngineRequest("", PROMPT, SamplingParams(max_tokens=20, stop_token_ids=[END]), seed=1)
+    chain = asyncio.run(chains.prepare(asked, selection, 20)).chain
     context = chains.builder.context(ends, 1, 20)
     params, chain = with_field_processors(SamplingParams(), chain, PROMPT, context, by_sampler=SAMPLED)
     assert not params.is_greedy
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_a_default_shapes_a_request_that_is_drawn(facts: Facts, name: str) -> None:
+def test_a_default_shapes_a_request_that_is_drawn(facts: Context, name: str) -> None:
     chains = late_chains(facts, default=operators("default", name, LATE[name]))
     field = "top_p" if name == "temperature" else "temperature"
     params, chain = served(chains, parsed(raw(BY_NAME[field], 0.75)))
@@ -272,7 +275,7 @@ def test_a_default_shapes_a_request_that_is_drawn(facts: Facts, name: str) -> No
 
 
 @pytest.mark.parametrize(("name", "drawn"), [(name, name in UNDONE_BY_GREEDY) for name in LATE])
-def test_of_what_is_mandatory_only_what_greedy_would_undo_is_drawn(facts: Facts, name: str, drawn: bool) -> None:
+def test_of_what_is_mandatory_only_what_greedy_would_undo_is_drawn(facts: Context, name: str, drawn: bool) -> None:
     params, chain = served(late_chains(facts, mandatory=operators("mandatory", name, LATE[name])), parsed(raw()))
     assert name in names(chain)
     assert params.is_greedy is not drawn
@@ -282,7 +285,7 @@ def test_of_what_is_mandatory_only_what_greedy_would_undo_is_drawn(facts: Facts,
 
 
 @given(cases, st.data())
-def test_a_forbidden_processor_cannot_be_had_by_its_field(facts: Facts, case: Case, data: st.DataObject) -> None:
+def test_a_forbidden_processor_cannot_be_had_by_its_field(facts: Context, case: Case, data: st.DataObject) -> None:
     name = case.name
     value = data.draw(VALUES[name][0])
     chains = chains_with(facts, forbidden=frozenset({name}))
@@ -299,7 +302,7 @@ def test_a_forbidden_processor_cannot_be_had_by_its_field(facts: Facts, case: Ca
 
 
 @given(cases, st.data())
-def test_a_mandatory_processor_cannot_be_changed_by_its_field(facts: Facts, case: Case, data: st.DataObject) -> None:
+def test_a_mandatory_processor_cannot_be_changed_by_its_field(facts: Context, case: Case, data: st.DataObject) -> None:
     name = case.name
     values, args = VALUES[name]
     chains = chains_with(facts, mandatory=operators("mandatory", name, args))
@@ -319,7 +322,7 @@ def test_a_mandatory_processor_cannot_be_changed_by_its_field(facts: Facts, case
     assert refused.value.field.startswith(case.control.path)
 
 
-def test_an_argument_that_the_field_has_beside_its_value_is_compared_too(facts: Facts) -> None:
+def test_an_argument_that_the_field_has_beside_its_value_is_compared_too(facts: Context) -> None:
     chains = chains_with(facts, mandatory=operators("mandatory", "allowed_tokens", {"token_ids": [9, 10]}))
     with pytest.raises(InvalidRequest, match="allowed_tokens is set by the operator and cannot be changed"):
         chains.select(
@@ -328,7 +331,7 @@ def test_an_argument_that_the_field_has_beside_its_value_is_compared_too(facts: 
 
 
 @pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
-def test_a_field_that_lost_digits_on_its_way_is_the_same(facts: Facts, name: str) -> None:
+def test_a_field_that_lost_digits_on_its_way_is_the_same(facts: Context, name: str) -> None:
     """Dynamo's frontend keeps 32 bits of a number: who asks for the operator's own 0.7 asks for
     0.699999988079071.
     """
@@ -342,13 +345,13 @@ def test_a_field_that_lost_digits_on_its_way_is_the_same(facts: Facts, name: str
 
 
 @given(cases)
-def test_a_mandatory_processor_is_there_without_its_field(facts: Facts, case: Case) -> None:
+def test_a_mandatory_processor_is_there_without_its_field(facts: Context, case: Case) -> None:
     name = case.name
     chains = chains_with(facts, mandatory=operators("mandatory", name, VALUES[name][1]))
     assert names(served(chains, parsed(raw()))[1]).count(name) == 1
 
 
-def test_a_mandatory_processor_named_twice_is_compared_twice(facts: Facts) -> None:
+def test_a_mandatory_processor_named_twice_is_compared_twice(facts: Context) -> None:
     chains = chains_with(facts, mandatory=operators("mandatory", "min_tokens", {"n": 3}))
     entries = '{"name": "min_tokens", "args": {"n": 1}}, {"name": "min_tokens", "args": {"n": 3}}'
     data = raw() | {"annotations": [f'logits_processors:{{"version": 1, "processors": [{entries}]}}']}
@@ -370,14 +373,14 @@ ENDING = {
 
 
 @pytest.mark.parametrize("name", ENDING)
-def test_a_default_that_ends_answers_yields_to_ignore_eos(facts: Facts, name: str) -> None:
+def test_a_default_that_ends_answers_yields_to_ignore_eos(facts: Context, name: str) -> None:
     chains = chains_with(facts, default=operators("default", name, ENDING[name]))
     assert served(chains, parsed(raw(ignore_eos=True)))[1] is None
     assert name in names(served(chains, parsed(raw()))[1])
 
 
 @pytest.mark.parametrize("name", ENDING)
-def test_a_mandatory_one_names_ignore_eos(facts: Facts, name: str) -> None:
+def test_a_mandatory_one_names_ignore_eos(facts: Context, name: str) -> None:
     chains = chains_with(facts, mandatory=operators("mandatory", name, ENDING[name]))
     message = f"must not be true: the operator requires the logits processor {name} for this model"
     with pytest.raises(InvalidRequest, match=message) as refused:
@@ -385,20 +388,20 @@ def test_a_mandatory_one_names_ignore_eos(facts: Facts, name: str) -> None:
     assert refused.value.field == "stop_conditions.ignore_eos"
 
 
-def test_what_else_rules_a_mandatory_one_out_is_said(facts: Facts) -> None:
+def test_what_else_rules_a_mandatory_one_out_is_said(facts: Context) -> None:
     chains = chains_with(facts, mandatory=operators("mandatory", "min_tokens", {"n": 30}))
     with pytest.raises(InvalidRequest, match=r"requires .* min_tokens .* max_tokens, which is 20") as refused:
         served(chains, parsed(raw()))
     assert refused.value.field == "logits_processors"
 
 
-def test_what_the_client_asks_for_itself_is_refused_in_its_own_name(facts: Facts) -> None:
+def test_what_the_client_asks_for_itself_is_refused_in_its_own_name(facts: Context) -> None:
     with pytest.raises(InvalidRequest, match="needs an end token") as refused:
         served(chains_with(facts), parsed(raw(BY_NAME["json_schema"], True, ignore_eos=True)))
     assert refused.value.field.startswith("sampling_options.guided_decoding")
 
 
-def test_the_order_of_a_request_covers_its_fields(facts: Facts) -> None:
+def test_the_order_of_a_request_covers_its_fields(facts: Context) -> None:
     data = raw()
     data["sampling_options"] = {"temperature": 1.5, "min_p": 0.25, "top_k": 40}
     top_a = [{"name": "top_a", "args": {"a": 0.1}}]

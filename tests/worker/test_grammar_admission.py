@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,14 +19,15 @@ from test_llm_engine import request as raw_request
 from adapters.catalog import Catalog, Policy
 from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavailable
 from adapters.processors.grammar import grammar_cache, tokenizer_tables
+from adapters.vocabulary import Vocabulary
 from worker.arguments import Arguments, parse_arguments
-from worker.engines import EngineInfo
+from worker.engines import EngineInfo, EngineRequest
+from worker.engines.chain_builder import model_context
 from worker.errors import GrammarsUnavailable, InvalidRequest, Overloaded, StartupError
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.requests.request import GenerationRequest
 from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.sampling import GuidedDecodingParams, SamplingParams
-from worker.sampling.chain_builder import Facts
 from worker.tiny_model import write_tiny_model
 
 FOREVER_S = 600.0
@@ -40,12 +42,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def facts(model: str) -> Facts:
-    return Facts.load(model, 1024, (1,))
+def facts(model: str) -> Context:
+    return model_context(Vocabulary.from_pretrained(model, 1024, (1,)))
 
 
 @pytest.fixture
-def sandbox(facts: Facts) -> Iterator[GrammarSandbox]:
+def sandbox(facts: Context) -> Iterator[GrammarSandbox]:
     """One in which a slow grammar never ends."""
     tables = tokenizer_tables(facts.vocabulary)
     with GrammarSandbox(lambda: tables, timeout_s=FOREVER_S, max_wait_s=FOREVER_S) as running:
@@ -54,14 +56,15 @@ def sandbox(facts: Facts) -> Iterator[GrammarSandbox]:
         yield running
 
 
-def chains_of(facts: Facts, registry: CollectorRegistry | None = None) -> ServedChainBuilder:
+def chains_of(facts: Context, registry: CollectorRegistry | None = None) -> ServedChainBuilder:
     return ServedChainBuilder(Catalog.default(), Policy(), "tiny", facts, registry or CollectorRegistry())
 
 
 async def build(chains: ServedChainBuilder, guided: dict[str, Any], client: str | None = None) -> Any:
     params = SamplingParams(max_tokens=9, guided_decoding=GuidedDecodingParams(**guided))
     made = GenerationRequest(prompt_token_ids=[5], params=params)
-    return await chains.build(chains.select(made, {}), [5], frozenset({1}), 1, 9, client)
+    asked = EngineRequest("", [5], replace(params, stop_token_ids=[1]), seed=1, cache_salt=client)
+    return (await chains.prepare(asked, chains.select(made, {}), 9)).chain
 
 
 async def running(sandbox: GrammarSandbox, chains: ServedChainBuilder, count: int = 1) -> None:
@@ -87,7 +90,7 @@ async def running(sandbox: GrammarSandbox, chains: ServedChainBuilder, count: in
     ],
 )
 async def test_a_refusal_names_the_field_and_the_limit(
-    facts: Facts, sandbox: GrammarSandbox, guided: dict[str, Any], field: str, problem: str
+    facts: Context, sandbox: GrammarSandbox, guided: dict[str, Any], field: str, problem: str
 ) -> None:
     chains = chains_of(facts)
     with pytest.raises(InvalidRequest) as refused:
@@ -97,7 +100,7 @@ async def test_a_refusal_names_the_field_and_the_limit(
 
 
 async def test_slow_grammars_hold_up_neither_the_builder_nor_asyncios_threads(
-    facts: Facts, sandbox: GrammarSandbox
+    facts: Context, sandbox: GrammarSandbox
 ) -> None:
     chains = chains_of(facts)
     bombs = [
@@ -116,7 +119,7 @@ async def test_slow_grammars_hold_up_neither_the_builder_nor_asyncios_threads(
 
 
 async def test_a_full_queue_and_a_missing_process_are_no_fault_of_the_grammar(
-    facts: Facts, sandbox: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
+    facts: Context, sandbox: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chains = chains_of(facts)
     failure: Exception = SandboxBusy("too many grammars wait to be compiled")
@@ -140,7 +143,7 @@ async def test_a_full_queue_and_a_missing_process_are_no_fault_of_the_grammar(
 
 
 @pytest.fixture
-async def worker(facts: Facts, sandbox: GrammarSandbox) -> AsyncIterator[tuple[WorkerEngine, ServedChainBuilder]]:
+async def worker(facts: Context, sandbox: GrammarSandbox) -> AsyncIterator[tuple[WorkerEngine, ServedChainBuilder]]:
     made: list[ServedChainBuilder] = []
 
     def make_chains(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ServedChainBuilder:
@@ -168,20 +171,20 @@ async def test_requests_count_as_in_flight_while_they_compile(worker: Served, sa
     engine, chains = worker
     slow = asyncio.create_task(collect(engine.generate(guided(SLOW), Context("slow"))))
     await running(sandbox, chains)
-    assert engine.metrics.registry.get_sample_value("dlw_in_flight_requests") == 1
-    assert engine.in_flight.num_blocks == 0
+    assert engine.server.metrics.registry.get_sample_value("dlw_in_flight_requests") == 1
+    assert engine.server.in_flight.num_blocks == 0
     with pytest.raises(exceptions.InvalidArgument, match="'slow' is being served already"):
         await collect(engine.generate(guided(GOOD), Context("slow")))
     slow.cancel()
     await asyncio.gather(slow, return_exceptions=True)
-    assert len(engine.in_flight) == 0
+    assert len(engine.server.in_flight) == 0
 
 
 async def test_a_refused_grammar_leaves_nothing_in_flight(worker: Served) -> None:
     engine, _ = worker
     with pytest.raises(exceptions.InvalidArgument, match="unclosed"):
         await collect(engine.generate(guided({"regex": "("}), Context()))
-    assert len(engine.in_flight) == 0
+    assert len(engine.server.in_flight) == 0
     assert outcomes(engine) == {"refused": 1}
 
 
@@ -190,7 +193,7 @@ async def test_an_abort_while_a_grammar_compiles_ends_both(worker: Served, sandb
     slow = asyncio.create_task(collect(engine.generate(guided(SLOW), Context("slow"))))
     await running(sandbox, chains)
     await engine.abort(Context("slow"))
-    assert len(engine.in_flight) == 0
+    assert len(engine.server.in_flight) == 0
     chunks = await slow
     assert [(chunk["token_ids"], chunk["finish_reason"]) for chunk in chunks] == [([], "cancelled")]
     assert outcomes(engine) == {"cancelled": 1}
@@ -206,7 +209,7 @@ async def test_a_drain_hands_off_what_still_compiles(worker: Served, sandbox: Gr
     await engine.cleanup()
     with pytest.raises(exceptions.EngineShutdown):
         await slow
-    assert engine.metrics.registry.get_sample_value("dlw_drain_migrated_total") == 1
+    assert engine.server.metrics.registry.get_sample_value("dlw_drain_migrated_total") == 1
     assert pid is not None
     assert sandbox.pid is None
 
@@ -218,7 +221,7 @@ def arguments_for(model: str) -> Arguments:
 async def test_the_chain_builder_of_a_worker_has_a_sandbox_and_its_metrics(model: str) -> None:
     registry = CollectorRegistry()
     chains = await asyncio.to_thread(make_chain_builder, arguments_for(model), INFO, registry)
-    cache = grammar_cache(chains.facts.vocabulary)
+    cache = grammar_cache(chains.vocabulary)
     assert cache.sandbox is not None
     assert (cache.max_bytes, cache.sandbox.limits.timeout_s) == (3 << 20, 1.0)
     for _ in range(2):
@@ -238,7 +241,7 @@ async def test_the_chain_builder_of_a_worker_has_a_sandbox_and_its_metrics(model
     await chains.close()
     try:
         with pytest.raises(GrammarsUnavailable):
-            await build(chains_of(chains.facts), {"regex": "z"})
+            await build(chains_of(chains.builder.model), {"regex": "z"})
     finally:
         cache.sandbox = None  # other tests in this process may have an equal tokenizer, and so this cache
 

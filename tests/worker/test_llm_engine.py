@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
@@ -19,13 +19,13 @@ from adapters.catalog import Catalog, Policy
 from adapters.vocabulary import Vocabulary
 from worker.arguments import Arguments, parse_arguments
 from worker.disaggregation.seal import Seal
-from worker.engines import NO_HINTS, EngineInfo, RequestHints, TokenDelta
+from worker.engines import EngineInfo, EngineRequest, RequestHints, TokenDelta
+from worker.engines.chain_builder import model_context
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
 from worker.metrics import OUTCOMES
 from worker.processors.builder import ServedChainBuilder
 from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.sampling import SamplingParams
-from worker.sampling.chain_builder import Facts
 
 ARGUMENTS = parse_arguments(["--model-path", "/models/tiny", "--drain-timeout-s", "0.01"], {})
 SEAL = Seal("a secret of this pool, and of no other")
@@ -67,8 +67,8 @@ class Context:
 
 def chains(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ServedChainBuilder:
     """Of a model without a tokenizer."""
-    facts = Facts(Vocabulary(info.vocab_size, eos_token_ids=info.eos_token_ids))
-    return ServedChainBuilder(Catalog.default(), Policy(), "tiny", facts, registry)
+    model = model_context(Vocabulary(info.vocab_size, eos_token_ids=info.eos_token_ids))
+    return ServedChainBuilder(Catalog.default(), Policy(), "tiny", model, registry)
 
 
 class FakeEngine:
@@ -87,19 +87,9 @@ class FakeEngine:
             raise self.failure
         return INFO
 
-    def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        kv: object = None,
-        cache_salt: str | None = None,
-        generated_token_ids: Sequence[int] = (),
-        choice: int = 0,
-        hints: RequestHints = NO_HINTS,
-    ) -> AsyncGenerator[TokenDelta, None]:
-        self.hints.append(hints)
-        return self.script(request_id, sampling_params)
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        self.hints.append(request.hints)
+        return self.script(request.id, request.params)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -169,7 +159,7 @@ async def collect(worker: WorkerEngine, raw: GenerateRequest, request_id: str = 
 
 
 def outcome(worker: WorkerEngine, name: str) -> float | None:
-    return worker.metrics.registry.get_sample_value("dlw_requests_total", {"outcome": name})
+    return worker.server.metrics.registry.get_sample_value("dlw_requests_total", {"outcome": name})
 
 
 def outcomes(worker: WorkerEngine) -> dict[str, float]:
@@ -184,7 +174,7 @@ async def test_a_request() -> None:
     assert [chunk["token_ids"] for chunk in chunks] == [[5], [6]]
     assert chunks[-1]["finish_reason"] == "length"
     assert chunks[-1]["completion_usage"]["total_tokens"] == 5
-    assert len(worker.in_flight) == 0
+    assert len(worker.server.in_flight) == 0
     assert outcome(worker, "length") == 1
 
 
@@ -233,7 +223,7 @@ async def test_a_bad_request_is_refused_before_the_engine_sees_it() -> None:
     with pytest.raises(exceptions.InvalidArgument, match=r"^token_ids: token id 50 is not in the vocabulary of 50$"):
         await collect(worker, request(token_ids=[50]))
     assert outcome(worker, "refused") == 1
-    assert len(worker.in_flight) == 0
+    assert len(worker.server.in_flight) == 0
 
 
 @pytest.mark.parametrize(
@@ -250,7 +240,7 @@ async def test_errors_of_the_engine(error: Exception, raised: type[Exception], n
     with pytest.raises(raised, match=str(error)):
         await collect(worker, request())
     assert outcome(worker, name) == 1
-    assert len(worker.in_flight) == 0
+    assert len(worker.server.in_flight) == 0
     assert left.times == 0
 
 
@@ -270,10 +260,10 @@ async def test_unknown_errors_hide_their_details_and_break_the_engine_when_they_
     for _ in range(7):
         with pytest.raises(exceptions.Unknown, match=r"^internal error$"):
             await collect(worker, request())
-    assert (worker.broken, left.times) == (None, 0)
+    assert (worker.server.broken, left.times) == (None, 0)
     with pytest.raises(exceptions.Unknown):
         await collect(worker, request())
-    assert worker.broken == "8 unknown errors within 60 s"
+    assert worker.server.broken == "8 unknown errors within 60 s"
     assert left.times == 1
     assert engine.given_away.is_set()
     with pytest.raises(exceptions.EngineShutdown):
@@ -286,17 +276,17 @@ async def test_a_broken_engine_makes_the_worker_leave_once() -> None:
         with pytest.raises(exceptions.EngineShutdown, match="device lost"):
             await collect(worker, request())
     assert left.times == 1
-    assert worker.broken == "device lost"
+    assert worker.server.broken == "device lost"
 
 
 async def test_abort_frees_at_once_even_if_the_stream_is_never_closed() -> None:
     worker, engine, _ = await started()
     stream = worker.generate(request(), Context("a"))
     await anext(stream)
-    assert len(worker.in_flight) == 1
+    assert len(worker.server.in_flight) == 1
     await worker.abort(Context("a"))
     assert engine.aborted == ["a"]
-    assert len(worker.in_flight) == 0
+    assert len(worker.server.in_flight) == 0
     await stream.aclose()
 
 
@@ -313,8 +303,8 @@ async def test_a_stream_that_the_garbage_collector_closes_is_no_error() -> None:
             stream.aclose().send(None)
 
     await asyncio.to_thread(close)
-    await worker.in_flight.wait_empty(5.0)
-    assert len(worker.in_flight) == 0
+    await worker.server.in_flight.wait_empty(5.0)
+    assert len(worker.server.in_flight) == 0
     assert outcomes(worker) == {"cancelled": 1}
 
 
@@ -361,7 +351,7 @@ async def test_cleanup_drains_hands_off_and_stops() -> None:
     with pytest.raises(exceptions.EngineShutdown):
         await collect(worker, request(), "b")
     await worker.cleanup()
-    assert worker.broken is None
+    assert worker.server.broken is None
 
 
 async def test_the_second_signal_hands_off_at_once() -> None:
@@ -377,11 +367,11 @@ async def test_the_second_signal_hands_off_at_once() -> None:
     stream = worker.generate(request(), Context("a"))
     await anext(stream)
     rest = asyncio.create_task(anext(stream))
-    worker.signalled()
+    worker.server.signalled()
     cleaning = asyncio.create_task(worker.cleanup())
     await asyncio.sleep(0)
     assert not engine.given_away.is_set()
-    worker.signalled()
+    worker.server.signalled()
     with pytest.raises(exceptions.EngineShutdown):
         await rest
     await cleaning
@@ -393,7 +383,7 @@ async def test_cleanup_after_a_failed_start() -> None:
     worker = WorkerEngine(engine, ARGUMENTS, shut_down=Left())
     with pytest.raises(StartupError):
         await worker.start(1)
-    assert worker.startup_error == "no weights in /models/tiny"
+    assert worker.server.startup_error == "no weights in /models/tiny"
     await worker.cleanup()
     assert engine.num_stops == 1
 
@@ -418,7 +408,9 @@ async def test_a_decode_worker_computes_prompts_without_a_kv_transfer_unless_tol
         else:
             for _ in range(3):  # one after the other: each is released
                 assert await collect(worker, request())
-            assert worker.metrics.registry.get_sample_value("dlw_local_prefills_total", {"reason": "missing"}) == 3
+            assert (
+                worker.server.metrics.registry.get_sample_value("dlw_local_prefills_total", {"reason": "missing"}) == 3
+            )
         with pytest.raises(exceptions.InvalidArgument, match=r"disaggregated_params: must be of format"):
             await collect(worker, request(prefill_result={"disaggregated_params": {"sample_handle": "b917"}}))
         assert await collect(worker, request(_HEALTH_CHECK=True))
@@ -441,7 +433,7 @@ async def test_a_local_prefill_is_counted_until_it_ends_and_once(ending: str) ->
     context = Context("first")
     stream = worker.generate(request(), context)
     first = asyncio.ensure_future(anext(stream))
-    while worker.disaggregation.num_local_prefills == 0 and not first.done():
+    while worker.server.disaggregation.num_local_prefills == 0 and not first.done():
         await asyncio.sleep(0)
     if ending == "first token":
         await first
@@ -456,7 +448,7 @@ async def test_a_local_prefill_is_counted_until_it_ends_and_once(ending: str) ->
             first.cancel()
             await asyncio.wait([first])
             await stream.aclose()
-    assert worker.disaggregation.num_local_prefills == 0
+    assert worker.server.disaggregation.num_local_prefills == 0
     go_on.set()
     await asyncio.wait([first])
     await stream.aclose()
@@ -503,7 +495,7 @@ async def test_an_engine_that_reports_for_itself() -> None:
     assert publisher.used[-1] == 7
     engine.broken("the executor died")
     engine.broken("and again")
-    assert (worker.broken, left) == ("the executor died", [True])
+    assert (worker.server.broken, left) == ("the executor died", [True])
 
 
 async def test_only_a_clients_seed_is_passed_to_an_engine_that_pays_for_it() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import worker.__main__ as program
-import worker.build as checks
+import worker.installation as checks
 from worker.arguments import Arguments, parse_arguments
-from worker.build import Built
+from worker.build import Built, check_model
 from worker.errors import ConfigurationError, StartupError
 from worker.runtimes.dynamo_engine import WorkerEngine
 
@@ -57,7 +57,7 @@ def test_trtllm_where_it_is_missing_and_where_it_is_not(monkeypatch: pytest.Monk
 
 def test_models_that_are_none(tmp_path: Path) -> None:
     def check(*argv: str) -> None:
-        checks.check_model(parse_arguments(["--model-path", str(tmp_path / "m"), *argv], {}))
+        check_model(parse_arguments(["--model-path", str(tmp_path / "m"), *argv], {}))
 
     with pytest.raises(StartupError, match="no such directory"):
         check()
@@ -76,6 +76,13 @@ class Serving:
     startup_error: str | None = None
     broken: str | None = None
 
+    @property
+    def server(self) -> Serving:
+        return self
+
+    def signalled(self) -> None:
+        pass
+
 
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
@@ -87,13 +94,13 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
 
 
 def test_a_clean_end(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program.runtime, "run", lambda engine, config: None)
+    monkeypatch.setattr(program.runtime, "run", lambda engine, config, signalled: None)
     assert program.main([]) == 0
 
 
 def test_a_broken_engine(serving: Serving, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     serving.broken = "device lost"
-    monkeypatch.setattr(program.runtime, "run", lambda engine, config: None)
+    monkeypatch.setattr(program.runtime, "run", lambda engine, config, signalled: None)
     assert program.main([]) == 1
     assert capsys.readouterr().err == "worker: error: engine broken: device lost\n"
 
@@ -106,7 +113,7 @@ def test_a_failed_start(
     startup_error: str | None,
     shown: str,
 ) -> None:
-    def run(engine: object, config: object) -> None:
+    def run(engine: object, config: object, signalled: object) -> None:
         raise RuntimeError("no\netcd")
 
     serving.startup_error = startup_error
@@ -116,7 +123,7 @@ def test_a_failed_start(
 
 
 def test_statuses_of_checks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(program.runtime.SHUTDOWN_LIMIT, "60")  # or the first of these would set it for good
+    monkeypatch.setenv(checks.SHUTDOWN_LIMIT, "60")  # or the first of these would set it for good
     assert program.main(["--model-path", "/nowhere", "--engine", "vllm"]) == 2
     assert program.main(["--model-path", "/nowhere"]) == 1
     monkeypatch.setenv("DYN_ENABLE_TEST_LOGITS_PROCESSOR", "maybe")

@@ -67,12 +67,12 @@ def documented() -> dict[str, Family]:
 
 async def test_the_document_has_every_metric_of_a_scrape_and_no_other(served: Client) -> None:
     worker, registry = served.worker, CollectorRegistry()
-    TransferMetrics(worker.engine, worker.disaggregation, registry)
-    assert families(worker.metrics.registry) | families(registry) == documented()
+    TransferMetrics(worker.server.engine, worker.server.disaggregation, registry)
+    assert families(worker.server.metrics.registry) | families(registry) == documented()
 
 
 def value(client: Client, name: str, **labels: str) -> Any:
-    return client.worker.metrics.registry.get_sample_value(name, labels)
+    return client.worker.server.metrics.registry.get_sample_value(name, labels)
 
 
 async def test_what_the_histograms_observed(served: Client) -> None:

@@ -61,8 +61,8 @@ class Pool:
         self.store = store
 
     def key(self, request_id: str) -> str:
-        assert self.worker._boundaries is not None
-        return self.worker._boundaries.key_of(request_id)
+        assert self.worker.server._boundaries is not None
+        return self.worker.server._boundaries.key_of(request_id)
 
     async def ask(self, request_id: str, raw: dict[str, Any]) -> tuple[Answer, bytes]:
         """The answer, and the record that was in the store when its first token was sent."""
@@ -261,7 +261,7 @@ async def test_a_request_that_two_workers_died_with_is_refused(pool: Pool) -> No
         await pool.take_over("poison 5", raw, twice, whole.token_ids[:5])
     with pytest.raises(exceptions.InvalidArgument, match="in flight in 2 workers that died"):
         await pool.take_over("poison 0", raw, twice, [])
-    outcomes = pool.worker.metrics.registry
+    outcomes = pool.worker.server.metrics.registry
     assert outcomes.get_sample_value("dlw_requests_total", {"outcome": "poison"}) == 2
     again, _ = await pool.ask("no poison", raw)
     assert again.token_ids == whole.token_ids

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,16 @@ from prometheus_client import CollectorRegistry
 
 from adapters.catalog import Catalog, Policy, PolicyError
 from adapters.chain import ProcessorFailed, ProcessorRecord, Receipt
-from adapters.contract import is_allowed
+from adapters.contract import Context, is_allowed
 from adapters.vocabulary import Vocabulary, thinking_tags
-from worker.engines import TokenDelta
+from worker.engines import EngineRequest, TokenDelta
+from worker.engines.chain_builder import model_context
 from worker.engines.embedded.admission import SAMPLED
 from worker.errors import InvalidRequest, ProcessorUnavailable
 from worker.processors.builder import ServedChainBuilder
 from worker.requests.deadline import until
 from worker.requests.request import GenerationRequest
 from worker.sampling import GuidedDecodingParams, SamplingParams
-from worker.sampling.chain_builder import Facts
 from worker.sampling.field_processors import with_field_processors
 from worker.tiny_model import write_tiny_model
 
@@ -34,13 +35,13 @@ TAGS = {"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG]}
 
 
 @pytest.fixture(scope="session")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Context:
     directory = tmp_path_factory.mktemp("tiny")
     write_tiny_model(directory)
-    return Facts.load(str(directory), 1024, (1,))
+    return model_context(Vocabulary.from_pretrained(str(directory), 1024, (1,)))
 
 
-def make(facts: Facts, policy: Policy | None = None, catalog: Catalog | None = None) -> ServedChainBuilder:
+def make(facts: Context, policy: Policy | None = None, catalog: Catalog | None = None) -> ServedChainBuilder:
     registry = CollectorRegistry()
     return ServedChainBuilder(catalog or Catalog.default(), policy or Policy(), "tiny", facts, registry)
 
@@ -58,18 +59,20 @@ def channel(processors: str, rest: str = "") -> str:
 
 async def build(chains: ServedChainBuilder, made: GenerationRequest, metadata: dict[str, str] | None = None) -> Any:
     selection = chains.select(made, metadata or {})
-    return await chains.build(selection, made.prompt_token_ids, END, 1, made.params.max_tokens)
+    params = replace(made.params, stop_token_ids=sorted(END))
+    asked = EngineRequest("", made.prompt_token_ids, params, seed=1)
+    return (await chains.prepare(asked, selection, made.params.max_tokens)).chain
 
 
 def names(chain: Any) -> list[str]:
     return [member.name for member in chain.members]
 
 
-async def test_nothing_asked_is_no_chain(facts: Facts) -> None:
+async def test_nothing_asked_is_no_chain(facts: Context) -> None:
     assert await build(make(facts), request("formatted_prompt")) is None
 
 
-async def test_a_request_may_forgo_speculation(facts: Facts) -> None:
+async def test_a_request_may_forgo_speculation(facts: Context) -> None:
     entry = '{"name": "min_tokens", "args": {"n": 3}}'
     for processors in ("", entry):
         chain = await build(make(facts), request(channel(processors, ', "speculation": false')))
@@ -78,7 +81,7 @@ async def test_a_request_may_forgo_speculation(facts: Facts) -> None:
     assert await build(make(facts), request(channel("", ', "speculation": true'))) is None
 
 
-async def test_the_annotation_and_the_header_select(facts: Facts) -> None:
+async def test_the_annotation_and_the_header_select(facts: Context) -> None:
     entry = '{"name": "min_tokens", "args": {"n": 3}}'
     chain = await build(make(facts), request(channel(entry, ', "receipt": true')))
     assert names(chain) == ["min_tokens"]
@@ -88,7 +91,7 @@ async def test_the_annotation_and_the_header_select(facts: Facts) -> None:
     assert names(await build(make(facts), request(), {"logits-processors": header})) == ["min_tokens"]
 
 
-async def test_fields_become_processors(facts: Facts) -> None:
+async def test_fields_become_processors(facts: Context) -> None:
     made = request(
         allowed_token_ids=[9, 10],
         bad_words_token_ids=[[9, 10], [11]],
@@ -103,7 +106,7 @@ async def test_fields_become_processors(facts: Facts) -> None:
     ]
 
 
-async def test_the_field_allows_what_is_listed_and_no_end_token_besides(facts: Facts) -> None:
+async def test_the_field_allows_what_is_listed_and_no_end_token_besides(facts: Context) -> None:
     chain = await build(make(facts), request(allowed_token_ids=[9, 10]))
     (allow,) = chain.plan().allows
     assert [token_id for token_id in range(facts.vocabulary.size) if is_allowed(allow, token_id)] == [9, 10]
@@ -120,7 +123,7 @@ async def test_the_field_allows_what_is_listed_and_no_end_token_besides(facts: F
         ({"structural_tag": TAGS}, "structural_tag"),
     ],
 )
-async def test_every_guide_is_a_processor(facts: Facts, guide: dict[str, Any], name: str) -> None:
+async def test_every_guide_is_a_processor(facts: Context, guide: dict[str, Any], name: str) -> None:
     chain = await build(make(facts), request(guided_decoding=GuidedDecodingParams(**guide)))
     assert names(chain) == [name]
     reasoning = await build(make(facts), request(guided_decoding=GuidedDecodingParams(**guide), require_reasoning=True))
@@ -145,7 +148,7 @@ async def test_every_guide_is_a_processor(facts: Facts, guide: dict[str, Any], n
         ),
     ],
 )
-async def test_refusals_name_the_field(facts: Facts, made: GenerationRequest, field: str) -> None:
+async def test_refusals_name_the_field(facts: Context, made: GenerationRequest, field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         await build(make(facts), made)
     assert refused.value.field.startswith(field)
@@ -153,10 +156,10 @@ async def test_refusals_name_the_field(facts: Facts, made: GenerationRequest, fi
 
 async def test_a_model_without_thinking_tags_has_no_budget() -> None:
     with pytest.raises(InvalidRequest, match=r"stop_conditions.max_thinking_tokens"):
-        await build(make(Facts(Vocabulary(100))), request(thinking_token_budget=3))
+        await build(make(Context(Vocabulary(100))), request(thinking_token_budget=3))
 
 
-async def test_the_operators_policy_cannot_be_dropped(facts: Facts, tmp_path: Path) -> None:
+async def test_the_operators_policy_cannot_be_dropped(facts: Context, tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("models:\n  tiny:\n    mandatory: [{name: min_tokens, args: {n: 2}}]\n    forbidden: [mirostat]\n")
     chains = make(facts, Policy.load(file, Catalog.default()))
@@ -165,7 +168,7 @@ async def test_the_operators_policy_cannot_be_dropped(facts: Facts, tmp_path: Pa
         await build(chains, request(channel('{"name": "mirostat", "args": {"tau": 3, "eta": 0.1}}')))
 
 
-def test_a_policy_that_cannot_be_honoured_stops_the_start(facts: Facts, tmp_path: Path) -> None:
+def test_a_policy_that_cannot_be_honoured_stops_the_start(facts: Context, tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("models:\n  tiny:\n    default: [{name: banned_tokens, args: {token_ids: [5000]}}]\n")
     with pytest.raises(PolicyError, match="token_ids"):
@@ -182,7 +185,7 @@ class Fails:
         logits.add_(0)
 
 
-async def test_a_third_partys_processor_that_keeps_failing_is_refused(facts: Facts) -> None:
+async def test_a_third_partys_processor_that_keeps_failing_is_refused(facts: Context) -> None:
     chains = make(facts, catalog=Catalog.load(options=[f"acme={__name__}:Fails"]))
     made = request(channel('{"name": "acme"}'))
     for _ in range(chains.breaker.limit):
@@ -194,7 +197,7 @@ async def test_a_third_partys_processor_that_keeps_failing_is_refused(facts: Fac
     assert names(await build(chains, request(channel('{"name": "min_tokens", "args": {"n": 1}}')))) == ["min_tokens"]
 
 
-def test_metrics_of_a_request_that_ended(facts: Facts) -> None:
+def test_metrics_of_a_request_that_ended(facts: Context) -> None:
     chains = make(facts)
     record = ProcessorRecord("choice", 1, steps_active=4, tokens_forced=1, tokens_masked=300)
     chains.metrics.count(Receipt([record], replayed=2), ProcessorFailed("choice", "unsatisfiable", "no"))
@@ -211,7 +214,7 @@ def test_metrics_of_a_request_that_ended(facts: Facts) -> None:
 # Fields of SamplingParams that are processors
 
 
-async def fields(facts: Facts, params: SamplingParams, made: GenerationRequest) -> tuple[SamplingParams, list[str]]:
+async def fields(facts: Context, params: SamplingParams, made: GenerationRequest) -> tuple[SamplingParams, list[str]]:
     chains = make(facts)
     chain = await build(chains, made)
     context = chains.builder.context(END, 1, 20)
@@ -219,21 +222,21 @@ async def fields(facts: Facts, params: SamplingParams, made: GenerationRequest) 
     return params, [] if chain is None else names(chain)
 
 
-async def test_penalties_join_the_chain(facts: Facts) -> None:
+async def test_penalties_join_the_chain(facts: Context) -> None:
     params = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, min_tokens=3, temperature=0.7)
     left, found = await fields(facts, params, request(channel('{"name": "loop_stop"}')))
     assert found == ["repetition_penalty", "frequency_penalty", "min_tokens", "loop_stop"]
     assert left.temperature == 0.7
 
 
-async def test_truncation_joins_it_where_a_processor_acts_as_late(facts: Facts) -> None:
+async def test_truncation_joins_it_where_a_processor_acts_as_late(facts: Context) -> None:
     late = request(channel('{"name": "top_n_sigma", "args": {"n": 1.5}}'))
     left, found = await fields(facts, SamplingParams(temperature=0.7, top_k=5, top_p=0.9), late)
     assert found == ["temperature", "top_k", "top_p", "top_n_sigma"]
     assert (left.temperature, left.top_k, left.top_p, left.is_greedy) == (1.0, None, None, False)
 
 
-async def test_naming_a_late_processor_means_drawing_and_temperature_zero_stays_greedy(facts: Facts) -> None:
+async def test_naming_a_late_processor_means_drawing_and_temperature_zero_stays_greedy(facts: Context) -> None:
     late = request(channel('{"name": "top_n_sigma", "args": {"n": 1.5}}'))
     left, found = await fields(facts, SamplingParams(), late)
     assert (left.is_greedy, found) == (False, ["top_n_sigma"])
@@ -248,7 +251,7 @@ async def test_naming_a_late_processor_means_drawing_and_temperature_zero_stays_
         (SamplingParams(temperature=0.5), '{"name": "temperature", "args": {"value": 0.7}}'),
     ],
 )
-async def test_a_control_given_twice_is_refused(facts: Facts, params: SamplingParams, processor: str) -> None:
+async def test_a_control_given_twice_is_refused(facts: Context, params: SamplingParams, processor: str) -> None:
     with pytest.raises(InvalidRequest, match="is named too"):
         await fields(facts, params, request(channel(processor)))
 
@@ -281,25 +284,25 @@ async def test_a_stream_that_ends_in_time_is_left_alone() -> None:
     assert [delta.finish_reason for delta in deltas] == [None, "stop"]
 
 
-def test_thinking_tags_of_several_tokens(facts: Facts) -> None:
+def test_thinking_tags_of_several_tokens(facts: Context) -> None:
     vocabulary = facts.vocabulary
-    own = Facts.of(vocabulary)
+    own = model_context(vocabulary)
     assert (own.think_start, own.think_end) == (
         tuple(vocabulary.encode("<think>")),
         tuple(vocabulary.encode("</think>")),
     )
-    given = Facts.of(vocabulary, "[REASON]", "[/REASON]")
+    given = model_context(vocabulary, "[REASON]", "[/REASON]")
     assert vocabulary.decode(given.think_start) == "[REASON]"
     assert len(given.think_end) > 1
     with pytest.raises(ValueError, match="given together"):
-        Facts.of(vocabulary, "[REASON]")
+        model_context(vocabulary, "[REASON]")
     other = Vocabulary(1024, vocabulary.tokenizer)
     other.tag = lambda text: {"[THINK]": (5,), "[/THINK]": (6,)}.get(text, ())  # type: ignore[method-assign]
     assert thinking_tags(other) == ((5,), (6,))
 
 
-async def test_a_grammar_behind_tags_of_several_tokens(facts: Facts) -> None:
-    tagged = Facts.of(facts.vocabulary, "[REASON]", "[/REASON]")
+async def test_a_grammar_behind_tags_of_several_tokens(facts: Context) -> None:
+    tagged = model_context(facts.vocabulary, "[REASON]", "[/REASON]")
     chain = await build(
         make(tagged), request(guided_decoding=GuidedDecodingParams(choice=["yes"]), require_reasoning=True)
     )

@@ -134,7 +134,7 @@ async def test_a_choice_beside_the_first_is_replayed(plain: Client, files: Files
     }
     answers = []
     for choice in range(2):
-        answers.append(Answer([chunk async for chunk in plain.worker.serve(plain.id(), raw, {}, choice)]))
+        answers.append(Answer([chunk async for chunk in plain.worker.server.serve(plain.id(), raw, {}, choice)]))
     assert answers[0].token_ids != answers[1].token_ids
     assert await files.replay(answers[1].receipt, PROMPT) == 0
 

@@ -57,8 +57,8 @@ async def traced(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Trac
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     async with serving(write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")) as client:
-        assert client.worker.tracer is None
-        client.worker.tracer = RequestTracer(provider, "model")
+        assert client.worker.server.reports.tracer is None
+        client.worker.server.reports.tracer = RequestTracer(provider, "model")
         client.headers = {"traceparent": SAMPLED}
         yield Traced(client, exporter)
 

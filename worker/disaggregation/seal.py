@@ -44,8 +44,8 @@ of it.
 """
 
 CLOCK_SKEW_S = 60.0
-"""How far the clocks of two workers may be apart. A reader that comes too late by less than that
-finds out from the fencing token.
+"""Largest difference between the clocks of two workers, seconds. A reader that is late by less
+learns of it from the fencing token.
 """
 
 _NAMES = ("format", "version", "expires", "body", "mac")
@@ -56,7 +56,7 @@ class Opened:
     """Parameters of a KV transfer whose seal is genuine.
 
     Attributes:
-        body: What a prefill worker of this pool has sealed.
+        body: Parameters that a prefill worker of this pool has sealed.
         is_late: Whether its lease has timed out by now.
     """
 

@@ -1,10 +1,9 @@
-"""Which part of a request this worker serves: all of it, its prefill, or its decode."""
+"""The part of a request that a worker serves: all of it, its prefill, or its decode."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry
@@ -12,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from adapters.catalog import Selection
 from worker.disaggregation.seal import SECRET, Seal
-from worker.engines import KeepKv, ReadKv, ServingEngine, TokenDelta
+from worker.engines import KeepKv, KvPart, LocalPrefill, ReadKv, ServingEngine, TokenDelta
 from worker.engines.embedded.transfer import params
 from worker.errors import KV_TRANSFER_FIELD, ConfigurationError, InvalidRequest, Overloaded
 from worker.lifecycle.drain import InFlightRequest
@@ -21,27 +20,12 @@ from worker.requests.request import GenerationRequest
 Role = Literal["aggregated", "prefill", "decode"]
 
 OUTCOMES = ("leased", "released", "timed_out", "received", "cached", "expired", "lost", "cancelled")
-"""What becomes of a KV transfer, as in `KvConnector.counts` of the embedded engine."""
+"""Outcomes of KV transfers, as in `KvConnector.counts` of the embedded engine."""
 
 LOCAL_REASONS = ("missing", "late", "expired", "lost")
-"""Why a decode worker computes a prompt itself: no KV transfer came with the request, or one whose
+"""Reasons of local prefills: no KV transfer came with the request, or one whose
 lease was over by the clock; the lease ended before the KV was read, or it could not be read.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one worker does of a request.
-
-    Attributes:
-        kv: What its engine is to do with the prompt's KV.
-        num_cached_tokens: Prompt tokens that the prefill worker had cached.
-        local_reason: Why a decode worker computes the prompt itself, None where it does not.
-    """
-
-    kv: KeepKv | ReadKv | None = None
-    num_cached_tokens: int = 0
-    local_reason: str | None = None
 
 
 class DisaggregatedServing:
@@ -52,19 +36,20 @@ class DisaggregatedServing:
     local prefills at a time is bounded, so that decoding is not slowed by more.
 
     Args:
-        role: Of the worker.
+        role: Disaggregation mode of the worker.
         seal: Signs the parameters of KV transfers; needed by prefill and decode workers.
         lease_s: Seconds after which a prefill worker's lease on KV times out.
         max_local_prefills: Local prefills at a time at most.
 
     Attributes:
+        role: Disaggregation mode of the worker.
         counts: Local prefills by reason, as far as they were decided here.
     """
 
     def __init__(self, role: str, seal: Seal | None, lease_s: float, max_local_prefills: int) -> None:
         if role != "aggregated" and seal is None:
             raise ConfigurationError(f"--disaggregation-mode {role} needs {SECRET}")
-        self._role = role
+        self.role = role
         self._seal = seal
         self._lease_s = lease_s
         self._max_local = max_local_prefills
@@ -76,8 +61,13 @@ class DisaggregatedServing:
         """Local prefills under way."""
         return len(self._local)
 
-    def part_of(self, request: GenerationRequest, selection: Selection) -> Part:
-        """This worker's part of a request.
+    @property
+    def only_prefills(self) -> bool:
+        """Whether answers begin in another worker."""
+        return self.role == "prefill"
+
+    def kv_of(self, request: GenerationRequest, selection: Selection) -> KvPart | None:
+        """The part of this worker's engine in the KV transfer of a request, None if it has none.
 
         A health probe is served whole by whichever worker gets it.
 
@@ -85,40 +75,40 @@ class DisaggregatedServing:
             InvalidRequest: its KV transfer was not signed by this pool, was made for another
                 request, or came to a worker that does not decode.
         """
-        if self._role != "decode":
+        if self.role != "decode":
             if request.prefill_result is not None:
-                problem = f"this is no decode worker, it is {self._role}: it receives no KV"
+                problem = f"this is no decode worker, it is {self.role}: it receives no KV"
                 raise InvalidRequest("prefill_result", problem)
-            return Part(KeepKv() if self._role == "prefill" and not request.is_probe else None)
+            return KeepKv() if self.only_prefills and not request.is_probe else None
         if request.is_probe and request.prefill_result is None:
-            return Part()
+            return None
         given = (request.prefill_result or {}).get("disaggregated_params")
         if given is None:
-            return self._local_part("missing")
+            return self._local_prefill("missing")
         assert self._seal is not None
         opened = self._seal.open(given)
         found = params.read(opened.body, request.token_ids, selection)
-        return self._local_part("late") if opened.is_late else Part(ReadKv(found.kv), found.num_cached_tokens)
+        return self._local_prefill("late") if opened.is_late else ReadKv(found.kv, found.num_cached_tokens)
 
-    def _local_part(self, reason: str) -> Part:
+    def _local_prefill(self, reason: str) -> LocalPrefill:
         if not self._max_local:
             problem = f"is {reason}, and this decode worker computes no prompts (--max-local-prefills 0)"
             raise InvalidRequest(KV_TRANSFER_FIELD, problem)
-        return Part(local_reason=reason)
+        return LocalPrefill(reason)
 
-    def check_local_prefills(self, part: Part) -> None:
-        """Raises `Overloaded` if `part` is a local prefill, and there are too many."""
-        if part.local_reason is not None and len(self._local) >= self._max_local:
+    def check_local_prefills(self, kv: KvPart | None) -> None:
+        """Raises `Overloaded` if ``kv`` is a local prefill, and there are too many."""
+        if isinstance(kv, LocalPrefill) and len(self._local) >= self._max_local:
             raise Overloaded(
                 f"{self._max_local} prompts without a KV transfer are being computed here already "
                 "(--max-local-prefills)"
             )
 
-    def admit(self, admitted: InFlightRequest, part: Part) -> None:
-        """Count a local prefill until `release` or `release_id`; nothing for other parts."""
-        if part.local_reason is not None:
+    def admit(self, admitted: InFlightRequest, kv: KvPart | None) -> None:
+        """Count a local prefill until `release` or `release_id`; nothing for other requests."""
+        if isinstance(kv, LocalPrefill):
             self._local[admitted.request_id] = admitted
-            self.counts[part.local_reason] += 1
+            self.counts[kv.reason] += 1
 
     def release(self, admitted: InFlightRequest) -> None:
         """The local prefill is done, or its request has ended. Idempotent."""
@@ -135,7 +125,7 @@ class DisaggregatedServing:
         Args:
             prompt: Token ids.
             selection: The request's processors.
-            delta: What the engine said, with the handle of the KV.
+            delta: Last delta of the engine, with the handle of the KV.
         """
         assert delta.kv is not None
         assert self._seal is not None
@@ -148,8 +138,8 @@ class TransferMetrics:
 
     Args:
         engine: The engine.
-        disaggregation: Of the same worker.
-        registry: Where the metrics go.
+        disaggregation: Role of the same worker.
+        registry: Registry of the metrics.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The interface of engines: prompt and `SamplingParams` in, a stream of `TokenDelta` out."""
+"""The interface of engines: an `EngineRequest` in, a stream of `TokenDelta` out."""
 
 from __future__ import annotations
 
@@ -7,14 +7,36 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from adapters.chain import ProcessorFailed, Receipt
-from worker.sampling import SamplingParams
+from worker.engines.request import NO_HINTS, EngineRequest, KeepKv, KvPart, LocalPrefill, ReadKv, RequestHints
+
+__all__ = [
+    "BATCH_SIZES",
+    "NO_HINTS",
+    "EngineInfo",
+    "EngineLoad",
+    "EngineRequest",
+    "FinishReason",
+    "KeepKv",
+    "KeepsAlive",
+    "KvEventSink",
+    "KvPart",
+    "LocalPrefill",
+    "Measured",
+    "QueueTimes",
+    "ReadKv",
+    "RequestHints",
+    "SelfReporting",
+    "ServingEngine",
+    "TokenDelta",
+    "TokenLogprob",
+]
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine tells the runtime once it is ready.
+    """Description of a loaded engine.
 
     Attributes:
         name: ``embedded`` or ``trtllm``.
@@ -29,12 +51,12 @@ class EngineInfo:
         draws_by_seed: Draws cost nothing extra when they are fixed by a seed; else only a client's
             seed is passed on.
         numerics: ``exact`` if tokens are batch-invariant, bit for bit, else ``fast``.
-        computed_by: What the bits of a logit depend on beside model and tokens: device, data type,
-            numerics, kernels, threads.
-        made_by: What the bits of KV and logits depend on, as far as workers of a pool may differ in
-            it; a KV transfer compares it, and a migration.
-        kv_dtype: What keys and values are held in, and what they were computed in, if that is not
-            it; compared likewise.
+        computed_by: Everything beside model and tokens that the bits of a logit depend on: device,
+            data type, numerics, kernels, threads.
+        made_by: Part of it in which workers of a pool may differ; KV transfers and migrations
+            compare it.
+        kv_dtype: Data type of the stored keys and values, and that in which they were computed if
+            it is another one; compared likewise.
     """
 
     name: str
@@ -63,48 +85,13 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepKv:
-    """Asks a prefill worker's engine to compute a prompt, sample nothing, and lease its KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadKv:
-    """Tells a decode worker's engine to read the prompt's KV from a prefill worker.
-
-    Attributes:
-        handle: Where it is: the `TokenDelta.kv` of the prefill worker's engine.
-    """
-
-    handle: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class RequestHints:
-    """Facts about a request that change no token; an engine without a use ignores them.
-
-    Attributes:
-        trace_headers: W3C trace context that its spans belong to.
-        priority: How urgent it is beside others: more is sooner, 0 is usual.
-        client: Label of the client that it comes from, among whom an engine with a queue of its own
-            takes turns; None is one client.
-    """
-
-    trace_headers: Mapping[str, str] = field(default_factory=dict)
-    priority: float = 0
-    client: str | None = None
-
-
-NO_HINTS = RequestHints()
-
-
-@dataclass(frozen=True, slots=True)
 class QueueTimes:
-    """When a request left the waiting queue; seconds of `time.monotonic`.
+    """Times at which a request left the waiting queue; seconds of `time.monotonic`.
 
     Attributes:
-        allocated_s: It got its KV pages.
-        admitted_s: It joined the batch; later than `allocated_s` where its prompt's KV was read
-            from a prefill worker in between.
+        allocated_s: Time at which its KV pages were allocated.
+        admitted_s: Time at which it joined the batch; later than `allocated_s` where its prompt's
+            KV was read from a prefill worker in between.
     """
 
     allocated_s: float
@@ -117,16 +104,17 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine is doing now, and the steps that it has done.
+    """Queues and batch of an engine, and counts of its steps.
 
     Attributes:
         num_waiting: Requests in the waiting queue.
         num_running: Requests in the batch.
         num_used_blocks: KV blocks that requests own: running, or pinned for transfer.
-        num_preemptions: Since the start.
+        num_preemptions: Preemptions since the start.
         steps_by_batch_size: Steps since the start by number of sampled rows, one count for each of
             `BATCH_SIZES`, and one for more.
         num_rows: Sampled rows of all steps.
+        drafted: Drafted tokens so far by proposer: those computed, and those of them accepted.
     """
 
     num_waiting: int
@@ -135,28 +123,28 @@ class EngineLoad:
     num_preemptions: int
     steps_by_batch_size: Sequence[int]
     num_rows: int
+    drafted: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class TokenDelta:
-    """What an engine has to say since its last delta about one choice of one request.
+    """Output of an engine for one choice of one request since its last delta.
 
     Attributes:
         token_ids: New tokens, oldest first. Stop tokens that a request asked to hide are not among
             them.
         index: The choice, 0 unless ``n`` > 1.
-        logprobs: For each new token the sampled token first, then the top-n, when logprobs were
-            asked for.
+        logprobs: Log probabilities per new token, of the sampled token and then of the top-n; None
+            unless they were asked for.
         finish_reason: Set on the last delta of the choice, and only there.
         stop_reason: The stop token id that ended the choice, if one did.
-        error: Why the choice failed, exactly when ``finish_reason`` is ``error``.
+        error: Reason why the choice failed, exactly when ``finish_reason`` is ``error``.
         num_cached_tokens: Prompt tokens of the prefix hit.
-        num_preemptions: How often the request has been preempted so far, None where the engine
-            does not say.
-        queue_times: When the request left the waiting queue, None while it has not, and where the
-            engine does not say.
+        num_preemptions: Preemptions of the request so far, None where the engine reports none.
+        queue_times: Times at which the request left the waiting queue, None while it has not, and
+            where the engine reports none.
         engine_data: Cumulative extra data for the response (the receipt), or None.
-        receipt: What the request's logits processors did; on the last delta of a request that has
+        receipt: Record of the request's logits processors; on the last delta of a request that has
             any.
         failure: The processor that failed, where that is why the choice failed.
         kv: Handle of the leased KV, JSON data; on the last delta of a request with `KeepKv`.
@@ -178,7 +166,7 @@ class TokenDelta:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it says nothing, and only shows that the request is not forgotten."""
+        """Whether it has no output, and only keeps the stream alive."""
         return not self.token_ids and self.finish_reason is None and self.engine_data is None
 
     def stop_after(self, count: int) -> None:
@@ -198,7 +186,7 @@ class TokenDelta:
 
 
 class KvEventSink(Protocol):
-    """Is told which blocks an engine has cached, for a router.
+    """Receiver of the blocks that an engine caches, for a router.
 
     Called by the engine's own thread; must not block.
     """
@@ -213,11 +201,11 @@ class KvEventSink(Protocol):
         """Consecutive blocks of a sequence are cached now.
 
         Args:
-            parent_hash: Of the block before the first one, None if it begins a sequence.
+            parent_hash: Hash of the block before the first one, None if it begins a sequence.
             block_hashes: 64 bits each, unsigned, made of the block's tokens and of all before them.
-            token_ids: Of all these blocks.
-            cache_salt: Of the request that they come from, None if they have none or the engine
-                does not say.
+            token_ids: Tokens of all these blocks.
+            cache_salt: Salt of the request that they come from, None if it has none or the engine
+                reports none.
         """
 
     def removed(self, block_hashes: Sequence[int]) -> None:
@@ -230,26 +218,8 @@ class ServingEngine(Protocol):
     async def start(self) -> EngineInfo:
         """Load the model. Raises `StartupError` with one clear line; `stop` is safe afterwards."""
 
-    def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        kv: KeepKv | ReadKv | None = None,
-        cache_salt: str | None = None,
-        generated_token_ids: Sequence[int] = (),
-        choice: int = 0,
-        hints: RequestHints = NO_HINTS,
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Decode one request, or in disaggregated serving one worker's part of it.
-
-        Requests share the KV of a common prefix only if their `cache_salt` is the same. `choice` is
-        which of several answers to one prompt this is: requests with one seed that differ in it
-        have different random numbers.
-
-        A migrated request comes with the tokens of its answer so far, ``generated_token_ids``, and
-        the stream begins after them. Everything else, ``max_tokens`` too, is as if they had been
-        generated here; a KV transfer covers them.
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Decode one request.
 
         The request is admitted when the first item is awaited. The stream ends after a delta with a
         `finish_reason`. Several tokens share a delta only when the consumer is behind.
@@ -289,23 +259,15 @@ class ServingEngine(Protocol):
 
 @runtime_checkable
 class KeepsAlive(Protocol):
-    """An engine that can show that a stream from which nothing comes is not forgotten."""
+    """An engine that can keep a stream alive that has no output for long."""
 
     def keep_alive(self) -> None:
         """Give an empty delta to each stream that has had none since the last call."""
 
 
 @runtime_checkable
-class Speculating(Protocol):
-    """An engine that drafts tokens and counts them."""
-
-    def speculation(self) -> Mapping[str, tuple[int, int]]:
-        """Drafted tokens so far by proposer: those computed, and those of them accepted."""
-
-
-@runtime_checkable
 class SelfReporting(Protocol):
-    """An engine that knows its own load and death, because another process does the work."""
+    """An engine that reports its own load and failure, because another process does the work."""
 
     def tell_broken(self, callback: Callable[[str], None]) -> None:
         """Call ``callback`` with the reason when the engine dies, also without a request."""
@@ -316,7 +278,7 @@ class SelfReporting(Protocol):
 
 @runtime_checkable
 class Measured(Protocol):
-    """An engine that knows its queues and batches."""
+    """An engine that knows its queues, batches and drafted tokens."""
 
     def load(self) -> EngineLoad:
-        """Of now; may be called by any thread."""
+        """The load now; may be called by any thread."""

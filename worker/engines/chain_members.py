@@ -1,31 +1,24 @@
-"""What both engines put into a request's chain: its callables and its dense bias."""
+"""Members that both engines add to a request's chain: third-party callables and the dense bias."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from adapters.chain import ProcessorChain
 from adapters.contract import Processor
-from adapters.trtllm import ChainAdapter
 from adapters.trtllm.native_controls import EmbeddingBias, ThirdPartyCallable
+from worker.engines.request import EngineRequest
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
 
 
-def chain_of(params: SamplingParams, prompt: list[int], generated: Sequence[int] = ()) -> ProcessorChain | None:
-    """The chain among the logits processors, out of its callable, begun after the prompt.
-
-    If it has been given all of ``generated`` already, it stays so.
-    """
-    chains = [each.chain for each in params.logits_processors if isinstance(each, ChainAdapter)]
-    if len(chains) > 1:
-        raise InvalidRequest("sampling_params.logits_processor", "must hold at most one chain of processors")
-    if chains and chains[0].tokens not in (prompt, [*prompt, *generated]):
-        chains[0].start(prompt)
-    return chains[0] if chains else None
+def begin(chain: ProcessorChain, request: EngineRequest) -> None:
+    """Start a chain after the prompt, unless it stands there or after the answer so far."""
+    prompt = list(request.prompt_token_ids)
+    if chain.tokens not in (prompt, request.token_ids):
+        chain.start(prompt)
 
 
 def other_members(
@@ -38,8 +31,7 @@ def other_members(
     """
     bias = dense_bias(params, vocab_size, device)
     dense: list[Processor] = [] if bias is None else [EmbeddingBias(bias)]
-    callables = [each for each in params.logits_processors if not isinstance(each, ChainAdapter)]
-    return [*dense, *(ThirdPartyCallable(each, number) for each in callables)]
+    return [*dense, *(ThirdPartyCallable(each, number) for each in params.logits_processors)]
 
 
 def dense_bias(params: SamplingParams, vocab_size: int, device: torch.device | None = None) -> torch.Tensor | None:

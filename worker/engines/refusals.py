@@ -9,7 +9,7 @@ from worker.errors import InvalidRequest, Overloaded
 from worker.sampling import SamplingParams, sampling_controls
 
 REFUSED_EVERYWHERE = {one.name: one.refused for one in sampling_controls(SamplingParams) if one.refused is not None}
-"""What no engine serves, with the reason that stands beside the field."""
+"""Fields that no engine serves, with the reason that stands beside the field."""
 
 IRRELEVANT = frozenset(one.name for one in sampling_controls(SamplingParams) if one.is_about_text)
 """Fields about text or padding: token ids go in and come out, whatever they say."""
@@ -23,12 +23,12 @@ _DEFAULTS = SamplingParams()
 
 
 def check_refused(params: SamplingParams, refused: Mapping[str, str], allowed: AbstractSet[str] = frozenset()) -> None:
-    """Refuse what an engine does not serve.
+    """Refuse fields that an engine does not serve.
 
     Args:
-        params: What is asked for.
+        params: Sampling parameters of the request.
         refused: Fields that are not served, with the reason.
-        allowed: Of these, fields that the caller takes care of itself.
+        allowed: Fields among them that the caller serves itself.
 
     Raises:
         InvalidRequest: naming the first such field that differs from its default.

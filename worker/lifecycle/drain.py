@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,6 +41,8 @@ class InFlightRequests:
         closed: Whether no more requests are admitted.
         block_size: Tokens per KV block.
         num_blocks: KV blocks that the requests in flight need.
+        last_release_s: Time of the last release by the event loop's clock, None before the first.
+        on_change: Called whenever `num_blocks` may have changed.
     """
 
     def __init__(self) -> None:
@@ -47,10 +50,11 @@ class InFlightRequests:
         self._empty = asyncio.Event()
         self._empty.set()
         self._stop_waiting = asyncio.Event()
-        self._last_release: float | None = None
+        self.last_release_s: float | None = None
         self.closed = False
         self.block_size = 1
         self.num_blocks = 0
+        self.on_change: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -81,6 +85,7 @@ class InFlightRequests:
             before = self._blocks(admitted.num_tokens)
             admitted.num_tokens += num_tokens
             self.num_blocks += self._blocks(admitted.num_tokens) - before
+            self.on_change()
 
     def release(self, admitted: InFlightRequest) -> None:
         """The request has ended. Idempotent."""
@@ -91,8 +96,9 @@ class InFlightRequests:
         """Release the request with this id; whether there was one."""
         admitted = self._by_id.pop(request_id, None)
         if admitted is not None:
-            self._last_release = asyncio.get_running_loop().time()
+            self.last_release_s = asyncio.get_running_loop().time()
             self.num_blocks -= self._blocks(admitted.num_tokens)
+            self.on_change()
         if not self._by_id:
             self._empty.set()
         return admitted is not None
@@ -120,23 +126,17 @@ class InFlightRequests:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._empty.wait(), MIGRATION_TIMEOUT_S)
 
-    async def wait_flushed(self) -> None:
-        """Until `FLUSH_S` after the last release."""
-        if self._last_release is not None:
-            elapsed = asyncio.get_running_loop().time() - self._last_release
-            await asyncio.sleep(max(0.0, FLUSH_S - elapsed))
-
 
 class MigratesRequests(Protocol):
-    """What can end every request in flight with `Draining`, so that the runtime migrates it."""
+    """Ends every request in flight with `Draining`, so that the runtime migrates it."""
 
     def migrate_all(self) -> int:
-        """Do so; returns how many there were."""
+        """End them; returns how many there were."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainOutcome:
-    """How a drain ended.
+    """Outcome of a drain.
 
     Attributes:
         num_finished: Requests that were in flight and finished (or were cancelled by their client).
@@ -156,5 +156,7 @@ async def drain(in_flight: InFlightRequests, engine: MigratesRequests, budget_s:
     if remaining:
         engine.migrate_all()
         await in_flight.wait_migrated()
-    await in_flight.wait_flushed()
+    if in_flight.last_release_s is not None:
+        elapsed_s = asyncio.get_running_loop().time() - in_flight.last_release_s
+        await asyncio.sleep(max(0.0, FLUSH_S - elapsed_s))
     return DrainOutcome(before - remaining, remaining)

@@ -1,4 +1,4 @@
-"""When unknown errors mean that the engine is broken."""
+"""A window of unknown errors; too many of them mean that the engine is broken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chains of served requests: what a request selects, the operator's policy, and its fields.
+"""Chains of served requests, from the processors they name, their fields and the policy.
 
 Everything that can refuse a request happens here, before the first chunk. Grammars are compiled
 first, in the sandbox and in threads of their own, and chains are built in a few threads of the
@@ -8,8 +8,9 @@ builder: never in the event loop, nor in the threads that all of asyncio shares.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,7 @@ from adapters.catalog import (
     SelectionError,
     from_channels,
 )
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorFailed
 from adapters.contract import Context
 from adapters.grammars.cache import GrammarCache
 from adapters.grammars.compile_threads import Compiled
@@ -39,7 +40,8 @@ from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavai
 from adapters.processors.grammar import grammar_cache, tokenizer_tables
 from adapters.vocabulary import Vocabulary
 from worker.arguments import Arguments
-from worker.engines import EngineInfo
+from worker.engines import EngineInfo, EngineRequest, TokenDelta
+from worker.engines.chain_builder import ChainBuilder, model_context, precompute
 from worker.errors import GrammarsUnavailable, InvalidRequest, Overloaded, StartupError
 from worker.models.tokenizer_copy import load_vocabulary
 from worker.processors.breaker import Breaker
@@ -47,7 +49,6 @@ from worker.processors.grammar_metrics import GrammarMetrics
 from worker.processors.metrics import ProcessorMetrics
 from worker.requests.fields import SECTIONS
 from worker.requests.request import GenerationRequest
-from worker.sampling.chain_builder import ChainBuilder, Facts
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +67,9 @@ def make_chain_builder(
     """The chain builder of a worker that has just loaded its model.
 
     Args:
-        arguments: Of the worker.
-        info: Of its engine.
-        registry: Where metrics go.
+        arguments: Options of the worker.
+        info: Description of its engine.
+        registry: Registry of the metrics.
         renders_templates: Whether its tokenizer is to render chat templates; for the NATS runtime
             it does.
 
@@ -77,57 +78,50 @@ def make_chain_builder(
             the operator's processors or policy cannot be honoured.
     """
     metrics = GrammarMetrics(registry)
-    sandbox = None
-    try:
-        vocabulary = _vocabulary(arguments, info, renders_templates or arguments.runtime == "nats")
-        tables = partial(tokenizer_tables, vocabulary)
-        sandbox = GrammarSandbox(tables, timeout_s=arguments.grammar_timeout_s, observe=metrics.count)
-        sandbox.start()  # loads the tokenizer while this process does
-        facts = _facts(vocabulary, arguments)
-        facts.precompute()  # no request should wait for it
-        cache = grammar_cache(vocabulary)
-        cache.sandbox, cache.max_bytes = sandbox, arguments.grammar_cache_mib * 2**20
-        metrics.watch(cache)
-        sandbox.wait_ready()
-        return _with_policy(arguments, facts, registry)
-    except (OSError, ValueError) as error:
-        _close(sandbox)
-        raise StartupError(f"--model-path {arguments.model_path}: {error}") from None
-    except SandboxUnavailable as error:
-        _close(sandbox)
-        raise StartupError(f"the sandbox for grammars {error}") from None
-    except BaseException:
-        _close(sandbox)
-        raise
+    with contextlib.ExitStack() as on_failure:
+        try:
+            vocabulary = _vocabulary(arguments, info, renders_templates or arguments.runtime == "nats")
+            tables = partial(tokenizer_tables, vocabulary)
+            sandbox = GrammarSandbox(tables, timeout_s=arguments.grammar_timeout_s, observe=metrics.count)
+            on_failure.callback(sandbox.close)
+            sandbox.start()  # loads the tokenizer while this process does
+            model = _model_context(vocabulary, arguments)
+            precompute(vocabulary)  # no request should wait for it
+            cache = grammar_cache(vocabulary)
+            cache.sandbox, cache.max_bytes = sandbox, arguments.grammar_cache_mib * 2**20
+            metrics.watch(cache)
+            sandbox.wait_ready()
+            chains = _with_policy(arguments, model, registry)
+        except (OSError, ValueError) as error:
+            raise StartupError(f"--model-path {arguments.model_path}: {error}") from None
+        except SandboxUnavailable as error:
+            raise StartupError(f"the sandbox for grammars {error}") from None
+        on_failure.pop_all()
+    return chains
 
 
 def _vocabulary(arguments: Arguments, info: EngineInfo, renders_templates: bool) -> Vocabulary:
-    """With transformers' own tokenizer where chat templates or third-party code may use it."""
+    """The vocabulary, with transformers' tokenizer where a template or third party may use it."""
     path, size, ends = arguments.model_path, info.vocab_size, info.eos_token_ids
     runs_third_party = arguments.allow_logits_processors or arguments.logits_processor
     copy = "off" if renders_templates or runs_third_party else arguments.packed_copy
     return load_vocabulary(Path(path), size, ends, copy)
 
 
-def _facts(vocabulary: Vocabulary, arguments: Arguments) -> Facts:
+def _model_context(vocabulary: Vocabulary, arguments: Arguments) -> Context:
     try:
-        return Facts.of(vocabulary, arguments.thinking_start, arguments.thinking_end)
+        return model_context(vocabulary, arguments.thinking_start, arguments.thinking_end)
     except ValueError as error:
         raise StartupError(f"--thinking-start and --thinking-end: {error}") from None
 
 
-def _close(sandbox: GrammarSandbox | None) -> None:
-    if sandbox is not None:
-        sandbox.close()
-
-
-def _with_policy(arguments: Arguments, facts: Facts, registry: CollectorRegistry) -> ServedChainBuilder:
+def _with_policy(arguments: Arguments, model: Context, registry: CollectorRegistry) -> ServedChainBuilder:
     try:
         catalog = Catalog.load(allow=arguments.allow_logits_processors, options=arguments.logits_processor)
         path = arguments.processor_policy
         policy = Policy() if path is None else Policy.load(path, catalog)
         budget = arguments.processor_step_budget_s
-        return ServedChainBuilder(catalog, policy, arguments.served_model_name, facts, registry, step_budget_s=budget)
+        return ServedChainBuilder(catalog, policy, arguments.served_model_name, model, registry, step_budget_s=budget)
     except (CatalogError, PolicyError) as error:
         raise StartupError(str(error)) from None
 
@@ -137,40 +131,41 @@ class ServedChainBuilder:
 
     Args:
         catalog: Every processor that may be named.
-        policy: The operator's.
-        model: Served model name, which the policy goes by.
-        facts: Of the model.
-        registry: Where the metrics of processors go.
+        policy: Operator's policies.
+        model_name: Served model name, which selects the policy.
+        model: Context that all requests to the model share; see `model_context`.
+        registry: Registry of the processors' metrics.
         step_budget_s: Most CPU time that a third-party processor may take for one step, seconds.
 
     Attributes:
-        builder: Builds what is selected.
-        breaker: Of the third-party processors.
-        metrics: Of all processors.
+        builder: Builds the chain of a selection.
+        breaker: Refuses third-party processors that keep failing.
+        metrics: Metrics of all processors.
     """
 
     def __init__(
         self,
         catalog: Catalog,
         policy: Policy,
-        model: str,
-        facts: Facts,
+        model_name: str,
+        model: Context,
         registry: CollectorRegistry,
         *,
         step_budget_s: float | None = None,
     ) -> None:
         self.catalog = catalog
-        self.facts = facts
+        self.vocabulary = model.vocabulary
         self.registry = registry
-        self.builder = ChainBuilder(catalog, facts, policy.for_model(model), policy.watermark_keys, step_budget_s)
+        known = replace(model, watermark_keys=policy.watermark_keys)
+        self.builder = ChainBuilder(catalog, known, policy.for_model(model_name), step_budget_s)
         self.breaker = Breaker(entry.name for entry in catalog.entries if entry.source != BUILT_IN)
         self.metrics = ProcessorMetrics(registry, lambda: len(self.breaker.open_names()))
         self._threads = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-builder")
-        ends = frozenset(facts.vocabulary.eos_token_ids)
-        policy.check(model, catalog, self.builder.context(ends, 0, None))
+        ends = frozenset(model.vocabulary.eos_token_ids)
+        policy.check(model_name, catalog, self.builder.context(ends, 0, None))
 
     def select(self, request: GenerationRequest, metadata: Mapping[str, str]) -> Selection:
-        """What the request asks for, and what the operator adds.
+        """The processors that the request asks for, and those that the operator adds.
 
         Raises:
             InvalidRequest: the selection is malformed, or the policy forbids it.
@@ -182,23 +177,20 @@ class ServedChainBuilder:
         except SelectionError as error:
             raise _invalid(error) from None
 
-    async def build(
-        self,
-        selection: Selection,
-        prompt: list[int],
-        end_token_ids: frozenset[int],
-        seed: int,
-        max_tokens: int | None,
-        client: str | None = None,
-        generated: Sequence[int] = (),
-        choice: int = 0,
-    ) -> ProcessorChain | None:
-        """The chain of a request, begun after its prompt; None if there is nothing for one to do.
-        A request that wants a receipt, or no speculation, has one, be it empty.
+    def has_work(self, selection: Selection) -> bool:
+        """Whether `prepare` may compile or build something, which takes time."""
+        return bool(selection.processors or selection.order or selection.receipt or not selection.speculation)
 
-        Cancelling it while a grammar compiles ends that at once. ``client`` is whose turn that
-        takes. ``generated`` is the answer so far of a migrated request: it is replayed, unless that
-        needs logits. ``choice`` is which of several answers to one prompt the chain is for.
+    async def prepare(self, request: EngineRequest, selection: Selection, max_tokens: int | None) -> EngineRequest:
+        """The request with its chain; without one if there is nothing for it to do.
+
+        A request that wants a receipt, or no speculation, has a chain, be it empty. Cancelling this
+        while a grammar compiles ends that at once; grammars are compiled in turns of cache salts.
+
+        Args:
+            request: A request without a chain.
+            selection: Processors of the request.
+            max_tokens: Most tokens of its answer, None if only the context bounds it.
 
         Raises:
             InvalidRequest: a processor is unknown, its arguments cannot be honoured, or nothing can
@@ -207,31 +199,41 @@ class ServedChainBuilder:
             Overloaded: too many grammars wait to be compiled.
             GrammarsUnavailable: there is no process to compile them in.
         """
-        asks_nothing = selection.speculation and not (selection.order or selection.receipt)
-        if asks_nothing and not selection.processors:
-            return None
+        if not self.has_work(selection):
+            return request
         names = [requested.name for requested in selection.processors]
         self.breaker.check(names)
-        context = self.builder.context(end_token_ids, seed, max_tokens, choice)
+        context = self.builder.context(request.params.end_token_ids, request.seed, max_tokens, request.choice)
         try:
-            grammars = await self._compiled(selection, context, client)
-            chain = await self._in_thread(self._build, selection, context, prompt, generated)
+            grammars = await self._compiled(selection, context, request.cache_salt)
+            prepared = await self._in_thread(self._prepare, request, selection, context)
             del grammars  # until here they were in use, so the chain's processors found them in the cache
-        except BuildFailed as error:
-            self.breaker.record(error.processor)
-            raise _invalid(error) from None
         except SelectionError as error:
+            if isinstance(error, BuildFailed):
+                self.breaker.record(error.processor)
             raise _invalid(error) from None
         except ProcessorFailed as error:
             self.breaker.record(error.processor)
             raise InvalidRequest(CHANNEL, str(error)) from None
-        return None if asks_nothing and not chain.members else chain
+        is_empty = prepared.chain is not None and not prepared.chain.members
+        needs_one = self.has_work(replace(selection, processors=()))
+        return request if is_empty and not needs_one else prepared
+
+    def count(self, delta: TokenDelta) -> None:
+        """Count the last delta of a request with processors: metrics, and circuit breakers."""
+        if delta.receipt is None:
+            return
+        self.metrics.count(delta.receipt, delta.failure)
+        if delta.failure is not None and delta.failure.reason != "unsatisfiable":
+            self.breaker.record(delta.failure.processor)
+        elif delta.finish_reason in ("stop", "length"):
+            self.breaker.record_success(record.name for record in delta.receipt.records)
 
     async def _compiled(self, selection: Selection, context: Context, client: str | None) -> list[Compiled]:
         """The grammars of a selection, compiled."""
-        if self.facts.vocabulary.tokenizer is None or not self.catalog.has_grammars(selection):
+        if self.vocabulary.tokenizer is None or not self.catalog.has_grammars(selection):
             return []
-        cache = grammar_cache(self.facts.vocabulary)
+        cache = grammar_cache(self.vocabulary)
         wanted = await self._in_thread(self.catalog.grammars, selection, context)
         return [await _compiled_one(cache, path, grammar, client) for path, grammar in wanted]
 
@@ -241,24 +243,27 @@ class ServedChainBuilder:
     async def close(self) -> None:
         """End the process that compiles grammars; requests with one are refused. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self.facts.vocabulary.tokenizer is not None:
-            sandbox = grammar_cache(self.facts.vocabulary).sandbox
+        if self.vocabulary.tokenizer is not None:
+            sandbox = grammar_cache(self.vocabulary).sandbox
             if sandbox is not None:
                 await asyncio.to_thread(sandbox.close)
 
-    def _build(
-        self, selection: Selection, context: Context, prompt: list[int], generated: Sequence[int]
-    ) -> ProcessorChain:
+    def _prepare(self, request: EngineRequest, selection: Selection, context: Context) -> EngineRequest:
+        """The request with its chain, started here: replaying a long answer takes time.
+
+        A chain whose state depends on logits stands after the prompt; the engine computes those.
+        """
         try:
-            chain = self.builder.build(selection, context)
+            prepared = self.builder.prepare(request, selection, context)
         except RuledOut as error:
             raise self._blamed(error, context) from None
-        chain.wants_receipt = bool(selection.receipt)
+        chain, prompt, generated = prepared.chain, list(request.prompt_token_ids), request.generated_token_ids
+        assert chain is not None
         if generated and not chain.observes_logits:
             chain.start(prompt, generated, mode="migrated")
         else:
             chain.start(prompt)
-        return chain
+        return prepared
 
     def _blamed(self, error: RuledOut, context: Context) -> SelectionError:
         """``error`` with the field that the client can change, where that is ``ignore_eos``."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics of grammars: what became of them, how long they took, and what is kept."""
+"""Prometheus metrics of grammars: outcomes, times, and the cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from adapters.grammars.cache import GrammarCache
 
 OUTCOMES = ("compiled", "refused", "time", "memory", "stack", "crashed", "busy", "cancelled", "unavailable")
-"""What becomes of a grammar in the sandbox."""
+"""Outcomes of grammars in the sandbox."""
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -19,7 +19,7 @@ class GrammarMetrics:
     """Counters of one worker's sandbox and cache.
 
     Args:
-        registry: Where they are registered.
+        registry: Registry of the metrics.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -12,10 +12,10 @@ PREFIX = "dlw_processor_"
 
 
 class ProcessorMetrics:
-    """Counters of what processors did, fed with the receipt of every request that ends.
+    """Counters of processors, fed with the receipt of every request that ends.
 
     Args:
-        registry: Where they are registered.
+        registry: Registry of the metrics.
         num_open: Breakers that are open now.
     """
 

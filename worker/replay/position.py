@@ -1,4 +1,4 @@
-"""What each processor of a request did to the logits of its positions."""
+"""The effect of each processor of a request on the logits of its positions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL, SAMPLER = "model", "sampler"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One of the likeliest tokens of a row."""
+    """One of the most likely tokens of a row."""
 
     token_id: int
     probability: float
@@ -39,9 +39,9 @@ class Stage:
         name: `MODEL`, the processor's, or `SAMPLER`.
         candidates: Highest probability first, of equal ones the lowest id; none of probability 0.
         num_left: Tokens that are not masked.
-        failure: Why the processor failed; the row is then not known.
+        failure: Reason why the processor failed; the row is then not known.
         taken_rank: Rank of the token that was taken, from 1; None if it is masked here.
-        taken_probability: Of the token that was taken.
+        taken_probability: Probability of the token that was taken.
     """
 
     name: str
@@ -57,8 +57,8 @@ class Position:
     """One position of an answer.
 
     Attributes:
-        position: Absolute, as in receipts.
-        stages: In the order in which they are applied.
+        position: Absolute position, as in receipts.
+        stages: Stages in the order in which they are applied.
         token_id: The token that was taken; None if the request ended before.
     """
 
@@ -71,14 +71,14 @@ class PositionTap:
     """A `LogitsTap` that applies a second copy of a request's processors one by one.
 
     Args:
-        request: Under way, with processors of its own.
+        request: Request under way, with processors of its own.
         copy: The same request, never queued.
-        undecodable_ids: Never sampled; see `Model`.
-        positions: Absolute, those to look at; every one of the answer by default.
-        num_candidates: Kept of each stage.
+        undecodable_ids: Ids that are never sampled; see `Model`.
+        positions: Absolute positions to look at; by default every one of the answer.
+        num_candidates: Candidates that are kept of each stage.
 
     Attributes:
-        positions: What was found.
+        positions: Positions found so far.
     """
 
     wants_generated = True
@@ -102,11 +102,11 @@ class PositionTap:
         self.positions: list[Position] = []
 
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
-        """Not wanted."""
+        """Ignore the row; only those of the answer are wanted."""
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """The row ``[V]`` from which the token at `position` is sampled, perhaps once more."""
-        while self.positions and self.positions[-1].position >= position:  # its token was taken back
+        while self.positions and self.positions[-1].position >= position:  # its token was rewound
             self.positions.pop()
             self._rows = []
         self.take(self._request.tokens[self._copy.prompt_length :])
@@ -181,12 +181,12 @@ def _rank(row: torch.Tensor, token_id: int) -> tuple[int | None, float]:
 
 
 def table(found: Position, prompt_length: int, params: SamplingParams, tokenizer: Any) -> list[str]:
-    """Lines: the likeliest tokens before and after each processor, and the token taken.
+    """Lines: the most likely tokens before and after each processor, and the token taken.
 
     Args:
-        found: At the position.
-        prompt_length: Of the request.
-        params: What the sampler was given.
+        found: Stages of the position.
+        prompt_length: Tokens of the prompt.
+        params: Sampling parameters that the sampler was given.
         tokenizer: Shows tokens as text.
     """
     if found.token_id is None:
@@ -209,7 +209,7 @@ def table(found: Position, prompt_length: int, params: SamplingParams, tokenizer
 
 
 def sampler(params: SamplingParams) -> str:
-    """What is left to the sampler when the processors have acted."""
+    """The controls that are left to the sampler after the processors."""
     if params.is_greedy:
         return "greedy"
     names = [one.name for one in late_controls(type(params))]

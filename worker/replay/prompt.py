@@ -18,8 +18,8 @@ def read_prompt(path: Path, receipt: RecordedReceipt, tokenizer: Any) -> list[in
     Args:
         path: A JSON list of token ids; or a JSON object with ``messages`` or ``prompt``, as it was
             sent; or the text itself.
-        receipt: Of the answer.
-        tokenizer: Of the checkpoint.
+        receipt: Receipt of the answer.
+        tokenizer: Tokenizer of the checkpoint.
 
     Raises:
         ConfigurationError: it cannot be read, or is another prompt.

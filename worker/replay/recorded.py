@@ -18,7 +18,7 @@ from worker.requests.receipts import CHANNEL, OPTIONS_OF_BITS
 from worker.sampling import SamplingParams
 
 STEP_BUDGET_S = 3600.0
-"""For third-party processors: whether one was over its budget was decided with the answer."""
+"""CPU seconds per step of a third-party processor; the first run decided who was over budget."""
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -42,7 +42,7 @@ class RecordedModel(BaseModel):
 
 
 class RecordedToken(BaseModel):
-    """What one processor did to one token."""
+    """One processor's part in one token."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     position: int

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from adapters import create_trtllm_adapters
 from adapters.catalog import Selection
 from worker.arguments import Arguments
 from worker.build import check_model, embedded_config, with_checkpoint
-from worker.engines import EngineInfo
+from worker.engines import EngineInfo, EngineRequest
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.host import limit_threads
 from worker.engines.embedded.plan import Output, Request
@@ -28,14 +27,14 @@ from worker.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with what serves one request after the other.
+    """A loaded model that serves one request after the other.
 
     Attributes:
-        arguments: The worker's options.
-        stepper: Its engine.
-        info: What the engine tells of itself.
-        server: What a receipt says of it.
-        chains: Builds the requests' chains.
+        arguments: Options of the worker.
+        stepper: Stepper of the engine.
+        info: Description of the engine.
+        server: Record of the worker in receipts.
+        chains: Builder of the requests' chains.
     """
 
     arguments: Arguments
@@ -46,8 +45,8 @@ class LoadedModel:
 
     @property
     def tokenizer(self) -> Any:
-        """The checkpoint's."""
-        return self.chains.facts.vocabulary.tokenizer
+        """Tokenizer of the checkpoint."""
+        return self.chains.vocabulary.tokenizer
 
     async def request(
         self, name: str, prompt: list[int], params: SamplingParams, selection: Selection, choice: int = 0
@@ -55,25 +54,20 @@ class LoadedModel:
         """A request that finds no other one's KV.
 
         Args:
-            name: Its id.
+            name: Id of the request.
             prompt: Token ids.
-            params: With a seed.
-            selection: Its processors.
-            choice: Which of several answers to one prompt it is.
+            params: Sampling parameters, with a seed.
+            selection: Processors of the request.
+            choice: Index of this answer among several to one prompt.
 
         Raises:
             InvalidRequest: it cannot be served.
         """
         assert params.seed is not None
         budget = self.info.context_length - len(prompt) if params.max_tokens is None else params.max_tokens
-        chain = await self.chains.build(selection, prompt, params.end_token_ids, params.seed, budget, choice=choice)
-        processors: list[Callable[..., None]] = (
-            [] if chain is None else list(create_trtllm_adapters([chain], end_id=params.end_id))
-        )
-        own = replace(params, logits_processor=processors or None)
-        request = admit(name, 0, prompt, own, self.stepper.model, self.info.context_length, choice=choice)
-        request.cache_salt = name
-        return request
+        engine_request = EngineRequest(name, prompt, params, seed=params.seed, choice=choice, cache_salt=name)
+        engine_request = await self.chains.prepare(engine_request, selection, budget)
+        return admit(engine_request, 0, self.stepper.model, self.info.context_length)
 
     def tap(self, request: Request, copy: Request, **options: Any) -> PositionTap:
         """A tap on the request; `options` as of `PositionTap`."""
@@ -85,7 +79,7 @@ async def loaded(arguments: Arguments) -> AsyncIterator[LoadedModel]:
     """The model of the options, in this process.
 
     Raises:
-        ServingError: it cannot be loaded, or what is asked of it is refused.
+        ServingError: it cannot be loaded, or a request to it is refused.
     """
     check_model(arguments)
     arguments = with_checkpoint(arguments)
@@ -107,8 +101,8 @@ class Replayed:
     """One answer, made again.
 
     Attributes:
-        token_ids: The end token among them.
-        error: Why there are fewer than wanted, if a processor failed.
+        token_ids: Tokens of the answer, with the end token.
+        error: Reason why there are fewer than wanted, if a processor failed.
     """
 
     token_ids: list[int]

@@ -24,7 +24,7 @@ def is_equal(replayed: Replayed, receipt: RecordedReceipt) -> bool:
 
 
 def notes(server: Server, receipt: RecordedReceipt) -> list[str]:
-    """What was compared, and why tokens may differ though nothing is wrong."""
+    """Lines on the engine, and on reasons why tokens may differ though nothing is wrong."""
     was = receipt.engine
     lines = [f"engine: {server.engine} {server.version}, computed by {server.computed_by}"]
     if receipt.numerics != "exact":

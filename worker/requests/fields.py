@@ -44,12 +44,12 @@ class Field:
 
     Attributes:
         path: Dotted path, for example ``sampling_options.top_p``.
-        fate: What becomes of it.
-        why: What it does, or why it has no effect or is refused (then it is the error's text).
-        parse: For honoured and frontend fields, value → typed value, or `InvalidRequest`.
-        target: For honoured fields, what it sets: of `SamplingParams` where it is a control,
+        fate: Whether it is honoured, ignored, refused, or the frontend's.
+        why: Effect of it, or the reason why it has none or is refused (then the error's text).
+        parse: Parser of honoured and frontend fields: value → typed value, or `InvalidRequest`.
+        target: Attribute that an honoured field sets: of `SamplingParams` where it is a control,
             otherwise of the `GenerationRequest`.
-        neutral: For refused fields, values that ask for nothing and are let through.
+        neutral: Values of refused fields that ask for nothing and are let through.
     """
 
     path: str
@@ -99,7 +99,7 @@ def text(path: str, value: Any) -> str:
 
 
 def prefill_result(path: str, value: Any) -> Mapping[str, Any]:
-    """What the frontend passes on from the prefill worker."""
+    """The prefill worker's result, as the frontend passes it on."""
     if not isinstance(value, Mapping):
         raise InvalidRequest(path, f"must be a mapping, got {shown(value)}")
     for name in sorted(set(value) - {"disaggregated_params", "prompt_tokens_details"}):
@@ -169,7 +169,7 @@ _GUIDE_OPTIONS = ("backend", "whitespace_pattern")
 
 
 def guided_decoding(path: str, value: Any) -> GuidedDecodingParams | None:
-    """What the answer must match: one kind of guide, or none; checked further when compiled."""
+    """The guide that the answer must match: one kind, or none; checked further when compiled."""
     if not isinstance(value, Mapping):
         raise InvalidRequest(path, f"must be a mapping, got {shown(value)}")
     given = {name: each for name, each in value.items() if each is not None}
@@ -228,7 +228,7 @@ _PARSERS: dict[str, Parser] = {
     "bad_words_token_ids": token_sequences,
     "guided_decoding": guided_decoding,
 }
-"""Of the controls that are no numbers."""
+"""Parsers of the controls that are no numbers."""
 
 
 def control_rows(record: type[SamplingParams]) -> list[Field]:

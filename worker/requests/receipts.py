@@ -1,4 +1,4 @@
-"""The receipt of a request: what its processors did, and all that determines its tokens.
+"""The receipt of a request: its processors' work, and everything that determines its tokens.
 
 `python -m worker replay` (`worker.replay`) makes the answer again from its receipt and the prompt.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from adapters.catalog import Selection
 from worker.arguments import Arguments
-from worker.engines import EngineInfo, TokenDelta
+from worker.engines import EngineInfo, EngineRequest, TokenDelta
 from worker.engines.embedded.transfer import fingerprint_beside
 from worker.errors import StartupError
 from worker.sampling import SamplingParams
@@ -65,16 +65,16 @@ def sampled_ids(delta: TokenDelta) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What served a request.
+    """Record of the worker that served a request.
 
     Attributes:
         engine: ``embedded`` or ``trtllm``.
-        version: Of the library that decodes.
-        computed_by: What bits depend on; see `EngineInfo.computed_by`.
+        version: Version of the library that decodes.
+        computed_by: See `EngineInfo.computed_by`.
         options: The worker's options that bits depend on, by name; of the embedded engine.
         model: Served model name.
-        model_digest: Of the checkpoint; see `worker.engines.embedded.transfer.fingerprint`. None if
-            it cannot be read.
+        model_digest: Digest of the checkpoint; see `worker.engines.embedded.transfer.fingerprint`.
+            None if it cannot be read.
     """
 
     engine: str
@@ -91,7 +91,7 @@ class Server:
         Args:
             info: The engine.
             arguments: The worker's options.
-            digest: From `digest_of_model`, begun before the engine was; waits for it.
+            digest: Result of `digest_of_model`, begun before the engine; it is waited for.
         """
         try:
             found = digest.result()
@@ -102,7 +102,7 @@ class Server:
         return cls(info.name, info.version, info.computed_by, options, arguments.served_model_name, found)
 
     def as_json(self) -> dict[str, Any]:
-        """For the receipt."""
+        """JSON data for the receipt."""
         return {
             "engine": {
                 "name": self.engine,
@@ -123,32 +123,21 @@ class RequestReceipt:
     """The receipt of one request, cumulative over its chunks.
 
     Args:
-        server: What serves it.
-        prompt_token_ids: Its prompt.
-        params: What its engine was given.
-        selection: Its processors, the operator's among them. Of theirs only the names are recorded:
-            arguments are the operator's own.
-        generated_token_ids: The answer so far of a migrated request.
+        server: Record of the worker that serves it.
+        engine_request: The engine's request.
+        selection: Processors of the request. Of the operator's only the names are recorded, for
+            their arguments are the operator's own.
         smoke: Whether the smoke test forces its answer.
-        choice: Which of several answers to one prompt it is.
     """
 
     def __init__(
-        self,
-        server: Server,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        selection: Selection,
-        *,
-        generated_token_ids: Sequence[int] = (),
-        smoke: bool = False,
-        choice: int = 0,
+        self, server: Server, engine_request: EngineRequest, selection: Selection, *, smoke: bool = False
     ) -> None:
         self._server = server.as_json()
-        self._prompt = TokenDigest(prompt_token_ids)
-        self._answer = TokenDigest(generated_token_ids)
+        self._prompt = TokenDigest(engine_request.prompt_token_ids)
+        self._answer = TokenDigest(engine_request.generated_token_ids)
         self._num_preemptions: int | None = None
-        self._request = _recorded(params, selection, smoke, choice)
+        self._request = _recorded(engine_request.params, selection, smoke, engine_request.choice)
 
     def take(self, delta: TokenDelta) -> None:
         """Count a delta of the engine's."""
@@ -160,7 +149,7 @@ class RequestReceipt:
         """JSON data for the chunk of what `take` took last; the key order is stable.
 
         Args:
-            report: What the processors did; see `adapters.chain.Receipt.as_json`.
+            report: Report on the processors; see `adapters.chain.Receipt.as_json`.
             ends: The chunk has the finish reason.
         """
         data = {"version": report["version"], **self._server, **report}

@@ -1,6 +1,6 @@
 """A request as Dynamo delivers it → a `GenerationRequest`, its controls in `SamplingParams`.
 
-What becomes of each field is in `worker.requests.fields`.
+Each field has a row in `worker.requests.fields`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _END_PATHS = (
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What the engine that serves the request allows.
+    """Limits of the engine that serves the request.
 
     Attributes:
         context_length: Longest prompt + answer, in tokens.
@@ -55,7 +55,7 @@ class GenerationRequest:
         require_reasoning: Whether the grammar starts after the thinking.
         annotations: The client's annotations, verbatim.
         cache_salt: Requests share KV only with those of the same salt.
-        priority: How urgent it is beside others; 0 is usual, and more is sooner.
+        priority: Urgency beside other requests; 0 is usual, and more is sooner.
         prefill_result: Parameters of the KV transfer, with the frontend's additions; None
             without one.
         is_probe: Whether this is the runtime's health probe.
@@ -84,7 +84,7 @@ class RequestTable:
     """The fields that a request may have.
 
     Args:
-        record: What its sampling controls become.
+        record: Class of its sampling controls.
     """
 
     def __init__(self, record: type[SamplingParams] = SamplingParams) -> None:
@@ -103,9 +103,9 @@ def parse_request(request: Mapping[str, Any], limits: RequestLimits, table: Requ
     """The typed request.
 
     Args:
-        request: As the frontend sends it.
-        limits: Of the engine.
-        table: The fields that it may have.
+        request: Mapping that the frontend sends.
+        limits: Limits of the engine.
+        table: Fields that it may have.
 
     Raises:
         InvalidRequest: a field is unknown, unsupported, malformed or out of range.
@@ -163,7 +163,7 @@ def _bounded(values: dict[str, Any], limits: RequestLimits, table: RequestTable)
 
 
 def _ends(values: dict[str, Any], ignore_eos: bool, limits: RequestLimits) -> tuple[dict[str, Any], frozenset[int]]:
-    """What ends an answer, out of ``values``: fields of `SamplingParams`, and shown stop tokens."""
+    """The ends of an answer in ``values``: fields of `SamplingParams`, and shown stop tokens."""
     given: list[frozenset[int]] = [values.pop(path.rpartition(".")[2], frozenset()) for path in _END_PATHS]
     for path, ids in zip(_END_PATHS, given, strict=True):
         if ids:

@@ -16,9 +16,9 @@ class ResponseBuilder:
     Attributes:
         num_prompt_tokens: Tokens of the prompt.
         num_generated_tokens: Tokens of the answer so far.
-        num_replayed_tokens: Those among them that were sent before the request was migrated.
+        num_replayed_tokens: Tokens of it that were sent before the request was migrated.
         num_cached_tokens: Prompt tokens whose KV the engine found in its cache.
-        num_preemptions: How often the engine preempted the request, None where it does not say.
+        num_preemptions: Preemptions of the request, None where the engine reports none.
     """
 
     def __init__(

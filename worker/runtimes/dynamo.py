@@ -1,4 +1,4 @@
-"""What differs between ai-dynamo 1.4.2 and 1.6.1: settings, exceptions, start and exit.
+"""Differences between ai-dynamo 1.4.2 and 1.6.1: settings, exceptions, start and exit.
 
 `tests/worker/test_dynamo_contract.py` pins every fact of the SDK that is relied on here.
 """
@@ -8,14 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import importlib.metadata
 import logging
-import math
 import os
 import signal
-import socket
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from worker.arguments import Arguments
@@ -30,82 +27,13 @@ from worker.errors import (
     ProcessorUnavailable,
     RequestFailed,
     ServingError,
-    StartupError,
 )
-from worker.lifecycle.drain import FLUSH_S, MIGRATION_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from dynamo.common.backend.engine import EngineConfig
+    from dynamo.common.backend.engine import EngineConfig, LLMEngine
     from dynamo.common.backend.worker import WorkerConfig
 
     from worker.engines import EngineInfo
-    from worker.runtimes.dynamo_engine import WorkerEngine
-
-OLDEST_VERSION = (1, 4, 2)
-SHUTDOWN_LIMIT = "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"
-
-
-def check_installed() -> None:
-    """Raises `ConfigurationError` if ai-dynamo is missing or too old. Imports nothing."""
-    try:
-        version = _installed_version()
-    except importlib.metadata.PackageNotFoundError:
-        raise ConfigurationError("ai-dynamo is not installed") from None
-    if version < OLDEST_VERSION:
-        found, needed = (".".join(map(str, numbers)) for numbers in (version, OLDEST_VERSION))
-        raise ConfigurationError(f"ai-dynamo {found} is too old, need {needed}")
-
-
-def check_ports(environ: Mapping[str, str]) -> None:
-    """Raises `StartupError` if a port of the runtime is taken, `ConfigurationError` if malformed.
-
-    The runtime itself finds out only after the model is loaded, and says so in several lines.
-    """
-    for host_name, port_name in (("DYN_SYSTEM_HOST", "DYN_SYSTEM_PORT"), ("DYN_TCP_RPC_HOST", "DYN_TCP_RPC_PORT")):
-        text = environ.get(port_name, "")
-        if not text or text in ("-1", "0"):
-            continue
-        highest = _highest_system_port() if port_name == "DYN_SYSTEM_PORT" else 65535
-        if not text.isdecimal() or int(text) > highest:
-            raise ConfigurationError(f"{port_name} must be a port number up to {highest}, got {text!r}")
-        _check_port(environ.get(host_name) or "0.0.0.0", int(text), port_name)
-
-
-def _highest_system_port() -> int:
-    """Versions before 1.6 read the system port as a signed 16-bit number."""
-    return 65535 if _installed_version() >= (1, 6) else 32767
-
-
-def _installed_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in importlib.metadata.version("ai-dynamo").split(".")[:3] if part.isdecimal())
-
-
-def _check_port(host: str, port: int, name: str) -> None:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise StartupError(f"{name}: cannot listen on {host}:{port}: {error.strerror or error}") from None
-
-
-def allow_drain(drain_timeout_s: float, environ: MutableMapping[str, str]) -> None:
-    """Raise the runtime's shutdown limit to what the drain needs; its default is 30 s.
-
-    Raises:
-        ConfigurationError: the operator's own limit is malformed, or shorter than the drain.
-    """
-    needed = math.ceil(drain_timeout_s + MIGRATION_TIMEOUT_S + FLUSH_S)
-    given = environ.get(SHUTDOWN_LIMIT)
-    if not given:
-        environ[SHUTDOWN_LIMIT] = str(needed + 10)
-    elif not given.isdecimal():
-        raise ConfigurationError(f"{SHUTDOWN_LIMIT} must be a whole number of seconds, got {given!r}")
-    elif int(given) < needed:
-        raise ConfigurationError(
-            f"{SHUTDOWN_LIMIT} is {given} s, but --drain-timeout-s {drain_timeout_s:g} needs at least {needed} s"
-        )
 
 
 def worker_config(arguments: Arguments) -> WorkerConfig:
@@ -132,7 +60,7 @@ def worker_config(arguments: Arguments) -> WorkerConfig:
 
 
 def engine_config(info: EngineInfo, arguments: Arguments) -> EngineConfig:
-    """What the model is registered with. Uses only fields that both versions have."""
+    """Registration of the model. Uses only fields that both versions have."""
     from dynamo.common.backend.engine import EngineConfig, LlmRegistration
 
     return EngineConfig(
@@ -213,14 +141,16 @@ def shut_down() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def run(engine: WorkerEngine, config: WorkerConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Raises whatever kept the runtime from starting."""
+def run(engine: LLMEngine, config: WorkerConfig, signalled: Callable[[], None]) -> None:
+    """Serve until SIGTERM or SIGINT; ``signalled`` is called at each. Raises whatever kept the
+    runtime from starting.
+    """
     import uvloop
 
-    uvloop.run(_serve(engine, config))
+    uvloop.run(_serve(engine, config, signalled))
 
 
-async def _serve(engine: WorkerEngine, config: WorkerConfig) -> None:
+async def _serve(engine: LLMEngine, config: WorkerConfig, signalled: Callable[[], None]) -> None:
     """Run the SDK's worker.
 
     Its own signal handlers start the shutdown and then call those that were there before. Python's
@@ -232,7 +162,7 @@ async def _serve(engine: WorkerEngine, config: WorkerConfig) -> None:
     loop = asyncio.get_running_loop()
 
     def handler(number: int, frame: object) -> None:
-        loop.call_soon_threadsafe(engine.signalled)
+        loop.call_soon_threadsafe(signalled)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handler)

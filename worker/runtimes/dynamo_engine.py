@@ -13,23 +13,28 @@ from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.common.backend.metrics import register_engine_registry
 from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, PushSource
 from dynamo.common.backend.worker import WorkerConfig
-from prometheus_client import CollectorRegistry
 
 from worker.arguments import Arguments
 from worker.build import Built, build
 from worker.disaggregation.seal import Seal
-from worker.engines import EngineInfo, ServingEngine
+from worker.engines import ServingEngine
 from worker.errors import ServingError
-from worker.processors.builder import ServedChainBuilder, make_chain_builder
+from worker.processors.builder import make_chain_builder
 from worker.runtimes import dynamo as runtime
 from worker.runtimes.file_discovery import entries_of, keep_registered
-from worker.serving import RequestServer
+from worker.server import RequestServer
+from worker.server.description import describe
+from worker.server.preparation import MakeChains
 
 CATALOG_CONTROL = "logits_processors"
 
 
-class WorkerEngine(RequestServer, LLMEngine):
-    """Serves `engine` through Dynamo's unified backend."""
+class WorkerEngine(LLMEngine):
+    """Serves one of our engines through Dynamo's unified backend.
+
+    Attributes:
+        server: Serves the requests.
+    """
 
     def __init__(
         self,
@@ -39,13 +44,13 @@ class WorkerEngine(RequestServer, LLMEngine):
         seal: Seal | None = None,
         smoke: bool = False,
         shut_down: Callable[[], None] = runtime.shut_down,
-        make_chains: Callable[[Arguments, EngineInfo, CollectorRegistry], ServedChainBuilder] = make_chain_builder,
+        make_chains: MakeChains = make_chain_builder,
     ) -> None:
-        """As `RequestServer`; by default SIGTERM shuts the runtime down."""
-        super().__init__(engine, arguments, seal=seal, smoke=smoke, shut_down=shut_down, make_chains=make_chains)
+        """The arguments are those of `RequestServer`; by default SIGTERM shuts the runtime down."""
+        self.server = RequestServer(
+            engine, arguments, seal=seal, smoke=smoke, shut_down=shut_down, make_chains=make_chains
+        )
         self._registration: asyncio.Task[None] | None = None
-        self._publisher: Any = None
-        self._published_blocks = -1
 
     @classmethod
     def of(cls, built: Built) -> tuple[WorkerEngine, WorkerConfig]:
@@ -59,17 +64,17 @@ class WorkerEngine(RequestServer, LLMEngine):
         return cls.of(build(argv))
 
     async def start(self, worker_id: int) -> EngineConfig:
-        info = await self.load()
-        entries = entries_of(self.arguments.discovery_backend, os.environ, worker_id)
+        info, arguments = await self.server.load(), self.server.arguments
+        entries = entries_of(arguments.discovery_backend, os.environ, worker_id)
         if entries is not None:
-            self._registration = asyncio.create_task(keep_registered(entries, lambda: self.is_leaving))
-        return runtime.engine_config(info, self.arguments)
+            self._registration = asyncio.create_task(keep_registered(entries, lambda: self.server.is_leaving))
+        return runtime.engine_config(info, arguments)
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """One request. Everything that can refuse it does so before the first chunk."""
         try:
             trace = runtime.trace_headers(context)
-            serving = self.serve(context.id(), request, context.metadata or {}, trace=trace)
+            serving = self.server.serve(context.id(), request, context.metadata or {}, trace=trace)
             async with contextlib.aclosing(serving) as chunks:
                 async for chunk in chunks:
                     yield chunk
@@ -78,29 +83,30 @@ class WorkerEngine(RequestServer, LLMEngine):
 
     async def abort(self, context: Any) -> None:
         """Called by the runtime when the client is gone."""
-        self.end_request(context.id())
+        self.server.end_request(context.id())
 
     async def is_quiescent(self) -> bool:
         """Whether no lease is left; the runtime asks a prefill worker that is shutting down."""
-        return self.engine.num_leased() == 0
+        return self.server.engine.num_leased() == 0
 
     async def cleanup(self) -> None:
         """Drain, then stop the engine. Also called after a failed `start`; idempotent."""
         if self._registration is not None:
             self._registration.cancel()
-        await self.close()
+        await self.server.close()
 
     async def register_prometheus(self, metrics: Any) -> None:
-        register_engine_registry(metrics, self.metrics.registry)
+        register_engine_registry(metrics, self.server.metrics.registry)
 
     async def kv_event_sources(self) -> list[KvEventSource]:
         """The source of KV events, if they are published: the engine reports its blocks itself."""
-        if not self.arguments.publishes_kv_events or self._info is None:
+        server = self.server
+        if not server.arguments.publishes_kv_events or server.preparation is None:
             return []
-        block_size = self._info.kv_block_size
+        block_size = server.info.kv_block_size
 
         def on_ready(publisher: Any) -> None:
-            self.engine.report_blocks(runtime.RouterEvents(publisher, block_size))
+            server.engine.report_blocks(runtime.RouterEvents(publisher, block_size))
 
         return [PushSource(on_ready=on_ready, dp_rank=0)]
 
@@ -108,23 +114,22 @@ class WorkerEngine(RequestServer, LLMEngine):
         return [0]
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
-        self._publisher = publisher
-        self._publish_load()
-
-    def _publish_load(self) -> None:
         """Publish the KV blocks in use for the router, whenever their number changes."""
-        if self._publisher is None or self._info is None:
-            return
-        total = self._info.total_kv_blocks
-        used = min(self.num_used_blocks, total)
-        if used != self._published_blocks:
-            self._published_blocks = used
-            snapshot = ComponentSnapshot(used, total, used / total if total else 0.0, dp_rank=0)
-            self._publisher.publish(0, snapshot)
+        load, published = self.server.kv_load, -1
+
+        def publish() -> None:
+            nonlocal published
+            if load.used != published:
+                published = load.used
+                share = published / load.total if load.total else 0.0
+                publisher.publish(0, ComponentSnapshot(published, load.total, share, dp_rank=0))
+
+        load.on_change = publish
+        publish()
 
     async def health_check_payload(self) -> dict[str, Any] | None:
         """One greedy token through the real path; the prompt is any id of the vocabulary."""
-        eos = self._info.eos_token_ids if self._info is not None else ()
+        eos = () if self.server.preparation is None else self.server.info.eos_token_ids
         return build_health_check_payload(eos[0] if eos else 0)
 
     def supported_controls(self) -> set[str]:
@@ -134,8 +139,9 @@ class WorkerEngine(RequestServer, LLMEngine):
         """``POST /engine/control/info`` or ``/logits_processors``: what this worker is, and
         which processors it has.
         """
-        if control == CATALOG_CONTROL and self._chains is not None:
-            return {"status": "ok", "history": self.arguments.history, **self._chains.catalog.as_json()}
-        if control != "info" or self._info is None:
+        server = self.server
+        if control not in self.supported_controls() or server.preparation is None:
             return await super().engine_control(control, body)
-        return {"status": "ok", **self.description()}
+        if control == "info":
+            return {"status": "ok", **describe(server)}
+        return {"status": "ok", "history": server.arguments.history, **server.chains.catalog.as_json()}

@@ -1,10 +1,10 @@
 """Keeps a worker registered with Dynamo's discovery by files (``DYN_DISCOVERY_BACKEND=file``) as
 long as it lives, and no longer.
 
-Any process removes entries that nobody has renewed for 10 s. A worker that was stopped for longer
-(SIGSTOP, a machine that slept) goes on, but Dynamo renews entries and never writes one again: it
-would run and serve nobody. A worker that was killed is listed for those 10 s, and ai-dynamo 1.4.2
-answers the requests that a frontend sends there with an error.
+Any process removes entries that have not been renewed for 10 s. A worker that was stopped for
+longer (SIGSTOP, a machine that slept) goes on, but Dynamo renews entries and never writes one
+again: it would run without a request. A worker that was killed is listed for those 10 s, and
+ai-dynamo 1.4.2 answers the requests that a frontend sends there with an error.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def entries_of(backend: str, environ: Mapping[str, str], instance_id: int) -> Fi
 
     Args:
         backend: Dynamo's discovery backend.
-        environ: Where ``DYN_FILE_KV`` may be.
-        instance_id: The runtime's.
+        environ: Environment, in which ``DYN_FILE_KV`` may be set.
+        instance_id: Id that the runtime gave the instance.
     """
     if backend != "file":
         return None
@@ -52,7 +52,7 @@ class FileEntries:
     """The files of one instance: its endpoint's and its model's.
 
     Args:
-        directory: Of discovery.
+        directory: Directory of discovery.
         instance_id: Ends the names of the files, in hexadecimal digits.
     """
 
@@ -64,7 +64,7 @@ class FileEntries:
 
     @property
     def paths(self) -> list[Path]:
-        """Of all entries that it has seen."""
+        """Paths of all entries that it has seen."""
         return sorted(self._contents)
 
     def check(self) -> list[Path]:
@@ -81,7 +81,7 @@ class FileEntries:
         missing = self._contents.keys() - found.keys()
         lost, self._missing = sorted(missing & self._missing), missing
         for path in lost:
-            aside = self._directory / f".{os.getpid()}"  # nobody watches for entries there
+            aside = self._directory / f".{os.getpid()}"  # entries are not looked for there
             aside.write_bytes(self._contents[path])
             os.replace(aside, path)
         return lost
@@ -130,7 +130,7 @@ async def keep_registered(entries: FileEntries, is_leaving: Callable[[], bool]) 
     it leaves or dies.
 
     Args:
-        entries: Of the instance.
+        entries: Entries of the instance.
         is_leaving: Whether it shuts down, so that its entries are removed for good.
     """
     guard = Guard()

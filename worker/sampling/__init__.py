@@ -1,8 +1,7 @@
 """Sampling parameters: what one request asks of an engine, and what each of them means.
 
 `params` has `SamplingParams`, under TensorRT-LLM's field names, with everything that is said of a
-field beside it; `control` the words for that; `field_processors` makes logits processors of fields;
-`chain_builder` makes the chain of a request, served or offline.
+field beside it; `control` the words for that; `field_processors` makes logits processors of fields.
 """
 
 from worker.sampling.control import Control, sampling_controls

@@ -1,4 +1,4 @@
-"""What is said of a sampling control: once, beside its field of `SamplingParams`.
+"""Declarations of sampling controls, each once, beside its field of `SamplingParams`.
 
 A field is declared by `control` (served), `refused` (no engine serves it, with the reason) or
 `about_text` (no effect on token ids). Request parsing, admission of both engines, the logits
@@ -108,9 +108,9 @@ class RunsAs:
     """The logits processor that a field's value runs as.
 
     Attributes:
-        processor: Its class.
-        argument: The argument that takes the value.
-        guide: For a field with several kinds of values: which attribute of the value this is.
+        processor: Class of the processor.
+        argument: Argument that takes the value.
+        guide: Attribute of the value that this is, for a field with several kinds of values.
         fixed: Further arguments, the same for every request.
         convert: Value of the field → value of the argument, None if it asks for nothing.
     """
@@ -142,19 +142,19 @@ class Control:
         bounds: Values that `SamplingParams` takes, None for those that are no numbers.
         client_bounds: Values that a served request may have.
         from_client: Value of a request, within bounds → value of the field.
-        paths: Where it stands in a request to the worker; errors about it name the last one.
-        client_form: How a client of OpenAI's API sets it.
+        paths: Paths in a request to the worker; errors about it name the last one.
+        client_form: Form in which a client of OpenAI's API sets it.
         frontend_bounds: Values that Dynamo's frontend forwards, None for all of `bounds`.
         summary: Effect, for a client; in both tables of ``docs/request.md``, in ``/openapi.json``
             and in the playground.
         neutral: The value that asks for nothing; `NEVER` if every value asks for something.
         greedy: The value that makes the request greedy, whatever the other fields say.
-        samples: Which of its values make a request without temperature, top-k and top-p a sampled
+        samples: Values of it that make a request without temperature, top-k and top-p a sampled
             one: all that are set, or those that are not neutral; None if none of them does.
         runs_as: The logits processor of its values, or one for each kind of value.
-        refused: Why no engine serves the field. With `runs_as`, `ChainBuilder` serves it before an
-            engine is asked.
-        is_about_text: It has no effect here: engines take and give token ids.
+        refused: Reason why no engine serves the field. With `runs_as`, `ChainBuilder` serves it
+            before an engine is asked.
+        is_about_text: Whether it has no effect here, because engines take and give token ids.
     """
 
     name: str = ""
@@ -209,7 +209,7 @@ def control(
 
     Args:
         runs_as: See `Control`.
-        default: Of the field.
+        default: Default of the field.
         bounds: See `Control`.
         client: ``client_bounds``, by default ``bounds``.
         paths: See `Control`; one of them may be given as it is.
@@ -245,6 +245,6 @@ def cached(function: Callable[P, T]) -> Callable[P, T]:
 
 @cached
 def sampling_controls(record: type) -> tuple[Control, ...]:
-    """What is said of the fields of ``record``, `SamplingParams` or a class derived from it."""
+    """Declarations of the fields of ``record``, `SamplingParams` or a class derived from it."""
     found = ((each.name, each.metadata.get(_KEY)) for each in dataclasses.fields(record))
     return tuple(dataclasses.replace(said, name=name) for name, said in found if said is not None)

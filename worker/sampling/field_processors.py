@@ -1,6 +1,6 @@
 """Fields of `SamplingParams` that run as logits processors: one order law for both.
 
-The operator's policy is applied to fields by it (`worker.sampling.chain_builder`), and an engine
+The operator's policy is applied to fields by it (`worker.engines.chain_builder`), and an engine
 calls `with_field_processors` at admission: penalties, bans, biases and the minimum length join the
 chain. With a processor that acts at the temperature stage or later, so do temperature and
 truncation, because a request's own truncation must not come after it.
@@ -31,7 +31,7 @@ def processor_controls(record: type) -> tuple[Control, ...]:
 
 @cached
 def _engine_controls(record: type, late: bool) -> tuple[tuple[Control, RunsAs], ...]:
-    """Of these, the ones that engines serve, early or late in the order law."""
+    """Controls that engines serve and that run as processors, early or late in the order law."""
     served = (one for one in processor_controls(record) if one.refused is None)
     return tuple((one, runs_as) for one in served for runs_as in one.runs_as if runs_as.is_late == late)
 
@@ -47,9 +47,9 @@ def field_values(
     """The fields that are set and run as processors, as what a client asks for by name.
 
     Args:
-        params: Of the request.
+        params: Sampling parameters of the request.
         served: Errors name the field of the request, not that of `SamplingParams`.
-        guide_scope: Where a grammar holds.
+        guide_scope: Part of the generation in which a grammar holds.
     """
     found = []
     for control in processor_controls(type(params)):
@@ -79,7 +79,7 @@ def for_engine(params: SamplingParams, **changes: Any) -> SamplingParams:
     """``params`` for an engine: without the fields that are processors of the chain by now.
 
     Args:
-        params: Of the request.
+        params: Sampling parameters of the request.
         changes: Further fields to set.
     """
     cleared = {one.name: None for one in processor_controls(type(params)) if one.refused is not None}
@@ -107,15 +107,15 @@ def with_field_processors(
     """The parameters that are left to the sampler, and the chain with everything else.
 
     Args:
-        params: Of the request.
-        chain: The request's own processors, begun after its prompt and added to in place; None if
+        params: Sampling parameters of the request.
+        chain: The request's own processors, started after its prompt and added to in place; None if
             it has none.
         prompt: Token ids of the prompt.
-        context: Of the request, for the processors that are made here.
+        context: Context of the processors that are made here.
         extra: Processors that the engine adds, before those of the same stage.
         by_sampler: Fields of temperature and truncation that the engine's sampler applies itself.
             If another one is asked for, all of them join the chain.
-        late: They join the chain whatever is asked for.
+        late: Whether temperature and truncation join the chain whatever is asked for.
 
     Raises:
         InvalidRequest: a value is out of the bounds of its processor, or a control is given twice.

@@ -23,6 +23,7 @@ import torch
 import adapters.chain.chain
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.standin_switches import SWITCHES
+from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.errors import ServingError
 from worker.sampling import SamplingParams as EmbeddedParams
@@ -287,7 +288,7 @@ class Executor:
             logits_processor=row,
         )
         sent = 0
-        async for delta in self.engine.generate(self.names[client_id][choice], tokens, wanted):
+        async for delta in self.engine.generate(EngineRequest(self.names[client_id][choice], tokens, wanted)):
             if row.fatal is not None:
                 self._fail_all(row.fatal)
                 os._exit(3)

@@ -1,4 +1,4 @@
-"""What a request may ask of the embedded engine, and the `Request` made of it."""
+"""Admission to the embedded engine: an `EngineRequest` is checked and becomes a `Request`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from dataclasses import fields
 from adapters.chain import ProcessorFailed
 from adapters.contract import Context
 from adapters.vocabulary import Vocabulary
-from worker.engines.chain_members import chain_of, other_members
+from worker.engines.chain_members import begin, other_members
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling.chain_replay import resume
 from worker.engines.embedded.sampling.truncation import Controls
 from worker.engines.refusals import IRRELEVANT, REFUSED_EVERYWHERE, RUN_AS_PROCESSORS, check_refused
+from worker.engines.request import EngineRequest
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
 from worker.sampling.field_processors import with_field_processors
 
 SAMPLED = frozenset(Controls.__dataclass_fields__)
-"""Temperature and truncation that the sampler applies itself; another one runs as a processor."""
+"""Controls of temperature and truncation that the sampler applies; others run as processors."""
 
 _SERVED_HERE = frozenset(
     {
@@ -51,46 +52,39 @@ REFUSED = {
 
 
 def admit(
-    request_id: str,
+    engine_request: EngineRequest,
     number: int,
-    prompt: Sequence[int],
-    params: SamplingParams,
     model: Model,
     context_length: int,
     *,
-    generated: Sequence[int] = (),
-    choice: int = 0,
     allowed: AbstractSet[str] = frozenset(),
 ) -> Request:
     """Check a request and make the engine's own record of it.
 
     Args:
-        request_id: The caller's id.
-        number: The engine's own.
-        prompt: Token ids.
-        params: What is asked for.
-        model: Which will answer.
+        engine_request: Request to check.
+        number: Id of the request within the engine.
+        model: Model that answers.
         context_length: Longest prompt + answer, in tokens.
-        generated: The answer's tokens so far, if the request was migrated: it goes on after them,
-            as if they had been sampled here.
-        choice: Which of several answers to one prompt this is.
-        allowed: Fields of `REFUSED` that the caller takes care of itself.
+        allowed: Fields of `REFUSED` that the caller serves itself.
 
     Raises:
         InvalidRequest: naming the first field that cannot be served, and why.
     """
+    params, chain = engine_request.params, engine_request.chain
     check_refused(params, REFUSED, allowed)
-    tokens = _check_prompt([*prompt, *generated], model.vocab_size, context_length)
-    prompt = tokens[: len(prompt)]
+    tokens = _check_prompt(engine_request.token_ids, model.vocab_size, context_length)
+    prompt = tokens[: len(engine_request.prompt_token_ids)]
     end_ids = end_ids_of(params, model)
     seed = secrets.randbits(64) if params.seed is None else params.seed
-    context = Context(Vocabulary(model.vocab_size), end_ids, seed, choice)
+    context = Context(Vocabulary(model.vocab_size), end_ids, seed, engine_request.choice)
     others = other_members(params, number, model.vocab_size, model.device)
     try:
-        chain = chain_of(params, prompt, generated)
+        if chain is not None:
+            begin(chain, engine_request)
         left, chain = with_field_processors(params, chain, prompt, context, others, by_sampler=SAMPLED)
         request = Request(
-            id=request_id,
+            id=engine_request.id,
             number=number,
             params=left,
             tokens=tokens,
@@ -99,10 +93,12 @@ def admit(
             end_ids=end_ids,
             seed=seed,
             chain=chain,
-            choice=choice,
+            choice=engine_request.choice,
+            cache_salt=engine_request.cache_salt,
+            client=engine_request.hints.client,
             speculates=chain is None or chain.speculates,
         )
-        if generated:
+        if engine_request.generated_token_ids:
             request.tap = resume(request, model)
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from itertools import count
 from typing import Any
 
 from adapters.trtllm import ChainAdapter, Step
 from adapters.trtllm.side_channel import SideChannel
-from worker.engines import NO_HINTS, EngineInfo, KeepKv, KvEventSink, ReadKv, RequestHints, TokenDelta
+from worker.engines import EngineInfo, EngineRequest, KeepKv, KvEventSink, KvPart, LocalPrefill, ReadKv, TokenDelta
 from worker.engines.refusals import check_queue
 from worker.engines.trtllm import disaggregated_params
 from worker.engines.trtllm.cache_reports import EventRelay
@@ -27,7 +27,7 @@ from worker.engines.trtllm.reports import ExecutorReports
 from worker.engines.trtllm.request_table import RequestTable
 from worker.engines.trtllm.running_request import RunningRequest
 from worker.engines.trtllm.settings import TrtllmConfig, checkpoint_facts
-from worker.engines.trtllm.submission import check_prompt, context_only, handed_logprobs, hint_arguments
+from worker.engines.trtllm.submission import check_prompt, context_only, handed_logprobs, own_arguments
 from worker.errors import (
     Draining,
     EngineBroken,
@@ -142,29 +142,18 @@ class TrtllmEngine:
 
     # Requests
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        kv: KeepKv | ReadKv | None = None,
-        cache_salt: str | None = None,
-        generated_token_ids: Sequence[int] = (),
-        choice: int = 0,
-        hints: RequestHints = NO_HINTS,
-    ) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
-        if choice:
+        if request.choice:
             raise InvalidRequest("sampling_options.n", "TensorRT-LLM's random numbers do not depend on the choice")
-        prompt, generated = list(prompt_token_ids), list(generated_token_ids)
-        request = await self._submit(request_id, prompt, generated, sampling_params, kv, cache_salt, hints)
+        running = await self._submit(request)
         try:
             while True:
-                yield await request.take()
-                if request.is_exhausted:
+                yield await running.take()
+                if running.is_exhausted:
                     return
         finally:
-            self._release(request)
+            self._release(running)
 
     def abort(self, request_id: str) -> None:
         """Abort a request; its stream ends as ``cancelled``.
@@ -185,38 +174,26 @@ class TrtllmEngine:
         """End every unfinished request with `Draining`, refuse new ones; how many were ended."""
         return self._requests.end_all(Draining("the worker is shutting down"))
 
-    async def _submit(
-        self,
-        request_id: str,
-        prompt: list[int],
-        generated: list[int],
-        params: SamplingParams,
-        kv: KeepKv | ReadKv | None,
-        cache_salt: str | None,
-        hints: RequestHints,
-    ) -> RunningRequest:
+    async def _submit(self, engine_request: EngineRequest) -> RunningRequest:
         if self._requests.refusal is not None:
             raise self._requests.refusal
         if self._info is None or self._served is None or self._package is None or self._reader is None:
             raise EngineBroken("the engine has not been started")
-        if request_id in self._requests:
-            raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
-        tokens = prompt + generated
+        if engine_request.id in self._requests:
+            raise InvalidRequest("request_id", f"{engine_request.id!r} is in use by an unfinished request")
+        tokens, params, kv = engine_request.token_ids, engine_request.params, engine_request.kv
         check_prompt(tokens, self._info)
-        if cache_salt is not None and "cache_salt" not in self._package.generate_arguments:
-            raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not support cache salts")
         number = next(self._numbers)
-        made = native_request(params, prompt, number, self._served, generated)
+        arguments = own_arguments(engine_request, self._package)
+        made = native_request(engine_request, number, self._served)
         if not isinstance(kv, ReadKv):  # its prompt's KV waits at a prefill worker, and would until the time-out
             check_queue(len(self._requests), self._info.max_num_seqs, self.config.max_queue)
-        request = self._running_request(request_id, made, params, len(tokens))
+        request = self._running_request(engine_request.id, made, params, len(tokens))
         request.number = str(number)
         adapter = self._adapter(request, made, params)
-        arguments = hint_arguments(hints, self._package) | self._disaggregated(request, kv, params)
+        arguments |= self._disaggregated(request, kv, params)
         if adapter is not None and request.chain is not None:
             adapter.handed_over = request.chain.handed_over
-        if cache_salt is not None:
-            arguments["cache_salt"] = cache_salt
         streaming = not isinstance(kv, KeepKv)
         try:
             native = self._package.sampling_params(**made.fields)
@@ -269,12 +246,10 @@ class TrtllmEngine:
             request.chain.step_budget_s, failures.step_budget_s = failures.step_budget_s, math.inf
         return adapter
 
-    def _disaggregated(
-        self, request: RunningRequest, kv: KeepKv | ReadKv | None, params: SamplingParams
-    ) -> dict[str, Any]:
+    def _disaggregated(self, request: RunningRequest, kv: KvPart | None, params: SamplingParams) -> dict[str, Any]:
         """Disaggregation arguments of ``generate_async``; none for a health probe."""
         assert self._package is not None
-        if kv is None:
+        if kv is None or isinstance(kv, LocalPrefill):
             if self.config.role == "decode" and request.chain is not None:  # this executor computes the prompt
                 request.chain.note_mode("local prefill")
             return {}

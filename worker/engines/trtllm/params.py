@@ -18,8 +18,9 @@ from adapters.contract import Context
 from adapters.trtllm import ChainAdapter
 from adapters.trtllm.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
-from worker.engines.chain_members import chain_of, dense_bias, other_members
+from worker.engines.chain_members import begin, dense_bias, other_members
 from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
+from worker.engines.request import EngineRequest
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
 from worker.sampling.field_processors import is_sampled, processor_controls, with_field_processors
@@ -73,32 +74,34 @@ class NativeRequest:
     chain_logprobs: int | None = None
 
 
-def native_request(
-    params: SamplingParams, prompt: list[int], number: int, served: Served, generated: Sequence[int] = ()
-) -> NativeRequest:
+def native_request(request: EngineRequest, number: int, served: Served) -> NativeRequest:
     """A request in TensorRT-LLM's own fields, and the chain of what it does not honour exactly.
 
+    The answer so far of a migrated request is prompt to the engine, so every control that tells
+    them apart runs in the chain.
+
     Args:
-        params: Of the request.
-        prompt: Its token ids.
-        number: The id that third-party callables are called with.
-        served: About the engine.
-        generated: The answer's tokens so far, if the request was migrated. To the engine they are
-            prompt, so every control that tells them apart runs in the chain.
+        request: The request.
+        number: Id that third-party callables are called with.
+        served: Controls and fields of the installed version.
 
     Raises:
         InvalidRequest: a field cannot be served here; it is named.
     """
+    params, chain = request.params, request.chain
+    prompt, generated = list(request.prompt_token_ids), list(request.generated_token_ids)
     check_refused(params, REFUSED)
     ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
-    native, rest = ({}, params) if generated else _native(params, len(prompt), served)
-    chain = chain_of(params, prompt, generated)
+    has_processors = chain is not None or bool(params.logits_processors)
+    native, rest = ({}, params) if generated or has_processors else _native(params, len(prompt), served)
+    if chain is not None:
+        begin(chain, request)
     if chain is not None and chain.backtracks:
         names = ", ".join(member.name for member in chain.members if member.record.rollbacks is not None)
         problem = f"holds {names}, which takes tokens back, and TensorRT-LLM cannot; use the embedded engine"
         raise InvalidRequest("sampling_params.logits_processor", problem)
     random = is_sampled(params, chain)
-    chain_samples = _must_sample_in_chain(rest, random, chain is not None or bool(params.logits_processors), served)
+    chain_samples = _must_sample_in_chain(rest, random, has_processors, served)
     seed = params.seed or 0
     context = Context(Vocabulary(served.vocab_size), ends, seed, max_tokens=params.max_tokens)
     late = random and chain_samples
@@ -142,7 +145,7 @@ def _native(params: SamplingParams, prompt_length: int, served: Served) -> tuple
     names = set(_early(params))
     if not params.is_greedy:
         names.update(_active(params, late=True))
-    if params.logits_processors or _must_sample_in_chain(params, not params.is_greedy, False, served):
+    if _must_sample_in_chain(params, not params.is_greedy, False, served):
         return {}, params
     if not names <= set(served.honoured):
         return {}, params

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from worker.engines import EngineInfo, RequestHints, TokenLogprob
+from worker.engines import EngineInfo, EngineRequest, TokenLogprob
 from worker.engines.trtllm.capabilities import Package
 from worker.engines.trtllm.deltas import entries_of
 from worker.engines.trtllm.disaggregated_params import FIELD
@@ -19,17 +19,27 @@ _MIN_DISAGG_ID = 2**42
 """Lower ids are TensorRT-LLM's own."""
 
 
-def hint_arguments(hints: RequestHints, package: Package) -> dict[str, Any]:
-    """Trace headers and priority, where the request has them and the version takes them.
+def own_arguments(request: EngineRequest, package: Package) -> dict[str, Any]:
+    """Arguments of ``generate_async`` for the cache salt, trace headers and priority.
 
-    Its priorities lie between 0 and 1, 0.5 is usual; those of requests are numbers around 0.
+    TensorRT-LLM's priorities lie between 0 and 1, 0.5 is usual; those of requests are numbers
+    around 0. Hints are left out where the version does not take them.
+
+    Raises:
+        InvalidRequest: the request has a cache salt, and the version takes none.
     """
+    hints = request.hints
     found: dict[str, Any] = {}
     if hints.trace_headers:
         found["trace_headers"] = dict(hints.trace_headers)
     if hints.priority:
         found["priority"] = 0.5 * (1 + hints.priority / (1 + abs(hints.priority)))
-    return {name: value for name, value in found.items() if name in package.generate_arguments}
+    taken = {name: value for name, value in found.items() if name in package.generate_arguments}
+    if request.cache_salt is not None:
+        if "cache_salt" not in package.generate_arguments:
+            raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not support cache salts")
+        taken["cache_salt"] = request.cache_salt
+    return taken
 
 
 def check_prompt(prompt: list[int], info: EngineInfo) -> None:

@@ -25,7 +25,7 @@ from adapters.processors.masks import BannedTokens
 from adapters.processors.penalties import RepetitionPenalty
 from adapters.vocabulary import Vocabulary
 from worker.arguments import parse_arguments
-from worker.engines import EngineInfo, TokenDelta
+from worker.engines import EngineInfo, EngineRequest, TokenDelta
 from worker.engines.trtllm.capabilities import read_package
 from worker.engines.trtllm.engine import TrtllmEngine
 from worker.engines.trtllm.settings import config_from
@@ -152,7 +152,7 @@ class Checklist:
 
     async def faulty(self) -> Finding:
         broken = create_trtllm_adapters([_Raises()], end_id=0)
-        _, failed = await asyncio.gather(self._others(), self._answer(broken))
+        _, failed = await asyncio.gather(self._others(), self._answer(callables=broken))
         after = await self._answer()
         ok = failed.finish_reason == "error" and after.finish_reason in ("stop", "length")
         return Finding("a faulty processor fails its request alone", ok, str(failed.error))
@@ -172,7 +172,7 @@ class Checklist:
     async def several(self) -> Finding:
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, n=2, temperature=1.0)
         answers: dict[int, TokenDelta] = {}
-        async for delta in self.engine.generate("several", PROMPT, params):
+        async for delta in self.engine.generate(EngineRequest("several", PROMPT, params)):
             whole = answers.setdefault(delta.index, TokenDelta())
             whole.token_ids += delta.token_ids
             whole.finish_reason = delta.finish_reason
@@ -180,7 +180,8 @@ class Checklist:
         return Finding("two answers of one prompt both end", found == [(NUM_TOKENS, "length")] * 2, str(found))
 
     async def aborted(self) -> Finding:
-        stream = self.engine.generate("abort", PROMPT, SamplingParams(max_tokens=1000, ignore_eos=True))
+        params = SamplingParams(max_tokens=1000, ignore_eos=True)
+        stream = self.engine.generate(EngineRequest("abort", PROMPT, params))
         await anext(stream)
         self.engine.abort("abort")
         last = [delta async for delta in stream][-1]
@@ -205,22 +206,29 @@ class Checklist:
             *(self._tokens(self._chain(ForcedPrefix, token_ids=[50 + i] * 4)) for i in range(NUM_OTHERS))
         )
 
-    def _chain(self, kind: type[Processor], prompt: Sequence[int] = PROMPT, **args: Any) -> Any:
+    def _chain(self, kind: type[Processor], prompt: Sequence[int] = PROMPT, **args: Any) -> ProcessorChain:
         context = Context(Vocabulary(self.info.vocab_size), frozenset(self.info.eos_token_ids))
         made = ProcessorChain(kind.build(kind.Args(**args), context), context, step_budget_s=60.0)
         made.start(prompt)
-        return create_trtllm_adapters([made], end_id=0)
+        return made
 
-    async def _tokens(self, processors: Any = None, **fields: Any) -> list[int]:
-        delta = await self._answer(processors, **{"ignore_eos": "stop_token_ids" not in fields, **fields})
+    async def _tokens(self, chain: ProcessorChain | None = None, **fields: Any) -> list[int]:
+        delta = await self._answer(chain, **{"ignore_eos": "stop_token_ids" not in fields, **fields})
         assert delta.finish_reason != "error", delta.error
         return delta.token_ids
 
-    async def _answer(self, processors: Any = None, *, prompt: Sequence[int] = PROMPT, **fields: Any) -> TokenDelta:
+    async def _answer(
+        self,
+        chain: ProcessorChain | None = None,
+        *,
+        prompt: Sequence[int] = PROMPT,
+        callables: Any = None,
+        **fields: Any,
+    ) -> TokenDelta:
         self._num_requests += 1
-        params = SamplingParams(**{"max_tokens": NUM_TOKENS, "logits_processor": processors, **fields})
+        params = SamplingParams(**{"max_tokens": NUM_TOKENS, "logits_processor": callables, **fields})
         whole = TokenDelta(logprobs=[])
-        async for delta in self.engine.generate(f"verify-{self._num_requests}", prompt, params):
+        async for delta in self.engine.generate(EngineRequest(f"verify-{self._num_requests}", prompt, params, chain)):
             whole.token_ids += delta.token_ids
             whole.logprobs = [*(whole.logprobs or ()), *(delta.logprobs or ())]
             whole.finish_reason, whole.error = delta.finish_reason, delta.error

@@ -1,4 +1,4 @@
-"""Serves messages: their prompts read, every choice a request of `worker.serving`."""
+"""Serves messages: their prompts read, every choice a request of `worker.server`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from worker.arguments import Arguments
 from worker.runtimes.nats.answer import ChoiceText
 from worker.runtimes.nats.request import NatsRequest, parse
-from worker.serving import RequestServer
+from worker.server import RequestServer
 
 MAX_WAITING = 4
 """Chunks per choice that may wait for a slow reader of several choices."""
@@ -29,7 +29,7 @@ class MessageServer:
 
     def __init__(self, server: RequestServer, arguments: Arguments) -> None:
         self.server = server
-        self.tokenizer = server.chains.facts.vocabulary.tokenizer
+        self.tokenizer = server.chains.vocabulary.tokenizer
         template = arguments.custom_jinja_template
         self._template = None if template is None else Path(template).read_text(encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""A message of a client → the requests of `worker.serving` that answer it, one per choice.
+"""A message of a client → the requests of `worker.server` that answer it, one per choice.
 
 The message has the fields of docs/request.md, and those of `PROMPTS` and `OWN_FIELDS` instead of
 what Dynamo's frontend would have made of a client's request.

@@ -18,7 +18,7 @@ from worker.runtimes.nats.connection import ConnectionOptions, connect, disconne
 from worker.runtimes.nats.messages import MessageServer
 from worker.runtimes.nats.probes import ProbeServer
 from worker.runtimes.nats.service import NatsService
-from worker.serving import RequestServer
+from worker.server import RequestServer
 
 logger = logging.getLogger(__name__)
 

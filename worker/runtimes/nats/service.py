@@ -26,6 +26,7 @@ from worker.runtimes.nats.open_answers import OpenAnswers
 from worker.runtimes.nats.protocol import REQUEST_ID, WINDOW, Subjects
 from worker.runtimes.nats.replies import ReplyGuard
 from worker.runtimes.nats.stream import AnswerStream
+from worker.server.description import describe
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class NatsService:
         }
 
     async def _describe(self, request: Request) -> None:
-        await request.respond(protocol.encoded(self._server.description()))
+        await request.respond(protocol.encoded(describe(self._server)))
 
     async def _accept(self, request: Request) -> None:
         """Take one request from the queue group, without waiting for its answer."""

@@ -1,4 +1,4 @@
-"""From a prompt and its `SamplingParams` to the engine's requests, one for each answer."""
+"""Request builder: a prompt and its `SamplingParams` become one engine request per answer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from functools import partial
 from typing import Any
 
 from adapters.catalog import Catalog, Selection, SelectionError, parse_selection
-from adapters.trtllm import ChainAdapter, DynamoAdapter, create_trtllm_adapters
+from adapters.chain import ProcessorChain
+from adapters.trtllm import ChainAdapter, DynamoAdapter
 from adapters.vocabulary import Vocabulary
+from worker.engines import EngineRequest
+from worker.engines.chain_builder import ChainBuilder, model_context
 from worker.engines.embedded.admission import admit, end_ids_of
 from worker.engines.embedded.offline.results import Answer, RequestGroup
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling import LogitsCollector
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
-from worker.sampling.chain_builder import ChainBuilder, Facts
 from worker.sampling.field_processors import for_engine, processor_controls
 from worker.sampling.params import structural_format
 from worker.text.answer_text import AnswerText
@@ -44,7 +46,7 @@ ALLOWED = frozenset(
 """Fields that the engine refuses and that are served here."""
 
 HONOURED = ALLOWED | {one.name for one in processor_controls(SamplingParams) if one.refused is not None}
-"""The same with the fields that are processors of the chain before the engine is asked."""
+"""The same with the fields that are processors of the chain before the engine gets it."""
 
 _SHARED_CHAIN = "a chain serves one answer: name its processors in processors=, for each answer has a chain of its own"
 
@@ -53,9 +55,9 @@ class RequestBuilder:
     """Checks prompts and makes the engine's requests of them.
 
     Args:
-        model: Which will answer.
+        model: Model that answers.
         context_length: Longest prompt + answer, in tokens.
-        vocabulary: Of the model; without a tokenizer there are token ids alone.
+        vocabulary: Vocabulary of the model; without a tokenizer there are token ids alone.
         catalog: Processors that may be named.
     """
 
@@ -63,7 +65,7 @@ class RequestBuilder:
         self.vocabulary = vocabulary
         self._model = model
         self._context_length = context_length
-        self._chains = ChainBuilder(catalog, Facts.of(vocabulary))
+        self._chains = ChainBuilder(catalog, model_context(vocabulary))
 
     @property
     def tokenizer(self) -> Any:
@@ -82,9 +84,9 @@ class RequestBuilder:
         """Check a prompt and make the requests of its answers.
 
         Args:
-            number: The engine's own id.
+            number: Id of the prompt within the engine.
             prompt: Text or token ids.
-            wanted: What is asked for.
+            wanted: Sampling parameters of the prompt.
             named: Processors by name.
             shared: Ids of callables that are given for more than one answer.
             where: Head of the field in errors.
@@ -134,38 +136,29 @@ class RequestBuilder:
         choice: int,
     ) -> Answer:
         asks = params.logprobs if params.logprobs is not None or (params.best_of or 1) == params.n else 0
-        processors = [_own(one, shared) for one in params.logits_processors]
-        chains = [one for one in processors if isinstance(one, ChainAdapter)]
+        given = [_own(one, shared) for one in params.logits_processors]
+        chain = _given_chain(given)
+        callables = [one for one in given if not isinstance(one, ChainAdapter)]
+        own = for_engine(params, n=1, best_of=1, logprobs=asks, logits_processor=callables or None)
+        engine_request = EngineRequest(f"{number}.{choice}", tokens, own, chain, choice=choice)
         if selection.processors:
-            if chains:
+            if chain is not None:
                 raise InvalidRequest("sampling_params.logits_processor", "holds a chain, and processors are named too")
-            processors += self._chain(tokens, params, selection, choice)
-        own = for_engine(params, n=1, best_of=1, logprobs=asks, logits_processor=processors or None)
-        request = admit(
-            f"{number}.{choice}",
-            number,
-            tokens,
-            own,
-            self._model,
-            self._context_length,
-            choice=choice,
-            allowed=ALLOWED,
-        )
+            engine_request = self._with_chain(engine_request, selection)
+        request = admit(engine_request, number, self._model, self._context_length, allowed=ALLOWED)
         collector = self._collector(request, params, choice)
         request.tap = collector
         return Answer(request, self._text(request, params), collector)
 
-    def _chain(
-        self, tokens: list[int], params: SamplingParams, selection: Selection, choice: int
-    ) -> list[Callable[..., None]]:
-        room = self._context_length - len(tokens)
+    def _with_chain(self, engine_request: EngineRequest, selection: Selection) -> EngineRequest:
+        params, room = engine_request.params, self._context_length - len(engine_request.prompt_token_ids)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
-        context = self._chains.context(end_ids_of(params, self._model), params.seed or 0, most, choice)
+        ends = end_ids_of(params, self._model)
+        context = self._chains.context(ends, params.seed or 0, most, engine_request.choice)
         try:
-            chain = self._chains.build(selection, context)
+            return self._chains.prepare(engine_request, selection, context)
         except SelectionError as error:
             raise InvalidRequest(error.path or "processors", error.problem) from None
-        return list(create_trtllm_adapters([chain]))
 
     def _collector(self, request: Request, params: SamplingParams, choice: int) -> LogitsCollector | None:
         collector = LogitsCollector(
@@ -211,6 +204,14 @@ def _check_structural_tag(tag: object) -> None:
         structural_format(tag)
     except (ValueError, RecursionError):
         raise InvalidRequest("sampling_params.guided_decoding", "structural_tag must be JSON") from None
+
+
+def _given_chain(callables: Sequence[Callable[..., None]]) -> ProcessorChain | None:
+    """The chain that a caller gives as one of its callables."""
+    chains = [one.chain for one in callables if isinstance(one, ChainAdapter)]
+    if len(chains) > 1:
+        raise InvalidRequest("sampling_params.logits_processor", "must hold at most one chain of processors")
+    return chains[0] if chains else None
 
 
 def _own(processor: Callable[..., None], shared: AbstractSet[int]) -> Callable[..., None]:

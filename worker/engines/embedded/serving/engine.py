@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable
 from itertools import count
 
 import torch
 
 from worker.engines import (
     BATCH_SIZES,
-    NO_HINTS,
     EngineInfo,
     EngineLoad,
-    KeepKv,
+    EngineRequest,
     KvEventSink,
+    KvPart,
+    LocalPrefill,
     ReadKv,
-    RequestHints,
     TokenDelta,
 )
 from worker.engines.embedded.admission import admit
@@ -25,10 +25,9 @@ from worker.engines.embedded.host import limit_threads
 from worker.engines.embedded.kv_cache import choose_kv_blocks
 from worker.engines.embedded.model import HfModel, check_first_pass, load_model
 from worker.engines.embedded.model.numerics import shown_threads
-from worker.engines.embedded.plan import Model, Output, Request
-from worker.engines.embedded.serving.outbox import MIN_AHEAD, RUN_AHEAD
+from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.serving.step_thread import Abort, Listen, StepThread, Stop, Submit
-from worker.engines.embedded.serving.stream import Stream
+from worker.engines.embedded.serving.streams import Streams
 from worker.engines.embedded.speculation import SpeculativeConfig
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.engines.embedded.transfer import (
@@ -40,12 +39,12 @@ from worker.engines.embedded.transfer import (
     open_connector,
 )
 from worker.engines.refusals import check_queue
-from worker.errors import Draining, EngineBroken, InvalidRequest, ServingError, StartupError
+from worker.errors import Draining, EngineBroken, InvalidRequest, StartupError
 from worker.sampling import SamplingParams
 
 
 def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, EngineInfo]:
-    """The stepper of an engine, and what the engine tells of itself.
+    """The stepper of an engine, and the engine's description.
 
     Args:
         config: Settings, checked here.
@@ -103,30 +102,34 @@ def _computed_by(model: Model) -> str:
     return f"{device}, {dtype}, {model.made_by}" + ("" if says_threads else f", {threads}")
 
 
+def load_for_serving(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, EngineInfo]:
+    """`load` with as many threads as the container allows, which exact numerics depend on."""
+    limit_threads(config.model_path, config.local_workers)
+    return load(config, model)
+
+
+Load = Callable[[EmbeddedConfig, Model | None], tuple[Stepper, EngineInfo]]
+
+
 class EmbeddedEngine:
     """Implements `worker.engines.ServingEngine` in torch.
 
     Args:
         config: Settings.
         model: A model to use instead of the checkpoint in ``config.model_path``.
+        load: Loads the model, in a thread.
     """
 
-    def __init__(self, config: EmbeddedConfig, model: Model | None = None) -> None:
+    def __init__(self, config: EmbeddedConfig, model: Model | None = None, load: Load = load_for_serving) -> None:
         self.config = config
         self._injected_model = model
-        self._model: Model | None = None
+        self._load = load
         self._info: EngineInfo | None = None
         self._thread: StepThread | None = None
         self._connector: KvConnector | None = None
         self._stepper: Stepper | None = None  # the step thread's; only counts of it are read here
-        self._streams: dict[str, Stream] = {}
-        self._behind: set[Stream] = set()  # those whose consumers are behind
+        self._streams = Streams()
         self._numbers = count()
-        self._refusal: ServingError | None = None
-
-    def __repr__(self) -> str:
-        state = "not started" if self._info is None else repr(self._refusal) if self._refusal else "serving"
-        return f"EmbeddedEngine({state}, {len(self._streams)} unfinished)"
 
     async def start(self) -> EngineInfo:
         """Load the model and start the step thread.
@@ -136,47 +139,44 @@ class EmbeddedEngine:
         """
         if self._info is not None:
             raise StartupError("the embedded engine was started twice")
-        stepper, info = await asyncio.to_thread(self._load)
-        loop = asyncio.get_running_loop()
-        self._thread = StepThread(stepper, self._deliver, self._break, loop, self.config.step_timeout_s)
+        stepper, info = await asyncio.to_thread(self._load, self.config, self._injected_model)
+        loop, streams = asyncio.get_running_loop(), self._streams
+
+        def break_down(cause: str) -> None:
+            streams.end_all(EngineBroken(cause))
+
+        thread = StepThread(stepper, streams.deliver, break_down, loop, self.config.step_timeout_s)
+        self._thread = streams.thread = thread
         self._stepper = stepper
-        self._model = stepper.model
         self._connector = stepper.connector
         self._info = info
-        self._thread.start()
+        thread.start()
         return info
 
-    def _load(self) -> tuple[Stepper, EngineInfo]:
-        # before the model: which numerics are exact depends on it
-        limit_threads(self.config.model_path, self.config.local_workers)
-        return load(self.config, self._injected_model)
-
-    async def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        kv: KeepKv | ReadKv | None = None,
-        cache_salt: str | None = None,
-        generated_token_ids: Sequence[int] = (),
-        choice: int = 0,
-        hints: RequestHints = NO_HINTS,
-    ) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
-        stream = self._admit(
-            request_id, prompt_token_ids, sampling_params, kv, cache_salt, generated_token_ids, choice, hints.client
-        )
+        streams, thread, stepper, info = self._streams, self._thread, self._stepper, self._info
+        if streams.refusal is not None:
+            raise streams.refusal
+        if thread is None or stepper is None or info is None:
+            raise EngineBroken("the engine has not been started")
+        if request.id in streams:
+            raise InvalidRequest("request_id", f"{request.id!r} is in use by an unfinished request")
+        admitted = admit(request, next(self._numbers), stepper.model, info.context_length)
+        handle = begin_transfer(admitted, request.kv, self.config.role, self._connector)
+        is_first = streams.is_first_of(admitted.client)
+        check_queue(len(streams), self.config.max_num_seqs, self.config.max_queue, is_first=is_first)
+        stream = streams.open(admitted)
+        thread.tell(Submit(admitted, handle))
         try:
             while True:
                 delta = await stream.take()
-                self._catch_up(stream)
+                streams.caught_up(stream)
                 yield delta
                 if delta.finish_reason is not None:
                     return
         finally:
-            self._catch_up(stream)
-            if self._streams.get(request_id) is stream:
-                self.abort(request_id)
+            streams.leave(stream)
 
     def abort(self, request_id: str) -> None:
         """Free the request's slot and KV before the next step; its stream ends as ``cancelled``."""
@@ -192,16 +192,16 @@ class EmbeddedEngine:
         return 0 if self._connector is None else self._connector.num_leased
 
     def report_blocks(self, sink: KvEventSink) -> None:
-        """Tell `sink` of the blocks in the cache, and from now on of what becomes of them."""
+        """Tell `sink` of the blocks in the cache, and then of blocks cached and evicted."""
         assert self._thread is not None
         self._thread.tell(Listen(sink))
 
     def load(self) -> EngineLoad:
-        """Its queues and batches now; see `worker.engines.Measured`."""
+        """Queues, batches and drafted tokens; see `worker.engines.Measured`."""
         stepper = self._stepper
         if stepper is None:
             return EngineLoad(0, 0, 0, 0, [0] * (len(BATCH_SIZES) + 1), 0)
-        queues = stepper.scheduler.queues
+        queues, drafted = stepper.scheduler.queues, stepper.speculator.counts.copy()
         return EngineLoad(
             num_waiting=len(queues.waiting),
             num_running=len(queues.prefilling) + len(queues.decoding),
@@ -209,6 +209,7 @@ class EmbeddedEngine:
             num_preemptions=queues.num_preemptions,
             steps_by_batch_size=tuple(stepper.steps_by_batch_size),
             num_rows=stepper.num_rows,
+            drafted={name: (one.proposed, one.accepted) for name, one in drafted.items()},
         )
 
     def transfers(self) -> dict[str, float]:
@@ -220,106 +221,35 @@ class EmbeddedEngine:
 
     def keep_alive(self) -> None:
         """Give an empty delta to each stream that has had none since the last call."""
-        for stream in self._streams.values():
-            stream.keep_alive()
-
-    def speculation(self) -> dict[str, tuple[int, int]]:
-        """Drafted tokens so far by proposer: those computed, and those of them accepted."""
-        counts = {} if self._stepper is None else self._stepper.speculator.counts.copy()
-        return {name: (one.proposed, one.accepted) for name, one in counts.items()}
+        self._streams.keep_alive()
 
     def migrate_all(self) -> int:
         """End every unfinished request with `Draining`, and refuse new ones; returns how many."""
-        return self._end_all(Draining("the worker is shutting down"))
+        return self._streams.end_all(Draining("the worker is shutting down"))
 
     async def stop(self) -> None:
         """Stop the step thread and drop the model. Idempotent."""
-        self._end_all(Draining("the engine was stopped"))
-        thread, self._thread, self._model, self._stepper = self._thread, None, None, None
+        self._streams.end_all(Draining("the engine was stopped"))
+        thread, self._thread, self._stepper = self._thread, None, None
+        self._streams.thread = None
         if thread is not None:
             thread.tell(Stop())
             await asyncio.to_thread(thread.join)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def _admit(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        kv: KeepKv | ReadKv | None,
-        cache_salt: str | None,
-        generated: Sequence[int],
-        choice: int,
-        client: str | None,
-    ) -> Stream:
-        if self._refusal is not None:
-            raise self._refusal
-        if self._thread is None or self._model is None or self._info is None:
-            raise EngineBroken("the engine has not been started")
-        if request_id in self._streams:
-            raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
-        number, context_length = next(self._numbers), self._info.context_length
-        request = admit(
-            request_id, number, prompt, params, self._model, context_length, choice=choice, generated=generated
-        )
-        request.cache_salt, request.client = cache_salt, client
-        handle = self._part(request, kv)
-        is_first = client is not None and all(other.client != client for other in self._streams.values())
-        check_queue(len(self._streams), self.config.max_num_seqs, self.config.max_queue, is_first=is_first)
-        stream = self._streams[request_id] = Stream(request)
-        self._thread.tell(Submit(request, handle))
-        return stream
 
-    def _part(self, request: Request, kv: KeepKv | ReadKv | None) -> KvHandle | None:
-        """Turn `request` into this worker's part of it; returns the handle of its KV, if any."""
-        if kv is None:
-            if self.config.role == "decode":
-                note_mode(request, "local prefill")
-            return None
-        assert self._connector is not None, f"an {self.config.role} engine transfers no KV"
-        if isinstance(kv, ReadKv):
-            return handle_from_json(kv.handle, self._connector.layout, len(request.tokens))
-        request.keeps_kv = True
-        request.params, request.chain, request.tap, request.end_ids = SamplingParams(), None, None, frozenset()
-        request.prompt_length = len(request.tokens)  # the answer so far of a migrated request, too
-        request.limit = request.prompt_length + 1
+def begin_transfer(request: Request, kv: KvPart | None, role: str, connector: KvConnector | None) -> KvHandle | None:
+    """Make a request this worker's part of a KV transfer; returns the handle of its KV, if any."""
+    if kv is None or isinstance(kv, LocalPrefill):
+        if role == "decode":
+            note_mode(request, "local prefill")
         return None
-
-    def _deliver(self, outputs: list[Output]) -> None:
-        limit = max(MIN_AHEAD, RUN_AHEAD // max(1, len(self._streams)))
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is None:
-                continue  # ended by migrate_all or stop
-            stream.push(output)
-            if stream.finished:
-                del self._streams[output.request_id]
-                self._behind.discard(stream)
-            elif stream.num_pending >= limit:
-                self._behind.add(stream)
-        self._pace()
-
-    def _catch_up(self, stream: Stream) -> None:
-        if stream in self._behind:
-            self._behind.remove(stream)
-            self._pace()
-
-    def _pace(self) -> None:
-        """Pause decoding while most consumers are behind; a few slow ones do not slow the rest."""
-        if self._thread is not None:
-            self._thread.hold(2 * len(self._behind) > len(self._streams))
-
-    def _break(self, cause: str) -> None:
-        self._end_all(EngineBroken(cause))
-
-    def _end_all(self, failure: ServingError) -> int:
-        """Fail every stream and refuse new requests, for the first reason ever given."""
-        self._refusal = self._refusal or failure
-        streams, self._streams = self._streams, {}
-        self._behind.clear()
-        for stream in streams.values():
-            stream.fail(failure)
-            if self._thread is not None:
-                self._thread.tell(Abort(stream.request_id))
-        return len(streams)
+    assert connector is not None, f"an {role} engine transfers no KV"
+    if isinstance(kv, ReadKv):
+        return handle_from_json(kv.handle, connector.layout, len(request.tokens))
+    request.keeps_kv = True
+    request.params, request.chain, request.tap, request.end_ids = SamplingParams(), None, None, frozenset()
+    request.prompt_length = len(request.tokens)  # the answer so far of a migrated request, too
+    request.limit = request.prompt_length + 1
+    return None

@@ -12,7 +12,7 @@ from worker.runtimes.nats.batch.layout import QueuedRequest
 from worker.runtimes.nats.messages import choice_id
 from worker.runtimes.nats.protocol import Malformed
 from worker.runtimes.nats.request import NatsRequest
-from worker.serving import RequestServer
+from worker.server import RequestServer
 
 ONLINE_PART = 8
 """One slot of this many stays free for requests that clients wait for."""

@@ -1,0 +1,101 @@
+"""`EngineRequest`: one record of a request, from its preparation to the engine's first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from adapters.chain import ProcessorChain
+from worker.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class KeepKv:
+    """Asks a prefill worker's engine to compute a prompt, sample nothing, and lease its KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadKv:
+    """Tells a decode worker's engine to read the prompt's KV from a prefill worker.
+
+    Attributes:
+        handle: The `TokenDelta.kv` of the prefill worker's engine.
+        num_cached_tokens: Prompt tokens of the prefill worker's prefix hit.
+    """
+
+    handle: Mapping[str, Any]
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPrefill:
+    """Tells a decode worker's engine to compute the prompt itself.
+
+    Attributes:
+        reason: ``missing`` if no KV transfer came with the request, ``late`` if its lease is over.
+    """
+
+    reason: str
+
+
+KvPart = KeepKv | ReadKv | LocalPrefill
+"""An engine's part in a KV transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHints:
+    """Facts about a request that change no token; an engine without a use ignores them.
+
+    Attributes:
+        trace_headers: W3C trace context that its spans belong to.
+        priority: Urgency beside other requests: more is sooner, 0 is usual.
+        client: Label of the client that it comes from, among whom an engine with a queue of its own
+            takes turns; None is one client.
+    """
+
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    priority: float = 0
+    client: str | None = None
+
+
+NO_HINTS = RequestHints()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One answer to generate, or in disaggregated serving one worker's part of it.
+
+    Attributes:
+        id: Id that no unfinished request of the engine has.
+        prompt_token_ids: Prompt, at least one token.
+        params: Sampling controls. ``logits_processor`` holds third-party callables alone; fields
+            that the engine refuses as processors are in `chain` already.
+        chain: The request's logits processors, None without any. An engine starts it, unless it
+            stands after the prompt, or after the prompt and `generated_token_ids`.
+        generated_token_ids: Tokens of a migrated request's answer so far. The stream begins after
+            them; everything else, ``max_tokens`` too, is as if they had been generated here, and a
+            KV transfer covers them.
+        seed: Seed of the chain's random numbers; the sampler's is ``params.seed``.
+        choice: Index of this answer among several to one prompt: requests with one seed that differ
+            in it have different random numbers.
+        kv: The engine's part in a KV transfer, None where it computes the whole request.
+        cache_salt: Requests share the KV of a common prefix only if they have the same salt.
+        hints: Facts that change no token.
+    """
+
+    id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    chain: ProcessorChain | None = None
+    generated_token_ids: Sequence[int] = ()
+    seed: int = 0
+    choice: int = 0
+    kv: KvPart | None = None
+    cache_salt: str | None = None
+    hints: RequestHints = NO_HINTS
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and answer so far."""
+        return [*self.prompt_token_ids, *self.generated_token_ids]

@@ -1,0 +1,134 @@
+"""`Preparation`: turns a request as a runtime brings it into an `EngineRequest`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from adapters.catalog import Selection
+from worker.arguments import Arguments
+from worker.engines import EngineInfo, EngineRequest, ReadKv, RequestHints
+from worker.engines.request import KvPart
+from worker.processors.builder import ServedChainBuilder
+from worker.processors.smoke import SmokeTest
+from worker.requests.receipts import RequestReceipt, Server
+from worker.requests.request import GenerationRequest, RequestLimits, parse_request
+from worker.sampling.field_processors import for_engine
+
+SEED_BITS = 53
+"""Bits of the seeds that the worker draws: integers that every JSON library reads exactly, so that
+a client can send the seed of a receipt back.
+"""
+
+MakeChains = Callable[[Arguments, EngineInfo, CollectorRegistry], ServedChainBuilder]
+
+
+class Preparation:
+    """Prepares requests for one loaded model.
+
+    Attributes:
+        info: Description of the engine.
+        chains: Builder of the model's chains.
+    """
+
+    def __init__(
+        self, info: EngineInfo, chains: ServedChainBuilder, server: Server, role: str, smoke: SmokeTest | None
+    ) -> None:
+        """``server`` is the record of the worker in receipts; ``role`` its disaggregation mode."""
+        self.info = info
+        self.chains = chains
+        self._server = server
+        self._role = role
+        self._smoke = smoke
+        self._limits = RequestLimits(info.context_length, info.vocab_size, info.eos_token_ids)
+        self._seeds = random.Random(secrets.randbits(128))  # SystemRandom would release the interpreter each time
+
+    @classmethod
+    async def load(
+        cls,
+        info: EngineInfo,
+        arguments: Arguments,
+        digest: Future[str],
+        registry: CollectorRegistry,
+        *,
+        make_chains: MakeChains,
+        smoke: bool,
+    ) -> Preparation:
+        """Load the tokenizer, the catalogue and the policy of an engine that has started.
+
+        Args:
+            info: Description of the engine.
+            arguments: Options of the worker.
+            digest: Digest of the checkpoint, for receipts.
+            registry: Registry of the metrics.
+            make_chains: Makes the chain builder, in a thread.
+            smoke: Whether every answer is ``Hello world!``.
+
+        Raises:
+            StartupError: one of them cannot be loaded.
+        """
+        chains = await asyncio.to_thread(make_chains, arguments, info, registry)
+        try:
+            server = await asyncio.to_thread(Server.of, info, arguments, digest)
+            eos = info.eos_token_ids[0] if info.eos_token_ids else None
+            test = await asyncio.to_thread(SmokeTest, arguments.model_path, eos) if smoke else None
+        except BaseException:
+            await chains.close()
+            raise
+        return cls(info, chains, server, arguments.disaggregation_mode, test)
+
+    def parse(self, raw: Mapping[str, Any]) -> GenerationRequest:
+        """The typed request. Raises `InvalidRequest`."""
+        return parse_request(raw, self._limits)
+
+    def without_chain(
+        self,
+        request_id: str,
+        request: GenerationRequest,
+        selection: Selection,
+        choice: int,
+        kv: KvPart | None,
+        hints: RequestHints,
+    ) -> EngineRequest:
+        """The request as the engine gets it, but without its chain."""
+        seed = self._seed(request, kv)
+        is_fixed = self.info.draws_by_seed or selection.receipt  # the seed in a receipt is that of its tokens
+        callables = self._smoke.processors(len(request.prompt_token_ids)) if self._smoke else None
+        own = seed if is_fixed else request.params.seed
+        return EngineRequest(
+            request_id,
+            request.prompt_token_ids,
+            for_engine(request.params, seed=own, logits_processor=callables),
+            generated_token_ids=request.generated_token_ids,
+            seed=seed,
+            choice=choice,
+            kv=kv,
+            cache_salt=request.cache_salt,
+            hints=hints,
+        )
+
+    async def with_chain(self, engine_request: EngineRequest, selection: Selection) -> EngineRequest:
+        """The request with its chain; see `ServedChainBuilder.prepare`."""
+        budget = engine_request.params.max_tokens
+        if self._role == "prefill":  # it generates one token, but its chain is that of the answer
+            budget = self.info.context_length - len(engine_request.prompt_token_ids)
+        return await self.chains.prepare(engine_request, selection, budget)
+
+    def receipt(self, engine_request: EngineRequest, selection: Selection) -> RequestReceipt | None:
+        """The receipt of a request, None if it wants none."""
+        if not selection.receipt:
+            return None
+        return RequestReceipt(self._server, engine_request, selection, smoke=self._smoke is not None)
+
+    def _seed(self, request: GenerationRequest, kv: KvPart | None) -> int:
+        """The client's seed, else the prefill worker's if it came with the KV, else a new one."""
+        if request.params.seed is not None:
+            return request.params.seed
+        handed_over = kv.handle.get("seed") if isinstance(kv, ReadKv) else None
+        return handed_over if isinstance(handed_over, int) else self._seeds.getrandbits(SEED_BITS)

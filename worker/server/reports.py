@@ -1,0 +1,105 @@
+"""`RequestReports`: metrics, log lines and spans of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from worker.arguments import Arguments
+from worker.errors import (
+    BoundaryStoreUnavailable,
+    Draining,
+    EngineBroken,
+    GrammarsUnavailable,
+    InvalidRequest,
+    Overloaded,
+    PoisonRequest,
+    ProcessorUnavailable,
+    RequestFailed,
+    ServingError,
+)
+from worker.metrics import WorkerMetrics
+from worker.request_log import RequestEntry, RequestLog
+from worker.requests.response import ResponseBuilder
+from worker.tracing import RequestTracer, to_endpoint
+
+logger = logging.getLogger(__name__)
+
+_OUTCOMES: tuple[tuple[type[ServingError], str], ...] = (
+    (PoisonRequest, "poison"),
+    (InvalidRequest, "refused"),
+    (RequestFailed, "failed"),
+    (Overloaded, "overloaded"),
+    (Draining, "migrated"),
+    (EngineBroken, "engine_broken"),
+    (ProcessorUnavailable, "unavailable"),
+    (GrammarsUnavailable, "unavailable"),
+    (BoundaryStoreUnavailable, "unavailable"),
+)
+
+
+class RequestReports:
+    """Reports of requests to operators: metrics, and where they are wanted log lines and spans.
+
+    Attributes:
+        model: Served model name.
+        metrics: Metrics of the worker.
+        tracer: Makes spans of requests, None without ``--otlp-endpoint``.
+    """
+
+    def __init__(self, model: str, metrics: WorkerMetrics) -> None:
+        self.model = model
+        self.metrics = metrics
+        self.tracer: RequestTracer | None = None
+        self._log: RequestLog | None = None
+
+    def open(self, arguments: Arguments) -> None:
+        """Open the request log and the tracer that the worker's options ask for."""
+        if arguments.log_requests:
+            self._log = RequestLog()
+        if arguments.otlp_endpoint is not None:
+            self.tracer = to_endpoint(arguments.otlp_endpoint, self.model)
+
+    def tokens_sent(self, entry: RequestEntry, number: int) -> None:
+        """Count the tokens of a chunk that is on its way to the client."""
+        is_first, passed_s = entry.first_token_s is None, entry.tokens_sent()
+        if not entry.is_probe:
+            self.metrics.observe_tokens(number, passed_s, is_first=is_first)
+
+    def left_engine(self, entry: RequestEntry, builder: ResponseBuilder) -> None:
+        """Count the tokens of a request that the engine is done with."""
+        num_generated = builder.num_generated_tokens - builder.num_replayed_tokens
+        self.metrics.count_tokens(builder.num_prompt_tokens, builder.num_cached_tokens, num_generated)
+        if not entry.is_probe:
+            tokens = builder.num_prompt_tokens, builder.num_generated_tokens
+            self.metrics.observe_request(entry.began_s, entry.clock(), entry.queue_times, *tokens)
+
+    def failed(self, entry: RequestEntry, error: Exception) -> None:
+        """Count and log a request that ended with an error."""
+        entry.failed(error)
+        if not isinstance(error, ServingError):
+            logger.error("request %s failed", entry.request_id, exc_info=error)
+            self.metrics.count_outcome("unknown_error")
+            return
+        self.metrics.count_outcome(next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "unknown_error"))
+        if isinstance(error, InvalidRequest):
+            self.metrics.count_refusal(error.field)
+            # 1.4.2's frontend keeps the message from many clients. A bad KV transfer is none's
+            # fault, but the workers'.
+            level = logging.ERROR if error.field.startswith("prefill_result") else logging.WARNING
+            logger.log(level, "request %s refused: %s", entry.request_id, error)
+
+    def ended(self, entry: RequestEntry, trace: Mapping[str, str] | None) -> None:
+        """Write the line and the spans of a request that has ended."""
+        if self._log is not None:
+            self._log.write(entry)
+        if self.tracer is not None:
+            self.tracer.ended(entry, trace)
+
+    async def close(self) -> None:
+        """Write what waits. Idempotent."""
+        if self._log is not None:
+            await asyncio.to_thread(self._log.close)
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
