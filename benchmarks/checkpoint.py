@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -27,7 +28,8 @@ def write_checkpoint(path: Path, vocabulary: int = 32_000, longest: int = 4096) 
         max_position_embeddings=longest,
         tie_word_embeddings=False,
     )
-    network = LlamaForCausalLM(config).to(torch.bfloat16)
+    network: Any = LlamaForCausalLM(config)
+    network.to(torch.bfloat16)
     network.save_pretrained(path)
     parameters = sum(parameter.numel() for parameter in network.parameters())
-    return 2 * (parameters - network.model.embed_tokens.weight.numel())
+    return 2 * int(parameters - network.model.embed_tokens.weight.numel())

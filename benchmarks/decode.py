@@ -44,6 +44,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import decode_ours  # before torch, so that OpenMP's threads wait as they do in a worker
 
@@ -134,10 +135,10 @@ class Measured:
         return max(self.speeds[name])
 
 
-def ours(path: Path, **settings: str) -> tuple[Answer, str]:
+def ours(path: Path, **settings: Any) -> tuple[Answer, str]:
     """Our engine, and what it computes with."""
     engine = Engine(path, device="cpu", max_num_seqs=MOST_ROWS, context_length=LONGEST, **settings)
-    return lambda task: decode_ours.answer(engine, task), engine.session.stepper.model.made_by
+    return lambda task: decode_ours.answer(engine, task), decode_ours.made_by(engine)
 
 
 def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf  # type: ignore[import-not-found]
-import llama_cpp  # type: ignore[import-not-found]
+import gguf
+import llama_cpp
 import numpy as np
 from workload import LONGEST, MOST_ROWS, Reply, Stopwatch, Task, serve
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import onnxruntime_genai  # type: ignore[import-not-found]
+import onnxruntime_genai
 from workload import Reply, Stopwatch, Task, serve
 
 OPTIONS = (
@@ -37,8 +37,8 @@ FORMATS = {
 def build(checkpoint: str, form: str, directory: Path) -> None:
     """Write the model."""
     precision, symmetry = FORMATS[form]
-    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", directory]
-    command += ["-c", directory / "cache", "-e", "cpu", "-p", precision, "--extra_options", *OPTIONS, symmetry]
+    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", str(directory)]
+    command += ["-c", str(directory / "cache"), "-e", "cpu", "-p", precision, "--extra_options", *OPTIONS, symmetry]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"ONNX Runtime could not build the model: {done.stderr}")
@@ -74,7 +74,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
 
         def start() -> Callable[[Task], Reply]:
-            build(*sys.argv[1:], Path(directory))
+            checkpoint, form = sys.argv[1:]
+            build(checkpoint, form, Path(directory))
             return OnnxRuntime(Path(directory), int(os.environ["OMP_NUM_THREADS"])).answer
 
         serve(start)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from workload import LONGEST, MOST_ROWS, Reply, Stopwatch, Task, serve
 
 from worker.engines.embedded import Engine
+from worker.engines.embedded.model import HfModel
 from worker.sampling import SamplingParams
 
 
@@ -18,7 +20,8 @@ def answer(engine: Engine, task: Task) -> Reply:
     """One reply, through the steps of the engine."""
     watch = Stopwatch(task.rows)
     for row, prompt in enumerate(task.prompts()):
-        engine.add(prompt, SamplingParams(max_tokens=task.new, ignore_eos=True, **task.controls_of(row)))
+        controls: dict[str, Any] = task.controls_of(row)
+        engine.add(prompt, SamplingParams(max_tokens=task.new, ignore_eos=True, **controls))
     tokens: dict[str, list[int]] = {name: [] for name in engine.unfinished}
     while engine.unfinished:
         events = engine.session.step()
@@ -29,10 +32,17 @@ def answer(engine: Engine, task: Task) -> Reply:
     return watch.fill(Reply(sum(map(len, tokens.values())), [row[0] for row in tokens.values()]))
 
 
+def made_by(engine: Engine) -> str:
+    """Name of the kernels and numerics that an engine computes with."""
+    model = engine.session.stepper.model
+    assert isinstance(model, HfModel)
+    return model.made_by
+
+
 def start() -> Callable[[Task], Reply]:
     path, dtype = sys.argv[1:]
     engine = Engine(path, device="cpu", dtype=dtype, max_num_seqs=MOST_ROWS, context_length=LONGEST)
-    print("decode_ours.py:", engine.session.stepper.model.made_by, file=sys.stderr)
+    print("decode_ours.py:", made_by(engine), file=sys.stderr)
     return lambda task: answer(engine, task)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
-from transformers.generation import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 from workload import MOST_ROWS, Reply, Stopwatch, Task, serve
 
@@ -85,8 +85,9 @@ class Continuous:
         # the values are defaults that each request overrides, and without them its own would be
         # left out
         base = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.92} if samples else {"do_sample": False}
+        generation: Any = GenerationConfig
         self._manager = self._network.init_continuous_batching(
-            generation_config=GenerationConfig(eos_token_id=-1, **base),
+            generation_config=generation(eos_token_id=-1, **base),
             continuous_batching_config=ContinuousBatchingConfig(
                 page_size=32,
                 num_blocks=640,
@@ -106,7 +107,7 @@ class Continuous:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     path, kind, dtype = (*sys.argv[1:], "bfloat16")[:3]
     loader: Any = AutoModelForCausalLM
     network = loader.from_pretrained(path, dtype=getattr(torch, dtype)).eval()

@@ -173,7 +173,7 @@ def measure_transfer(rounds: int) -> list[tuple[str, float, float]]:
             speeds[0].append(num_bytes / read_with_nixl(transport, child, source, target))
             speeds[1].append(num_bytes / copy_once(transport.tensors, shared, source, target, scattered))
         name = f"{num_bytes / 2**20:.0f} MiB, {count} pages{', scattered' * scattered}"
-        rows.append((name, *map(statistics.median, speeds)))
+        rows.append((name, statistics.median(speeds[0]), statistics.median(speeds[1])))
     child.end()
     return rows
 
@@ -337,14 +337,14 @@ def verdict(good: bool) -> str:
     return "yes" if good else "no"
 
 
-def report_transfer(rounds: int, write: Callable[[str], None]) -> None:
+def report_transfer(rounds: int, write: Callable[[str], object]) -> None:
     write("| KV | NIXL, GB/s | one copy, GB/s | ratio | at least 0.6 |\n| ---: | ---: | ---: | ---: | --- |\n")
     for size, ours, copied in measure_transfer(rounds):
         shown = f"{ours / 1e9:.2f} | {copied / 1e9:.2f} | {ours / copied:.2f}"
         write(f"| {size} | {shown} | {verdict(ours / copied >= TRANSFER_TARGET)} |\n")
 
 
-def report_first_token(path: str, rounds: int, write: Callable[[str], None]) -> None:
+def report_first_token(path: str, rounds: int, write: Callable[[str], object]) -> None:
     write("\n| prompt | prefill, ms | transfer, ms | decode step, ms | the rest, ms | at most 5 |\n")
     write("| ---: | ---: | ---: | ---: | ---: | --- |\n")
     for length, *seconds in asyncio.run(measure_first_token(path, rounds)):
@@ -352,7 +352,7 @@ def report_first_token(path: str, rounds: int, write: Callable[[str], None]) -> 
         write(f"| {length} | {shown} | {verdict(1e3 * seconds[-1] <= FIRST_TOKEN_TARGET_MS)} |\n")
 
 
-def report_gaps(path: str, write: Callable[[str], None]) -> None:
+def report_gaps(path: str, write: Callable[[str], object]) -> None:
     write(f"\n| {NUM_STREAMS} answers: gaps | median, ms | p99, ms | longest, ms | first token of a prompt, s |\n")
     write("| --- | ---: | ---: | ---: | ---: |\n")
     for name, disaggregated, arrivals in (
@@ -369,7 +369,7 @@ def report_gaps(path: str, write: Callable[[str], None]) -> None:
         write(f"| {name} | {shown} | {f'{first:.2f}' if arrivals else '-'} |\n")
 
 
-def report_routing(path: str, rounds: int, write: Callable[[str], None]) -> None:
+def report_routing(path: str, rounds: int, write: Callable[[str], object]) -> None:
     missed, found = measure_routing(Path(path), rounds, PREFIX)
     ratio = missed / found
     write(
@@ -383,7 +383,7 @@ def report_routing(path: str, rounds: int, write: Callable[[str], None]) -> None
 PARTS = ("transfer", "first-token", "gaps", "routing")
 
 
-def report(rounds: int, parts: list[str], write: Callable[[str], None]) -> None:
+def report(rounds: int, parts: list[str], write: Callable[[str], object]) -> None:
     write(f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}, ")
     write(f"medians of {rounds} rounds.\n\n")
     with tempfile.TemporaryDirectory() as directory:

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import datetime
 import gc
+import importlib.metadata
 import json
 import os
 import platform
@@ -301,7 +302,7 @@ rounds in turn. The relay checks nothing; what it costs is sockets and event loo
 {chr(10).join(rows)}
 
 {datetime.date.today().isoformat()}, {processor()}, {os.cpu_count()} cores; load average {os.getloadavg()[1]:.1f};
-Python {platform.python_version()}, uvloop {uvloop.__version__}.
+Python {platform.python_version()}, uvloop {importlib.metadata.version("uvloop")}.
 """
 
 

@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -227,7 +227,8 @@ def beside(model: Path, seconds: float, rounds: int, bombs: int) -> list[str]:
         memory = [rss(worker)]
         for _ in range(rounds):
             for where, (number, fields) in companies.items():
-                with company(stack, number, fields) if number else nullcontext([]) as answered:
+                others: AbstractContextManager[list[int]] = nullcontext([])
+                with company(stack, number, fields) if number else others as answered:
                     for kind, taken in sample(stack, words, seconds).items():
                         samples[kind, where] += taken
                 statuses[where] += answered

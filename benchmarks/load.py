@@ -182,7 +182,8 @@ def _median(found: list[dict[str, float]]) -> dict[str, float]:
 
 
 async def measure_prefix(client: Client, rounds: int) -> dict[str, float]:
-    cold, warm = [], []
+    cold: list[float] = []
+    warm: list[float] = []
     for _ in range(rounds):
         prefix = client.prompt(PREFIX)
         for found in (cold, warm):

@@ -27,6 +27,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from checkpoint import write_checkpoint
 from decode import Answer
@@ -61,7 +62,7 @@ def contenders(arguments: argparse.Namespace, checkpoint: Path) -> Iterator[dict
     here, threads = Path(sys.executable), arguments.threads
     with contextlib.ExitStack() as stack:
 
-        def start(python: Path, script: str, *more: str, **environ: str) -> Answer:
+        def start(python: Path, script: str, *more: str, **environ: Any) -> Answer:
             return stack.enter_context(peer(python, checkpoint, threads, script, *more, **environ))
 
         answers = {OURS: start(here, "decode_ours.py", arguments.dtype)}

@@ -29,6 +29,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ def vocabulary() -> Vocabulary:
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=tokenizer, eos_token="<end>")
     fast.add_tokens(["<think>", "</think>"])
     return Vocabulary(VOCAB, fast, (END,))
 
@@ -247,7 +249,7 @@ def admission(context: Context, chosen: Sequence[Requested], length: int) -> tup
     )
     found = []
     for prompt in prompts:
-        ms = median_ms(lambda prompt=prompt: chain_of(context, chosen, prompt), repeats=7)
+        ms = median_ms(partial(chain_of, context, chosen, prompt), repeats=7)
         tracemalloc.start()
         chain_of(context, chosen, prompt)
         found.append((ms, tracemalloc.get_traced_memory()[1] / 1e6))

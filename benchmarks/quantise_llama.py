@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-import llama_cpp  # type: ignore[import-not-found]
+import llama_cpp
 
 FORMATS = {"Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, "Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0}
 

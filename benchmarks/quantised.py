@@ -87,7 +87,7 @@ def write_formats(directory: Path, formats: list[str], python: Path) -> dict[str
     for form in formats:
         found[form] = own if form == OWN else directory / f"{DEFAULT_MODEL}.{form}.gguf"
         if form != OWN:
-            command = [python, HERE / "quantise_llama.py", own, found[form], form]
+            command = list(map(str, (python, HERE / "quantise_llama.py", own, found[form], form)))
             subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     return found
 
@@ -252,7 +252,9 @@ def main() -> None:
             checkpoint = convert_gguf(path, model_cache(os.environ), say, keeps_blocks=True)
             engines = {name: engine_of(checkpoint, name, arguments) for name in OURS}
             with contextlib.ExitStack() as stack:
-                answers = {name: functools.partial(decode_ours.answer, engine) for name, engine in engines.items()}
+                answers: dict[str, Callable[[Task], Reply]] = {
+                    name: functools.partial(decode_ours.answer, engine) for name, engine in engines.items()
+                }
                 for name in arguments.peers:
                     theirs = PEERS[name]
                     if form not in theirs.formats:

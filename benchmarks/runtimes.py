@@ -23,7 +23,6 @@ import os
 import platform
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -80,13 +79,7 @@ async def measure(ways: dict[str, Drive], num_streams: int, num_tokens: int, num
     for number in range(num_rounds):
         for way in list(ways) if number % 2 == 0 else reversed(ways):
             samples[way].append(await ways[way](num_streams, num_tokens))
-    return {
-        way: Medians(
-            statistics.median(one.tokens_per_s for one in taken),
-            statistics.median(ttft for one in taken for ttft in one.ttfts_s),
-        )
-        for way, taken in samples.items()
-    }
+    return {way: Medians.of(taken) for way, taken in samples.items()}
 
 
 HEAD = (

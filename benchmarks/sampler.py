@@ -27,7 +27,9 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -132,9 +134,11 @@ def measure(case: Case, vocab_size: int, batch_size: int, num_rounds: int) -> Ro
     logits = case.make_logits(batch_size, vocab_size)
     sampler, plan = Sampler(vocab_size, (), CPU), plan_of(case.params, batch_size)
     prompt = torch.zeros(batch_size, 1, dtype=torch.long)
+    warpers: Any = case.warpers
 
     def theirs() -> torch.Tensor:
-        return torch.multinomial(case.warpers(prompt, logits).softmax(-1), 1)
+        weights: torch.Tensor = warpers(prompt, logits).softmax(-1)
+        return torch.multinomial(weights, 1)
 
     def ours() -> object:
         return sampler.sample(logits, Edits(), plan)
@@ -180,9 +184,9 @@ def bitmask_lines(num_rounds: int) -> Iterator[str]:
             full = torch.where(torch.rand(shape, generator=generator) < 0.032, -2, -1).int()
             times = fastest(
                 [
-                    lambda a=logits, b=other: b.copy_(a),
-                    lambda a=logits, m=half: apply_bitmask(a, m),
-                    lambda a=logits, m=full: apply_bitmask(a, m),
+                    partial(other.copy_, logits),
+                    partial(apply_bitmask, logits, half),
+                    partial(apply_bitmask, logits, full),
                 ],
                 num_rounds,
             )

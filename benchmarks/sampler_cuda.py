@@ -23,6 +23,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from sampler import Case, cases, plan_of
@@ -53,13 +54,14 @@ def seconds_of(work: Work, device: torch.device) -> float:
         start = time.perf_counter()
         work()
         return time.perf_counter() - start
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    event: Any = torch.cuda.Event
+    begin, end = event(enable_timing=True), event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()
     work()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def fastest(works: dict[str, Work], device: torch.device, num_rounds: int) -> dict[str, float]:
@@ -75,7 +77,7 @@ def fastest(works: dict[str, Work], device: torch.device, num_rounds: int) -> di
 
 def graphed(work: Work) -> Work:
     """`work` as a CUDA graph's replay; capturing fails on a synchronisation."""
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         work()

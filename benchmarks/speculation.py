@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import decode_ours  # noqa: F401  before torch, so that OpenMP's threads wait as they do in a worker
+import decode_ours
 
 # isort: split
 import torch
@@ -283,7 +283,7 @@ def main() -> None:
                 asked = ours.ask(workload, batch, arguments.tokens)
                 measure(ours, everybody, asked, arguments.rounds, arguments.cpu_time, found)
                 rows.append(found)
-                text = render(rows, arguments, ours.engine.session.stepper.model.made_by, load)
+                text = render(rows, arguments, decode_ours.made_by(ours.engine), load)
                 print(text.splitlines()[11 + len(rows)], flush=True)
                 if not arguments.no_results:
                     REPORT.write_text(text, encoding="utf-8")

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from decode_llama import convert
-from llama_cpp import Llama  # type: ignore[import-not-found]
-from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # type: ignore[import-not-found]
+from llama_cpp import Llama
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from speculation_workload import LONGEST, NGRAM, Answered, Ask, timed
 from workload import serve
 

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from serve import processor
@@ -90,7 +91,7 @@ def main() -> None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         quantised = prepare_default_model(model_cache(), say, keeps_blocks=True)
         dense = prepare_default_model(model_cache(), say)
-        ways = {
+        ways: dict[str, Callable[[], float]] = {
             SECOND: lambda: start_worker(quantised, "--dtype", "float32"),
             WITHOUT: lambda: start_worker(quantised, "--dtype", "float32", "--packed-copy", "off"),
             TRANSFORMERS: lambda: run(sys.executable, "-c", LOAD_TRANSFORMERS, str(dense)),

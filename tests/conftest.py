@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 from pathlib import Path
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if NO_KERNELS is not None:
         config.hook.pytest_deselected(items=[item for item in items if _needs_kernels(item)])
         items[:] = [item for item in items if not _needs_kernels(item)]
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what is loaded out of every later collection of garbage, which would look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _needs_kernels(item: pytest.Item) -> bool:

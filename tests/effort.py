@@ -5,6 +5,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
 
 FACTORS = {"fast": 0.1, "ci": 1.0, "nightly": 5.0}
 
@@ -14,5 +18,21 @@ if EFFORT not in FACTORS:
 
 
 def examples(number: int) -> int:
-    """Of a test of properties that tries `number` in CI."""
+    """Number of examples of a property that tries `number` of them in CI."""
     return max(1, round(number * FACTORS[EFFORT]))
+
+
+def grid(cases: Iterable[object], *, fast: int | Callable[[Any], bool]) -> list[Any]:
+    """Parameters of a test for all `cases`, of which only some are among the fast tests.
+
+    Args:
+        cases: Values of the one argument, or tuples with those of several.
+        fast: Whether a case is a fast one, or a number n for each n-th. The others are marked
+            ``slow``.
+    """
+    parameters = []
+    for index, case in enumerate(cases):
+        is_fast = index % fast == 0 if isinstance(fast, int) else fast(case)
+        values = case if isinstance(case, tuple) else (case,)
+        parameters.append(pytest.param(*values, marks=() if is_fast else pytest.mark.slow))
+    return parameters

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from effort import grid
 
 from adapters.openmp import SPIN_COUNT, bound_spin
 
@@ -37,11 +38,12 @@ def run(code: str, *arguments: str, **environ: str) -> subprocess.CompletedProce
     )
 
 
-@pytest.mark.parametrize("module", ENTRIES)
+@pytest.mark.parametrize("module", grid(ENTRIES, fast=lambda module: module == "worker.engines.embedded"))
 def test_it_is_set_before_torch_is_loaded(module: str) -> None:
     assert run(AT_IMPORT, module).stdout.split() == ["torch", str(SPIN_COUNT)]
 
 
+@pytest.mark.slow
 def test_the_library_of_torch_takes_it() -> None:
     shown = run("import worker.engines.embedded", OMP_DISPLAY_ENV="VERBOSE").stderr
     assert f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" in shown

@@ -78,6 +78,7 @@ async def run(target, adapter) -> int | None:
     return process.exitcode
 
 
+@pytest.mark.slow
 async def test_a_failure_in_another_process_arrives_under_the_workers_id():
     async with Worker() as worker:
         (adapter,) = create_trtllm_adapters([raises], end_id=3, report=worker.channel.reporter("req-é-1"))

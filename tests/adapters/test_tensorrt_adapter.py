@@ -198,6 +198,7 @@ def test_pickles_into_another_process_with_its_state():
     assert done.stdout.decode().strip() == "6"
 
 
+@pytest.mark.slow
 def test_is_an_instance_of_the_engines_own_class_where_that_is_installed(tmp_path):
     package = tmp_path / "tensorrt_llm"
     package.mkdir()

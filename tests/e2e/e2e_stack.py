@@ -246,7 +246,8 @@ class Stack:
 
     def evidence(self) -> str:
         """What the processes say of themselves, for the report of a request without an answer."""
-        urls = {self.frontend: self.url, **{worker: f"http://127.0.0.1:{worker.port}" for worker in self.workers}}
+        urls: dict[Process, str] = {self.frontend: self.url}
+        urls |= {worker: f"http://127.0.0.1:{worker.port}" for worker in self.workers}
         return "\n".join(_evidence(process, url) for process, url in urls.items())
 
     def registered(self) -> list[Path]:

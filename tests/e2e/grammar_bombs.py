@@ -125,32 +125,30 @@ def wide(source: random.Random) -> Fields:
 
 def ambiguous(source: random.Random) -> Fields:
     letter, count = _letters(source, 1), source.randrange(5, 60)
-    return source.choice(
-        [
-            lambda: _regex(source, f"({letter}|{letter}{letter}|{letter}{{3}})*" * count + "b"),
-            lambda: _regex(source, f"({letter}*)*" * count),
-            lambda: _lark(source, f'start: x*\nx: "{letter}" | "{letter}{letter}" | x x'),
-            lambda: _lark(source, f"start: x\nx: x x x | /{letter}+/ | y\ny: x?"),
-            lambda: _lark(source, "start: " + " ".join(f"/[a-{letter}]*/" for _ in range(count))),
-        ]
-    )()
+    kinds: list[Callable[[], Fields]] = [
+        lambda: _regex(source, f"({letter}|{letter}{letter}|{letter}{{3}})*" * count + "b"),
+        lambda: _regex(source, f"({letter}*)*" * count),
+        lambda: _lark(source, f'start: x*\nx: "{letter}" | "{letter}{letter}" | x x'),
+        lambda: _lark(source, f"start: x\nx: x x x | /{letter}+/ | y\ny: x?"),
+        lambda: _lark(source, "start: " + " ".join(f"/[a-{letter}]*/" for _ in range(count))),
+    ]
+    return source.choice(kinds)()
 
 
 def huge_counts(source: random.Random) -> Fields:
     low, high = source.randrange(1, 50), source.randrange(50, 100_000)
     letter = _letters(source, 1)
-    return source.choice(
-        [
-            lambda: _regex(source, f"{letter}{{{low},{high}}}"),
-            lambda: _regex(source, f"(({letter}{{1,{low}}}){{1,{low}}}){{1,{low}}}"),
-            lambda: _regex(source, f"[a-{letter}]*{letter}[a-{letter}]{{{low}}}"),
-            lambda: _regex(source, f"(.*{letter}){{{low}}}.{{{high}}}"),
-            lambda: {"guided_json": {"type": "string", "minLength": low, "maxLength": high * 1000}},
-            lambda: {"guided_json": {"type": "array", "items": {"enum": [letter]}, "minItems": high}},
-            lambda: {"guided_json": {"type": "integer", "minimum": low, "maximum": 10 ** (high % 300)}},
-            lambda: _lark(source, f'start: (x{{1,{high}}} "{letter}"){{{low}}}\nx: /[a-z]/ | "{letter}"'),
-        ]
-    )()
+    kinds: list[Callable[[], Fields]] = [
+        lambda: _regex(source, f"{letter}{{{low},{high}}}"),
+        lambda: _regex(source, f"(({letter}{{1,{low}}}){{1,{low}}}){{1,{low}}}"),
+        lambda: _regex(source, f"[a-{letter}]*{letter}[a-{letter}]{{{low}}}"),
+        lambda: _regex(source, f"(.*{letter}){{{low}}}.{{{high}}}"),
+        lambda: {"guided_json": {"type": "string", "minLength": low, "maxLength": high * 1000}},
+        lambda: {"guided_json": {"type": "array", "items": {"enum": [letter]}, "minItems": high}},
+        lambda: {"guided_json": {"type": "integer", "minimum": low, "maximum": 10 ** (high % 300)}},
+        lambda: _lark(source, f'start: (x{{1,{high}}} "{letter}"){{{low}}}\nx: /[a-z]/ | "{letter}"'),
+    ]
+    return source.choice(kinds)()
 
 
 def unicode_classes(source: random.Random) -> Fields:

@@ -154,14 +154,16 @@ async def held(engine: EmbeddedEngine) -> None:
 
 async def start_with_a_slow_consumer(
     start_engine: StartEngine,
-) -> tuple[ScriptedModel, EmbeddedEngine, AsyncGenerator[TokenDelta, None]]:
-    """A model and its engine, which is held back for a stream that nobody takes any more from."""
+) -> tuple[ScriptedModel, EmbeddedEngine, AsyncGenerator[TokenDelta, None], list[int]]:
+    """A model, its engine, which is held back for a stream that nobody takes any more from, and the
+    tokens taken so far: more than one where the loop is slower than the model.
+    """
     model = ScriptedModel()
     engine = await start_engine(model, context_length=256)
     slow = engine.generate(EngineRequest("slow", PROMPT, params(200)))
-    await anext(slow)
+    taken = (await anext(slow)).token_ids
     await held(engine)
-    return model, engine, slow
+    return model, engine, slow, list(taken)
 
 
 @pytest.mark.usefixtures("patient")
@@ -181,16 +183,16 @@ async def test_a_model_does_not_run_away_from_its_consumer(start_engine: StartEn
 
 @pytest.mark.usefixtures("patient")
 async def test_prompts_are_computed_while_consumers_are_waited_for(start_engine: StartEngine) -> None:
-    _, engine, slow = await start_with_a_slow_consumer(start_engine)
+    _, engine, slow, tokens = await start_with_a_slow_consumer(start_engine)
     other = engine.generate(EngineRequest("other", PROMPT, params(200)))
     assert len((await anext(other)).token_ids) >= 1
-    tokens = [token async for delta in slow for token in delta.token_ids]
-    assert len(tokens) == 199
+    tokens += [token async for delta in slow for token in delta.token_ids]
+    assert len(tokens) == 200
 
 
 @pytest.mark.usefixtures("patient")
 async def test_a_slow_consumer_does_not_slow_the_others(start_engine: StartEngine) -> None:
-    model, engine, slow = await start_with_a_slow_consumer(start_engine)
+    model, engine, slow, _ = await start_with_a_slow_consumer(start_engine)
     answers = await asyncio.gather(*(collect(engine, str(number), PROMPT, params(100)) for number in range(3)))
     assert [tokens for tokens, _ in answers] == [model.greedy(PROMPT, 100)] * 3
     await slow.aclose()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import grid
 from random_checkpoints import EVERY_TYPE
 from transformers import AutoModelForCausalLM
 
@@ -159,7 +160,7 @@ def generated(requests: list[Request]) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("small_pages")
-@pytest.mark.parametrize("size", range(1, 18))
+@pytest.mark.parametrize("size", grid(range(1, 18), fast=4))
 def test_chunks_of_every_size(case: Case, size: int) -> None:
     driver = small_driver(case, budget=size, num_seqs=1)
     one = add(driver, case, 3, count=AFTER_CHUNKS)

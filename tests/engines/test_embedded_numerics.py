@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from effort import examples
+from effort import examples, grid
 from engine_doubles import EveryToken
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -191,7 +191,7 @@ def bits_test(max_examples: int) -> Callable[..., None]:
     checked = settings(max_examples=examples(max_examples), deadline=None, suppress_health_check=list(HealthCheck))
     test: Callable[..., None] = checked(given(data=st.data())(same_bits))
     cases = sorted({*KINDS, *WITH_MORE_THREADS, *IN_INT8})
-    return pytest.mark.parametrize(("arch", "dtype", "kernels", "kv_cache_dtype", "threads"), cases)(test)
+    return pytest.mark.parametrize(("arch", "dtype", "kernels", "kv_cache_dtype", "threads"), grid(cases, fast=4))(test)
 
 
 test_logits_are_the_same_bits = bits_test(6)

@@ -7,12 +7,13 @@ do not show what happens there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from effort import examples
+from effort import examples, grid
 from engine_doubles import EveryToken
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,6 +74,8 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tanh": ("llama", {**ODD_LLAMA, "intermediate_size": 6910, "hidden_act": "gelu_pytorch_tanh"}),
 }
 SMALL = ("llama gelu", "llama relu", "llama tanh")
+FAST = (("gemma3", "bfloat16"), ("llama gelu", "float32"), ("llama relu", "bfloat16"))
+"""A model of each width, in both data types."""
 
 
 @pytest.fixture(autouse=True)
@@ -100,8 +103,10 @@ def allocate(model: HfModel, page_size: int, threads: int) -> None:
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", WIDE)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    grid(product(WIDE, ("float32", "bfloat16")), fast=lambda case: case in FAST),
+)
 def test_rows_have_the_same_bits_with_any_threads_chunks_and_pages(kind: str, dtype: str, tmp_path: Path) -> None:
     model_type, changes = WIDE[kind]
     write(tmp_path, model_type, changes)
@@ -115,7 +120,7 @@ def test_rows_have_the_same_bits_with_any_threads_chunks_and_pages(kind: str, dt
             assert torch.equal(found, expected), f"{threads} threads, chunks of {budget}, pages of {page_size}"
 
 
-@pytest.mark.parametrize("kind", [*SMALL, pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", grid([*SMALL, "gemma3"], fast=lambda kind: kind == "llama relu"))
 def test_rows_have_the_same_bits_in_any_chunks_with_torchs_kernels(kind: str, tmp_path: Path) -> None:
     model_type, changes = WIDE[kind]
     write(tmp_path, model_type, changes)

@@ -52,11 +52,12 @@ def nothing_known() -> Iterator[None]:
     beside._digests.clear()
 
 
-def settled(directory: Path) -> None:
-    """Wait until the files count as unchanged for a while."""
+def settled(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait until the files count as unchanged for a while, which is a short one from now on."""
+    monkeypatch.setattr(beside, "_SETTLED_NS", 20_000_000)
     newest = max(path.stat().st_ctime_ns for path in weight_files(directory))
     while time.time_ns() - newest <= beside._SETTLED_NS:
-        time.sleep(0.05)
+        time.sleep(0.005)
 
 
 def store(directory: Path) -> Path:
@@ -108,8 +109,8 @@ def test_shards_wherever_they_are(checkpoint: Path) -> None:
         fingerprint(checkpoint)
 
 
-def test_files_are_read_once(checkpoint: Path, hashed: list[str]) -> None:
-    settled(checkpoint)
+def test_files_are_read_once(checkpoint: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    settled(checkpoint, monkeypatch)
     before = fingerprint(checkpoint)
     assert len(hashed) == 3
     beside._digests.clear()  # as in another process
@@ -130,7 +131,7 @@ def test_a_file_that_changed_a_moment_ago_is_read_again(checkpoint: Path, hashed
 def test_a_directory_that_cannot_be_written(
     checkpoint: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settled(checkpoint)
+    settled(checkpoint, monkeypatch)
     (checkpoint / beside.DIRECTORY).write_text("a file where the directory should be")
     assert fingerprint(checkpoint) == fingerprint(checkpoint)
     assert len(hashed) == 3  # this process knows
@@ -139,15 +140,19 @@ def test_a_directory_that_cannot_be_written(
     assert len(hashed) == 6
 
 
-def test_nothing_is_written_unless_it_may_be(checkpoint: Path, hashed: list[str]) -> None:
-    settled(checkpoint)
+def test_nothing_is_written_unless_it_may_be(
+    checkpoint: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled(checkpoint, monkeypatch)
     fingerprint(checkpoint, "off")
     assert not (checkpoint / beside.DIRECTORY).exists()
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"content": "{}", "sha256": "0"}', b"{"])
-def test_a_damaged_store_is_made_again(checkpoint: Path, hashed: list[str], damage: bytes) -> None:
-    settled(checkpoint)
+def test_a_damaged_store_is_made_again(
+    checkpoint: Path, hashed: list[str], damage: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled(checkpoint, monkeypatch)
     before = fingerprint(checkpoint)
     store(checkpoint).write_bytes(damage)
     beside._digests.clear()

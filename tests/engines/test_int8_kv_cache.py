@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
+from effort import grid
 from engine_doubles import Drafting
 from hypothesis import given
 from hypothesis import strategies as st
@@ -129,8 +130,7 @@ def logits(model: HfModel, cuts: tuple[int, ...] = (0, 90)) -> torch.Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("arch", EVERY_TYPE)
+@pytest.mark.parametrize(("arch", "dtype"), grid(product(EVERY_TYPE, DTYPES), fast=3), ids=str)
 @pytest.mark.usefixtures("one_thread")
 def test_every_path_has_the_same_logits(arch: str, dtype: torch.dtype, every_checkpoint: dict[str, Path]) -> None:
     """`test_embedded_numerics` cuts and mixes batches."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from effort import examples
+from effort import examples, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_checkpoints import EVERY_TYPE
@@ -93,7 +93,7 @@ def answers(model: HfModel, budget: int) -> list[list[int]]:
     return list(tokens.values())
 
 
-@pytest.mark.parametrize("arch", EVERY_TYPE)
+@pytest.mark.parametrize("arch", grid(EVERY_TYPE, fast=3))
 def test_native_tokens_are_those_of_the_torch_backend(
     arch: str, every_checkpoint: dict[str, Path], calls: Counter[str]
 ) -> None:

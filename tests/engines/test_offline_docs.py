@@ -79,6 +79,7 @@ def test_offline_fields() -> None:
     assert {field for row in rows for field in re.findall(r"`(\w+)`", row)} == HONOURED
 
 
+@pytest.mark.slow
 def test_the_example_runs() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "examples" / "offline.py"), "--max-tokens", "4", "--stop", "never so"]

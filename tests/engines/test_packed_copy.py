@@ -351,6 +351,7 @@ for _ in range(5):
 """
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_share_it(checkpoint: Path) -> None:
     expected = hashlib.sha256(logits(load(checkpoint, packed_copy="off")).numpy()).hexdigest()
     command = [sys.executable, "-c", SUMS, str(checkpoint)]
@@ -375,6 +376,7 @@ load(sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_what_killed_processes_left_goes_away(checkpoint: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": MODULES}
     for _ in range(2):

@@ -40,7 +40,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 AVX2_WITH_VNNI = "avx2 with VNNI"
 
 of_integers = pytest.mark.parametrize(
-    "path", [*PATHS, pytest.param(AVX2_WITH_VNNI, marks=needs_dot_in_evex)], indirect=True
+    "path", [*PATHS, pytest.param(AVX2_WITH_VNNI, marks=[needs_dot_in_evex, pytest.mark.native_build])], indirect=True
 )
 """Of tests that run with each instruction for integers that this processor has."""
 

@@ -6,11 +6,12 @@ import json
 import logging
 import shutil
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 import torch
+from effort import grid
 from random_checkpoints import EVERY_TYPE
 from safetensors.torch import load_file, save_file
 
@@ -57,9 +58,9 @@ def quantised(every_checkpoint: dict[str, Path], tmp_path_factory: pytest.TempPa
     return {path.name: path for path in root.iterdir()}
 
 
-@pytest.mark.parametrize("activation_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("arch", EVERY_TYPE)
+@pytest.mark.parametrize(
+    ("arch", "dtype", "activation_dtype"), grid(product(EVERY_TYPE, ("float32", "bfloat16"), ("auto", "int8")), fast=5)
+)
 def test_int8_has_one_answer_on_every_path_and_in_any_chunks(
     arch: str, dtype: str, activation_dtype: str, every_checkpoint: dict[str, Path]
 ) -> None:

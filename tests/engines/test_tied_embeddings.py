@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from effort import examples
+from effort import examples, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_checkpoints import COMMON, EVERY_TYPE, GEMMA, MIXTURE
@@ -124,6 +124,7 @@ for shape in ((320, 64), (49152, 576), (1000, 100)):
 """
 
 
+@pytest.mark.slow
 def test_onednns_layouts_are_known() -> None:
     """Of the instructions that all processors have which these kernels are made for."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
@@ -163,7 +164,7 @@ def large_bytes(network: Any, least: int) -> int:
     return sum(size for size in sizes.values() if size >= least)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", grid(TYPES, fast=3))
 def test_tied_embeddings_are_held_once(model_type: str) -> None:
     """In panels as native kernels take them."""
     for is_tied in (True, False):
@@ -197,7 +198,7 @@ def test_logits_are_those_of_a_weight_held_twice(model_type: str, monkeypatch: p
     assert torch.equal(logits[0], logits[1])
 
 
-@pytest.mark.parametrize("model_type", EVERY_TYPE)
+@pytest.mark.parametrize("model_type", grid(EVERY_TYPE, fast=4))
 def test_nothing_of_a_checkpoint_stays_mapped_that_was_packed(
     model_type: str, every_checkpoint: dict[str, Path]
 ) -> None:

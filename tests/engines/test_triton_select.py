@@ -83,7 +83,9 @@ print("the same")
 """
 
 
-@pytest.mark.parametrize("program", [INTERPRETED, COMPILED], ids=["interpreted", "compiled"])
+@pytest.mark.parametrize(
+    "program", [pytest.param(INTERPRETED, marks=pytest.mark.slow), COMPILED], ids=["interpreted", "compiled"]
+)
 def test_the_kernel(program: str, tmp_path: object) -> None:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     if program is INTERPRETED:

@@ -157,9 +157,8 @@ from worker.models.tokenizer_copy import load_vocabulary
 vocabulary = load_vocabulary(Path({str(path)!r}), 400, (2,))
 print(vocabulary.token_bytes, "transformers" in sys.modules)
 """
-    first, second = (subprocess.check_output([sys.executable, "-c", script], text=True) for _ in range(2))
-    assert first.replace("] True", "] False") == second
-    assert first != second
+    own = load_vocabulary(path, 400, (2,))
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == f"{own.token_bytes} False\n"
 
 
 def test_of_another_tokenizer_it_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,7 @@ Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 CATALOG = Catalog.default()
 CHAT_BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": True}).encode()
 EVENTS = [f'data: {{"n": {n}, "text": "\u00e9"}}\n\n'.encode() for n in range(50)] + [b": comment\n\ndata: [DONE]\n\n"]
-WAIT_S = 30.0
+WAIT_S = 100.0
 BACKLOG = 1024
 """Connections that the kernel takes before the loop does: a burst of more waits for its retries."""
 
@@ -99,7 +99,8 @@ class House:
         self.frontends = frontends
         keys, now = options.pop("keys", ()), options.pop("now", time.monotonic)
         upstreams = tuple(Upstream("127.0.0.1", frontend.port) for frontend in frontends)
-        self.options = Options(upstream=upstreams, **options)
+        patient = {"connect_timeout_s": WAIT_S, "header_timeout_s": WAIT_S}  # unless it is the clock that is tested
+        self.options = Options(upstream=upstreams, **patient | options)
         self.door = FrontDoor(self.options, CATALOG, Upstreams(upstreams, self.options.connect_timeout_s, now), keys)
         self.port = 0
 

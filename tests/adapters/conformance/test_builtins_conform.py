@@ -40,6 +40,7 @@ for name, blob, shown, logits, expected in pickle.load(sys.stdin.buffer):
 """
 
 
+@pytest.mark.slow
 def test_every_builtin_goes_on_in_another_process() -> None:
     jobs = []
     for builtin in BUILTINS:

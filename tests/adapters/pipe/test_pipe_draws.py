@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from effort import grid
 
 from adapters.pipe import LogitsPipe, LogitsProcessor, MinP, Sample, Softmax, Temperature, TensorType, TopK, TopP
 
@@ -38,7 +39,7 @@ CHAINS: dict[str, list[LogitsProcessor]] = {
 }
 
 
-@pytest.mark.parametrize("case", CHAINS)
+@pytest.mark.parametrize("case", grid(CHAINS, fast=3))
 def test_five_million_draws_follow_the_probabilities(case: str):
     logits = torch.randn(1, 32000, generator=seeded(1)) * 2
     filters = [Temperature(temperature=0.8), Softmax(), *CHAINS[case]]
