@@ -76,7 +76,7 @@ class FrontDoor:
 
         Args:
             head: Head of the request.
-            path: Its target without the query.
+            path: Target without the query.
             peer: The client's address.
 
         Raises:

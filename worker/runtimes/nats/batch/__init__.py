@@ -1,4 +1,4 @@
-"""Durable batches over JetStream: every request is answered once, whoever dies on the way.
+"""Durable batches over JetStream: every request is answered once, even if workers die.
 
 `layout` names streams and buckets, `store` is their client side, `command` is ``dlw-batch``;
 `consumer` is the worker's side, `openai` translates requests and results, `progress` shows how far
