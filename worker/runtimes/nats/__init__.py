@@ -4,6 +4,5 @@
 `connection` connects either of them. The worker: `request` turns a message into requests of
 `worker.serving`, `answer` their chunks into messages, `stream` sends them with sequence numbers and
 flow control, `open_answers` keeps those that have not ended, `service` registers and dispatches,
-`runtime` runs all of it. The client: `client`. Durable batches over
-JetStream are in `batch`.
+`runtime` runs all of it. The client: `client`. Durable batches over JetStream are in `batch`.
 """
