@@ -10,7 +10,7 @@ from worker.frontdoor.upstreams import UpstreamConnection
 
 
 class Whole(Protocol):
-    """An answer that is made of several."""
+    """Answer that is made of several."""
 
     def headed(self, answer: ParsedAnswer) -> None:
         """The head of an answer has come."""
@@ -22,23 +22,23 @@ class Whole(Protocol):
         """An answer is complete."""
 
     def failed(self, answer: ParsedAnswer, reason: str) -> None:
-        """Whoever answers has gone before the end."""
+        """A frontend has gone before the end of its answer."""
 
 
 class ParsedAnswer:
     """One of several answers that are made into one: its head and its body, as they come.
 
     Args:
-        whole: Is told of them.
+        whole: Receiver of head and body.
         index: Number of the request that it answers.
 
     Attributes:
-        connection: On which it comes.
-        status: Of HTTP, 0 until it is known.
+        connection: Connection to the frontend that sends it.
+        status: HTTP status, 0 before the head.
         headers: Names in lower case.
-        body: What has come of it; of a stream, what has come of an event.
-        collects: It is an error behind the beginning of a stream.
-        ended: It is complete.
+        body: Bytes of the body so far; of a stream, of the current event.
+        collects: Whether it is an error behind the beginning of a stream.
+        ended: Whether it is complete, or not wanted any more.
     """
 
     def __init__(self, whole: Whole, index: int) -> None:

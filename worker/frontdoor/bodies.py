@@ -1,4 +1,4 @@
-"""Memory for the bodies of requests that are on their way: no client can take all of it.
+"""Memory for the bodies of requests under way: no client can take all of it.
 
 Bodies up to `SMALL` have room of their own, so that large ones keep none of them out. Where room is
 short, the body that has come slowest goes, and not the one that has just begun; and one that does
@@ -94,7 +94,7 @@ class Body:
         return whole
 
     def free(self) -> None:
-        """It is no longer in memory. Idempotent."""
+        """Give its room back. Idempotent."""
         self._leave(self.num_bytes)
         self._parts, self.num_bytes = b"", 0
 

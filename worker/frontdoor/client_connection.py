@@ -23,7 +23,6 @@ from worker.frontdoor.http import INTERIM, Document, answer
 from worker.frontdoor.request_intake import AdmittedRequest, RequestIntake
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.server import FrontDoor
-from worker.frontdoor.summaries import Summary, health, metrics
 
 logger = logging.getLogger(__name__)
 
@@ -156,9 +155,11 @@ class ClientConnection(WaitingProtocol):
         by = request.route.by
         if by == "document":
             self.received(self._written(200, self._door.documents[request.path]))
-            self._next_request()
+            self.answered(closes=False)
         elif by in ("health", "metrics"):
-            self._summarise(request.route.path)
+            self._intake.free_body()
+            self._answer = summary = self._door.summary(self, request.route.path, self._written)
+            summary.ask()
         elif by == "checked" and len(body) > AT_ONCE:
             self._rewriting = self._loop.create_task(self._rewrite_aside(request, body))
         else:
@@ -189,13 +190,6 @@ class ClientConnection(WaitingProtocol):
             self._answer = choices = Choices(self, request.choices(bodies), chunked=request.has_version_1_1)
             choices.ask(upstreams)
 
-    def _summarise(self, path: str) -> None:
-        self._intake.free_body()
-        sources = self._door.sources(path)
-        make = health if path == "/health" else metrics(sources)
-        self._answer = summary = Summary(self, self._door.upstreams, sources, make, self._written)
-        summary.ask()
-
     def _written(self, status: int, document: Document, *, keep_alive: bool | None = None) -> bytes:
         """An answer of the front door's own."""
         return answer(
@@ -211,12 +205,6 @@ class ClientConnection(WaitingProtocol):
         """Write bytes of the answer."""
         if self._transport is not None:
             self._transport.write(data)
-
-    def answered(self, closes: bool) -> None:
-        """The answer is complete; ``closes``: its end is that of the connection."""
-        self._answer = None
-        self._keep_alive = self._keep_alive and not closes
-        self._next_request()
 
     def unreachable(self) -> None:
         """No frontend can be reached; nothing has been sent."""
@@ -234,7 +222,10 @@ class ClientConnection(WaitingProtocol):
         else:
             self._refuse(Refused(502, f"the frontend did not answer: {reason}", kind="server_error"))
 
-    def _next_request(self) -> None:
+    def answered(self, closes: bool) -> None:
+        """Go on to the next request; ``closes``: the answer's end is that of the connection."""
+        self._answer = None
+        self._keep_alive = self._keep_alive and not closes
         if self._transport is None:
             return
         has_next = self._intake.has_next
@@ -261,7 +252,7 @@ class ClientConnection(WaitingProtocol):
         document = Document(b"application/json", refused.body(), refused.headers)
         self.received(self._written(refused.status, document, keep_alive=keep_alive))
         if self._answering:
-            self._next_request()
+            self.answered(closes=False)
         elif self._is_half_closed:
             self._close()
         else:  # a reset would take the error from a client that goes on sending

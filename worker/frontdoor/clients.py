@@ -1,4 +1,4 @@
-"""Who asks: which hosts and keys are taken, and the label that stands for a client."""
+"""Identity of clients: hosts and API keys that are accepted, and the label of a client."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def label_of(key: bytes, peer: bytes) -> bytes:
     each front door.
 
     Args:
-        key: Its API key, empty without one.
-        peer: Its address, or what a proxy says of it, which counts without a key.
+        key: API key of the client, empty without one.
+        peer: Address, or the value of a trusted proxy's header; it counts without a key.
     """
     whom = b"key " + key if key else b"peer " + peer
     return hashlib.sha256(b"front door client: " + whom).hexdigest()[:LABEL_CHARACTERS].encode()

@@ -1,11 +1,11 @@
-"""How long a connection waits for what comes next."""
+"""Deadlines of a connection, with one timer."""
 
 from __future__ import annotations
 
 import asyncio
 
 RESOLUTION_S = 0.001
-"""A timer may ring so much too early."""
+"""Seconds by which a timer may ring too early."""
 
 
 class WaitingProtocol(asyncio.Protocol):
@@ -34,7 +34,7 @@ class WaitingProtocol(asyncio.Protocol):
         self._deadline = None
 
     def _late(self) -> None:
-        """What is awaited has not come in time."""
+        """Handle a deadline that has passed."""
         raise NotImplementedError
 
     def _ring(self) -> None:
@@ -49,7 +49,7 @@ class WaitingProtocol(asyncio.Protocol):
             self._late()
 
     def _cancel_timer(self) -> None:
-        """The connection has ended."""
+        """Stop the timer: the connection has ended."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

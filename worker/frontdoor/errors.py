@@ -1,4 +1,4 @@
-"""What the front door answers itself, in the error shape of OpenAI's API."""
+"""Refusals of the front door, in the error shape of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class FieldRefused(Refused):
 
     Args:
         param: Path of the field.
-        problem: What was expected and what came.
-        code: As in `Refused`.
+        problem: Expected and actual value, in a phrase.
+        code: See `Refused`.
     """
 
     def __init__(self, param: str, problem: str, *, code: str | None = None) -> None:

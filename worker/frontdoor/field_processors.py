@@ -22,7 +22,7 @@ class FieldProcessor:
         entry: JSON data for the selection's list of processors.
         client_path: Path in the entry, such as ``.args.tools[1].name`` → path in the client's
             request.
-        is_control: It is a sampling control, which the selection may not name too.
+        is_control: Whether it is a sampling control, which the selection may not name too.
     """
 
     entry: Mapping[str, Any]

@@ -37,16 +37,16 @@ COMMENT = b":\n\n"
 
 
 class BadAnswer(Exception):
-    """A frontend answered what is not HTTP/1.1."""
+    """A frontend's answer is not HTTP/1.1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a path that the front door answers itself has.
+    """Content of a path that the front door answers itself.
 
     Attributes:
         content_type: Value of that header.
-        body: Its bytes.
+        body: Bytes of the content.
         headers: Further header lines, each with its CRLF.
     """
 
@@ -79,7 +79,7 @@ def answer(
 
 
 class AnswerEnd:
-    """Where an answer ends, from its bytes, which it leaves alone.
+    """Finder of an answer's end in its bytes, which stay unchanged.
 
     Args:
         head_only: Whether the request was a HEAD.

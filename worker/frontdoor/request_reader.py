@@ -45,8 +45,8 @@ class Head(NamedTuple):
     """The head of a request.
 
     Attributes:
-        method: As it was sent.
-        target: As it was sent.
+        method: Bytes of the method.
+        target: Bytes of the target, not decoded.
         version: ``1.1`` or ``1.0``.
         lines: Names, as they were written, and values of its headers.
         headers: The values by name in lower case; of several the last.
@@ -195,7 +195,7 @@ class RequestReader:
     """
 
     END = b""
-    """What `next` returns behind the last part of the body; no part is empty."""
+    """Result of `next` behind the last part of the body; no part is empty."""
 
     def __init__(self, max_body: int) -> None:
         self._max_body = max_body
@@ -207,7 +207,7 @@ class RequestReader:
 
     @property
     def trailing(self) -> bytes:
-        """What follows the request, once `next` has returned `END`."""
+        """Bytes behind the request, once `next` has returned `END`."""
         return self._pending[self._position :]
 
     @property

@@ -1,4 +1,4 @@
-"""Where bodies are read and rewritten: small ones at once, large ones beside the event loop.
+"""Thread in which large bodies are read and rewritten, beside the event loop.
 
 A large body takes tenths of a second, for which every other client would wait. One at a time is in
 a thread, and those that wait for it are gone as soon as their clients are.
@@ -20,7 +20,7 @@ Rewritten = tuple[bytes, ...]
 
 
 class Rewriting:
-    """Runs what rewrites large bodies."""
+    """Rewrites large bodies, one at a time."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "front-door-bodies")
@@ -32,7 +32,7 @@ class Rewriting:
             return await asyncio.get_running_loop().run_in_executor(self._thread, _run, rewrite)
 
     def close(self) -> None:
-        """No more bodies come."""
+        """End the thread: no more bodies come."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

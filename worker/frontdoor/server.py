@@ -6,11 +6,12 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from adapters.catalog import Catalog
 from worker.frontdoor import playground
+from worker.frontdoor.answering import Asker
 from worker.frontdoor.bodies import Bodies
 from worker.frontdoor.clients import Hosts, Keys, label_of
 from worker.frontdoor.http import Document
@@ -19,7 +20,7 @@ from worker.frontdoor.request_reader import Head
 from worker.frontdoor.requests import rewritten
 from worker.frontdoor.rewriting import Rewriting
 from worker.frontdoor.routes import CATALOGUE, OPENAPI, Route, Routes, openapi
-from worker.frontdoor.summaries import Source
+from worker.frontdoor.summaries import Source, Summary, health, metrics
 from worker.frontdoor.upstreams import Upstreams
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class FrontDoor:
 
         Args:
             head: Head of the request.
-            path: Its target without the query.
+            path: Target without the query.
             peer: The client's address.
 
         Raises:
@@ -103,11 +104,13 @@ class FrontDoor:
             max_bytes=self.max_body,
         )
 
-    def sources(self, path: str) -> Sequence[Source]:
-        """Servers whose replies make the `Summary` at ``path``."""
+    def summary(self, client: Asker, path: str, written: Callable[[int, Document], bytes]) -> Summary:
+        """The answer to ``/health`` or ``/metrics``, made of those of servers."""
         workers = self.options.worker_metrics if path == "/metrics" else ()
         frontend = Source(self.upstreams.in_turn(), path, "The frontend")
-        return [frontend, *(Source([each], path, str(each)) for each in workers)]
+        sources = [frontend, *(Source([each], path, str(each)) for each in workers)]
+        make = health if path == "/health" else metrics(sources)
+        return Summary(client, self.upstreams, sources, make, written)
 
     def added(self, connection: OpenConnection) -> None:
         """A connection was opened."""

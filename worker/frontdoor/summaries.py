@@ -16,22 +16,22 @@ from worker.frontdoor.http import INTERIM, AnswerEnd, Document
 from worker.frontdoor.upstreams import NoUpstream, Upstream, Upstreams
 
 TIMEOUT_S = 5.0
-"""How long one of those that are asked may take."""
+"""Seconds that the answer of one server may take."""
 
 MAX_BYTES = 16 * 2**20
-"""Largest answer of one of them."""
+"""Bytes of the largest answer of one server."""
 
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Whoever is asked.
+    """One server that is asked, or several of which one is.
 
     Attributes:
-        turn: Servers, of which the first that can be reached is asked.
-        path: What it is asked for.
-        name: Stands for it in the answer.
+        turn: Servers; the first that can be reached is asked.
+        path: Path of the request.
+        name: Name of the server in the answer.
     """
 
     turn: Sequence[Upstream]
@@ -41,11 +41,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer of one of them.
+    """The answer of one source.
 
     Attributes:
-        status: Of HTTP; 503 if it cannot be reached, did not answer in time or said too much.
-        body: Of its answer.
+        status: HTTP status; 503 if it cannot be reached, is too slow or sends too much.
+        body: Body of the answer.
     """
 
     status: int
@@ -59,11 +59,11 @@ class Summary:
     """Asks several servers, and makes one answer of theirs.
 
     Args:
-        client: Whom it goes to.
-        upstreams: Connects.
-        sources: Whoever is asked, at least one.
-        make: The status and the document made of the replies, in the order of the sources.
-        answer: Writes a status and a document.
+        client: Receiver of the answer.
+        upstreams: The frontends, which make connections.
+        sources: Servers that are asked, at least one.
+        make: Function from the replies, in the order of the sources, to status and document.
+        answer: Function from status and document to the bytes of an answer.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Summary:
         self._task: asyncio.Task[None] | None = None
 
     def ask(self) -> None:
-        """Begin."""
+        """Begin to ask."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
@@ -92,7 +92,7 @@ class Summary:
         self._client.answered(False)
 
     def pause(self) -> None:
-        """There is nothing to hold back."""
+        """Do nothing: the answer is small."""
 
     def resume(self) -> None:
         """See `pause`."""
@@ -132,7 +132,7 @@ class _Asking:
         return Reply(self._answer.status, self._answer.body) if complete else UNREACHABLE
 
     def headed(self, answer: ParsedAnswer) -> None:
-        """Nothing depends on the head alone."""
+        """Do nothing: the whole answer counts."""
 
     def data(self, answer: ParsedAnswer, data: bytes) -> None:
         """Bytes of its body."""
@@ -145,7 +145,7 @@ class _Asking:
         self._end(True)
 
     def failed(self, answer: ParsedAnswer, reason: str) -> None:
-        """It has gone before the end of its answer."""
+        """The server has gone before the end of its answer."""
         self._end(False)
 
     def _end(self, is_complete: bool) -> None:

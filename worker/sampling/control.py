@@ -143,7 +143,7 @@ class Control:
         client_bounds: Values that a served request may have.
         from_client: Value of a request, within bounds → value of the field.
         paths: Paths in a request to the worker; errors about it name the last one.
-        client_form: Form in which a client of OpenAI's API sets it.
+        client_form: Form in which a client of OpenAI's API sets it, one of `ClientForm`.
         frontend_bounds: Values that Dynamo's frontend forwards, None for all of `bounds`.
         summary: Effect, for a client; in both tables of ``docs/request.md``, in ``/openapi.json``
             and in the playground.

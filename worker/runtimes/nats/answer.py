@@ -18,8 +18,8 @@ class ChoiceText:
     Tokens that may be part of a stop string are held back until that is known.
 
     Args:
-        request: What was asked for.
-        tokenizer: Of the checkpoint; not used for a request that needs no text.
+        request: The request that is answered.
+        tokenizer: Tokenizer of the checkpoint; not used for a request that needs no text.
 
     Attributes:
         has_stopped: Whether a stop string has ended the answer.

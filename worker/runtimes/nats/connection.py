@@ -26,24 +26,24 @@ CLOSE_S = 1.0
 FLUSH_S = 2
 RECONNECT_WAIT_S = 0.25
 PENDING_BYTES = 16 * 2**20
-"""What may wait to be sent while the server is away."""
+"""Bytes that may wait to be sent while the server is away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionOptions:
-    """Where the server is, and what it is shown.
+    """Address of the server, and credentials for it.
 
     Attributes:
         url: One or several, separated by commas; ``tls://`` asks for TLS, and
             ``USER:PASSWORD@`` may stand before a host.
         credentials: File with a user's JWT and NKey seed.
-        token: Of a server that wants one.
+        token: Token for a server that wants one.
         nkey_seed: File with an NKey's seed.
         tls_ca: File of the certificates that the server's must be signed by; by default the
             system's.
         tls_cert: Our own certificate, with `tls_key`.
-        tls_key: Its key.
-        inbox_prefix: What our inboxes begin with, without a dot at the end: this user's, where
+        tls_key: File of the key of `tls_cert`.
+        inbox_prefix: Beginning of our inboxes, without a dot at the end: this user's, where
             users have inboxes of their own.
     """
 
@@ -109,8 +109,8 @@ async def connect(
     """A connection that comes back by itself whenever the server does.
 
     Args:
-        options: Where and as whom.
-        name: Of the connection, for operators.
+        options: Address and credentials.
+        name: Name of the connection, for operators.
         reconnected: Called after each return.
         closed: Called when the connection is closed for good: by us, or by a server that does not
             let us in any more.

@@ -20,10 +20,10 @@ Chunk = dict[str, Any]
 
 
 class MessageServer:
-    """What answers messages, wherever they come from.
+    """Server of messages, from subjects and from queues.
 
     Args:
-        server: Loaded.
+        server: The loaded server of requests.
         arguments: The worker's options.
     """
 
@@ -34,7 +34,7 @@ class MessageServer:
         self._template = None if template is None else Path(template).read_text(encoding="utf-8")
 
     async def parsed(self, message: Mapping[str, Any]) -> NatsRequest:
-        """What a message asks for. Raises `InvalidRequest`."""
+        """The request in a message. Raises `InvalidRequest`."""
         return await asyncio.to_thread(parse, message, self.tokenizer, self._template)
 
     async def chunks(self, request_id: str, request: NatsRequest) -> AsyncGenerator[Chunk, None]:

@@ -1,4 +1,4 @@
-"""What Prometheus and Kubernetes ask of a worker on NATS, over HTTP."""
+"""Metrics and health of a worker on NATS, over HTTP for Prometheus and Kubernetes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Problem = Callable[[], str | None]
 
 ANSWER_S = 2.0
-"""How long the event loop may take to answer a probe: below the timeout of the probes in `k8s/`."""
+"""Seconds for the event loop to answer a probe: below the timeout of the probes in `k8s/`."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -30,7 +30,7 @@ class _Handler(WSGIRequestHandler):
     timeout = 30  # seconds that a client may take to send its request
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: probes come every few seconds."""
+        """Log nothing: probes come every few seconds."""
 
 
 class ProbeServer:
@@ -41,10 +41,10 @@ class ProbeServer:
 
     Args:
         host: Address to listen on.
-        port: The same.
+        port: Port to listen on.
         registry: The metrics.
-        live: Why the worker should be restarted, None if it should not; called in the event loop.
-        ready: Why it should get no requests, None if it should; the same.
+        live: Reason to restart the worker, None without; called in the event loop.
+        ready: Reason to send it no requests, None without; called in the event loop.
 
     Raises:
         OSError: the port is taken, or the address is not this machine's.
@@ -77,7 +77,7 @@ class ProbeServer:
         return [f"{problem or 'ok'}\n".encode()]
 
     def _ask(self, problem: Problem) -> str | None:
-        """In the event loop."""
+        """Result of ``problem``, called in the event loop."""
 
         async def ask() -> str | None:
             return problem()

@@ -21,17 +21,17 @@ from worker.errors import (
 )
 
 REQUEST_ID = "Dlw-Request-Id"
-"""In a request: its id, `TOKEN` characters; the worker makes one up where it is missing."""
+"""Header of a request: its id, `TOKEN` characters; without it the worker chooses one."""
 
 WINDOW = "Dlw-Window"
-"""In a request: how many messages the worker may send ahead of the client's acknowledgements."""
+"""Header of a request: messages that the worker may send ahead of acknowledgements."""
 
 SEQUENCE = "Dlw-Seq"
-"""In an answer: number of the message, from 0; in an acknowledgement: of the next one expected."""
+"""Header of a message: its number, from 0; of an acknowledgement: number of the next one."""
 
 KIND = "Dlw-Kind"
-"""In an answer: one of `CHUNK`, `END`, `ERROR` and `HEARTBEAT`. In an acknowledgement `RESUME`, if
-everything from the sequence number on is to be sent again, and `GONE`, if nothing is.
+"""Header of a message: one of `CHUNK`, `END`, `ERROR` and `HEARTBEAT`; of an acknowledgement:
+`RESUME`, if everything from the sequence number on is to be sent again, and `GONE`, if nothing is.
 """
 
 CHUNK, END, ERROR, HEARTBEAT, RESUME, GONE = "chunk", "end", "error", "heartbeat", "resume", "gone"
@@ -48,7 +48,7 @@ LOST_S = 2.0
 MAX_WINDOW = 4096
 
 TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
-"""One part of a subject that is somebody's name or id."""
+"""One part of a subject that is a name or an id."""
 
 
 def subject_token(name: str) -> str:
@@ -62,7 +62,7 @@ class Subjects:
 
     Attributes:
         model: Served model name.
-        version: Of the model.
+        version: Version of the model.
     """
 
     model: str
@@ -70,7 +70,7 @@ class Subjects:
 
     @property
     def root(self) -> str:
-        """What all subjects begin with, and the name of the service but for its dots."""
+        """Beginning of all subjects, and the name of the service but for its dots."""
         return f"dlw.{subject_token(self.model)}.{subject_token(self.version)}"
 
     @property
@@ -110,12 +110,12 @@ _CODES: tuple[tuple[type[ServingError], int], ...] = (
 
 
 def error_code(error: ServingError) -> int:
-    """Of an error, as HTTP has them: 4xx are the request's, 503 may be retried elsewhere."""
+    """HTTP status code of an error: 4xx are the request's, 503 may be retried elsewhere."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), 500)
 
 
 def error_body(error: ServingError) -> dict[str, Any]:
-    """What a client gets to know of an error."""
+    """JSON data of an error, for the client."""
     body: dict[str, Any] = {"type": type(error).__name__, "code": error_code(error), "message": str(error)}
     if isinstance(error, InvalidRequest):
         body["field"] = error.field
@@ -128,7 +128,7 @@ def header_text(text: str) -> str:
 
 
 def encoded(data: Any) -> bytes:
-    """JSON, compact. Half of a surrogate pair stays what it is: whoever reads it refuses it."""
+    """Compact JSON. Half of a surrogate pair is kept as an escape, which readers refuse."""
     try:
         return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Where a worker may answer to: inboxes of clients, and nothing else.
+"""Guard of reply subjects: a worker answers to inboxes of clients alone.
 
 A worker publishes with its own rights to the reply subject that a client chose. Without a limit a
 client that may ask one model could delete streams, end requests of other models, or forge answers
@@ -31,8 +31,8 @@ class ReplyGuard:
     """A connection whose subscribers get only messages that may be answered.
 
     Args:
-        client: To NATS.
-        prefixes: What reply subjects of clients begin with, separated by commas, each ending with a
+        client: Connection to NATS.
+        prefixes: Beginnings of clients' reply subjects, separated by commas, each ending with a
             dot.
 
     Attributes:

@@ -27,11 +27,11 @@ SEED_BITS = 53
 
 @dataclass(frozen=True, slots=True)
 class NatsRequest:
-    """What a message asks for.
+    """The request in a message.
 
     Attributes:
-        fields: Of `worker.requests.fields`, of each choice.
-        num_choices: How many answers, at least one.
+        fields: Fields of `worker.requests.fields`, the same for each choice.
+        num_choices: Number of answers, at least one.
         stops: Stop strings.
         include_stop: Whether an answer shows the stop string that ends it.
         min_tokens: Tokens before which stop strings do not end an answer.
@@ -49,11 +49,11 @@ class NatsRequest:
 
 
 def parse(message: Mapping[str, Any], tokenizer: Any, template: str | None = None) -> NatsRequest:
-    """What ``message`` asks for, its prompt as token ids.
+    """The request in ``message``, its prompt as token ids.
 
     Args:
-        message: As the client sent it.
-        tokenizer: Of the checkpoint, None if it has none.
+        message: JSON data that the client sent.
+        tokenizer: Tokenizer of the checkpoint, None if it has none.
         template: Chat template that replaces the model's own.
 
     Raises:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def connection_options(arguments: Arguments) -> ConnectionOptions:
-    """Those among the worker's options."""
+    """Options of the connection, from the worker's."""
     return ConnectionOptions(
         url=arguments.nats_url,
         credentials=arguments.nats_credentials,

@@ -29,7 +29,7 @@ Headers = Mapping[str, str]
 
 
 class Publisher(Protocol):
-    """What sends a message; a connection to NATS."""
+    """Sender of messages; a connection to NATS."""
 
     async def publish(
         self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
@@ -43,8 +43,8 @@ class AnswerStream:
     full, and sends it again on request; without one it sends at once and keeps nothing.
 
     Args:
-        connection: Sends.
-        subject: The client's.
+        connection: Sender of the messages.
+        subject: Reply subject of the client.
         acknowledge: Subject of acknowledgements; the server answers to it too, when nobody listens
             to `subject` any more. Empty for an answer without any.
         window: Messages ahead of the acknowledgements, 0 for any number.
@@ -53,7 +53,7 @@ class AnswerStream:
 
     Attributes:
         ended: Whether `END` or `ERROR` has been sent.
-        last_sent_s: When something was sent last.
+        last_sent_s: Monotonic time of the last message.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class AnswerStream:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is left to do: it has ended and is acknowledged, or nobody listens."""
+        """Whether nothing is left to do: it has ended and is acknowledged, or no client listens."""
         return self.is_gone or (self.ended and not self._kept)
 
     async def send(self, chunk: Mapping[str, Any]) -> None:
@@ -122,7 +122,7 @@ class AnswerStream:
         self._look_at_window()
 
     def _look_at_window(self) -> None:
-        """Something was sent or acknowledged: whether there is room, and what is waited for."""
+        """Note, after a message or an acknowledgement, whether the window has room."""
         is_full = len(self._kept) >= self._window > 0
         if is_full and not self.is_gone:
             self._room.clear()
@@ -140,16 +140,16 @@ class AnswerStream:
         """
         now = self._clock()
         if now - self._absent_last_s > ABSENT_S:
-            self._absent_since_s = None  # what was sent since then found somebody
+            self._absent_since_s = None  # messages since then found a listener
         if self._waiting_since_s is not None and now - self._waiting_since_s > STALL_S:
             self._give_up()
         elif now - self.last_sent_s >= protocol.HEARTBEAT_S and not self.is_settled:
             await self._publish(b"", {KIND: HEARTBEAT, SEQUENCE: str(self._sequence)})
 
     async def acknowledged(self, headers: Headers) -> None:
-        """A message came to the subject of acknowledgements."""
-        if headers.get("Status") == "503":  # the server's: nobody listens to the answer
-            self._nobody_listens()
+        """Take a message of the subject of acknowledgements."""
+        if headers.get("Status") == "503":  # the server's: no client listens to the answer
+            self._note_absence()
             return
         if headers.get(KIND) == protocol.GONE:
             self._give_up()
@@ -167,8 +167,8 @@ class AnswerStream:
             for _, kept_headers, data in tuple(self._kept):
                 await self._publish(data, kept_headers)
 
-    def _nobody_listens(self) -> None:
-        """Whoever has a window may come back, and asks for what was kept; others are gone."""
+    def _note_absence(self) -> None:
+        """A client with a window may come back and ask for what was kept; others are gone."""
         now = self._absent_last_s = self._clock()
         if self._absent_since_s is None:
             self._absent_since_s = now

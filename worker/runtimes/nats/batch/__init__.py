@@ -1,7 +1,8 @@
-"""Durable batches over JetStream: every request is answered once, whoever dies on the way.
+"""Durable batches over JetStream: every request is answered once, even if workers die.
 
 `layout` names streams and buckets, `store` is their client side, `command` is ``dlw-batch``;
-`consumer` is the worker's side, `openai` translates requests and results, `progress` shows how far
-a batch is. Delivery is at least once; the result is created by key before the request is
-acknowledged, so there is one.
+the worker's side is `consumer`, which fetches from the `queues` what the engine has room for,
+`running`, `answerer` and `storage`, whose calls `patience` repeats while the server is away;
+`openai` translates requests and results. Delivery is at least once; the result is created by key
+before the request is acknowledged, so there is one.
 """

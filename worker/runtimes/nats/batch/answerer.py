@@ -91,7 +91,7 @@ class BatchAnswerer:
         return openai.result_line(request, 200, openai.response_body(request, body, chunks, self._messages.tokenizer))
 
     async def _finish(self, running: RunningRequest, line: dict[str, Any], *, refused: bool = False) -> None:
-        """The result first, then the acknowledgement: there is one result, whoever dies between."""
+        """Write the result, then acknowledge: a worker that dies between leaves one result."""
         await self._storage.write_result(running.request, line)
         if refused:
             await self._storage.end(running.message)
@@ -99,7 +99,7 @@ class BatchAnswerer:
             await self._storage.acknowledge(running.message)
 
     async def _end(self, running: RunningRequest, reason: Exception) -> None:
-        """A request that has no answer of its own."""
+        """End a request that has no answer of its own."""
         request, message = running.request, running.message
         if isinstance(reason, Expired):
             line = openai.unanswered_line(request, "batch_expired", "its deadline has passed")

@@ -150,7 +150,7 @@ async def _watch(store: BatchStore, batch: str) -> None:
 
 
 def _as_json(status: BatchStatus) -> dict[str, Any]:
-    """As OpenAI shows a batch."""
+    """A batch in OpenAI's form."""
     failed = status.num_failed or 0
     record = status.record
     return {

@@ -15,7 +15,7 @@ from worker.errors import shown
 from worker.runtimes.nats.protocol import TOKEN, Malformed, Subjects, decoded, encoded
 
 PRIORITIES = ("high", "normal", "low")
-"""Of batches; workers take what is left of a slot in this order."""
+"""Priorities of batches, in the order in which workers take their requests."""
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 
@@ -36,7 +36,7 @@ DEAD_LETTER_SUBJECT = "dlw-batch-dead"
 CANCEL_SUBJECT = "dlw-batch-cancel"
 
 LARGE_BYTES = 256 * 2**10
-"""From this size on a body or a result goes into the object store."""
+"""Bytes from which on a body or a result goes into the object store."""
 
 HEADERS_BYTES = 4 * 2**10
 """Part of a message's largest size that is kept for its headers."""
@@ -44,7 +44,7 @@ HEADERS_BYTES = 4 * 2**10
 MAX_CUSTOM_ID = 512
 
 DUPLICATE_WINDOW_S = 3600.0
-"""How long the server knows message ids, so that an interrupted submission can be run again."""
+"""Seconds for which the server knows message ids: an interrupted submission can be repeated."""
 
 
 def large_bytes(max_payload: int) -> int:
@@ -89,20 +89,20 @@ def digest(data: bytes) -> str:
 
 
 def request_digest(custom_id: str, url: str, body: Any) -> str:
-    """Of one request; its ids and, unless it has one, its seed are made of it."""
+    """Digest of one request; its ids and, unless it has one, its seed are made of it."""
     return digest(json.dumps([custom_id, url, body], sort_keys=True, separators=(",", ":")).encode())
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """What is known of a batch.
+    """Description and state of a batch.
 
     Attributes:
-        id: Of the batch.
+        id: Id of the batch.
         model: Served model name.
-        version: Of the model.
+        version: Version of the model.
         priority: One of `PRIORITIES`.
-        num_requests: How many it has; 0 while it is being submitted.
+        num_requests: Number of requests; 0 while they are being submitted.
         deadline_s: Seconds since 1970 after which a request is not answered any more; None without.
         cancelled: Whether it was cancelled.
     """
@@ -134,10 +134,10 @@ class QueuedRequest:
 
     Attributes:
         batch: Id of the batch.
-        index: Its line in the file, from 0.
+        index: Number of the line in the file, from 0.
         custom_id: The client's.
         url: One of `URLS`.
-        body: As the client sent it; None if it is an object of `BODIES`.
+        body: JSON data that the client sent; None if it is an object of `BODIES`.
         body_digest: Name of that object; empty with a `body`.
         deadline_s: Seconds since 1970 after which it is not answered any more.
     """
@@ -152,7 +152,7 @@ class QueuedRequest:
 
     @property
     def key(self) -> str:
-        """Of its result."""
+        """Key of its result."""
         return result_key(self.custom_id)
 
     def as_bytes(self) -> bytes:

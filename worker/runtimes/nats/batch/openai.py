@@ -237,5 +237,5 @@ def unanswered_line(request: QueuedRequest, code: str, message: str) -> Message:
 
 
 def digest_of(request: QueuedRequest) -> str:
-    """What the ids of a request are made of, whether its body is in the message or not."""
+    """Digest for the ids of a request, whether its body is in the message or not."""
     return request_digest(request.custom_id, request.url, request.body_digest or request.body)

@@ -54,13 +54,13 @@ class WorkQueue:
     """The queue of one priority, and the consumer that all workers of the model share.
 
     Args:
-        client: To NATS with JetStream.
-        subjects: Of the model.
+        client: Connection to NATS with JetStream.
+        subjects: Subjects of the model.
         priority: One of `PRIORITIES`.
         ack_wait_s: Seconds after which a message is delivered again.
 
     Attributes:
-        ack_wait_s: What it is now: another worker may have changed it.
+        ack_wait_s: The present value, which another worker may have changed.
     """
 
     def __init__(self, client: Client, subjects: Subjects, priority: str, ack_wait_s: float) -> None:

@@ -74,7 +74,7 @@ class BatchStorage:
         return self.server.js
 
     async def acknowledge(self, message: Msg) -> None:
-        """The server does not deliver the message again."""
+        """Take a message from its queue."""
 
         async def acknowledge() -> None:
             if not message.is_acked:
@@ -84,7 +84,7 @@ class BatchStorage:
         await self.server.patiently(acknowledge)
 
     async def end(self, message: Msg) -> None:
-        """The same, without an answer of the server's: for what is not to be tried again."""
+        """Take a message that is not to be tried again from its queue, without a confirmation."""
 
         async def end() -> None:
             if not message.is_acked:
@@ -125,7 +125,7 @@ class BatchStorage:
         return await self.server.patiently(look)
 
     async def write_result(self, request: QueuedRequest, line: dict[str, Any]) -> None:
-        """The result of a request, unless it has one."""
+        """Write the result of a request, unless it has one."""
         value = protocol.encoded({"index": request.index, "line": line})
         if len(value) >= layout.large_bytes(self._client.max_payload):
             whole = value
@@ -153,7 +153,7 @@ class BatchStorage:
         return bucket
 
     async def returns(self, request: QueuedRequest) -> int:
-        """How often a request came back without a failure."""
+        """Number of times that a request came back without a failure."""
         return await self.server.patiently(lambda: self._returns(request))
 
     async def _returns(self, request: QueuedRequest) -> int:
@@ -165,7 +165,7 @@ class BatchStorage:
         return int(text) if text.isdecimal() and len(text) < 10 else 0
 
     async def hand_back(self, message: Msg, request: QueuedRequest, delay_s: float) -> None:
-        """Back into the queue, without counting as an attempt; if that fails it counts as one."""
+        """Return a message to its queue; it counts as an attempt only if the note of it fails."""
         with contextlib.suppress(NatsError, TimeoutError, OSError):
             bucket = await ensure_bucket(self.js, layout.RETURNS)
             number = await self._returns(request)
@@ -174,7 +174,7 @@ class BatchStorage:
             await message.nak(delay_s)
 
     async def set_aside(self, message: Msg, reason: str) -> None:
-        """A copy of a request among the dead letters; the message stays in its queue."""
+        """Copy a request to the dead letters; the message stays in its queue."""
         logger.error("batches: a request was set aside in %s: %s", layout.DEAD_LETTERS, reason)
         place = message.metadata
         headers = {

@@ -34,7 +34,7 @@ PUBLISHED_AT_ONCE = 64
 SHOWN_PROBLEMS = 10
 
 READ_TIMEOUT_S = 10.0
-"""For one answer of the server."""
+"""Seconds to wait for one answer of the server."""
 
 Line = dict[str, Any]
 
@@ -54,8 +54,8 @@ class DamagedResults(ConfigurationError):
     """Results of a batch are missing or altered.
 
     Args:
-        batch: Its id.
-        problems: What is wrong, by ``custom_id`` or line.
+        batch: Id of the batch.
+        problems: Problem of each damaged result, by ``custom_id`` or line.
     """
 
     def __init__(self, batch: str, problems: Mapping[str, str]) -> None:
@@ -67,12 +67,12 @@ class DamagedResults(ConfigurationError):
 
 @dataclass(frozen=True, slots=True)
 class BatchStatus:
-    """How far a batch is.
+    """Progress of a batch.
 
     Attributes:
-        record: What was submitted.
+        record: Description of the batch.
         num_answered: Requests with a result, be it an error.
-        num_failed: Those whose result is an error; None where they were not counted.
+        num_failed: Requests whose result is an error; None where they were not counted.
     """
 
     record: BatchRecord
@@ -127,7 +127,7 @@ class BatchStore:
     """Batches on one NATS.
 
     Args:
-        connection: To NATS with JetStream.
+        connection: Connection to NATS with JetStream.
     """
 
     def __init__(self, connection: Client) -> None:
@@ -150,9 +150,9 @@ class BatchStore:
         An interrupted submission that is run again under its id adds what is missing.
 
         Args:
-            lines: Of the file.
+            lines: Lines of the file.
             model: Served model name.
-            version: Of the model.
+            version: Version of the model.
             priority: One of `PRIORITIES`.
             deadline_s: Seconds since 1970.
             batch: Id; by default a new one.
@@ -234,7 +234,7 @@ class BatchStore:
             raise ConfigurationError(f"the results of {batch} were deleted") from None
 
     async def status(self, batch: str, *, count_failed: bool = False) -> BatchStatus:
-        """How far a batch is. Counting those that failed reads every result."""
+        """Progress of a batch. Counting those that failed reads every result."""
         record = await self.record(batch)
         bucket = await self._bucket(batch)
         answered = (await bucket.status()).values
