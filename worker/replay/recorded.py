@@ -24,7 +24,7 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 
 class RecordedEngine(BaseModel):
-    """Section ``engine`` of a receipt; see `worker.requests.receipts.Server`."""
+    """Section ``engine`` of a receipt; see `worker.requests.receipts.ServerRecord`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     name: str

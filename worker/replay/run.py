@@ -21,7 +21,7 @@ from worker.engines.embedded.step import Stepper
 from worker.errors import ConfigurationError, InvalidRequest
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.replay.position import PositionTap
-from worker.requests.receipts import Server, digest_of_model
+from worker.requests.receipts import ServerRecord, digest_of_model
 from worker.sampling import SamplingParams
 
 
@@ -40,7 +40,7 @@ class LoadedModel:
     arguments: Arguments
     stepper: Stepper
     info: EngineInfo
-    server: Server
+    server: ServerRecord
     chains: ServedChainBuilder
 
     @property
@@ -89,7 +89,7 @@ async def loaded(arguments: Arguments) -> AsyncIterator[LoadedModel]:
     stepper, info = load(config)
     chains = make_chain_builder(arguments, info, CollectorRegistry(), renders_templates=True)
     try:
-        yield LoadedModel(arguments, stepper, info, Server.of(info, arguments, digest), chains)
+        yield LoadedModel(arguments, stepper, info, ServerRecord.of(info, arguments, digest), chains)
     except InvalidRequest as error:
         raise ConfigurationError(f"request: {error}") from None
     finally:

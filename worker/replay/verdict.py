@@ -5,10 +5,10 @@ from __future__ import annotations
 from worker.errors import ConfigurationError
 from worker.replay.recorded import RecordedReceipt
 from worker.replay.run import Replayed
-from worker.requests.receipts import Server, TokenDigest
+from worker.requests.receipts import ServerRecord, TokenDigest
 
 
-def check_model_digest(server: Server, receipt: RecordedReceipt) -> None:
+def check_model_digest(server: ServerRecord, receipt: RecordedReceipt) -> None:
     """Raises `ConfigurationError` if the receipt is of another checkpoint."""
     if receipt.model.digest is not None and server.model_digest != receipt.model.digest:
         raise ConfigurationError(
@@ -23,7 +23,7 @@ def is_equal(replayed: Replayed, receipt: RecordedReceipt) -> bool:
     return len(tokens) == receipt.generated_tokens and str(TokenDigest(tokens)) == receipt.answer_digest
 
 
-def notes(server: Server, receipt: RecordedReceipt) -> list[str]:
+def notes(server: ServerRecord, receipt: RecordedReceipt) -> list[str]:
     """Lines on the engine, and on reasons why tokens may differ though nothing is wrong."""
     was = receipt.engine
     lines = [f"engine: {server.engine} {server.version}, computed by {server.computed_by}"]

@@ -64,7 +64,7 @@ def sampled_ids(delta: TokenDelta) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerRecord:
     """Record of the worker that served a request.
 
     Attributes:
@@ -85,7 +85,7 @@ class Server:
     model_digest: str | None
 
     @classmethod
-    def of(cls, info: EngineInfo, arguments: Arguments, digest: Future[str]) -> Server:
+    def of(cls, info: EngineInfo, arguments: Arguments, digest: Future[str]) -> ServerRecord:
         """The record of an engine that has started.
 
         Args:
@@ -131,7 +131,7 @@ class RequestReceipt:
     """
 
     def __init__(
-        self, server: Server, engine_request: EngineRequest, selection: Selection, *, smoke: bool = False
+        self, server: ServerRecord, engine_request: EngineRequest, selection: Selection, *, smoke: bool = False
     ) -> None:
         self._server = server.as_json()
         self._prompt = TokenDigest(engine_request.prompt_token_ids)

@@ -17,7 +17,7 @@ from worker.engines import EngineInfo, EngineRequest, ReadKv, RequestHints
 from worker.engines.request import KvPart
 from worker.processors.builder import ServedChainBuilder
 from worker.processors.smoke import SmokeTest
-from worker.requests.receipts import RequestReceipt, Server
+from worker.requests.receipts import RequestReceipt, ServerRecord
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 from worker.sampling.field_processors import for_engine
 
@@ -38,7 +38,7 @@ class Preparation:
     """
 
     def __init__(
-        self, info: EngineInfo, chains: ServedChainBuilder, server: Server, role: str, smoke: SmokeTest | None
+        self, info: EngineInfo, chains: ServedChainBuilder, server: ServerRecord, role: str, smoke: SmokeTest | None
     ) -> None:
         """``server`` is the record of the worker in receipts; ``role`` its disaggregation mode."""
         self.info = info
@@ -75,7 +75,7 @@ class Preparation:
         """
         chains = await asyncio.to_thread(make_chains, arguments, info, registry)
         try:
-            server = await asyncio.to_thread(Server.of, info, arguments, digest)
+            server = await asyncio.to_thread(ServerRecord.of, info, arguments, digest)
             eos = info.eos_token_ids[0] if info.eos_token_ids else None
             test = await asyncio.to_thread(SmokeTest, arguments.model_path, eos) if smoke else None
         except BaseException:
