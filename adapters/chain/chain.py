@@ -33,11 +33,11 @@ class ProcessorChain:
         context: Context of the request.
         scopes: Scope of each processor, ``all`` by default.
         step_budget_s: CPU time of its thread that a third-party processor may take for one step,
-            seconds; wall time would depend on the machine's load. `DEFAULT_STEP_BUDGET_S` by
-            default.
+            seconds (wall time would depend on the load); by default `DEFAULT_STEP_BUDGET_S`.
         attribution: Keep per-token attribution in the receipt.
         order: Names of processors of the stages temperature and truncation, in the order in which
             they are applied. Those of these stages that are not named are applied after them.
+        tokens: Empty list to keep the history in, a new one by default.
 
     Attributes:
         members: The processors with scope and record, in the order in which they are applied.
@@ -73,6 +73,7 @@ class ProcessorChain:
         step_budget_s: float | None = None,
         attribution: bool = False,
         order: Sequence[str] = (),
+        tokens: list[int] | None = None,
     ) -> None:
         scopes = ["all"] * len(processors) if scopes is None else scopes
         members = [member_of(p, s, context.vocabulary) for p, s in zip(processors, scopes, strict=True)]
@@ -80,7 +81,7 @@ class ProcessorChain:
         self.context = context
         self.order = tuple(order)
         self.members: list[Member] = []
-        self.tokens: list[int] = []
+        self.tokens: list[int] = [] if tokens is None else tokens
         self.receipt = Receipt([], attribution=attribution, seed=context.seed)
         self.wants_receipt = False
         self.speculates = True
@@ -190,10 +191,9 @@ class ProcessorChain:
         self.receipt.replayed += 1
 
     def record(self, token_id: int, edits: Sequence[tuple[int, str, int]]) -> None:
-        """Take the next token with the `last_edits` of another copy; runs no processor.
+        """Take the next token with the `last_edits` of the copy in the engine's process.
 
-        One copy of a chain edits in the engine's process, the other keeps the receipt in the
-        worker's.
+        Runs no processor: this copy only keeps the receipt, in the worker's process.
         """
         for index, kind, masked in edits:
             self.receipt.add(self.members[index].record, self.position, token_id, kind, masked)

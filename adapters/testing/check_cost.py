@@ -67,12 +67,9 @@ def cost(subject: Subject) -> str:
 
 def _measure(subject: Subject, case: Case) -> tuple[Work, Work | None, float]:
     """Work of an early and a late step (None if the answer ended), and CPU time in us."""
-    chain = subject.chain(case)
+    history = _CountingHistory()
+    chain = subject.chain(case, tokens=history)
     chain.start(prompt_of(subject.context, 0))
-    history = _CountingHistory(chain.tokens)
-    chain.tokens = history
-    for member in chain.members:
-        member.processor._tokens = history
     logits = logits_of(subject.context, 2, 64)
     began = thread_time()
     num_timed = _run(subject, chain, logits, EARLY)

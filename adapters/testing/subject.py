@@ -130,15 +130,22 @@ class Subject:
         """
         return self.processor.build(self.parse(arguments), self.context)
 
-    def chain(self, case: Case, *others: Processor) -> ProcessorChain:
-        """A fresh chain with the processor alone, or with ``others`` after it; not started."""
-        return self.chain_of(self.build(case.arguments), case.scope, *others)
+    def chain(self, case: Case, *others: Processor, tokens: list[int] | None = None) -> ProcessorChain:
+        """A fresh chain with the processor alone, or with ``others`` after it; not started.
 
-    def chain_of(self, processors: Sequence[Processor], scope: Scope = "all", *others: Processor) -> ProcessorChain:
+        It keeps its history in ``tokens``, an empty list, if given.
+        """
+        return self.chain_of(self.build(case.arguments), case.scope, *others, tokens=tokens)
+
+    def chain_of(
+        self, processors: Sequence[Processor], scope: Scope = "all", *others: Processor, tokens: list[int] | None = None
+    ) -> ProcessorChain:
         """The chain of processors already built; else as `chain`."""
         unscoped: list[Scope] = ["all"] * len(others)
         scopes: list[Scope] = [scope] * len(processors)
-        return ProcessorChain([*processors, *others], self.context, scopes=scopes + unscoped, step_budget_s=_PATIENT)
+        return ProcessorChain(
+            [*processors, *others], self.context, scopes=scopes + unscoped, step_budget_s=_PATIENT, tokens=tokens
+        )
 
     def _refusal(self, arguments: Mapping[str, Any]) -> str | None:
         try:
