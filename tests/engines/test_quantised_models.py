@@ -97,7 +97,7 @@ def test_a_quantised_checkpoint_is_served_as_what_it_holds(
 ) -> None:
     """As the same weights rounded at start; and, bit by bit, as its dequantised weights."""
     model = load(quantised[arch])
-    packed = [layer for layer in linears(model._network) if layer.quantised is not None]
+    packed = [layer for layer in linears(model._network) if isinstance(layer.gemm, QuantisedGemm)]
     assert len(packed) == len(list(linears(model._network)))
     assert model.made_by == "exact, native kernels, int4 weights"
     expected = logits(model)
@@ -161,14 +161,14 @@ def test_rows_that_are_no_whole_groups_have_8_bits(every_checkpoint: dict[str, P
     """
     model = load(every_checkpoint["qwen3_moe"], quantization="int4")
     bits = {
-        layer.in_features: {part.bits for part in layer.quantised._panels}
+        layer.in_features: {part.bits for part in layer.gemm.packed.parts}
         for layer in linears(model._network)
-        if layer.quantised is not None
+        if isinstance(layer.gemm, QuantisedGemm)
     }
     assert bits[40] == {8}
     routers = [layer for layer in linears(model._network) if layer.out_features == 5]
     assert routers
-    assert all(layer.quantised is None for layer in routers)
+    assert not any(isinstance(layer.gemm, QuantisedGemm) for layer in routers)
     assert 40 % GROUP
 
 
