@@ -33,6 +33,17 @@ settings.load_profile("repository")
 WITHOUT_STACKS = ("adapters", "engines", "models", "worker")
 """Folders whose tests need no server and no process of Dynamo's."""
 
+LONGEST = (
+    *("launch/test_agg_script", "launch/test_default_model", "launch/test_disagg_scripts"),
+    *(
+        "engines/test_native_sanitizers",
+        "documents/test_custom_processor",
+        "adapters/conformance/test_builtins_conform",
+    ),
+    *("k8s/test_k8s_images", "tensorrt/test_unusable_tensorrt_llm", "release/test_release_files"),
+    *("e2e/test_disagg_faults", "engines/test_watchdog", "documents/test_site"),
+)
+"""Files that take longest, and begin first: none of them is then left for one worker at the end."""
 
 NO_KERNELS = unavailable(torch.float32)
 """Why there are no native kernels; None if there are."""
@@ -47,6 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.relative_to(folder).parts[0] not in WITHOUT_STACKS:
             item.add_marker(pytest.mark.stack)
+    if EFFORT != "fast":
+        order = {name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(str(item.path.relative_to(folder).with_suffix("")), len(order)))
     if NO_KERNELS is not None:
         config.hook.pytest_deselected(items=[item for item in items if _needs_kernels(item)])
         items[:] = [item for item in items if not _needs_kernels(item)]

@@ -53,7 +53,11 @@ SLOW = {"generic", *(path for path, _ in EMULATED)}
 """Paths that tests spare: plain C may emulate FMA."""
 
 
-@pytest.fixture(scope="module", params=COMPUTED + EMULATED, ids=lambda each: f"{each[0]}-{each[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[*COMPUTED, *(pytest.param(each, marks=pytest.mark.timeout(600)) for each in EMULATED)],
+    ids=lambda each: f"{each[0]}-{each[1]}",
+)
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
     """A path, which computes in the data type of `dtype`."""
     name, dtype = request.param

@@ -145,6 +145,7 @@ def test_untied_embeddings_and_biases_are_in_it(tmp_path: Path) -> None:
         assert len(copies(quantised)) == 1
 
 
+@pytest.mark.slow
 def test_it_needs_no_transformers(checkpoint: Path) -> None:
     load(checkpoint)
     script = f"""
