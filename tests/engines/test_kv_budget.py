@@ -115,7 +115,7 @@ async def test_an_engine_takes_memory_as_sequences_grow(checkpoints: dict[str, P
     engine = EmbeddedEngine(settings)
     await engine.start()
     try:
-        tensors: list[torch.Tensor] = engine._model.kv_store.tensors  # type: ignore[union-attr]
+        tensors: list[torch.Tensor] = engine._stepper.model.kv_store.tensors  # type: ignore[union-attr]
         assert sum(tensor.nbytes for tensor in tensors) == size
         address = tensors[0].data_ptr()
         assert resident_bytes(address) < size // 16
