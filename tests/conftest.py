@@ -36,12 +36,12 @@ WITHOUT_STACKS = ("adapters", "engines", "models", "worker")
 LONGEST = (
     *("launch/test_agg_script", "launch/test_default_model", "launch/test_disagg_scripts"),
     *(
-        "engines/test_native_sanitizers",
+        "engines/native/test_native_sanitizers",
         "documents/test_custom_processor",
         "adapters/conformance/test_builtins_conform",
     ),
     *("k8s/test_k8s_images", "tensorrt/test_unusable_tensorrt_llm", "release/test_release_files"),
-    *("e2e/test_disagg_faults", "engines/test_watchdog", "documents/test_site"),
+    *("e2e/test_disagg_faults", "engines/host/test_watchdog", "documents/test_site"),
 )
 """Files that take longest, and begin first: none of them is then left for one worker at the end."""
 

@@ -2,7 +2,7 @@
 
 The prefix of a row is the shortest one, by falling key and rising id, whose integer mass is at
 least the target (`weights.share_of`). Integer sums are exact in any order, so each of these finds
-the same prefix, to which `tests/engines/test_prefix_rule.py` holds all of them:
+the same prefix, to which `tests/engines/sampling/test_prefix_rule.py` holds all of them:
 
 * `prefix_of_ordered`, in rows that are in this order already;
 * `beyond_prefix`, in whole rows on any device, with `select_by_sorting` or a kernel passed in;

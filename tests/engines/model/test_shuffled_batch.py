@@ -67,7 +67,7 @@ class HouseModel(ScriptedModel):
 @cache
 def examples() -> dict[str, list[dict[str, Any]]]:
     """The conformance kit's arguments of every built-in."""
-    path = Path(__file__).parents[1] / "adapters" / "conformance" / "builtin_examples.py"
+    path = Path(__file__).parents[2] / "adapters" / "conformance" / "builtin_examples.py"
     spec = importlib.util.spec_from_file_location("conformance_examples", path)
     assert spec is not None
     assert spec.loader is not None

@@ -20,7 +20,7 @@ from worker.sampling import SamplingParams
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 END_S = 60.0
 """When a process counts as one that never ends; a busy machine may need a while for all the

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-KERNEL = Path(__file__).parents[2] / "worker" / "engines" / "embedded" / "sampling" / "triton_select.py"
+KERNEL = Path(__file__).parents[3] / "worker" / "engines" / "embedded" / "sampling" / "triton_select.py"
 
 LOAD = """
 import importlib.util

@@ -17,7 +17,7 @@ from worker.errors import ConfigurationError
 from worker.sampling import Control, SamplingParams, sampling_controls
 from worker.sampling.control import NEVER
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DOCUMENT = (ROOT / "docs" / "sampling.md").read_text()
 TABLE = DOCUMENT.partition("<!-- features -->")[2]
 ROWS = [

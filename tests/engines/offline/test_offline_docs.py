@@ -14,7 +14,7 @@ import pytest
 from worker.engines.embedded.controller.controller import TextGenerationController
 from worker.engines.embedded.offline.request_builder import HONOURED
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONTROLLER = (ROOT / "docs" / "controller.md").read_text().partition("<!-- members -->")[2].partition("\n## ")[0]
 ROWS = re.findall(r"^\| `(\w+)` \| (same|different|refused) \| (.+) \|$", CONTROLLER, re.MULTILINE)
 
@@ -69,7 +69,8 @@ def test_rows_name_tests_that_exist() -> None:
         tests = re.findall(r"`(test_\w+\.py)::(test_\w+)`", text)
         assert bool(tests) == (fate != "refused"), name
         for file, test in tests:
-            source = (Path(__file__).parent / file).read_text()
+            (found,) = Path(__file__).parents[1].rglob(file)
+            source = found.read_text()
             assert re.search(rf"^(async )?def {test}\(", source, re.MULTILINE), (name, test)
 
 

@@ -36,7 +36,7 @@ from worker.sampling import SamplingParams
 
 DTYPES = [each for each in ("float32", "bfloat16") if native.unavailable(getattr(torch, each)) is None]
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
-MODULES = os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])
+MODULES = os.pathsep.join(str(folder) for folder in Path(__file__).parents[:3])
 """Where other processes find what this one imports of the tests."""
 
 pytestmark = [
