@@ -1,5 +1,3 @@
-"""How requests are served: arguments, request parsing, the Dynamo engine, responses, drain and
-metrics.
-"""
+"""The worker: arguments, requests, engines, server, runtimes, front door, migration and metrics."""
 
 __version__ = "0.1.0"
