@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 from e2e_stack import MODEL, Process, Stack, Worker, http, leave_until_cancelled, running_stack, wait_for
-from front_door import Door
+from front_door_process import Door
 from ports import free_port
 
 from adapters.catalog import Catalog

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from e2e_stack import running_stack
-from front_door import Door
+from front_door_process import Door
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 

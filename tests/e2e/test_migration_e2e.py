@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 from e2e_stack import MODEL, Stack, Worker, running_stack, wait_for
-from front_door import Door
+from front_door_process import Door
 from servers import EtcdServer, NatsServer
 
 from adapters.client import processor, selection

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from chromium import clean_page, running_browser
 from e2e_stack import Worker, running_stack, wait_for
-from front_door import Door
+from front_door_process import Door
 from playwright.sync_api import Browser, Locator, Page, expect
 
 pytestmark = pytest.mark.browser

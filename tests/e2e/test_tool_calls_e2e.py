@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from e2e_stack import DYNAMO, MODEL, running_stack
-from front_door import Door
+from front_door_process import Door
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 PARSER = ("--dyn-tool-call-parser", "hermes")

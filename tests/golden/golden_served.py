@@ -25,7 +25,7 @@ from golden_workers import EXACT, Bench, Failed, Refused, new_id
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "e2e")]
 from e2e_stack import MODEL, STAND_IN, Worker, running_stack, wait_for
-from front_door import Door
+from front_door_process import Door
 
 PREFIX = "token_id:"
 READY = {"prompt": "ready?", "max_tokens": 1}
