@@ -183,7 +183,7 @@ async def _chat(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event) -
         max_tokens=5 * NUM_TOKENS,  # nobody is done before everybody has begun
         temperature=0.8,
         seed=number,
-        response_format=schema,  # type: ignore[arg-type]
+        response_format=schema,
         stream=True,
     )
     text, num_events = "", 0

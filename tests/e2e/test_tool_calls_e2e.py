@@ -45,7 +45,7 @@ def door(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
 def ask(door: Door, **fields: Any) -> dict[str, Any]:
     """The answer's only choice."""
     with door.client() as client:
-        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, **{"max_tokens": 120, **fields})  # type: ignore[call-overload]
+        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, **{"max_tokens": 120, **fields})
         (choice,) = answer.model_dump()["choices"]
         return choice  # type: ignore[no-any-return]
 
@@ -71,10 +71,10 @@ def test_a_call_in_a_stream(door: Door) -> None:
     with door.client() as client:
         stream = client.chat.completions.create(
             model=MODEL,
-            messages=MESSAGES,  # type: ignore[arg-type]
+            messages=MESSAGES,
             max_tokens=120,
             stream=True,
-            tools=TOOLS,  # type: ignore[arg-type]
+            tools=TOOLS,
             tool_choice="required",
             parallel_tool_calls=False,
         )

@@ -397,7 +397,7 @@ async def test_a_kept_connection_that_was_closed_costs_a_second_attempt() -> Non
         (connection,) = upstream.idle
         connection.connection_lost = lambda exc: None  # type: ignore[method-assign]  # it is not known yet
         frontend.writers[0].transport.abort()
-        del connection.connection_lost  # type: ignore[attr-defined]
+        del connection.connection_lost
         assert (await at.ask(post())).endswith(b"{}")
         assert frontend.connections == [1, 1]
 

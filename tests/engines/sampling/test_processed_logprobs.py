@@ -61,7 +61,7 @@ def answers(engine: Engine, processor: dict[str, Any], attribution: bool = True,
 
 def logprobs_of(answer: Completion) -> list[float]:
     assert answer.logprobs is not None
-    return [found[0].logprob for found in answer.logprobs]  # type: ignore[index, union-attr]
+    return [found[0].logprob for found in answer.logprobs]
 
 
 def report_of(answer: Completion) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Gate:
 @pytest.fixture
 def gate() -> AsyncIterator[Gate]:
     gate = Gate()
-    yield gate  # type: ignore[misc]
+    yield gate
     gate.open()  # whatever a test left behind can end
 
 
