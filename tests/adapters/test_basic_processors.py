@@ -85,7 +85,7 @@ def test_ids_are_integers_of_at_least_zero(ids) -> None:
 
 
 def test_hello_world_keeps_no_tokenizer() -> None:
-    processor = HelloWorldProcessor(Characters(), prompt_length=0)
+    processor = HelloWorldProcessor(Characters(), prompt_length=0)  # type: ignore[arg-type]
     assert processor.token_ids == [10, 11, 12, 12, 13, 14, 15, 13, 16, 12, 17, 18]
     assert all(not isinstance(value, Characters) for value in vars(processor).values())
 
@@ -98,7 +98,7 @@ def test_hello_world_has_no_space_before_it(prefix) -> None:
     backend.decoder = tokenizers.decoders.Metaspace(prepend_scheme=prefix)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
     assert tokenizer.encode("Hello", add_special_tokens=False)[0] == 2
-    assert tokenizer.convert_ids_to_tokens(HelloWorldProcessor(tokenizer).token_ids) == list("Hello▁world!")
+    assert tokenizer.convert_ids_to_tokens(HelloWorldProcessor(tokenizer).token_ids) == list("Hello▁world!")  # type: ignore[arg-type]
 
 
 def test_hello_world_needs_an_end_token() -> None:
@@ -106,4 +106,4 @@ def test_hello_world_needs_an_end_token() -> None:
         eos_token_id = None
 
     with pytest.raises(ValueError, match="no eos_token_id"):
-        HelloWorldProcessor(Endless())
+        HelloWorldProcessor(Endless())  # type: ignore[arg-type]

@@ -107,7 +107,7 @@ def unbounded(schema: Any, path: str = "") -> list[str]:
     if not isinstance(schema, dict):
         return []
     bounds = {"array": "maxItems", "string": "maxLength"}
-    bound = bounds.get(schema.get("type") if isinstance(schema.get("type"), str) else "")
+    bound = bounds.get(schema.get("type") if isinstance(schema.get("type"), str) else "")  # type: ignore[arg-type]
     own = [path] if bound and not {bound, "pattern", "enum", "const"} & set(schema) else []
     return own + [found for key, value in schema.items() for found in unbounded(value, f"{path}.{key}")]
 

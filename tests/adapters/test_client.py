@@ -88,7 +88,7 @@ def test_every_processor_of_the_example_is_in_the_catalogue() -> None:
     for call in named:
         args = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         args.pop("scope", None)
-        requested = Requested(ast.literal_eval(call.args[0]), args, path="example")
+        requested = Requested(ast.literal_eval(call.args[0]), args, path="example")  # type: ignore[arg-type]
         Catalog.default().find(requested).parse_args(requested)
 
 
@@ -112,10 +112,10 @@ def test_tools_of_openai_are_a_processor_that_the_catalogue_takes(choice, expect
     (requested,) = parse_selection(client.selection(made)).processors
     args = Catalog.default().find(requested).parse_args(requested)
     assert requested.scope == "answer"
-    assert [tool.name for tool in args.tools] == ["one", "two"]
+    assert [tool.name for tool in args.tools] == ["one", "two"]  # type: ignore[attr-defined]
     assert {name: getattr(args, name) for name in expected} == expected
-    assert args.parallel is False
-    assert args.tools[1].parameters == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert args.parallel is False  # type: ignore[attr-defined]
+    assert args.tools[1].parameters == {"type": "object", "properties": {}, "additionalProperties": False}  # type: ignore[attr-defined]
 
 
 def test_what_is_no_tool_is_refused() -> None:
@@ -165,7 +165,7 @@ assert not alien, alien
 
 def test_a_bare_python_imports_it() -> None:
     """One that has the checkout, and no package."""
-    command = [sys._base_executable, "-I", "-S", "-c", CLIENT, str(Path(client.__file__).parents[1])]
+    command = [sys._base_executable, "-I", "-S", "-c", CLIENT, str(Path(client.__file__).parents[1])]  # type: ignore[attr-defined]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={})
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -29,7 +29,7 @@ LATE = {
 
 
 def chain_of(names, order=()):
-    selection = Selection(tuple(Requested(name, LATE[name], path="p") for name in names), order=tuple(order))
+    selection = Selection(tuple(Requested(name, LATE[name], path="p") for name in names), order=tuple(order))  # type: ignore[arg-type]
     chain = CATALOG.build_chain(selection, CONTEXT)
     chain.start([1, 2])
     return chain

@@ -174,7 +174,7 @@ def test_a_worker_that_is_busy_for_a_while_misses_nothing(tmp_path) -> None:
         listener.bind(str(tmp_path / "s"))
         listener.listen()
         reporter, number = Reporter(str(tmp_path / "s"), "r"), 2000
-        sends = threading.Thread(target=lambda: [reporter.step(Step(position)) for position in range(number)])
+        sends = threading.Thread(target=lambda: [reporter.step(Step(position)) for position in range(number)])  # type: ignore[func-returns-value]
         sends.start()
         hears, _ = listener.accept()
         with hears:

@@ -108,8 +108,8 @@ class ZooCite:
 
     def __call__(self, req_id, logits, ids, stream_ptr, client_id):
         if self.prompt is None:
-            self.prompt = list(ids[0])
-        logits[:, :, sorted(set(self.prompt))] += self.boost_factor
+            self.prompt = list(ids[0])  # type: ignore[assignment]
+        logits[:, :, sorted(set(self.prompt))] += self.boost_factor  # type: ignore[call-overload]
 
 
 class HuggingFaceCounter(LogitsProcessor):
@@ -121,7 +121,7 @@ class HuggingFaceCounter(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         self.seen += 1
         assert input_ids.dtype == torch.int64
-        return scores + input_ids[:, -1:].float() * 0.1 + self.seen
+        return scores + input_ids[:, -1:].float() * 0.1 + self.seen  # type: ignore[return-value]
 
 
 def halve_first(input_ids, logits):
@@ -132,11 +132,11 @@ class BiasLast(SteeringProcessor):
     name, stage, reads, Args = "bias_last", Stage.BIAS, Reads.GENERATED, ProcessorArgs
 
     def edit(self):
-        return Bias.of([self.last_token], [0.25])
+        return Bias.of([self.last_token], [0.25])  # type: ignore[list-item]
 
 
 TOKENIZER = Characters()
-CONTEXT = Context(Vocabulary(V, TOKENIZER))
+CONTEXT = Context(Vocabulary(V, TOKENIZER))  # type: ignore[arg-type]
 
 MAKERS = {
     "dynamo": lambda: third_party_processor(CountingBoost),

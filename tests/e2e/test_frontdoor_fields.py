@@ -193,7 +193,7 @@ EFFECTS: dict[tuple[str, str], tuple[dict[str, Any], Check | object]] = {
         },
     }.items()
     for path in paths
-    for name, effect in effects.items()
+    for name, effect in effects.items()  # type: ignore[attr-defined]
 }
 """For each field a request, and what shows in the answer beside the one to a plain request. Where
 a request has further fields, the plain one has them too.

@@ -177,7 +177,7 @@ async def chat(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event) ->
 
 async def _chat(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event) -> str:
     schema = {"type": "json_schema", "json_schema": {"name": "lists", "schema": {**SCHEMA, "minItems": 400}}}
-    stream = await client.chat.completions.create(
+    stream = await client.chat.completions.create(  # type: ignore[call-overload]
         model=MODEL,
         messages=[{"role": "user", "content": f"List {number}"}],
         max_tokens=5 * NUM_TOKENS,  # nobody is done before everybody has begun

@@ -72,7 +72,7 @@ def test_a_conversation_of_two_turns(page: Page) -> None:
     expect(answer(page).locator(".facts")).to_contain_text("finish reason length · 8 tokens")
     with page.expect_request("**/v1/chat/completions") as asked:
         say(page, "And then?")
-    assert asked.value.post_data_json["messages"] == [
+    assert asked.value.post_data_json["messages"] == [  # type: ignore[index]
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": first},
         {"role": "user", "content": "And then?"},
@@ -171,7 +171,7 @@ def test_forms_of_nested_values(page: Page) -> None:
     card.get_by_label("parallel").uncheck()
     with page.expect_request("**/v1/chat/completions") as asked:
         page.get_by_role("button", name="Send").click()
-    assert asked.value.post_data_json["logits_processors"]["processors"] == [
+    assert asked.value.post_data_json["logits_processors"]["processors"] == [  # type: ignore[index]
         {
             "name": "tool_calls",
             "args": {

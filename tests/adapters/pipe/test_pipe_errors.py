@@ -292,11 +292,11 @@ def test_names_that_no_processor_has() -> None:
     with pytest.raises(TypeError, match="Softmax has no parameter 'temperature'; its parameters: enable_pdl"):
         Softmax(temperature=1.0)
     with pytest.raises(ValueError, match="deterministic must be True or False, got 'yes'"):
-        Sample(deterministic="yes")
+        Sample(deterministic="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="enable_pdl must be True or False, got 2"):
         SoftmaxOp(enable_pdl=2)
     with pytest.raises(TypeError, match="expected LogitsProcessor objects or classes of shaping processors"):
-        LogitsPipe([TemperatureOp()])
+        LogitsPipe([TemperatureOp()])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

@@ -104,19 +104,19 @@ SAMPLE_OPS = {
 @pytest.mark.parametrize("case", SAMPLE_OPS)
 def test_number_of_compiled_ops(case: str) -> None:
     processors, expected = SAMPLE_OPS[case]
-    assert len(LogitsPipe(processors).compiled_ops) == expected
+    assert len(LogitsPipe(processors).compiled_ops) == expected  # type: ignore[arg-type]
 
 
 def test_sampling_from_masked_logits_is_not_fused() -> None:
-    assert len(LogitsPipe([TopK(), Sample()], input_type=TensorType.LOGITS).compiled_ops) == 2
+    assert len(LogitsPipe([TopK(), Sample()], input_type=TensorType.LOGITS).compiled_ops) == 2  # type: ignore[arg-type]
 
 
 def test_a_fused_op_carries_every_parameter_of_its_window() -> None:
     topk, topp, sample = TopK(joint_topk_topp=True, top_k=3), TopP(top_p=0.5), Sample(deterministic=False)
-    (fused,) = LogitsPipe([topk, topp, sample], input_type=TensorType.PROBS).compiled_ops
+    (fused,) = LogitsPipe([topk, topp, sample], input_type=TensorType.PROBS).compiled_ops  # type: ignore[misc]
     assert isinstance(fused, FusedProbsTopKTopPSampleOp)
     assert fused.default_params == {"joint_topk_topp": True, "top_k": 3, "top_p": 0.5, "deterministic": False}
-    (fused,) = LogitsPipe([Temperature(temperature=2), Softmax(enable_pdl=False)]).compiled_ops
+    (fused,) = LogitsPipe([Temperature(temperature=2), Softmax(enable_pdl=False)]).compiled_ops  # type: ignore[misc]
     assert isinstance(fused, FusedTemperatureSoftmaxOp)
     assert fused.default_params == {"temperature": 2, "enable_pdl": False}
 
@@ -163,7 +163,7 @@ def test_a_plain_pipe_says_so_and_can_be_compiled_later(caplog: pytest.LogCaptur
         pipe(torch.zeros(1, 4))
     assert [record.getMessage() for record in caplog.records] == ["Pipeline is not compiled, running discrete ops."] * 2
     pipe.compile()
-    assert len(pipe.compiled_ops) == 1
+    assert len(pipe.compiled_ops) == 1  # type: ignore[arg-type]
 
 
 def test_repr_shows_processors_ops_and_compiled_ops() -> None:

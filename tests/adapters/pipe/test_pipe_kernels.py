@@ -35,8 +35,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[Any
 
     package, sampling = ModuleType("flashinfer"), ModuleType("flashinfer.sampling")
     package.__spec__ = importlib.util.spec_from_loader("flashinfer", loader=None)
-    package.sampling = sampling
-    sampling.__getattr__ = record
+    package.sampling = sampling  # type: ignore[attr-defined]
+    sampling.__getattr__ = record  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setitem(sys.modules, "flashinfer.sampling", sampling)
     kernels.flashinfer_is_installed.cache_clear()
@@ -58,7 +58,7 @@ def rows(is_cuda: bool = True, dtype: torch.dtype = torch.float32, num_rows: int
 
 def test_who_runs_an_op(calls: list[Any]) -> None:
     assert kernels.flashinfer_is_installed()
-    assert kernels.kernels_for(rows()).__name__ == "adapters.pipe.flashinfer_kernels"
+    assert kernels.kernels_for(rows()).__name__ == "adapters.pipe.flashinfer_kernels"  # type: ignore[attr-defined]
     assert kernels.kernels_for(rows(is_cuda=False)) is torch_kernels
     assert kernels.kernels_for(rows(dtype=torch.float64)) is torch_kernels
     assert kernels.kernels_for(rows(num_rows=0)) is torch_kernels

@@ -25,7 +25,7 @@ def test_a_tagged_tensor_shows_its_tensor() -> None:
     assert repr(tagged) == expected
     assert TaggedTensor.indices(torch.zeros(2)).type is TensorType.INDICES
     with pytest.raises(dataclasses.FrozenInstanceError):
-        tagged.type = TensorType.LOGITS
+        tagged.type = TensorType.LOGITS  # type: ignore[misc]
 
 
 def test_equality() -> None:
@@ -41,11 +41,11 @@ def test_equality() -> None:
 def test_functions_of_torch_take_it_anywhere() -> None:
     x = torch.randn(2, 3)
     tagged = TaggedTensor.logits(x)
-    for result in (torch.softmax(tagged, dim=-1), torch.softmax(input=tagged, dim=-1)):
+    for result in (torch.softmax(tagged, dim=-1), torch.softmax(input=tagged, dim=-1)):  # type: ignore[arg-type]
         assert type(result) is torch.Tensor
         assert torch.equal(result, x.softmax(-1))
-    assert torch.equal(torch.cat([tagged, x, tagged]), torch.cat([x, x, x]))
-    assert torch.equal(torch.add(x, tagged), x + x)
+    assert torch.equal(torch.cat([tagged, x, tagged]), torch.cat([x, x, x]))  # type: ignore[list-item]
+    assert torch.equal(torch.add(x, tagged), x + x)  # type: ignore[call-overload]
 
 
 def test_a_pipe_takes_plain_and_tagged_tensors_and_returns_plain_ones() -> None:

@@ -52,7 +52,7 @@ class Letters:
 
 
 def facts(ends=(10,), max_tokens=None, **more):
-    vocabulary = Vocabulary(V, Letters(), ends[:1])
+    vocabulary = Vocabulary(V, Letters(), ends[:1])  # type: ignore[arg-type]
     return Context(vocabulary, end_token_ids=frozenset(ends), max_tokens=max_tokens, **more)
 
 
@@ -63,7 +63,7 @@ def chain_of(request, *wanted, scopes=None):
         built = kind.build(kind.Args(**args), request)
         processors += built
         all_scopes += [scopes[i] if scopes else "all"] * len(built)
-    chain = ProcessorChain(processors, request, scopes=all_scopes, step_budget_s=60)
+    chain = ProcessorChain(processors, request, scopes=all_scopes, step_budget_s=60)  # type: ignore[arg-type]
     chain.start([1, 2])
     return chain
 
@@ -422,7 +422,7 @@ def test_phrases_that_cannot_be_honoured(kind, args, problem) -> None:
 @pytest.mark.parametrize("kind", [ForcedSequence, ForceLastPhrase])
 def test_an_end_token_is_needed(kind) -> None:
     with pytest.raises(ArgumentError, match="no end token"):
-        kind.build(kind.Args(text="ab"), Context(Vocabulary(V, Letters())))
+        kind.build(kind.Args(text="ab"), Context(Vocabulary(V, Letters())))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [ForcedSequence, ForcedPrefix, ForceLastPhrase])
@@ -431,7 +431,7 @@ def test_text_needs_a_tokenizer_and_tokens(kind) -> None:
     with pytest.raises(ArgumentError, match="needs a tokenizer"):
         kind.build(kind.Args(text="ab"), Context(Vocabulary(V), ends))
     with pytest.raises(ArgumentError, match="text: 'aB' cannot be written in tokens of this model"):
-        kind.build(kind.Args(text="aB"), Context(Vocabulary(V, Letters()), ends))
+        kind.build(kind.Args(text="aB"), Context(Vocabulary(V, Letters()), ends))  # type: ignore[arg-type]
 
 
 def test_edits_are_prepared() -> None:

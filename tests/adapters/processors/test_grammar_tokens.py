@@ -187,7 +187,7 @@ def test_a_mask_of_any_texts_is_what_can_continue(
     if how == "choice":
         chain = built(context, (Choice, {"choices": texts}))
     elif how == "schema":
-        texts = [text.translate(str.maketrans({'"': "'", "\n": " "})) for text in texts]
+        texts = [text.translate(str.maketrans({'"': "'", "\n": " "})) for text in texts]  # type: ignore[arg-type]
         chain, texts = built(context, (JsonSchema, {"schema": {"enum": texts}})), [f'"{text}"' for text in texts]
     else:
         escaped = [text.replace('"', '\\"').replace("\n", "\\n") for text in texts]
@@ -382,7 +382,7 @@ def test_the_sandbox_finds_what_cannot_be_written() -> None:
     vocabulary = vocabulary_like("qwen")
     grammars = [ToolCalls.grammar(ToolCalls.Args.model_validate(calls("hermes")[1]), vocabulary)]
     grammars += [Choice.grammar(Choice.Args(choices=[text]), vocabulary) for text in ("</think>", "<|im_end|>")]
-    letters = Vocabulary(4, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1}, []))))
+    letters = Vocabulary(4, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1}, []))))  # type: ignore[arg-type]
     with GrammarSandbox(partial(tokenizer_tables, vocabulary)) as sandbox:
         assert [sandbox.submit(grammar).result(60).outcome for grammar in grammars] == ["compiled"] * 3
     with GrammarSandbox(partial(tokenizer_tables, letters)) as sandbox:
@@ -489,7 +489,7 @@ def test_a_token_that_is_too_long_for_a_mask_is_written_in_others(length: int) -
     """llguidance's trie ends at 1,024 bytes."""
     pieces = {"a": 0, "a" * length: 1, "</s>": 2}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(pieces, [])), eos_token="</s>")
-    context = Context(Vocabulary(3, tokenizer, [2]), end_token_ids=frozenset({2}))
+    context = Context(Vocabulary(3, tokenizer, [2]), end_token_ids=frozenset({2}))  # type: ignore[arg-type]
     chain = built(context, (Regex, {"pattern": "a*"}))
     assert allowed(chain) == ({0, 1, 2} if length <= 1024 else {0, 2})
 

@@ -135,7 +135,7 @@ def test_what_ends_a_sentence() -> None:
         def __len__(self):
             return len(self.pieces)
 
-    facts = Vocabulary(20, Pieces())
+    facts = Vocabulary(20, Pieces())  # type: ignore[arg-type]
     facts.__dict__["token_bytes"] = [piece.encode() for piece in Pieces.pieces] + [b""] * 4
     assert sentence_ends(facts) == frozenset(range(10))
     assert sentence_ends(facts) is sentence_ends(facts)

@@ -102,7 +102,7 @@ def test_trigger_phrase_is_its_definition(said, trigger, after, times, follow) -
     arguments = {"after_tokens": after} if after else {"trigger": trigger}
     processor = TriggerPhrase(TriggerPhrase.Args(text=" However, wait", times=times, **arguments), FACTS)
     model = [token for word in said for token in encode(word)]
-    generated = []
+    generated = []  # type: ignore[var-annotated]
     for token in model:
         while follow and (forced := trigger_oracle(generated, phrase, trigger, after, times)) is not None:
             generated.append(forced)
@@ -347,7 +347,7 @@ def test_citations_boost_no_padding_and_keep_their_tensors() -> None:
     processor = CiteFromPrompt(CiteFromPrompt.Args(boost=1.0), FACTS)
     processor.start([300, SIZE - 1, SIZE + 4, FOX])
     edit = processor.edit()
-    assert edit.token_ids.tolist() == sorted([END, FOX, 300])
+    assert edit.token_ids.tolist() == sorted([END, FOX, 300])  # type: ignore[union-attr]
     processor.accept(FOX, 4)
     assert processor.edit() is edit
     processor = CiteFromPrompt(CiteFromPrompt.Args(boost=0.0, conditional_boost=1.0), FACTS)

@@ -46,7 +46,7 @@ class Bytes:
 
 
 TOKENIZER = Bytes()
-FACTS = Context(Vocabulary(len(TOKENIZER) + 5, TOKENIZER))
+FACTS = Context(Vocabulary(len(TOKENIZER) + 5, TOKENIZER))  # type: ignore[arg-type]
 SIZE = FACTS.vocabulary.size
 SPECIAL = len(TOKENIZER.pieces)
 ROW = torch.linspace(-3, 3, SIZE)
@@ -66,7 +66,7 @@ def assigned():
 @cache
 def continuations(scripts):
     """For every beginning of a character: whether it can become a banned one, and another one."""
-    table = {}
+    table = {}  # type: ignore[var-annotated]
     banned = set("".join(regex.findall("|".join(rf"\p{{Script={script}}}+" for script in scripts), assigned())))
     for character in assigned():
         data = character.encode()
@@ -187,7 +187,7 @@ def test_masks_are_made_once_per_set_of_scripts() -> None:
     third.start([])
     assert one.edit() is one.edit()
     assert one.edit() is third.edit()
-    assert torch.equal(one.edit().bitmask, other.edit().bitmask)
+    assert torch.equal(one.edit().bitmask, other.edit().bitmask)  # type: ignore[union-attr]
 
 
 def test_pickled_without_the_vocabulary() -> None:
@@ -210,7 +210,7 @@ def test_scripts_that_leave_nothing() -> None:
             self.all_special_ids = [2]
 
     with pytest.raises(ArgumentError, match="leave no token"):
-        BanScripts(BanScripts.Args(scripts=["Han"]), Context(Vocabulary(4, Only())))
+        BanScripts(BanScripts.Args(scripts=["Han"]), Context(Vocabulary(4, Only())))  # type: ignore[arg-type]
 
 
 def test_scripts_need_a_tokenizer() -> None:

@@ -58,7 +58,7 @@ def test_it_is_that_of_transformers(context, depth) -> None:
     chain = ProcessorChain([mark(context, depth)], Context(Vocabulary(V)))
     chain.start(prompt)
     oracle._init_state(1)
-    oracle.state.context = torch.tensor([prompt[-context - 1 : -1]])  # the call appends the last
+    oracle.state.context = torch.tensor([prompt[-context - 1 : -1]])  # type: ignore[attr-defined]  # the call appends the last
     for _ in range(60):
         row = torch.tensor(random.normal(0, 2, V), dtype=torch.float32)
         wanted = oracle(torch.tensor([chain.tokens]), row.clone().unsqueeze(0))[0]
@@ -141,7 +141,7 @@ def test_refused_arguments() -> None:
         mark(key=b"short")
     for wrong in ({}, {"key_id": "k", "depth": 0}, {"key_id": "k", "depth": 65}, {"key_id": "k", "context": 0}):
         with pytest.raises(ValidationError):
-            SynthId.Args(**wrong)
+            SynthId.Args(**wrong)  # type: ignore[arg-type]
 
 
 def test_the_command_tells_the_two_watermarks_apart(tmp_path, capsys) -> None:

@@ -84,7 +84,7 @@ def answer(processor, facts, prompt, model, count):
 
 
 THINKS = tuple(vocabulary().encode("<think>") + vocabulary().encode("</think>"))
-END_OF_TURN = vocabulary().tokenizer.eos_token_id
+END_OF_TURN = vocabulary().tokenizer.eos_token_id  # type: ignore[union-attr]
 FOX, NEWLINE = vocabulary().encode(" fox")[0], vocabulary().encode("\n")[0]
 
 
