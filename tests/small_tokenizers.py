@@ -145,4 +145,4 @@ def vocabulary_like(name: str) -> Vocabulary:
         tokenizer_object=backend, eos_token=model.special[0], clean_up_tokenization_spaces=False
     )
     ends = [backend.token_to_id(token) for token in model.special[: model.num_ends]]
-    return Vocabulary(num_ids(tokenizer) + model.padding, tokenizer, ends)
+    return Vocabulary(num_ids(tokenizer) + model.padding, tokenizer, ends)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
-import regex  # type: ignore[import-untyped]
+import regex
 import torch
 from pydantic import Field
 

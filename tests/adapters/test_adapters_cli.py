@@ -13,20 +13,20 @@ from adapters.catalog import TABLE_BEGIN, TABLE_END, Catalog, describe, selectio
 LOUD = ["--logits-processor", "acme/loud=third_party:Loud"]
 
 
-def test_list_has_a_line_for_each_processor(capsys: pytest.CaptureFixture[str]):
+def test_list_has_a_line_for_each_processor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", *LOUD]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [*Catalog.default().names, "acme/loud"]
     assert lines[-1].split(maxsplit=3) == ["acme/loud", "bias", "nothing", "Raises the logit of one token."]
 
 
-def test_a_name_of_no_letters_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_a_name_of_no_letters_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["list", "--allow-logits-processors", "a,,b"])
     assert "--allow-logits-processors: expected a list separated by commas" in capsys.readouterr().err
 
 
-def test_show_tells_arguments_with_their_ranges(capsys: pytest.CaptureFixture[str]):
+def test_show_tells_arguments_with_their_ranges(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "acme/loud", *LOUD]) == 0
     page = capsys.readouterr().out
     for line in ("  kind     steering", "  stage    bias", "  reads    nothing", "  token_id: integer 0 to 100"):
@@ -35,13 +35,13 @@ def test_show_tells_arguments_with_their_ranges(capsys: pytest.CaptureFixture[st
     assert "scope: all or thinking or answer, default all" in page
 
 
-def test_every_processor_can_be_shown(capsys: pytest.CaptureFixture[str]):
+def test_every_processor_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
     for name in Catalog.default().names:
         assert main(["show", name]) == 0
         assert capsys.readouterr().out.startswith(f"{name}\n")
 
 
-def test_schema(capsys: pytest.CaptureFixture[str]):
+def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == selection_schema(Catalog.default())
     assert main(["schema", "top_k"]) == 0
@@ -57,7 +57,7 @@ def test_schema(capsys: pytest.CaptureFixture[str]):
         (["list", "--allow-logits-processors", "missing, too"], "offers the logits processor missing, too"),
     ],
 )
-def test_mistakes_are_one_line_and_status_2(argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]):
+def test_mistakes_are_one_line_and_status_2(argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -65,7 +65,7 @@ def test_mistakes_are_one_line_and_status_2(argv: list[str], problem: str, capsy
     assert len(err.splitlines()) == 1
 
 
-def test_table_is_written_between_its_markers(tmp_path: Path):
+def test_table_is_written_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{TABLE_BEGIN}\nold\n{TABLE_END}\nafter\n")
     assert main(["table", str(page)]) == 0
@@ -78,7 +78,7 @@ def test_table_is_written_between_its_markers(tmp_path: Path):
     assert main(["table", str(tmp_path / "none.md")]) == 2
 
 
-def test_the_module_runs():
+def test_the_module_runs() -> None:
     command = [sys.executable, "-m", "adapters", "show", "top_k"]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=True)
@@ -108,11 +108,11 @@ def test_the_module_runs():
         ({}, "any JSON"),
     ],
 )
-def test_schemas_in_a_few_words(schema: dict[str, object], text: str):
+def test_schemas_in_a_few_words(schema: dict[str, object], text: str) -> None:
     definitions = {"P": {"type": "object", "properties": {"text": {"type": "string"}, "n": {"type": "integer"}}}}
     assert describe(schema, definitions) == text
 
 
-def test_the_documentation_has_the_catalogues_table():
+def test_the_documentation_has_the_catalogues_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "processors.md").read_text(encoding="utf-8")
     assert page == with_table(page, Catalog.default()), "run: python -m adapters table docs/processors.md"

@@ -50,7 +50,7 @@ def select(*processors: dict[str, Any], receipt: Any = False) -> Selection:
     return parse_selection(json.dumps({"version": 1, "processors": processors, "receipt": receipt}))
 
 
-def test_every_built_in_is_in_the_catalogue_and_describes_itself():
+def test_every_built_in_is_in_the_catalogue_and_describes_itself() -> None:
     entries = Catalog.default().entries
     assert [entry.processor for entry in entries] == list(BUILTINS)
     for entry in entries:
@@ -67,7 +67,7 @@ def test_every_built_in_is_in_the_catalogue_and_describes_itself():
             assert field.get("description"), f"{entry.name}.{name}"
 
 
-def test_the_readme_counts_the_built_ins():
+def test_the_readme_counts_the_built_ins() -> None:
     text = (Path(__file__).parents[2] / "README.md").read_text()
     assert re.findall(r"(\d+)\s+built-ins", text) == [str(len(BUILTINS))]
 
@@ -81,11 +81,11 @@ structural_tag tool_calls sequence_bias dynamic_temperature top_a synthid
 """
 
 
-def test_no_built_in_is_missing():
+def test_no_built_in_is_missing() -> None:
     assert set(Catalog.default().names) == set(NAMES.split())
 
 
-def test_built_ins_come_in_the_order_law():
+def test_built_ins_come_in_the_order_law() -> None:
     stages = [entry.processor.stage for entry in Catalog.default().entries]
     assert stages == sorted(stages)
 
@@ -107,12 +107,12 @@ def unbounded(schema: Any, path: str = "") -> list[str]:
     if not isinstance(schema, dict):
         return []
     bounds = {"array": "maxItems", "string": "maxLength"}
-    bound = bounds.get(schema.get("type") if isinstance(schema.get("type"), str) else "")
+    bound = bounds.get(schema.get("type") if isinstance(schema.get("type"), str) else "")  # type: ignore[arg-type]
     own = [path] if bound and not {bound, "pattern", "enum", "const"} & set(schema) else []
     return own + [found for key, value in schema.items() for found in unbounded(value, f"{path}.{key}")]
 
 
-def test_every_number_list_and_text_of_a_built_in_is_bounded():
+def test_every_number_list_and_text_of_a_built_in_is_bounded() -> None:
     for entry in Catalog.default().entries:
         schema = entry.args_schema()
         for number in numbers_in(schema):
@@ -121,7 +121,7 @@ def test_every_number_list_and_text_of_a_built_in_is_bounded():
         assert unbounded(schema) == [], entry.name
 
 
-def test_chain_has_the_selections_processors_in_the_order_law(catalog: Catalog):
+def test_chain_has_the_selections_processors_in_the_order_law(catalog: Catalog) -> None:
     selection = select(
         {"name": "top_k", "args": {"k": 2}},
         {"name": "acme/loud", "args": {"token_id": 7, "scope": "thinking"}},
@@ -159,26 +159,26 @@ def test_chain_has_the_selections_processors_in_the_order_law(catalog: Catalog):
         ({"name": "top_k", "args": {"k": 5, "scope": "answer"}}, "args.scope", "this model has none"),
     ],
 )
-def test_refusals_name_the_argument(catalog: Catalog, entry: dict[str, Any], path: str, problem: str):
+def test_refusals_name_the_argument(catalog: Catalog, entry: dict[str, Any], path: str, problem: str) -> None:
     with pytest.raises(SelectionError) as caught:
         catalog.build_chain(select({"name": "top_p", "args": {"p": 0.5}}, entry), CONTEXT)
     assert caught.value.path == f"processors[1].{path}"
     assert problem in caught.value.problem
 
 
-def test_scopes_that_a_class_rules_out_are_refused(catalog: Catalog):
+def test_scopes_that_a_class_rules_out_are_refused(catalog: Catalog) -> None:
     for name, args in (("answer_only", {"token_id": 1}), ("choice", {"choices": ["a"], "scope": "thinking"})):
         with pytest.raises(SelectionError, match=r"expected one of .*answer, got (all|thinking)"):
             catalog.build_chain(select({"name": name, "args": args}), THINKING)
 
 
-def test_a_constructor_that_raises_is_not_the_callers_fault(catalog: Catalog):
+def test_a_constructor_that_raises_is_not_the_callers_fault(catalog: Catalog) -> None:
     with pytest.raises(BuildFailed, match="broken raised ZeroDivisionError when it was built") as caught:
         catalog.build_chain(select({"name": "broken", "args": {"token_id": 1}}), CONTEXT)
     assert pickle.loads(pickle.dumps(caught.value)).processor == "broken"
 
 
-def test_values_from_python_must_be_json_data():
+def test_values_from_python_must_be_json_data() -> None:
     for args in ({"k": {1, 2}}, {"k": float("nan")}, {"k": object()}):
         with pytest.raises(SelectionError, match=r"p\.args: is not JSON data"):
             Catalog.default()["top_k"].parse_args(Requested("top_k", args, path="p"))
@@ -189,7 +189,7 @@ def test_values_from_python_must_be_json_data():
         Catalog.default()["top_k"].parse_args(Requested("top_k", {"k": nested}, path="p"))
 
 
-def test_third_party_class_is_wrapped_and_runs(catalog: Catalog):
+def test_third_party_class_is_wrapped_and_runs(catalog: Catalog) -> None:
     chain = catalog.build_chain(select({"name": "half"}), CONTEXT)
     chain.start([5])
     row = torch.full((50,), 4.0)
@@ -220,26 +220,26 @@ def test_third_party_class_is_wrapped_and_runs(catalog: Catalog):
         ("steering=adapters.contract.processor:SteeringProcessor", "neither"),
     ],
 )
-def test_options_that_cannot_be_honoured(text: str, problem: str):
+def test_options_that_cannot_be_honoured(text: str, problem: str) -> None:
     with pytest.raises(CatalogError) as caught:
         Catalog.load(options=[text])
     assert problem in str(caught.value)
     assert text in str(caught.value)
 
 
-def test_a_module_that_raises_on_import_is_the_operators_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_module_that_raises_on_import_is_the_operators_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "raises_on_import.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(CatalogError, match="raised ZeroDivisionError when it was imported: division by zero"):
         Catalog.load(options=["x=raises_on_import:X"])
 
 
-def test_a_name_cannot_be_given_twice():
+def test_a_name_cannot_be_given_twice() -> None:
     with pytest.raises(CatalogError, match="the name half is taken"):
         Catalog.load(options=[option("half", "Half")] * 2)
 
 
-def test_entry_points_are_taken_only_with_the_operators_leave(monkeypatch: pytest.MonkeyPatch):
+def test_entry_points_are_taken_only_with_the_operators_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = [
         EntryPoint("acme/loud", "third_party:Loud", loading.GROUP),
         EntryPoint("evil", "no_such_module_here:Evil", loading.GROUP),
@@ -262,7 +262,7 @@ def test_entry_points_are_taken_only_with_the_operators_leave(monkeypatch: pytes
         Catalog.load(allow=["acme/loud"])
 
 
-def test_an_unknown_name_is_a_key_error_that_helps(catalog: Catalog):
+def test_an_unknown_name_is_a_key_error_that_helps(catalog: Catalog) -> None:
     with pytest.raises(KeyError, match="did you mean top_k"):
         catalog["topk"]
 
@@ -276,7 +276,7 @@ def references(schema: Any) -> set[str]:
     return own | {found for value in schema.values() for found in references(value)}
 
 
-def test_selection_schema_holds_every_processor_and_every_definition(catalog: Catalog):
+def test_selection_schema_holds_every_processor_and_every_definition(catalog: Catalog) -> None:
     schema = json.loads(json.dumps(selection_schema(catalog)))
     choices = schema["properties"]["processors"]["items"]["oneOf"]
     assert [choice["properties"]["name"]["const"] for choice in choices] == catalog.names
@@ -296,7 +296,7 @@ ARGUMENT = st.recursive(
 
 
 @given(st.data())
-def test_arguments_of_any_kind_give_a_chain_or_a_selection_error(data: st.DataObject):
+def test_arguments_of_any_kind_give_a_chain_or_a_selection_error(data: st.DataObject) -> None:
     catalog = Catalog.default()
     name = data.draw(st.sampled_from(catalog.names))
     fields = list(catalog[name].args_schema()["properties"])

@@ -50,7 +50,7 @@ STOPS_AT_THE_TAG = Context(CONTEXT.vocabulary, frozenset({END, ANSWER}), think_s
 class Adds(SteeringProcessor):
     name, stage, reads = "adds", Stage.BIAS, Reads.NOTHING
 
-    def __init__(self, token_id=1, value=1.0):
+    def __init__(self, token_id=1, value=1.0) -> None:
         self.bias = Bias.of([token_id], [value])
 
     def edit(self):
@@ -60,7 +60,7 @@ class Adds(SteeringProcessor):
 class Halves(ShapingProcessor):
     name, stage, reads = "halves", Stage.TEMPERATURE, Reads.NOTHING
 
-    def __init__(self, by=2.0):
+    def __init__(self, by=2.0) -> None:
         self.by = by
 
     def shape(self, logits):
@@ -70,7 +70,7 @@ class Halves(ShapingProcessor):
 class Squares(ShapingProcessor):
     name, stage, reads = "squares", Stage.SOFT, Reads.NOTHING
 
-    def __init__(self):
+    def __init__(self) -> None:
         pass
 
     def shape(self, logits):
@@ -80,7 +80,7 @@ class Squares(ShapingProcessor):
 class Allows(SteeringProcessor):
     name, stage, reads = "allows", Stage.MASK, Reads.NOTHING
 
-    def __init__(self, *token_ids):
+    def __init__(self, *token_ids) -> None:
         self.allow = Allow.of(token_ids, VOCAB)
 
     def edit(self):
@@ -90,7 +90,7 @@ class Allows(SteeringProcessor):
 class Bans(SteeringProcessor):
     name, stage, reads = "bans", Stage.MASK, Reads.NOTHING
 
-    def __init__(self, *token_ids):
+    def __init__(self, *token_ids) -> None:
         self.ban = Ban.of(token_ids)
 
     def edit(self):
@@ -100,7 +100,7 @@ class Bans(SteeringProcessor):
 class Forces(SteeringProcessor):
     name, stage, reads = "forces", Stage.FORCE, Reads.NOTHING
 
-    def __init__(self, *token_ids):
+    def __init__(self, *token_ids) -> None:
         self.ids = token_ids
 
     def edit(self):
@@ -114,7 +114,7 @@ class NoRepeat(SteeringProcessor):
 
     name, stage, reads = "no_repeat", Stage.MASK, Reads.GENERATED
 
-    def __init__(self, cheap=False):
+    def __init__(self, cheap=False) -> None:
         self.cheap = cheap
         self.advances = 0
 
@@ -144,7 +144,7 @@ class Drifts(ShapingProcessor):
 
     name, stage, reads, observes_logits = "drifts", Stage.SOFT, Reads.GENERATED, True
 
-    def __init__(self):
+    def __init__(self) -> None:
         pass
 
     def reset(self):
@@ -166,7 +166,7 @@ class Drifts(ShapingProcessor):
     ("old", "new"),
     [("retract", "rewind_state"), ("taken_back", "rewinds_to"), ("taken_back_at_end", "rewinds_to_at_end")],
 )
-def test_a_class_with_a_hook_by_its_former_name_is_refused(old, new):
+def test_a_class_with_a_hook_by_its_former_name_is_refused(old, new) -> None:
     with pytest.raises(TypeError, match=rf"^Older\.{old}: this method is called {new}$"):
         type("Older", (SteeringProcessor,), {old: lambda self, token_ids: False})
 
@@ -174,7 +174,7 @@ def test_a_class_with_a_hook_by_its_former_name_is_refused(old, new):
 class Raises(SteeringProcessor):
     name, stage, reads = "raises", Stage.SOFT, Reads.NOTHING
 
-    def __init__(self, error):
+    def __init__(self, error) -> None:
         self.error = error
 
     def edit(self):
@@ -206,7 +206,7 @@ def allowed(made):
 # The order law
 
 
-def test_the_order_is_the_laws_not_the_requests():
+def test_the_order_is_the_laws_not_the_requests() -> None:
     base = torch.arange(VOCAB, dtype=torch.float32)
     expected = base.clone()
     expected[1] += 1
@@ -215,7 +215,7 @@ def test_the_order_is_the_laws_not_the_requests():
         assert torch.equal(run(chain(*processors)), expected)
 
 
-def test_within_a_stage_the_request_decides():
+def test_within_a_stage_the_request_decides() -> None:
     class SoftAdds(Adds):
         stage = Stage.SOFT
 
@@ -225,12 +225,12 @@ def test_within_a_stage_the_request_decides():
     assert second[3] == 10
 
 
-def test_masks_are_and_ed_and_an_empty_chain_asks_for_nothing():
+def test_masks_are_and_ed_and_an_empty_chain_asks_for_nothing() -> None:
     assert allowed(chain(Allows(1, 2, 3), Bans(2), Allows(2, 3, 4))) == {3}
     assert plan_rows([(0, chain())]) == ([], {})
 
 
-def test_a_forced_row_is_not_touched():
+def test_a_forced_row_is_not_touched() -> None:
     logits = torch.zeros(1, VOCAB)
     assert run(chain(Forces(5), Adds(), Squares(), Halves()), logits) == 5
     assert (logits == 0).all()
@@ -248,7 +248,7 @@ def test_a_forced_row_is_not_touched():
         ([Raises(Unsatisfiable("nothing fits"))], "raises"),
     ],
 )
-def test_what_cannot_be_satisfied_is_said_and_never_sampled(processors, names):
+def test_what_cannot_be_satisfied_is_said_and_never_sampled(processors, names) -> None:
     made = chain(*processors)
     with pytest.raises(ProcessorFailed) as caught:
         made.plan()
@@ -258,14 +258,14 @@ def test_what_cannot_be_satisfied_is_said_and_never_sampled(processors, names):
     assert str(made.failure) == str(caught.value)
 
 
-def test_two_processors_may_force_the_same_token():
+def test_two_processors_may_force_the_same_token() -> None:
     assert run(chain(Forces(5), Forces(5))) == 5
 
 
 # History
 
 
-def test_accept_is_idempotent_and_position_checked():
+def test_accept_is_idempotent_and_position_checked() -> None:
     made = chain(NoRepeat())
     made.accept(7, 3)
     made.accept(7, 3)
@@ -275,7 +275,7 @@ def test_accept_is_idempotent_and_position_checked():
             made.accept(8, position)
 
 
-def test_another_token_at_a_known_position_rewrites_history():
+def test_another_token_at_a_known_position_rewrites_history() -> None:
     made = chain(NoRepeat())
     for position, token in enumerate([7, 8, 9], start=3):
         made.accept(token, position)
@@ -309,7 +309,7 @@ def plan_facts(made):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(stream=histories, cut=st.integers(0, 12), tail=histories, cheap=st.booleans())
-def test_replay_rewind_and_peek_equal_plain_history(stream, cut, tail, cheap):
+def test_replay_rewind_and_peek_equal_plain_history(stream, cut, tail, cheap) -> None:
     stream, tail = thinks(stream), thinks(tail)
     processors, scopes = everything(cheap)
     made = chain(*processors, scopes=scopes)
@@ -335,7 +335,7 @@ def test_replay_rewind_and_peek_equal_plain_history(stream, cut, tail, cheap):
 
 @settings(max_examples=examples(50), deadline=None)
 @given(stream=histories, steps=st.lists(st.integers(0, 12), max_size=6))
-def test_sync_makes_any_history_known(stream, steps):
+def test_sync_makes_any_history_known(stream, steps) -> None:
     made, reference = chain(NoRepeat()), set()
     for length in steps:
         made.sync([1, 2, 3, *stream[:length]])
@@ -345,7 +345,7 @@ def test_sync_makes_any_history_known(stream, steps):
 
 
 @pytest.mark.parametrize("kept", [0, 5, 60, 99, 100])
-def test_sync_to_a_much_shorter_history(kept):
+def test_sync_to_a_much_shorter_history(kept) -> None:
     made = chain(NoRepeat())
     stream = [i % VOCAB for i in range(100)]
     made.sync([1, 2, 3, *stream])
@@ -382,7 +382,7 @@ long_ago = st.tuples(st.integers(0, 300), st.integers(0, 3), st.integers(0, 300)
 
 @settings(max_examples=examples(150), deadline=None)
 @given(start=st.integers(0, 300), changes=st.lists(long_ago, max_size=6))
-def test_sync_to_a_history_that_differs_anywhere_is_a_fresh_chain(start, changes):
+def test_sync_to_a_history_that_differs_anywhere_is_a_fresh_chain(start, changes) -> None:
     generated = [i * i % VOCAB for i in range(start)]
     made = chain(Remembers(None, CONTEXT), NoRepeat(), scopes=["all", "answer"])
     made.sync([1, 2, 3, *generated])
@@ -396,14 +396,14 @@ def test_sync_to_a_history_that_differs_anywhere_is_a_fresh_chain(start, changes
 
 
 @pytest.mark.parametrize("tokens", [[1, 9, 3], [1, 2, 9, 4, 4], (9, *range(2, 80))])
-def test_a_history_that_differs_in_the_prompt_is_another_requests(tokens):
+def test_a_history_that_differs_in_the_prompt_is_another_requests(tokens) -> None:
     made = chain(NoRepeat())
     made.sync([1, 2, 3, *range(4, 80)])
     with pytest.raises(ValueError, match=r"differs from the prompt at position [012]$"):
         made.sync(tokens)
 
 
-def test_history_work_is_done_once_per_token():
+def test_history_work_is_done_once_per_token() -> None:
     processor = NoRepeat()
     made = chain(processor)
     for position in range(3, 503):
@@ -415,7 +415,7 @@ def test_history_work_is_done_once_per_token():
     assert processor.advances == 500
 
 
-def test_peek_plans_after_each_draft_token_and_stops_where_the_chain_forbids():
+def test_peek_plans_after_each_draft_token_and_stops_where_the_chain_forbids() -> None:
     made = chain(NoRepeat())
     plans = made.peek([4, 5, 4, 6])
     assert [sorted(b.token_ids.tolist() for b in plan.bans) for plan in plans] == [[], [[4]], [[4, 5]]]
@@ -425,7 +425,7 @@ def test_peek_plans_after_each_draft_token_and_stops_where_the_chain_forbids():
 # Scopes
 
 
-def test_a_scoped_processor_lives_in_its_section_only():
+def test_a_scoped_processor_lives_in_its_section_only() -> None:
     made = chain(Forces(10, 11), NoRepeat(), scopes=["answer", "thinking"], prompt=[1, THINK])
     for token in (4, 4, ANSWER):
         assert plan_facts(made)[0] is None
@@ -433,7 +433,7 @@ def test_a_scoped_processor_lives_in_its_section_only():
     assert run(made) == 10
 
 
-def test_a_mask_on_the_answer_leaves_the_model_free_to_think_first():
+def test_a_mask_on_the_answer_leaves_the_model_free_to_think_first() -> None:
     made = chain(Allows(5), scopes=["answer"], prompt=[1])
     assert allowed(made) == {5, THINK}
     made.accept(5, 1)
@@ -444,7 +444,7 @@ def test_a_mask_on_the_answer_leaves_the_model_free_to_think_first():
     assert allowed(earlier) == {5, THINK}
 
 
-def test_a_ban_in_the_answer_leaves_the_opening_tag_to_its_first_token():
+def test_a_ban_in_the_answer_leaves_the_opening_tag_to_its_first_token() -> None:
     made = chain(Bans(THINK, 5), scopes=["answer"], prompt=[1])
     assert allowed(made) == {*range(VOCAB)} - {5}
     made.accept(6, 1)
@@ -452,7 +452,7 @@ def test_a_ban_in_the_answer_leaves_the_opening_tag_to_its_first_token():
     assert allowed(chain(Bans(THINK, 5), prompt=[1])) == {*range(VOCAB)} - {5, THINK}
 
 
-def test_a_forced_token_of_the_answer_stands_beside_the_opening_tag():
+def test_a_forced_token_of_the_answer_stands_beside_the_opening_tag() -> None:
     made = chain(Forces(10, 11), scopes=["answer"], prompt=[1])
     assert allowed(made) == {10, THINK}
     made.accept(10, 1)
@@ -477,7 +477,7 @@ def test_a_forced_token_of_the_answer_stands_beside_the_opening_tag():
         (Bans(5), "all", False),
     ],
 )
-def test_no_request_ends_in_its_thinking_where_the_answer_is_bound(processor, scope, is_held):
+def test_no_request_ends_in_its_thinking_where_the_answer_is_bound(processor, scope, is_held) -> None:
     made = chain(processor, NoRepeat(), scopes=[scope, "thinking"], prompt=[1, THINK])
     assert (END not in allowed(made)) == is_held
     assert ANSWER in allowed(made)
@@ -487,7 +487,7 @@ def test_no_request_ends_in_its_thinking_where_the_answer_is_bound(processor, sc
         assert END in allowed(made)
 
 
-def test_what_holds_the_end_back_is_in_the_receipt_and_to_blame():
+def test_what_holds_the_end_back_is_in_the_receipt_and_to_blame() -> None:
     made = chain(Bans(5), scopes=["answer"], prompt=[1, THINK], context=STOPS_AT_THE_TAG)
     assert allowed(made) == {*range(VOCAB)} - {END}  # a client that stops at the closing tag gets its way
     made.accept(4, made.position)
@@ -497,7 +497,7 @@ def test_what_holds_the_end_back_is_in_the_receipt_and_to_blame():
         run(held)
 
 
-def test_a_scoped_processor_knows_its_absolute_position():
+def test_a_scoped_processor_knows_its_absolute_position() -> None:
     class Notes(NoRepeat):
         def edit(self):
             self.noted = self.position
@@ -514,7 +514,7 @@ def test_a_scoped_processor_knows_its_absolute_position():
     assert answer.noted == 7
 
 
-def test_a_scope_needs_tags():
+def test_a_scope_needs_tags() -> None:
     with pytest.raises(ValueError, match="opening and a closing tag"):
         ProcessorChain([Adds()], Context(Vocabulary(VOCAB)), scopes=["answer"])
 
@@ -522,7 +522,7 @@ def test_a_scope_needs_tags():
 # Logits-dependent state
 
 
-def test_state_from_logits_is_rebuilt_by_replaying_on_logits():
+def test_state_from_logits_is_rebuilt_by_replaying_on_logits() -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
     tokens = [4, 9, 9, 2, 7]
     straight = chain(Adds(), Drifts())
@@ -540,7 +540,7 @@ def test_state_from_logits_is_rebuilt_by_replaying_on_logits():
         assert moved.receipt.as_json()["replayed_tokens"] == k
 
 
-def test_it_cannot_be_started_from_tokens_alone():
+def test_it_cannot_be_started_from_tokens_alone() -> None:
     with pytest.raises(ValueError, match="drifts can be rebuilt only by replaying on logits"):
         chain(Drifts(), generated=[4])
 
@@ -548,7 +548,7 @@ def test_it_cannot_be_started_from_tokens_alone():
 # Batches and failures
 
 
-def test_every_row_of_a_mixed_batch_equals_its_solo_run():
+def test_every_row_of_a_mixed_batch_equals_its_solo_run() -> None:
     def make():
         return [
             chain(Adds(1), Halves(3.0)),
@@ -568,9 +568,9 @@ def test_every_row_of_a_mixed_batch_equals_its_solo_run():
             assert torch.equal(batch[slot], run(make()[i], logits[i : i + 1].clone()))
 
 
-def test_a_shaping_processor_that_raises_fails_alone():
+def test_a_shaping_processor_that_raises_fails_alone() -> None:
     class Fragile(Squares):
-        def __init__(self, breaks=False):
+        def __init__(self, breaks=False) -> None:
             self.breaks = breaks
 
         def shape(self, logits):
@@ -588,7 +588,7 @@ def test_a_shaping_processor_that_raises_fails_alone():
         assert torch.equal(batch[row], logits[row] + 1)
 
 
-def test_a_third_partys_processor_over_its_budget_fails_its_request(monkeypatch):
+def test_a_third_partys_processor_over_its_budget_fails_its_request(monkeypatch) -> None:
     clock = iter([0.0, 0.05, 1.0, 1.2])
     monkeypatch.setattr("adapters.chain.chain.thread_time", lambda: next(clock))
     assert chain(Adds(), step_budget_s=0.1).plan().soft
@@ -598,7 +598,7 @@ def test_a_third_partys_processor_over_its_budget_fails_its_request(monkeypatch)
 
 
 @pytest.mark.parametrize("module", ["chain", "batch"])
-def test_a_built_in_never_fails_by_time(monkeypatch, module):
+def test_a_built_in_never_fails_by_time(monkeypatch, module) -> None:
     """Frequency penalty is planned, min-p shapes a batch; each step takes an hour."""
     clock = itertools.count(step=3600.0)
     monkeypatch.setattr(f"adapters.chain.{module}.thread_time", lambda: float(next(clock)))
@@ -611,7 +611,7 @@ def test_a_built_in_never_fails_by_time(monkeypatch, module):
     assert made.failure is None
 
 
-def test_a_built_ins_timed_position_counts_for_all_of_them(monkeypatch):
+def test_a_built_ins_timed_position_counts_for_all_of_them(monkeypatch) -> None:
     """Each step takes a second; the third party's is timed at every position."""
     clock = itertools.count(step=1.0)
     monkeypatch.setattr("adapters.chain.chain.thread_time", lambda: next(clock))
@@ -629,7 +629,7 @@ class Computes(SteeringProcessor):
 
     name, stage, reads = "computes", Stage.BIAS, Reads.NOTHING
 
-    def __init__(self, seconds, elsewhere):
+    def __init__(self, seconds, elsewhere) -> None:
         self.seconds, self.elsewhere = seconds, elsewhere
 
     def edit(self):
@@ -645,14 +645,14 @@ class Computes(SteeringProcessor):
             pass
 
 
-def test_waiting_is_not_computing():
+def test_waiting_is_not_computing() -> None:
     """A busy neighbour, or another thread: what a processor waits for is no time of its own."""
     with pytest.raises(ProcessorFailed, match="of CPU time for one step, the budget is 30 ms"):
         chain(Computes(0.06, elsewhere=False), step_budget_s=0.03).plan()
     assert chain(Computes(0.06, elsewhere=True), step_budget_s=0.03).plan().is_empty
 
 
-def test_who_is_a_third_party():
+def test_who_is_a_third_party() -> None:
     """By where the code comes from: this file's is one, the built-ins are not, but what they
     wrap is.
     """
@@ -666,7 +666,7 @@ def test_who_is_a_third_party():
     assert {member.name for member in made.members if member.is_third_party} == {"adds", third_party.name}
 
 
-def test_whose_state_follows_the_history():
+def test_whose_state_follows_the_history() -> None:
     """A third party's always may; of the built-ins, those that keep some."""
     members = [MinTokens(MinTokens.Args(n=2), CONTEXT), FrequencyPenalty(FrequencyPenalty.Args(penalty=0.5), CONTEXT)]
     assert {m.name: m.follows for m in chain(Adds(), *members).members} == {
@@ -676,7 +676,7 @@ def test_whose_state_follows_the_history():
     }
 
 
-def test_a_processor_that_raises_is_named_without_its_message():
+def test_a_processor_that_raises_is_named_without_its_message() -> None:
     with pytest.raises(ProcessorFailed, match="raised KeyError at position 3") as caught:
         chain(Raises(KeyError("private"))).plan()
     assert "private" not in str(caught.value)
@@ -690,7 +690,7 @@ class Watches(ShapingProcessor):
 
     name, stage, reads = "watches", Stage.TRUNCATION, Reads.NOTHING
 
-    def __init__(self, stage=Stage.TRUNCATION):
+    def __init__(self, stage=Stage.TRUNCATION) -> None:
         self.stage = stage
         self.shown = []
 
@@ -716,7 +716,7 @@ def one_finite(token_id):
 
 @pytest.mark.parametrize("kind", [Watches, WatchesTogether])
 @pytest.mark.parametrize("stage", [Stage.SOFT, Stage.MASK, Stage.SAMPLING])
-def test_a_row_in_which_nothing_is_left_is_shown_to_nobody(kind, stage):
+def test_a_row_in_which_nothing_is_left_is_shown_to_nobody(kind, stage) -> None:
     watch = kind(stage)
     before = [Bans(7)] if stage > Stage.SOFT else []
     logits = one_finite(7) if before else torch.full((1, VOCAB), -torch.inf)
@@ -728,11 +728,11 @@ def test_a_row_in_which_nothing_is_left_is_shown_to_nobody(kind, stage):
     assert watch.shown == []
 
 
-def test_who_emptied_a_row_is_named_and_not_who_comes_after():
+def test_who_emptied_a_row_is_named_and_not_who_comes_after() -> None:
     class Empties(ShapingProcessor):
         name, stage, reads = "empties", Stage.TEMPERATURE, Reads.NOTHING
 
-        def __init__(self):
+        def __init__(self) -> None:
             pass
 
         def shape(self, logits):
@@ -750,7 +750,7 @@ def test_who_emptied_a_row_is_named_and_not_who_comes_after():
 
 
 @pytest.mark.parametrize("kind", [Watches, WatchesTogether])
-def test_batch_mates_of_an_empty_row_are_shaped_as_ever(kind):
+def test_batch_mates_of_an_empty_row_are_shaped_as_ever(kind) -> None:
     rows = torch.arange(3 * VOCAB, dtype=torch.float32).view(3, VOCAB)
     rows[1] = one_finite(7)
     chains = [chain(kind()), chain(kind(), Bans(7)), chain(kind())]
@@ -763,7 +763,7 @@ def test_batch_mates_of_an_empty_row_are_shaped_as_ever(kind):
         assert torch.equal(rows[row], run(chain(kind()), alone[row : row + 1]))
 
 
-def test_the_callable_ends_such_a_row_too():
+def test_the_callable_ends_such_a_row_too() -> None:
     watch, reports = Watches(), []
     (adapter,) = create_trtllm_adapters([chain(watch, Bans(7))], end_id=0, report=reports.append)
     logits = one_finite(7)[None]
@@ -776,7 +776,7 @@ def test_the_callable_ends_such_a_row_too():
 # Receipts
 
 
-def test_the_receipt_counts_positions_not_calls():
+def test_the_receipt_counts_positions_not_calls() -> None:
     made = chain(Allows(1, 2, 5), Forces(5), Bans(9), attribution=True)
     for token in (5, 1):
         for _ in range(3):
@@ -800,7 +800,7 @@ def test_the_receipt_counts_positions_not_calls():
     ]
 
 
-def test_the_receipt_of_a_continuation_says_so():
+def test_the_receipt_of_a_continuation_says_so() -> None:
     made = ProcessorChain([Adds()], CONTEXT)
     made.start([1, 2], [3, 4, 5], mode="migrated")
     report = made.receipt.as_json()
@@ -821,7 +821,7 @@ def decode(adapter, tokens, steps):
     return tokens
 
 
-def test_the_callable_equals_the_batched_path_on_chunks_repeats_and_rollback():
+def test_the_callable_equals_the_batched_path_on_chunks_repeats_and_rollback() -> None:
     (adapter,) = create_trtllm_adapters([chain(Forces(9, 8), NoRepeat())], end_id=0)
     for _ in range(3):  # chunked prefill: the same ids several times
         logits = torch.zeros(1, 1, VOCAB)
@@ -837,7 +837,7 @@ steps_of_an_engine = st.lists(st.tuples(st.sampled_from("grrcd"), st.integers(0,
 
 @settings(max_examples=examples(60), deadline=None)
 @given(steps=steps_of_an_engine, begun=st.integers(0, 120))
-def test_the_callable_follows_an_engine_that_drops_tokens_and_samples_others(steps, begun):
+def test_the_callable_follows_an_engine_that_drops_tokens_and_samples_others(steps, begun) -> None:
     (adapter,) = create_trtllm_adapters([chain(Remembers(None, CONTEXT))])
 
     def masked(adapter, tokens):
@@ -874,7 +874,7 @@ class CountedTokens(list):
 
 
 @pytest.mark.parametrize("length", [100, 10_000])
-def test_a_step_of_the_callable_reads_few_tokens_however_long_the_history(length):
+def test_a_step_of_the_callable_reads_few_tokens_however_long_the_history(length) -> None:
     (adapter,) = create_trtllm_adapters([chain(Forces(), NoRepeat())])
     tokens = [1, 2, 3]
     adapter(1, torch.zeros(1, 1, VOCAB), [tokens])
@@ -888,7 +888,7 @@ def test_a_step_of_the_callable_reads_few_tokens_however_long_the_history(length
     assert adapter.chain.tokens == tokens
 
 
-def test_a_callable_that_is_called_for_another_request_fails():
+def test_a_callable_that_is_called_for_another_request_fails() -> None:
     failures = []
     prompt = list(range(3)) + [4] * 60
     (adapter,) = create_trtllm_adapters([chain(NoRepeat(), prompt=prompt)], end_id=0, report=failures.append)
@@ -900,7 +900,7 @@ def test_a_callable_that_is_called_for_another_request_fails():
     assert "called for another request: history differs from the prompt at position 0" in failures[0].message
 
 
-def test_the_callable_is_exact_where_the_engine_shows_tokens_one_step_late():
+def test_the_callable_is_exact_where_the_engine_shows_tokens_one_step_late() -> None:
     expected = decode(create_trtllm_adapters([chain(Forces(9, 8, 7), Bans(0))])[0], [1, 2, 3], 5)
     (adapter,) = create_trtllm_adapters([chain(Forces(9, 8, 7), Bans(0))], lagged=True)
     tokens, shown = [1, 2, 3], [1, 2, 3]
@@ -913,12 +913,12 @@ def test_the_callable_is_exact_where_the_engine_shows_tokens_one_step_late():
 
 
 @pytest.mark.parametrize(("processors", "scopes"), [([NoRepeat()], None), ([Forces(1)], ["answer"])])
-def test_a_chain_that_needs_the_last_token_is_refused_there(processors, scopes):
+def test_a_chain_that_needs_the_last_token_is_refused_there(processors, scopes) -> None:
     with pytest.raises(ValueError, match="need the last sampled token"):
         create_trtllm_adapters([chain(*processors, scopes=scopes)], lagged=True)
 
 
-def test_a_failing_chain_is_undone_reported_and_forced_to_end():
+def test_a_failing_chain_is_undone_reported_and_forced_to_end() -> None:
     class Nan(Squares):
         def shape(self, logits):
             logits.fill_(float("nan"))
@@ -935,7 +935,7 @@ def test_a_failing_chain_is_undone_reported_and_forced_to_end():
     assert (logits == 0).all()
 
 
-def test_a_forced_token_that_the_model_cannot_sample_fails():
+def test_a_forced_token_that_the_model_cannot_sample_fails() -> None:
     (adapter,) = create_trtllm_adapters([chain(Forces(5))])
     logits = torch.zeros(1, 1, VOCAB)
     logits[0, 0, 5] = -torch.inf
@@ -943,7 +943,7 @@ def test_a_forced_token_that_the_model_cannot_sample_fails():
     assert adapter.failure.reason == "unsatisfiable"
 
 
-def test_the_callable_pickles_mid_stream():
+def test_the_callable_pickles_mid_stream() -> None:
     (adapter,) = create_trtllm_adapters([chain(Forces(9, 8), NoRepeat(), scopes=["all", "answer"])], end_id=0)
     tokens = decode(adapter, [1, 2, 3], 2)
     moved = pickle.loads(pickle.dumps(adapter))
@@ -951,14 +951,14 @@ def test_the_callable_pickles_mid_stream():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_of_every_dtype_are_edited_in_place(dtype):
+def test_rows_of_every_dtype_are_edited_in_place(dtype) -> None:
     row = torch.ones(VOCAB, dtype=dtype)
     apply_chain(chain(Adds(3, 2.0), Squares(), Halves(), Bans(4)), row)
     assert row.dtype == dtype
     assert (row[3], row[5], row[4]) == (4.5, 0.5, -torch.inf)
 
 
-def test_deepcopies_do_not_share_state():
+def test_deepcopies_do_not_share_state() -> None:
     made = chain(NoRepeat())
     other = copy.deepcopy(made)
     made.accept(7, 3)
@@ -973,7 +973,7 @@ class Narrows(SteeringProcessor):
 
     name, stage, reads = "narrows", Stage.MASK, Reads.NOTHING
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.allow = Allow.of(range(VOCAB), VOCAB)
 
     def edit(self):
@@ -981,7 +981,7 @@ class Narrows(SteeringProcessor):
         return self.allow
 
 
-def test_a_mask_is_counted_at_every_position():
+def test_a_mask_is_counted_at_every_position() -> None:
     """That of a built-in stays the same, that of a third party has changed in place."""
     made = chain(AllowedTokens(AllowedTokens.Args(token_ids=[1, 2, 3]), CONTEXT), Narrows())
     for token_id in (1, 2, 3):

@@ -48,13 +48,13 @@ def open_by_decoding(data: bytes) -> bytes:
 
 @settings(max_examples=examples(500), deadline=None)
 @given(st.lists(st.sampled_from([0x41, 0x80, 0x98, 0x9F, 0xA0, 0xBF, 0xC1, 0xC3, 0xE0, 0xE4, 0xED, 0xF0, 0xF4, 0xF5])))
-def test_what_is_begun_is_what_could_become_a_character(data):
+def test_what_is_begun_is_what_could_become_a_character(data) -> None:
     assert begun(bytes(data)) == open_by_decoding(bytes(data))
 
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.integers(0, len(PIECES) - 1), max_size=9), st.integers(0, 9))
-def test_the_last_tokens_tell_what_is_open(tokens, begin):
+def test_the_last_tokens_tell_what_is_open(tokens, begin) -> None:
     data = b""
     for token in tokens[begin:]:
         data = data + PIECES[token] if PIECES[token] else b""
@@ -64,7 +64,7 @@ def test_the_last_tokens_tell_what_is_open(tokens, begin):
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(["", "😀", "中", "é", "\U0010ffff"]), st.integers(0, 3), st.integers(0, 5))
-def test_room_is_kept_for_the_missing_bytes(character, cut, left):
+def test_room_is_kept_for_the_missing_bytes(character, cut, left) -> None:
     beginning = begun(character.encode()[:cut])
     ban = SPLIT.room(beginning, left)
     banned = set() if ban is None else set(ban.token_ids.tolist())
@@ -80,7 +80,7 @@ def test_room_is_kept_for_the_missing_bytes(character, cut, left):
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers(0, 10**6), min_size=8, max_size=8), st.integers(0, 3), st.integers(0, 6))
-def test_the_character_is_whole_when_the_tokens_are_used_up(picks, cut, num_left):
+def test_the_character_is_whole_when_the_tokens_are_used_up(picks, cut, num_left) -> None:
     """Whatever is chosen among what is left, and however late the count was begun."""
     tokens = [i + 1 for i in "😀".encode()[:cut]]
     for left in range(max(num_left, num_missing(SPLIT.open_after(tokens))), 0, -1):
@@ -91,7 +91,7 @@ def test_the_character_is_whole_when_the_tokens_are_used_up(picks, cut, num_left
     assert not SPLIT.open_after(tokens)
 
 
-def test_far_from_the_end_and_without_bytes_nothing_is_masked():
+def test_far_from_the_end_and_without_bytes_nothing_is_masked() -> None:
     assert SPLIT.room(b"", 4) is None
     assert SPLIT.room(b"", 0) is None
     assert SplitCharacters(()).room(b"", 1) is None
@@ -101,7 +101,7 @@ def test_far_from_the_end_and_without_bytes_nothing_is_masked():
 
 
 @pytest.mark.parametrize("original", [SPLIT, split_characters(kit_vocabulary())])
-def test_a_copy_knows_the_same(original):
+def test_a_copy_knows_the_same(original) -> None:
     copy = pickle.loads(pickle.dumps(original))
     for beginning in (b"", b"\xf0\x9f", b"\xe4"):
         for left in range(4):
@@ -110,5 +110,5 @@ def test_a_copy_knows_the_same(original):
             assert ban is None or ban.token_ids.tolist() == other.token_ids.tolist()
 
 
-def test_a_copy_of_a_vocabulary_with_a_path_travels_light():
+def test_a_copy_of_a_vocabulary_with_a_path_travels_light() -> None:
     assert len(pickle.dumps(split_characters(kit_vocabulary()))) < 300

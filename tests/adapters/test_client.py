@@ -12,7 +12,7 @@ from adapters.catalog import Catalog, Requested, from_channels, parse_selection,
 from adapters.client import from_openai_logit_bias, logits_processors, processor
 
 
-def test_the_annotation_is_what_the_worker_reads():
+def test_the_annotation_is_what_the_worker_reads() -> None:
     body = logits_processors(
         processor("top_k", k=3),
         processor("choice", choices=["é", "\N{GRINNING FACE}"], scope="answer"),
@@ -30,20 +30,20 @@ def test_the_annotation_is_what_the_worker_reads():
     assert body["nvext"]["extra_fields"] == ["engine_data"]
 
 
-def test_the_header_is_what_the_worker_reads():
+def test_the_header_is_what_the_worker_reads() -> None:
     text = client.selection(processor("top_k", k=3))
     assert from_channels([], {client.HEADER.removeprefix("x-dynamo-meta-"): text}) == parse_selection(text)
     assert client.ANNOTATION == selection.ANNOTATION
 
 
-def test_the_deadline():
+def test_the_deadline() -> None:
     assert parse_selection(client.selection(deadline=1790000000.5)).deadline == 1790000000.5
     assert parse_selection(client.selection()).deadline is None
     body = logits_processors(deadline=1790000000)
     assert parse_selection(body["nvext"]["annotations"][0].removeprefix(client.ANNOTATION)).deadline == 1790000000
 
 
-def test_other_fields_of_nvext_are_kept():
+def test_other_fields_of_nvext_are_kept() -> None:
     nvext = {"annotations": ["mine"], "extra_fields": ["worker_id", "engine_data"], "max_thinking_tokens": 5}
     body = logits_processors(processor("top_k", k=3), receipt=True, nvext=nvext)
     assert body["nvext"]["annotations"][0] == "mine"
@@ -53,7 +53,7 @@ def test_other_fields_of_nvext_are_kept():
     assert "extra_fields" not in logits_processors(processor("top_k", k=3))["nvext"]
 
 
-def test_openai_logit_bias_becomes_a_processor():
+def test_openai_logit_bias_becomes_a_processor() -> None:
     for bias in ({"7": 5, "9": -100}, {7: 5, 9: -100}):
         assert from_openai_logit_bias(bias) == processor("logit_bias", bias={"7": 5, "9": -100})
 
@@ -61,26 +61,26 @@ def test_openai_logit_bias_becomes_a_processor():
 @pytest.mark.parametrize(
     "bias", [{"a": 1}, {"-1": 1}, {"1.0": 1}, {"²": 1}, {"1": 101}, {"1": True}, {"1": float("nan")}]
 )
-def test_logit_bias_that_openai_would_refuse(bias: dict[str, float]):
+def test_logit_bias_that_openai_would_refuse(bias: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="logit_bias"):
         from_openai_logit_bias(bias)
 
 
-def test_only_json_data_is_sent():
+def test_only_json_data_is_sent() -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
         logits_processors(processor("top_p", p=float("nan")))
     with pytest.raises(TypeError):
         logits_processors(processor("top_p", p={1}))
 
 
-def test_the_file_may_be_copied():
+def test_the_file_may_be_copied() -> None:
     tree = ast.parse(Path(client.__file__).read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert modules <= sys.stdlib_module_names | {"collections.abc"}
 
 
-def test_every_processor_of_the_example_is_in_the_catalogue():
+def test_every_processor_of_the_example_is_in_the_catalogue() -> None:
     example = Path(client.__file__).parents[1] / "examples" / "logits_processors_client.py"
     calls = [node for node in ast.walk(ast.parse(example.read_text())) if isinstance(node, ast.Call)]
     named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "processor"]
@@ -88,7 +88,7 @@ def test_every_processor_of_the_example_is_in_the_catalogue():
     for call in named:
         args = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         args.pop("scope", None)
-        requested = Requested(ast.literal_eval(call.args[0]), args, path="example")
+        requested = Requested(ast.literal_eval(call.args[0]), args, path="example")  # type: ignore[arg-type]
         Catalog.default().find(requested).parse_args(requested)
 
 
@@ -107,18 +107,18 @@ TOOLS = [
         ({"type": "function", "function": {"name": "two"}}, {"choice": "required", "tool": "two"}),
     ],
 )
-def test_tools_of_openai_are_a_processor_that_the_catalogue_takes(choice, expected):
+def test_tools_of_openai_are_a_processor_that_the_catalogue_takes(choice, expected) -> None:
     made = client.from_openai_tools(TOOLS, choice, format="hermes", parallel_tool_calls=False, scope="answer")
     (requested,) = parse_selection(client.selection(made)).processors
     args = Catalog.default().find(requested).parse_args(requested)
     assert requested.scope == "answer"
-    assert [tool.name for tool in args.tools] == ["one", "two"]
+    assert [tool.name for tool in args.tools] == ["one", "two"]  # type: ignore[attr-defined]
     assert {name: getattr(args, name) for name in expected} == expected
-    assert args.parallel is False
-    assert args.tools[1].parameters == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert args.parallel is False  # type: ignore[attr-defined]
+    assert args.tools[1].parameters == {"type": "object", "properties": {}, "additionalProperties": False}  # type: ignore[attr-defined]
 
 
-def test_what_is_no_tool_is_refused():
+def test_what_is_no_tool_is_refused() -> None:
     with pytest.raises(ValueError, match="tool_choice: expected none"):
         client.from_openai_tools(TOOLS, "any", format="hermes")
     with pytest.raises(ValueError, match="expected a function with a name"):
@@ -136,7 +136,7 @@ def test_what_is_no_tool_is_refused():
         ("\u4f60\u597d \u4e16", "\u4f60\u597d", " \u4e16"),
     ],
 )
-def test_token_healing_takes_the_last_word_off_a_prompt(prompt, sent, written):
+def test_token_healing_takes_the_last_word_off_a_prompt(prompt, sent, written) -> None:
     head, entry = client.healed(prompt)
     assert (head, entry["args"]) == (sent, {"text": written, "heal": True})
     assert head + written == prompt
@@ -145,7 +145,7 @@ def test_token_healing_takes_the_last_word_off_a_prompt(prompt, sent, written):
 
 
 @pytest.mark.parametrize("prompt", ["", "word", " ", "\n\n"])
-def test_token_healing_needs_a_prompt_that_is_left(prompt):
+def test_token_healing_needs_a_prompt_that_is_left(prompt) -> None:
     with pytest.raises(ValueError, match="more than one word"):
         client.healed(prompt)
 
@@ -163,14 +163,14 @@ assert not alien, alien
 """
 
 
-def test_a_bare_python_imports_it():
+def test_a_bare_python_imports_it() -> None:
     """One that has the checkout, and no package."""
-    command = [sys._base_executable, "-I", "-S", "-c", CLIENT, str(Path(client.__file__).parents[1])]
+    command = [sys._base_executable, "-I", "-S", "-c", CLIENT, str(Path(client.__file__).parents[1])]  # type: ignore[attr-defined]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={})
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_package_offers_its_names_all_the_same():
+def test_the_package_offers_its_names_all_the_same() -> None:
     import adapters
 
     assert set(adapters.__all__) <= set(dir(adapters))

@@ -52,7 +52,7 @@ def reference(row: np.ndarray, edit) -> None:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(edits=st.lists(st.tuples(st.integers(0, 3), sparse_edits()), max_size=12), seed=st.integers(0, 999))
-def test_sparse_edits_keep_each_rows_order(edits, seed):
+def test_sparse_edits_keep_each_rows_order(edits, seed) -> None:
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(seed))
     expected = logits.double().numpy().copy()
     for row, edit in edits:
@@ -63,7 +63,7 @@ def test_sparse_edits_keep_each_rows_order(edits, seed):
 
 @settings(max_examples=examples(50), deadline=None)
 @given(edits=st.lists(sparse_edits(), min_size=1, max_size=4), seed=st.integers(0, 999))
-def test_a_row_does_not_depend_on_its_batch_mates(edits, seed):
+def test_a_row_does_not_depend_on_its_batch_mates(edits, seed) -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(seed))
     alone = logits[1:2].clone()
     apply_sparse(logits, [(row, edit) for edit in edits for row in (2, 1, 0)])
@@ -73,7 +73,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(edits, seed):
 
 @settings(max_examples=examples(50), deadline=None)
 @given(masks=st.lists(st.sets(st.integers(0, VOCAB - 1)), min_size=1, max_size=4), width=st.integers(1, 130))
-def test_bitmasks_narrower_equal_and_wider_than_the_row(masks, width):
+def test_bitmasks_narrower_equal_and_wider_than_the_row(masks, width) -> None:
     logits = torch.zeros(len(masks), width)
     apply_bitmask(logits, torch.stack([bitmask_of(mask, VOCAB) for mask in masks]))
     for row, mask in zip(logits, masks, strict=True):
@@ -87,7 +87,7 @@ def test_bitmasks_narrower_equal_and_wider_than_the_row(masks, width):
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 999),
 )
-def test_what_a_bitmask_keeps_is_untouched(words, width, dtype, seed):
+def test_what_a_bitmask_keeps_is_untouched(words, width, dtype, seed) -> None:
     bitmask = torch.tensor(words, dtype=torch.int32).view(2, 4)
     logits = torch.randn(3, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
     expected = logits.clone()
@@ -101,7 +101,7 @@ def test_what_a_bitmask_keeps_is_untouched(words, width, dtype, seed):
 
 @settings(max_examples=examples(50), deadline=None)
 @given(masked=st.sets(st.integers(0, 1999), max_size=5), width=st.integers(1, 2100), seed=st.integers(0, 999))
-def test_a_bitmask_with_few_bits_clear(masked, width, seed):
+def test_a_bitmask_with_few_bits_clear(masked, width, seed) -> None:
     bitmask = bitmask_of(set(range(2000)) - masked, 2000)
     logits = torch.randn(2, width, generator=torch.Generator().manual_seed(seed))
     expected = logits.clone()
@@ -113,7 +113,7 @@ def test_a_bitmask_with_few_bits_clear(masked, width, seed):
 
 @settings(max_examples=examples(50), deadline=None)
 @given(allowed=st.sets(st.integers(0, 1999), max_size=5), width=st.integers(1, 2100), seed=st.integers(0, 999))
-def test_a_bitmask_with_few_bits_set(allowed, width, seed):
+def test_a_bitmask_with_few_bits_set(allowed, width, seed) -> None:
     logits = torch.randn(2, width, generator=torch.Generator().manual_seed(seed))
     expected = logits.clone()
     expected[1] = -torch.inf
@@ -123,14 +123,14 @@ def test_a_bitmask_with_few_bits_set(allowed, width, seed):
     assert torch.equal(logits, expected)
 
 
-def test_a_bitmask_with_few_bits_set_does_not_hide_a_broken_row():
+def test_a_bitmask_with_few_bits_set_does_not_hide_a_broken_row() -> None:
     logits = torch.zeros(2, 2000)
     logits[0, 7], logits[1, 7] = torch.nan, torch.inf
     apply_bitmask(logits, torch.stack([bitmask_of({3}, 2000)] * 2))
     assert logits.isnan().any(-1).tolist() == [True, True]
 
 
-def test_a_bitmask_does_not_hide_what_is_wrong_with_a_row():
+def test_a_bitmask_does_not_hide_what_is_wrong_with_a_row() -> None:
     for width in (4, 2000):  # few bits clear in the second
         logits = torch.zeros(1, width)
         logits[0, :4] = torch.tensor([torch.nan, torch.inf, torch.nan, torch.inf])
@@ -139,14 +139,14 @@ def test_a_bitmask_does_not_hide_what_is_wrong_with_a_row():
         assert logits[0, 1] == torch.inf
 
 
-def test_a_bitmask_touches_only_the_rows_named():
+def test_a_bitmask_touches_only_the_rows_named() -> None:
     logits = torch.ones(3, VOCAB)
     apply_bitmask(logits, bitmask_of([1], VOCAB)[None], rows=[1])
     assert (logits[[0, 2]] == 1).all()
     assert logits[1].isfinite().nonzero().flatten().tolist() == [1]
 
 
-def test_a_mask_leaves_what_was_masked_before():
+def test_a_mask_leaves_what_was_masked_before() -> None:
     logits = torch.tensor([[-torch.inf, 1.0, 2.0]])
     apply_bitmask(logits, bitmask_of([0, 1], 3)[None])
     assert logits.tolist() == [[-torch.inf, 1.0, -torch.inf]]
@@ -154,7 +154,7 @@ def test_a_mask_leaves_what_was_masked_before():
 
 @settings(max_examples=examples(50), deadline=None)
 @given(mask=st.sets(st.integers(0, VOCAB - 1)), num_tokens=st.integers(0, VOCAB + 40))
-def test_bits(mask, num_tokens):
+def test_bits(mask, num_tokens) -> None:
     bitmask = Allow.of(mask, VOCAB).bitmask
     assert bitmask.dtype == torch.int32
     assert count_allowed(bitmask, num_tokens) == sum(token_id < num_tokens for token_id in mask)
@@ -163,7 +163,7 @@ def test_bits(mask, num_tokens):
 
 @settings(max_examples=examples(50), deadline=None)
 @given(st.data(), st.integers(1, 400), st.integers(1, 3))
-def test_bits_of_any_width_are_counted(data, width, stride):
+def test_bits_of_any_width_are_counted(data, width, stride) -> None:
     """Also where the bitmask is a column of a larger tensor, or is narrower than the tokens."""
     mask = data.draw(st.sets(st.integers(0, width - 1)))
     num_tokens = data.draw(st.integers(0, width + 100))
@@ -174,13 +174,13 @@ def test_bits_of_any_width_are_counted(data, width, stride):
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB])
-def test_an_id_outside_the_vocabulary_has_no_bit(token_id):
+def test_an_id_outside_the_vocabulary_has_no_bit(token_id) -> None:
     with pytest.raises(ValueError, match="between 0 and 69"):
         bitmask_of([1, token_id], VOCAB)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_half_precision_rows(dtype):
+def test_half_precision_rows(dtype) -> None:
     logits = torch.ones(2, VOCAB, dtype=dtype)
     apply_sparse(logits, [(0, Bias.of([3], [2.0])), (1, Scale.of([4], [2.0])), (1, Ban.of([5]))])
     assert logits[0, 3] == 3

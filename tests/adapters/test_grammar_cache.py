@@ -126,7 +126,7 @@ def test_what_is_in_use_is_found_however_little_is_kept(tokenizer: LLTokenizer) 
 def compiled_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The grammars that this process compiles, in the cache's threads."""
     grammars = []
-    original = compile_threads.compile_grammar
+    original = compile_threads.compile_grammar  # type: ignore[attr-defined]
 
     def counting(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
         grammars.append(grammar)

@@ -238,7 +238,7 @@ def test_a_grammar_is_counted_before_anybody_hears_of_it(sandbox: GrammarSandbox
         before = sandbox.counts[outcome]
         seen: queue.SimpleQueue[int] = queue.SimpleQueue()
         future = sandbox.submit(grammar)
-        future.add_done_callback(lambda _, outcome=outcome, seen=seen: seen.put(sandbox.counts[outcome]))
+        future.add_done_callback(lambda _, outcome=outcome, seen=seen: seen.put(sandbox.counts[outcome]))  # type: ignore[misc]
         assert future.result(100).outcome == outcome
         assert seen.get(timeout=100) == before + 1
 

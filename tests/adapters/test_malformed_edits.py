@@ -40,7 +40,7 @@ class Returns(SteeringProcessor):
     Args = ProcessorArgs
 
     def __init__(self, edit: Any, stage: Stage) -> None:
-        self._edit, self.stage = edit, stage
+        self._edit, self.stage = edit, stage  # type: ignore[misc]
 
     def edit(self) -> Edit | None:
         return self._edit
@@ -54,7 +54,7 @@ class Halves(ShapingProcessor):
     Args = ProcessorArgs
 
     def __init__(self, stage: Stage) -> None:
-        self.stage = stage
+        self.stage = stage  # type: ignore[misc]
 
     def shape(self, logits: torch.Tensor) -> None:
         logits.mul_(0.5)
@@ -89,7 +89,7 @@ MALFORMED = {
     "a tensor": (torch.zeros(V), Stage.BIAS, "returned Tensor"),
     "a forced id above": (Force(V), Stage.FORCE, "forces 70"),
     "a forced id below": (Force(-1), Stage.FORCE, "forces -1"),
-    "a forced tensor": (Force(torch.tensor(3)), Stage.FORCE, r"forces tensor\(3\)"),
+    "a forced tensor": (Force(torch.tensor(3)), Stage.FORCE, r"forces tensor\(3\)"),  # type: ignore[arg-type]
     "a bias among masks": (Bias.of([3], [1.0]), Stage.MASK, "not applied"),
     "a scale among temperatures": (Scale.of([3], [1.0]), Stage.TEMPERATURE, "not applied"),
 }

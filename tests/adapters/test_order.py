@@ -29,7 +29,7 @@ LATE = {
 
 
 def chain_of(names, order=()):
-    selection = Selection(tuple(Requested(name, LATE[name], path="p") for name in names), order=tuple(order))
+    selection = Selection(tuple(Requested(name, LATE[name], path="p") for name in names), order=tuple(order))  # type: ignore[arg-type]
     chain = CATALOG.build_chain(selection, CONTEXT)
     chain.start([1, 2])
     return chain
@@ -45,7 +45,7 @@ def applied(chains, rows):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_row_of_a_batch_keeps_its_own_order(seed):
+def test_every_row_of_a_batch_keeps_its_own_order(seed) -> None:
     choose = random.Random(seed)
     rows = torch.randn(8, V, generator=torch.Generator().manual_seed(seed)) * 3
     chains, expected = [], []
@@ -59,14 +59,14 @@ def test_every_row_of_a_batch_keeps_its_own_order(seed):
     assert torch.equal(applied(chains, rows), torch.stack(expected))
 
 
-def test_what_is_not_named_acts_behind_it_in_the_order_of_the_law():
+def test_what_is_not_named_acts_behind_it_in_the_order_of_the_law() -> None:
     names = ["min_p", "top_k", "temperature", "top_p"]
     chain = chain_of(names, ["top_p", "dynamic_temperature"])
     assert [member.name for member in chain.members] == ["top_p", "temperature", "min_p", "top_k"]
     assert [member.name for member in chain_of(names).members] == ["temperature", "min_p", "top_k", "top_p"]
 
 
-def test_sampling_stays_last_and_what_is_early_first():
+def test_sampling_stays_last_and_what_is_early_first() -> None:
     early = Requested("logit_bias", {"bias": {"3": 1.0}}, path="p")
     last = Requested("watermark", {"key_id": "k"}, path="p")
     top_k = Requested("top_k", {"k": 3}, path="p")
@@ -75,13 +75,13 @@ def test_sampling_stays_last_and_what_is_early_first():
     assert [member.name for member in chain.members] == ["logit_bias", "top_k", "watermark"]
 
 
-def test_an_order_alone_does_not_ask_for_a_draw():
+def test_an_order_alone_does_not_ask_for_a_draw() -> None:
     chain = chain_of([], ["top_k", "temperature"])
     assert chain.shapes_late
     assert not chain.wants_random_sampling
 
 
-def test_the_channel():
+def test_the_channel() -> None:
     assert parse_selection(client.selection(order=["min_p", "temperature"])).order == ("min_p", "temperature")
     assert parse_selection(client.selection()).order == ()
     body = client.logits_processors(order=["min_p"])
@@ -102,7 +102,7 @@ def test_the_channel():
         (["top_k", "watermark"], r"order\[1\]: expected processors of temperature and truncation"),
     ],
 )
-def test_what_is_refused(order, problem):
+def test_what_is_refused(order, problem) -> None:
     text = json.dumps({"version": 1, "order": order})
     with pytest.raises(SelectionError, match=problem):
         CATALOG.build_chain(parse_selection(text), CONTEXT)

@@ -56,7 +56,7 @@ models:
 """
 
 
-def test_mandatory_and_default_processors_join_every_request(load):
+def test_mandatory_and_default_processors_join_every_request(load) -> None:
     policy = load(MODEL).for_model("m")
     operators = [("top_p", {"p": 0.9}), ("temperature", {"value": 0.7}), ("min_p", {"p": 0.1})]
     assert asked(policy.apply(Selection(), CATALOG)) == operators
@@ -65,12 +65,12 @@ def test_mandatory_and_default_processors_join_every_request(load):
     assert applied.receipt is True
 
 
-def test_a_default_gives_way_to_the_clients_own(load):
+def test_a_default_gives_way_to_the_clients_own(load) -> None:
     applied = load(MODEL).for_model("m").apply(select({"name": "temperature", "args": {"value": 1.5}}), CATALOG)
     assert asked(applied) == [("top_p", {"p": 0.9}), ("min_p", {"p": 0.1}), ("temperature", {"value": 1.5})]
 
 
-def test_a_mandatory_processor_can_be_named_but_not_changed(load):
+def test_a_mandatory_processor_can_be_named_but_not_changed(load) -> None:
     policy = load(MODEL).for_model("m")
     assert asked(policy.apply(select({"name": "top_p", "args": {"p": 0.9}}), CATALOG))[0] == ("top_p", {"p": 0.9})
     for args in ({"p": 1.0}, {"p": 0.9, "scope": "answer"}):
@@ -83,7 +83,7 @@ def test_a_mandatory_processor_can_be_named_but_not_changed(load):
     assert caught.value.path == "processors[0].args.p"
 
 
-def test_a_forbidden_processor_is_refused_by_name(load):
+def test_a_forbidden_processor_is_refused_by_name(load) -> None:
     policy = load(MODEL)
     with pytest.raises(SelectionError, match="mirostat is not allowed for this model") as caught:
         policy.for_model("m").apply(select({"name": "mirostat"}), CATALOG)
@@ -92,7 +92,7 @@ def test_a_forbidden_processor_is_refused_by_name(load):
         policy.for_model("any other").apply(select({"name": "top_k"}), CATALOG)
 
 
-def test_no_policy_changes_nothing():
+def test_no_policy_changes_nothing() -> None:
     selection = select({"name": "top_k", "args": {"k": 3}})
     assert Policy().for_model("m") == ModelPolicy()
     assert Policy().for_model("m").apply(selection, CATALOG) == selection
@@ -138,7 +138,7 @@ def test_no_policy_changes_nothing():
         ("keys: {k: {hex: ab}}", "keys.k.hex", "unknown key"),
     ],
 )
-def test_errors_name_the_file_and_the_key(load, tmp_path: Path, text: str, key: str, problem: str):
+def test_errors_name_the_file_and_the_key(load, tmp_path: Path, text: str, key: str, problem: str) -> None:
     with pytest.raises(PolicyError) as caught:
         load(text, {"SHORT": "aabb", "BAD": "not a key, but a secret"})
     assert caught.value.file == str(tmp_path / "policy.yaml")
@@ -148,17 +148,17 @@ def test_errors_name_the_file_and_the_key(load, tmp_path: Path, text: str, key: 
     assert "secret" not in str(caught.value)
 
 
-def test_a_missing_file_is_an_error(tmp_path: Path):
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="cannot be read"):
         Policy.load(tmp_path / "none.yaml", CATALOG)
 
 
 @pytest.mark.parametrize("text", ["", "models: {m: }", "models: {m: {default: }}", "keys:\nmodels:\n"])
-def test_empty_sections_are_empty(load, text: str):
+def test_empty_sections_are_empty(load, text: str) -> None:
     assert load(text).for_model("m") == ModelPolicy()
 
 
-def test_watermark_keys_come_from_files_and_the_environment(load, tmp_path: Path):
+def test_watermark_keys_come_from_files_and_the_environment(load, tmp_path: Path) -> None:
     (tmp_path / "key").write_text(KEY + "\n")
     policy = load(f"keys: {{house: {{file: {tmp_path / 'key'}}}, other: {{env: K}}}}", {"K": KEY * 2})
     assert policy.watermark_keys == {"house": bytes.fromhex(KEY), "other": bytes.fromhex(KEY * 2)}
@@ -166,7 +166,7 @@ def test_watermark_keys_come_from_files_and_the_environment(load, tmp_path: Path
     assert str(bytes.fromhex(KEY)) not in repr(policy)
 
 
-def test_check_builds_what_the_policy_asks_for(load):
+def test_check_builds_what_the_policy_asks_for(load) -> None:
     policy = load("models: {m: {mandatory: [{name: watermark, args: {key_id: house}}]}}")
     with pytest.raises(PolicyError, match="no watermark key") as caught:
         policy.check("m", CATALOG, Context(Vocabulary(10)))

@@ -25,12 +25,12 @@ def feed(tracker, stream):
     return [tracker.accept(token) for token in stream]
 
 
-def test_tags_belong_to_neither_section():
+def test_tags_belong_to_neither_section() -> None:
     tracker = tracker_of([7], [8])
     assert feed(tracker, [1, 7, 2, 3, 8, 4]) == [False, None, True, True, None, False]
 
 
-def test_a_section_opened_by_the_prompt():
+def test_a_section_opened_by_the_prompt() -> None:
     tracker = tracker_of([7], [8])
     tracker.reset([1, 7, 2])
     assert tracker.thinking
@@ -52,7 +52,7 @@ def test_a_section_opened_by_the_prompt():
         ([9, 7, 8, 9, 1, 7, 2, 8, 3, 4], False, False),  # a beginning of the answer is given
     ],
 )
-def test_only_the_last_turn_of_the_prompt_counts(prompt, thinking, may_open):
+def test_only_the_last_turn_of_the_prompt_counts(prompt, thinking, may_open) -> None:
     tracker = tracker_of([7], [8], [9, 7])  # the tags may be special tokens themselves
     tracker.reset(prompt)
     assert (tracker.thinking, tracker.opening_id) == (thinking, 7 if may_open else None)
@@ -62,7 +62,7 @@ def test_only_the_last_turn_of_the_prompt_counts(prompt, thinking, may_open):
     assert (tracker.thinking, tracker.opening_id) == (thinking, 7 if may_open else None)
 
 
-def test_a_tag_that_starts_in_the_prompt():
+def test_a_tag_that_starts_in_the_prompt() -> None:
     tracker = tracker_of([7, 1], [8])
     tracker.reset([7])
     assert feed(tracker, [1, 4]) == [None, True]
@@ -70,7 +70,7 @@ def test_a_tag_that_starts_in_the_prompt():
 
 @settings(max_examples=examples(100), deadline=None)
 @given(tag=tags, prompt=tokens, stream=tokens, cut=st.integers(0, 20), tail=tokens)
-def test_rewinding_is_as_if_it_had_never_been(tag, prompt, stream, cut, tail):
+def test_rewinding_is_as_if_it_had_never_been(tag, prompt, stream, cut, tail) -> None:
     tracker, fresh = tracker_of(*tag), tracker_of(*tag)
     tracker.reset(prompt)
     fresh.reset(prompt)
@@ -81,12 +81,12 @@ def test_rewinding_is_as_if_it_had_never_been(tag, prompt, stream, cut, tail):
     assert (tracker.thinking, tracker.opening_id) == (fresh.thinking, fresh.opening_id)
 
 
-def test_a_tag_needs_ids():
+def test_a_tag_needs_ids() -> None:
     with pytest.raises(ValueError, match="an opening and a closing tag"):
         ThinkingTracker.of(Vocabulary(9), [], [8])
 
 
-def test_the_beginning_of_the_answer_may_be_that_of_the_opening_tag():
+def test_the_beginning_of_the_answer_may_be_that_of_the_opening_tag() -> None:
     tracker = tracker_of([7, 1, 2], [8])
     seen = [tracker.opening_id]
     for token in (7, 1, 2, 4):

@@ -31,7 +31,7 @@ def refused(text: str) -> SelectionError:
     return caught.value
 
 
-def test_names_args_scope_and_receipt():
+def test_names_args_scope_and_receipt() -> None:
     text = selection(
         {"name": "min_tokens", "args": {"n": 8, "scope": "answer"}}, {"name": "acme/house_style"}, receipt="debug"
     )
@@ -44,7 +44,7 @@ def test_names_args_scope_and_receipt():
     )
 
 
-def test_processors_and_receipt_may_be_absent():
+def test_processors_and_receipt_may_be_absent() -> None:
     assert parse_selection('{"version": 1}') == Selection()
 
 
@@ -96,7 +96,7 @@ def test_processors_and_receipt_may_be_absent():
         ('{"version": "' + "é" * 33000 + '"}', "", "at most 65536 bytes"),
     ],
 )
-def test_refusals_name_the_place(text: str, path: str, problem: str):
+def test_refusals_name_the_place(text: str, path: str, problem: str) -> None:
     error = refused(text)
     assert error.path == path
     assert problem in error.problem
@@ -111,7 +111,7 @@ def nested(depth: int) -> Any:
 
 
 @pytest.mark.parametrize("value", ["-1", "128", "1.0", "true", '"1"', "null"])
-def test_the_choice_is_a_number(value: str):
+def test_the_choice_is_a_number(value: str) -> None:
     assert parse_selection('{"version": 1, "choice": 127}').choice == 127
     assert parse_selection('{"version": 1}').choice == 0
     error = refused(f'{{"version": 1, "choice": {value}}}')
@@ -119,14 +119,14 @@ def test_the_choice_is_a_number(value: str):
 
 
 @pytest.mark.parametrize("value", ["0", '"no"', "null"])
-def test_speculation_is_true_or_false(value: str):
+def test_speculation_is_true_or_false(value: str) -> None:
     assert not parse_selection('{"version": 1, "speculation": false}').speculation
     assert parse_selection('{"version": 1}').speculation
     error = refused(f'{{"version": 1, "speculation": {value}}}')
     assert (error.path, error.problem) == ("speculation", f"expected true or false, got {value}")
 
 
-def test_depth_32_is_the_last_one():
+def test_depth_32_is_the_last_one() -> None:
     # the outer object, the list, the entry and its args are four
     assert parse_selection(selection({"name": "x", "args": {"a": nested(28)}}))
     error = refused(selection({"name": "x", "args": {"a": nested(29)}}))
@@ -134,12 +134,12 @@ def test_depth_32_is_the_last_one():
     assert error.path == "processors[0].args.a" + "[0]" * 28
 
 
-def test_integers_of_64_bits_pass():
+def test_integers_of_64_bits_pass() -> None:
     text = selection({"name": "x", "args": {"a": [2**64 - 1, -(2**63)]}})
     assert parse_selection(text).processors[0].args == {"a": [2**64 - 1, -(2**63)]}
 
 
-def test_channels():
+def test_channels() -> None:
     text = selection({"name": "x"})
     expected = parse_selection(text)
     assert from_channels() is None
@@ -151,12 +151,12 @@ def test_channels():
             from_channels(repeated, metadata)
 
 
-def test_errors_cross_processes():
+def test_errors_cross_processes() -> None:
     error = pickle.loads(pickle.dumps(SelectionError("processors[0].name", "expected a name")))
     assert (error.path, error.problem) == ("processors[0].name", "expected a name")
 
 
-def test_shown_is_short():
+def test_shown_is_short() -> None:
     assert len(shown("x" * 5000)) < 80
     assert shown([1, 2]) == "list"
 
@@ -195,12 +195,12 @@ def never_anything_else(text: str) -> None:
 
 
 @given(st.text(st.characters(categories=None)) | SHAPED.map(json.dumps))
-def test_any_text_gives_a_selection_or_a_selection_error(text: str):
+def test_any_text_gives_a_selection_or_a_selection_error(text: str) -> None:
     never_anything_else(text)
 
 
 @given(SHAPED, st.data())
-def test_damaged_selections_give_a_selection_or_a_selection_error(data: dict[str, Any], draw: st.DataObject):
+def test_damaged_selections_give_a_selection_or_a_selection_error(data: dict[str, Any], draw: st.DataObject) -> None:
     text = json.dumps(data, ensure_ascii=draw.draw(st.booleans()))
     start = draw.draw(st.integers(0, len(text)))
     stop = draw.draw(st.integers(start, min(len(text), start + 4)))
@@ -214,7 +214,7 @@ def test_damaged_selections_give_a_selection_or_a_selection_error(data: dict[str
     ),
     st.sampled_from([False, True, "debug"]),
 )
-def test_what_is_written_is_read(named: list[tuple[str, str]], receipt: Any):
+def test_what_is_written_is_read(named: list[tuple[str, str]], receipt: Any) -> None:
     text = selection(*({"name": n, "args": {"n": 1, "scope": s}} for n, s in named), receipt=receipt)
     parsed = parse_selection(text)
     assert [(r.name, r.scope, r.args) for r in parsed.processors] == [(n, s, {"n": 1}) for n, s in named]

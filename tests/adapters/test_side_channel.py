@@ -79,7 +79,7 @@ async def run(target, adapter) -> int | None:
 
 
 @pytest.mark.slow
-async def test_a_failure_in_another_process_arrives_under_the_workers_id():
+async def test_a_failure_in_another_process_arrives_under_the_workers_id() -> None:
     async with Worker() as worker:
         (adapter,) = create_trtllm_adapters([raises], end_id=3, report=worker.channel.reporter("req-é-1"))
         assert await run(executor, adapter) == 0
@@ -88,7 +88,7 @@ async def test_a_failure_in_another_process_arrives_under_the_workers_id():
     assert adapter.failure is None  # the copy failed, not this one
 
 
-async def test_a_step_in_a_process_that_dies_arrives_and_fills_the_receipt():
+async def test_a_step_in_a_process_that_dies_arrives_and_fills_the_receipt() -> None:
     async with Worker() as worker:
         adapter = ChainAdapter(chain(), end_id=3)
         adapter.watch = worker.channel.reporter("r").step
@@ -102,7 +102,7 @@ async def test_a_step_in_a_process_that_dies_arrives_and_fills_the_receipt():
     assert adapter.chain.tokens == [1, 2, 6]
 
 
-async def test_polling_takes_what_was_sent_before():
+async def test_polling_takes_what_was_sent_before() -> None:
     async with Worker() as worker:
         reporter = worker.channel.reporter("r")
         for position in range(40):
@@ -119,7 +119,7 @@ JUNK = [b"junk", b"[]", b"{}", b'{"request_id": 1}', b'{"position": 1}', b"\xff"
 BAD_STEP = b'{"request_id": "r", "position": 1, "asked": [[1]], "seconds": [], "logprobs": null}'
 
 
-async def test_what_is_neither_is_refused_and_counted():
+async def test_what_is_neither_is_refused_and_counted() -> None:
     async with Worker() as worker:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sender:
             sender.connect(worker.channel.path)
@@ -132,7 +132,7 @@ async def test_what_is_neither_is_refused_and_counted():
         worker.channel.poll()  # the sender is gone
 
 
-async def test_a_reporter_without_a_listener_drops_and_counts():
+async def test_a_reporter_without_a_listener_drops_and_counts() -> None:
     async with Worker() as worker:
         path, reporter = worker.channel.path, worker.channel.reporter("r")
         assert os.stat(os.path.dirname(path)).st_mode & 0o077 == 0
@@ -144,7 +144,7 @@ async def test_a_reporter_without_a_listener_drops_and_counts():
     assert reporter.num_dropped == 2
 
 
-def test_a_worker_that_hears_nothing_costs_a_bounded_wait(tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_that_hears_nothing_costs_a_bounded_wait(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adapters.trtllm.side_channel.SEND_TIMEOUT_S", 0.3)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
         deaf.bind(str(tmp_path / "s"))
@@ -168,13 +168,13 @@ def test_a_worker_that_hears_nothing_costs_a_bounded_wait(tmp_path, monkeypatch:
             assert reporter.num_dropped == 101
 
 
-def test_a_worker_that_is_busy_for_a_while_misses_nothing(tmp_path):
+def test_a_worker_that_is_busy_for_a_while_misses_nothing(tmp_path) -> None:
     """Its requests would fail: each token needs the report of its step."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(tmp_path / "s"))
         listener.listen()
         reporter, number = Reporter(str(tmp_path / "s"), "r"), 2000
-        sends = threading.Thread(target=lambda: [reporter.step(Step(position)) for position in range(number)])
+        sends = threading.Thread(target=lambda: [reporter.step(Step(position)) for position in range(number)])  # type: ignore[func-returns-value]
         sends.start()
         hears, _ = listener.accept()
         with hears:
@@ -185,7 +185,7 @@ def test_a_worker_that_is_busy_for_a_while_misses_nothing(tmp_path):
     assert reporter.num_dropped == 0
 
 
-async def test_a_long_temporary_directory_is_no_obstacle(tmp_path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_long_temporary_directory_is_no_obstacle(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("d" * 120)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))

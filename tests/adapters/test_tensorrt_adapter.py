@@ -43,7 +43,7 @@ def row() -> torch.Tensor:
     return torch.linspace(-1, 1, VOCAB).view(1, 1, VOCAB).clone()
 
 
-def test_edits_in_place_with_the_row_view_and_the_flat_history():
+def test_edits_in_place_with_the_row_view_and_the_flat_history() -> None:
     seen = {}
 
     def processor(input_ids, logits):
@@ -59,7 +59,7 @@ def test_edits_in_place_with_the_row_view_and_the_flat_history():
     assert batch.sum() == 10
 
 
-def test_several_adapters_share_the_view_in_order():
+def test_several_adapters_share_the_view_in_order() -> None:
     def double(_, logits):
         logits.mul_(2)
 
@@ -72,7 +72,7 @@ def test_several_adapters_share_the_view_in_order():
     assert (logits == 3).all()
 
 
-def test_the_signature_is_cached_and_has_the_arity_that_the_engine_asserts():
+def test_the_signature_is_cached_and_has_the_arity_that_the_engine_asserts() -> None:
     (adapter,) = create_trtllm_adapters([TemperatureProcessor(2.0)])
     signature = inspect.signature(adapter)
     assert 4 <= len(signature.parameters) <= 5
@@ -81,7 +81,7 @@ def test_the_signature_is_cached_and_has_the_arity_that_the_engine_asserts():
 
 
 @pytest.mark.parametrize("stream", [None, 0, 12345])
-def test_a_stream_handle_is_harmless_without_cuda(stream):
+def test_a_stream_handle_is_harmless_without_cuda(stream) -> None:
     logits = row()
     (adapter,) = create_trtllm_adapters([TemperatureProcessor(2.0)])
     call(adapter, logits, stream=stream)
@@ -89,7 +89,7 @@ def test_a_stream_handle_is_harmless_without_cuda(stream):
 
 
 @pytest.mark.parametrize("processor", [3, "x", None, TemperatureProcessor, object()])
-def test_what_is_not_a_processor_is_refused_at_creation(processor):
+def test_what_is_not_a_processor_is_refused_at_creation(processor) -> None:
     with pytest.raises(TypeError, match=r"processors\[1\] must be a callable"):
         create_trtllm_adapters([TemperatureProcessor(), processor])
 
@@ -125,7 +125,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("processor", "reason"), FAULTS)
-def test_a_failing_processor_is_undone_and_reported(processor, reason):
+def test_a_failing_processor_is_undone_and_reported(processor, reason) -> None:
     report, logits = Recorder(), row()
     (adapter,) = create_trtllm_adapters([processor], report=report)
     call(adapter, logits)
@@ -140,7 +140,7 @@ def test_a_failing_processor_is_undone_and_reported(processor, reason):
 
 
 @pytest.mark.parametrize(("processor", "reason"), FAULTS)
-def test_with_an_end_id_the_row_is_forced_to_it_from_then_on(processor, reason):
+def test_with_an_end_id_the_row_is_forced_to_it_from_then_on(processor, reason) -> None:
     report = Recorder()
     (adapter,) = create_trtllm_adapters([processor], end_id=END, report=report)
     for _ in range(3):
@@ -154,7 +154,7 @@ def test_with_an_end_id_the_row_is_forced_to_it_from_then_on(processor, reason):
     ("shape", "lists"),
     [((2, 1, VOCAB), 2), ((1, 2, VOCAB), 1), ((1, VOCAB), 1), ((1, 1, VOCAB), 2), ((1, 1, VOCAB), 0)],
 )
-def test_more_than_one_sequence_or_beam_is_refused(shape, lists):
+def test_more_than_one_sequence_or_beam_is_refused(shape, lists) -> None:
     report, logits = Recorder(), torch.zeros(shape)
     (adapter,) = create_trtllm_adapters([TemperatureProcessor(2.0)], end_id=END, report=report)
     call(adapter, logits, [[1]] * lists)
@@ -164,7 +164,7 @@ def test_more_than_one_sequence_or_beam_is_refused(shape, lists):
     assert logits.isfinite().sum() == logits[..., END].numel()
 
 
-def test_a_broken_reporter_does_not_reach_the_engine():
+def test_a_broken_reporter_does_not_reach_the_engine() -> None:
     def broken(failure):
         raise OSError("socket is gone")
 
@@ -174,7 +174,7 @@ def test_a_broken_reporter_does_not_reach_the_engine():
     assert int(logits.argmax()) == END
 
 
-def test_pickles_into_another_process_with_its_state():
+def test_pickles_into_another_process_with_its_state() -> None:
     adapters = create_trtllm_adapters(
         [TemperatureProcessor(2.0), ForcedSequenceProcessor([5, 6], END, prompt_length=2)],
         end_id=END,
@@ -199,7 +199,7 @@ def test_pickles_into_another_process_with_its_state():
 
 
 @pytest.mark.slow
-def test_is_an_instance_of_the_engines_own_class_where_that_is_installed(tmp_path):
+def test_is_an_instance_of_the_engines_own_class_where_that_is_installed(tmp_path) -> None:
     package = tmp_path / "tensorrt_llm"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -219,7 +219,7 @@ def test_is_an_instance_of_the_engines_own_class_where_that_is_installed(tmp_pat
         subprocess.run([sys.executable, "-c", "".join([*order, made])], check=True, env=environ)
 
 
-def test_open_adapters_undo_report_once_and_go_on():
+def test_open_adapters_undo_report_once_and_go_on() -> None:
     calls = []
 
     def sometimes(input_ids, logits):
@@ -239,7 +239,7 @@ def test_open_adapters_undo_report_once_and_go_on():
     assert len(report.failures) == 1
 
 
-def test_a_chain_that_was_not_called_for_a_position_fails():
+def test_a_chain_that_was_not_called_for_a_position_fails() -> None:
     context = Context(Vocabulary(VOCAB))
     chain = ProcessorChain([BannedTokens(BannedTokens.Args(token_ids=[5]), context)], context)
     chain.start([1, 2])
@@ -255,7 +255,7 @@ def test_a_chain_that_was_not_called_for_a_position_fails():
     assert failure.message == "were not called for position 4: the engine went on without them"
 
 
-def test_a_chain_tells_its_steps_with_log_probabilities_from_before_any_edit():
+def test_a_chain_tells_its_steps_with_log_probabilities_from_before_any_edit() -> None:
     context = Context(Vocabulary(VOCAB))
     chain = ProcessorChain([BannedTokens(BannedTokens.Args(token_ids=[15]), context), SeededSampler(None)], context)
     chain.start([1, 2])
@@ -271,7 +271,7 @@ def test_a_chain_tells_its_steps_with_log_probabilities_from_before_any_edit():
     assert [kind for _, kind, _ in step.edits] == ["masked", "shaped"]
 
 
-def test_a_processor_that_cannot_be_loaded_over_there_fails_alone(monkeypatch):
+def test_a_processor_that_cannot_be_loaded_over_there_fails_alone(monkeypatch) -> None:
     module = types.ModuleType("third_party_over_here")
     exec("class Acts:\n    def __call__(self, ids, logits): logits[0] += 1\n", module.__dict__)
     monkeypatch.setitem(sys.modules, module.__name__, module)

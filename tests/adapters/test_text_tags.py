@@ -53,12 +53,12 @@ def write(chain, text, choose=None):
         chain.accept(token_id, chain.position)
 
 
-def test_the_tags_are_several_tokens():
+def test_the_tags_are_several_tokens() -> None:
     assert min(len(FACTS.think_start), len(FACTS.think_end)) > 2
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_sections_are_those_of_the_text(seed):
+def test_sections_are_those_of_the_text(seed) -> None:
     choose = random.Random(seed)
     parts = [choose.choice(["fox ", START, STOP, "[", "THINK]", "the dog", "[/"]) for _ in range(12)]
     ids = pieces("".join(parts), choose)
@@ -72,7 +72,7 @@ def test_sections_are_those_of_the_text(seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_model_thinks_first_or_answers_at_once(seed):
+def test_a_model_thinks_first_or_answers_at_once(seed) -> None:
     choose = random.Random(seed)
     chain = chain_of(("json_schema", {"schema": ARRAY}))
     write(chain, START)
@@ -84,7 +84,7 @@ def test_a_model_thinks_first_or_answers_at_once(seed):
     write(chain_of(("json_schema", {"schema": ARRAY})), "[4]")  # begins as the opening tag does
 
 
-def test_who_begins_the_tag_against_the_grammar_has_to_complete_it():
+def test_who_begins_the_tag_against_the_grammar_has_to_complete_it() -> None:
     chain = chain_of(("choice", {"choices": ["yes", "no"]}))
     write(chain, "[")
     assert not allows(chain, VOCABULARY.encode("yes")[0])
@@ -97,7 +97,7 @@ def test_who_begins_the_tag_against_the_grammar_has_to_complete_it():
     assert [allows(forced, i) for i in (second, FACTS.think_start[1])] == [False, True]
 
 
-def test_the_tokens_of_a_tag_are_not_counted():
+def test_the_tokens_of_a_tag_are_not_counted() -> None:
     chain = chain_of(("min_tokens", {"n": 2}))
     write(chain, START + STOP)
     chain.accept(VOCABULARY.encode("a")[0], chain.position)
@@ -112,7 +112,7 @@ def test_the_tokens_of_a_tag_are_not_counted():
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_rewinding_and_replay_are_as_step_by_step(seed):
+def test_rewinding_and_replay_are_as_step_by_step(seed) -> None:
     choose = random.Random(seed)
     asked = [("regex", {"pattern": "[a-z ]+"}), ("presence_penalty", {"penalty": 0.5}), ("min_tokens", {"n": 3})]
     script = pieces(f"{START}the [ fox{STOP}the dog{START}and {STOP} so", choose)
@@ -140,7 +140,7 @@ def test_rewinding_and_replay_are_as_step_by_step(seed):
             chain.accept(token_id, chain.position)
 
 
-def test_an_array_is_valid_json_behind_the_tag():
+def test_an_array_is_valid_json_behind_the_tag() -> None:
     chain = chain_of(("json_schema", {"schema": ARRAY}))
     for token_id in VOCABULARY.encode(f"{START}so{STOP}"):
         chain.accept(token_id, chain.position)

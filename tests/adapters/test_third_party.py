@@ -108,8 +108,8 @@ class ZooCite:
 
     def __call__(self, req_id, logits, ids, stream_ptr, client_id):
         if self.prompt is None:
-            self.prompt = list(ids[0])
-        logits[:, :, sorted(set(self.prompt))] += self.boost_factor
+            self.prompt = list(ids[0])  # type: ignore[assignment]
+        logits[:, :, sorted(set(self.prompt))] += self.boost_factor  # type: ignore[call-overload]
 
 
 class HuggingFaceCounter(LogitsProcessor):
@@ -121,7 +121,7 @@ class HuggingFaceCounter(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         self.seen += 1
         assert input_ids.dtype == torch.int64
-        return scores + input_ids[:, -1:].float() * 0.1 + self.seen
+        return scores + input_ids[:, -1:].float() * 0.1 + self.seen  # type: ignore[return-value]
 
 
 def halve_first(input_ids, logits):
@@ -132,11 +132,11 @@ class BiasLast(SteeringProcessor):
     name, stage, reads, Args = "bias_last", Stage.BIAS, Reads.GENERATED, ProcessorArgs
 
     def edit(self):
-        return Bias.of([self.last_token], [0.25])
+        return Bias.of([self.last_token], [0.25])  # type: ignore[list-item]
 
 
 TOKENIZER = Characters()
-CONTEXT = Context(Vocabulary(V, TOKENIZER))
+CONTEXT = Context(Vocabulary(V, TOKENIZER))  # type: ignore[arg-type]
 
 MAKERS = {
     "dynamo": lambda: third_party_processor(CountingBoost),
@@ -187,7 +187,7 @@ def equal(first, second):
 # Calling shapes
 
 
-def test_each_is_called_as_its_own_engine_calls_it():
+def test_each_is_called_as_its_own_engine_calls_it() -> None:
     rows, prompt = rows_of(8), [1, 2, 3]
     for kind, call in {
         "dynamo": lambda p, ids, row: p(ids, row),
@@ -214,7 +214,7 @@ def test_each_is_called_as_its_own_engine_calls_it():
         (SuppressTokensLogitsProcessor, {"suppress_tokens": [3, 4]}),
     ],
 )
-def test_transformers_own_processors(warper, arguments):
+def test_transformers_own_processors(warper, arguments) -> None:
     rows, ids, expected = rows_of(10), [1, 2, 3], []
     for row in rows:
         expected.append(warper(**arguments)(torch.tensor([ids]), row.clone().unsqueeze(0))[0])
@@ -230,11 +230,11 @@ def test_transformers_own_processors(warper, arguments):
         *[(MinPLogitsWarper(0.1), HuggingFaceProcessor), (lambda input_ids, scores: scores, HuggingFaceProcessor)],
     ],
 )
-def test_protocols_are_recognised(target, wrapper):
+def test_protocols_are_recognised(target, wrapper) -> None:
     assert issubclass(wrap_third_party(target), wrapper)
 
 
-def test_annotations_tell_where_names_do_not():
+def test_annotations_tell_where_names_do_not() -> None:
     def tensors(ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
@@ -265,12 +265,12 @@ class NotCallable:
 
 
 @pytest.mark.parametrize("target", [Batched, VllmV0, Unclear, Anything, NotCallable, NotCallable(), Batched(), 5, None])
-def test_what_speaks_no_protocol_is_refused(target):
+def test_what_speaks_no_protocol_is_refused(target) -> None:
     with pytest.raises(TypeError, match=r"must be callable as|cannot be called"):
         wrap_third_party(target)
 
 
-def test_dynamos_own_examples():
+def test_dynamos_own_examples() -> None:
     from dynamo.logits_processing import examples
 
     names = [name for name in dir(examples) if name.endswith("Processor")]
@@ -278,7 +278,7 @@ def test_dynamos_own_examples():
     assert {protocol_of(getattr(examples, name)) for name in names} == {"dynamo"}
 
 
-def test_dynamos_forced_sequence_is_exact_under_repeated_calls_and_rewinds():
+def test_dynamos_forced_sequence_is_exact_under_repeated_calls_and_rewinds() -> None:
     from dynamo.logits_processing.examples import ForcedSequenceLogitsProcessor
 
     kind = wrap_third_party(ForcedSequenceLogitsProcessor, "forced")
@@ -292,14 +292,14 @@ def test_dynamos_forced_sequence_is_exact_under_repeated_calls_and_rewinds():
     assert chain.tokens[3:] == [5, 6, 7, 2, 2]
 
 
-def test_all_of_transformers_processors_are_recognised():
+def test_all_of_transformers_processors_are_recognised() -> None:
     found = vars(transformers.generation.logits_process).values()
     classes = [one for one in found if isinstance(one, type) and issubclass(one, LogitsProcessor)]
     assert len(classes) > 20
     assert {protocol_of(one) for one in classes} == {"huggingface"}
 
 
-def test_a_protocol_can_be_named():
+def test_a_protocol_can_be_named() -> None:
     assert issubclass(wrap_third_party(Unclear, protocol="dynamo"), DynamoProcessor)
 
 
@@ -319,7 +319,7 @@ def test_a_protocol_can_be_named():
         (lambda input_ids, scores: 1 / 0, "ZeroDivisionError"),
     ],
 )
-def test_a_wrong_result_fails_the_request_and_leaves_the_row(target, error):
+def test_a_wrong_result_fails_the_request_and_leaves_the_row(target, error) -> None:
     row = rows_of(1)
     out, failures = shape_all([chain_of(third_party_processor(target, name="theirs"))], row)
     assert torch.equal(out, row)
@@ -327,7 +327,7 @@ def test_a_wrong_result_fails_the_request_and_leaves_the_row(target, error):
     assert failures[0].message == f"raised {error} at position 3"
 
 
-def test_editing_in_place_and_returning_the_same_tensor_is_fine():
+def test_editing_in_place_and_returning_the_same_tensor_is_fine() -> None:
     def in_place(input_ids, logits):
         return logits.mul_(2)
 
@@ -346,7 +346,7 @@ def test_editing_in_place_and_returning_the_same_tensor_is_fine():
 
 
 @kinds
-def test_a_repeated_call_begins_from_the_same_state(kind):
+def test_a_repeated_call_begins_from_the_same_state(kind) -> None:
     rows, other = rows_of(6), rows_of(6, seed=1)
     expected = decode(chain_of(MAKERS[kind]()), rows)
     chain, shaped = chain_of(MAKERS[kind]()), []
@@ -359,7 +359,7 @@ def test_a_repeated_call_begins_from_the_same_state(kind):
 @kinds
 @given(data=st.data())
 @few
-def test_rewinding_and_going_on_is_as_if_it_had_not_happened(kind, data):
+def test_rewinding_and_going_on_is_as_if_it_had_not_happened(kind, data) -> None:
     rows = rows_of(8)
     expected = decode(chain_of(MAKERS[kind]()), rows)
     chain = chain_of(MAKERS[kind]())
@@ -374,7 +374,7 @@ def test_rewinding_and_going_on_is_as_if_it_had_not_happened(kind, data):
 
 @kinds
 @pytest.mark.parametrize("k", range(7))
-def test_a_migration_at_every_token_is_not_seen(kind, k):
+def test_a_migration_at_every_token_is_not_seen(kind, k) -> None:
     rows = rows_of(6)
     chain = chain_of(MAKERS[kind](), BiasLast(None, CONTEXT))
     expected = decode(chain, rows)
@@ -388,14 +388,14 @@ def test_a_migration_at_every_token_is_not_seen(kind, k):
 
 
 @pytest.mark.parametrize("kind", STATEFUL)
-def test_stateful_ones_cannot_be_rebuilt_from_ids_alone(kind):
+def test_stateful_ones_cannot_be_rebuilt_from_ids_alone(kind) -> None:
     chain = ProcessorChain([MAKERS[kind]()], CONTEXT)
     assert chain.observes_logits
     with pytest.raises(ValueError, match="replaying on logits"):
         chain.start([1], [2])
 
 
-def test_a_rewind_beyond_the_kept_states_fails_instead_of_going_on_wrongly():
+def test_a_rewind_beyond_the_kept_states_fails_instead_of_going_on_wrongly() -> None:
     chain = chain_of(MAKERS["dynamo"]())
     decode(chain, rows_of(NUM_KEPT_STATES + 3))
     chain.rewind(3 + 3)
@@ -405,7 +405,7 @@ def test_a_rewind_beyond_the_kept_states_fails_instead_of_going_on_wrongly():
     assert failures[0].message == "the state at generated token 2 is not kept any more at position 5"
 
 
-def test_a_forced_position_is_not_a_call():
+def test_a_forced_position_is_not_a_call() -> None:
     class ForceAt4(SteeringProcessor):
         name, stage, reads, Args = "force_at_4", Stage.FORCE, Reads.NOTHING, ProcessorArgs
 
@@ -424,7 +424,7 @@ def test_a_forced_position_is_not_a_call():
     assert processor._wrapped.calls == 2
 
 
-def test_choices_do_not_share_an_instance():
+def test_choices_do_not_share_an_instance() -> None:
     shared = CountingBoost()
     first, second = (chain_of(third_party_processor(shared)) for _ in range(2))
     rows = rows_of(4)
@@ -433,7 +433,7 @@ def test_choices_do_not_share_an_instance():
 
 
 @kinds
-def test_a_row_does_not_depend_on_its_batch_mates_even_if_one_raises(kind):
+def test_a_row_does_not_depend_on_its_batch_mates_even_if_one_raises(kind) -> None:
     def raises(input_ids, logits):
         raise RuntimeError
 
@@ -456,7 +456,7 @@ def test_a_row_does_not_depend_on_its_batch_mates_even_if_one_raises(kind):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MAKERS if not kind.startswith("zoo")])
-def test_pickles_in_the_middle_of_a_request(kind):
+def test_pickles_in_the_middle_of_a_request(kind) -> None:
     rows = rows_of(6)
     chain = chain_of(MAKERS[kind]())
     decode(chain, rows[:3])
@@ -464,16 +464,16 @@ def test_pickles_in_the_middle_of_a_request(kind):
     assert equal(decode(copy, rows[3:]), decode(chain, rows[3:]))
 
 
-def test_zoo_processors_pickle_with_their_tokenizer():
+def test_zoo_processors_pickle_with_their_tokenizer() -> None:
     chain = chain_of(MAKERS["zoo length"]())
     decode(chain, rows_of(2))
     copy = pickle.loads(pickle.dumps(chain))
     assert equal(decode(copy, rows_of(2, 1)), decode(chain, rows_of(2, 1)))
 
 
-def test_what_cannot_be_copied_is_refused_unless_it_has_no_state():
+def test_what_cannot_be_copied_is_refused_unless_it_has_no_state() -> None:
     class Locked:
-        def __init__(self):
+        def __init__(self) -> None:
             self.lines = (line for line in "ab")
 
         def __call__(self, input_ids, logits):
@@ -484,7 +484,7 @@ def test_what_cannot_be_copied_is_refused_unless_it_has_no_state():
     assert not third_party_processor(Locked, stateful=False).observes_logits
 
 
-def test_the_stage_is_settable_and_soft_by_default():
+def test_the_stage_is_settable_and_soft_by_default() -> None:
     processor = third_party_processor(CountingBoost)
     assert processor.stage is Stage.SOFT
     late = third_party_processor(CountingBoost, stage=Stage.TRUNCATION)
@@ -492,7 +492,7 @@ def test_the_stage_is_settable_and_soft_by_default():
     assert late.reads is Reads.PROMPT_AND_GENERATED
 
 
-def test_a_factory_that_makes_a_class_is_refused():
+def test_a_factory_that_makes_a_class_is_refused() -> None:
     with pytest.raises(TypeError, match="must make a callable"):
         DynamoProcessor(lambda: CountingBoost)
 
@@ -505,7 +505,7 @@ def build(kind, **arguments):
     return processor
 
 
-def test_a_wrapped_class_has_typed_arguments_and_takes_the_models_tokenizer():
+def test_a_wrapped_class_has_typed_arguments_and_takes_the_models_tokenizer() -> None:
     kind = wrap_third_party(ZooLength, "acme/length")
     assert (kind.name, kind.stage, kind.observes_logits) == ("acme/length", Stage.SOFT, True)
     assert kind.__doc__ == "NVIDIA's shape: a tokenizer at construction, calls counted, both beam layouts written."
@@ -528,12 +528,12 @@ def test_a_wrapped_class_has_typed_arguments_and_takes_the_models_tokenizer():
         *[{"boost_factor": 1.0, "tokenizer": "x"}, {"boost_factor": 1.0, "more": 1}],
     ],
 )
-def test_arguments_out_of_bounds(arguments):
+def test_arguments_out_of_bounds(arguments) -> None:
     with pytest.raises(ValidationError):
         wrap_third_party(ZooLength, "x").Args(**arguments)
 
 
-def test_what_the_operator_fixes_the_request_cannot_set():
+def test_what_the_operator_fixes_the_request_cannot_set() -> None:
     kind = wrap_third_party(ZooLength, "x", arguments={"p": 3})
     assert "p" not in kind.Args.model_fields
     assert build(kind, boost_factor=1.0)._wrapped.p == 3
@@ -541,11 +541,11 @@ def test_what_the_operator_fixes_the_request_cannot_set():
         wrap_third_party(ZooLength, "x", arguments={"q": 3})
 
 
-def test_arguments_come_from_annotations_or_else_from_defaults():
+def test_arguments_come_from_annotations_or_else_from_defaults() -> None:
     class Many:
         def __init__(
             self, ids: list[int], words: list[str] | None = None, rate=1.5, table: dict | None = None, _x: int = 0
-        ):
+        ) -> None:
             pass
 
         def __call__(self, input_ids, logits): ...
@@ -554,7 +554,7 @@ def test_arguments_come_from_annotations_or_else_from_defaults():
     assert list(fields) == ["ids", "words", "rate"]
 
 
-def test_an_argument_that_nobody_can_give_is_refused():
+def test_an_argument_that_nobody_can_give_is_refused() -> None:
     class Needs:
         def __init__(self, table: dict) -> None: ...
 
@@ -565,26 +565,26 @@ def test_an_argument_that_nobody_can_give_is_refused():
     assert not wrap_third_party(Needs, arguments={"table": {}}).Args.model_fields
 
 
-def test_a_constructors_refusal_names_the_argument():
+def test_a_constructors_refusal_names_the_argument() -> None:
     kind = wrap_third_party(MinPLogitsWarper, "min_p_hf")
     with pytest.raises(ArgumentError, match="`min_p` has to be a float") as caught:
         build(kind, min_p=3.0)
     assert caught.value.argument == "min_p"
 
 
-def test_a_class_that_needs_a_tokenizer_says_so():
+def test_a_class_that_needs_a_tokenizer_says_so() -> None:
     kind = wrap_third_party(ZooCite, "cite")
     with pytest.raises(TypeError, match="ZooCite needs a tokenizer"):
         kind.build(kind.Args(), Context(Vocabulary(V)))
 
 
-def test_an_instance_takes_no_arguments():
+def test_an_instance_takes_no_arguments() -> None:
     assert not wrap_third_party(CountingBoost()).Args.model_fields
     with pytest.raises(TypeError, match="takes no arguments"):
         third_party_processor(CountingBoost(), arguments={"step": 1.0})
 
 
-def test_a_partial_factory_runs_as_its_class():
+def test_a_partial_factory_runs_as_its_class() -> None:
     processor = DynamoProcessor(functools.partial(CountingBoost, step=2.0), name="theirs", stage=Stage.BIAS)
     bare = third_party_processor(CountingBoost, arguments={"step": 2.0})
     assert equal(decode(chain_of(processor), rows_of(5)), decode(chain_of(bare), rows_of(5)))

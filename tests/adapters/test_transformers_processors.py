@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[], Any]]] = {
     "watermark": (
         "WatermarkLogitsProcessor",
         WATERMARK,
-        lambda: transformers.WatermarkLogitsProcessor(vocab_size=V, device="cpu", **WATERMARK),
+        lambda: transformers.WatermarkLogitsProcessor(vocab_size=V, device="cpu", **WATERMARK),  # type: ignore[arg-type]
     ),
     "selfhash": (
         "WatermarkLogitsProcessor",
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[], Any]]] = {
     "synthid": (
         "SynthIDTextWatermarkLogitsProcessor",
         SYNTHID,
-        lambda: transformers.SynthIDTextWatermarkLogitsProcessor(device=torch.device("cpu"), **SYNTHID),
+        lambda: transformers.SynthIDTextWatermarkLogitsProcessor(device=torch.device("cpu"), **SYNTHID),  # type: ignore[arg-type]
     ),
     "min_length": (
         "MinLengthLogitsProcessor",
@@ -57,7 +57,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[], Any]]] = {
     "sequence_bias": (
         "SequenceBiasLogitsProcessor",
         {"sequence_bias": BIASES},
-        lambda: transformers.SequenceBiasLogitsProcessor([list(one) for one in BIASES]),
+        lambda: transformers.SequenceBiasLogitsProcessor([list(one) for one in BIASES]),  # type: ignore[arg-type]
     ),
     "no_bad_words": (
         "NoBadWordsLogitsProcessor",
@@ -207,7 +207,7 @@ def test_the_models_own_are_given_by_name_and_never_by_the_request() -> None:
     assert isinstance(processor, ThirdPartyProcessor)
     assert processor._wrapped.given == (V, 9, [2, 9])  # of the end tokens the model's own, not the client's
     assert processor._wrapped.device == torch.device("cpu")
-    (processor,) = kind.build(kind.Args(eos_token_id=5, eos_token_ids=None), CONTEXT)
+    (processor,) = kind.build(kind.Args(eos_token_id=5, eos_token_ids=None), CONTEXT)  # type: ignore[call-arg]
     assert isinstance(processor, ThirdPartyProcessor)
     assert processor._wrapped.given == (V, 5, [2, 9])
 
@@ -234,4 +234,4 @@ def test_it_is_made_on_the_device_of_the_logits() -> None:
 def test_what_transformers_refuses_is_the_callers_fault() -> None:
     kind = wrap_third_party(transformers.WatermarkLogitsProcessor, "w")
     with pytest.raises(ArgumentError, match=r"greenlist_ratio: .*between 0.0 and 1.0"):
-        kind.build(kind.Args(greenlist_ratio=1.5), CONTEXT)
+        kind.build(kind.Args(greenlist_ratio=1.5), CONTEXT)  # type: ignore[call-arg]

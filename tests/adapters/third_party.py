@@ -65,7 +65,7 @@ class AnswerOnly(Loud):
     """Lives in the answer only."""
 
     name = "answer_only"
-    scopes: tuple[Scope, ...] = ("answer",)
+    scopes: tuple[Scope, ...] = ("answer",)  # type: ignore[misc]
 
 
 class Half:

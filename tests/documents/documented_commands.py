@@ -180,7 +180,7 @@ def _check_argparse(main: Callable[[], object]) -> None:
     parse = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(parser: argparse.ArgumentParser, *arguments: object, **named: object) -> None:
-        parse(parser, *arguments, **named)  # type: ignore[call-overload]
+        parse(parser, *arguments, **named)
         raise _Parsed
 
     with patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop):

@@ -54,7 +54,7 @@ def engine(tiny_model: Path) -> Engine:
 @pytest.fixture
 def names(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     with httpx.Client(transport=httpx.MockTransport(ServedTinyModel(engine))) as http, files_in(tmp_path, monkeypatch):
-        monkeypatch.setattr(openai, "OpenAI", partial(openai.OpenAI, http_client=http, max_retries=0))
+        monkeypatch.setattr(openai, "OpenAI", partial(openai.OpenAI, http_client=http, max_retries=0))  # type: ignore[arg-type]
         yield taken_for_granted()
 
 

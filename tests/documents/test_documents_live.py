@@ -89,5 +89,5 @@ def test_programs_are_answered(
     page: str, served: LaunchedScript, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with httpx.Client(transport=Redirected(served), timeout=60) as http, files_in(tmp_path, monkeypatch):
-        monkeypatch.setattr(openai, "OpenAI", partial(openai.OpenAI, http_client=http, max_retries=0))
+        monkeypatch.setattr(openai, "OpenAI", partial(openai.OpenAI, http_client=http, max_retries=0))  # type: ignore[arg-type]
         run_programs(page, taken_for_granted(), tiny_model, tmp_path)

@@ -102,5 +102,5 @@ class ScriptedEngine:
 
 
 if __name__ == "__main__":
-    worker.build.make_engine = ScriptedEngine
+    worker.build.make_engine = ScriptedEngine  # type: ignore[assignment]
     worker.__main__.run()

@@ -28,9 +28,9 @@ def start_pair(
     stack: Stack, *arguments: str, engine: tuple[str, ...] = ENGINE, **environ: str
 ) -> tuple[Worker, Worker]:
     """A prefill and a decode worker; the model is listed once both are there."""
-    prefill = stack.start_worker(*engine, *arguments, "--disaggregation-mode", "prefill", wait=False, **environ)
+    prefill = stack.start_worker(*engine, *arguments, "--disaggregation-mode", "prefill", wait=False, **environ)  # type: ignore[arg-type]
     stack.wait_endpoint(prefill)
-    decode = stack.start_worker(*engine, *arguments, "--disaggregation-mode", "decode", wait=False, **environ)
+    decode = stack.start_worker(*engine, *arguments, "--disaggregation-mode", "decode", wait=False, **environ)  # type: ignore[arg-type]
     for worker in (prefill, decode):
         stack.wait_registered(worker)
     wait_for(lambda: stack.post("completions", prompt="ready?", max_tokens=1)[0] == 200, "the pair")
@@ -100,7 +100,7 @@ def test_invalid_selections_are_refused_on_prefill(pair: tuple[Stack, Worker, Wo
 @pytest.mark.parametrize("variable", SMOKE_VARIABLES[:1])
 def test_the_smoke_text_is_exact(stack: Stack, variable: str) -> None:
     stack.start_frontend()
-    start_pair(stack, **{variable: "1"})
+    start_pair(stack, **{variable: "1"})  # type: ignore[arg-type]
     for stream in (False, True):
         for content in ("hi", "what is the capital of France? " * 4):
             reply = chat(stack, stream=stream, content=content, temperature=1.3, seed=4, max_tokens=64)

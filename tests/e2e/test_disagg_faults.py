@@ -94,7 +94,7 @@ class Asking:
 
 def start(stack: Stack, role: str, hold_s: int = HOLD_S, **environ: str) -> Worker:
     hold = ("--kv-lease-s", str(hold_s)) if role == "prefill" else ()
-    worker = stack.start_worker(*COMMON, *hold, "--disaggregation-mode", role, wait=False, **environ)
+    worker = stack.start_worker(*COMMON, *hold, "--disaggregation-mode", role, wait=False, **environ)  # type: ignore[arg-type]
     stack.wait_endpoint(worker)
     return worker
 

@@ -80,7 +80,7 @@ class Pair:
 
     def _start(self, role: str, *arguments: str, **environ: str) -> Worker:
         mode = ("--disaggregation-mode", role)
-        worker = self.stack.start_worker(*COMMON, *mode, *arguments, wait=False, UCX_TLS="tcp", **environ)
+        worker = self.stack.start_worker(*COMMON, *mode, *arguments, wait=False, UCX_TLS="tcp", **environ)  # type: ignore[arg-type]
         self.stack.wait_endpoint(worker)
         return worker
 

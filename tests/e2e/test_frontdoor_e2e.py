@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 from e2e_stack import MODEL, Process, Stack, Worker, http, leave_until_cancelled, running_stack, wait_for
-from front_door import Door
+from front_door_process import Door
 from ports import free_port
 
 from adapters.catalog import Catalog
@@ -36,9 +36,9 @@ def test_processors_from_a_stock_client(served: tuple[Stack, Worker, Door]) -> N
     bias = processor("logit_bias", bias={"40": 100})
     with door.client() as client:
         for extra in ({"logits_processors": [bias]}, logits_processors(bias)):
-            answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=6, extra_body=extra)
+            answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=6, extra_body=extra)  # type: ignore[arg-type]
             assert answer.choices[0].message.content == "DDDDDD"
-        answer = client.completions.create(
+        answer = client.completions.create(  # type: ignore[assignment]
             model=MODEL,
             prompt="a",
             max_tokens=4,
@@ -110,7 +110,7 @@ async def test_200_streams_say_what_each_says_alone(served: tuple[Stack, Worker,
 
     limits = httpx.Limits(max_connections=200)
     async with httpx.AsyncClient(limits=limits, timeout=100) as connections:
-        client = openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="none", http_client=connections, max_retries=0)
+        client = openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="none", http_client=connections, max_retries=0)  # type: ignore[arg-type]
         together = await asyncio.gather(*(say(client, number) for number in range(200)))
     assert together[1::2] == ["D" * 8] * 100
     assert together[:20] == together[20:40] == together[180:]

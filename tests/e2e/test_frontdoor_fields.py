@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from e2e_stack import running_stack
-from front_door import Door
+from front_door_process import Door
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
@@ -193,7 +193,7 @@ EFFECTS: dict[tuple[str, str], tuple[dict[str, Any], Check | object]] = {
         },
     }.items()
     for path in paths
-    for name, effect in effects.items()
+    for name, effect in effects.items()  # type: ignore[attr-defined]
 }
 """For each field a request, and what shows in the answer beside the one to a plain request. Where
 a request has further fields, the plain one has them too.

@@ -159,7 +159,7 @@ def raw(stack: Stack, body: str) -> tuple[int, str]:
 def test_a_heavy_grammar_hurts_nobody(served: Shared, name: str) -> None:
     stack, worker = served
     for options in ({}, {"temperature": 1.5, "seed": 1}):
-        reply = chat(stack, max_tokens=40, **options, **HEAVY[name])
+        reply = chat(stack, max_tokens=40, **options, **HEAVY[name])  # type: ignore[arg-type]
         assert reply.status in (200, 400), reply.text
     assert chat(stack, processor("choice", choices=["ok"])).content == "ok"
     assert worker.running

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 from e2e_stack import MODEL, Stack, Worker, running_stack, wait_for
-from front_door import Door
+from front_door_process import Door
 from servers import EtcdServer, NatsServer
 
 from adapters.client import processor, selection
@@ -177,13 +177,13 @@ async def chat(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event) ->
 
 async def _chat(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event) -> str:
     schema = {"type": "json_schema", "json_schema": {"name": "lists", "schema": {**SCHEMA, "minItems": 400}}}
-    stream = await client.chat.completions.create(
+    stream = await client.chat.completions.create(  # type: ignore[call-overload]
         model=MODEL,
         messages=[{"role": "user", "content": f"List {number}"}],
         max_tokens=5 * NUM_TOKENS,  # nobody is done before everybody has begun
         temperature=0.8,
         seed=number,
-        response_format=schema,  # type: ignore[arg-type]
+        response_format=schema,
         stream=True,
     )
     text, num_events = "", 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from chromium import clean_page, running_browser
 from e2e_stack import Worker, running_stack, wait_for
-from front_door import Door
+from front_door_process import Door
 from playwright.sync_api import Browser, Locator, Page, expect
 
 pytestmark = pytest.mark.browser
@@ -72,7 +72,7 @@ def test_a_conversation_of_two_turns(page: Page) -> None:
     expect(answer(page).locator(".facts")).to_contain_text("finish reason length · 8 tokens")
     with page.expect_request("**/v1/chat/completions") as asked:
         say(page, "And then?")
-    assert asked.value.post_data_json["messages"] == [
+    assert asked.value.post_data_json["messages"] == [  # type: ignore[index]
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": first},
         {"role": "user", "content": "And then?"},
@@ -171,7 +171,7 @@ def test_forms_of_nested_values(page: Page) -> None:
     card.get_by_label("parallel").uncheck()
     with page.expect_request("**/v1/chat/completions") as asked:
         page.get_by_role("button", name="Send").click()
-    assert asked.value.post_data_json["logits_processors"]["processors"] == [
+    assert asked.value.post_data_json["logits_processors"]["processors"] == [  # type: ignore[index]
         {
             "name": "tool_calls",
             "args": {

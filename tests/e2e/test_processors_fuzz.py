@@ -148,9 +148,9 @@ def test_bystanders_do_not_notice(served: Shared) -> None:
     """Long answers beside a storm of bad requests are what they are alone."""
     stack, worker = served
     options = {"max_tokens": 300, "ignore_eos": True}
-    alone = chat(stack, **options).token_ids
+    alone = chat(stack, **options).token_ids  # type: ignore[arg-type]
     with ThreadPoolExecutor(8) as pool:
-        mates = [pool.submit(chat, stack, stream=number % 2 == 0, **options) for number in range(4)]
+        mates = [pool.submit(chat, stack, stream=number % 2 == 0, **options) for number in range(4)]  # type: ignore[arg-type]
         storms = [pool.submit(fuzz, stack, worker, 2, range(start, start + 42)) for start in range(0, 168, 42)]
         records = [storm.result() for storm in storms]
         assert [mate.result().token_ids for mate in mates] == [alone] * 4

@@ -205,14 +205,14 @@ def test_the_policy_goes_by_fields_too(stack: Stack, served: Shared) -> None:
     thinking = {"nvext": {"max_thinking_tokens": 50}}
     drawn = {"seed": 7, "max_tokens": 24, "min_tokens": 3, "ignore_eos": True, **thinking}
     for fields in (NEUTRAL, {"temperature": 1.5, "min_p": 0.001, "repetition_penalty": 1.2}):
-        mine, plain = chat(stack, **drawn, **fields), chat(served[0], **drawn, **fields)
+        mine, plain = chat(stack, **drawn, **fields), chat(served[0], **drawn, **fields)  # type: ignore[arg-type]
         assert mine.status == plain.status == 200, mine.text
         assert mine.token_ids == plain.token_ids
     assert (
-        chat(stack, **drawn, temperature=1.0).token_ids != chat(stack, **drawn, **NEUTRAL).token_ids
+        chat(stack, **drawn, temperature=1.0).token_ids != chat(stack, **drawn, **NEUTRAL).token_ids  # type: ignore[arg-type]
     )  # min_p is there
     greedy = {"repetition_penalty": 1.0, "min_tokens": 3, **thinking}
-    assert chat(stack, **greedy).token_ids == chat(served[0], **greedy).token_ids  # and at 0.5 it would be drawn
+    assert chat(stack, **greedy).token_ids == chat(served[0], **greedy).token_ids  # type: ignore[arg-type]  # and at 0.5 it would be drawn
     refused = "sampling_options.guided_decoding: asks for the logits processor json_schema, which is not allowed"
     schema = {"type": "object"}
     check_refused(chat(stack, guided_json=schema), refused)

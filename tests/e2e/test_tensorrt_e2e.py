@@ -90,7 +90,7 @@ def test_refusals_and_receipts(both: tuple[Stack, Stack]) -> None:
 def test_the_seed_in_a_receipt_is_that_of_the_tokens(both: tuple[Stack, Stack]) -> None:
     asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 12, "temperature": 1.2}
     for stack, engine in zip(both, ("trtllm", "embedded"), strict=True):
-        answers = []
+        answers = []  # type: ignore[var-annotated]
         for seed in ({}, {"seed": 0}):
             if seed:
                 seed["seed"] = answers[0][1]["seed"]
@@ -117,7 +117,7 @@ def test_what_it_says_of_itself(both: tuple[Stack, Stack]) -> None:
 
 def test_the_smoke_test_and_a_clean_end(stack: Stack) -> None:
     stack.start_frontend()
-    worker = stack.start_worker("--engine", "trtllm", DYN_ENABLE_TEST_LOGITS_PROCESSOR="1", **STAND_IN)
+    worker = stack.start_worker("--engine", "trtllm", DYN_ENABLE_TEST_LOGITS_PROCESSOR="1", **STAND_IN)  # type: ignore[arg-type]
     for options in ({}, {"temperature": 1.3, "seed": 4}, {"temperature": 1.3}):
         status, reply = chat(stack, **options)
         assert status == 200, reply
@@ -129,7 +129,7 @@ def test_the_smoke_test_and_a_clean_end(stack: Stack) -> None:
 
 def test_an_executor_that_dies_takes_the_worker_with_it(stack: Stack) -> None:
     stack.start_frontend()
-    worker = stack.start_worker("--engine", "trtllm", TRTLLM_STANDIN=json.dumps({"dies_on_prompt": True}), **STAND_IN)
+    worker = stack.start_worker("--engine", "trtllm", TRTLLM_STANDIN=json.dumps({"dies_on_prompt": True}), **STAND_IN)  # type: ignore[arg-type]
     status, _ = chat(stack, max_tokens=400)
     assert status >= 500
     assert worker.wait() == 1
@@ -149,7 +149,7 @@ def test_startup_failure_is_one_line(stack: Stack, tmp_path: Path, name: str) ->
     lines, expected, message = STARTUP[name]
     path = tmp_path / "extra.yaml"
     path.write_text("\n".join(lines))
-    worker = stack.start_worker("--engine", "trtllm", "--extra-engine-args", str(path), wait=False, **STAND_IN)
+    worker = stack.start_worker("--engine", "trtllm", "--extra-engine-args", str(path), wait=False, **STAND_IN)  # type: ignore[arg-type]
     assert worker.wait() == expected, worker.log
     (line,) = [line for line in worker.log.splitlines() if line.startswith("worker: error:")]
     assert message in line

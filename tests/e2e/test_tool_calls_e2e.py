@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from e2e_stack import DYNAMO, MODEL, running_stack
-from front_door import Door
+from front_door_process import Door
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 PARSER = ("--dyn-tool-call-parser", "hermes")
@@ -45,7 +45,7 @@ def door(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
 def ask(door: Door, **fields: Any) -> dict[str, Any]:
     """The answer's only choice."""
     with door.client() as client:
-        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, **{"max_tokens": 120, **fields})  # type: ignore[call-overload]
+        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, **{"max_tokens": 120, **fields})  # type: ignore[arg-type]
         (choice,) = answer.model_dump()["choices"]
         return choice  # type: ignore[no-any-return]
 
@@ -69,12 +69,12 @@ def test_a_call_that_must_come(door: Door) -> None:
 
 def test_a_call_in_a_stream(door: Door) -> None:
     with door.client() as client:
-        stream = client.chat.completions.create(
+        stream = client.chat.completions.create(  # type: ignore[call-overload]
             model=MODEL,
-            messages=MESSAGES,  # type: ignore[arg-type]
+            messages=MESSAGES,
             max_tokens=120,
             stream=True,
-            tools=TOOLS,  # type: ignore[arg-type]
+            tools=TOOLS,
             tool_choice="required",
             parallel_tool_calls=False,
         )
@@ -154,5 +154,5 @@ def test_a_json_answer_with_a_name_is_whole_or_refused(door: Door) -> None:
             response_format=wanted,
             stream=True,
         )
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)  # type: ignore[union-attr]
     assert json.loads(text) == {"name": "Ann"}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from e2e_stack import running_stack
-from front_door import Door
+from front_door_process import Door
 
 JOINS = "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
 """SmolLM2's and many others: of a message without content it makes nothing but an error."""

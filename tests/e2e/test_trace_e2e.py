@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from e2e_stack import MODEL, running_stack, wait_for
-from front_door import Door
+from front_door_process import Door
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from otlp_collector import Collector, attributes_of, collecting
 from test_disagg_e2e import start_pair

@@ -21,9 +21,9 @@ def chat(stack: Stack, **options: object) -> str:
 
 def test_chat_and_its_stream_say_the_same(shared: Shared) -> None:
     stack, _ = shared
-    whole = stack.client().chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=20)
+    whole = stack.client().chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=20)  # type: ignore[arg-type]
     chunks = list(
-        stack.client().chat.completions.create(
+        stack.client().chat.completions.create(  # type: ignore[call-overload]
             model=MODEL, messages=MESSAGES, max_tokens=20, stream=True, stream_options={"include_usage": True}
         )
     )
@@ -77,7 +77,11 @@ async def test_64_at_once_say_what_each_says_alone(shared: Shared) -> None:
 def test_logprobs(shared: Shared) -> None:
     stack, _ = shared
     answer = stack.client().chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=6, logprobs=True, top_logprobs=3
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=6,
+        logprobs=True,
+        top_logprobs=3,  # type: ignore[arg-type]
     )
     assert answer.choices[0].logprobs is not None
     content = answer.choices[0].logprobs.content
@@ -195,7 +199,7 @@ def test_refusal(shared: Shared, name: str, stream: bool) -> None:
     base = {"messages": MESSAGES} if endpoint == "chat" else {"prompt": "Once"}
     path = "chat/completions" if endpoint == "chat" else "completions"
     before = worker.metric("dlw_requests_total", outcome="refused")
-    status, text = stack.post(path, **{**base, **fields, "stream": stream, "max_tokens": 4})
+    status, text = stack.post(path, **{**base, **fields, "stream": stream, "max_tokens": 4})  # type: ignore[dict-item]
     if DYNAMO < (1, 6) and (stream or endpoint == "completions"):
         assert status == (200 if stream else 500)
         assert '"code":500' in text

@@ -161,7 +161,7 @@ PROBED = {
 
 def test_the_canary_notices_an_engine_that_does_not_answer(stack: Stack) -> None:
     stack.start_frontend()
-    worker = stack.start_worker(scripted=True, **PROBED)
+    worker = stack.start_worker(scripted=True, **PROBED)  # type: ignore[arg-type]
     url = f"http://127.0.0.1:{worker.port}"
     wait_for(lambda: http(f"{url}/health")[0] == 200, "a probe that passes")
     assert stack.post("completions", prompt="d", max_tokens=4)[0] == 200  # from now on the engine is deaf
@@ -171,7 +171,7 @@ def test_the_canary_notices_an_engine_that_does_not_answer(stack: Stack) -> None
 
 def test_the_canary_passes_while_idle(stack: Stack) -> None:
     stack.start_frontend()
-    worker = stack.start_worker("--device", "cpu", **{**PROBED, "DYN_HEALTH_CHECK_REQUEST_TIMEOUT": "30"})
+    worker = stack.start_worker("--device", "cpu", **{**PROBED, "DYN_HEALTH_CHECK_REQUEST_TIMEOUT": "30"})  # type: ignore[arg-type]
     wait_for(lambda: worker.metric("dlw_requests_total", outcome="length") >= 2, "two probes")
     assert http(f"http://127.0.0.1:{worker.port}/health")[0] == 200
     assert worker.metric("dlw_requests_total", outcome="refused") == 0

@@ -43,7 +43,7 @@ def build_emulator() -> Path:
     """The shared library."""
     library = Path(tempfile.mkdtemp(prefix="amx-")) / "emulator.so"
     command = ["cc", "-O3", "-mavx2", "-mfma", "-shared", "-fPIC", SOURCE, "-o", library, "-lm"]
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True, timeout=300)  # type: ignore[arg-type]
     return library
 
 

@@ -55,7 +55,7 @@ class Side:
         config = EmbeddedConfig(model_path="unused", device="cpu", context_length=CONTEXT, **settings)  # type: ignore[arg-type]
         self.model = TensorRecallModel(CONTEXT)
         blocks = config.kv_blocks or 8 * CONTEXT // BLOCK
-        self.stepper: Stepper = make_stepper(config, self.model, blocks)
+        self.stepper: Stepper = make_stepper(config, self.model, blocks)  # type: ignore[arg-type]
         size = self.model.size
         layout = KvLayout("recall", "int64", 1, 1, 1, BLOCK, size)
         store = self.model.kv_store

@@ -140,11 +140,11 @@ def config(**changes: object) -> EmbeddedConfig:
 def stepper(model: ScriptedModel, **changes: object) -> Stepper:
     settings = config(**changes)
     blocks = settings.max_num_seqs * -(-model.context_length // settings.kv_block_size)
-    return make_stepper(settings, model, blocks)
+    return make_stepper(settings, model, blocks)  # type: ignore[arg-type]
 
 
 def request(model: ScriptedModel, name: str, prompt: Sequence[int], params: SamplingParams) -> Request:
-    return admit(EngineRequest(name, prompt, params), 0, model, model.context_length)
+    return admit(EngineRequest(name, prompt, params), 0, model, model.context_length)  # type: ignore[arg-type]
 
 
 def run_alone(model: ScriptedModel, prompt: Sequence[int], params: SamplingParams) -> TokenDelta:

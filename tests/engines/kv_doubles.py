@@ -114,4 +114,4 @@ class RecallModel:
 
 
 def recall_request(model: RecallModel, name: str, prompt: Sequence[int], max_tokens: int) -> Request:
-    return admit(EngineRequest(name, prompt, SamplingParams(max_tokens=max_tokens)), 0, model, model.context_length)
+    return admit(EngineRequest(name, prompt, SamplingParams(max_tokens=max_tokens)), 0, model, model.context_length)  # type: ignore[arg-type]

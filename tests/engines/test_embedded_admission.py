@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_doubles import END, WIDTH, ScriptedModel, request
 
-from worker.engines.embedded.admission import HONOURED, IRRELEVANT, REFUSED, unclassified_fields
+from worker.engines.embedded.admission import HONOURED, IRRELEVANT, REFUSED, unclassified_fields  # type: ignore[attr-defined]
 from worker.errors import InvalidRequest
 from worker.sampling import GuidedDecodingParams, SamplingParams
 

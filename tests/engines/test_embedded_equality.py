@@ -40,7 +40,7 @@ class Case:
 
 
 def reference(path: Path, device: str, prompt: list[int], never: tuple[int, ...]) -> list[int]:
-    network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+    network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)  # type: ignore[arg-type]
     tokens = network.generate(
         torch.tensor([prompt], device=device),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=device),

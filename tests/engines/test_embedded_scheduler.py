@@ -299,7 +299,7 @@ def test_a_request_larger_than_the_store_is_our_own_mistake() -> None:
 
 def test_where_all_pages_are_pinned_nothing_is_computed_until_some_are_freed() -> None:
     driver = Driver(num_pages=4, page_size=16)
-    stepper_ = Stepper(driver.model, driver.scheduler)
+    stepper_ = Stepper(driver.model, driver.scheduler)  # type: ignore[arg-type]
     pinned = recall_request(driver.model, "pinned", prompt(40, first=3), 1)
     assert driver.scheduler.transfers.pin(pinned) == ()
     one = driver.add("one", prompt(14, first=4), 30)

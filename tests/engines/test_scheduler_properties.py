@@ -270,7 +270,7 @@ TestSharedRequests.settings = TestRequests.settings
 
 
 @pytest.mark.campaign
-class TestRequestsAtLength(Requests.TestCase):  # type: ignore[name-defined,misc]
+class TestRequestsAtLength(Requests.TestCase):  # type: ignore[misc, valid-type]
     settings = settings(max_examples=examples(200), stateful_step_count=50, deadline=None)
 
 

@@ -237,13 +237,13 @@ def test_no_client_waits_for_more_than_a_bounded_number_of_others(
                 step()
     while not engine.scheduler.is_idle:
         step()
-    first = {}
+    first = {}  # type: ignore[var-annotated]
     for index, one in enumerate(admitted):
         first.setdefault(one.id, index)
     for one in everyone:
         begin, ahead = at_arrival[one.id]
         others = Counter(other.client for other in admitted[begin : first[one.id]] if other.client != one.client)
-        for client, count in others.items():
+        for client, count in others.items():  # type: ignore[assignment]
             assert count <= (ahead + 2) * (clients + slots), (one.id, client, count)
 
 

@@ -195,12 +195,12 @@ class Cases:
             acting["phrase_ban"] = [({"phrases": [phrase]}, ())]
         fields = {name: [] if name == NEUTRAL else [one] for name, one in FIELDS.items()}
         names = {**fields, **EXAMPLES, **_THIRD_PARTY_ARGUMENTS}
-        return [case for name in names for case in self._of(name, names[name], acting.get(name, []))]
+        return [case for name in names for case in self._of(name, names[name], acting.get(name, []))]  # type: ignore[arg-type]
 
     def _phrase_in(self, plain: Sequence[int]) -> str | None:
         """The first three tokens that are whole characters: the last one takes the others back."""
         for start in range(1, len(plain) - 2):
-            text = self._vocabulary.tokenizer.decode(list(plain[start : start + 3]))
+            text = self._vocabulary.tokenizer.decode(list(plain[start : start + 3]))  # type: ignore[union-attr]
             if "\N{REPLACEMENT CHARACTER}" not in text:
                 return text
         return None

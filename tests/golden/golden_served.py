@@ -25,7 +25,7 @@ from golden_workers import EXACT, Bench, Failed, Refused, new_id
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "e2e")]
 from e2e_stack import MODEL, STAND_IN, Worker, running_stack, wait_for
-from front_door import Door
+from front_door_process import Door
 
 PREFIX = "token_id:"
 READY = {"prompt": "ready?", "max_tokens": 1}
@@ -84,7 +84,7 @@ class Served:
         """Start a worker and wait until it is found; a pair must be found one after the other."""
         engine = [] if "trtllm" in argv else EXACT
         environ = STAND_IN if "trtllm" in argv else self._stack.environ
-        worker = self._stack.start_worker(*self._bench.argv, *engine, *argv, wait=False, **_with_processors(environ))
+        worker = self._stack.start_worker(*self._bench.argv, *engine, *argv, wait=False, **_with_processors(environ))  # type: ignore[arg-type]
         self._stack.wait_endpoint(worker)
         return worker
 

@@ -95,7 +95,7 @@ def test_cells_that_are_not_as_on_the_page_are_found() -> None:
     cells = {"greedy": "refused: best_of must be 1 when decoding is greedy, got 3", "seeded": "equal"}
     run = {"cells": {"top_k": {"migrated": dict.fromkeys(SAMPLINGS, "equal"), "n-th choice, offline": cells}}}
     assert differences(run) == []
-    run["cells"]["top_k"]["migrated"]["seeded"] = "refused: why"
+    run["cells"]["top_k"]["migrated"]["seeded"] = "refused: why"  # type: ignore[index]
     assert differences(run) == ["top_k, migrated: greedy equal, seeded refused: why; docs/exactness.md has equal"]
 
 

@@ -25,7 +25,7 @@ def problems(document: Any, kind: str, path: str = "$") -> Iterator[str]:
             yield f"{path}: not a {wanted.__name__}"
             return
         inner = (items or values)[1]  # type: ignore[index]
-        for key, value in enumerate(document) if items else document.items():
+        for key, value in enumerate(document) if items else document.items():  # type: ignore[union-attr]
             yield from problems(value, inner, f"{path}[{key}]")
     elif kind in _SCALARS:
         if not isinstance(document, _SCALARS[kind]) or (kind != "bool" and isinstance(document, bool)):

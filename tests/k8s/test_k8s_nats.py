@@ -49,7 +49,7 @@ each_worker = pytest.mark.parametrize("name", WORKERS)
 def built() -> str:
     kubectl = Path(sys.executable).with_name("kubectl")
     command = [kubectl, "kustomize", FOLDER / "nats"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout  # type: ignore[arg-type]
 
 
 def of_kind(kind: str) -> dict[str, dict[str, Any]]:
@@ -68,7 +68,7 @@ def pod(name: str) -> dict[str, Any]:
 
 def container(name: str) -> dict[str, Any]:
     (found,) = pod(name)["spec"]["containers"]
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def environ_of(name: str) -> dict[str, str]:
@@ -335,13 +335,13 @@ async def _ask_as_app(url: str) -> None:
     async with await WorkerClient.connect("tiny-model", "1", ConnectionOptions(url=url)) as client:
         answer = await client.generate(prompt="Hello", stop_conditions={"max_tokens": 4, "ignore_eos": True})
         assert len(answer.choices[0].token_ids) == 4
-    client = await connect(ConnectionOptions(url=url), "app")
+    client = await connect(ConnectionOptions(url=url), "app")  # type: ignore[assignment]
     try:
         with pytest.raises(NatsError):
-            await client.jetstream(timeout=0.5).account_info()
+            await client.jetstream(timeout=0.5).account_info()  # type: ignore[attr-defined]
         refused = asyncio.Event()
-        client._error_cb = _sets(refused)
-        await client.subscribe("dlw.>")
+        client._error_cb = _sets(refused)  # type: ignore[attr-defined]
+        await client.subscribe("dlw.>")  # type: ignore[attr-defined]
         await asyncio.wait_for(refused.wait(), 5)
     finally:
         await client.close()

@@ -34,7 +34,7 @@ each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 def built(overlay: str) -> str:
     kubectl = Path(sys.executable).with_name("kubectl")
     command = [kubectl, "kustomize", FOLDER / "overlays" / overlay]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout  # type: ignore[arg-type]
 
 
 def resources(overlay: str) -> list[dict[str, Any]]:

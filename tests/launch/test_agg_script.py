@@ -20,14 +20,14 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 def chat(script: LaunchedScript, max_tokens: int = 16) -> str | None:
     with script.client() as client:
-        answer = client.chat.completions.create(model=script.model, messages=HELLO, max_tokens=max_tokens)
+        answer = client.chat.completions.create(model=script.model, messages=HELLO, max_tokens=max_tokens)  # type: ignore[arg-type]
     return answer.choices[0].message.content
 
 
 def streamed_chat(script: LaunchedScript, max_tokens: int = 16) -> str:
     with script.client() as client:
-        stream = client.chat.completions.create(model=script.model, messages=HELLO, max_tokens=max_tokens, stream=True)
-        return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+        stream = client.chat.completions.create(model=script.model, messages=HELLO, max_tokens=max_tokens, stream=True)  # type: ignore[arg-type]
+        return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)  # type: ignore[union-attr]
 
 
 def test_serves_on_loopback_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:

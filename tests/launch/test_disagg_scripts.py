@@ -20,7 +20,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 def chat(script: LaunchedScript) -> str | None:
     with script.client() as client:
-        answer = client.chat.completions.create(model=script.model, messages=HELLO, max_tokens=16)
+        answer = client.chat.completions.create(model=script.model, messages=HELLO, max_tokens=16)  # type: ignore[arg-type]
     return answer.choices[0].message.content
 
 

@@ -75,7 +75,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_byte_level_vocabularies(name: str) -> None:
-    source = byte_level(STEPS[name])
+    source = byte_level(STEPS[name])  # type: ignore[arg-type]
     if name == "qwen2":
         source.normalizer = normalizers.NFC()
     found = loaded(metadata_of(source, pre=name))
@@ -88,7 +88,7 @@ def test_byte_level_vocabularies(name: str) -> None:
 
 def test_splits_differ() -> None:
     """Each name has an effect of its own on digits."""
-    metadata = metadata_of(byte_level(STEPS["gpt-2"]), add_bos_token=False)
+    metadata = metadata_of(byte_level(STEPS["gpt-2"]), add_bos_token=False)  # type: ignore[arg-type]
     counts = {name: len(loaded(metadata | {"tokenizer.ggml.pre": name}).encode("1234").ids) for name in SPLITS}
     assert counts["smollm"] == counts["qwen2"] == counts["tekken"] == 4
     assert counts["gpt-2"] < counts["llama-bpe"] < 4
@@ -100,7 +100,7 @@ def test_regular_expressions_are_those_of_transformers(name: str) -> None:
 
 
 def test_llama_3_begins_with_bos_and_keeps_whole_pieces() -> None:
-    source = byte_level(STEPS["gpt-2"])
+    source = byte_level(STEPS["gpt-2"])  # type: ignore[arg-type]
     plain = loaded(metadata_of(source, pre="llama-bpe", add_bos_token=False)).encode("Hello").ids
     assert loaded(metadata_of(source, pre="llama-bpe")).encode("Hello").ids == [0, *plain]
     tokens = [*metadata_of(source)["tokenizer.ggml.tokens"], "Hellozzz"]
@@ -154,7 +154,7 @@ def test_sentencepiece_vocabularies() -> None:
 
 
 def test_answers_end_at_every_end_token_of_the_file() -> None:
-    source = byte_level(STEPS["gpt-2"])
+    source = byte_level(STEPS["gpt-2"])  # type: ignore[arg-type]
     tokens = [*metadata_of(source)["tokenizer.ggml.tokens"], "<|eot_id|>", "<|im_end|>"]
     kinds = [*metadata_of(source)["tokenizer.ggml.token_type"], 3, 1]  # the last one is only text
     found = GgufTokenizer(metadata_of(source, pre="gpt-2", tokens=tokens, token_type=kinds, padding_token_id=1))

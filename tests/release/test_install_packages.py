@@ -284,8 +284,8 @@ def test_a_cpu_build_from_a_directory_is_nothing_to_fetch(tmp_path: Path) -> Non
 
 
 def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    usage = install_packages.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(install_packages.shutil, "disk_usage", lambda _: usage._replace(free=700_000_000))
+    usage = install_packages.shutil.disk_usage(tmp_path)  # type: ignore[attr-defined]
+    monkeypatch.setattr(install_packages.shutil, "disk_usage", lambda _: usage._replace(free=700_000_000))  # type: ignore[attr-defined]
     text = "\n".join(install_packages.announcement(CUDA, tmp_path))
     assert f"{sys.prefix} will need about 1,980 MB, and 700 MB are free there" in text
     log = "Collecting small\nERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"

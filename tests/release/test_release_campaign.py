@@ -33,7 +33,7 @@ def test_a_release_installs_and_passes_the_smoke_test(tmp_path: Path) -> None:
     name = f"dynamo-logits-worker-{worker.__version__}"
     (wheel,) = tmp_path.glob("*.whl")
     assert re.search(r"manylinux", wheel.name)
-    sums = dict(reversed(line.split("  ")) for line in (tmp_path / f"{name}.sha256").read_text().splitlines())
+    sums = dict(reversed(line.split("  ")) for line in (tmp_path / f"{name}.sha256").read_text().splitlines())  # type: ignore[arg-type, var-annotated]
     files = {path.name for path in tmp_path.iterdir()} - {f"{name}.sha256"}
     assert sums.keys() == files
     for file, expected in sums.items():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from image_files import PROJECT, closure, pins, requirements, tomllib
+from image_files import PROJECT, closure, pins, requirements, tomllib  # type: ignore[attr-defined]
 from install_packages import CUDA
 from packaging.utils import canonicalize_name
 

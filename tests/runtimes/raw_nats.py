@@ -45,7 +45,7 @@ class RawNats:
     async def flushed(self) -> list[str]:
         """The errors that the server has answered, once it has taken everything."""
         self._writer.write(b"PING\r\n")
-        errors = []
+        errors = []  # type: ignore[var-annotated]
         while (line := await self._reader.readline()) != b"PONG\r\n":
             if not line:
                 raise ConnectionError(f"the server has closed the connection: {errors}")

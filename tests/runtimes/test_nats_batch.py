@@ -209,7 +209,7 @@ async def test_online_requests_go_first(nats_server: NatsServer, tiny_model: Pat
         record = await store.submit(long, "busy")
         while not len(worker.server.in_flight):
             await asyncio.sleep(0.01)
-        answers = await asyncio.gather(*(asking.generate(**online) for _ in range(4)))
+        answers = await asyncio.gather(*(asking.generate(**online) for _ in range(4)))  # type: ignore[arg-type]
         assert (await store.status(record.id)).num_answered < 4
         assert len({tuple(each.choices[0].token_ids) for each in answers}) == 1
         results = await completed(store, record.id)

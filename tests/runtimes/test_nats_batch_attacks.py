@@ -388,7 +388,7 @@ async def test_a_client_cannot_take_the_id_under_which_a_request_of_a_batch_is_s
     long = {"token_ids": [9], "stop_conditions": {"max_tokens": 1900, "ignore_eos": True}}
     async with await connected(server.url, "attacked") as asking:
         guess = f"batch_taken-{layout.digest(b'a')}"
-        held = asking.stream(request_id=guess, **long)
+        held = asking.stream(request_id=guess, **long)  # type: ignore[arg-type]
         await anext(held)
         store = BatchStore(client)
         record = await store.submit([line("a", prompt=[9], max_tokens=2)], "attacked", batch="batch_taken")
@@ -549,7 +549,7 @@ async def test_each_line_has_one_result_beside_any_messages(
 async def test_what_is_read_can_be_begun(data: bytes) -> None:
     try:
         request = QueuedRequest.from_bytes(data)
-    except layout.Malformed as error:
+    except layout.Malformed as error:  # type: ignore[attr-defined]
         str(error).encode()
         return
     assert layout.custom_id_of(request.key) == request.custom_id

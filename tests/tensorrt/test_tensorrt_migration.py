@@ -66,7 +66,7 @@ async def test_an_answer_cut_anywhere_goes_on_as_it_would_have(model: Path) -> N
         whole = await collect(engine, PROMPT, params(), chain=named("no_repeat_ngram", n=2))
         for k in range(1, LENGTH):
             given = {"chain": named("no_repeat_ngram", n=2), "generated_token_ids": whole.token_ids[:k]}
-            found = await collect(engine, PROMPT, params(), **given)
+            found = await collect(engine, PROMPT, params(), **given)  # type: ignore[arg-type]
             assert whole.token_ids[:k] + found.token_ids == whole.token_ids
             assert found.receipt is not None
             assert found.receipt.as_json()["mode"] == f"migrated at {k}"

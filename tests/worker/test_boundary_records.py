@@ -136,7 +136,7 @@ async def test_an_answer_does_not_go_on_in_a_worker_that_computes_other_bits() -
     info = EngineInfo("embedded", "0", 64, 8, (2,), 4, 10, 4, 64, made_by="exact, native kernels", kv_dtype="bfloat16")
     first, alike, other = worker(store), worker(store), worker(store)
     for records, changes in ((first, {}), (alike, {}), (other, {"kv_dtype": "int8 of bfloat16"})):
-        records.computes(replace(info, **changes))
+        records.computes(replace(info, **changes))  # type: ignore[arg-type]
     record = await first.begin("a", request(1, 2))
     record.write(7)
     await record.wait_written()

@@ -49,7 +49,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
     try:
         for server in started.values():
             server.start()
-        yield started
+        yield started  # type: ignore[misc]
     finally:
         for server in started.values():
             server.kill()

@@ -27,7 +27,7 @@ def breaker(clock):
     return Breaker(["acme"], limit=3, window_s=10, rest_s=5, clock=clock)
 
 
-def test_opens_at_the_limit_within_the_window(breaker, clock):
+def test_opens_at_the_limit_within_the_window(breaker, clock) -> None:
     assert [breaker.record("acme") for _ in range(3)] == [False, False, True]
     with pytest.raises(ProcessorUnavailable, match="logits processor acme has failed too often; try again in 5 s"):
         breaker.check(["min_tokens", "acme"])
@@ -35,14 +35,14 @@ def test_opens_at_the_limit_within_the_window(breaker, clock):
     assert breaker.open_names() == ["acme"]
 
 
-def test_slow_failures_do_not_open_it(breaker, clock):
+def test_slow_failures_do_not_open_it(breaker, clock) -> None:
     for _ in range(10):
         assert not breaker.record("acme")
         clock.now += 6
     breaker.check(["acme"])
 
 
-def test_after_the_rest_one_failure_opens_it_again_and_one_success_closes_it(breaker, clock):
+def test_after_the_rest_one_failure_opens_it_again_and_one_success_closes_it(breaker, clock) -> None:
     for _ in range(3):
         breaker.record("acme")
     clock.now = 6
@@ -54,7 +54,7 @@ def test_after_the_rest_one_failure_opens_it_again_and_one_success_closes_it(bre
     breaker.check(["acme"])
 
 
-def test_a_success_during_the_rest_changes_nothing(breaker, clock):
+def test_a_success_during_the_rest_changes_nothing(breaker, clock) -> None:
     for _ in range(3):
         breaker.record("acme")
     breaker.record_success(["acme"])
@@ -62,6 +62,6 @@ def test_a_success_during_the_rest_changes_nothing(breaker, clock):
         breaker.check(["acme"])
 
 
-def test_built_ins_never_trip_it(breaker):
+def test_built_ins_never_trip_it(breaker) -> None:
     assert not any(breaker.record("json_schema") for _ in range(100))
     breaker.check(["json_schema"])

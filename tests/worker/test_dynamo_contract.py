@@ -97,7 +97,7 @@ def test_response_plane() -> None:
         with pytest.raises(ConfigurationError, match="--response-plane quic needs a newer ai-dynamo"):
             runtime.worker_config(arguments)
     else:
-        assert runtime.worker_config(arguments).response_plane == "quic"
+        assert runtime.worker_config(arguments).response_plane == "quic"  # type: ignore[attr-defined]
 
 
 def test_engine_config() -> None:

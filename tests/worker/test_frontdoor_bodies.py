@@ -183,7 +183,7 @@ async def test_large_bodies_are_read_beside_the_event_loop(monkeypatch: pytest.M
 
     def waiting(path: str, body: bytes, *arguments: Any, **named: Any) -> tuple[bytes, ...]:
         threads.append(threading.current_thread())
-        if len(body) > client_connection.AT_ONCE:
+        if len(body) > client_connection.AT_ONCE:  # type: ignore[attr-defined]
             begun.set()
             assert go_on.wait(WAIT_S)
         return rewrite(path, body, *arguments, **named)

@@ -252,7 +252,7 @@ async def test_a_connection_takes_a_request_byte_by_byte() -> None:
                     await asyncio.sleep(0)
                 (client,) = at.door.connections
                 for start in range(0, len(data), step):
-                    client.data_received(data[start : start + step])
+                    client.data_received(data[start : start + step])  # type: ignore[attr-defined]
                 answer = await asyncio.wait_for(reader.readexactly(len(OK)), WAIT_S)
                 assert answer == OK
                 writer.close()

@@ -142,7 +142,7 @@ async def _recorded(model: Path, processors: list[Any], sampling: dict[str, Any]
         asked.params.logprobs, asked.params.logprobs_mode = 0, "processed"
         request = await one.request("again", PROMPT, asked.params, asked.selection)
         one.stepper.add(request)
-        outputs = []
+        outputs = []  # type: ignore[var-annotated]
         while not outputs or outputs[-1].finish_reason is None:
             outputs += one.stepper.step()
     return one, recording, outputs

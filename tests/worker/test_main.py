@@ -94,13 +94,13 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
 
 
 def test_a_clean_end(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program.runtime, "run", lambda engine, config, signalled: None)
+    monkeypatch.setattr(program.runtime, "run", lambda engine, config, signalled: None)  # type: ignore[attr-defined]
     assert program.main([]) == 0
 
 
 def test_a_broken_engine(serving: Serving, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     serving.broken = "device lost"
-    monkeypatch.setattr(program.runtime, "run", lambda engine, config, signalled: None)
+    monkeypatch.setattr(program.runtime, "run", lambda engine, config, signalled: None)  # type: ignore[attr-defined]
     assert program.main([]) == 1
     assert capsys.readouterr().err == "worker: error: engine broken: device lost\n"
 
@@ -117,7 +117,7 @@ def test_a_failed_start(
         raise RuntimeError("no\netcd")
 
     serving.startup_error = startup_error
-    monkeypatch.setattr(program.runtime, "run", run)
+    monkeypatch.setattr(program.runtime, "run", run)  # type: ignore[attr-defined]
     assert program.main([]) == 1
     assert capsys.readouterr().err == f"worker: error: {shown}\n"
 

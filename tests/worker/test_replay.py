@@ -103,7 +103,7 @@ async def test_the_tokens_are_those_that_were_recorded(
 ) -> None:
     processors, options = ASKED[name]
     asked = {"sampling_options": options, "stop_conditions": {"max_tokens": 40}}
-    answer = await plain.ask(PROMPT, *processors, **asked)
+    answer = await plain.ask(PROMPT, *processors, **asked)  # type: ignore[arg-type]
     assert await files.replay(answer.receipt, PROMPT) == 0, capsys.readouterr()
     number = answer.receipt["generated_tokens"]
     assert f"answer: {number} tokens, equal to those recorded" in capsys.readouterr().out
@@ -142,7 +142,7 @@ async def test_a_choice_beside_the_first_is_replayed(plain: Client, files: Files
 async def test_an_order_is_recorded(plain: Client, files: Files) -> None:
     asked = {"sampling_options": {"temperature": 3.0, "min_p": 0.9, "seed": 5}, "stop_conditions": {"max_tokens": 40}}
     answer = await plain.ask(PROMPT, order=["min_p", "temperature"], **asked)
-    assert answer.token_ids != (await plain.ask(PROMPT, **asked)).token_ids
+    assert answer.token_ids != (await plain.ask(PROMPT, **asked)).token_ids  # type: ignore[arg-type]
     assert await files.replay(answer.receipt, PROMPT) == 0
 
 
@@ -152,7 +152,7 @@ async def test_preempted_and_chunked_in_a_batch_with_an_operator_s_watermark(
     prompts = [[(place * 7 + which) % 900 + 5 for place in range(240)] for which in range(5)]
     asked = {"sampling_options": DRAWN, "stop_conditions": {"max_tokens": 30, "ignore_eos": True}}
     chosen = [processor("frequency_penalty", penalty=0.3), processor("no_repeat_ngram", n=3)]
-    answers = await asyncio.gather(*(served.ask(prompt, *chosen, **asked) for prompt in prompts))
+    answers = await asyncio.gather(*(served.ask(prompt, *chosen, **asked) for prompt in prompts))  # type: ignore[arg-type]
     preempted = [answer.receipt["preemptions"] for answer in answers]
     assert sum(preempted) > 0
     place = preempted.index(max(preempted))
@@ -196,7 +196,7 @@ async def test_a_position_shows_each_processor_s_effect_and_the_token(
     options = {**DRAWN, "repetition_penalty": 1.5}
     chosen = [processor("logit_bias", bias={"37": 100}), processor("banned_tokens", token_ids=[37])]
     asked = {"sampling_options": options, "stop_conditions": {"max_tokens": 8, "ignore_eos": True}}
-    answer = await plain.ask(PROMPT, *chosen, **asked)
+    answer = await plain.ask(PROMPT, *chosen, **asked)  # type: ignore[arg-type]
     position = len(PROMPT) + 4
     assert await files.replay(answer.receipt, PROMPT, "--position", str(position)) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -217,7 +217,7 @@ async def test_a_position_of_processors_whose_state_is_made_of_logits(
     one or a few, and the one that was taken is among them.
     """
     asked = {"sampling_options": {"temperature": 1.0}, "stop_conditions": {"max_tokens": 20, "ignore_eos": True}}
-    answer = await plain.ask(PROMPT, processor("mirostat", tau=0.5, eta=1.0), **asked)
+    answer = await plain.ask(PROMPT, processor("mirostat", tau=0.5, eta=1.0), **asked)  # type: ignore[arg-type]
     for place in (3, 19):
         assert await files.replay(answer.receipt, PROMPT, "--position", str(len(PROMPT) + place)) == 0
         lines = capsys.readouterr().out.splitlines()

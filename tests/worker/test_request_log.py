@@ -59,7 +59,7 @@ def _no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def started(script: Script = two_tokens) -> WorkerEngine:
-    worker = WorkerEngine(FakeEngine(script), LOGGED, shut_down=lambda: None, make_chains=chains)
+    worker = WorkerEngine(FakeEngine(script), LOGGED, shut_down=lambda: None, make_chains=chains)  # type: ignore[arg-type]
     await worker.start(1)
     return worker
 
@@ -196,7 +196,7 @@ async def test_health_probes_and_other_workers_are_not_logged(lines: Lines) -> N
     worker = await started()
     await ask(worker, await worker.health_check_payload())
     await worker.cleanup()
-    quiet = WorkerEngine(FakeEngine(two_tokens), ARGUMENTS, shut_down=lambda: None, make_chains=chains)
+    quiet = WorkerEngine(FakeEngine(two_tokens), ARGUMENTS, shut_down=lambda: None, make_chains=chains)  # type: ignore[arg-type]
     await quiet.start(1)
     await ask(quiet, request())
     await quiet.cleanup()

@@ -19,7 +19,7 @@ class Bytes:
 
 def chunks_of(text: bytes, stops: list[str]) -> list[bytes]:
     """The chunks of a stream of one byte per token, and what is held back at its end."""
-    safe = SafeChunks(Bytes(), stops)
+    safe = SafeChunks(Bytes(), stops)  # type: ignore[var-annotated]
     sent = [safe.take(TokenDelta([byte])) for byte in text]
     return [bytes(delta.token_ids) for delta in sent if delta is not None]
 
@@ -48,7 +48,7 @@ def test_a_stop_string_that_min_tokens_ignores_does_not_hide_the_beginning_of_an
 
 
 def test_what_is_held_back_goes_with_the_end() -> None:
-    safe = SafeChunks(Bytes(), ["END"])
+    safe = SafeChunks(Bytes(), ["END"])  # type: ignore[var-annotated]
     logprobs = [[TokenLogprob(69, -1.0, 1)]]
     assert safe.take(TokenDelta([69], logprobs=logprobs, num_cached_tokens=3, engine_data={"n": 1})) is None
     last = safe.take(TokenDelta([78], logprobs=logprobs, finish_reason="length", engine_data={"n": 2}))

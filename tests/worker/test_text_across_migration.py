@@ -37,7 +37,7 @@ class FrontendDecoder:
 
 def chunks_of(ids: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     """The chunks of an answer whose deltas have these sizes, in turn."""
-    safe = SafeChunks(PIECES)
+    safe = SafeChunks(PIECES)  # type: ignore[var-annotated]
     chunks = []
     start = turn = 0
     while start < len(ids):

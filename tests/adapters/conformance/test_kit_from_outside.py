@@ -31,12 +31,12 @@ _OPTIONS = ("-p", "adapters.testing.plugin", "-p", "no:asyncio")
 
 
 @pytest.fixture
-def page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:  # type: ignore[misc]
     """Python files of the page by name, which its first line gives; also written to a directory
     on the path.
     """
     blocks = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    files = {re.match(r'"""(\w+\.py)"""', block)[1]: block for block in blocks}
+    files = {re.match(r'"""(\w+\.py)"""', block)[1]: block for block in blocks}  # type: ignore[index]
     files["try_it.py"] = files["try_it.py"].replace('"/tmp/tiny-model"', repr(str(tmp_path / "model")))
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -52,7 +52,7 @@ def test_the_processors_of_the_page_conform(page_files: dict[str, str]) -> None:
     use_up = importlib.import_module("use_up").UseUp
     examples = {limit: {"sentences": 2}, cap: {"cap": 5.0}, use_up: {"token_ids": [40, 41], "amounts": [1, 2.5]}}
     for processor, example in examples.items():
-        report = check_processor(processor, [example])
+        report = check_processor(processor, [example])  # type: ignore[list-item]
         assert report.passed, str(report)
 
 
@@ -100,7 +100,7 @@ class Least(SteeringProcessor):
     stage = Stage.MASK
 
     def edit(self) -> Edit | None:
-        return Ban.of([self.last_token]) if self.num_generated else None
+        return Ban.of([self.last_token]) if self.num_generated else None  # type: ignore[list-item]
 
 
 def test_a_processor_without_arguments_declares_a_name_and_a_stage() -> None:

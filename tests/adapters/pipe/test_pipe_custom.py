@@ -80,7 +80,7 @@ class Ops(LogitsProcessor):
         return self.given
 
 
-def test_a_custom_processor():
+def test_a_custom_processor() -> None:
     pipe = LogitsPipe([Temperature(), Add(amount=1.0), Softmax()])
     assert torch.equal(pipe(X, temperature=2.0), (X / 2 + 1).softmax(-1))
     assert torch.equal(pipe(X, temperature=2.0, amount=X), (X / 2 + X).softmax(-1))
@@ -89,12 +89,12 @@ def test_a_custom_processor():
         LogitsPipe([Add()])(X)
 
 
-def test_a_processor_of_several_ops():
+def test_a_processor_of_several_ops() -> None:
     pipe = LogitsPipe([Ops(TemperatureOp(temperature=2.0), SoftmaxOp()), Sample()])
     assert [type(op) for op in pipe.compiled_ops][:1] == [FusedTemperatureSoftmaxOp]
 
 
-def test_names_that_custom_ops_take():
+def test_names_that_custom_ops_take() -> None:
     with pytest.raises(ValueError, match=r"Unknown run-time parameter 'factor'; .* take: amount"):
         LogitsPipe([Add()])(X, amount=1.0, factor=2.0)
     with pytest.raises(ValueError, match="Unknown run-time parameter 'factor'"):
@@ -103,13 +103,13 @@ def test_names_that_custom_ops_take():
     assert torch.equal(LogitsPipe([Ops(SilentOp())])(X, factor=2.0), 2 * X)
 
 
-def test_nan_made_by_a_custom_op_is_refused_by_the_next():
+def test_nan_made_by_a_custom_op_is_refused_by_the_next() -> None:
     pipe = LogitsPipe([Add(amount=float("nan")), Softmax()])
     with pytest.raises(ValueError, match=r"^Error executing operator 1 \(SoftmaxOp\): row 0 holds NaN$"):
         pipe(X)
 
 
-def test_legalize_and_compile_without_a_pipe():
+def test_legalize_and_compile_without_a_pipe() -> None:
     ops = legalize_processors([Temperature(temperature=2.0), Softmax()])
     (fused,) = compile_pipeline(ops)
     assert torch.equal(fused(TaggedTensor.logits(X)).data, (X / 2).softmax(-1))
@@ -135,7 +135,7 @@ def first_op(*rules: FusionRule) -> type[Op]:
     return type(pipe.compiled_ops[0])
 
 
-def test_a_rule_for_ops_needs_a_higher_priority_than_the_built_in_one():
+def test_a_rule_for_ops_needs_a_higher_priority_than_the_built_in_one() -> None:
     pattern = (TemperatureOp, SoftmaxOp)
     assert first_op(rule(pattern, 100)) is FusedTemperatureSoftmaxOp
     assert first_op(rule(pattern, 101)) is HalfSoftmaxOp
@@ -143,13 +143,13 @@ def test_a_rule_for_ops_needs_a_higher_priority_than_the_built_in_one():
 
 
 @pytest.mark.parametrize("prio", [-5, 0, 20, 100])
-def test_a_rule_for_processors_always_wins(prio: int):
+def test_a_rule_for_processors_always_wins(prio: int) -> None:
     assert first_op(rule((Temperature, Softmax), prio)) is HalfSoftmaxOp
     assert first_op(rule((Temperature, Softmax), prio), rule((TemperatureOp, SoftmaxOp), 1000)) is HalfSoftmaxOp
     assert first_op(rule((Temperature, Softmax), prio, guard=False)) is FusedTemperatureSoftmaxOp
 
 
-def test_rules_for_processors_by_priority_then_in_order():
+def test_rules_for_processors_by_priority_then_in_order() -> None:
     class OtherOp(HalfSoftmaxOp):
         pass
 
@@ -158,7 +158,7 @@ def test_rules_for_processors_by_priority_then_in_order():
     assert first_op(rule(pattern, 1), rule(pattern, 2, fused=OtherOp)) is OtherOp
 
 
-def test_guard_and_build_see_the_ops_of_the_window():
+def test_guard_and_build_see_the_ops_of_the_window() -> None:
     seen = []
 
     def build(window: list[Op]) -> Op:
@@ -173,13 +173,13 @@ def test_guard_and_build_see_the_ops_of_the_window():
     assert seen == [[(TemperatureOp, {"temperature": 2.0}), (SoftmaxOp, {})]] * 2
 
 
-def test_built_in_rules_still_fuse_beside_a_rule_for_processors():
+def test_built_in_rules_still_fuse_beside_a_rule_for_processors() -> None:
     fusion = rule((Temperature, Softmax), 0)
     pipe = LogitsPipe([Temperature(), Softmax(), TopP(top_p=0.5), Sample()], custom_fusion_rules=[fusion])
     assert [type(op).__name__ for op in pipe.compiled_ops] == ["HalfSoftmaxOp", "FusedProbsTopPSampleOp"]
 
 
-def test_a_rule_given_to_the_constructor_is_kept_for_later():
+def test_a_rule_given_to_the_constructor_is_kept_for_later() -> None:
     pattern = (Temperature, Softmax)
     pipe = LogitsPipe([Temperature(), Softmax()], compile=False, custom_fusion_rules=[rule(pattern, 0)])
     pipe.compile()
@@ -189,7 +189,7 @@ def test_a_rule_given_to_the_constructor_is_kept_for_later():
     assert [type(op) for op in pipe.compiled_ops] == [HalfSoftmaxOp]
 
 
-def test_rules_that_cannot_work():
+def test_rules_that_cannot_work() -> None:
     with pytest.raises(CompileError, match="needs the processors: compile a LogitsPipe"):
         compile_pipeline([TemperatureOp(), SoftmaxOp()], [rule((Temperature, Softmax), 0)])
     for pattern, names in (((), ""), ((Temperature, SoftmaxOp), "Temperature, SoftmaxOp"), ((int,), "int")):
@@ -200,13 +200,13 @@ def test_rules_that_cannot_work():
     assert isinstance(raised.value.__cause__, CompileError)
 
 
-def test_a_rule_that_matches_its_own_result_ends():
+def test_a_rule_that_matches_its_own_result_ends() -> None:
     again = FusionRule((FlipOp,), lambda window: True, lambda window: FlipOp(), 200)
     pipe = LogitsPipe([Ops(FlipOp(), FlipOp())], custom_fusion_rules=[again])
     assert torch.equal(pipe(X), X)
 
 
-def test_a_subclass_of_a_built_in_op_is_not_fused_away():
+def test_a_subclass_of_a_built_in_op_is_not_fused_away() -> None:
     class FloorTopPOp(TopPOp):
         def __call__(self, tensor: TaggedTensor, **kwargs: Any) -> TaggedTensor:
             return super().__call__(tensor, **{**kwargs, "top_p": 0.01})
@@ -216,7 +216,7 @@ def test_a_subclass_of_a_built_in_op_is_not_fused_away():
     assert pipe(X).tolist() == [3]
 
 
-def test_custom_checks():
+def test_custom_checks() -> None:
     def at_most_two(ops: list[Op]) -> None:
         if len(ops) > 2:
             raise CompileError(f"{len(ops)} operators")
@@ -239,21 +239,21 @@ def test_custom_checks():
 # The examples of the module's documentation, with other names and values.
 
 
-def test_documented_pipe():
+def test_documented_pipe() -> None:
     pipe = LogitsPipe([Temperature(), Softmax(), TopP(), Sample()])
     tokens = pipe(torch.randn(8, 1000), temperature=0.7, top_p=0.9)
     assert tokens.shape == (8,)
     assert bool((tokens >= 0).all() and (tokens < 1000).all())
 
 
-def test_documented_pipe_of_probabilities():
+def test_documented_pipe_of_probabilities() -> None:
     probs = torch.randn(4, 32000).softmax(-1)
     tokens = LogitsPipe([TopK(), Sample()], input_type=TensorType.PROBS)(probs, top_k=40)
     kth = probs.topk(40).values[:, -1]
     assert bool((probs.gather(1, tokens.long().unsqueeze(1)).squeeze(1) >= kth).all())
 
 
-def test_documented_custom_processor():
+def test_documented_custom_processor() -> None:
     class DocumentedOp(Op):
         IN = TensorType.LOGITS
         OUT = TensorType.LOGITS
@@ -262,7 +262,7 @@ def test_documented_custom_processor():
             return tensor
 
     class DocumentedProcessor(LogitsProcessor):
-        def __init__(self, **params: Any):
+        def __init__(self, **params: Any) -> None:
             super().__init__(**params)
 
         def legalize(self, input_type: TensorType) -> list[Op]:
@@ -280,7 +280,7 @@ def test_documented_custom_processor():
 
 @pytest.mark.parametrize("compile_", [True, False])
 @pytest.mark.parametrize("input_type", [TensorType.LOGITS, TensorType.PROBS])
-def test_documented_sample_with_a_top_k(input_type: TensorType, compile_: bool):
+def test_documented_sample_with_a_top_k(input_type: TensorType, compile_: bool) -> None:
     """Its examples draw from two rows, some values of which are below 0, and pass ``top_k`` to a
     lone `Sample`.
     """
@@ -295,7 +295,7 @@ def test_documented_sample_with_a_top_k(input_type: TensorType, compile_: bool):
 
 
 @pytest.mark.parametrize("compile_", [True, False])
-def test_a_top_k_beside_another_truncation_is_an_unknown_name(compile_: bool):
+def test_a_top_k_beside_another_truncation_is_an_unknown_name(compile_: bool) -> None:
     pipe = LogitsPipe([Softmax(), TopP(top_p=0.9), Sample()], compile_)
     with pytest.raises(ValueError, match="Unknown run-time parameter 'top_k'"):
         pipe(torch.zeros(2, 4), top_k=3)

@@ -40,7 +40,7 @@ CHAINS: dict[str, list[LogitsProcessor]] = {
 
 
 @pytest.mark.parametrize("case", grid(CHAINS, fast=3))
-def test_five_million_draws_follow_the_probabilities(case: str):
+def test_five_million_draws_follow_the_probabilities(case: str) -> None:
     logits = torch.randn(1, 32000, generator=seeded(1)) * 2
     filters = [Temperature(temperature=0.8), Softmax(), *CHAINS[case]]
     expected = LogitsPipe(filters)(logits)[0]
@@ -50,7 +50,7 @@ def test_five_million_draws_follow_the_probabilities(case: str):
     assert_frequencies(tokens, expected)
 
 
-def test_five_million_joint_draws():
+def test_five_million_joint_draws() -> None:
     probs = (torch.randn(1, 32000, generator=seeded(3)) * 2).softmax(-1)
     in_k = probs >= probs.topk(100).values[:, -1:]
     in_p = LogitsPipe([TopP(top_p=0.3)])(probs) > 0
@@ -61,7 +61,7 @@ def test_five_million_joint_draws():
     assert_frequencies(tokens, expected / expected.sum())
 
 
-def test_five_million_draws_from_logits():
+def test_five_million_draws_from_logits() -> None:
     logits = torch.randn(1, 111, generator=seeded(5)) * 2
     pipe = LogitsPipe([TopK(top_k=10), Sample()], input_type=TensorType.LOGITS)
     tokens = pipe(logits, indices=torch.zeros(DRAWS, dtype=torch.int32), generator=seeded(6))
@@ -73,7 +73,7 @@ def test_five_million_draws_from_logits():
 @pytest.mark.parametrize("width", [111, 32000, 128256])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])
 @pytest.mark.parametrize("case", CHAINS)
-def test_draws_over_many_shapes(case: str, width: int, scale: float):
+def test_draws_over_many_shapes(case: str, width: int, scale: float) -> None:
     logits = torch.randn(1, width, generator=seeded(7)) * scale
     filters = [Softmax(), *CHAINS[case]]
     expected = LogitsPipe(filters)(logits)[0]
@@ -83,7 +83,7 @@ def test_draws_over_many_shapes(case: str, width: int, scale: float):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_the_generator_decides(deterministic: bool):
+def test_the_generator_decides(deterministic: bool) -> None:
     logits = torch.randn(50, 1000, generator=seeded(8))
     pipe = LogitsPipe([Softmax(), TopK(top_k=200), Sample(deterministic=deterministic)])
     first, again, other = (pipe(logits, generator=seeded(seed)) for seed in (9, 9, 10))
@@ -94,7 +94,7 @@ def test_the_generator_decides(deterministic: bool):
     assert not torch.equal(pipe(logits, generator=generator), first), "the generator has moved on"
 
 
-def test_a_compile_time_generator_and_the_default_generator():
+def test_a_compile_time_generator_and_the_default_generator() -> None:
     logits = torch.zeros(64, 1000)
     pipe = LogitsPipe([Softmax(), Sample(generator=seeded(11))])
     assert torch.equal(pipe(logits), LogitsPipe([Softmax(), Sample()])(logits, generator=seeded(11)))
@@ -105,7 +105,7 @@ def test_a_compile_time_generator_and_the_default_generator():
     assert first.unique().numel() > 1
 
 
-def test_rows_are_drawn_by_their_place_alone():
+def test_rows_are_drawn_by_their_place_alone() -> None:
     """Draw i takes the i-th number: the batch may be cut behind it, and other rows may change."""
     logits = torch.randn(200, 300, generator=seeded(12))
     pipe = LogitsPipe([Softmax(), TopP(top_p=0.9), Sample()])
@@ -117,7 +117,7 @@ def test_rows_are_drawn_by_their_place_alone():
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_indices_choose_the_rows(dtype: torch.dtype):
+def test_indices_choose_the_rows(dtype: torch.dtype) -> None:
     probs = torch.zeros(3, 8)
     probs[0, 5] = probs[1, 2] = probs[2, 7] = 1.0
     pipe = LogitsPipe([Sample()], input_type=TensorType.PROBS)
@@ -126,14 +126,14 @@ def test_indices_choose_the_rows(dtype: torch.dtype):
     assert tokens.dtype == dtype
 
 
-def test_indices_of_every_row_are_no_indices():
+def test_indices_of_every_row_are_no_indices() -> None:
     probs = torch.randn(100, 64, generator=seeded(14)).softmax(-1)
     pipe = LogitsPipe([TopK(top_k=20), Sample()], input_type=TensorType.PROBS)
     rows = torch.arange(100, dtype=torch.int32)
     assert torch.equal(pipe(probs, indices=rows, generator=seeded(15)), pipe(probs, generator=seeded(15)))
 
 
-def test_parameters_per_row_belong_to_the_rows_not_to_the_draws():
+def test_parameters_per_row_belong_to_the_rows_not_to_the_draws() -> None:
     probs = torch.tensor([[0.4, 0.3, 0.3], [0.3, 0.4, 0.3]])
     rows = torch.tensor([1, 0, 1] * 50)
     for compile_ in (True, False):
@@ -143,6 +143,6 @@ def test_parameters_per_row_belong_to_the_rows_not_to_the_draws():
         assert set(tokens[rows == 1].tolist()) == {0, 1, 2}
 
 
-def test_equal_most_likely_tokens_with_top_k_1_give_the_lowest_id():
+def test_equal_most_likely_tokens_with_top_k_1_give_the_lowest_id() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 2.0]] * 40)
     assert set(LogitsPipe([Softmax(), TopK(top_k=1), Sample()])(logits).tolist()) == {1}

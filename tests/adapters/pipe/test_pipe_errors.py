@@ -35,7 +35,7 @@ X = torch.zeros(2, 4)
 UNIFORM = torch.full((2, 4), 0.25)
 
 
-def test_no_processors():
+def test_no_processors() -> None:
     with pytest.raises(ValueError, match=r"^Pipeline cannot be empty$"):
         LogitsPipe([])
     with pytest.raises(LegalizationError, match=r"^Cannot legalize empty processor list$"):
@@ -49,7 +49,7 @@ def test_no_processors():
 
 
 @pytest.mark.parametrize("first", [TopK(), Sample()])
-def test_the_input_type_cannot_be_inferred(first: LogitsProcessor):
+def test_the_input_type_cannot_be_inferred(first: LogitsProcessor) -> None:
     with pytest.raises(ValueError) as raised:
         LogitsPipe([first])
     assert str(raised.value) == (
@@ -98,14 +98,14 @@ ORDERS: list[tuple[list[LogitsProcessor], TensorType | None, str]] = [
 
 
 @pytest.mark.parametrize(("processors", "input_type", "message"), ORDERS)
-def test_chains_that_do_not_fit(processors: list[LogitsProcessor], input_type: TensorType | None, message: str):
+def test_chains_that_do_not_fit(processors: list[LogitsProcessor], input_type: TensorType | None, message: str) -> None:
     with pytest.raises(ValueError) as raised:
         LogitsPipe(processors, input_type=input_type)
     assert str(raised.value) == message
     assert isinstance(raised.value.__cause__, LegalizationError)
 
 
-def test_another_error_of_a_processor_during_inference_is_its_own():
+def test_another_error_of_a_processor_during_inference_is_its_own() -> None:
     with pytest.raises(TypeError, match=r"^broken$"):
         LogitsPipe([Broken()])
     assert infer_initial_type([]) is LOGITS
@@ -123,7 +123,7 @@ class AfterSampling(FromIndices):
     """Takes what sampling returns."""
 
 
-def test_types_of_ops_that_do_not_fit():
+def test_types_of_ops_that_do_not_fit() -> None:
     with pytest.raises(CompileError) as raised:
         compile_pipeline([SoftmaxOp(), SoftmaxOp()])
     assert str(raised.value) == (
@@ -145,7 +145,7 @@ class Unsoftmax(Op):
         return TaggedTensor.logits(tensor.data.log())
 
 
-def test_validity_checks():
+def test_validity_checks() -> None:
     with pytest.raises(CompileError) as raised:
         compile_pipeline([SoftmaxOp(), Unsoftmax(), SoftmaxOp()])
     assert str(raised.value) == "Multiple Softmax operators found. Only one Softmax is allowed per pipeline."
@@ -160,7 +160,7 @@ def test_validity_checks():
     validate_pipeline([SoftmaxOp(), TopPOp()], [lambda ops: None])
 
 
-def test_an_op_without_types():
+def test_an_op_without_types() -> None:
     class Untyped(ParameterizedOp):
         def __call__(self, tensor: TaggedTensor, **kwargs: Any) -> TaggedTensor:
             return tensor
@@ -176,7 +176,7 @@ def run_error(processors: list[LogitsProcessor], x: Any, input_type: TensorType 
     return str(raised.value)
 
 
-def test_a_wrong_tag():
+def test_a_wrong_tag() -> None:
     assert run_error([Softmax()], TaggedTensor.probs(X)) == (
         "Error executing operator 0 (SoftmaxOp): Operator SoftmaxOp cannot accept input type PROBS. Expected: LOGITS"
     )
@@ -191,7 +191,7 @@ def test_a_wrong_tag():
         (MinP(), UNIFORM, "MinPOp", "min_p"),
     ],
 )
-def test_a_missing_parameter(processor: LogitsProcessor, x: torch.Tensor, op: str, name: str):
+def test_a_missing_parameter(processor: LogitsProcessor, x: torch.Tensor, op: str, name: str) -> None:
     input_type = PROBS if x is UNIFORM else None
     expected = f"Error executing operator 0 ({op}): Required parameter '{name}' not provided for {op}"
     assert run_error([processor], x, input_type) == expected
@@ -213,7 +213,7 @@ BAD_SCALARS: dict[str, tuple[type[LogitsProcessor], list[Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_SCALARS)
-def test_scalars_out_of_range(name: str):
+def test_scalars_out_of_range(name: str) -> None:
     processor, values, message = BAD_SCALARS[name]
     input_type = LOGITS if processor is Temperature else PROBS
     x = X if processor is Temperature else UNIFORM
@@ -234,7 +234,7 @@ BAD_TENSORS: dict[str, tuple[type[LogitsProcessor], list[torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", BAD_TENSORS)
-def test_tensors_are_checked_as_well(name: str):
+def test_tensors_are_checked_as_well(name: str) -> None:
     processor, values = BAD_TENSORS[name]
     input_type = LOGITS if processor is Temperature else PROBS
     x = X if processor is Temperature else UNIFORM
@@ -259,18 +259,18 @@ def test_tensors_are_checked_as_well(name: str):
         assert str(raised.value.__cause__) == text
 
 
-def test_top_k_in_floats():
+def test_top_k_in_floats() -> None:
     message = run_error([TopK()], UNIFORM, PROBS, top_k=torch.tensor([1.0, 2.0]))
     assert message.endswith("top_k must be a positive integer or a tensor array, got a tensor of torch.float32")
 
 
-def test_min_p_may_be_off_for_some_rows():
+def test_min_p_may_be_off_for_some_rows() -> None:
     kept = LogitsPipe([MinP()])(torch.tensor([[0.9, 0.1]] * 2), min_p=torch.tensor([0.0, 0.5]))
     assert kept.tolist() == [[pytest.approx(0.9), pytest.approx(0.1)], [1.0, 0.0]]
 
 
 @pytest.mark.parametrize("compile_", [True, False])
-def test_names_that_no_op_takes(compile_: bool):
+def test_names_that_no_op_takes(compile_: bool) -> None:
     pipe = LogitsPipe([Temperature(), Softmax(), TopP(top_p=0.5)], compile=compile_)
     with pytest.raises(ValueError) as raised:
         pipe(X, temperature=1.0, top_k=3)
@@ -284,7 +284,7 @@ def test_names_that_no_op_takes(compile_: bool):
         LogitsPipe([Softmax()])(X, temperature=1.0)
 
 
-def test_names_that_no_processor_has():
+def test_names_that_no_processor_has() -> None:
     with pytest.raises(TypeError, match=r"^Temperature has no parameter 'temprature'; its parameters: temperature$"):
         Temperature(temprature=1.0)
     with pytest.raises(TypeError, match="TopPOp has no parameter 'p'"):
@@ -292,11 +292,11 @@ def test_names_that_no_processor_has():
     with pytest.raises(TypeError, match="Softmax has no parameter 'temperature'; its parameters: enable_pdl"):
         Softmax(temperature=1.0)
     with pytest.raises(ValueError, match="deterministic must be True or False, got 'yes'"):
-        Sample(deterministic="yes")
+        Sample(deterministic="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="enable_pdl must be True or False, got 2"):
         SoftmaxOp(enable_pdl=2)
     with pytest.raises(TypeError, match="expected LogitsProcessor objects or classes of shaping processors"):
-        LogitsPipe([TemperatureOp()])
+        LogitsPipe([TemperatureOp()])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_names_that_no_processor_has():
         ([TopK(top_k=2, joint_topk_topp=True), TopP(top_p=0.5), Sample()], PROBS),
     ],
 )
-def test_rows_that_are_refused(processors: list[LogitsProcessor], input_type: TensorType):
+def test_rows_that_are_refused(processors: list[LogitsProcessor], input_type: TensorType) -> None:
     nothing = -INF if input_type is LOGITS else 0.0
     for bad, text in ((NAN, "row 1 holds NaN"), (INF, "row 1 "), (nothing, "row 1 has no token left")):
         x = UNIFORM.clone()
@@ -323,7 +323,7 @@ def test_rows_that_are_refused(processors: list[LogitsProcessor], input_type: Te
                 LogitsPipe(processors, compile_, input_type)(x)
 
 
-def test_a_quotient_out_of_range():
+def test_a_quotient_out_of_range() -> None:
     x = torch.tensor([[1.0, 2.0], [3e38, 1.0]])
     for pipe in (LogitsPipe([Temperature()]), LogitsPipe([Temperature(), Softmax()])):
         with pytest.raises(ValueError, match="row 1 holds inf"):
@@ -331,12 +331,12 @@ def test_a_quotient_out_of_range():
 
 
 @pytest.mark.parametrize("x", [torch.zeros(4), torch.zeros(1, 2, 4), torch.zeros(2, 4, dtype=torch.int64)])
-def test_tensors_that_are_no_rows(x: torch.Tensor):
+def test_tensors_that_are_no_rows(x: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="expected a floating-point tensor \\[batch, vocabulary\\], got"):
         LogitsPipe([Softmax()])(x)
 
 
-def test_indices_and_generator():
+def test_indices_and_generator() -> None:
     for bad, text in (
         (torch.tensor([0, 2]), "indices must be rows from 0 to 1, got 0 to 2"),
         (torch.tensor([-1]), "indices must be rows from 0 to 1, got -1 to -1"),
@@ -350,7 +350,7 @@ def test_indices_and_generator():
     )
 
 
-def test_the_place_of_a_failing_op_and_its_cause():
+def test_the_place_of_a_failing_op_and_its_cause() -> None:
     with pytest.raises(ValueError) as raised:
         LogitsPipe([Softmax(), TopK(), MinP()])(X, top_k=2, min_p=2.0)
     assert str(raised.value).startswith("Error executing operator 2 (MinPOp): min_p must be")

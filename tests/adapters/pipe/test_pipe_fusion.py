@@ -69,7 +69,7 @@ def chains(draw: st.DrawFn, num_rows: int, from_probs: bool) -> Chain:
 
 
 @given(data=st.data(), num_rows=st.integers(0, 4), from_probs=st.booleans(), seed=st.integers(0, 2**20))
-def test_compiled_equals_plain(data: st.DataObject, num_rows: int, from_probs: bool, seed: int):
+def test_compiled_equals_plain(data: st.DataObject, num_rows: int, from_probs: bool, seed: int) -> None:
     chain = data.draw(chains(num_rows, from_probs))
     input_type = TensorType.PROBS if from_probs else TensorType.LOGITS
     generator = torch.Generator().manual_seed(seed)
@@ -102,26 +102,26 @@ SAMPLE_OPS = {
 
 
 @pytest.mark.parametrize("case", SAMPLE_OPS)
-def test_number_of_compiled_ops(case: str):
+def test_number_of_compiled_ops(case: str) -> None:
     processors, expected = SAMPLE_OPS[case]
-    assert len(LogitsPipe(processors).compiled_ops) == expected
+    assert len(LogitsPipe(processors).compiled_ops) == expected  # type: ignore[arg-type]
 
 
-def test_sampling_from_masked_logits_is_not_fused():
-    assert len(LogitsPipe([TopK(), Sample()], input_type=TensorType.LOGITS).compiled_ops) == 2
+def test_sampling_from_masked_logits_is_not_fused() -> None:
+    assert len(LogitsPipe([TopK(), Sample()], input_type=TensorType.LOGITS).compiled_ops) == 2  # type: ignore[arg-type]
 
 
-def test_a_fused_op_carries_every_parameter_of_its_window():
+def test_a_fused_op_carries_every_parameter_of_its_window() -> None:
     topk, topp, sample = TopK(joint_topk_topp=True, top_k=3), TopP(top_p=0.5), Sample(deterministic=False)
-    (fused,) = LogitsPipe([topk, topp, sample], input_type=TensorType.PROBS).compiled_ops
+    (fused,) = LogitsPipe([topk, topp, sample], input_type=TensorType.PROBS).compiled_ops  # type: ignore[misc]
     assert isinstance(fused, FusedProbsTopKTopPSampleOp)
     assert fused.default_params == {"joint_topk_topp": True, "top_k": 3, "top_p": 0.5, "deterministic": False}
-    (fused,) = LogitsPipe([Temperature(temperature=2), Softmax(enable_pdl=False)]).compiled_ops
+    (fused,) = LogitsPipe([Temperature(temperature=2), Softmax(enable_pdl=False)]).compiled_ops  # type: ignore[misc]
     assert isinstance(fused, FusedTemperatureSoftmaxOp)
     assert fused.default_params == {"temperature": 2, "enable_pdl": False}
 
 
-def test_parameters_of_the_call_win():
+def test_parameters_of_the_call_win() -> None:
     logits = torch.tensor([[1.0, 2.0, 4.0]])
     for compile_ in (True, False):
         pipe = LogitsPipe([Temperature(temperature=2.0), Softmax()], compile=compile_)
@@ -130,7 +130,7 @@ def test_parameters_of_the_call_win():
 
 
 @pytest.mark.parametrize("compile_", [True, False])
-def test_temperature_per_row_divides_rows(compile_: bool):
+def test_temperature_per_row_divides_rows(compile_: bool) -> None:
     logits = torch.tensor([[1.0, 2.0], [1.0, 2.0]])  # as many rows as columns
     result = LogitsPipe([Temperature()], compile=compile_)(logits, temperature=torch.tensor([1.0, 2.0]))
     assert result.tolist() == [[1.0, 2.0], [0.5, 1.0]]
@@ -140,7 +140,7 @@ def test_temperature_per_row_divides_rows(compile_: bool):
 
 
 @pytest.mark.parametrize("compile_", [True, False])
-def test_joint_and_sequential_differ_as_documented(compile_: bool):
+def test_joint_and_sequential_differ_as_documented(compile_: bool) -> None:
     """Of .4 .3 .2 .1, top-k 2 and top-p .5: sequentially .571 .429, of which the first is
     enough; jointly not.
     """
@@ -155,7 +155,7 @@ def test_joint_and_sequential_differ_as_documented(compile_: bool):
     assert drawn == {True: {0, 1}, False: {0}}
 
 
-def test_a_plain_pipe_says_so_and_can_be_compiled_later(caplog: pytest.LogCaptureFixture):
+def test_a_plain_pipe_says_so_and_can_be_compiled_later(caplog: pytest.LogCaptureFixture) -> None:
     pipe = LogitsPipe([Temperature(temperature=1.0), Softmax()], compile=False)
     assert pipe.compiled_ops is None
     with caplog.at_level(logging.WARNING):
@@ -163,10 +163,10 @@ def test_a_plain_pipe_says_so_and_can_be_compiled_later(caplog: pytest.LogCaptur
         pipe(torch.zeros(1, 4))
     assert [record.getMessage() for record in caplog.records] == ["Pipeline is not compiled, running discrete ops."] * 2
     pipe.compile()
-    assert len(pipe.compiled_ops) == 1
+    assert len(pipe.compiled_ops) == 1  # type: ignore[arg-type]
 
 
-def test_repr_shows_processors_ops_and_compiled_ops():
+def test_repr_shows_processors_ops_and_compiled_ops() -> None:
     pipe = LogitsPipe([TopK(), Sample()], input_type=TensorType.PROBS)
     expected = "LogitsPipe([TopK -> Sample], ops=[ProbsTopKOp -> ProbsSampleOp], compiled_ops=[FusedProbsTopKSampleOp])"
     assert repr(pipe) == expected

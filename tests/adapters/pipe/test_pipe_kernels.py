@@ -35,8 +35,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[Any
 
     package, sampling = ModuleType("flashinfer"), ModuleType("flashinfer.sampling")
     package.__spec__ = importlib.util.spec_from_loader("flashinfer", loader=None)
-    package.sampling = sampling
-    sampling.__getattr__ = record
+    package.sampling = sampling  # type: ignore[attr-defined]
+    sampling.__getattr__ = record  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setitem(sys.modules, "flashinfer.sampling", sampling)
     kernels.flashinfer_is_installed.cache_clear()
@@ -56,21 +56,21 @@ def rows(is_cuda: bool = True, dtype: torch.dtype = torch.float32, num_rows: int
     return Rows(is_cuda=is_cuda, dtype=dtype)
 
 
-def test_who_runs_an_op(calls: list[Any]):
+def test_who_runs_an_op(calls: list[Any]) -> None:
     assert kernels.flashinfer_is_installed()
-    assert kernels.kernels_for(rows()).__name__ == "adapters.pipe.flashinfer_kernels"
+    assert kernels.kernels_for(rows()).__name__ == "adapters.pipe.flashinfer_kernels"  # type: ignore[attr-defined]
     assert kernels.kernels_for(rows(is_cuda=False)) is torch_kernels
     assert kernels.kernels_for(rows(dtype=torch.float64)) is torch_kernels
     assert kernels.kernels_for(rows(num_rows=0)) is torch_kernels
 
 
-def test_without_flashinfer_nothing_is_imported(monkeypatch: pytest.MonkeyPatch):
+def test_without_flashinfer_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "flashinfer_is_installed", lambda: False)
     assert kernels.kernels_for(rows()) is torch_kernels
     assert "adapters.pipe.flashinfer_kernels" not in sys.modules
 
 
-def test_what_the_kernels_are_given(calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]):
+def test_what_the_kernels_are_given(calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
     kernel = kernels.kernels_for(rows())
     k, p = parameters.top_ks(10**12, 2), parameters.top_ps(0.5, 2)
     draw = (ROWS, False, GENERATOR)
@@ -105,7 +105,7 @@ def test_what_the_kernels_are_given(calls: list[tuple[str, tuple[Any, ...], dict
     assert all(args[0] is PROBS for _, args, _ in calls)
 
 
-def test_tensors_get_the_dtypes_of_the_kernels(calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]):
+def test_tensors_get_the_dtypes_of_the_kernels(calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
     kernel = kernels.kernels_for(rows())
     kernel.top_k_renorm(PROBS, parameters.top_ks(torch.tensor([1, 2**40]), 2))
     kernel.top_p_renorm(PROBS, parameters.top_ps(torch.tensor([0.5, 1.0], dtype=torch.float64), 2), False)
@@ -114,7 +114,7 @@ def test_tensors_get_the_dtypes_of_the_kernels(calls: list[tuple[str, tuple[Any,
     assert (given[1].dtype, given[1].tolist()) == (torch.float32, [0.5, 1.0])
 
 
-def test_both_modules_have_every_kernel(calls: list[Any]):
+def test_both_modules_have_every_kernel(calls: list[Any]) -> None:
     names = [name for name in vars(kernels.Kernels) if not name.startswith("_")]
     assert len(names) == 12
     for module in (kernels.kernels_for(rows()), torch_kernels):

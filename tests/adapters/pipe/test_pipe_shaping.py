@@ -29,7 +29,7 @@ ARGUMENTS = {
 
 
 @given(shaping=st.sampled_from(list(ARGUMENTS)), seed=st.integers(0, 1000), data=st.data())
-def test_it_does_what_the_processor_does(shaping: type[ShapingProcessor], seed: int, data: st.DataObject):
+def test_it_does_what_the_processor_does(shaping: type[ShapingProcessor], seed: int, data: st.DataObject) -> None:
     ((argument, values),) = ARGUMENTS[shaping].items()
     given_values = data.draw(st.lists(st.sampled_from(values), min_size=4, max_size=4))
     logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)) * 3
@@ -44,7 +44,7 @@ def test_it_does_what_the_processor_does(shaping: type[ShapingProcessor], seed: 
     assert torch.equal(first(logits, **{shaping.name: given_values[1]})[1], expected[1])
 
 
-def test_a_whole_chain():
+def test_a_whole_chain() -> None:
     logits = torch.randn(3, 64, dtype=torch.float16)
     pipe = LogitsPipe([p.TypicalP, Shaping(p.TopNSigma, n=1.5), Softmax(), TopK(), Sample()])
     tokens = pipe(logits, typical_p=0.9, top_k=2)
@@ -55,7 +55,7 @@ def test_a_whole_chain():
     assert LogitsPipe([p.TypicalP])(torch.empty(0, 64), typical_p=0.5).shape == (0, 64)
 
 
-def test_processors_with_a_history_are_given_themselves():
+def test_processors_with_a_history_are_given_themselves() -> None:
     logits = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)) * 3
     rows = [p.Mirostat(p.Mirostat.Args(tau=tau), CONTEXT) for tau in (0.5, 3.0)]
     for processor in rows:
@@ -86,7 +86,7 @@ def test_processors_with_a_history_are_given_themselves():
 )
 def test_a_history_that_nobody_gave_is_an_error(
     shaping: type[ShapingProcessor], call: dict[str, object], context: Context | None
-):
+) -> None:
     pipe = LogitsPipe([Shaping(shaping, context)])
     with pytest.raises(ValueError, match=f"{shaping.name} depends on its history: give one started"):
         pipe(torch.randn(2, 64), **call)
@@ -94,7 +94,7 @@ def test_a_history_that_nobody_gave_is_an_error(
         pipe(torch.randn(2, 64), **{shaping.name: 0.5})
 
 
-def test_errors():
+def test_errors() -> None:
     with pytest.raises(TypeError, match="top_p has no argument 'k'"):
         Shaping(p.TopP, k=3)
     with pytest.raises(ValueError, match="typical_p can only be applied to LOGITS, got PROBS"):
@@ -121,11 +121,11 @@ class MakesNaN(ShapingProcessor):
         logits.fill_(float("nan"))
 
 
-def test_nan_made_by_a_processor_is_refused():
+def test_nan_made_by_a_processor_is_refused() -> None:
     with pytest.raises(ValueError, match="row 0 holds NaN"):
         LogitsPipe([MakesNaN])(torch.zeros(1, 4), makes_nan=1.0)
 
 
-def test_processors_do_not_import_the_pipe():
+def test_processors_do_not_import_the_pipe() -> None:
     code = "import sys, adapters.catalog.catalog, adapters.processors; sys.exit('adapters.pipe' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0

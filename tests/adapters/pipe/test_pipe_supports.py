@@ -58,7 +58,7 @@ def reference_top_p(units: list[int], p: Fraction) -> set[int]:
 @given(units=rows_of_units(), k=st.integers(1, 15))
 @example(units=[256, 256, 256, 256], k=1)
 @example(units=[128, 512, 128, 256], k=3)
-def test_top_k(units: list[int], k: int):
+def test_top_k(units: list[int], k: int) -> None:
     assert support(TopK(top_k=k), probs_of(units)) == reference_top_k(units, k)
 
 
@@ -67,19 +67,19 @@ def test_top_k(units: list[int], k: int):
 @example(units=[512, 256, 128, 128], numerator=513)
 @example(units=[512, 256, 128, 128], numerator=896)
 @example(units=[256, 256, 256, 256], numerator=512)
-def test_top_p(units: list[int], numerator: int):
+def test_top_p(units: list[int], numerator: int) -> None:
     assert support(TopP(top_p=numerator / UNITS), probs_of(units)) == reference_top_p(units, Fraction(numerator, UNITS))
 
 
 @given(units=rows_of_units(), numerator=st.integers(1, UNITS))
 @example(units=[512, 256, 128, 128], numerator=512)
-def test_min_p(units: list[int], numerator: int):
+def test_min_p(units: list[int], numerator: int) -> None:
     expected = {i for i, unit in enumerate(units) if unit > 0 and unit * UNITS >= numerator * max(units)}
     assert support(MinP(min_p=numerator / UNITS), probs_of(units)) == expected
 
 
 @given(units=rows_of_units(), k=st.integers(1, 15), numerator=st.integers(1, UNITS))
-def test_joint(units: list[int], k: int, numerator: int):
+def test_joint(units: list[int], k: int, numerator: int) -> None:
     p = Fraction(numerator, UNITS)
     expected = reference_top_k(units, k) & reference_top_p(units, p)
     chain = [TopK(joint_topk_topp=True, top_k=k), TopP(top_p=float(p)), Sample()]
@@ -92,7 +92,7 @@ def test_joint(units: list[int], k: int, numerator: int):
     assert {i for i in expected if units[i] * 100 >= total} <= set(drawn.tolist())  # missed with p < 1e-17
 
 
-def test_sequential_top_p_sees_the_renormalised_mass():
+def test_sequential_top_p_sees_the_renormalised_mass() -> None:
     """.4 .3 of .4 .3 .2 .1 become 4/7 3/7: .5 needs the first only, 4/7 + a little both."""
     probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 2)
     pipe = LogitsPipe([TopK(top_k=2), TopP()], input_type=TensorType.PROBS)
@@ -101,7 +101,7 @@ def test_sequential_top_p_sees_the_renormalised_mass():
 
 
 @pytest.mark.parametrize("width", [200, 5000, 20000])
-def test_wide_rows_against_a_sort_in_float64(width: int):
+def test_wide_rows_against_a_sort_in_float64(width: int) -> None:
     """Prefixes that outgrow each width of the selection; no mass is nearer than 1e-6 to p."""
     generator = torch.Generator().manual_seed(width)
     probs = (torch.randn(6, width, generator=generator) * 1.5).softmax(-1)
@@ -115,14 +115,14 @@ def test_wide_rows_against_a_sort_in_float64(width: int):
     assert torch.allclose(kept.double(), reference / reference.sum(-1, keepdim=True), atol=1e-7)
 
 
-def test_top_k_of_logits_masks_and_nothing_else():
+def test_top_k_of_logits_masks_and_nothing_else() -> None:
     logits = torch.tensor([[3.0, 1.0, 2.0, 2.0], [-torch.inf, 1.0, 0.0, -torch.inf]])
     kept = LogitsPipe([TopK()], input_type=TensorType.LOGITS)(logits, top_k=torch.tensor([2, 3]))
     assert kept.tolist() == [[3.0, -torch.inf, 2.0, 2.0], logits[1].tolist()]
     assert logits[0, 1] == 1.0, "the input is not changed"
 
 
-def test_values_against_float64():
+def test_values_against_float64() -> None:
     logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(3)) * 4
     probs = LogitsPipe([Temperature(), Softmax(), TopK(), MinP()])(logits, temperature=0.7, top_k=50, min_p=0.05)
     reference = (logits.double() / 0.7).softmax(-1)
@@ -132,7 +132,7 @@ def test_values_against_float64():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_dtypes(dtype: torch.dtype):
+def test_dtypes(dtype: torch.dtype) -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(4)).to(dtype)
     wide = logits if dtype == torch.float64 else logits.float()
     assert LogitsPipe([Temperature(temperature=0.5)])(logits).dtype == dtype
@@ -145,7 +145,7 @@ def test_dtypes(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("compile_", [True, False])
-def test_empty_batch(compile_: bool):
+def test_empty_batch(compile_: bool) -> None:
     chain = [Temperature(), TopK(), Softmax(), TopP(), MinP(), Sample()]
     empty = torch.empty(0, 32)
     nothing = torch.empty(0)
@@ -161,7 +161,7 @@ def test_empty_batch(compile_: bool):
 
 
 @given(seed=st.integers(0, 1000), order=st.permutations(range(6)), num_rows=st.integers(1, 6))
-def test_a_row_does_not_depend_on_the_batch(seed: int, order: list[int], num_rows: int):
+def test_a_row_does_not_depend_on_the_batch(seed: int, order: list[int], num_rows: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(6, 700, generator=generator) * 3
     per_row = {
@@ -177,7 +177,7 @@ def test_a_row_does_not_depend_on_the_batch(seed: int, order: list[int], num_row
     assert torch.equal(part, whole[chosen])
 
 
-def test_one_row_of_a_real_vocabulary_is_the_same_alone_and_in_a_batch():
+def test_one_row_of_a_real_vocabulary_is_the_same_alone_and_in_a_batch() -> None:
     logits = torch.randn(7, 128256, generator=torch.Generator().manual_seed(5)) * 2
     pipe = LogitsPipe([Temperature(temperature=0.9), Softmax(), TopK(top_k=500), TopP(top_p=0.95)])
     whole = pipe(logits)
@@ -185,7 +185,7 @@ def test_one_row_of_a_real_vocabulary_is_the_same_alone_and_in_a_batch():
         assert torch.equal(pipe(logits[row : row + 1]), whole[row : row + 1])
 
 
-def test_probabilities_need_not_sum_to_one_and_negative_ones_count_as_zero():
+def test_probabilities_need_not_sum_to_one_and_negative_ones_count_as_zero() -> None:
     assert LogitsPipe([TopK(top_k=1)], input_type=TensorType.PROBS)(torch.tensor([[4.5, -3.5]])).tolist() == [[1, 0]]
     assert LogitsPipe([TopP(top_p=0.9)])(torch.tensor([[0.08, 0.92], [-0.25, 1.25]])).tolist() == [[0, 1], [0, 1]]
     assert LogitsPipe([MinP(min_p=0.05)])(torch.tensor([[-0.25, 1.25]])).tolist() == [[0, 1]]

@@ -10,13 +10,13 @@ import torch
 from adapters.pipe import LogitsPipe, Softmax, TaggedTensor, TensorType, TopP
 
 
-def test_tensor_types():
+def test_tensor_types() -> None:
     assert [(kind.name, kind.value) for kind in TensorType] == [("LOGITS", 1), ("PROBS", 2), ("INDICES", 3)]
     assert str(TensorType.LOGITS) == "LOGITS"
     assert repr(TensorType.LOGITS) == "TensorType.LOGITS"
 
 
-def test_a_tagged_tensor_shows_its_tensor():
+def test_a_tagged_tensor_shows_its_tensor() -> None:
     tagged = TaggedTensor.probs(torch.zeros(2, 3))
     assert tagged.type is TensorType.PROBS
     assert (tagged.shape, tagged.size(), tagged.size(1)) == ((2, 3), (2, 3), 3)
@@ -25,10 +25,10 @@ def test_a_tagged_tensor_shows_its_tensor():
     assert repr(tagged) == expected
     assert TaggedTensor.indices(torch.zeros(2)).type is TensorType.INDICES
     with pytest.raises(dataclasses.FrozenInstanceError):
-        tagged.type = TensorType.LOGITS
+        tagged.type = TensorType.LOGITS  # type: ignore[misc]
 
 
-def test_equality():
+def test_equality() -> None:
     ones = torch.ones(2, 3)
     assert TaggedTensor.logits(ones) == TaggedTensor.logits(ones.clone())
     assert hash(TaggedTensor.logits(ones)) == hash(TaggedTensor.logits(ones.clone()))
@@ -38,17 +38,17 @@ def test_equality():
     assert TaggedTensor.logits(ones) != ones.shape
 
 
-def test_functions_of_torch_take_it_anywhere():
+def test_functions_of_torch_take_it_anywhere() -> None:
     x = torch.randn(2, 3)
     tagged = TaggedTensor.logits(x)
-    for result in (torch.softmax(tagged, dim=-1), torch.softmax(input=tagged, dim=-1)):
+    for result in (torch.softmax(tagged, dim=-1), torch.softmax(input=tagged, dim=-1)):  # type: ignore[arg-type]
         assert type(result) is torch.Tensor
         assert torch.equal(result, x.softmax(-1))
-    assert torch.equal(torch.cat([tagged, x, tagged]), torch.cat([x, x, x]))
-    assert torch.equal(torch.add(x, tagged), x + x)
+    assert torch.equal(torch.cat([tagged, x, tagged]), torch.cat([x, x, x]))  # type: ignore[list-item]
+    assert torch.equal(torch.add(x, tagged), x + x)  # type: ignore[call-overload]
 
 
-def test_a_pipe_takes_plain_and_tagged_tensors_and_returns_plain_ones():
+def test_a_pipe_takes_plain_and_tagged_tensors_and_returns_plain_ones() -> None:
     x = torch.randn(2, 3)
     pipe = LogitsPipe([Softmax()])
     assert torch.equal(pipe(x), pipe(TaggedTensor.logits(x)))

@@ -42,7 +42,7 @@ def plain_tokens(kind):
 @example(text=" Yes", before="x", data=None)
 @example(text="e\u0301", before="x", data=None)
 @example(text="<think>\n</s>Yes", before="x", data=None)
-def test_a_text_behind_any_other_decodes_to_exactly_that_text(kind, text, before, data):
+def test_a_text_behind_any_other_decodes_to_exactly_that_text(kind, text, before, data) -> None:
     vocabulary = vocabulary_of(kind)
     history = prompt_of(kind) + vocabulary.tokenizer.encode(before, add_special_tokens=False)
     if data is not None:
@@ -53,7 +53,7 @@ def test_a_text_behind_any_other_decodes_to_exactly_that_text(kind, text, before
 
 
 @kinds
-def test_the_tokenizers_own_tokens_are_taken_where_they_are_the_text(kind):
+def test_the_tokenizers_own_tokens_are_taken_where_they_are_the_text(kind) -> None:
     vocabulary = vocabulary_of(kind)
     own = vocabulary.tokenizer.encode("the answer is Yes", add_special_tokens=False)
     exact = vocabulary.encode("the answer is Yes")
@@ -64,7 +64,7 @@ def test_the_tokenizers_own_tokens_are_taken_where_they_are_the_text(kind):
 
 
 @kinds
-def test_names_of_added_tokens_are_these_tokens(kind):
+def test_names_of_added_tokens_are_these_tokens(kind) -> None:
     vocabulary = vocabulary_of(kind)
     token = vocabulary.tokenizer.convert_tokens_to_ids
     assert vocabulary.encode("</think>") == [token("</think>")]
@@ -73,7 +73,7 @@ def test_names_of_added_tokens_are_these_tokens(kind):
     assert vocabulary.encode("") == []
 
 
-def test_a_text_without_tokens_is_refused():
+def test_a_text_without_tokens_is_refused() -> None:
     class Letters:
         def encode(self, text, *, add_special_tokens):
             return [ord(c) - ord("a") for c in text if c in "abc"]
@@ -109,7 +109,7 @@ answers = st.sampled_from(["Yes", " Yes", "the secret", "中文 Yes", "😀", "\
 @kinds
 @settings(max_examples=examples(20), deadline=None)
 @given(text=answers, wants=st.sampled_from(["", "No, the answer", "🙀 the", "secret"]))
-def test_forced_text_is_the_text(kind, text, wants):
+def test_forced_text_is_the_text(kind, text, wants) -> None:
     prompt = prompt_of(kind)
     chain = chain_of(kind, ForcedSequence, text=text)
     assert said(kind, prompt, speak(kind, chain, wants)) == f"{text}</s>"
@@ -125,14 +125,14 @@ def test_forced_text_is_the_text(kind, text, wants):
 @kinds
 @pytest.mark.parametrize("phrase", ["Yes.", " Yes.", "😀 bye", "\n中"])
 @pytest.mark.parametrize("wants", ["", "Wait", "the fox ", "中"])
-def test_the_last_phrase_is_the_phrase(kind, phrase, wants):
+def test_the_last_phrase_is_the_phrase(kind, phrase, wants) -> None:
     answer = speak(kind, chain_of(kind, ForceLastPhrase, text=phrase), wants)
     assert said(kind, prompt_of(kind), answer).endswith(f"{phrase}</s>")
 
 
 @kinds
 @pytest.mark.parametrize("end", ["</think>", "</ reason >", " done", "  ", "終わり", "\n</think>", "Yes"])
-def test_a_closing_tag_of_any_text_is_written_once(kind, end):
+def test_a_closing_tag_of_any_text_is_written_once(kind, end) -> None:
     facts = context_of(kind, max_tokens=60)
     budget = ThinkingBudget(ThinkingBudget.Args(tokens=3, end=end), facts)
     prompt = [*prompt_of(kind), *facts.think_start]
@@ -148,7 +148,7 @@ def test_a_closing_tag_of_any_text_is_written_once(kind, end):
 
 
 @prefixed
-def test_a_tag_of_one_plain_token_is_found_where_a_space_precedes_it(kind):
+def test_a_tag_of_one_plain_token_is_found_where_a_space_precedes_it(kind) -> None:
     facts = context_of(kind)
     assert len(facts.vocabulary.encode("a")) == 1
     budget = ThinkingBudget(ThinkingBudget.Args(tokens=9, end="a"), facts)
@@ -187,7 +187,7 @@ BAD = ["secret", " Yes", "the answer", "中", "😀", "ee", "\n", "s", "ans"]
     bad=st.lists(st.sampled_from(BAD), min_size=1, max_size=3, unique=True),
     parts=st.lists(st.sampled_from(["sec", "ret", " ", "the", " the", " answ", "er", "e", b"\xe4", b"\xb8", "Ye"])),
 )
-def test_bad_words_are_banned_in_every_spelling(kind, bad, parts):
+def test_bad_words_are_banned_in_every_spelling(kind, bad, parts) -> None:
     facts = context_of(kind)
     index = byte_index(facts.vocabulary)
     generated = []
@@ -214,7 +214,7 @@ def test_bad_words_are_banned_in_every_spelling(kind, bad, parts):
 
 @kinds
 @pytest.mark.parametrize("wants", ["secret", " secret", "the secret is", "x=secret", "no secrets", "consecreted"])
-def test_a_bad_word_never_comes_up(kind, wants):
+def test_a_bad_word_never_comes_up(kind, wants) -> None:
     chain = chain_of(kind, BadWords, words=["secret"])
     text = said(kind, prompt_of(kind), speak(kind, chain, wants, most=30))
     index = byte_index(vocabulary_of(kind))
@@ -223,7 +223,7 @@ def test_a_bad_word_never_comes_up(kind, wants):
 
 
 @kinds
-def test_a_special_token_is_banned_by_its_name(kind):
+def test_a_special_token_is_banned_by_its_name(kind) -> None:
     facts = context_of(kind)
     (turn,) = facts.vocabulary.encode("[TURN]")
     processor = BadWords(BadWords.Args(words=["[TURN]", "secret"]), facts)
@@ -240,7 +240,7 @@ def test_a_special_token_is_banned_by_its_name(kind):
 
 
 @kinds
-def test_a_trigger_that_names_a_special_token_is_found(kind):
+def test_a_trigger_that_names_a_special_token_is_found(kind) -> None:
     facts = context_of(kind)
     (turn,) = facts.vocabulary.encode("[TURN]")
     processor = TriggerPhrase(TriggerPhrase.Args(text="Yes", trigger="[TURN]"), facts)

@@ -52,7 +52,7 @@ class Letters:
 
 
 def facts(ends=(10,), max_tokens=None, **more):
-    vocabulary = Vocabulary(V, Letters(), ends[:1])
+    vocabulary = Vocabulary(V, Letters(), ends[:1])  # type: ignore[arg-type]
     return Context(vocabulary, end_token_ids=frozenset(ends), max_tokens=max_tokens, **more)
 
 
@@ -63,7 +63,7 @@ def chain_of(request, *wanted, scopes=None):
         built = kind.build(kind.Args(**args), request)
         processors += built
         all_scopes += [scopes[i] if scopes else "all"] * len(built)
-    chain = ProcessorChain(processors, request, scopes=all_scopes, step_budget_s=60)
+    chain = ProcessorChain(processors, request, scopes=all_scopes, step_budget_s=60)  # type: ignore[arg-type]
     chain.start([1, 2])
     return chain
 
@@ -104,24 +104,24 @@ def forced_at(chain, generated):
 
 @few
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 99), st.booleans())
-def test_a_forced_sequence_is_the_whole_answer(token_ids, seed, with_end):
+def test_a_forced_sequence_is_the_whole_answer(token_ids, seed, with_end) -> None:
     chain = chain_of(facts(), (ForcedSequence, {"token_ids": [*token_ids, 10] if with_end else token_ids}))
     assert generate(chain, seed, temperature=5.0) == [*token_ids, 10]
     assert forced_at(chain, [*token_ids, 10, 10]) == 10
 
 
-def test_a_forced_sequence_as_text_follows_the_position():
+def test_a_forced_sequence_as_text_follows_the_position() -> None:
     chain = chain_of(facts(), (ForcedSequence, {"text": "cab"}))
     assert [forced_at(chain, [9] * n) for n in (0, 3, 1, 2, 4, 1)] == [2, 10, 0, 1, 10, 0]
 
 
-def test_a_forced_sequence_that_fills_max_tokens_needs_no_end_token():
+def test_a_forced_sequence_that_fills_max_tokens_needs_no_end_token() -> None:
     assert generate(chain_of(facts(max_tokens=3), (ForcedSequence, {"text": "cab"})), 0) == [2, 0, 1]
     with pytest.raises(ArgumentError, match="takes 4 tokens, max_tokens is 3"):
         chain_of(facts(max_tokens=3), (ForcedSequence, {"text": "cabc"}))
 
 
-def test_the_end_token_is_the_model_s_own_before_others():
+def test_the_end_token_is_the_model_s_own_before_others() -> None:
     assert end_token(Context(Vocabulary(V, None, [9, 8]), frozenset([3, 9, 8])), "text") == 8
     assert end_token(Context(Vocabulary(V, None, [12]), frozenset([5, 3])), "text") == 3
     with pytest.raises(ArgumentError, match="no end token"):
@@ -133,7 +133,7 @@ def test_the_end_token_is_the_model_s_own_before_others():
 
 @few
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 99))
-def test_an_answer_begins_with_its_forced_prefix_and_goes_on_freely(token_ids, seed):
+def test_an_answer_begins_with_its_forced_prefix_and_goes_on_freely(token_ids, seed) -> None:
     free = ProcessorChain([], facts())
     free.start([1, 2, *token_ids])
     answer = generate(chain_of(facts(), (ForcedPrefix, {"token_ids": token_ids})), seed)
@@ -141,13 +141,13 @@ def test_an_answer_begins_with_its_forced_prefix_and_goes_on_freely(token_ids, s
     assert answer[len(token_ids) :] == generate(free, seed)[: len(answer) - len(token_ids)]
 
 
-def test_a_prefix_as_long_as_the_answer_is_fine_a_longer_one_is_not():
+def test_a_prefix_as_long_as_the_answer_is_fine_a_longer_one_is_not() -> None:
     assert generate(chain_of(facts(max_tokens=3), (ForcedPrefix, {"text": "cab"})), 0) == [2, 0, 1]
     with pytest.raises(ArgumentError, match="takes 4 tokens"):
         chain_of(facts(max_tokens=3), (ForcedPrefix, {"text": "cabc"}))
 
 
-def test_a_healed_prefix_ends_with_any_token_that_goes_on_with_its_text():
+def test_a_healed_prefix_ends_with_any_token_that_goes_on_with_its_text() -> None:
     spelled = vocabulary().token_bytes
     chain = chain_of(context(), (ForcedPrefix, {"text": "the quick br", "heal": True}))
     ids = vocabulary().encode("the quick br")
@@ -167,7 +167,7 @@ def test_a_healed_prefix_ends_with_any_token_that_goes_on_with_its_text():
     assert chain.plan().is_empty
 
 
-def test_a_healed_prefix_needs_texts_and_a_special_token_has_none():
+def test_a_healed_prefix_needs_texts_and_a_special_token_has_none() -> None:
     with pytest.raises(ArgumentError, match="heal: "):
         chain_of(Context(Vocabulary(V)), (ForcedPrefix, {"token_ids": [3], "heal": True}))
     special = context(end_token_ids=frozenset([5]))
@@ -177,7 +177,7 @@ def test_a_healed_prefix_needs_texts_and_a_special_token_has_none():
 
 
 @pytest.mark.parametrize("kind", [ForcedSequence, ForcedPrefix])
-def test_steps_rewinds_and_replays_agree(kind):
+def test_steps_rewinds_and_replays_agree(kind) -> None:
     request = facts()
     (processor,) = kind.build(kind.Args(text="cabbage"), request)
     history, row = [2, 0, 1, 1, 0, 6, 4, 10, 3], toy_logits([0], 0)
@@ -186,14 +186,14 @@ def test_steps_rewinds_and_replays_agree(kind):
     assert_rows_equal(after_rewinding([processor], request, [1, 2], history, row), steps)
 
 
-def test_a_forced_token_that_a_mask_forbids_is_unsatisfiable():
+def test_a_forced_token_that_a_mask_forbids_is_unsatisfiable() -> None:
     chain = chain_of(facts(), (ForcedPrefix, {"text": "cab"}), (BannedTokens, {"token_ids": [0]}))
     assert forced_at(chain, []) == 2
     with pytest.raises(ProcessorFailed, match="forces token 0, which another processor forbids"):
         forced_at(chain, [2])
 
 
-def test_two_that_force_different_tokens_are_unsatisfiable():
+def test_two_that_force_different_tokens_are_unsatisfiable() -> None:
     chain = chain_of(facts(), (ForcedPrefix, {"text": "ca"}), (ForcedSequence, {"text": "cb"}))
     assert forced_at(chain, []) == 2
     with pytest.raises(ProcessorFailed, match="forces token 1 where forced_prefix forces 0"):
@@ -219,7 +219,7 @@ phrases = st.text("abcdefg", min_size=1, max_size=5)
 
 @few
 @given(phrases, st.integers(0, 999), st.sampled_from([0.0, 0.7, 1.0, 3.0]), st.integers(-6, 6), st.integers(6, 30))
-def test_every_answer_ends_with_the_phrase(text, seed, temperature, end_bias, max_tokens):
+def test_every_answer_ends_with_the_phrase(text, seed, temperature, end_bias, max_tokens) -> None:
     """Whether the model wants to end at once or never, greedy or hot."""
     chain = chain_of(facts(max_tokens=max_tokens), (ForceLastPhrase, {"text": text}))
     answer = generate(chain, seed, temperature=temperature, end_bias=end_bias)
@@ -229,7 +229,7 @@ def test_every_answer_ends_with_the_phrase(text, seed, temperature, end_bias, ma
 
 @few
 @given(phrases, st.integers(0, 999), st.sampled_from([(10,), (10, 12), (10, 11, 12, 13)]))
-def test_a_greedy_answer_ends_where_it_would_have_ended(text, seed, ends):
+def test_a_greedy_answer_ends_where_it_would_have_ended(text, seed, ends) -> None:
     """Without the phrase's first token, that is."""
     phrase = Letters().encode(text, add_special_tokens=False)
     plain = chain_of(facts(ends), (BannedTokens, {"token_ids": phrase[:1]}))
@@ -240,7 +240,7 @@ def test_a_greedy_answer_ends_where_it_would_have_ended(text, seed, ends):
 
 @few
 @given(st.integers(0, 9999), st.sampled_from([(10,), (3, 10), (10, 11, 12)]), st.integers(-8, 8))
-def test_the_first_token_has_the_probability_of_the_end_tokens(seed, ends, end_bias):
+def test_the_first_token_has_the_probability_of_the_end_tokens(seed, ends, end_bias) -> None:
     row = toy_logits([seed], seed, end_bias, ends)
     chain = chain_of(facts(ends), (ForceLastPhrase, {"text": "ab"}))
     after = run_row(chain, row)
@@ -258,7 +258,7 @@ def test_the_first_token_has_the_probability_of_the_end_tokens(seed, ends, end_b
         assert after[0] == row[ends[0]]
 
 
-def test_without_a_token_but_ends_the_phrase_begins():
+def test_without_a_token_but_ends_the_phrase_begins() -> None:
     row = torch.full((V,), -torch.inf)
     row[10], row[0] = -3.0, -50.0
     after = run_row(chain_of(facts(), (ForceLastPhrase, {"text": "ab"})), row)
@@ -266,14 +266,14 @@ def test_without_a_token_but_ends_the_phrase_begins():
     assert after[0] == -3.0
 
 
-def test_end_tokens_that_a_mask_forbids_do_not_begin_the_phrase():
+def test_end_tokens_that_a_mask_forbids_do_not_begin_the_phrase() -> None:
     chain = chain_of(facts(), (ForceLastPhrase, {"text": "ab"}), (MinTokens, {"n": 5}))
     answer = generate(chain, 3, end_bias=50.0)
     assert_ends_with(answer, [0, 1])
     assert len(answer) == 5 + 3
 
 
-def test_a_first_token_that_a_mask_forbids_cannot_begin_the_phrase():
+def test_a_first_token_that_a_mask_forbids_cannot_begin_the_phrase() -> None:
     chain = chain_of(facts(), (ForceLastPhrase, {"text": "ab"}), (BannedTokens, {"token_ids": [0]}))
     row = run_row(chain, toy_logits([1], 1, end_bias=50.0))
     assert row[0] == row[10] == -torch.inf
@@ -283,13 +283,13 @@ def test_a_first_token_that_a_mask_forbids_cannot_begin_the_phrase():
         run_row(only_the_end, toy_logits([1], 1))
 
 
-def test_the_phrase_is_forced_when_there_is_room_for_no_more():
+def test_the_phrase_is_forced_when_there_is_room_for_no_more() -> None:
     chain = chain_of(facts(max_tokens=6), (ForceLastPhrase, {"text": "abc"}))
     assert [forced_at(chain, [9] * n) for n in (0, 1, 2)] == [None, None, 0]
     assert [forced_at(chain, [9, 0, *[1, 2, 10][:n]]) for n in range(4)] == [1, 2, 10, 10]
 
 
-def test_there_must_be_room_for_the_phrase_and_the_end():
+def test_there_must_be_room_for_the_phrase_and_the_end() -> None:
     assert generate(chain_of(facts(max_tokens=4), (ForceLastPhrase, {"text": "abc"})), 0) == [0, 1, 2, 10]
     with pytest.raises(ArgumentError, match="takes 4 tokens, max_tokens is 3"):
         chain_of(facts(max_tokens=3), (ForceLastPhrase, {"text": "abc"}))
@@ -300,7 +300,7 @@ def test_there_must_be_room_for_the_phrase_and_the_end():
 
 @few
 @given(phrases, st.lists(st.integers(0, 9), max_size=12))
-def test_the_phrase_is_a_function_of_the_history(text, history):
+def test_the_phrase_is_a_function_of_the_history(text, history) -> None:
     request = facts(max_tokens=40)
     processors = ForceLastPhrase.build(ForceLastPhrase.Args(text=text), request)
     row = toy_logits([7], 7)
@@ -314,13 +314,13 @@ def test_the_phrase_is_a_function_of_the_history(text, history):
         assert forced == [phrase[min(done, len(phrase) - 1)]] if done else len(forced) > 1
 
 
-def test_the_prompt_does_not_begin_the_phrase():
+def test_the_prompt_does_not_begin_the_phrase() -> None:
     chain = chain_of(facts(), (ForceLastPhrase, {"text": "ab"}))
     chain.start([0, 0, 1])
     assert chain.plan().force is None
 
 
-def test_in_the_answer_the_phrase_leaves_room_for_what_was_thought():
+def test_in_the_answer_the_phrase_leaves_room_for_what_was_thought() -> None:
     request = facts(max_tokens=10, think_start=(13,), think_end=(14,))
     chain = chain_of(request, (ForceLastPhrase, {"text": "abc"}), scopes=["answer"])
     thinking = [13, 0, 9, 9]  # the first token of the phrase may be thought
@@ -337,7 +337,7 @@ def test_in_the_answer_the_phrase_leaves_room_for_what_was_thought():
     assert chain.plan().force is None
 
 
-def test_thinking_does_not_end_before_the_phrase_of_the_answer():
+def test_thinking_does_not_end_before_the_phrase_of_the_answer() -> None:
     request = facts(think_start=(13,), think_end=(14,))
     chain = chain_of(request, (ForceLastPhrase, {"text": "abc"}), scopes=["answer"])
     chain.start([1, 13])
@@ -347,14 +347,14 @@ def test_thinking_does_not_end_before_the_phrase_of_the_answer():
     assert after[10] == -torch.inf
 
 
-def test_the_row_of_tensorrt_llm_gets_the_same():
+def test_the_row_of_tensorrt_llm_gets_the_same() -> None:
     row = toy_logits([4], 4)
     batched = run_row(chain_of(facts(), (ForceLastPhrase, {"text": "ab"})), row)
     assert apply_chain(chain_of(facts(), (ForceLastPhrase, {"text": "ab"})), row)
     assert torch.equal(row, batched)
 
 
-def test_with_a_real_tokenizer_and_in_another_process():
+def test_with_a_real_tokenizer_and_in_another_process() -> None:
     request = context(max_tokens=40)
     built = ForceLastPhrase.build(ForceLastPhrase.Args(text="\nthe fox sleeps."), request)
     processors = pickle.loads(pickle.dumps(built))
@@ -390,13 +390,13 @@ def test_with_a_real_tokenizer_and_in_another_process():
         {"token_ids": [1], "times": 2},
     ],
 )
-def test_phrases_out_of_bounds(kind, data):
+def test_phrases_out_of_bounds(kind, data) -> None:
     with pytest.raises(ValidationError):
         kind.Args.model_validate(data)
 
 
 @pytest.mark.parametrize("data", [{}, {"text": ""}, {"text": "a" * 4097}, {"text": None}, {"token_ids": [1]}])
-def test_last_phrases_out_of_bounds(data):
+def test_last_phrases_out_of_bounds(data) -> None:
     with pytest.raises(ValidationError):
         ForceLastPhrase.Args.model_validate(data)
 
@@ -413,28 +413,28 @@ def test_last_phrases_out_of_bounds(data):
         (ForceLastPhrase, {"text": "ap"}, "padding"),
     ],
 )
-def test_phrases_that_cannot_be_honoured(kind, args, problem):
+def test_phrases_that_cannot_be_honoured(kind, args, problem) -> None:
     with pytest.raises(ArgumentError, match=problem) as caught:
         kind.build(kind.Args(**args), facts())
     assert caught.value.argument in args
 
 
 @pytest.mark.parametrize("kind", [ForcedSequence, ForceLastPhrase])
-def test_an_end_token_is_needed(kind):
+def test_an_end_token_is_needed(kind) -> None:
     with pytest.raises(ArgumentError, match="no end token"):
-        kind.build(kind.Args(text="ab"), Context(Vocabulary(V, Letters())))
+        kind.build(kind.Args(text="ab"), Context(Vocabulary(V, Letters())))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [ForcedSequence, ForcedPrefix, ForceLastPhrase])
-def test_text_needs_a_tokenizer_and_tokens(kind):
+def test_text_needs_a_tokenizer_and_tokens(kind) -> None:
     ends = frozenset([10])
     with pytest.raises(ArgumentError, match="needs a tokenizer"):
         kind.build(kind.Args(text="ab"), Context(Vocabulary(V), ends))
     with pytest.raises(ArgumentError, match="text: 'aB' cannot be written in tokens of this model"):
-        kind.build(kind.Args(text="aB"), Context(Vocabulary(V, Letters()), ends))
+        kind.build(kind.Args(text="aB"), Context(Vocabulary(V, Letters()), ends))  # type: ignore[arg-type]
 
 
-def test_edits_are_prepared():
+def test_edits_are_prepared() -> None:
     processor = ForcedPrefix(ForcedPrefix.Args(text="ab"), facts())
     processor.start([1])
     assert processor.edit() is processor.edit()

@@ -46,7 +46,7 @@ class ByteTokenizer:
 
 
 class ByteVocabulary(Vocabulary):
-    token_bytes: ClassVar = [*(bytes([i]) for i in range(NUM_BYTES)), *[b""] * (WIDTH - NUM_BYTES)]  # type: ignore[assignment]
+    token_bytes: ClassVar = [*(bytes([i]) for i in range(NUM_BYTES)), *[b""] * (WIDTH - NUM_BYTES)]
 
 
 BYTES = ByteVocabulary(WIDTH, ByteTokenizer(), [END])
@@ -108,20 +108,20 @@ WORDS = st.text('ab/\n"é😀', min_size=1, max_size=4)
 
 @settings(max_examples=examples(50))
 @given(st.lists(WORDS, min_size=1, max_size=5))
-def test_choice_allows_the_prefixes_of_its_texts(choices: list[str]):
+def test_choice_allows_the_prefixes_of_its_texts(choices: list[str]) -> None:
     check_language(built(Choice, CONTEXT, choices=choices), {text.encode() for text in choices})
 
 
 @pytest.mark.parametrize(
     "pattern", ["a|b", "ab?a", "(a|ab)(b|ba)?", "[ab]{1,3}", "a(ba){0,2}", "(a|b)(a|b)b?", "a/b|a\\.b", "(|a)b"]
 )
-def test_regex_allows_what_pythons_re_matches_as_a_whole(pattern: str):
+def test_regex_allows_what_pythons_re_matches_as_a_whole(pattern: str) -> None:
     candidates = ("".join(c) for n in range(6) for c in itertools.product("ab/.", repeat=n))
     language = {text.encode() for text in candidates if re.fullmatch(pattern, text)}
     check_language(built(Regex, CONTEXT, pattern=pattern), language)
 
 
-def test_lark_grammar_is_context_free():
+def test_lark_grammar_is_context_free() -> None:
     chain = built(Grammar, CONTEXT, lark='start: "a" start? "b"')
     for depth in range(1, 8):
         chain.sync([*PROMPT, *b"a" * depth])
@@ -166,14 +166,14 @@ def is_person(value: Any) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_walk_through_a_schema_is_compact_json_of_it(real: Context, seed: int):
+def test_every_walk_through_a_schema_is_compact_json_of_it(real: Context, seed: int) -> None:
     text = walk(built(JsonSchema, real, schema=PERSON), random.Random(seed).choice)
     assert is_person(json.loads(text))
     outside_strings = re.sub(r'"(?:[^"\\]|\\.)*"', "", text)
     assert not re.search(r"\s", outside_strings)
 
 
-def test_whitespace_is_a_matter_of_choice():
+def test_whitespace_is_a_matter_of_choice() -> None:
     flexible = built(JsonSchema, CONTEXT, schema=PERSON, compact=False)
     compact = built(JsonSchema, CONTEXT, schema=PERSON)
     for chain in (flexible, compact):
@@ -183,7 +183,7 @@ def test_whitespace_is_a_matter_of_choice():
 
 
 @pytest.mark.parametrize("schema", [True, {}, {"type": "object"}])
-def test_a_schema_may_be_a_boolean(schema: Any):
+def test_a_schema_may_be_a_boolean(schema: Any) -> None:
     chain = built(JsonSchema, CONTEXT, schema=schema)
     chain.sync([*PROMPT, *b'{"a":[1,true]}'])
     assert allowed(chain) == {END, OTHER_END}
@@ -191,7 +191,7 @@ def test_a_schema_may_be_a_boolean(schema: Any):
 
 @settings(max_examples=examples(25))
 @given(st.randoms(use_true_random=False), st.data())
-def test_replay_and_rewinding_give_the_same_as_stepping(chooser: random.Random, data: st.DataObject):
+def test_replay_and_rewinding_give_the_same_as_stepping(chooser: random.Random, data: st.DataObject) -> None:
     args = {"schema": PERSON}
     stepped = built(JsonSchema, CONTEXT, **args)
     masks = []
@@ -215,7 +215,7 @@ def synced_copy(chain: ProcessorChain, args: dict[str, Any]) -> ProcessorChain:
     return copy
 
 
-def test_inside_a_string_the_edit_stays_the_same_object():
+def test_inside_a_string_the_edit_stays_the_same_object() -> None:
     chain = built(JsonSchema, CONTEXT, schema={"type": "string"})
     masks = []
     for token in b'"ab':
@@ -229,7 +229,7 @@ def test_inside_a_string_the_edit_stays_the_same_object():
 
 @settings(max_examples=examples(25))
 @given(st.randoms(use_true_random=False), st.lists(st.integers(0, 8), max_size=30))
-def test_masks_that_were_handed_out_do_not_change(chooser: random.Random, rewound: list[int]):
+def test_masks_that_were_handed_out_do_not_change(chooser: random.Random, rewound: list[int]) -> None:
     """And each is counted right, whether it is another one than at the position planned before."""
     chain = built(JsonSchema, CONTEXT, schema=PERSON)
     masks, copies = [], []
@@ -245,7 +245,7 @@ def test_masks_that_were_handed_out_do_not_change(chooser: random.Random, rewoun
     assert all(map(torch.equal, masks, copies))
 
 
-def test_the_same_mask_is_another_edit_with_other_end_tokens_or_in_a_complete_text():
+def test_the_same_mask_is_another_edit_with_other_end_tokens_or_in_a_complete_text() -> None:
     masks = ThreadMasks(WIDTH)
     masks.clear()
     corrected: list[bool] = []
@@ -260,7 +260,7 @@ def test_the_same_mask_is_another_edit_with_other_end_tokens_or_in_a_complete_te
     assert corrected == [False, True, True]
 
 
-def test_the_masks_found_last_are_kept():
+def test_the_masks_found_last_are_kept() -> None:
     masks = ThreadMasks(WIDTH)
     masks.clear()
 
@@ -278,7 +278,7 @@ def test_the_masks_found_last_are_kept():
     assert masks.edit(True, (0,), nothing) is not first
 
 
-def test_threads_do_not_share_masks():
+def test_threads_do_not_share_masks() -> None:
     masks = grammar_cache(BYTES).masks
     assert isinstance(masks, GrammarMasks)
     masks.own.clear()
@@ -296,7 +296,7 @@ def test_threads_do_not_share_masks():
     assert bool(edits[1].bitmask.any())
 
 
-def test_drafts_are_peeked_and_forgotten():
+def test_drafts_are_peeked_and_forgotten() -> None:
     chain = built(Choice, CONTEXT, choices=["abc", "abd"])
     plans = chain.peek(list(b"abc"))
     assert [is_allowed(plan.allows[0], token) for plan, token in zip(plans, [*b"abc", END], strict=True)] == [True] * 4
@@ -304,7 +304,7 @@ def test_drafts_are_peeked_and_forgotten():
     assert allowed(chain) == {ord("a")}
 
 
-def test_a_history_outside_the_grammar_is_unsatisfiable_until_it_is_rewound():
+def test_a_history_outside_the_grammar_is_unsatisfiable_until_it_is_rewound() -> None:
     chain = built(Choice, CONTEXT, choices=["ab"])
     chain.accept(ord("x"), 2)
     with pytest.raises(ProcessorFailed, match="do not match the grammar") as caught:
@@ -318,7 +318,7 @@ def test_a_history_outside_the_grammar_is_unsatisfiable_until_it_is_rewound():
     assert allowed(chain) == {ord("a")}
 
 
-def test_an_ordinary_token_that_ends_the_request_waits_for_a_complete_text():
+def test_an_ordinary_token_that_ends_the_request_waits_for_a_complete_text() -> None:
     context = Context(BYTES, end_token_ids=frozenset({ord("b"), END}))
     chain = built(Regex, context, pattern="ab?c?")
     assert allowed(chain) == {ord("a")}
@@ -333,7 +333,7 @@ def test_an_ordinary_token_that_ends_the_request_waits_for_a_complete_text():
 )
 def test_padding_and_other_end_tokens_are_never_offered(
     real: Context, kind: type[GrammarProcessor], args: dict[str, Any]
-):
+) -> None:
     chain = built(kind, Context(real.vocabulary, end_token_ids=frozenset({1})), **args)
     offered = allowed(chain)
     assert max(offered) < real.vocabulary.num_tokens
@@ -342,7 +342,7 @@ def test_padding_and_other_end_tokens_are_never_offered(
     assert chain.members[0].record.tokens_masked == real.vocabulary.num_tokens - len(offered)
 
 
-def test_scope_answer_begins_after_the_closing_tag():
+def test_scope_answer_begins_after_the_closing_tag() -> None:
     context = Context(BYTES, end_token_ids=frozenset({END}), think_start=(ord("<"),), think_end=(ord(">"),))
     args = Choice.Args(choices=["ab"])
     chain = ProcessorChain(list(Choice.build(args, context)), context, scopes=["answer"])
@@ -375,7 +375,7 @@ BOMBS: list[tuple[type[GrammarProcessor], str, Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "argument", "bomb"), BOMBS, ids=lambda value: getattr(value, "name", ""))
-def test_bombs_are_refused_at_admission(real: Context, kind: type[GrammarProcessor], argument: str, bomb: Any):
+def test_bombs_are_refused_at_admission(real: Context, kind: type[GrammarProcessor], argument: str, bomb: Any) -> None:
     for _ in range(2):  # the second time from the cache
         with pytest.raises(ArgumentError) as caught:
             built(kind, real, **{argument: bomb})
@@ -386,7 +386,7 @@ def test_bombs_are_refused_at_admission(real: Context, kind: type[GrammarProcess
 
 def test_a_grammar_that_explodes_after_admission_fails_its_request_and_recovers(
     real: Context, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(compiler, "PROBE_STEPS", 1)
     bomb = built(Regex, real, pattern="((a{1,200}){1,199}){1,200}")
     first = allowed(bomb)
@@ -402,7 +402,7 @@ def test_a_grammar_that_explodes_after_admission_fails_its_request_and_recovers(
     assert allowed(bomb) == first
 
 
-def test_a_grammar_whose_steps_take_longer_and_longer_is_refused(real: Context):
+def test_a_grammar_whose_steps_take_longer_and_longer_is_refused(real: Context) -> None:
     with pytest.raises(ArgumentError, match=r"Too many items \(limit 10000"):
         built(Grammar, real, lark='start: (x{1,14350} "a"){39}\nx: /[a-z]/ | "a"')
 
@@ -429,25 +429,25 @@ def allowed_by_plan(chain: ProcessorChain) -> list[int]:
         (Grammar, {"lark": 'start: a\na[temperature=0.5]: "x"'}, "temperature"),
     ],
 )
-def test_refusals_say_why(kind: type[GrammarProcessor], args: dict[str, Any], problem: str):
+def test_refusals_say_why(kind: type[GrammarProcessor], args: dict[str, Any], problem: str) -> None:
     with pytest.raises(ArgumentError, match=problem) as caught:
         built(kind, CONTEXT, **args)
     assert caught.value.argument == kind.argument
 
 
-def test_a_literal_temperature_is_not_an_attribute():
+def test_a_literal_temperature_is_not_an_attribute() -> None:
     chain = built(Grammar, CONTEXT, lark='start: "temperature=" /temperature = 1/ // temperature=')
     assert allowed(chain) == {ord("t")}
 
 
-def test_needs_an_end_token_and_a_tokenizer():
+def test_needs_an_end_token_and_a_tokenizer() -> None:
     with pytest.raises(ArgumentError, match="end token"):
         built(Choice, Context(BYTES), choices=["a"])
     with pytest.raises(ArgumentError, match="tokenizer"):
         built(Choice, Context(Vocabulary(10), end_token_ids=frozenset({1})), choices=["a"])
 
 
-def test_compiled_grammars_are_shared_and_their_state_is_not():
+def test_compiled_grammars_are_shared_and_their_state_is_not() -> None:
     first, second = built(Choice, CONTEXT, choices=["ab"]), built(Choice, CONTEXT, choices=["ab"])
     assert compiled_of(first) is compiled_of(second)
     first.accept(ord("a"), 2)
@@ -460,7 +460,7 @@ def compiled_of(chain: ProcessorChain) -> Any:
     return processor._matcher.compiled
 
 
-def test_built_in_one_thread_and_stepped_in_another(real: Context):
+def test_built_in_one_thread_and_stepped_in_another(real: Context) -> None:
     chains: list[ProcessorChain] = []
     threads = [threading.Thread(target=lambda: chains.append(built(JsonSchema, real, schema=PERSON))) for _ in range(4)]
     for thread in threads:
@@ -472,7 +472,7 @@ def test_built_in_one_thread_and_stepped_in_another(real: Context):
     assert is_person(json.loads(texts.pop()))
 
 
-def test_pickling_rebuilds_the_grammar_from_the_vocabularys_path(real: Context, checkpoint: Path):
+def test_pickling_rebuilds_the_grammar_from_the_vocabularys_path(real: Context, checkpoint: Path) -> None:
     chain = built(JsonSchema, real, schema=PERSON)
     for _ in range(6):
         chain.accept(min(allowed(chain)), chain.position)
@@ -487,7 +487,7 @@ def test_pickling_rebuilds_the_grammar_from_the_vocabularys_path(real: Context, 
     assert allowed(other) == allowed(chain)
 
 
-def test_pickling_without_a_path_says_so():
+def test_pickling_without_a_path_says_so() -> None:
     with pytest.raises(pickle.PicklingError, match="path"):
         pickle.dumps(built(Choice, CONTEXT, choices=["a"]).members[0].processor)
 
@@ -508,14 +508,14 @@ def test_pickling_without_a_path_says_so():
         (Grammar, {"lark": ""}),
     ],
 )
-def test_arguments_are_bounded(kind: type[GrammarProcessor], args: dict[str, Any]):
+def test_arguments_are_bounded(kind: type[GrammarProcessor], args: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="validation error"):
         kind.Args.model_validate(args)
 
 
 def test_a_request_that_explodes_leaves_others_with_the_same_grammar_alone(
     real: Context, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     """llguidance's copies of a matcher share a lexer, which stays in an error."""
     monkeypatch.setattr(compiler, "PROBE_STEPS", 1)
     pattern = "((b{1,200}){1,199}){1,200}"

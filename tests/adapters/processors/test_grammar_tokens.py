@@ -161,7 +161,9 @@ LANGUAGES: list[tuple[type[GrammarProcessor], dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("kind", "args", "texts"), LANGUAGES, ids=lambda value: getattr(value, "name", ""))
-def test_a_mask_is_what_can_continue(model: str, kind: type[GrammarProcessor], args: dict[str, Any], texts: list[str]):
+def test_a_mask_is_what_can_continue(
+    model: str, kind: type[GrammarProcessor], args: dict[str, Any], texts: list[str]
+) -> None:
     context = context_of(model)
     language = {answer(context.vocabulary, text) for text in texts}
     for seed in range(8):
@@ -178,12 +180,14 @@ FRAGMENTS = st.sampled_from([*NAMES, " ", "the", "{", '"', "é", "😀", "<", ">
     st.sampled_from(["choice", "schema", "lark"]),
     st.randoms(use_true_random=False),
 )
-def test_a_mask_of_any_texts_is_what_can_continue(model: str, texts: list[str], how: str, choose: random.Random):
+def test_a_mask_of_any_texts_is_what_can_continue(
+    model: str, texts: list[str], how: str, choose: random.Random
+) -> None:
     context = context_of(model)
     if how == "choice":
         chain = built(context, (Choice, {"choices": texts}))
     elif how == "schema":
-        texts = [text.translate(str.maketrans({'"': "'", "\n": " "})) for text in texts]
+        texts = [text.translate(str.maketrans({'"': "'", "\n": " "})) for text in texts]  # type: ignore[arg-type]
         chain, texts = built(context, (JsonSchema, {"schema": {"enum": texts}})), [f'"{text}"' for text in texts]
     else:
         escaped = [text.replace('"', '\\"').replace("\n", "\\n") for text in texts]
@@ -217,7 +221,7 @@ def tags(marks: Sequence[str], end: str, **options: bool) -> tuple[type[Structur
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_mask_of_a_required_call_is_what_can_continue(model: str, name: str):
+def test_a_mask_of_a_required_call_is_what_can_continue(model: str, name: str) -> None:
     context = context_of(model)
     texts = [CALLS[name] % f'{{"a":{value}}}' for value in ("1", '"</tool_call>"')]
     language = {answer(context.vocabulary, text, named=True) for text in texts}
@@ -227,7 +231,7 @@ def test_a_mask_of_a_required_call_is_what_can_continue(model: str, name: str):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_mask_of_a_tag_is_what_can_continue(model: str):
+def test_a_mask_of_a_tag_is_what_can_continue(model: str) -> None:
     """Whatever the marks of a tag are: text, an added token, special or not."""
     context, added = context_of(model), MODELS[model]
     marks = [*added.special[added.num_ends :], *added.plain[:3], "<f", "[f"]
@@ -240,7 +244,7 @@ def test_a_mask_of_a_tag_is_what_can_continue(model: str):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_free_text_and_a_call_can_be_written_in_any_tokens(model: str, name: str):
+def test_free_text_and_a_call_can_be_written_in_any_tokens(model: str, name: str) -> None:
     context = context_of(model)
     call = CALLS[name] % '{"a":"</tool_call>"}'
     others = [mark for mark in MODELS[model].plain if mark not in call]
@@ -260,7 +264,7 @@ def test_free_text_and_a_call_can_be_written_in_any_tokens(model: str, name: str
 @example("gemma", {"type": "array", "items": {"multipleOf": 3}}, False, random.Random(1))
 @example("qwen", {"type": "integer", "multipleOf": 2, "minimum": 3}, False, random.Random(1))
 @given(st.sampled_from(list(MODELS)), schemas(), st.booleans(), st.randoms(use_true_random=False))
-def test_a_mask_of_a_schema_is_that_of_its_bytes(model: str, schema: Any, compact: bool, choose: random.Random):
+def test_a_mask_of_a_schema_is_that_of_its_bytes(model: str, schema: Any, compact: bool, choose: random.Random) -> None:
     """Whatever tokens have written the text, and whatever they end in the middle of."""
     context, args = context_of(model), {"schema": schema, "compact": compact}
     try:
@@ -316,7 +320,9 @@ ENDLESS: list[tuple[Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("kind", "args"), ENDLESS, ids=lambda value: getattr(value, "name", ""))
-def test_each_token_that_a_mask_allows_can_be_taken(model: str, kind: type[GrammarProcessor], args: dict[str, Any]):
+def test_each_token_that_a_mask_allows_can_be_taken(
+    model: str, kind: type[GrammarProcessor], args: dict[str, Any]
+) -> None:
     context = context_of(model)
     for seed in range(3):
         choose = random.Random(seed)
@@ -332,7 +338,7 @@ def test_each_token_that_a_mask_allows_can_be_taken(model: str, kind: type[Gramm
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_trial_of_a_grammar_knows_the_same_tokens(model: str):
+def test_the_trial_of_a_grammar_knows_the_same_tokens(model: str) -> None:
     vocabulary = vocabulary_like(model)
     tokenizer = grammar_cache(vocabulary).tokenizer
     for kind, args in [*((kind, args) for kind, args, _ in LANGUAGES), *ENDLESS]:
@@ -340,7 +346,7 @@ def test_the_trial_of_a_grammar_knows_the_same_tokens(model: str):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_forced_text_and_a_grammar_go_together(model: str):
+def test_forced_text_and_a_grammar_go_together(model: str) -> None:
     """In whatever tokens the text is forced, the grammar takes it, and goes on behind it."""
     context = context_of(model)
     texts = [f'{{"a":"{value}"}}' for value in ("", "ab", "</think>", "the quick é")]
@@ -356,7 +362,7 @@ def test_forced_text_and_a_grammar_go_together(model: str):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_text_is_written_without_tokens_that_are_banned(model: str):
+def test_a_text_is_written_without_tokens_that_are_banned(model: str) -> None:
     context = context_of(model)
     text = "the quick <think>"
     banned = sorted(
@@ -372,11 +378,11 @@ def test_a_text_is_written_without_tokens_that_are_banned(model: str):
         chain.accept(max(options), chain.position)
 
 
-def test_the_sandbox_finds_what_cannot_be_written():
+def test_the_sandbox_finds_what_cannot_be_written() -> None:
     vocabulary = vocabulary_like("qwen")
     grammars = [ToolCalls.grammar(ToolCalls.Args.model_validate(calls("hermes")[1]), vocabulary)]
     grammars += [Choice.grammar(Choice.Args(choices=[text]), vocabulary) for text in ("</think>", "<|im_end|>")]
-    letters = Vocabulary(4, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1}, []))))
+    letters = Vocabulary(4, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1}, []))))  # type: ignore[arg-type]
     with GrammarSandbox(partial(tokenizer_tables, vocabulary)) as sandbox:
         assert [sandbox.submit(grammar).result(60).outcome for grammar in grammars] == ["compiled"] * 3
     with GrammarSandbox(partial(tokenizer_tables, letters)) as sandbox:
@@ -399,7 +405,7 @@ NAMED: list[tuple[Any, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("kind", "args", "argument"), NAMED)
 def test_a_grammar_that_names_an_end_token_is_refused(
     kind: type[GrammarProcessor], args: dict[str, Any], argument: str
-):
+) -> None:
     """By name or by id, special or not: the answer would end there."""
     vocabulary = vocabulary_like("qwen")
     ends = vocabulary.eos_token_ids | set(vocabulary.tag("<|python_tag|>"))
@@ -410,7 +416,7 @@ def test_a_grammar_that_names_an_end_token_is_refused(
     assert allowed(built(Context(vocabulary, end_token_ids=frozenset(others)), (kind, args)))
 
 
-def test_an_end_token_that_is_text_can_be_written_in_others():
+def test_an_end_token_that_is_text_can_be_written_in_others() -> None:
     vocabulary = vocabulary_like("qwen")
     context = Context(vocabulary, end_token_ids=frozenset(vocabulary.tag("</think>")))
     follow_to_the_end(
@@ -421,7 +427,7 @@ def test_an_end_token_that_is_text_can_be_written_in_others():
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_lark_grammar_names_tokens_as_the_tokenizer_does(model: str):
+def test_a_lark_grammar_names_tokens_as_the_tokenizer_does(model: str) -> None:
     context, added = context_of(model), MODELS[model]
     names = [name for name in (*added.special[added.num_ends :], *added.plain) if re.fullmatch(r"<[^<>\s]+>", name)]
     for name in names:
@@ -451,14 +457,14 @@ def test_a_lark_grammar_names_tokens_as_the_tokenizer_does(model: str):
         ("start: %json " + "[" * 200_000, "nested too deeply"),
     ],
 )
-def test_tokens_that_a_grammar_cannot_name_are_refused(lark: str, problem: str):
+def test_tokens_that_a_grammar_cannot_name_are_refused(lark: str, problem: str) -> None:
     with pytest.raises(ArgumentError, match=problem) as caught:
         built(context_of("qwen"), (Grammar, {"lark": lark}))
     assert caught.value.argument == "lark"
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_a_grammar_foresees_is_the_text_that_it_forces(model: str):
+def test_what_a_grammar_foresees_is_the_text_that_it_forces(model: str) -> None:
     context = context_of(model)
     vocabulary = context.vocabulary
     for (kind, args), text in (
@@ -479,16 +485,16 @@ def test_what_a_grammar_foresees_is_the_text_that_it_forces(model: str):
 
 
 @pytest.mark.parametrize("length", [1023, 1024, 1025, 5000])
-def test_a_token_that_is_too_long_for_a_mask_is_written_in_others(length: int):
+def test_a_token_that_is_too_long_for_a_mask_is_written_in_others(length: int) -> None:
     """llguidance's trie ends at 1,024 bytes."""
     pieces = {"a": 0, "a" * length: 1, "</s>": 2}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(pieces, [])), eos_token="</s>")
-    context = Context(Vocabulary(3, tokenizer, [2]), end_token_ids=frozenset({2}))
+    context = Context(Vocabulary(3, tokenizer, [2]), end_token_ids=frozenset({2}))  # type: ignore[arg-type]
     chain = built(context, (Regex, {"pattern": "a*"}))
     assert allowed(chain) == ({0, 1, 2} if length <= 1024 else {0, 2})
 
 
-def test_tokens_that_llguidance_reads_otherwise_are_found(monkeypatch: pytest.MonkeyPatch):
+def test_tokens_that_llguidance_reads_otherwise_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_is_text", lambda token: True)
     with pytest.raises(ValueError, match=r"llguidance 1\.\S+ reads the tokens \[1\] of this model otherwise"):
         load_tokenizer([b"a", b"\xff", b"b"])

@@ -66,7 +66,7 @@ def is_valid(schema: Any, value: Any) -> bool:
 
 @settings(max_examples=examples(400), deadline=None)
 @given(schemas(), st.lists(values, min_size=8, max_size=8))
-def test_a_value_can_be_written_exactly_if_it_is_valid(schema: Any, candidates: list[Any]):
+def test_a_value_can_be_written_exactly_if_it_is_valid(schema: Any, candidates: list[Any]) -> None:
     found = enforced(schema)
     event("enforced" if isinstance(found, Writer) else "refused")
     if isinstance(found, Writer):
@@ -81,7 +81,7 @@ def test_a_value_can_be_written_exactly_if_it_is_valid(schema: Any, candidates: 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(schemas(), st.lists(values, min_size=8, max_size=8))
-def test_an_integer_may_have_a_fraction_where_the_text_is_not_compact(schema: Any, candidates: list[Any]):
+def test_an_integer_may_have_a_fraction_where_the_text_is_not_compact(schema: Any, candidates: list[Any]) -> None:
     found = enforced(schema, compact=False)
     if isinstance(found, Writer):
         for value in candidates:
@@ -90,7 +90,7 @@ def test_an_integer_may_have_a_fraction_where_the_text_is_not_compact(schema: An
 
 @settings(max_examples=examples(150), deadline=None)
 @given(schemas(), st.randoms(use_true_random=False), st.booleans())
-def test_every_text_of_the_grammar_is_valid(schema: Any, chooser: random.Random, compact: bool):
+def test_every_text_of_the_grammar_is_valid(schema: Any, chooser: random.Random, compact: bool) -> None:
     found = enforced(schema, compact=compact)
     if isinstance(found, Writer):
         for length in (0, 20, 60):
@@ -99,7 +99,7 @@ def test_every_text_of_the_grammar_is_valid(schema: Any, chooser: random.Random,
                 assert is_valid(schema, json.loads(text)), text
 
 
-def test_white_space_is_between_tokens_and_not_in_them():
+def test_white_space_is_between_tokens_and_not_in_them() -> None:
     for schema, text in (
         ({"type": "integer", "multipleOf": 2}, "8.0"),
         ({"type": "array", "items": {"multipleOf": 3}}, "[6.0]"),
@@ -129,13 +129,13 @@ def test_white_space_is_between_tokens_and_not_in_them():
         ({"type": "number", "multipleOf": 0.01}, ["19.99", "-3"], ["0.001"]),
     ],
 )
-def test_numbers_are_those_of_the_schema(schema: Any, written: list[str], not_written: list[str]):
+def test_numbers_are_those_of_the_schema(schema: Any, written: list[str], not_written: list[str]) -> None:
     found = writer(schema)
     assert [text for text in written if not found.writes(text)] == []
     assert [text for text in not_written if found.writes(text)] == []
 
 
-def test_numbers_in_tools_and_tags_are_those_of_the_schema():
+def test_numbers_in_tools_and_tags_are_those_of_the_schema() -> None:
     schema = {"properties": {"id": {"enum": [BIG]}}, "required": ["id"], "additionalProperties": False}
     call = '<tool_call>\n{{"name": "f", "arguments": {{"id":{id}}}}}\n</tool_call>'
     tools = Writer(ToolCalls, BYTES, format="hermes", tools=[{"name": "f", "parameters": schema}], choice="required")
@@ -153,7 +153,7 @@ MANY = [f"p{index}" for index in range(20)]
 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.data())
-def test_many_members_are_counted_and_ordered(data: st.DataObject):
+def test_many_members_are_counted_and_ordered(data: st.DataObject) -> None:
     named = MANY[: data.draw(st.integers(0, 20))]
     schema: dict[str, Any] = {"type": "object", "properties": {name: {"type": "null"} for name in named}}
     schema["required"] = data.draw(st.lists(st.sampled_from(MANY), max_size=4, unique=True))
@@ -183,7 +183,7 @@ INSIDE = {
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(INSIDE)), ENDS), st.booleans(), st.lists(ENDS, max_size=5))
-def test_bounds_are_exact(bounds: dict[str, Any], integers: bool, numbers: list[Any]):
+def test_bounds_are_exact(bounds: dict[str, Any], integers: bool, numbers: list[Any]) -> None:
     found = enforced({"type": "integer" if integers else "number", **bounds})
     near = (-1, Fraction(-1, 64), 0, Fraction(1, 64), 1)
     for value in [*map(Fraction, numbers), *(Fraction(end) + delta for end in bounds.values() for delta in near)]:
@@ -203,7 +203,7 @@ def decimal_of(value: Fraction) -> str:
 
 @pytest.mark.parametrize("option", ["lenient", "coerce_one_of"])
 @pytest.mark.parametrize("value", [True, 1, None])
-def test_enforcement_cannot_be_switched_off(option: str, value: Any):
+def test_enforcement_cannot_be_switched_off(option: str, value: Any) -> None:
     schema = {"oneOf": [{"type": "integer"}, {"minimum": 2}], "x-guidance": {option: value}}
     tag = {"begin": "<a>", "end": "", "content": {"type": "json_schema", "json_schema": schema}}
     for kind, args, argument in (
@@ -218,7 +218,7 @@ def test_enforcement_cannot_be_switched_off(option: str, value: Any):
         assert caught.value.argument == argument
 
 
-def test_options_of_white_space_are_those_of_the_argument():
+def test_options_of_white_space_are_those_of_the_argument() -> None:
     with pytest.raises(ArgumentError, match="contradicts the argument compact"):
         writer({"x-guidance": {"whitespace_flexible": True}})
     with pytest.raises(ArgumentError, match="#/x-guidance/item_separator"):
@@ -232,12 +232,12 @@ def test_options_of_white_space_are_those_of_the_argument():
     assert [each.writes("[ 1 ]") for each in (flexible, compact)] == [True, False]
 
 
-def test_a_schema_in_a_grammar_is_read_in_one_way():
+def test_a_schema_in_a_grammar_is_read_in_one_way() -> None:
     with pytest.raises(ArgumentError, match='the key "minimum" occurs twice'):
         Writer(Grammar, BYTES, lark='start: %json {"minimum": 1, "minimum": 2}')
 
 
-def test_a_named_member_has_no_other_spelling():
+def test_a_named_member_has_no_other_spelling() -> None:
     found = writer({"properties": {"a": {"type": "integer"}}})
     assert found.writes('{"a":1}')
     assert not found.writes('{"\\u0061":"x"}')
@@ -246,7 +246,7 @@ def test_a_named_member_has_no_other_spelling():
 
 @settings(max_examples=examples(300))
 @given(st.integers(0, 9999), st.integers(0, 13), st.integers(0, 32), st.sampled_from(["date", "date-time"]))
-def test_dates_are_of_the_calendar(year: int, month: int, day: int, name: str):
+def test_dates_are_of_the_calendar(year: int, month: int, day: int, name: str) -> None:
     text = f"{year:04}-{month:02}-{day:02}"
     try:
         date(year, month, day)
@@ -259,12 +259,12 @@ def test_dates_are_of_the_calendar(year: int, month: int, day: int, name: str):
 
 
 @pytest.mark.parametrize("year", [1900, 2000, 2023, 2024, 9750])
-def test_a_leap_day_is_in_leap_years(year: int):
+def test_a_leap_day_is_in_leap_years(year: int) -> None:
     found = writer({"type": "string", "format": "date"})
     assert found.writes(f'"{year}-02-29"') == (year in (2000, 2024))
 
 
-def test_a_leap_second_is_the_last_of_a_day_in_utc():
+def test_a_leap_second_is_the_last_of_a_day_in_utc() -> None:
     language = format_language("time")
     assert language is not None
     for text, right in [
@@ -287,7 +287,7 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_patterns_are_found_where_an_engine_finds_them(pattern: str):
+def test_patterns_are_found_where_an_engine_finds_them(pattern: str) -> None:
     language = searched(pattern)
     texts = ["".join(chars) for length in range(5) for chars in product("abc-:,", repeat=length)]
     for text in texts:
@@ -364,7 +364,7 @@ CLOSED = {"additionalProperties": False}
         ),
     ],
 )
-def test_conditions_are_enforced(schema: Any, valid: list[Any], invalid: list[Any]):
+def test_conditions_are_enforced(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
     found = writer(schema)
     assert all(is_valid(schema, value) for value in valid)
     assert not any(is_valid(schema, value) for value in invalid)
@@ -395,13 +395,13 @@ def test_conditions_are_enforced(schema: Any, valid: list[Any], invalid: list[An
         ),
     ],
 )
-def test_a_refusal_names_the_place(schema: Any, place: str):
+def test_a_refusal_names_the_place(schema: Any, place: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         writer(schema)
     assert caught.value.problem.startswith(place), caught.value.problem
 
 
-def test_draft_4_has_bounds_of_its_own_and_no_integer_with_a_fraction():
+def test_draft_4_has_bounds_of_its_own_and_no_integer_with_a_fraction() -> None:
     schema = {
         "$schema": "http://json-schema.org/draft-04/schema#",
         "type": "integer",

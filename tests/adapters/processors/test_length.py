@@ -48,21 +48,21 @@ def by_transformers(oracle, prompt, generated, row):
 
 @few
 @given(prompts, generations, rows, st.integers(0, 12))
-def test_min_tokens_is_that_of_transformers(prompt, generated, row, n):
+def test_min_tokens_is_that_of_transformers(prompt, generated, row, n) -> None:
     expected = by_transformers(MinNewTokensLengthLogitsProcessor(len(prompt), n, ENDS), prompt, generated, row)
     processors = [make(MinTokens, n=n)]
     assert_rows_equal(step_by_step(processors, CONTEXT, prompt, generated, row), expected)
     assert_rows_equal(replayed(processors, CONTEXT, prompt, generated, row), expected)
 
 
-def test_min_tokens_beyond_max_tokens_is_refused():
+def test_min_tokens_beyond_max_tokens_is_refused() -> None:
     facts = Context(Vocabulary(V), end_token_ids=frozenset(ENDS), max_tokens=4)
     assert make(MinTokens, facts, n=4) is not None
     with pytest.raises(ArgumentError, match="at most max_tokens, which is 4, got 5"):
         make(MinTokens, facts, n=5)
 
 
-def test_the_least_length_of_a_chain_is_that_of_its_scopes():
+def test_the_least_length_of_a_chain_is_that_of_its_scopes() -> None:
     think, answer = 10, 11
     facts = Context(Vocabulary(V), frozenset(ENDS), think_start=(think,), think_end=(answer,))
 
@@ -82,7 +82,7 @@ def test_the_least_length_of_a_chain_is_that_of_its_scopes():
     assert not ProcessorChain([], facts).is_too_short
 
 
-def test_min_tokens_without_end_tokens_asks_for_nothing():
+def test_min_tokens_without_end_tokens_asks_for_nothing() -> None:
     processor = make(MinTokens, Context(Vocabulary(V)), n=5)
     processor.start([1])
     assert processor.edit() is None
@@ -93,7 +93,7 @@ def test_min_tokens_without_end_tokens_asks_for_nothing():
 
 @few
 @given(prompts, generations, finite_rows, st.floats(-1000, 1000), st.one_of(st.integers(0, 10), st.floats(0, 10)))
-def test_gen_length_is_the_formula(prompt, generated, row, boost, power):
+def test_gen_length_is_the_formula(prompt, generated, row, boost, power) -> None:
     processors = [make(GenLength, boost=boost, power=power)]
     steps = step_by_step(processors, CONTEXT, prompt, generated, row)
     assert_rows_equal(replayed(processors, CONTEXT, prompt, generated, row), steps)
@@ -104,14 +104,14 @@ def test_gen_length_is_the_formula(prompt, generated, row, boost, power):
 
 
 @pytest.mark.parametrize(("boost", "n"), [(1000, 100), (1000, 6000), (-1000, 6000)])
-def test_gen_length_stays_finite(boost, n):
+def test_gen_length_stays_finite(boost, n) -> None:
     processor = make(GenLength, boost=boost, power=10)
     processor.start([1], shared=[1] * (1 + n))
     wanted = boost * (n / 10) ** 10
     assert processor.edit().values.tolist() == pytest.approx([max(-1e30, min(wanted, 1e30))] * 2)
 
 
-def test_gen_length_waits_for_the_end_of_a_sentence():
+def test_gen_length_waits_for_the_end_of_a_sentence() -> None:
     facts = context()
     encode = vocabulary().encode
     generated = [*encode("the fox sleeps.\n"), *encode("However, the dog"), *encode(".")]
@@ -126,7 +126,7 @@ def test_gen_length_waits_for_the_end_of_a_sentence():
     assert sum(float(after[END]) > 0 for after in steps) >= 2
 
 
-def test_what_ends_a_sentence():
+def test_what_ends_a_sentence() -> None:
     class Pieces:
         """A tokenizer of whole pieces, in bytes."""
 
@@ -135,24 +135,24 @@ def test_what_ends_a_sentence():
         def __len__(self):
             return len(self.pieces)
 
-    facts = Vocabulary(20, Pieces())
+    facts = Vocabulary(20, Pieces())  # type: ignore[arg-type]
     facts.__dict__["token_bytes"] = [piece.encode() for piece in Pieces.pieces] + [b""] * 4
     assert sentence_ends(facts) == frozenset(range(10))
     assert sentence_ends(facts) is sentence_ends(facts)
 
 
-def test_complete_sentences_need_a_tokenizer():
+def test_complete_sentences_need_a_tokenizer() -> None:
     with pytest.raises(ArgumentError, match="tokenizer") as caught:
         make(GenLength, boost=1.0, complete_sentences=True)
     assert caught.value.argument == "complete_sentences"
 
 
-def test_only_complete_sentences_read_tokens():
+def test_only_complete_sentences_read_tokens() -> None:
     assert make(GenLength, boost=1.0).reads is Reads.NOTHING
     assert make(GenLength, context(), boost=1.0, complete_sentences=True).reads is Reads.GENERATED
 
 
-def test_gen_length_travels_to_another_process():
+def test_gen_length_travels_to_another_process() -> None:
     processor = make(GenLength, context(), boost=1.0, complete_sentences=True)
     processor.start([1])
     processor.accept(vocabulary().encode(".")[0], 1)
@@ -160,7 +160,7 @@ def test_gen_length_travels_to_another_process():
     assert copy.edit().values.tolist() == processor.edit().values.tolist()
 
 
-def test_gen_length_without_end_tokens_asks_for_nothing():
+def test_gen_length_without_end_tokens_asks_for_nothing() -> None:
     processor = make(GenLength, Context(Vocabulary(V)), boost=5, power=0)
     processor.start([1], shared=[1, 2])
     assert processor.edit() is None
@@ -171,7 +171,7 @@ def test_gen_length_without_end_tokens_asks_for_nothing():
 
 @few
 @given(prompts, generations, finite_rows, st.integers(0, 12), st.floats(1, 100))
-def test_exponential_decay_is_that_of_transformers(prompt, generated, row, start, factor):
+def test_exponential_decay_is_that_of_transformers(prompt, generated, row, start, factor) -> None:
     oracle = ExponentialDecayLengthPenalty((start, factor), ENDS, len(prompt))
     expected = by_transformers(oracle, prompt, generated, row)
     processors = [make(ExponentialDecayLength, start=start, factor=factor)]
@@ -181,7 +181,7 @@ def test_exponential_decay_is_that_of_transformers(prompt, generated, row, start
         torch.testing.assert_close(after, wanted, rtol=1e-6, atol=0)
 
 
-def test_exponential_decay_leaves_masks_and_never_makes_nan():
+def test_exponential_decay_leaves_masks_and_never_makes_nan() -> None:
     row = torch.zeros(V)
     row[3], row[7] = -torch.inf, 5.0
     processor = make(ExponentialDecayLength, start=0, factor=100)
@@ -201,7 +201,7 @@ def test_exponential_decay_leaves_masks_and_never_makes_nan():
 
 @few
 @given(st.lists(st.tuples(generations, st.integers(0, 5), st.floats(1, 3)), min_size=1, max_size=5), rows)
-def test_exponential_decay_does_not_mix_rows(requests, row):
+def test_exponential_decay_does_not_mix_rows(requests, row) -> None:
     ends = [ENDS, [0], [], [1, 2, 11]]
     chains = []
     for i, (generated, start, factor) in enumerate(requests):
@@ -234,6 +234,6 @@ def test_exponential_decay_does_not_mix_rows(requests, row):
         (ExponentialDecayLength, {"start": 1}),
     ],
 )
-def test_arguments_are_bounded(kind, args):
+def test_arguments_are_bounded(kind, args) -> None:
     with pytest.raises(ValidationError):
         kind.Args(**args)

@@ -67,7 +67,7 @@ def after(processor, generated=(), prompt=(1,), facts=CONTEXT):
 
 @few
 @given(ids, rows, st.lists(st.integers(0, V - 1), max_size=4))
-def test_allowed_tokens_and_end_tokens_stay_as_they_are(token_ids, row, generated):
+def test_allowed_tokens_and_end_tokens_stay_as_they_are(token_ids, row, generated) -> None:
     wanted = torch.full((V,), -torch.inf)
     for token_id in (*token_ids, EOS):
         wanted[token_id] = row[token_id]
@@ -77,17 +77,17 @@ def test_allowed_tokens_and_end_tokens_stay_as_they_are(token_ids, row, generate
 
 @few
 @given(ids, st.sets(st.integers(0, V - 1), max_size=3))
-def test_end_tokens_are_allowed_by_allow_end_or_by_being_listed(token_ids, ends):
+def test_end_tokens_are_allowed_by_allow_end_or_by_being_listed(token_ids, ends) -> None:
     facts = Context(Vocabulary(V), frozenset(ends))
     assert kept(after(allowed(token_ids, facts, allow_end=False), facts=facts)) == set(token_ids)
     assert kept(after(allowed(token_ids, facts), facts=facts)) == {*token_ids, *ends}
 
 
-def test_without_end_tokens_only_the_listed_ones_are_left():
+def test_without_end_tokens_only_the_listed_ones_are_left() -> None:
     assert kept(after(allowed([0, 31, 36], Context(Vocabulary(V))))) == {0, 31, 36}
 
 
-def test_padding_cannot_be_allowed():
+def test_padding_cannot_be_allowed() -> None:
     padded = context()
     last = vocabulary().num_tokens - 1
     assert kept(after(allowed([last], padded), facts=padded)) == {last, END}
@@ -95,7 +95,7 @@ def test_padding_cannot_be_allowed():
         allowed([last + 1], padded)
 
 
-def test_masks_that_leave_nothing_fail_the_request():
+def test_masks_that_leave_nothing_fail_the_request() -> None:
     facts = Context(Vocabulary(V))
     chain = ProcessorChain([allowed([3, 4], facts), banned([4, 3, 2], facts)], facts)
     chain.start([1])
@@ -109,7 +109,7 @@ def test_masks_that_leave_nothing_fail_the_request():
 
 @few
 @given(ids, rows, st.lists(st.integers(0, V - 1), max_size=4))
-def test_banned_tokens_are_those_that_transformers_suppresses(token_ids, row, generated):
+def test_banned_tokens_are_those_that_transformers_suppresses(token_ids, row, generated) -> None:
     wanted = SuppressTokensLogitsProcessor(token_ids)(torch.tensor([[1]]), row.clone().unsqueeze(0))[0]
     processors = [banned(token_ids)]
     expected = [wanted] * (len(generated) + 1)
@@ -117,13 +117,13 @@ def test_banned_tokens_are_those_that_transformers_suppresses(token_ids, row, ge
     assert_rows_equal(replayed(processors, CONTEXT, [1], generated, row), expected)
 
 
-def test_end_tokens_and_padding_may_be_banned():
+def test_end_tokens_and_padding_may_be_banned() -> None:
     assert EOS not in kept(after(banned([EOS])))
     padded = context()
     assert vocabulary().size - 1 not in kept(after(banned([vocabulary().size - 1], padded), facts=padded))
 
 
-def test_banning_every_token_is_refused():
+def test_banning_every_token_is_refused() -> None:
     tokens_only = list(range(vocabulary().num_tokens))
     with pytest.raises(ArgumentError, match="no token of the vocabulary"):
         banned(tokens_only, context())
@@ -135,7 +135,7 @@ def test_banning_every_token_is_refused():
 
 @few
 @given(words, generations, rows)
-def test_bad_words_are_those_of_transformers(sequences, generated, row):
+def test_bad_words_are_those_of_transformers(sequences, generated, row) -> None:
     oracle = NoBadWordsLogitsProcessor(sequences)
     expected = [
         oracle(torch.tensor([generated[:k]], dtype=torch.int64), row.clone().unsqueeze(0))[0]
@@ -149,7 +149,7 @@ def test_bad_words_are_those_of_transformers(sequences, generated, row):
 
 @few
 @given(words, generations)
-def test_the_automaton_is_a_search_over_the_history(sequences, history):
+def test_the_automaton_is_a_search_over_the_history(sequences, history) -> None:
     automaton = WordAutomaton(sequences)
     state = 0
     for token_id in history:
@@ -163,7 +163,7 @@ def test_the_automaton_is_a_search_over_the_history(sequences, history):
 
 @few
 @given(words, st.integers(0, 2**32 - 1))
-def test_no_word_ever_comes_up(sequences, seed):
+def test_no_word_ever_comes_up(sequences, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     chain = ProcessorChain([bad_words(token_ids=sequences)], CONTEXT)
     chain.start([0, 1])
@@ -177,14 +177,14 @@ def test_no_word_ever_comes_up(sequences, seed):
         assert all(generated[i : i + len(word)] != word for i in range(len(generated)))
 
 
-def test_a_word_that_begins_in_the_prompt_is_free():
+def test_a_word_that_begins_in_the_prompt_is_free() -> None:
     processor = bad_words(token_ids=[[7, 8]])
     assert 8 in kept(after(processor, prompt=[7]))
     assert 8 not in kept(after(processor, [7], prompt=[7]))
 
 
 @pytest.mark.parametrize("word", ["fox", " fox", "  fox"])
-def test_words_are_banned_with_and_without_a_space(word):
+def test_words_are_banned_with_and_without_a_space(word) -> None:
     facts = context()
     encode = vocabulary().encode
     assert encode("fox") != encode(" fox")
@@ -194,12 +194,12 @@ def test_words_are_banned_with_and_without_a_space(word):
         assert last not in kept(after(processor, begin, facts=facts)), text
 
 
-def test_white_space_is_a_word():
+def test_white_space_is_a_word() -> None:
     row = after(bad_words(context(), words=["\n"]), facts=context())
     assert row.isneginf().nonzero().flatten().tolist() == vocabulary().encode("\n")
 
 
-def test_a_processor_travels_to_another_process():
+def test_a_processor_travels_to_another_process() -> None:
     processor = pickle.loads(pickle.dumps(bad_words(context(), words=["fox", "the lazy dog"])))
     *begin, last = vocabulary().encode(" the lazy dog")
     assert last in plan_after([processor], context(), [1], begin).bans[0].token_ids.tolist()
@@ -230,25 +230,25 @@ def test_a_processor_travels_to_another_process():
         {"token_ids": [[1]], "case": False},
     ],
 )
-def test_bad_words_out_of_bounds(data):
+def test_bad_words_out_of_bounds(data) -> None:
     with pytest.raises(ValidationError):
         BadWords.Args.model_validate(data)
 
 
 @pytest.mark.parametrize("kind", [AllowedTokens, BannedTokens])
 @pytest.mark.parametrize("token_ids", [[], [-1], [2**31], [1.0], ["1"], [None], [1] * 4097, 3])
-def test_id_lists_out_of_bounds(kind, token_ids):
+def test_id_lists_out_of_bounds(kind, token_ids) -> None:
     with pytest.raises(ValidationError):
         kind.Args(token_ids=token_ids)
 
 
 @pytest.mark.parametrize("make", [allowed, banned, lambda token_ids: bad_words(token_ids=[[1], token_ids])])
-def test_ids_beyond_the_vocabulary_are_refused(make):
+def test_ids_beyond_the_vocabulary_are_refused(make) -> None:
     with pytest.raises(ArgumentError, match=f"between 0 and {V - 1}, got {V}"):
         make([V])
 
 
-def test_bad_words_that_cannot_be_honoured():
+def test_bad_words_that_cannot_be_honoured() -> None:
     with pytest.raises(ArgumentError, match="use banned_tokens"):
         bad_words(token_ids=[[1, 2], [EOS]])
     with pytest.raises(ArgumentError, match="no token of the vocabulary"):
@@ -257,6 +257,6 @@ def test_bad_words_that_cannot_be_honoured():
         bad_words(words=["a"])
 
 
-def test_an_end_token_within_a_word_is_fine():
+def test_an_end_token_within_a_word_is_fine() -> None:
     assert EOS not in kept(after(bad_words(token_ids=[[3, EOS]]), [3]))
     assert EOS in kept(after(bad_words(token_ids=[[3, EOS]]), [4]))

@@ -47,7 +47,7 @@ def assert_follows(processor, prompt, generated, row, reference):
 
 @few
 @given(tokens, tokens, rows, st.floats(0.01, 100))
-def test_repetition_penalty_is_that_of_transformers(prompt, generated, row, penalty):
+def test_repetition_penalty_is_that_of_transformers(prompt, generated, row, penalty) -> None:
     oracle = RepetitionPenaltyLogitsProcessor(penalty)
     expected = [
         oracle(torch.tensor([prompt + generated[:k]], dtype=torch.int64), row.clone().unsqueeze(0))[0]
@@ -61,7 +61,7 @@ def test_repetition_penalty_is_that_of_transformers(prompt, generated, row, pena
 
 @few
 @given(tokens, tokens, rows, openai)
-def test_frequency_penalty_counts_generated_tokens(prompt, generated, row, penalty):
+def test_frequency_penalty_counts_generated_tokens(prompt, generated, row, penalty) -> None:
     def reference(prompt, generated):
         wanted = row.double()
         for token_id, count in Counter(generated).items():
@@ -73,7 +73,7 @@ def test_frequency_penalty_counts_generated_tokens(prompt, generated, row, penal
 
 @few
 @given(tokens, tokens, rows, openai)
-def test_presence_penalty_counts_generated_tokens_once(prompt, generated, row, penalty):
+def test_presence_penalty_counts_generated_tokens_once(prompt, generated, row, penalty) -> None:
     def reference(prompt, generated):
         wanted = row.double()
         wanted[list(set(generated))] -= penalty
@@ -84,7 +84,7 @@ def test_presence_penalty_counts_generated_tokens_once(prompt, generated, row, p
 
 @few
 @given(tokens, tokens, rows)
-def test_together_they_are_the_formula_of_openai(prompt, generated, row):
+def test_together_they_are_the_formula_of_openai(prompt, generated, row) -> None:
     chain = ProcessorChain([make(FrequencyPenalty, 0.7), make(PresencePenalty, -0.3)], CONTEXT)
     chain.start(prompt, generated)
     counts = Counter(generated)
@@ -95,7 +95,7 @@ def test_together_they_are_the_formula_of_openai(prompt, generated, row):
 @pytest.mark.parametrize(
     ("kind", "neutral"), [(RepetitionPenalty, 1.0), (FrequencyPenalty, 0.0), (PresencePenalty, 0.0)]
 )
-def test_the_neutral_value_asks_for_nothing(kind, neutral):
+def test_the_neutral_value_asks_for_nothing(kind, neutral) -> None:
     processor = make(kind, neutral)
     processor.start([1, 2])
     processor.accept(3, 2)
@@ -103,13 +103,13 @@ def test_the_neutral_value_asks_for_nothing(kind, neutral):
 
 
 @pytest.mark.parametrize("kind", [FrequencyPenalty, PresencePenalty])
-def test_the_prompt_does_not_count(kind):
+def test_the_prompt_does_not_count(kind) -> None:
     processor = make(kind, 1.0)
     processor.start([1, 2])
     assert processor.edit() is None
 
 
-def test_masked_logits_stay_masked():
+def test_masked_logits_stay_masked() -> None:
     chain = ProcessorChain([make(RepetitionPenalty, 0.5), make(FrequencyPenalty, -2.0)], CONTEXT)
     chain.start([1], [2])
     row = torch.zeros(V)
@@ -117,7 +117,7 @@ def test_masked_logits_stay_masked():
     assert run_row(chain, row)[:4].tolist() == [0, -torch.inf, -torch.inf, 0]
 
 
-def test_ids_that_are_no_tokens_are_left_out():
+def test_ids_that_are_no_tokens_are_left_out() -> None:
     """Prompts may hold placeholders of images; an engine that lags shows -1."""
     processor = make(RepetitionPenalty, 2.0)
     processor.start([1, V, 10**9, -1])
@@ -130,7 +130,7 @@ def test_ids_that_are_no_tokens_are_left_out():
     assert processor.edit().token_ids.tolist() == [1]
 
 
-def test_a_prompt_token_stays_penalised_when_it_was_generated_and_rewound():
+def test_a_prompt_token_stays_penalised_when_it_was_generated_and_rewound() -> None:
     processor = make(RepetitionPenalty, 2.0)
     processor.start([1, 1])
     processor.accept(1, 2)
@@ -139,7 +139,7 @@ def test_a_prompt_token_stays_penalised_when_it_was_generated_and_rewound():
 
 
 @pytest.mark.parametrize("kind", [RepetitionPenalty, FrequencyPenalty, PresencePenalty])
-def test_edits_that_were_handed_out_do_not_change(kind):
+def test_edits_that_were_handed_out_do_not_change(kind) -> None:
     """Draft tokens: the plans of several positions are made before the first is used."""
     processor = make(kind, 2.0)
     processor.start([1])
@@ -157,7 +157,7 @@ def test_edits_that_were_handed_out_do_not_change(kind):
 @pytest.mark.parametrize("kind", [RepetitionPenalty, FrequencyPenalty, PresencePenalty])
 @settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 4), tokens, st.lists(st.sampled_from([0, 1, 2, -1, -2, -3, None]), min_size=5, max_size=20))
-def test_an_edit_that_is_kept_is_never_stale(kind, window, prompt, operations):
+def test_an_edit_that_is_kept_is_never_stale(kind, window, prompt, operations) -> None:
     """Tokens, how many to forget, or None to start again with another prompt; after each, the edit
     is that of a new processor.
     """
@@ -192,7 +192,7 @@ def _values(edit):
 
 @few
 @given(st.lists(st.one_of(st.none(), st.integers(0, 200)), max_size=400))
-def test_occurrences_are_a_counter(operations):
+def test_occurrences_are_a_counter(operations) -> None:
     """None takes the newest occurrence back."""
     value = np.float32(0.3)
     seen, history = Occurrences(float(value), by_count=True), []
@@ -209,14 +209,14 @@ def test_occurrences_are_a_counter(operations):
     assert len(seen) == len(counts)
 
 
-def test_ids_are_added_to_a_counter_that_was_asked_before():
+def test_ids_are_added_to_a_counter_that_was_asked_before() -> None:
     seen = Occurrences(1.0, by_count=False)
     assert seen.ids().tolist() == []
     seen.set(array("q", [7, 3]), [1, 1])
     assert seen.ids().tolist() == [7, 3]
 
 
-def test_a_long_history_is_not_scanned_again():
+def test_a_long_history_is_not_scanned_again() -> None:
     """Work per token is counted, not timed: the prompt is read once, and no step asks for the
     history.
     """
@@ -241,7 +241,7 @@ def test_a_long_history_is_not_scanned_again():
     assert processor.asked == 1
 
 
-def test_pickling_keeps_the_state():
+def test_pickling_keeps_the_state() -> None:
     processor = make(FrequencyPenalty, 0.5)
     processor.start([1])
     for position, token_id in enumerate([4, 4, 2], start=1):
@@ -264,7 +264,7 @@ def test_pickling_keeps_the_state():
         ),
     ],
 )
-def test_penalties_are_bounded(kind, penalty):
+def test_penalties_are_bounded(kind, penalty) -> None:
     with pytest.raises(ValidationError):
         kind.Args(penalty=penalty)
 
@@ -282,7 +282,7 @@ def windowed(kind, penalty, window):
 @given(tokens, tokens, rows, st.floats(0.01, 100), windows)
 def test_a_window_of_the_repetition_penalty_holds_the_newest_of_prompt_and_answer(
     prompt, generated, row, penalty, window
-):
+) -> None:
     oracle = RepetitionPenaltyLogitsProcessor(penalty)
     expected = [
         oracle(torch.tensor([(prompt + generated[:k])[-window:]], dtype=torch.int64), row.clone().unsqueeze(0))[0]
@@ -296,7 +296,7 @@ def test_a_window_of_the_repetition_penalty_holds_the_newest_of_prompt_and_answe
 
 @few
 @given(tokens, tokens, rows, openai, windows)
-def test_a_window_of_the_others_holds_the_newest_of_the_answer(prompt, generated, row, penalty, window):
+def test_a_window_of_the_others_holds_the_newest_of_the_answer(prompt, generated, row, penalty, window) -> None:
     def frequency(prompt, generated):
         wanted = row.double()
         for token_id, count in Counter(generated[-window:]).items():
@@ -312,7 +312,7 @@ def test_a_window_of_the_others_holds_the_newest_of_the_answer(prompt, generated
     assert_follows(windowed(PresencePenalty, penalty, window), prompt, generated, row, presence)
 
 
-def test_an_edit_stays_as_it_was_when_the_window_moves_on():
+def test_an_edit_stays_as_it_was_when_the_window_moves_on() -> None:
     processor = windowed(FrequencyPenalty, 1.0, 2)
     processor.start([1])
     for position, token_id in enumerate([3, 4], 1):
@@ -325,7 +325,7 @@ def test_an_edit_stays_as_it_was_when_the_window_moves_on():
     assert sorted(processor.edit().token_ids.tolist()) == [6, 7]
 
 
-def test_ids_that_are_no_tokens_fill_a_window_too():
+def test_ids_that_are_no_tokens_fill_a_window_too() -> None:
     processor = windowed(RepetitionPenalty, 2.0, 2)
     processor.start([1, V, 10**9, -1])
     assert processor.edit() is None

@@ -96,13 +96,13 @@ SAID = ["wait", "w", "ai", "t", " fox", "a", "it wa"]
     follow=st.booleans(),
 )
 @settings(max_examples=examples(100), deadline=None)
-def test_trigger_phrase_is_its_definition(said, trigger, after, times, follow):
+def test_trigger_phrase_is_its_definition(said, trigger, after, times, follow) -> None:
     phrase = encode(" However, wait")
     assert len(phrase) > 2
     arguments = {"after_tokens": after} if after else {"trigger": trigger}
     processor = TriggerPhrase(TriggerPhrase.Args(text=" However, wait", times=times, **arguments), FACTS)
     model = [token for word in said for token in encode(word)]
-    generated = []
+    generated = []  # type: ignore[var-annotated]
     for token in model:
         while follow and (forced := trigger_oracle(generated, phrase, trigger, after, times)) is not None:
             generated.append(forced)
@@ -119,7 +119,7 @@ def test_trigger_phrase_is_its_definition(said, trigger, after, times, follow):
     assert_rows_equal(step_by_step([processor], FACTS, prompt, generated, ROW), expected)
 
 
-def test_trigger_phrase_is_written_whole_and_as_often_as_asked():
+def test_trigger_phrase_is_written_whole_and_as_often_as_asked() -> None:
     processor = TriggerPhrase(TriggerPhrase.Args(text=" However, wait", trigger="fox", times=2), FACTS)
     processor.start(encode("the fox"))
     phrase = encode(" However, wait")
@@ -135,7 +135,7 @@ def test_trigger_phrase_is_written_whole_and_as_often_as_asked():
     assert answer == [*encode("the"), FOX, *phrase, *encode(" sleeps"), FOX, *phrase, FOX, FOX]
 
 
-def test_trigger_phrase_needs_a_tokenizer():
+def test_trigger_phrase_needs_a_tokenizer() -> None:
     with pytest.raises(ArgumentError, match=r"text: .*needs a tokenizer"):
         TriggerPhrase(TriggerPhrase.Args(text="a", after_tokens=1), Context(Vocabulary(5)))
 
@@ -156,7 +156,7 @@ def build(**arguments):
 
 @given(choices=choice_sets, pick=st.integers(0, 4), stray=st.booleans())
 @few
-def test_multiple_choice_allows_the_choices_and_nothing_else(choices, pick, stray):
+def test_multiple_choice_allows_the_choices_and_nothing_else(choices, pick, stray) -> None:
     sequences = [[*encode(choice), END] for choice in choices]
     answer = sequences[pick % len(choices)]
     expected = []
@@ -184,7 +184,7 @@ def test_multiple_choice_allows_the_choices_and_nothing_else(choices, pick, stra
         chain.accept(token, chain.position)
 
 
-def test_any_end_token_ends_a_choice():
+def test_any_end_token_ends_a_choice() -> None:
     facts = context(end_token_ids=frozenset([END, 5]))
     chain = ProcessorChain(MultipleChoice.build(MultipleChoice.Args(choices=["A", "B"]), facts), facts)
     chain.start([], encode("A"))
@@ -215,7 +215,7 @@ def first_word(prompt, words):
 
 @given(boost=st.floats(-100, 100, width=32).filter(bool), seed=st.integers(0, 2**31))
 @few
-def test_boost_adds_the_logit_of_the_first_word_behind_the_label(boost, seed):
+def test_boost_adds_the_logit_of_the_first_word_behind_the_label(boost, seed) -> None:
     row = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
     prompt = encode(PROMPT)
     result = boosted(["A", "B", "C", "D"], boost, prompt, row=row)
@@ -228,7 +228,7 @@ def test_boost_adds_the_logit_of_the_first_word_behind_the_label(boost, seed):
     assert torch.isfinite(result).sum() == 4
 
 
-def test_boost_comes_where_a_choice_parts_from_the_others():
+def test_boost_comes_where_a_choice_parts_from_the_others() -> None:
     choices = ["the fox", "the dog", "the"]
     prompt = encode("the fox: A\nthe dog. B\n[the] C\n")
     words = [first_word(prompt, w) for w in (b"A", b"B", b"C")]
@@ -241,7 +241,7 @@ def test_boost_comes_where_a_choice_parts_from_the_others():
         assert result[token] == row[token] + 2.0 * row[word]
 
 
-def test_boost_of_a_masked_word_is_none():
+def test_boost_of_a_masked_word_is_none() -> None:
     prompt = encode(PROMPT)
     row = ROW.clone()
     row[first_word(prompt, b"hair")] = -torch.inf
@@ -251,7 +251,7 @@ def test_boost_of_a_masked_word_is_none():
         assert not result.isnan().any()
 
 
-def test_boost_reads_special_tokens_as_line_ends_and_survives_replay():
+def test_boost_reads_special_tokens_as_line_ends_and_survives_replay() -> None:
     prompt = [*encode("A: no"), END, *encode("A: fox B: no")]
     result = boosted(["A", "B"], 1.0, prompt)
     (a,), (b,) = encode("A"), encode("B")
@@ -275,7 +275,7 @@ def test_boost_reads_special_tokens_as_line_ends_and_survives_replay():
 )
 @example(lines=["(A) a", "A.. a", " [A. a: a"], labels=["A", "(A)", "A.", "A. a"])
 @settings(max_examples=examples(300), deadline=None)
-def test_each_label_is_looked_up_as_if_it_were_the_only_one(lines, labels):
+def test_each_label_is_looked_up_as_if_it_were_the_only_one(lines, labels) -> None:
     text = "\n".join(lines).encode()
     expected = {}
     for label in (label.encode() for label in labels):
@@ -285,7 +285,7 @@ def test_each_label_is_looked_up_as_if_it_were_the_only_one(lines, labels):
     assert _after_labels({label.encode() for label in labels}, text) == expected
 
 
-def test_boost_rows_do_not_depend_on_each_other():
+def test_boost_rows_do_not_depend_on_each_other() -> None:
     prompt = encode(PROMPT)
     boosts = []
     for w in (1.0, -2.0, 5.0):
@@ -302,7 +302,7 @@ def test_boost_rows_do_not_depend_on_each_other():
         assert not torch.equal(alone, rows[i])
 
 
-def test_multiple_choice_refuses_what_cannot_be():
+def test_multiple_choice_refuses_what_cannot_be() -> None:
     with pytest.raises(ArgumentError, match=r"choices: .*end token"):
         MultipleChoice.build(MultipleChoice.Args(choices=["A"]), context(end_token_ids=frozenset()))
     with pytest.raises(ArgumentError, match=r"choices: .*differ"):
@@ -324,7 +324,7 @@ NARROW = torch.linspace(-3, 3, 12)
     conditional=st.sampled_from([0.0, 4.0, -1.0]),
 )
 @settings(max_examples=examples(100), deadline=None)
-def test_citations_are_their_formula(prompt, generated, boost, conditional):
+def test_citations_are_their_formula(prompt, generated, boost, conditional) -> None:
     processor = CiteFromPrompt(CiteFromPrompt.Args(boost=boost, conditional_boost=conditional), PLAIN)
     expected = []
     for k in range(len(generated) + 1):
@@ -343,11 +343,11 @@ def test_citations_are_their_formula(prompt, generated, boost, conditional):
             torch.testing.assert_close(row.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_citations_boost_no_padding_and_keep_their_tensors():
+def test_citations_boost_no_padding_and_keep_their_tensors() -> None:
     processor = CiteFromPrompt(CiteFromPrompt.Args(boost=1.0), FACTS)
     processor.start([300, SIZE - 1, SIZE + 4, FOX])
     edit = processor.edit()
-    assert edit.token_ids.tolist() == sorted([END, FOX, 300])
+    assert edit.token_ids.tolist() == sorted([END, FOX, 300])  # type: ignore[union-attr]
     processor.accept(FOX, 4)
     assert processor.edit() is edit
     processor = CiteFromPrompt(CiteFromPrompt.Args(boost=0.0, conditional_boost=1.0), FACTS)
@@ -381,6 +381,6 @@ def test_citations_boost_no_padding_and_keep_their_tensors():
         (CiteFromPrompt, {"boost": 1.0, "boost_eos": True}),
     ],
 )
-def test_refused_arguments(kind, arguments):
+def test_refused_arguments(kind, arguments) -> None:
     with pytest.raises(ValidationError):
         kind.Args(**arguments)

@@ -40,7 +40,7 @@ tokens = st.lists(st.integers(0, 3), max_size=14)
     prompt=tokens, generated=tokens, n=st.integers(1, 5), over=st.sampled_from(["prompt_and_generated", "generated"])
 )
 @few
-def test_no_repeat_ngram_is_that_of_transformers(prompt, generated, n, over):
+def test_no_repeat_ngram_is_that_of_transformers(prompt, generated, n, over) -> None:
     processor = NoRepeatNgram(NoRepeatNgram.Args(n=n, over=over), PLAIN)
     reference = NoRepeatNGramLogitsProcessor(n)
     expected = []
@@ -54,7 +54,7 @@ def test_no_repeat_ngram_is_that_of_transformers(prompt, generated, n, over):
 @given(prompt=tokens, generated=tokens, n=st.integers(1, 5), base=st.sampled_from([1, 2**32 + 1, 2**63 + 1]))
 @example(prompt=[1, 2, 3, 0], generated=[2, 1], n=3, base=1)  # the hash of 1, 2 is that of 2, 1
 @few
-def test_no_repeat_ngram_does_not_take_equal_hashes_for_equal_ngrams(prompt, generated, n, base):
+def test_no_repeat_ngram_does_not_take_equal_hashes_for_equal_ngrams(prompt, generated, n, base) -> None:
     """To these bases most n-grams of small ids have the same hash as others."""
     with mock.patch.object(repetition, "PromptNgrams", functools.partial(PromptNgrams, base=base)):
         processor = NoRepeatNgram(NoRepeatNgram.Args(n=n), PLAIN)
@@ -67,7 +67,7 @@ def test_no_repeat_ngram_does_not_take_equal_hashes_for_equal_ngrams(prompt, gen
 
 @given(prompt=tokens, length=st.integers(0, 4), base=st.sampled_from([1, 3, draw_base()]))
 @few
-def test_an_index_of_ngrams_finds_what_a_search_finds(prompt, length, base):
+def test_an_index_of_ngrams_finds_what_a_search_finds(prompt, length, base) -> None:
     index = PromptNgrams(np.array(prompt, dtype=np.int64), length, base)
     places = range(max(0, len(prompt) - length))
     for place in places:
@@ -83,7 +83,7 @@ def test_an_index_of_ngrams_finds_what_a_search_finds(prompt, length, base):
 
 @given(moves=st.lists(st.tuples(st.integers(0, 1), st.integers(-8, 8)), max_size=12), n=st.integers(1, 4))
 @few
-def test_no_repeat_ngram_forgets_what_is_taken_back(moves, n):
+def test_no_repeat_ngram_forgets_what_is_taken_back(moves, n) -> None:
     processor, history = NoRepeatNgram(NoRepeatNgram.Args(n=n), PLAIN), [0, 1, 0, 1]
     processor.start(history)
     for token, count in moves:
@@ -101,7 +101,7 @@ def test_no_repeat_ngram_forgets_what_is_taken_back(moves, n):
         assert sorted(banned) == sorted(expected)
 
 
-def test_no_repeat_ngram_prepares_the_ids_once():
+def test_no_repeat_ngram_prepares_the_ids_once() -> None:
     processor = NoRepeatNgram(NoRepeatNgram.Args(n=1), PLAIN)
     processor.start([1, 2])
     first = processor.edit()
@@ -114,7 +114,7 @@ def test_no_repeat_ngram_prepares_the_ids_once():
     assert processor.edit().token_ids.tolist() == [1, 2]
 
 
-def test_no_repeat_ngram_says_when_nothing_is_left():
+def test_no_repeat_ngram_says_when_nothing_is_left() -> None:
     narrow = Context(Vocabulary(3))
     chain = ProcessorChain([NoRepeatNgram(NoRepeatNgram.Args(n=1), narrow)], narrow)
     chain.start([0, 1, 2])
@@ -122,7 +122,7 @@ def test_no_repeat_ngram_says_when_nothing_is_left():
         chain.plan()
 
 
-def test_no_repeat_ngram_never_edits_ids_beyond_the_row():
+def test_no_repeat_ngram_never_edits_ids_beyond_the_row() -> None:
     plan = plan_after([NoRepeatNgram(NoRepeatNgram.Args(n=1), PLAIN)], PLAIN, [1, 99], [])
     assert plan.bans[0].token_ids.tolist() == [1]
 
@@ -144,7 +144,7 @@ def brute_followers(history, shortest, depth):
 @given(history=st.lists(st.integers(0, 2), max_size=60), shortest=st.integers(1, 3), extra=st.integers(0, 4))
 @example(history=[1] * 40, shortest=1, extra=2)
 @settings(max_examples=examples(300), deadline=None)
-def test_automaton_knows_every_longest_repeat(history, shortest, extra):
+def test_automaton_knows_every_longest_repeat(history, shortest, extra) -> None:
     automaton = SuffixAutomaton(shortest + extra)
     for size in range(len(history) + 1):
         found = [(token, length) for token, length, _ in automaton.followers(shortest)]
@@ -156,7 +156,7 @@ def test_automaton_knows_every_longest_repeat(history, shortest, extra):
 
 @given(st.lists(st.one_of(st.integers(0, 2), st.integers(-6, -1)), max_size=80), st.booleans())
 @settings(max_examples=examples(200), deadline=None)
-def test_automaton_takes_back_as_if_it_had_never_been(actions, track_ends):
+def test_automaton_takes_back_as_if_it_had_never_been(actions, track_ends) -> None:
     automaton = SuffixAutomaton(4, track_ends=track_ends, num_undoable=1000)
     history = []
     for action in actions:
@@ -176,7 +176,7 @@ def test_automaton_takes_back_as_if_it_had_never_been(actions, track_ends):
 
 @given(prompt=st.lists(st.integers(0, 2), max_size=60), rest=st.lists(st.integers(0, 2), max_size=8))
 @settings(max_examples=examples(200), deadline=None)
-def test_automaton_made_from_a_prompt_at_once_is_the_one_made_token_by_token(prompt, rest):
+def test_automaton_made_from_a_prompt_at_once_is_the_one_made_token_by_token(prompt, rest) -> None:
     at_once, one_by_one = (SuffixAutomaton(5, track_ends=True) for _ in range(2))
     at_once.extend(prompt)
     for token in prompt:
@@ -187,7 +187,7 @@ def test_automaton_made_from_a_prompt_at_once_is_the_one_made_token_by_token(pro
         one_by_one.append(token)
 
 
-def test_automaton_takes_back_no_more_than_it_was_told_to_keep():
+def test_automaton_takes_back_no_more_than_it_was_told_to_keep() -> None:
     automaton = SuffixAutomaton(4, num_undoable=3)
     for token in [1, 2, 1, 2, 1]:
         automaton.append(token)
@@ -214,7 +214,7 @@ class CountingStates(SuffixStates):
 
 @pytest.mark.parametrize("text", ["loop", "one token", "text"])
 @pytest.mark.parametrize("length", [500, 8000])
-def test_work_per_token_does_not_grow_with_the_history(text, length):
+def test_work_per_token_does_not_grow_with_the_history(text, length) -> None:
     random = torch.Generator().manual_seed(3)
     words = torch.randint(0, 40, (length,), generator=random).tolist()
     history = {"loop": [1, 2, 3, 4, 5], "one token": [1], "text": words}[text] * length
@@ -282,7 +282,7 @@ pieces_lists = st.lists(st.integers(0, len(PIECES) - 1), max_size=25)
     window=st.sampled_from([0, 0, 1, 4, 9, 17]),
 )
 @settings(max_examples=examples(150), deadline=None)
-def test_dry_is_its_formula(prompt, generated, base, allowed_length, breakers, window):
+def test_dry_is_its_formula(prompt, generated, base, allowed_length, breakers, window) -> None:
     if window:
         breakers -= {"</"}  # all others lie within one token, so that the window cannot cut them
     ids, facts = piece_ids(), context()
@@ -310,7 +310,7 @@ def penalty_in_a_loop(length, **changes):
     return None if edit is None else dict(zip(edit.token_ids.tolist(), edit.values.tolist(), strict=True))
 
 
-def test_dry_penalty_stays_finite_however_long_the_repeat():
+def test_dry_penalty_stays_finite_however_long_the_repeat() -> None:
     assert penalty_in_a_loop(3, base=2.0) == {4: -1.0}
     assert penalty_in_a_loop(5, base=2.0) == {4: -4.0}
     assert penalty_in_a_loop(400, base=2.0) == {4: -(2.0**127)}
@@ -320,12 +320,12 @@ def test_dry_penalty_stays_finite_however_long_the_repeat():
     assert penalty_in_a_loop(2000, base=1.01)[4] == pytest.approx(-(1.01**512), rel=1e-6)
 
 
-def test_dry_off():
+def test_dry_off() -> None:
     assert penalty_in_a_loop(50, multiplier=0.0) is None
     assert penalty_in_a_loop(2) is None
 
 
-def test_dry_default_breakers_are_read_in_the_tokens():
+def test_dry_default_breakers_are_read_in_the_tokens() -> None:
     facts = context()
     ids = vocabulary().encode("Answer: fox fox fox")
     processor = Dry(Dry.Args(allowed_length=1), facts)
@@ -336,7 +336,7 @@ def test_dry_default_breakers_are_read_in_the_tokens():
     assert vocabulary().encode("\n")[0] in processor._breakers.token_ids
 
 
-def test_dry_special_token_is_a_breaker_by_its_name():
+def test_dry_special_token_is_a_breaker_by_its_name() -> None:
     facts = context()
     history = [300, 301, END, 300, 301]
     processor = Dry(Dry.Args(breakers=[]), facts)
@@ -349,7 +349,7 @@ def test_dry_special_token_is_a_breaker_by_its_name():
     assert processor.edit() is None
 
 
-def test_dry_without_a_tokenizer_needs_no_breakers():
+def test_dry_without_a_tokenizer_needs_no_breakers() -> None:
     with pytest.raises(ArgumentError, match=r"breakers: .*tokenizer.*or \[\]"):
         Dry(Dry.Args(), PLAIN)
     processor = Dry(Dry.Args(breakers=[]), PLAIN)
@@ -359,7 +359,7 @@ def test_dry_without_a_tokenizer_needs_no_breakers():
     assert isinstance(processor.edit(), Bias)
 
 
-def test_dry_rewinds_further_than_it_can_take_back():
+def test_dry_rewinds_further_than_it_can_take_back() -> None:
     processor = Dry(Dry.Args(breakers=[]), PLAIN)
     processor.start([1, 2, 3, 1])
     for position in range(4, 604):
@@ -394,7 +394,7 @@ def is_loop(generated, max_period, copies):
     seen=st.integers(0, 8),
 )
 @settings(max_examples=examples(100), deadline=None)
-def test_loop_stop_is_its_definition(cycle, before, after, max_period, copies, seen):
+def test_loop_stop_is_its_definition(cycle, before, after, max_period, copies, seen) -> None:
     history = before + cycle * copies + after
     prompt, generated = history[:seen], history[seen:]
     processor = LoopStop(LoopStop.Args(max_period=max_period, copies=copies), PLAIN)
@@ -405,7 +405,7 @@ def test_loop_stop_is_its_definition(cycle, before, after, max_period, copies, s
     assert_rows_equal(step_by_step([processor], PLAIN, prompt, generated, ROW), expected)
 
 
-def test_loop_stop_over_a_long_answer_and_back():
+def test_loop_stop_over_a_long_answer_and_back() -> None:
     processor = LoopStop(LoopStop.Args(max_period=3, copies=3), PLAIN)
     processor.start([])
     noise = [(i * i // 7) % 5 + i % 2 for i in range(3000)]
@@ -420,7 +420,7 @@ def test_loop_stop_over_a_long_answer_and_back():
             assert (processor.edit() == Force(7)) == is_loop(noise[again - 20 : again + 1], 3, 3)
 
 
-def test_loop_stop_forces_the_model_s_own_end_token():
+def test_loop_stop_forces_the_model_s_own_end_token() -> None:
     stops = Context(Vocabulary(12, None, [9, 7]), end_token_ids=frozenset([2, 7, 9]))  # the client stops at 2
     processor = LoopStop(LoopStop.Args(max_period=3, copies=2), stops)
     processor.start([])
@@ -434,7 +434,7 @@ def test_loop_stop_forces_the_model_s_own_end_token():
     assert client_only.edit() == Force(2)
 
 
-def test_loop_stop_needs_an_end_token():
+def test_loop_stop_needs_an_end_token() -> None:
     with pytest.raises(ArgumentError, match="end token"):
         LoopStop(LoopStop.Args(), Context(Vocabulary(12)))
 
@@ -472,12 +472,12 @@ def test_loop_stop_needs_an_end_token():
         (LoopStop, {"copies": 1025}),
     ],
 )
-def test_refused_arguments(kind, arguments):
+def test_refused_arguments(kind, arguments) -> None:
     with pytest.raises(ValidationError):
         kind.Args(**arguments)
 
 
-def test_rows_beside_and_padding_are_left_alone():
+def test_rows_beside_and_padding_are_left_alone() -> None:
     facts = context()
     row = torch.zeros(facts.vocabulary.size)
     chain = ProcessorChain([NoRepeatNgram(NoRepeatNgram.Args(n=1), facts), Dry(Dry.Args(), facts)], facts)

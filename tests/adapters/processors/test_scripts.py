@@ -30,7 +30,7 @@ class Bytes:
 
     special = "<s>"
 
-    def __init__(self):
+    def __init__(self) -> None:
         whole = ["the", " fox", "中", "中文", "の", "かx", "Ж", "жд", "a中", "。", "🦊", "𠀀", "é", "́", "가", "12"]
         cut = ["中".encode()[:2], "中".encode()[1:], "文".encode()[2:] + b" x", "Ж".encode()[1:] + "中".encode()[:1]]
         cut += ["🦊".encode()[:3], "🦊".encode()[2:], "𠀀".encode()[:2], "𠀀".encode()[1:], b"\x80\x80\x80a", b"\xff"]
@@ -46,7 +46,7 @@ class Bytes:
 
 
 TOKENIZER = Bytes()
-FACTS = Context(Vocabulary(len(TOKENIZER) + 5, TOKENIZER))
+FACTS = Context(Vocabulary(len(TOKENIZER) + 5, TOKENIZER))  # type: ignore[arg-type]
 SIZE = FACTS.vocabulary.size
 SPECIAL = len(TOKENIZER.pieces)
 ROW = torch.linspace(-3, 3, SIZE)
@@ -66,7 +66,7 @@ def assigned():
 @cache
 def continuations(scripts):
     """For every beginning of a character: whether it can become a banned one, and another one."""
-    table = {}
+    table = {}  # type: ignore[var-annotated]
     banned = set("".join(regex.findall("|".join(rf"\p{{Script={script}}}+" for script in scripts), assigned())))
     for character in assigned():
         data = character.encode()
@@ -111,7 +111,7 @@ histories = st.lists(words, max_size=4).map(lambda parts: [token for part in par
 @example(prompt=[], generated=list("中𠀀䷀🦊".encode()), scripts=("Han",))
 @example(prompt=list("中".encode()[:2]), generated=list("文".encode()[:1]), scripts=("Han",))
 @settings(max_examples=examples(60), deadline=None)
-def test_bans_are_those_of_a_decoder(prompt, generated, scripts):
+def test_bans_are_those_of_a_decoder(prompt, generated, scripts) -> None:
     processor = BanScripts(BanScripts.Args(scripts=list(scripts)), FACTS)
     expected = []
     for k in range(len(generated) + 1):
@@ -129,7 +129,7 @@ def allowed(processor, history):
     return torch.isfinite(run_row(chain, ROW))
 
 
-def test_a_character_of_a_banned_script_cannot_be_written_in_bytes():
+def test_a_character_of_a_banned_script_cannot_be_written_in_bytes() -> None:
     processor = BanScripts(BanScripts.Args(scripts=["Han"]), FACTS)
     assert allowed(processor, [])[0xE4]  # it may still become a hexagram, U+4DC0 to U+4DFF
     assert not allowed(processor, [])[0xE5]
@@ -141,7 +141,7 @@ def test_a_character_of_a_banned_script_cannot_be_written_in_bytes():
     assert not allowed(processor, [0xF0])[0xA0]
 
 
-def test_a_token_that_is_harmless_alone_is_banned_where_it_completes_a_character():
+def test_a_token_that_is_harmless_alone_is_banned_where_it_completes_a_character() -> None:
     processor = BanScripts(BanScripts.Args(scripts=["Cyrillic"]), FACTS)
     half = TOKENIZER.pieces.index("Ж".encode()[1:] + "中".encode()[:1])
     assert allowed(processor, [])[half]
@@ -149,7 +149,7 @@ def test_a_token_that_is_harmless_alone_is_banned_where_it_completes_a_character
     assert allowed(processor, [0xC3])[half]
 
 
-def test_special_tokens_stay_and_padding_goes():
+def test_special_tokens_stay_and_padding_goes() -> None:
     processor = BanScripts(BanScripts.Args(scripts=["Latin"]), FACTS)
     assert allowed(processor, [])[SPECIAL]
     assert allowed(processor, [0xE4])[SPECIAL]
@@ -157,7 +157,7 @@ def test_special_tokens_stay_and_padding_goes():
     assert allowed(processor, [0xE4, SPECIAL])[0x80]  # the special token has cut the character off
 
 
-def test_real_tokenizer_writes_no_banned_character():
+def test_real_tokenizer_writes_no_banned_character() -> None:
     facts = context()
     processor = BanScripts(BanScripts.Args(scripts=["Han", "Hiragana", "Cyrillic"]), facts)
     chain = ProcessorChain([pickle.loads(pickle.dumps(processor))], facts)
@@ -178,7 +178,7 @@ def test_real_tokenizer_writes_no_banned_character():
     assert torch.isneginf(row[-PADDING:]).all()
 
 
-def test_masks_are_made_once_per_set_of_scripts():
+def test_masks_are_made_once_per_set_of_scripts() -> None:
     one = BanScripts(BanScripts.Args(scripts=["Han", "Latin"]), FACTS)
     other = BanScripts(BanScripts.Args(scripts=["latn", "HANI", "Han"]), FACTS)
     third = BanScripts(BanScripts.Args(scripts=["Latin", "Han"]), FACTS)
@@ -187,10 +187,10 @@ def test_masks_are_made_once_per_set_of_scripts():
     third.start([])
     assert one.edit() is one.edit()
     assert one.edit() is third.edit()
-    assert torch.equal(one.edit().bitmask, other.edit().bitmask)
+    assert torch.equal(one.edit().bitmask, other.edit().bitmask)  # type: ignore[union-attr]
 
 
-def test_pickled_without_the_vocabulary():
+def test_pickled_without_the_vocabulary() -> None:
     processor = BanScripts(BanScripts.Args(scripts=["Han"]), context())
     data = pickle.dumps(processor)
     assert b"PreTrainedTokenizer" not in data
@@ -198,22 +198,22 @@ def test_pickled_without_the_vocabulary():
 
 
 @pytest.mark.parametrize("name", ["Klingon", "Common", "zyyy", "Inherited", "Unknown", "Lu"])
-def test_names_that_are_no_script_of_their_own(name):
+def test_names_that_are_no_script_of_their_own(name) -> None:
     with pytest.raises(ArgumentError, match=rf"scripts: .*{name}"):
         BanScripts(BanScripts.Args(scripts=[name]), FACTS)
 
 
-def test_scripts_that_leave_nothing():
+def test_scripts_that_leave_nothing() -> None:
     class Only(Bytes):
-        def __init__(self):
+        def __init__(self) -> None:
             self.pieces = ["中".encode(), "文".encode()]
             self.all_special_ids = [2]
 
     with pytest.raises(ArgumentError, match="leave no token"):
-        BanScripts(BanScripts.Args(scripts=["Han"]), Context(Vocabulary(4, Only())))
+        BanScripts(BanScripts.Args(scripts=["Han"]), Context(Vocabulary(4, Only())))  # type: ignore[arg-type]
 
 
-def test_scripts_need_a_tokenizer():
+def test_scripts_need_a_tokenizer() -> None:
     with pytest.raises(ArgumentError, match="need a tokenizer"):
         BanScripts(BanScripts.Args(scripts=["Han"]), Context(Vocabulary(4)))
 
@@ -231,6 +231,6 @@ def test_scripts_need_a_tokenizer():
         {"scripts": ["Han"], "scope": "answer"},
     ],
 )
-def test_refused_arguments(arguments):
+def test_refused_arguments(arguments) -> None:
     with pytest.raises(ValidationError):
         BanScripts.Args(**arguments)

@@ -34,8 +34,8 @@ def bias_of(values):
 
 @settings(max_examples=examples(80), deadline=None)
 @given(biases, tokens.filter(bool), tokens, rows)
-def test_it_is_that_of_transformers(values, prompt, generated, row):
-    oracle = SequenceBiasLogitsProcessor({ids: float(bias) for ids, bias in values.items()})
+def test_it_is_that_of_transformers(values, prompt, generated, row) -> None:
+    oracle = SequenceBiasLogitsProcessor({ids: float(bias) for ids, bias in values.items()})  # type: ignore[arg-type]
     expected = [
         oracle(torch.tensor([prompt + generated[:k]]), row.clone().unsqueeze(0))[0] for k in range(len(generated) + 1)
     ]
@@ -45,17 +45,17 @@ def test_it_is_that_of_transformers(values, prompt, generated, row):
     assert_rows_equal(after_rewinding(processors, CONTEXT, prompt, generated, row), expected)
 
 
-def test_a_text_is_its_tokens():
+def test_a_text_is_its_tokens() -> None:
     facts, ids = context(), vocabulary().encode("the answer is B")
-    made = SequenceBias(SequenceBias.Args(sequences=[{"text": "the answer is B", "bias": 2.0}]), facts)
+    made = SequenceBias(SequenceBias.Args(sequences=[{"text": "the answer is B", "bias": 2.0}]), facts)  # type: ignore[list-item]
     made.start(ids[:-2])
     assert made.edit() is None
     made.accept(ids[-2], len(ids) - 2)
-    assert made.edit().token_ids.tolist() == [ids[-1]]
-    assert made.edit().values.tolist() == [2.0]
+    assert made.edit().token_ids.tolist() == [ids[-1]]  # type: ignore[union-attr]
+    assert made.edit().values.tolist() == [2.0]  # type: ignore[union-attr]
 
 
-def test_what_is_refused():
+def test_what_is_refused() -> None:
     twice = [{"token_ids": [1], "bias": 1.0}, {"token_ids": [1], "bias": 2.0}]
     args = SequenceBias.Args.model_validate({"sequences": twice})
     with pytest.raises(ArgumentError, match="given twice"):

@@ -83,7 +83,7 @@ def xtc_reference(row, threshold):
 
 @few
 @given(st.builds(row_of, seeds, masked=st.integers(0, V - 1)), st.floats(0, 1), st.booleans())
-def test_xtc_is_the_formula(row, threshold, tied):
+def test_xtc_is_the_formula(row, threshold, tied) -> None:
     if tied:
         row = row.round()
     (result,) = shape_all([chain_of(xtc(threshold, 1.0))], row.unsqueeze(0))
@@ -91,14 +91,14 @@ def test_xtc_is_the_formula(row, threshold, tied):
     assert torch.equal(result[sorted(kept(result))], row[sorted(kept(result))])
 
 
-def test_xtc_keeps_the_least_likely_of_the_top_choices():
+def test_xtc_keeps_the_least_likely_of_the_top_choices() -> None:
     row = torch.tensor([0.4, 0.05, 0.3, 0.25]).log()
     (result,) = shape_all([chain_of(xtc(0.1, 1.0))], row.unsqueeze(0))
     assert kept(result) == {1, 3}
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
-def test_the_coin_is_a_function_of_seed_choice_and_position(probability):
+def test_the_coin_is_a_function_of_seed_choice_and_position(probability) -> None:
     row = torch.tensor([0.4, 0.05, 0.3, 0.25] + [0.0] * (V - 4)).log()
     for seed, choice in ((7, 0), (7, 1), (8, 0)):
         chain = chain_of(xtc(0.1, probability, seed=seed, choice=choice))
@@ -111,7 +111,7 @@ def test_the_coin_is_a_function_of_seed_choice_and_position(probability):
             chain.accept(3, chain.position)
 
 
-def test_the_coins_of_two_scopes_are_those_of_their_absolute_positions():
+def test_the_coins_of_two_scopes_are_those_of_their_absolute_positions() -> None:
     think, answer = V - 1, V - 2
     facts = Context(Vocabulary(V), seed=7, think_start=(think,), think_end=(answer,))
     row = torch.tensor([0.4, 0.05, 0.3, 0.25] + [0.0] * (V - 4)).log()
@@ -130,7 +130,7 @@ def test_the_coins_of_two_scopes_are_those_of_their_absolute_positions():
     assert (kept(result) == {1, 3}) == excluded[25]
 
 
-def test_the_coin_falls_as_often_as_asked():
+def test_the_coin_falls_as_often_as_asked() -> None:
     processor = xtc(0.1, 0.3, seed=123)
     processor.start([0])
     count = 0
@@ -142,7 +142,7 @@ def test_the_coin_falls_as_often_as_asked():
 
 @few
 @given(st.data(), st.integers(1, 5))
-def test_xtc_rows_do_not_depend_on_their_batch_mates(data, count):
+def test_xtc_rows_do_not_depend_on_their_batch_mates(data, count) -> None:
     batch = torch.stack([row_of(data.draw(seeds), data.draw(st.integers(0, V - 1))) for _ in range(count)])
     chains = [chain_of(xtc(data.draw(st.floats(0, 0.5)), 0.5, seed=data.draw(seeds))) for _ in range(count)]
     alone = [shape_all([chain], row.unsqueeze(0))[0] for chain, row in zip(chains, batch, strict=True)]
@@ -155,7 +155,7 @@ def test_xtc_rows_do_not_depend_on_their_batch_mates(data, count):
 class MirostatReference:
     """Algorithm 2 in float64, straight from the definition."""
 
-    def __init__(self, tau, eta):
+    def __init__(self, tau, eta) -> None:
         self.tau, self.eta, self.mu = tau, eta, 2 * tau
 
     def step(self, row, pick):
@@ -176,7 +176,7 @@ class MirostatReference:
 @given(
     st.lists(st.tuples(seeds, st.integers(0, V - 1), st.integers(0, V)), max_size=12), st.floats(0, 6), st.floats(0, 1)
 )
-def test_mirostat_is_the_formula_step_by_step(steps, tau, eta):
+def test_mirostat_is_the_formula_step_by_step(steps, tau, eta) -> None:
     processor, reference = mirostat(tau, eta), MirostatReference(tau, eta)
     chain = chain_of(processor)
     for seed, masked, pick in steps:
@@ -206,7 +206,7 @@ def run(chain, rows, picks):
 
 @few
 @given(seeds, st.integers(1, 10), st.data())
-def test_a_replay_on_logits_restores_mu_bit_for_bit(seed, count, data):
+def test_a_replay_on_logits_restores_mu_bit_for_bit(seed, count, data) -> None:
     random = np.random.default_rng(seed)
     rows = [row_of(int(s), 3) for s in random.integers(0, 2**31, count)]
     picks = random.integers(0, V, count).tolist()
@@ -219,13 +219,13 @@ def test_a_replay_on_logits_restores_mu_bit_for_bit(seed, count, data):
     assert all(torch.equal(a, b) for a, b in zip(shaped[k:], shaped_after, strict=True))
 
 
-def test_a_history_with_generated_tokens_alone_is_refused():
+def test_a_history_with_generated_tokens_alone_is_refused() -> None:
     chain = ProcessorChain([mirostat()], Context(Vocabulary(V)))
     with pytest.raises(ValueError, match="replaying on logits"):
         chain.start([1], [2])
 
 
-def test_rewinding_returns_to_the_mu_of_that_position():
+def test_rewinding_returns_to_the_mu_of_that_position() -> None:
     rows = [row_of(seed) for seed in range(6)]
     chain = chain_of(mirostat())
     tokens, mus, _ = run(chain, rows, [0, 5, 9, 2, 3, 4])
@@ -236,7 +236,7 @@ def test_rewinding_returns_to_the_mu_of_that_position():
     assert (again, mus_again) == (tokens[2:], mus[2:])
 
 
-def test_a_row_seen_after_another_history_is_no_observation():
+def test_a_row_seen_after_another_history_is_no_observation() -> None:
     chain = chain_of(mirostat())
     tokens, mus, _ = run(chain, [row_of(1), row_of(2)], [3, 4])
     chain.plan()
@@ -247,7 +247,7 @@ def test_a_row_seen_after_another_history_is_no_observation():
     assert chain.members[0].processor.mu == mus[0]
 
 
-def test_shaping_a_position_twice_counts_once_and_the_last_row_counts():
+def test_shaping_a_position_twice_counts_once_and_the_last_row_counts() -> None:
     once, twice = chain_of(mirostat()), chain_of(mirostat())
     run(once, [row_of(1)], [3])
     shape_all([twice], row_of(99).unsqueeze(0))
@@ -257,7 +257,7 @@ def test_shaping_a_position_twice_counts_once_and_the_last_row_counts():
     assert once.members[0].processor.mu == twice.members[0].processor.mu != 4.0
 
 
-def test_a_forced_token_is_no_observation():
+def test_a_forced_token_is_no_observation() -> None:
     class ForceAt3(SteeringProcessor):
         name, stage, reads, Args = "force_at_3", Stage.FORCE, Reads.NOTHING, ProcessorArgs
 
@@ -279,7 +279,7 @@ def test_a_forced_token_is_no_observation():
     assert processor.mu == before != 4.0
 
 
-def test_a_dropped_token_is_no_observation():
+def test_a_dropped_token_is_no_observation() -> None:
     processor = mirostat(tau=0.1)
     chain = chain_of(processor)
     (result,) = shape_all([chain], row_of(1).unsqueeze(0))
@@ -291,7 +291,7 @@ def test_a_dropped_token_is_no_observation():
 
 @few
 @given(st.data(), st.integers(1, 5), st.integers(1, 4))
-def test_mirostat_rows_do_not_depend_on_their_batch_mates(data, count, num_steps):
+def test_mirostat_rows_do_not_depend_on_their_batch_mates(data, count, num_steps) -> None:
     batched = [chain_of(mirostat(data.draw(st.floats(0, 6)), 0.3)) for _ in range(count)]
     alone = pickle.loads(pickle.dumps(batched))
     for _ in range(num_steps):
@@ -305,7 +305,7 @@ def test_mirostat_rows_do_not_depend_on_their_batch_mates(data, count, num_steps
             b.accept(token, b.position)
 
 
-def test_a_pickle_between_shaping_and_the_token_keeps_the_observation():
+def test_a_pickle_between_shaping_and_the_token_keeps_the_observation() -> None:
     chains = [chain_of(mirostat()), chain_of(mirostat())]
     result = shape_all(chains, torch.stack([row_of(1), row_of(2)]))
     copy = pickle.loads(pickle.dumps(chains[1]))
@@ -317,7 +317,7 @@ def test_a_pickle_between_shaping_and_the_token_keeps_the_observation():
 
 
 @pytest.mark.parametrize("processor", [xtc(0.1, 1.0), mirostat()])
-def test_rows_with_nothing_one_token_or_nan(processor):
+def test_rows_with_nothing_one_token_or_nan(processor) -> None:
     empty = torch.full((V,), -torch.inf)
     rows, failures = apply_all([chain_of(processor)], empty.unsqueeze(0))
     assert torch.equal(rows[0], empty)
@@ -347,6 +347,6 @@ def test_rows_with_nothing_one_token_or_nan(processor):
         (Mirostat, {"mode": 1}),
     ],
 )
-def test_arguments_out_of_bounds(kind, arguments):
+def test_arguments_out_of_bounds(kind, arguments) -> None:
     with pytest.raises(ValidationError):
         kind.Args(**arguments)

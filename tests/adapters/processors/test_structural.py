@@ -39,7 +39,7 @@ class ByteTokenizer:
 
 
 class ByteVocabulary(Vocabulary):
-    token_bytes: ClassVar = [*(bytes([i]) for i in range(NUM_BYTES)), *[b""] * (WIDTH - NUM_BYTES)]  # type: ignore[assignment]
+    token_bytes: ClassVar = [*(bytes([i]) for i in range(NUM_BYTES)), *[b""] * (WIDTH - NUM_BYTES)]
 
     def encode(self, text: str) -> list[int]:
         for name, token_id in NAMES.items():

@@ -49,7 +49,7 @@ def generate(processor, count, *, seed=0, width=V, spread=1.0):
 
 
 @pytest.mark.parametrize(("context", "depth"), [(1, 1), (2, 4), (4, 30)])
-def test_it_is_that_of_transformers(context, depth):
+def test_it_is_that_of_transformers(context, depth) -> None:
     """Its state begins without the prompt, ours with it; so it is given the prompt's end."""
     random = np.random.default_rng(7)
     keys = [int(key) for key in round_keys(KEY, depth)]
@@ -58,7 +58,7 @@ def test_it_is_that_of_transformers(context, depth):
     chain = ProcessorChain([mark(context, depth)], Context(Vocabulary(V)))
     chain.start(prompt)
     oracle._init_state(1)
-    oracle.state.context = torch.tensor([prompt[-context - 1 : -1]])  # the call appends the last
+    oracle.state.context = torch.tensor([prompt[-context - 1 : -1]])  # type: ignore[attr-defined]  # the call appends the last
     for _ in range(60):
         row = torch.tensor(random.normal(0, 2, V), dtype=torch.float32)
         wanted = oracle(torch.tensor([chain.tokens]), row.clone().unsqueeze(0))[0]
@@ -67,7 +67,7 @@ def test_it_is_that_of_transformers(context, depth):
         chain.accept(int(random.integers(V)), chain.position)
 
 
-def test_masked_tokens_stay_masked_and_lone_ones_stay():
+def test_masked_tokens_stay_masked_and_lone_ones_stay() -> None:
     chain = ProcessorChain([mark()], Context(Vocabulary(V)))
     chain.start([1, 2, 3])
     row = torch.full((V,), -torch.inf)
@@ -78,7 +78,7 @@ def test_masked_tokens_stay_masked_and_lone_ones_stay():
     assert torch.equal(shaped(chain, row), row)
 
 
-def test_a_repeated_context_is_left_alone():
+def test_a_repeated_context_is_left_alone() -> None:
     chain = ProcessorChain([mark(context=1)], Context(Vocabulary(V)))
     chain.start([1, 2, 3])
     row = torch.linspace(-1, 1, V)
@@ -89,7 +89,7 @@ def test_a_repeated_context_is_left_alone():
     assert not torch.equal(shaped(chain, row), row)
 
 
-def test_over_random_keys_the_token_is_distributed_as_the_row():
+def test_over_random_keys_the_token_is_distributed_as_the_row() -> None:
     chances = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03], dtype=torch.float64)
     generator = torch.Generator().manual_seed(5)
     total = torch.zeros(5, dtype=torch.float64)
@@ -101,7 +101,7 @@ def test_over_random_keys_the_token_is_distributed_as_the_row():
     torch.testing.assert_close(total / 4000, chances, rtol=0, atol=0.02)
 
 
-def test_no_chance_falls_below_zero():
+def test_no_chance_falls_below_zero() -> None:
     chances = torch.tensor([0.7, 0.1, 0.1, 0.1], dtype=torch.float64)  # adds up to a little more than 1
     values = torch.tensor([[1, 1, 1, 0]] * 64)
     winners = tournament(chances * (1 + 1e-15), values)
@@ -109,7 +109,7 @@ def test_no_chance_falls_below_zero():
     assert abs(float(winners.sum()) - 1) < 1e-9
 
 
-def test_who_has_the_key_sees_it():
+def test_who_has_the_key_sees_it() -> None:
     marked = generate(mark(), 200, width=200)
     found = detect_synthid(marked, KEY, 200)
     assert found.p_value < 1e-9
@@ -120,12 +120,12 @@ def test_who_has_the_key_sees_it():
     assert detect_synthid(plain, KEY, 200).p_value > 1e-3
 
 
-def test_the_p_value_is_one_for_plain_text_about_as_often_as_it_says():
+def test_the_p_value_is_one_for_plain_text_about_as_often_as_it_says() -> None:
     values = [detect_synthid(generate(None, 60, seed=seed), KEY, V, 2, 8).p_value for seed in range(60)]
     assert 0.3 < sum(values) / len(values) < 0.7
 
 
-def test_detection_has_bounds():
+def test_detection_has_bounds() -> None:
     assert detect_synthid([1, 2], KEY, V).p_value == 1.0
     for wrong in ({"context": 0}, {"context": 65}, {"depth": 0}, {"depth": 65}):
         with pytest.raises(ValueError, match="context and depth"):
@@ -134,17 +134,17 @@ def test_detection_has_bounds():
         detect_synthid([V], KEY, V)
 
 
-def test_refused_arguments():
+def test_refused_arguments() -> None:
     with pytest.raises(ArgumentError, match="key_id: the operator has no watermark key"):
         SynthId(SynthId.Args(key_id="other"), Context(Vocabulary(V)))
     with pytest.raises(ArgumentError, match="16 to 64 bytes"):
         mark(key=b"short")
     for wrong in ({}, {"key_id": "k", "depth": 0}, {"key_id": "k", "depth": 65}, {"key_id": "k", "context": 0}):
         with pytest.raises(ValidationError):
-            SynthId.Args(**wrong)
+            SynthId.Args(**wrong)  # type: ignore[arg-type]
 
 
-def test_the_command_tells_the_two_watermarks_apart(tmp_path, capsys):
+def test_the_command_tells_the_two_watermarks_apart(tmp_path, capsys) -> None:
     (tmp_path / "key").write_text(KEY.hex())
     (tmp_path / "ids").write_text(json.dumps(generate(mark(), 150, width=200)))
     parser = argparse.ArgumentParser()

@@ -59,7 +59,7 @@ pieces = st.lists(st.sampled_from([START, START, END, END[:2], END[:3], [0], [3]
 @example(prompt=[1, 2, 3, 4], generated=[3, 5], tokens=2)
 @example(prompt=[1, 2, 0, 3, 4, 3, 5], generated=[1, 2, 0, 0, 3, 4, 3, 5, 1, 2], tokens=2)
 @settings(max_examples=examples(300), deadline=None)
-def test_budget_is_its_definition(prompt, generated, tokens):
+def test_budget_is_its_definition(prompt, generated, tokens) -> None:
     processor = ThinkingBudget(ThinkingBudget.Args(tokens=tokens), PLAIN)
     expected = []
     for k in range(len(generated) + 1):
@@ -84,7 +84,7 @@ def answer(processor, facts, prompt, model, count):
 
 
 THINKS = tuple(vocabulary().encode("<think>") + vocabulary().encode("</think>"))
-END_OF_TURN = vocabulary().tokenizer.eos_token_id
+END_OF_TURN = vocabulary().tokenizer.eos_token_id  # type: ignore[union-attr]
 FOX, NEWLINE = vocabulary().encode(" fox")[0], vocabulary().encode("\n")[0]
 
 
@@ -92,14 +92,14 @@ def budget(**arguments):
     return ThinkingBudget(ThinkingBudget.Args(**arguments), context())
 
 
-def test_single_token_tags_of_the_model():
+def test_single_token_tags_of_the_model() -> None:
     start, end = THINKS
     assert answer(budget(tokens=3), context(), [start], [FOX] * 9, 6) == [FOX, FOX, FOX, end, FOX, FOX]
     assert answer(budget(tokens=3), context(), [start, FOX, FOX], [FOX] * 9, 4) == [FOX, end, FOX, FOX]
     assert answer(budget(tokens=3), context(), [], [FOX, start, *[FOX] * 9], 6) == [FOX, start, FOX, FOX, FOX, end]
 
 
-def test_zero_closes_a_section_at_once():
+def test_zero_closes_a_section_at_once() -> None:
     start, end = THINKS
     assert answer(budget(tokens=0), context(), [start], [FOX] * 9, 2) == [end, FOX]
     assert answer(budget(tokens=0, grace=9), context(), [start], [FOX] * 9, 2) == [end, FOX]
@@ -108,7 +108,7 @@ def test_zero_closes_a_section_at_once():
     assert answer(budget(tokens=0, grace=9), context(), [start, NEWLINE], [FOX] * 9, 2) == [end, FOX]
 
 
-def test_a_section_opened_again_has_what_is_left():
+def test_a_section_opened_again_has_what_is_left() -> None:
     start, end = THINKS
     said = [FOX, end, start, FOX, FOX, FOX, FOX, start, FOX]
     expected = [FOX, end, start, FOX, FOX, end, FOX, FOX, start, end, FOX]
@@ -116,18 +116,18 @@ def test_a_section_opened_again_has_what_is_left():
     assert answer(budget(tokens=3), context(), [start, FOX, FOX, FOX, end, start], said, 3) == [FOX, end, start]
 
 
-def test_a_model_that_closes_in_time_is_left_alone():
+def test_a_model_that_closes_in_time_is_left_alone() -> None:
     start, end = THINKS
     assert answer(budget(tokens=3), context(), [start], [FOX, FOX, FOX], 4) == [FOX, FOX, FOX, end]
     assert answer(budget(tokens=3), context(), [start], [FOX, FOX, end, FOX, FOX], 5) == [FOX, FOX, end, FOX, FOX]
 
 
-def test_an_earlier_turn_that_was_cut_off_does_not_count():
+def test_an_earlier_turn_that_was_cut_off_does_not_count() -> None:
     start, end = THINKS
     assert answer(budget(tokens=2), context(), [start, FOX, FOX, FOX, start], [FOX] * 9, 3) == [FOX, FOX, end]
 
 
-def test_grace_waits_for_the_end_of_a_line():
+def test_grace_waits_for_the_end_of_a_line() -> None:
     start, end = THINKS
     said = [FOX, NEWLINE, FOX, FOX, NEWLINE, FOX, FOX]
     assert answer(budget(tokens=3, grace=4), context(), [start], said, 7) == [*said[:5], end, FOX]
@@ -141,7 +141,7 @@ def test_grace_waits_for_the_end_of_a_line():
     assert answer(long, context(), [start], [NEWLINE, *[FOX] * 9], len(tag) + 2) == [NEWLINE, *tag, FOX]
 
 
-def test_a_message_is_written_before_the_closing_tag():
+def test_a_message_is_written_before_the_closing_tag() -> None:
     start, end = THINKS
     message = vocabulary().encode(" the answer is B.\n")
     said = budget(tokens=2, message=" the answer is B.\n")
@@ -155,7 +155,7 @@ def test_a_message_is_written_before_the_closing_tag():
     assert answer(begun, context(), [start], [FOX, *tag[:2], *[FOX] * 9], len(tag) + 2) == [FOX, *tag, FOX]
 
 
-def test_a_message_across_a_migration():
+def test_a_message_across_a_migration() -> None:
     start, end = THINKS
     said = budget(tokens=1, message=" the answer is B.\n")
     whole = answer(said, context(), [start], [FOX] * 9, 12)
@@ -165,12 +165,12 @@ def test_a_message_across_a_migration():
         assert chain.plan().force == (whole[k] if 0 < k <= whole.index(end) else None)
 
 
-def test_a_message_does_not_close_the_section():
+def test_a_message_does_not_close_the_section() -> None:
     with pytest.raises(ArgumentError, match="message: must not hold the closing tag"):
         budget(tokens=1, message="so </think> now")
 
 
-def test_a_partial_tag_in_the_prompt_is_continued():
+def test_a_partial_tag_in_the_prompt_is_continued() -> None:
     tag = vocabulary().encode("</ reason >")
     long = budget(tokens=1, start="<think>", end="</ reason >")
     begun = [THINKS[0], FOX, *tag[:2]]
@@ -188,7 +188,7 @@ SPLITS = ["<", "</", "</ ", "/", " r", " re", "eason", " reason", "son >", " >",
     tag=st.sampled_from([TAG, "<<a>>", "中文!"]),
 )
 @settings(max_examples=examples(200), deadline=None)
-def test_the_closing_tag_is_written_once_however_it_is_split(said, tokens, grace, tag):
+def test_the_closing_tag_is_written_once_however_it_is_split(said, tokens, grace, tag) -> None:
     facts = context()
     model = [token for text in said for token in vocabulary().encode(text)]
     budgeted = ThinkingBudget(ThinkingBudget.Args(tokens=tokens, grace=grace, end=tag), facts)
@@ -212,7 +212,7 @@ def text_of(tokens):
     return b"".join(vocabulary().token_bytes[token] for token in tokens)
 
 
-def test_a_section_of_an_earlier_turn_is_not_this_answer_s():
+def test_a_section_of_an_earlier_turn_is_not_this_answer_s() -> None:
     start, end = THINKS
     cut_off = [start, FOX, FOX, FOX, END_OF_TURN, FOX]
     assert answer(budget(tokens=2), context(), cut_off, [FOX] * 9, 3) == [FOX, FOX, FOX]
@@ -221,7 +221,7 @@ def test_a_section_of_an_earlier_turn_is_not_this_answer_s():
 
 @given(st.text("ab", min_size=1, max_size=5), st.lists(st.text("abc", min_size=1, max_size=4), max_size=10))
 @settings(max_examples=examples(300), deadline=None)
-def test_matcher_is_a_search(pattern, said):
+def test_matcher_is_a_search(pattern, said) -> None:
     words = sorted({*said, "a"})
     matcher = TextMatcher(pattern.encode(), {i: w.encode() for i, w in enumerate(words)})
     text, begin, matched = "", 0, 0
@@ -237,7 +237,7 @@ def test_matcher_is_a_search(pattern, said):
         assert matched == max(n for n in range(len(pattern)) if rest.endswith(pattern[:n]) or n == 0)
 
 
-def test_tags_are_needed():
+def test_tags_are_needed() -> None:
     with pytest.raises(ArgumentError, match=r"start: this model has no thinking tags"):
         ThinkingBudget(ThinkingBudget.Args(tokens=1), Context(Vocabulary(10)))
     with pytest.raises(ArgumentError, match=r"end: this model has no thinking tags"):
@@ -262,11 +262,11 @@ def test_tags_are_needed():
         {"tokens": 1, "stop": "x"},
     ],
 )
-def test_refused_arguments(arguments):
+def test_refused_arguments(arguments) -> None:
     with pytest.raises(ValidationError):
         ThinkingBudget.Args(**arguments)
 
 
-def test_a_tokenizer_of_the_tests_splits_the_tags():
+def test_a_tokenizer_of_the_tests_splits_the_tags() -> None:
     assert len(THINKS) == 2
     assert all(len(tokenizer().encode(tag, add_special_tokens=False)) > 2 for tag in (TAG, "<<a>>"))

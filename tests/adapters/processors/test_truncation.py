@@ -98,49 +98,49 @@ tied_rows = st.builds(row_of, seeds, quantised=st.booleans(), masked=st.integers
 
 @few
 @given(tied_rows, st.floats(1e-4, 100))
-def test_temperature_is_that_of_transformers(row, value):
+def test_temperature_is_that_of_transformers(row, value) -> None:
     assert torch.equal(shaped(row, make(Temperature, value)), warped(TemperatureLogitsWarper(value), row))
 
 
 @few
 @given(tied_rows, st.integers(2, V + 5))
-def test_top_k_is_that_of_transformers_ties_included(row, k):
+def test_top_k_is_that_of_transformers_ties_included(row, k) -> None:
     assert torch.equal(shaped(row, make(TopK, k)), warped(TopKLogitsWarper(k), row))
 
 
 @few
 @given(rows, fractions)
-def test_top_p_is_that_of_transformers(row, p):
+def test_top_p_is_that_of_transformers(row, p) -> None:
     assert torch.equal(shaped(row, make(TopP, p)), warped(TopPLogitsWarper(p), row))
 
 
 @few
 @given(rows, st.floats(0, 0.99))
-def test_min_p_is_that_of_transformers(row, p):
+def test_min_p_is_that_of_transformers(row, p) -> None:
     assert torch.equal(shaped(row, make(MinP, p)), warped(MinPLogitsWarper(p), row))
 
 
 @few
 @given(rows, fractions)
-def test_typical_p_is_that_of_transformers(row, p):
+def test_typical_p_is_that_of_transformers(row, p) -> None:
     assert torch.equal(shaped(row, make(TypicalP, p)), warped(TypicalLogitsWarper(p), row))
 
 
 @few
 @given(tied_rows, st.floats(1e-4, 0.9))
-def test_epsilon_cutoff_is_that_of_transformers(row, epsilon):
+def test_epsilon_cutoff_is_that_of_transformers(row, epsilon) -> None:
     assert torch.equal(shaped(row, make(EpsilonCutoff, epsilon)), warped(EpsilonLogitsWarper(epsilon), row))
 
 
 @few
 @given(st.builds(row_of, seeds), st.floats(1e-4, 0.9))
-def test_eta_cutoff_is_that_of_transformers(row, epsilon):
+def test_eta_cutoff_is_that_of_transformers(row, epsilon) -> None:
     assert torch.equal(shaped(row, make(EtaCutoff, epsilon)), warped(EtaLogitsWarper(epsilon), row))
 
 
 @few
 @given(rows, st.floats(1e-4, 0.9))
-def test_eta_cutoff_with_masked_tokens_is_the_formula(row, epsilon):
+def test_eta_cutoff_with_masked_tokens_is_the_formula(row, epsilon) -> None:
     p = torch.softmax(row.double(), -1).numpy()
     entropy = -sum(x * math.log(x) for x in p if x > 0)
     eta = min(epsilon, math.sqrt(epsilon) * math.exp(-entropy))
@@ -170,17 +170,17 @@ def top_p_reference(row, p):
 
 @few
 @given(st.builds(row_of, seeds, quantised=st.just(True), masked=st.integers(0, V - 1)), st.floats(0, 1))
-def test_top_p_takes_the_lowest_ids_of_tied_tokens(row, p):
+def test_top_p_takes_the_lowest_ids_of_tied_tokens(row, p) -> None:
     assert kept(shaped(row, make(TopP, p))) == (top_p_reference(row, p) if p < 1 else kept(row))
 
 
-def test_top_p_at_the_exact_boundary_keeps_the_shortest_prefix():
+def test_top_p_at_the_exact_boundary_keeps_the_shortest_prefix() -> None:
     row = torch.tensor([0.05, 0.5, 0.15, 0.3]).log()
     assert kept(shaped(row, make(TopP, 0.8))) == {1, 3}
     assert kept(shaped(row, make(TopP, 0.8001))) == {1, 2, 3}
 
 
-def test_top_p_of_equal_tokens_keeps_as_many_as_the_mass_needs():
+def test_top_p_of_equal_tokens_keeps_as_many_as_the_mass_needs() -> None:
     assert kept(shaped(torch.zeros(8), make(TopP, 0.5))) == {0, 1, 2, 3}
     assert kept(shaped(torch.zeros(8), make(TopP, 0.51))) == {0, 1, 2, 3, 4}
 
@@ -188,7 +188,7 @@ def test_top_p_of_equal_tokens_keeps_as_many_as_the_mass_needs():
 @pytest.mark.parametrize("spread", [0.01, 0.5, 1.0, 4.0])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("quantised", [False, True])
-def test_top_p_is_the_same_however_far_the_selection_must_be_widened(spread, p, quantised):
+def test_top_p_is_the_same_however_far_the_selection_must_be_widened(spread, p, quantised) -> None:
     row = row_of(5, width=12000, spread=spread, quantised=quantised)
     row[::7] = row[0]  # a tie wider than the first selection
     result = kept(shaped(row, make(TopP, p)))
@@ -201,7 +201,7 @@ def test_top_p_is_the_same_however_far_the_selection_must_be_widened(spread, p, 
 
 @few
 @given(tied_rows, st.floats(0, 20))
-def test_top_n_sigma_is_the_formula_over_the_finite_logits(row, n):
+def test_top_n_sigma_is_the_formula_over_the_finite_logits(row, n) -> None:
     z = row.double().numpy()
     cut = z.max() - n * z[np.isfinite(z)].std()
     near = {i for i in range(V) if abs(z[i] - cut) < 1e-4}
@@ -212,7 +212,7 @@ def test_top_n_sigma_is_the_formula_over_the_finite_logits(row, n):
 
 @few
 @given(tied_rows, st.sampled_from([(Temperature, 0.0), (Temperature, 9e-6), (TopK, 1), (TopP, 0.0)]))
-def test_greedy_values_keep_the_lowest_of_the_most_likely_ids(row, greedy):
+def test_greedy_values_keep_the_lowest_of_the_most_likely_ids(row, greedy) -> None:
     result = shaped(row, make(*greedy))
     assert kept(result) == {int(row.argmax())}
     assert result.max() == row.max()
@@ -225,14 +225,14 @@ def test_greedy_values_keep_the_lowest_of_the_most_likely_ids(row, greedy):
         *[(EpsilonCutoff, 0.0), (EtaCutoff, 0.0), (TopA, 0.0)],
     ],
 )
-def test_off_values_change_nothing(kind, value):
+def test_off_values_change_nothing(kind, value) -> None:
     row = row_of(3, masked=5)
     assert torch.equal(shaped(row, make(kind, value)), row)
 
 
 @few
 @given(tied_rows, st.floats(0, 1))
-def test_top_a_is_the_formula(row, a):
+def test_top_a_is_the_formula(row, a) -> None:
     p = torch.softmax(row.double(), -1).numpy()
     cut = a * p.max() ** 2
     near = {i for i in range(V) if abs(p[i] - cut) < 1e-7}
@@ -243,7 +243,7 @@ def test_top_a_is_the_formula(row, a):
 
 @few
 @given(tied_rows, st.floats(0.01, 3), st.floats(0, 3), st.floats(0, 4))
-def test_dynamic_temperature_is_that_of_llama_cpp(row, low, delta, exponent):
+def test_dynamic_temperature_is_that_of_llama_cpp(row, low, delta, exponent) -> None:
     """As `llama_sampler_temp_ext_apply` computes it, in float64."""
     processor = DynamicTemperature(DynamicTemperature.Args(low=low, high=low + delta, exponent=exponent), CONTEXT)
     result = shaped(row, processor)
@@ -261,7 +261,7 @@ def test_dynamic_temperature_is_that_of_llama_cpp(row, low, delta, exponent):
     assert kept(result) == kept(row)
 
 
-def test_dynamic_temperature_at_its_ends():
+def test_dynamic_temperature_at_its_ends() -> None:
     def temperature(row):
         processor = DynamicTemperature(DynamicTemperature.Args(low=0.0, high=2.0), CONTEXT)
         return shaped(torch.tensor(row), processor)
@@ -274,7 +274,7 @@ def test_dynamic_temperature_at_its_ends():
         DynamicTemperature.Args(low=2.0, high=1.0)
 
 
-def test_typical_p_may_drop_the_most_likely_token():
+def test_typical_p_may_drop_the_most_likely_token() -> None:
     row = torch.tensor([0.3, *[0.1] * 7]).log()
     assert kept(shaped(row, make(TypicalP, 0.5))) == {1, 2, 3, 4, 5, 6, 7}
 
@@ -296,7 +296,7 @@ processors = st.sampled_from(ALL).flatmap(lambda kind: VALUES[kind].map(lambda v
 
 @few
 @given(tied_rows, processors)
-def test_all_but_typical_p_keep_the_most_likely_token_and_none_touches_what_it_keeps(row, processor):
+def test_all_but_typical_p_keep_the_most_likely_token_and_none_touches_what_it_keeps(row, processor) -> None:
     result = shaped(row, processor)
     left = sorted(kept(result))
     assert left
@@ -309,7 +309,7 @@ def test_all_but_typical_p_keep_the_most_likely_token_and_none_touches_what_it_k
 
 @few
 @given(st.data(), st.sampled_from(ALL), st.integers(2, 6))
-def test_a_row_does_not_depend_on_its_batch_mates(data, kind, count):
+def test_a_row_does_not_depend_on_its_batch_mates(data, kind, count) -> None:
     batch = torch.stack([data.draw(tied_rows) for _ in range(count)])
     members = [make(kind, data.draw(VALUES[kind])) for _ in range(count)]
     alone = []
@@ -322,7 +322,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(data, kind, count):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_rows_of_a_real_width_do_not_depend_on_their_batch_mates(kind):
+def test_rows_of_a_real_width_do_not_depend_on_their_batch_mates(kind) -> None:
     value = {TopK: 3000, TopNSigma: 3.0, EpsilonCutoff: 1e-5, EtaCutoff: 1e-4}.get(kind, 0.9)
     batch = torch.stack([row_of(seed, width=50003) for seed in range(3)])
     members = [make(kind, value) for _ in range(3)]
@@ -335,7 +335,7 @@ def test_rows_of_a_real_width_do_not_depend_on_their_batch_mates(kind):
 
 
 @pytest.mark.parametrize("kind", [*ALL, TopA])
-def test_rows_that_cannot_be_sampled_stay_so_and_leave_their_batch_mates_alone(kind):
+def test_rows_that_cannot_be_sampled_stay_so_and_leave_their_batch_mates_alone(kind) -> None:
     value = {TopK: 300, TopNSigma: 3.0, EpsilonCutoff: 1e-5, EtaCutoff: 1e-4}.get(kind, 0.9)
     batch = torch.stack([row_of(seed, width=40003) for seed in range(5)])
     member = make(kind, value)
@@ -349,7 +349,7 @@ def test_rows_that_cannot_be_sampled_stay_so_and_leave_their_batch_mates_alone(k
 
 @few
 @given(processors, st.integers(0, V - 1))
-def test_rows_with_nothing_or_one_token_left(processor, only):
+def test_rows_with_nothing_or_one_token_left(processor, only) -> None:
     empty = torch.full((V,), -torch.inf)
     result, failure = applied(empty, processor)
     assert torch.equal(result, empty)
@@ -362,33 +362,33 @@ def test_rows_with_nothing_or_one_token_left(processor, only):
 
 @few
 @given(processors, rows, st.integers(0, V - 1))
-def test_nan_is_never_hidden(processor, row, where):
+def test_nan_is_never_hidden(processor, row, where) -> None:
     row[where] = torch.nan
     assert bool(shaped(row, processor).isnan().any())
 
 
 @few
 @given(processors, rows)
-def test_twice_is_pure_and_pickles(processor, row):
+def test_twice_is_pure_and_pickles(processor, row) -> None:
     first = shaped(row, processor)
     assert torch.equal(shaped(row, processor), first)
     assert torch.equal(shaped(row, pickle.loads(pickle.dumps(processor))), first)
 
 
-def test_stages_follow_the_order_law_whatever_the_order_of_the_request():
+def test_stages_follow_the_order_law_whatever_the_order_of_the_request() -> None:
     row = row_of(11)
     result = shaped(row, make(TopP, 0.7), make(Temperature, 2.5))
     assert torch.equal(result, warped(TopPLogitsWarper(0.7), warped(TemperatureLogitsWarper(2.5), row)))
     assert not torch.equal(result, warped(TemperatureLogitsWarper(2.5), warped(TopPLogitsWarper(0.7), row)))
 
 
-def test_within_a_stage_the_order_is_that_of_the_request():
+def test_within_a_stage_the_order_is_that_of_the_request() -> None:
     row = row_of(12)
     both = shaped(row, make(TopK, 4), make(TopP, 0.9))
     assert torch.equal(both, warped(TopPLogitsWarper(0.9), warped(TopKLogitsWarper(4), row)))
 
 
-def test_a_mask_before_truncation_counts():
+def test_a_mask_before_truncation_counts() -> None:
     from adapters.contract import ProcessorArgs, Reads, Stage, SteeringProcessor
 
     class BanBest(SteeringProcessor):
@@ -401,7 +401,7 @@ def test_a_mask_before_truncation_counts():
     assert kept(shaped(row, BanBest(None, CONTEXT), make(TopK, 2))) == {0, 2}
 
 
-def test_half_precision_rows_of_the_dense_path():
+def test_half_precision_rows_of_the_dense_path() -> None:
     chain = ProcessorChain([make(TopK, 3)], CONTEXT)
     chain.start([1])
     row = row_of(4).bfloat16()
@@ -418,13 +418,13 @@ def test_half_precision_rows_of_the_dense_path():
     + [(EpsilonCutoff, -0.1), (EpsilonCutoff, 1.0), (EtaCutoff, -0.1), (EtaCutoff, 1.0)]
     + [(kind, bad) for kind in ALL for bad in (math.nan, math.inf, "1", None, True)],
 )
-def test_arguments_out_of_bounds(kind, value):
+def test_arguments_out_of_bounds(kind, value) -> None:
     with pytest.raises(ValidationError):
         make(kind, value)
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_unknown_and_missing_arguments(kind):
+def test_unknown_and_missing_arguments(kind) -> None:
     with pytest.raises(ValidationError):
         kind.Args()
     with pytest.raises(ValidationError):

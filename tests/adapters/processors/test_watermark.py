@@ -83,7 +83,7 @@ def generate(processor, count, *, seed=0, prompt=(1, 2, 3), width=V, spread=1.0)
     return chain.tokens[len(prompt) :]
 
 
-def test_the_choice_is_the_formula():
+def test_the_choice_is_the_formula() -> None:
     random = np.random.default_rng(0)
     chain = chain_of(mark())
     for _ in range(40):
@@ -104,7 +104,7 @@ def test_the_choice_is_the_formula():
         chain.accept(best, chain.position)
 
 
-def test_over_random_keys_the_token_is_distributed_as_the_row():
+def test_over_random_keys_the_token_is_distributed_as_the_row() -> None:
     row = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03, 0.0]).log()
     processor, count, draws = mark(), np.zeros(6), 6000
     processor.start([1, 2, 3])
@@ -119,7 +119,7 @@ def test_over_random_keys_the_token_is_distributed_as_the_row():
     assert chi_square < 18.5  # 0.999 quantile with 4 degrees of freedom; the keys are fixed
 
 
-def test_two_tokens_in_a_row_are_independent_over_random_keys():
+def test_two_tokens_in_a_row_are_independent_over_random_keys() -> None:
     row = torch.tensor([0.6, 0.4]).log()
     pairs, draws = np.zeros((2, 2)), 3000
     processor = mark(context=1)
@@ -137,7 +137,7 @@ def test_two_tokens_in_a_row_are_independent_over_random_keys():
     assert ((pairs - expected) ** 2 / expected).sum() < 16.3  # 0.999 quantile, 3 degrees of freedom
 
 
-def test_the_key_decides_the_seed_does_not():
+def test_the_key_decides_the_seed_does_not() -> None:
     row = random_row(np.random.default_rng(3))
     contexts = [Context(Vocabulary(V), seed=seed, watermark_keys={"k": KEY}) for seed in (0, 1)]
     chains = [chain_of(Watermark(Watermark.Args(key_id="k", context=2), c)) for c in contexts]
@@ -147,7 +147,7 @@ def test_the_key_decides_the_seed_does_not():
     assert len(others) > 1
 
 
-def test_it_comes_after_temperature_and_truncation():
+def test_it_comes_after_temperature_and_truncation() -> None:
     row = random_row(np.random.default_rng(4))
     cold = Temperature(Temperature.Args(value=0.0), context_of())
     for i in range(20):
@@ -158,7 +158,7 @@ def test_it_comes_after_temperature_and_truncation():
         assert set(kept(result)) <= set(row.topk(3).indices.tolist())
 
 
-def test_a_repeated_context_is_left_to_the_draw():
+def test_a_repeated_context_is_left_to_the_draw() -> None:
     row = random_row(np.random.default_rng(5))
     chain = chain_of(mark(context=2), prompt=(7, 8))
     for token in (7, 8):
@@ -172,7 +172,7 @@ def test_a_repeated_context_is_left_to_the_draw():
 
 @few
 @given(st.lists(st.integers(0, 2), max_size=20), st.integers(1, 3), st.data())
-def test_state_is_a_function_of_history(tokens, context, data):
+def test_state_is_a_function_of_history(tokens, context, data) -> None:
     """Step by step, at once, and after rewinding anywhere: the same contexts count as repeated."""
     processor = mark(context=context)
     processor.start([0, 1])
@@ -190,7 +190,7 @@ def test_state_is_a_function_of_history(tokens, context, data):
     assert vars(processor) == vars(fresh)
 
 
-def test_replayed_chains_choose_the_same():
+def test_replayed_chains_choose_the_same() -> None:
     tokens = generate(mark(), 30)
     row = random_row(np.random.default_rng(9))
     stepwise, replayed = chain_of(mark()), ProcessorChain([mark()], context_of())
@@ -205,7 +205,7 @@ def test_replayed_chains_choose_the_same():
 
 @few
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5))
-def test_rows_do_not_depend_on_their_batch_mates(seed, count):
+def test_rows_do_not_depend_on_their_batch_mates(seed, count) -> None:
     random = np.random.default_rng(seed)
     batch = torch.stack([random_row(random) for _ in range(count)])
     batch[:, random.permutation(V)[: V // 2]] = -torch.inf
@@ -214,7 +214,7 @@ def test_rows_do_not_depend_on_their_batch_mates(seed, count):
     assert torch.equal(shape_all(chains, batch), torch.stack(alone))
 
 
-def test_rows_with_nothing_one_token_or_nan():
+def test_rows_with_nothing_one_token_or_nan() -> None:
     empty = torch.full((V,), -torch.inf)
     rows, failures = apply_all([chain_of(mark())], empty.unsqueeze(0))
     assert torch.equal(rows[0], empty)
@@ -230,7 +230,7 @@ def test_rows_with_nothing_one_token_or_nan():
 # The detector
 
 
-def test_marked_text_is_found_with_the_right_key_and_context_only():
+def test_marked_text_is_found_with_the_right_key_and_context_only() -> None:
     tokens = generate(mark(context=2), 200, width=1000, spread=1.5)
     score = detect(tokens, KEY, 1000, 2)
     assert score.p_value < 1e-12
@@ -240,19 +240,19 @@ def test_marked_text_is_found_with_the_right_key_and_context_only():
     assert detect(tokens, KEY, 1000, 3).p_value > 0.01
 
 
-def test_the_p_value_is_uniform_for_unmarked_text():
+def test_the_p_value_is_uniform_for_unmarked_text() -> None:
     values = sorted(detect(generate(None, 40, seed=seed), KEY, V, 1).p_value for seed in range(300))
     distance = max(abs(value - (i + 0.5) / 300) for i, value in enumerate(values))
     assert distance < 1.95 / math.sqrt(300)  # Kolmogorov-Smirnov, 0.001
 
 
-def test_each_context_is_scored_once():
+def test_each_context_is_scored_once() -> None:
     assert detect([1, 2] * 50, KEY, V, 2).num_scored == 2
     assert detect([1, 2], KEY, V, 2) == detect([], KEY, V, 2)
     assert detect([], KEY, V, 2).p_value == 1.0
 
 
-def test_the_score_is_the_gamma_tail():
+def test_the_score_is_the_gamma_tail() -> None:
     u = float(uniforms_at(noise_key(KEY, (4,)), torch.tensor([6])))
     assert detect([4, 6], KEY, V, 1).p_value == pytest.approx(1 - u)
 
@@ -267,13 +267,13 @@ def test_the_score_is_the_gamma_tail():
         ([1], KEY, 65, "context"),
     ],
 )
-def test_detect_refuses(ids, key, context, message):
+def test_detect_refuses(ids, key, context, message) -> None:
     with pytest.raises(ValueError, match=message):
         detect(ids, key, V, context)
 
 
 @given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 299)))
-def test_noise_at_some_ids_is_that_of_the_whole_vocabulary(key, ids):
+def test_noise_at_some_ids_is_that_of_the_whole_vocabulary(key, ids) -> None:
     assert torch.equal(uniforms_at(key, torch.tensor(ids, dtype=torch.int64)), uniforms(key, 300)[ids])
 
 
@@ -284,7 +284,7 @@ def run_command(*arguments):
     return parsed.run(parsed)
 
 
-def test_the_command_prints_the_score(tmp_path, capsys):
+def test_the_command_prints_the_score(tmp_path, capsys) -> None:
     tokens = generate(mark(context=2), 120, width=1000, spread=1.5)
     (tmp_path / "ids.json").write_text(json.dumps(tokens))
     (tmp_path / "key").write_text(KEY.hex() + "\n")
@@ -295,7 +295,7 @@ def test_the_command_prints_the_score(tmp_path, capsys):
     assert printed["p_value"] < 1e-6
 
 
-def test_the_command_encodes_text(tmp_path, capsys):
+def test_the_command_encodes_text(tmp_path, capsys) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -323,19 +323,19 @@ def test_the_command_encodes_text(tmp_path, capsys):
         ("[-1]", KEY.hex(), "token ids"),
     ],
 )
-def test_the_command_says_what_is_wrong(tmp_path, capsys, ids, key, problem):
+def test_the_command_says_what_is_wrong(tmp_path, capsys, ids, key, problem) -> None:
     (tmp_path / "ids").write_text(ids)
     (tmp_path / "key").write_text(key)
     assert run_command(tmp_path / "ids", "--key-file", tmp_path / "key") == 2
     assert problem in capsys.readouterr().err
 
 
-def test_the_command_needs_its_files(tmp_path, capsys):
+def test_the_command_needs_its_files(tmp_path, capsys) -> None:
     assert run_command(tmp_path / "none", "--key-file", tmp_path / "key") == 2
     assert "No such file" in capsys.readouterr().err
 
 
-def test_a_key_is_never_shown_in_an_error(tmp_path):
+def test_a_key_is_never_shown_in_an_error(tmp_path) -> None:
     (tmp_path / "key").write_text("secret words")
     with pytest.raises(ValueError) as caught:
         read_key(tmp_path / "key")
@@ -359,18 +359,18 @@ def test_a_key_is_never_shown_in_an_error(tmp_path):
         {"key_id": "k", "key": "00"},
     ],
 )
-def test_arguments_out_of_bounds(arguments):
+def test_arguments_out_of_bounds(arguments) -> None:
     with pytest.raises(ValidationError):
         Watermark.Args(**arguments)
 
 
-def test_an_unknown_key_is_the_callers_fault():
+def test_an_unknown_key_is_the_callers_fault() -> None:
     with pytest.raises(ArgumentError, match="no watermark key 'other'") as caught:
         Watermark(Watermark.Args(key_id="other"), context_of())
     assert caught.value.argument == "key_id"
 
 
 @pytest.mark.parametrize("key", [b"", b"k" * 15, b"k" * 65])
-def test_a_key_of_the_wrong_length(key):
+def test_a_key_of_the_wrong_length(key) -> None:
     with pytest.raises(ArgumentError, match="16 to 64 bytes"):
         mark(key)

@@ -49,7 +49,7 @@ def length_before(kind, answer, text):
 @example(wants="😀" * 9, after=1, phrase="Yes")
 @example(wants="😀" * 9, after=2, phrase="Yes")
 @example(wants="😀" * 9, after=6, phrase="🎉!")
-def test_a_phrase_after_some_tokens(kind, wants, after, phrase):
+def test_a_phrase_after_some_tokens(kind, wants, after, phrase) -> None:
     wants = wants.replace("🎉", "🚀").replace("中", "é")
     wants += " the" * 26
     facts = context_of(kind)
@@ -68,7 +68,7 @@ def test_a_phrase_after_some_tokens(kind, wants, after, phrase):
 @given(wants=wishes, tokens=st.integers(0, 12), grace=st.integers(0, 3), end=st.sampled_from([None, "終わり", "</r>"]))
 @example(wants="😀" * 9, tokens=2, grace=0, end=None)
 @example(wants="😀" * 9, tokens=1, grace=1, end="終わり")
-def test_a_thinking_budget(kind, wants, tokens, grace, end):
+def test_a_thinking_budget(kind, wants, tokens, grace, end) -> None:
     facts = context_of(kind)
     budget = ThinkingBudget(ThinkingBudget.Args(tokens=tokens, grace=grace, end=end), facts)
     prompt = [*prompt_of(kind), *facts.think_start]
@@ -86,7 +86,7 @@ def test_a_thinking_budget(kind, wants, tokens, grace, end):
 @given(wants=wishes, max_tokens=st.integers(8, 40), phrase=phrases)
 @example(wants="😀" * 12, max_tokens=10, phrase="Yes")
 @example(wants="😀" * 12, max_tokens=11, phrase="🎉!")
-def test_the_last_phrase_within_max_tokens(kind, wants, max_tokens, phrase):
+def test_the_last_phrase_within_max_tokens(kind, wants, max_tokens, phrase) -> None:
     wants = wants.replace("🎉", "🚀").replace("中", "é")
     facts = context_of(kind, max_tokens=max_tokens)
     processors = ForceLastPhrase.build(ForceLastPhrase.Args(text=phrase), facts)
@@ -97,7 +97,7 @@ def test_the_last_phrase_within_max_tokens(kind, wants, max_tokens, phrase):
 
 
 @kinds
-def test_a_model_that_would_end_inside_a_character_ends_it_first(kind):
+def test_a_model_that_would_end_inside_a_character_ends_it_first(kind) -> None:
     facts = context_of(kind)
     vocabulary = facts.vocabulary
     (end,) = facts.end_token_ids
@@ -123,7 +123,7 @@ def shaped(chain, end):
 @few
 @given(before=st.sampled_from(["", "a", "🀀", "b😀🀀", "中"]), cycle=st.sampled_from(["😀", "a😀", "中", "🙀é", "ab"]))
 @example(before="🀀", cycle="😀")
-def test_a_loop_is_stopped_behind_a_whole_character(kind, before, cycle):
+def test_a_loop_is_stopped_behind_a_whole_character(kind, before, cycle) -> None:
     facts = context_of(kind)
     processor = LoopStop(LoopStop.Args(max_period=12, copies=3), facts)
     answer = speak(kind, chain_of(kind, [processor], facts), before + cycle * 40)
@@ -134,7 +134,7 @@ def test_a_loop_is_stopped_behind_a_whole_character(kind, before, cycle):
 
 
 @pytest.mark.parametrize("kind", ["llama-legacy", "unigram-first"])
-def test_a_loop_that_is_seen_inside_a_character(kind):
+def test_a_loop_that_is_seen_inside_a_character(kind) -> None:
     """The byte before the first copy is the last of the cycle's, so three copies are complete
     one byte early.
     """
@@ -157,7 +157,7 @@ def test_a_loop_that_is_seen_inside_a_character(kind):
     assert not chain.plan().bans
 
 
-def test_a_trigger_that_is_completed_in_a_token_that_begins_a_character():
+def test_a_trigger_that_is_completed_in_a_token_that_begins_a_character() -> None:
     kind = "byte-level"
     facts = context_of(kind)
     assert byte_index(facts.vocabulary).ids[b"!\xf0\x9f"]

@@ -31,7 +31,7 @@ def validator(schema: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ENFORCED)
-def test_its_values_can_be_written_and_no_others(name: str):
+def test_its_values_can_be_written_and_no_others(name: str) -> None:
     example = EXAMPLES[name]
     writer = Writer(JsonSchema, BYTES, schema=example.schema)
     flexible = Writer(JsonSchema, BYTES, schema=example.schema, compact=False)
@@ -45,7 +45,7 @@ def test_its_values_can_be_written_and_no_others(name: str):
 
 
 @pytest.mark.parametrize("name", ENFORCED)
-def test_its_texts_are_valid(name: str):
+def test_its_texts_are_valid(name: str) -> None:
     schema = EXAMPLES[name].schema
     writer, check = Writer(JsonSchema, BYTES, schema=schema), validator(schema)
     for seed in range(8):
@@ -55,7 +55,7 @@ def test_its_texts_are_valid(name: str):
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in ENFORCED])
-def test_what_cannot_be_enforced_is_refused_with_its_place(name: str):
+def test_what_cannot_be_enforced_is_refused_with_its_place(name: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         Writer(JsonSchema, BYTES, schema=EXAMPLES[name].schema)
     assert caught.value.problem.startswith(EXAMPLES[name].refused), caught.value.problem
@@ -90,7 +90,7 @@ def bundled(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RESOURCES)
-def test_resources_of_kubernetes_are_enforced(name: str):
+def test_resources_of_kubernetes_are_enforced(name: str) -> None:
     schema = bundled(name)
     writer, check = Writer(JsonSchema, BYTES, schema=schema), validator(schema)
     for seed in range(4):

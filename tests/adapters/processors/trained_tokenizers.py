@@ -129,7 +129,7 @@ def vocabulary_of(kind: str) -> Vocabulary:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", clean_up_tokenization_spaces=False
     )
-    return Vocabulary(len(tokenizer) + 7, tokenizer, [tokenizer.eos_token_id])
+    return Vocabulary(len(tokenizer) + 7, tokenizer, [tokenizer.eos_token_id])  # type: ignore[arg-type]
 
 
 def context_of(kind: str, **changes: Any) -> Context:

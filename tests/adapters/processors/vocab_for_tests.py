@@ -47,7 +47,7 @@ PADDING = 5
 @lru_cache
 def vocabulary() -> Vocabulary:
     """The tokenizer's ids and five of padding."""
-    return Vocabulary(len(tokenizer()) + PADDING, tokenizer(), [END])
+    return Vocabulary(len(tokenizer()) + PADDING, tokenizer(), [END])  # type: ignore[arg-type]
 
 
 def context(**changes: object) -> Context:

@@ -44,7 +44,7 @@ class SkippingTokenizer(WordTokenizer):
 
 
 def make(tokenizer: Any = None) -> TextGenerationController:
-    engine = Engine("no-checkpoint", model=ScriptedModel(), max_num_seqs=8)
+    engine = Engine("no-checkpoint", model=ScriptedModel(), max_num_seqs=8)  # type: ignore[arg-type]
     return TextGenerationController(engine, tokenizer or WordTokenizer())
 
 
@@ -394,4 +394,4 @@ def test_dummy_forward_does_nothing() -> None:
 
 def test_a_model_without_a_tokenizer_needs_one() -> None:
     with pytest.raises(ValueError, match="no tokenizer"):
-        TextGenerationController(Engine("no-checkpoint", model=ScriptedModel()))
+        TextGenerationController(Engine("no-checkpoint", model=ScriptedModel()))  # type: ignore[arg-type]

@@ -365,7 +365,7 @@ def test_a_static_batch_may_be_suspended_and_nothing_joins_it(controller: TextGe
             for key in (0, 1, 2):
                 controller.suspend_request(key)
             controller.abort_request(3)
-            threading.Thread(target=lambda: [controller.resume_request(key) for key in (0, 1, 2)]).start()
+            threading.Thread(target=lambda: [controller.resume_request(key) for key in (0, 1, 2)]).start()  # type: ignore[func-returns-value]
             try:
                 controller.add_request(InferenceRequest(request_id="x", prompt_tokens=[5]))
             except ValueError as error:
@@ -461,7 +461,7 @@ def test_end_tokens_are_not_counted() -> None:
             return [len(self.detokenize(ids[:place])) for place in range(len(ids))]
 
     model = ScriptedModel()
-    controller = TextGenerationController(Engine("no-checkpoint", model=model, max_num_seqs=4), Ids())
+    controller = TextGenerationController(Engine("no-checkpoint", model=model, max_num_seqs=4), Ids())  # type: ignore[arg-type]
     answer = model.greedy([3, 4], 8)
     place = answer.index(answer[5])
 

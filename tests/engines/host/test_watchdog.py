@@ -253,7 +253,7 @@ def test_only_the_time_within_a_step_counts(monkeypatch: pytest.MonkeyPatch) -> 
     assert watchdog.watch(lambda: take(11))
     assert not take(1000)
     with pytest.raises(KeyError):
-        watchdog.watch(lambda: {}["missing"])
+        watchdog.watch(lambda: {}["missing"])  # type: ignore[index]
     assert not take(1000)
 
 

@@ -92,7 +92,7 @@ def test_what_has_no_scale_is_0(size: float) -> None:
 
 def test_rows_are_copied_and_zeroed_whole() -> None:
     int8_rows = Int8Rows(6, torch.float32)
-    store = KvStore(*([torch.full((3, 2, 4, int8_rows.num_bytes), -1, dtype=torch.int8)] for _ in range(2)), int8_rows)
+    store = KvStore(*([torch.full((3, 2, 4, int8_rows.num_bytes), -1, dtype=torch.int8)] for _ in range(2)), int8_rows)  # type: ignore[arg-type, call-arg]
     assert int8_rows.dequantise(store.keys[0]).isnan().all()  # what memory may hold before it is zeroed
     written = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(0))
     store.zero([0, 2])
@@ -294,7 +294,7 @@ async def start(checkpoints: dict[str, Path]) -> AsyncIterator[Callable[..., Any
 
     async def make(role: str, kv_cache_dtype: str, dtype: str = "float32") -> EmbeddedEngine:
         settings = {"device": "cpu", "numerics": "exact", "role": role, "kv_cache_dtype": kv_cache_dtype}
-        started.append(EmbeddedEngine(EmbeddedConfig(model_path=checkpoints["llama"], dtype=dtype, **settings)))
+        started.append(EmbeddedEngine(EmbeddedConfig(model_path=checkpoints["llama"], dtype=dtype, **settings)))  # type: ignore[arg-type]
         await started[-1].start()
         return started[-1]
 

@@ -82,7 +82,7 @@ def test_budgets(
 )
 def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch, free: int, settings: dict[str, int], said: str) -> None:
     with pytest.raises(StartupError) as refused:
-        chosen(monkeypatch, free, **settings)
+        chosen(monkeypatch, free, **settings)  # type: ignore[arg-type]
     assert str(refused.value) == said
 
 

@@ -263,8 +263,8 @@ def test_a_prompt_that_waits_is_hashed_and_compared_once(monkeypatch: pytest.Mon
     """
     hashed, compared = [], []
     made_of = blocks.Block.is_made_of
-    monkeypatch.setattr(blocks, "hash_block", lambda parent, tokens: hashed.append(1) or hash_block(parent, tokens))
-    monkeypatch.setattr(blocks.Block, "is_made_of", lambda *arguments: compared.append(1) or made_of(*arguments))
+    monkeypatch.setattr(blocks, "hash_block", lambda parent, tokens: hashed.append(1) or hash_block(parent, tokens))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(blocks.Block, "is_made_of", lambda *arguments: compared.append(1) or made_of(*arguments))  # type: ignore[func-returns-value]
     store = cache(num_pages=17)
     tokens = list(range(3, 63))
     first = computed(store, tokens[:52])

@@ -76,7 +76,7 @@ def engine(checkpoint: Path, **changes: object) -> Engine:
         "packed_copy": "off",
     }
     made = Engine(checkpoint, **(options | changes))  # type: ignore[arg-type]
-    network = made.session.stepper.model._network
+    network = made.session.stepper.model._network  # type: ignore[attr-defined]
     network._embed = Damaged(network._embed)
     return made
 

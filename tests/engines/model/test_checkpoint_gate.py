@@ -177,10 +177,10 @@ def test_a_packed_copy_of_another_geometry_is_refused() -> None:
     """Where a copy is read, its geometry is made anew, and checks itself."""
     fits = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64}
     others = {"model_type": "llama", "vocab_size": 9, "intermediate_size": 8, "num_hidden_layers": 1}
-    assert Geometry(**fits, **others, max_position_embeddings=64)
+    assert Geometry(**fits, **others, max_position_embeddings=64)  # type: ignore[arg-type]
     for changes in ({"num_attention_heads": 3}, {"head_dim": 15}, {"num_key_value_heads": 8}, {"vocab_size": True}):
         with pytest.raises(GeometryError, match=next(iter(changes))):
-            Geometry(**(fits | others | changes), max_position_embeddings=64)
+            Geometry(**(fits | others | changes), max_position_embeddings=64)  # type: ignore[arg-type]
 
 
 def test_attention_is_never_made_for_heads_that_do_not_fit() -> None:
@@ -246,7 +246,7 @@ def test_a_tensor_in_two_files(checkpoint: Path) -> None:
     (path / "a.safetensors").unlink()
     said = "model.safetensors.index.json: weight_map names 'a.safetensors', which is not there"
     assert refusal(path) == said
-    for placed in ({}, [], {"x": 3}):
+    for placed in ({}, [], {"x": 3}):  # type: ignore[var-annotated]
         (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
         assert refusal(path).startswith("model.safetensors.index.json: weight_map must be an object with a file for")
 

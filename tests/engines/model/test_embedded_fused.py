@@ -41,7 +41,7 @@ def test_shapes() -> None:
         sampling(level(2))
         assert sampling.generated_tokens.shape == (2, count)
         assert sampling.generated_tokens.dtype == torch.int64
-        assert torch.equal(sampling.generated_tokens[:, -1], sampling.new_tokens)
+        assert torch.equal(sampling.generated_tokens[:, -1], sampling.new_tokens)  # type: ignore[arg-type]
 
 
 def test_it_samples_what_the_engine_samples() -> None:

@@ -178,7 +178,7 @@ WITH_MORE_THREADS = [
     *((arch, "bfloat16", "torch", 2) for arch in ("llama", "qwen3_moe")),
     *((arch, "float32", "torch", threads) for arch, threads in (("gemma3_text", 3), ("qwen3_moe", 5))),
 ]
-WITH_MORE_THREADS = [(*case[:3], "auto", case[3]) for case in WITH_MORE_THREADS]
+WITH_MORE_THREADS = [(*case[:3], "auto", case[3]) for case in WITH_MORE_THREADS]  # type: ignore[misc]
 """Threads of torch's kernels, whose bits depend on their number."""
 IN_INT8 = [
     *((arch, *computed, "int8", 1) for arch in EVERY_TYPE for computed in NATIVE),
@@ -234,7 +234,7 @@ def test_a_tiling_changes_nothing_but_the_shape(dtype: torch.dtype, tiling: Gemm
             (layer.add(x, other), exact + other),
             (layer.mul(x, other), exact * other),
         ):
-            torch.testing.assert_close(result.double(), expected, **tolerance)
+            torch.testing.assert_close(result.double(), expected, **tolerance)  # type: ignore[arg-type]
 
 
 def test_the_receipt_says_which_ran(checkpoints: dict[str, Path]) -> None:

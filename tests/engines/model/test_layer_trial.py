@@ -126,7 +126,7 @@ def test_a_trial_is_cheap() -> None:
 
     ids = trial_ids(576, 8192, 1000)
     assert 64 <= len(ids) <= 128
-    assert LayerTrial(Network(), compute, 48, ids).difference() is None
+    assert LayerTrial(Network(), compute, 48, ids).difference() is None  # type: ignore[arg-type]
     assert sum(computed) <= 2 * len(ids) + 20
     assert len(trial_ids(8192, 8192, 9)) == 64
     assert len(trial_ids(64, 8192, 9)) == 512

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.native]
 
 def load(path: Path, **settings: str) -> HfModel:
     defaults = {"device": "cpu", "dtype": "float32", "kernels": "native"}
-    model = load_model(EmbeddedConfig(model_path=path, **defaults | settings))
+    model = load_model(EmbeddedConfig(model_path=path, **defaults | settings))  # type: ignore[arg-type]
     model.allocate_kv(8, 32)
     return model
 

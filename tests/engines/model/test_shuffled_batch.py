@@ -54,7 +54,7 @@ class HouseModel(ScriptedModel):
     def __init__(self) -> None:
         vocabulary = kit_vocabulary()
         width = self.vocab_size = vocabulary.size
-        self.eos_token_ids = tuple(sorted(vocabulary.eos_token_ids))
+        self.eos_token_ids = tuple(sorted(vocabulary.eos_token_ids))  # type: ignore[assignment]
         self.undecodable_ids = tuple(range(vocabulary.num_tokens, width))
         generator = torch.Generator().manual_seed(1)
         self.by_token = torch.randn(width, width, generator=generator)
@@ -229,14 +229,14 @@ class Batch:
     def __init__(self, known: Catalog, **settings: int) -> None:
         self.catalog = known
         self.model = HouseModel()
-        config = EmbeddedConfig(model_path="unused", device="cpu", **settings)
+        config = EmbeddedConfig(model_path="unused", device="cpu", **settings)  # type: ignore[arg-type]
         blocks = config.max_num_seqs * -(-self.model.context_length // config.kv_block_size)
-        self.driver: Stepper = make_stepper(config, self.model, blocks)
+        self.driver: Stepper = make_stepper(config, self.model, blocks)  # type: ignore[arg-type]
         self.answers: dict[str, Answer] = {}
 
     def add(self, row: Row) -> None:
         self.answers[row.name] = Answer()
-        self.driver.add(admit(self.asked(row), 0, self.model, self.model.context_length))
+        self.driver.add(admit(self.asked(row), 0, self.model, self.model.context_length))  # type: ignore[arg-type]
 
     def asked(self, row: Row) -> EngineRequest:
         context = kit_context()

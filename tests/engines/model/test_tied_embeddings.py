@@ -176,8 +176,8 @@ def test_tied_embeddings_are_held_once(model_type: str) -> None:
         gc.collect()
         assert large_bytes(packed, weight.nbytes) == weight.nbytes * (1 if is_tied else 2)
         ids = torch.tensor([0, 4095, 77])
-        embed = packed._embed if isinstance(packed, LlamaNetwork) else packed._model.embed_tokens
-        assert torch.equal(embed(ids), weight[ids] * scale)
+        embed = packed._embed if isinstance(packed, LlamaNetwork) else packed._model.embed_tokens  # type: ignore[union-attr]
+        assert torch.equal(embed(ids), weight[ids] * scale)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -189,7 +189,7 @@ def test_logits_are_those_of_a_weight_held_twice(model_type: str, monkeypatch: p
         networks.append(transformers_checkpoint.packed(make(model_type, True), TORCH))
     ids = torch.arange(0, 4096, 61)
     hidden = [
-        network._embed(ids) if isinstance(network, LlamaNetwork) else network._model.embed_tokens(ids[None])[0]
+        network._embed(ids) if isinstance(network, LlamaNetwork) else network._model.embed_tokens(ids[None])[0]  # type: ignore[operator, union-attr]
         for network in networks
     ]
     assert torch.equal(hidden[0], hidden[1])

@@ -148,7 +148,7 @@ def test_the_emulator_is_as_strict_as_a_processor(
     folder = libraries.FOLDER
     emulator = amx_emulation.build_emulator()
     command = ["cc", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", f"-I{folder}", source, "-o", program]
-    subprocess.run([*command, f"-Wl,-rpath,{emulator.parent},--no-as-needed", emulator, "-lm"], check=True)
+    subprocess.run([*command, f"-Wl,-rpath,{emulator.parent},--no-as-needed", emulator, "-lm"], check=True)  # type: ignore[list-item]
     done = subprocess.run([program], capture_output=True, text=True, timeout=60)
     assert (done.returncode == 0) == (why is None), done.stderr
     assert why is None or why in done.stderr

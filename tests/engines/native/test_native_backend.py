@@ -143,7 +143,7 @@ class Inputs:
         self.cached = [torch.randn(shape, generator=generator) for _ in range(2)]
 
     def store(self) -> KvStore:
-        return KvStore(*([each.clone()] for each in self.cached))
+        return KvStore(*([each.clone()] for each in self.cached))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_fused", [True, False], ids=["fused QKV", "queries, keys and values"])
@@ -210,7 +210,7 @@ def test_structures_of_arguments_have_the_sizes_of_those_in_c(tmp_path: Path) ->
     sizes = "".join(f", (int)sizeof({name}_t)" for name in STRUCTURES)
     (tmp_path / "sizes.c").write_text(SIZES % ("%d " * len(STRUCTURES), sizes), encoding="utf-8")
     command = ["cc", "-Wno-psabi", f"-I{libraries.FOLDER}", tmp_path / "sizes.c", "-lm", "-o", tmp_path / "sizes"]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=60)  # type: ignore[arg-type]
     printed = subprocess.run([tmp_path / "sizes"], check=True, capture_output=True, text=True, timeout=60).stdout
     kernels = native.library(torch.float32)
     found = [ctypes.sizeof(getattr(kernels, f"{name}_t")) for name in STRUCTURES]

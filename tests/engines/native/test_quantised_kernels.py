@@ -18,7 +18,7 @@ from native_builds import DOT_IN_EVEX, compile_kernels, needs_dot_in_evex
 from torch.nn import functional
 
 from worker.engines.embedded import native
-from worker.engines.embedded.model.quantisation import (
+from worker.engines.embedded.model.quantisation import (  # type: ignore[attr-defined]
     BLOCK,
     GROUP,
     QuantisedGemm,
@@ -262,8 +262,8 @@ def test_weights_of_two_layouts_are_stacked() -> None:
     assert stacked.shape == (53, 64)
     x, bias, other = randn(generator, 5, 64), randn(generator, 53), randn(generator, 5, 53)
     found = QuantisedGemm(stacked, bias)(x, "add", other)
-    stacked = torch.cat([part.dequantised() for part in parts])
-    expected = native.linear(x, native.Gemm(native.PackedWeight.of(stacked), bias), "add", other)
+    stacked = torch.cat([part.dequantised() for part in parts])  # type: ignore[assignment]
+    expected = native.linear(x, native.Gemm(native.PackedWeight.of(stacked), bias), "add", other)  # type: ignore[arg-type]
     assert torch.equal(found, expected)
     same = concatenated([parts[0], parts[0]])
     assert isinstance(same, QuantisedWeight)

@@ -419,7 +419,7 @@ def test_nothing_starts_if_one_prompt_is_refused(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match=r"^prompts\[0\].processors\[0\].name: unknown logits processor"):
         engine.generate([[5]], processors=[{"name": "min_token"}])
     with pytest.raises(InvalidRequest, match=r"prompts\[1\]: must be a text or a list of token ids"):
-        engine.generate([[5], 7])  # type: ignore[list-item]
+        engine.generate([[5], 7])
     with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
         engine.generate([[5], [6]], [SamplingParams()])
     with pytest.raises(ValueError, match="2 prompts and 1 lists of processors"):

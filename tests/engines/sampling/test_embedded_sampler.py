@@ -451,7 +451,7 @@ def test_a_processor_beside_one_that_raises_is_still_called_once_per_token(model
 
     evil = greedy(logits_processor=Evil(divide_by_zero))
     wanted = {"counting": (PROMPT, greedy(logits_processor=count)), "evil": (PROMPT, evil)}
-    answers = run_together(model, wanted)
+    answers = run_together(model, wanted)  # type: ignore[arg-type]
     assert (answers["evil"].finish_reason, answers["counting"].finish_reason) == ("error", "length")
     assert lengths == list(range(len(PROMPT), len(PROMPT) + 20))
 

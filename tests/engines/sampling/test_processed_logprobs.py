@@ -53,7 +53,7 @@ def answers(engine: Engine, processor: dict[str, Any], attribution: bool = True,
         assert chain is not None
         chain.receipt.attribution = attribution
         engine.session.add(group)
-    results = {}
+    results = {}  # type: ignore[var-annotated]
     while len(results) < len(groups):
         results |= {result.request_id: result.outputs[0] for result in engine.step()}
     return [results[group.id] for group in groups]
@@ -61,7 +61,7 @@ def answers(engine: Engine, processor: dict[str, Any], attribution: bool = True,
 
 def logprobs_of(answer: Completion) -> list[float]:
     assert answer.logprobs is not None
-    return [found[0].logprob for found in answer.logprobs]  # type: ignore[index, union-attr]
+    return [found[0].logprob for found in answer.logprobs]  # type: ignore[index]
 
 
 def report_of(answer: Completion) -> dict[str, Any]:

@@ -225,7 +225,7 @@ class Steers(SteeringProcessor):
 
     def __init__(self, edit: Edit) -> None:
         self.own = edit
-        self.stage = Stage.FORCE if isinstance(edit, Force) else Stage.MASK
+        self.stage = Stage.FORCE if isinstance(edit, Force) else Stage.MASK  # type: ignore[misc]
 
     def edit(self) -> Edit:
         return self.own

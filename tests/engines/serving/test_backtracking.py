@@ -111,7 +111,7 @@ def test_the_answer_does_not_depend_on_drafts_batch_or_preemption(engine: Engine
     for one, other, third in zip(plain, drafted, results, strict=True):
         assert one.token_ids == other.token_ids == third.token_ids
         assert one.logprobs == other.logprobs == third.logprobs
-        receipts = [each.outputs[0].receipt.as_json() for each in (one, other, third)]
+        receipts = [each.outputs[0].receipt.as_json() for each in (one, other, third)]  # type: ignore[union-attr]
         assert receipts[0] == receipts[1] == receipts[2]
 
 

@@ -49,9 +49,9 @@ class Gate:
 
 
 @pytest.fixture
-def gate() -> AsyncIterator[Gate]:
+def gate() -> AsyncIterator[Gate]:  # type: ignore[misc]
     gate = Gate()
-    yield gate  # type: ignore[misc]
+    yield gate
     gate.open()  # whatever a test left behind can end
 
 
@@ -409,13 +409,13 @@ async def test_stop_ends_streams_and_is_idempotent(start_engine: StartEngine, ga
 
 
 async def test_stop_without_start() -> None:
-    engine = EmbeddedEngine(config(), ScriptedModel())
+    engine = EmbeddedEngine(config(), ScriptedModel())  # type: ignore[arg-type]
     await engine.stop()
 
 
 async def test_generate_without_start() -> None:
     with pytest.raises(EngineBroken, match="not been started"):
-        await collect(EmbeddedEngine(config(), ScriptedModel()), "one", PROMPT, params())
+        await collect(EmbeddedEngine(config(), ScriptedModel()), "one", PROMPT, params())  # type: ignore[arg-type]
 
 
 async def test_start_twice(start_engine: StartEngine) -> None:
@@ -425,7 +425,7 @@ async def test_start_twice(start_engine: StartEngine) -> None:
 
 
 async def test_what_the_engine_says_of_itself() -> None:
-    engine = EmbeddedEngine(config(context_length=100, kv_block_size=8), ScriptedModel())
+    engine = EmbeddedEngine(config(context_length=100, kv_block_size=8), ScriptedModel())  # type: ignore[arg-type]
     info = await engine.start()
     try:
         assert (info.name, info.version) == ("embedded", torch.__version__)
@@ -488,7 +488,7 @@ async def test_a_router_that_comes_late_hears_what_is_known_and_nothing_is_kept_
     await collect(engine, "one", prompt, params(2))
     assert kv_cache(engine)._index.events is None
     router = Router()
-    engine.report_blocks(router)
+    engine.report_blocks(router)  # type: ignore[arg-type]
     await router.hears(3)  # at once, not with the next step: there is none
     assert sorted(router.known.values()) == sorted(prompt[start : start + 16] for start in (0, 16, 32))
     await collect(engine, "two", [*prompt, *range(60, 80)], params(2))

@@ -97,7 +97,7 @@ class Run:
             self.stepper.speculator = self.speculator
         length = self.model.context_length
         asked = EngineRequest("one", PROMPT, params, chain, generated_token_ids=self.generated)
-        self.request = admit(asked, 0, self.model, length)
+        self.request = admit(asked, 0, self.model, length)  # type: ignore[arg-type]
         self.stepper.add(self.request)
         self.sent = list(self.generated)
 

@@ -41,7 +41,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are read whole."""
     names: list[str] = []
     file_digest = beside.file_digest
-    monkeypatch.setattr(beside, "file_digest", lambda path: (names.append(path.name), file_digest(path))[1])
+    monkeypatch.setattr(beside, "file_digest", lambda path: (names.append(path.name), file_digest(path))[1])  # type: ignore[func-returns-value]
     return names
 
 

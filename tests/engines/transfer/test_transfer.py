@@ -196,7 +196,7 @@ def test_leases_run_out_and_come_back(transport: KvTransport) -> None:
     ],
 )
 def test_a_difference_names_both_values(field: str, value: object) -> None:
-    other = replace(LAYOUT, **{field: value})
+    other = replace(LAYOUT, **{field: value})  # type: ignore[arg-type]
     said = LAYOUT.difference(other)
     assert said is not None
     assert field in said

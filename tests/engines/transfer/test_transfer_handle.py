@@ -105,7 +105,7 @@ def test_where_processors_were_asked_for_does_not_matter() -> None:
     ],
 )
 def test_another_layout_is_refused_with_both_values(field: str, value: object) -> None:
-    data = handle_as_json(replace(HANDLE, layout=replace(LAYOUT, **{field: value})))
+    data = handle_as_json(replace(HANDLE, layout=replace(LAYOUT, **{field: value})))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest) as error:
         handle_from_json(over_the_wire(data), LAYOUT, len(PROMPT))
     said = str(error.value)
