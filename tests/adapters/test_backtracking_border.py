@@ -140,7 +140,7 @@ class TakesBackTheFirst(BacktrackingProcessor):
         return 0 if self.num_generated == 4 else None
 
 
-def test_a_token_that_was_sent_is_not_taken_back_but_fails_its_processor() -> None:
+def test_a_sent_token_is_not_rewound_but_fails_its_processor() -> None:
     chain = ProcessorChain([TakesBackTheFirst(None)], Context(Vocabulary(8)))
     chain.start(PROMPT)
     for token_id in range(3):
@@ -154,7 +154,7 @@ def test_a_token_that_was_sent_is_not_taken_back_but_fails_its_processor() -> No
     assert chain.tokens == [*PROMPT, 0, 1, 2, 3]
 
 
-def test_what_was_held_is_taken_back_and_masked_there_until_an_earlier_token_changes() -> None:
+def test_a_rewound_token_is_masked_until_an_earlier_one_changes() -> None:
     chain = ProcessorChain([TakesBackTheFirst(0)], Context(Vocabulary(8)))
     chain.start(PROMPT)
     for token_id in (3, 4, 5, 6):
@@ -211,7 +211,7 @@ def test_an_answer_that_is_no_index_fails_its_processor(answer: object) -> None:
         chain.accept(3, 2)
 
 
-def test_one_that_joins_a_begun_chain_holds_as_one_that_was_there() -> None:
+def test_a_processor_added_late_holds_tokens_like_an_early_one() -> None:
     world = WORLDS["in two processors"]
     history = [2, 0, 2, 0]
     joined = world.chain(history)

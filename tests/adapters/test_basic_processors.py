@@ -48,7 +48,7 @@ def test_temperature_out_of_range(value) -> None:
         TemperatureProcessor(value)
 
 
-def test_a_forced_sequence_follows_the_position_however_often_it_is_called() -> None:
+def test_a_forced_sequence_follows_the_position_not_the_calls() -> None:
     processor = ForcedSequenceProcessor([5, 6, 7], END, prompt_length=3)
     prompt = [1, 1, 1]
     answer = [5, 6, 7, END, END]
@@ -56,7 +56,7 @@ def test_a_forced_sequence_follows_the_position_however_often_it_is_called() -> 
     assert [forced(processor, prompt + answer[:i]) for i in order] == [[answer[i]] for i in order]
 
 
-def test_without_a_prompt_length_the_first_call_is_the_first_position() -> None:
+def test_without_a_prompt_length_the_first_call_is_position_0() -> None:
     processor = ForcedSequenceProcessor([5, 6], END)
     assert [forced(processor, [1, 1, *[5, 6][:i]]) for i in (0, 1, 2)] == [[5], [6], [END]]
 
@@ -71,7 +71,7 @@ def test_a_forced_token_that_was_banned_stays_banned_and_fails() -> None:
     assert logits.isfinite().nonzero()[:, 2].tolist() == [END]
 
 
-def test_a_history_shorter_than_the_prompt_fails_instead_of_wrapping_around() -> None:
+def test_a_history_shorter_than_the_prompt_fails_and_never_wraps() -> None:
     (adapter,) = create_trtllm_adapters([ForcedSequenceProcessor([5, 6], END, prompt_length=4)], end_id=END)
     adapter(1, torch.zeros(1, 1, VOCAB), [[1, 2]], None, None)
     assert adapter.failure is not None

@@ -276,7 +276,7 @@ def references(schema: Any) -> set[str]:
     return own | {found for value in schema.values() for found in references(value)}
 
 
-def test_selection_schema_holds_every_processor_and_every_definition(catalog: Catalog) -> None:
+def test_the_selection_schema_has_all_processors_and_definitions(catalog: Catalog) -> None:
     schema = json.loads(json.dumps(selection_schema(catalog)))
     choices = schema["properties"]["processors"]["items"]["oneOf"]
     assert [choice["properties"]["name"]["const"] for choice in choices] == catalog.names

@@ -382,7 +382,7 @@ long_ago = st.tuples(st.integers(0, 300), st.integers(0, 3), st.integers(0, 300)
 
 @settings(max_examples=examples(150), deadline=None)
 @given(start=st.integers(0, 300), changes=st.lists(long_ago, max_size=6))
-def test_sync_to_a_history_that_differs_anywhere_is_a_fresh_chain(start, changes) -> None:
+def test_sync_to_a_history_that_differs_equals_a_fresh_chain(start, changes) -> None:
     generated = [i * i % VOCAB for i in range(start)]
     made = chain(Remembers(None, CONTEXT), NoRepeat(), scopes=["all", "answer"])
     made.sync([1, 2, 3, *generated])
@@ -396,7 +396,7 @@ def test_sync_to_a_history_that_differs_anywhere_is_a_fresh_chain(start, changes
 
 
 @pytest.mark.parametrize("tokens", [[1, 9, 3], [1, 2, 9, 4, 4], (9, *range(2, 80))])
-def test_a_history_that_differs_in_the_prompt_is_another_requests(tokens) -> None:
+def test_a_history_that_differs_in_the_prompt_is_refused(tokens) -> None:
     made = chain(NoRepeat())
     made.sync([1, 2, 3, *range(4, 80)])
     with pytest.raises(ValueError, match=r"differs from the prompt at position [012]$"):
@@ -415,7 +415,7 @@ def test_history_work_is_done_once_per_token() -> None:
     assert processor.advances == 500
 
 
-def test_peek_plans_after_each_draft_token_and_stops_where_the_chain_forbids() -> None:
+def test_peek_plans_draft_tokens_until_the_chain_forbids_one() -> None:
     made = chain(NoRepeat())
     plans = made.peek([4, 5, 4, 6])
     assert [sorted(b.token_ids.tolist() for b in plan.bans) for plan in plans] == [[], [[4]], [[4, 5]]]
@@ -433,7 +433,7 @@ def test_a_scoped_processor_lives_in_its_section_only() -> None:
     assert run(made) == 10
 
 
-def test_a_mask_on_the_answer_leaves_the_model_free_to_think_first() -> None:
+def test_a_mask_on_the_answer_lets_the_model_think_first() -> None:
     made = chain(Allows(5), scopes=["answer"], prompt=[1])
     assert allowed(made) == {5, THINK}
     made.accept(5, 1)
@@ -444,7 +444,7 @@ def test_a_mask_on_the_answer_leaves_the_model_free_to_think_first() -> None:
     assert allowed(earlier) == {5, THINK}
 
 
-def test_a_ban_in_the_answer_leaves_the_opening_tag_to_its_first_token() -> None:
+def test_a_ban_in_the_answer_permits_the_opening_tag_before_it() -> None:
     made = chain(Bans(THINK, 5), scopes=["answer"], prompt=[1])
     assert allowed(made) == {*range(VOCAB)} - {5}
     made.accept(6, 1)
@@ -452,7 +452,7 @@ def test_a_ban_in_the_answer_leaves_the_opening_tag_to_its_first_token() -> None
     assert allowed(chain(Bans(THINK, 5), prompt=[1])) == {*range(VOCAB)} - {5, THINK}
 
 
-def test_a_forced_token_of_the_answer_stands_beside_the_opening_tag() -> None:
+def test_a_forced_token_of_the_answer_permits_the_opening_tag() -> None:
     made = chain(Forces(10, 11), scopes=["answer"], prompt=[1])
     assert allowed(made) == {10, THINK}
     made.accept(10, 1)
@@ -477,7 +477,7 @@ def test_a_forced_token_of_the_answer_stands_beside_the_opening_tag() -> None:
         (Bans(5), "all", False),
     ],
 )
-def test_no_request_ends_in_its_thinking_where_the_answer_is_bound(processor, scope, is_held) -> None:
+def test_no_request_ends_while_thinking_if_its_answer_is_bound(processor, scope, is_held) -> None:
     made = chain(processor, NoRepeat(), scopes=[scope, "thinking"], prompt=[1, THINK])
     assert (END not in allowed(made)) == is_held
     assert ANSWER in allowed(made)
@@ -588,7 +588,7 @@ def test_a_shaping_processor_that_raises_fails_alone() -> None:
         assert torch.equal(batch[row], logits[row] + 1)
 
 
-def test_a_third_partys_processor_over_its_budget_fails_its_request(monkeypatch) -> None:
+def test_a_third_party_processor_over_budget_fails_its_request(monkeypatch) -> None:
     clock = iter([0.0, 0.05, 1.0, 1.2])
     monkeypatch.setattr("adapters.chain.chain.thread_time", lambda: next(clock))
     assert chain(Adds(), step_budget_s=0.1).plan().soft
@@ -821,7 +821,7 @@ def decode(adapter, tokens, steps):
     return tokens
 
 
-def test_the_callable_equals_the_batched_path_on_chunks_repeats_and_rollback() -> None:
+def test_the_callable_is_exact_on_chunks_repeats_and_rollback() -> None:
     (adapter,) = create_trtllm_adapters([chain(Forces(9, 8), NoRepeat())], end_id=0)
     for _ in range(3):  # chunked prefill: the same ids several times
         logits = torch.zeros(1, 1, VOCAB)
@@ -837,7 +837,7 @@ steps_of_an_engine = st.lists(st.tuples(st.sampled_from("grrcd"), st.integers(0,
 
 @settings(max_examples=examples(60), deadline=None)
 @given(steps=steps_of_an_engine, begun=st.integers(0, 120))
-def test_the_callable_follows_an_engine_that_drops_tokens_and_samples_others(steps, begun) -> None:
+def test_the_callable_follows_dropped_and_resampled_tokens(steps, begun) -> None:
     (adapter,) = create_trtllm_adapters([chain(Remembers(None, CONTEXT))])
 
     def masked(adapter, tokens):
@@ -874,7 +874,7 @@ class CountedTokens(list):
 
 
 @pytest.mark.parametrize("length", [100, 10_000])
-def test_a_step_of_the_callable_reads_few_tokens_however_long_the_history(length) -> None:
+def test_a_step_of_the_callable_reads_few_tokens_of_any_history(length) -> None:
     (adapter,) = create_trtllm_adapters([chain(Forces(), NoRepeat())])
     tokens = [1, 2, 3]
     adapter(1, torch.zeros(1, 1, VOCAB), [tokens])
@@ -900,7 +900,7 @@ def test_a_callable_that_is_called_for_another_request_fails() -> None:
     assert "called for another request: history differs from the prompt at position 0" in failures[0].message
 
 
-def test_the_callable_is_exact_where_the_engine_shows_tokens_one_step_late() -> None:
+def test_the_callable_is_exact_if_the_history_lags_by_one_step() -> None:
     expected = decode(create_trtllm_adapters([chain(Forces(9, 8, 7), Bans(0))])[0], [1, 2, 3], 5)
     (adapter,) = create_trtllm_adapters([chain(Forces(9, 8, 7), Bans(0))], lagged=True)
     tokens, shown = [1, 2, 3], [1, 2, 3]

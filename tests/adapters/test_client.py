@@ -107,7 +107,7 @@ TOOLS = [
         ({"type": "function", "function": {"name": "two"}}, {"choice": "required", "tool": "two"}),
     ],
 )
-def test_tools_of_openai_are_a_processor_that_the_catalogue_takes(choice, expected) -> None:
+def test_openai_tools_become_a_processor_of_the_catalogue(choice, expected) -> None:
     made = client.from_openai_tools(TOOLS, choice, format="hermes", parallel_tool_calls=False, scope="answer")
     (requested,) = parse_selection(client.selection(made)).processors
     args = Catalog.default().find(requested).parse_args(requested)

@@ -62,7 +62,7 @@ def test_what_is_foreseen_is_what_is_forced(processor: dict[str, Any], before: s
         chain.accept(token_id, chain.position)
 
 
-def test_a_grammar_foresees_the_text_that_it_forces_and_stays_as_it_was() -> None:
+def test_a_grammar_foresees_its_forced_text_and_stays_unchanged() -> None:
     schema = {
         "type": "object",
         "properties": {"customer_name": {"enum": ["Ada", "Bob"]}},

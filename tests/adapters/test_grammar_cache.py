@@ -70,9 +70,7 @@ def test_the_least_recently_used_goes_when_the_bytes_are_taken(
     assert cache.num_misses == misses + 1
 
 
-def test_what_was_asked_for_is_freed_without_the_garbage_collector(
-    tokenizer: LLTokenizer, sandbox: GrammarSandbox
-) -> None:
+def test_grammar_requests_are_freed_without_garbage_collection(tokenizer: LLTokenizer, sandbox: GrammarSandbox) -> None:
     """A grammar may have a megabyte, and a collection may be far away."""
     cache = cache_of(tokenizer, sandbox)
     gc.collect()

@@ -80,7 +80,7 @@ def test_a_full_queue_refuses_whoever_waits_with_most() -> None:
     assert drained(queue) == ["many", "few", "many"]
 
 
-def test_who_lost_a_slot_is_the_first_of_its_client_to_have_one_again() -> None:
+def test_an_entry_that_lost_its_slot_is_its_clients_next() -> None:
     queue: FeedbackQueue[QueueEntry] = FeedbackQueue(ONE, 10)
     first, second = QueueEntry("a"), QueueEntry("a")
     queue.add(first)

@@ -172,7 +172,7 @@ def test_what_is_known_meanwhile_is_not_compiled_again(sandbox: GrammarSandbox) 
     assert sandbox.submit(SLOW, None, lambda: known).result(100) is known
 
 
-def test_a_wait_by_the_clock_has_an_end_and_says_nothing_of_the_grammar() -> None:
+def test_a_wall_clock_timeout_does_not_blame_the_grammar() -> None:
     with GrammarSandbox(tables, **ENDLESS, max_wait_s=2.0) as sandbox:
         with pytest.raises(SandboxBusy, match="not compiled within 2 s"):
             sandbox.submit(SLOW).result(100)
@@ -248,7 +248,7 @@ def broken_tables() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("make", [broken_tables, lambda: {"tokens": [5]}])
-def test_a_tokenizer_that_cannot_be_loaded_is_said_and_nothing_hangs(make: Any) -> None:
+def test_an_unloadable_tokenizer_is_reported_and_nothing_hangs(make: Any) -> None:
     with GrammarSandbox(make) as sandbox:
         with pytest.raises(SandboxUnavailable):
             sandbox.wait_ready()

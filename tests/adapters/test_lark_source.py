@@ -56,7 +56,7 @@ def test_the_parts_of_a_source_are_found(parts: list[tuple[str, str]]) -> None:
     compile_grammar(TOKENIZER, as_grammar(named))  # llguidance finds the same parts
 
 
-def test_a_name_without_an_id_is_refused_and_code_is_what_is_left() -> None:
+def test_unknown_token_names_are_refused_and_literals_removed() -> None:
     with pytest.raises(ValueError, match="names the token <x>, which this model does not have"):
         with_ids("start: <x>", lambda name: None)
     source = 'start: "a[b=1]" x[c=2] // d=3\n%llguidance {"e=4": 1} <f=5> /g=6/'

@@ -154,7 +154,7 @@ def test_a_rewind_into_a_tag_brings_back_what_its_logits_were(scope: Scope, cut:
     check(chain, [scope])
 
 
-def test_a_rewind_into_a_tag_of_long_ago_fails_instead_of_going_on_wrongly() -> None:
+def test_a_rewind_into_a_tag_completed_long_ago_fails() -> None:
     chain = chain_of(["thinking"])
     chain.start(PROMPT)
     follow(chain, [*THINK, 3, *ANSWER] * 9)
@@ -179,7 +179,7 @@ class SumsLogits(ShapingProcessor):
         logits[4] += self.sum
 
 
-def test_state_that_a_processor_cannot_bring_back_fails_instead_of_going_on_wrongly() -> None:
+def test_a_processor_that_cannot_rewind_its_state_fails() -> None:
     chain = ProcessorChain([SumsLogits(None, CONTEXT)], CONTEXT)
     chain.start(PROMPT)
     follow(chain, [3, 4, 6])

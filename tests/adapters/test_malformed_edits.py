@@ -108,7 +108,7 @@ def test_only_its_own_row_fails(edit: Any, stage: Stage, message: str) -> None:
     assert torch.equal(logits[[1, 3]], torch.ones(2, V))
 
 
-def test_narrow_bitmask_masks_the_ids_beyond_it_alone_in_a_batch_and_beside_another() -> None:
+def test_a_narrow_bitmask_forbids_the_ids_beyond_it_in_any_batch() -> None:
     narrow, full = Returns(Allow(FULL[:1]), Stage.MASK), Returns(Allow(FULL), Stage.MASK)
     logits, failures = step([narrow], [full], [narrow, full])
     assert not failures

@@ -59,7 +59,7 @@ def test_every_row_of_a_batch_keeps_its_own_order(seed) -> None:
     assert torch.equal(applied(chains, rows), torch.stack(expected))
 
 
-def test_what_is_not_named_acts_behind_it_in_the_order_of_the_law() -> None:
+def test_unnamed_processors_follow_the_named_in_the_order_law() -> None:
     names = ["min_p", "top_k", "temperature", "top_p"]
     chain = chain_of(names, ["top_p", "dynamic_temperature"])
     assert [member.name for member in chain.members] == ["top_p", "temperature", "min_p", "top_k"]

@@ -72,7 +72,7 @@ def test_bits_beyond_the_vocabulary_are_no_tokens() -> None:
     assert chain.members[0].record.tokens_masked == 0
 
 
-def test_a_report_without_attribution_does_not_grow_with_the_answer() -> None:
+def test_a_report_without_attribution_does_not_grow() -> None:
     chain = begun()
     accept(chain, 100)
     before = len(json.dumps(chain.receipt.as_json(attribution=False)))

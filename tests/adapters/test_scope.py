@@ -86,7 +86,7 @@ def test_a_tag_needs_ids() -> None:
         ThinkingTracker.of(Vocabulary(9), [], [8])
 
 
-def test_the_beginning_of_the_answer_may_be_that_of_the_opening_tag() -> None:
+def test_an_answer_may_begin_like_the_opening_tag() -> None:
     tracker = tracker_of([7, 1, 2], [8])
     seen = [tracker.opening_id]
     for token in (7, 1, 2, 4):

@@ -200,7 +200,7 @@ def test_any_text_gives_a_selection_or_a_selection_error(text: str) -> None:
 
 
 @given(SHAPED, st.data())
-def test_damaged_selections_give_a_selection_or_a_selection_error(data: dict[str, Any], draw: st.DataObject) -> None:
+def test_damaged_selections_parse_or_raise_a_selection_error(data: dict[str, Any], draw: st.DataObject) -> None:
     text = json.dumps(data, ensure_ascii=draw.draw(st.booleans()))
     start = draw.draw(st.integers(0, len(text)))
     stop = draw.draw(st.integers(start, min(len(text), start + 4)))

@@ -79,7 +79,7 @@ async def run(target, adapter) -> int | None:
 
 
 @pytest.mark.slow
-async def test_a_failure_in_another_process_arrives_under_the_workers_id() -> None:
+async def test_a_failure_in_another_process_has_the_workers_request_id() -> None:
     async with Worker() as worker:
         (adapter,) = create_trtllm_adapters([raises], end_id=3, report=worker.channel.reporter("req-é-1"))
         assert await run(executor, adapter) == 0
@@ -88,7 +88,7 @@ async def test_a_failure_in_another_process_arrives_under_the_workers_id() -> No
     assert adapter.failure is None  # the copy failed, not this one
 
 
-async def test_a_step_in_a_process_that_dies_arrives_and_fills_the_receipt() -> None:
+async def test_a_step_of_a_dying_process_arrives_and_fills_the_receipt() -> None:
     async with Worker() as worker:
         adapter = ChainAdapter(chain(), end_id=3)
         adapter.watch = worker.channel.reporter("r").step

@@ -72,7 +72,7 @@ def test_several_adapters_share_the_view_in_order() -> None:
     assert (logits == 3).all()
 
 
-def test_the_signature_is_cached_and_has_the_arity_that_the_engine_asserts() -> None:
+def test_the_signature_is_cached_and_has_the_engines_arity() -> None:
     (adapter,) = create_trtllm_adapters([TemperatureProcessor(2.0)])
     signature = inspect.signature(adapter)
     assert 4 <= len(signature.parameters) <= 5
@@ -199,7 +199,7 @@ def test_pickles_into_another_process_with_its_state() -> None:
 
 
 @pytest.mark.slow
-def test_is_an_instance_of_the_engines_own_class_where_that_is_installed(tmp_path) -> None:
+def test_adapters_subclass_the_engines_own_class_if_installed(tmp_path) -> None:
     package = tmp_path / "tensorrt_llm"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -255,7 +255,7 @@ def test_a_chain_that_was_not_called_for_a_position_fails() -> None:
     assert failure.message == "were not called for position 4: the engine went on without them"
 
 
-def test_a_chain_tells_its_steps_with_log_probabilities_from_before_any_edit() -> None:
+def test_a_chain_reports_steps_with_logprobs_before_any_edit() -> None:
     context = Context(Vocabulary(VOCAB))
     chain = ProcessorChain([BannedTokens(BannedTokens.Args(token_ids=[15]), context), SeededSampler(None)], context)
     chain.start([1, 2])
@@ -271,7 +271,7 @@ def test_a_chain_tells_its_steps_with_log_probabilities_from_before_any_edit() -
     assert [kind for _, kind, _ in step.edits] == ["masked", "shaped"]
 
 
-def test_a_processor_that_cannot_be_loaded_over_there_fails_alone(monkeypatch) -> None:
+def test_a_processor_the_engine_process_cannot_load_fails_alone(monkeypatch) -> None:
     module = types.ModuleType("third_party_over_here")
     exec("class Acts:\n    def __call__(self, ids, logits): logits[0] += 1\n", module.__dict__)
     monkeypatch.setitem(sys.modules, module.__name__, module)

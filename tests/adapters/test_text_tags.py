@@ -84,7 +84,7 @@ def test_a_model_thinks_first_or_answers_at_once(seed) -> None:
     write(chain_of(("json_schema", {"schema": ARRAY})), "[4]")  # begins as the opening tag does
 
 
-def test_who_begins_the_tag_against_the_grammar_has_to_complete_it() -> None:
+def test_a_tag_begun_against_the_grammar_must_be_completed() -> None:
     chain = chain_of(("choice", {"choices": ["yes", "no"]}))
     write(chain, "[")
     assert not allows(chain, VOCABULARY.encode("yes")[0])

@@ -278,7 +278,7 @@ def test_dynamos_own_examples() -> None:
     assert {protocol_of(getattr(examples, name)) for name in names} == {"dynamo"}
 
 
-def test_dynamos_forced_sequence_is_exact_under_repeated_calls_and_rewinds() -> None:
+def test_dynamos_forced_sequence_is_exact_on_repeats_and_rewinds() -> None:
     from dynamo.logits_processing.examples import ForcedSequenceLogitsProcessor
 
     kind = wrap_third_party(ForcedSequenceLogitsProcessor, "forced")
@@ -395,7 +395,7 @@ def test_stateful_ones_cannot_be_rebuilt_from_ids_alone(kind) -> None:
         chain.start([1], [2])
 
 
-def test_a_rewind_beyond_the_kept_states_fails_instead_of_going_on_wrongly() -> None:
+def test_a_rewind_beyond_the_kept_states_fails() -> None:
     chain = chain_of(MAKERS["dynamo"]())
     decode(chain, rows_of(NUM_KEPT_STATES + 3))
     chain.rewind(3 + 3)
@@ -433,7 +433,7 @@ def test_choices_do_not_share_an_instance() -> None:
 
 
 @kinds
-def test_a_row_does_not_depend_on_its_batch_mates_even_if_one_raises(kind) -> None:
+def test_a_row_is_independent_of_batch_mates_even_if_one_raises(kind) -> None:
     def raises(input_ids, logits):
         raise RuntimeError
 
@@ -505,7 +505,7 @@ def build(kind, **arguments):
     return processor
 
 
-def test_a_wrapped_class_has_typed_arguments_and_takes_the_models_tokenizer() -> None:
+def test_a_wrapped_class_has_typed_arguments_and_the_tokenizer() -> None:
     kind = wrap_third_party(ZooLength, "acme/length")
     assert (kind.name, kind.stage, kind.observes_logits) == ("acme/length", Stage.SOFT, True)
     assert kind.__doc__ == "NVIDIA's shape: a tokenizer at construction, calls counted, both beam layouts written."

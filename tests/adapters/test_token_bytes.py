@@ -73,7 +73,7 @@ def test_single_bytes_of_a_character_stay_single() -> None:
     assert [SENTENCEPIECE_BYTES[i] for i in ids[1:]] == [bytes([byte]) for byte in "語".encode()]
 
 
-def test_special_tokens_and_padding_have_no_bytes_and_added_tokens_have_their_text() -> None:
+def test_special_tokens_have_no_bytes_and_added_tokens_have_text() -> None:
     assert BYTE_LEVEL_BYTES[BYTE_LEVEL.convert_tokens_to_ids("<|end|>")] == b""
     assert BYTE_LEVEL_BYTES[BYTE_LEVEL.convert_tokens_to_ids("<tool>")] == b"<tool>"
     assert BYTE_LEVEL_BYTES[len(BYTE_LEVEL) :] == [b""] * (400 - len(BYTE_LEVEL))
@@ -166,7 +166,7 @@ def test_spelling_takes_the_fewest_tokens_or_none(tokens: list[bytes], text: byt
     assert spelled is None or b"".join(tokens[i] for i in spelled) == text
 
 
-def test_spelling_goes_back_where_the_longest_token_leads_nowhere() -> None:
+def test_spelling_backtracks_where_the_longest_token_fails() -> None:
     assert ByteIndex([b"ab", b"abc", b"cd"]).spell(b"abcd") == [0, 2]
     assert ByteIndex([b"a", b"ab", b"bc", b"c"]).spell(b"abc") == [1, 3]
     assert ByteIndex([b"ab"]).spell(b"") == []

@@ -200,7 +200,7 @@ class Takes:
         return scores
 
 
-def test_the_models_own_are_given_by_name_and_never_by_the_request() -> None:
+def test_arguments_filled_by_name_are_the_models_own() -> None:
     kind = wrap_third_party(Takes, "takes")
     assert list(kind.Args.model_fields) == ["eos_token_id", "eos_token_ids"]
     (processor,) = kind.build(kind.Args(), CONTEXT)
@@ -212,7 +212,7 @@ def test_the_models_own_are_given_by_name_and_never_by_the_request() -> None:
     assert processor._wrapped.given == (V, 5, [2, 9])
 
 
-def test_a_request_without_end_tokens_is_refused_where_one_is_needed() -> None:
+def test_a_request_lacking_a_needed_end_token_is_refused() -> None:
     kind = wrap_third_party(Takes, "takes")
     with pytest.raises(ArgumentError, match="eos_token_id: this request has no end token"):
         kind.build(kind.Args(), Context(Vocabulary(V)))

@@ -318,9 +318,7 @@ def test_decode_dies_before_or_while_it_reads(mortals: Mortals, reference: Refer
 
 
 @pytest.mark.parametrize("migrates", [False, True])
-def test_a_prefill_worker_is_killed_and_nobody_who_asks_afterwards_fails(
-    stack: Stack, reference: Reference, migrates: bool
-) -> None:
+def test_no_request_fails_after_a_prefill_worker_is_killed(stack: Stack, reference: Reference, migrates: bool) -> None:
     """It stays listed for a lease of 10 s; a frontend that is set as docs/disaggregation.md says
     leaves it alone.
     """

@@ -126,9 +126,7 @@ def answer_of(engine: Engine, prompt: list[int]) -> list[int]:
     return list(engine.generate([prompt], params, progress=False)[0].outputs[0].token_ids)
 
 
-def test_a_genuine_kv_transfer_is_accepted_again_and_again_for_its_own_request_alone(
-    pair: Pair, expected: Engine
-) -> None:
+def test_a_kv_transfer_is_accepted_again_for_its_own_request(pair: Pair, expected: Engine) -> None:
     prompt = prompt_of(1)
     given = transferred(pair.to_prefill, prompt)
     for _ in range(2):

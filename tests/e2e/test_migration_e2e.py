@@ -129,7 +129,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.campaign
-async def test_a_worker_is_killed_and_every_answer_is_what_it_would_have_been(pool: Stack, store: str) -> None:
+async def test_a_killed_workers_answers_are_unchanged(pool: Stack, store: str) -> None:
     first, second = await asyncio.to_thread(two_workers, pool, store)
     expected = await ask_all(pool)
     found = await ask_all(pool, kills=first)
@@ -145,7 +145,7 @@ async def test_a_worker_is_killed_and_every_answer_is_what_it_would_have_been(po
 
 
 @pytest.mark.campaign
-async def test_a_decode_worker_is_killed_and_every_answer_is_what_it_would_have_been(stack: Stack) -> None:
+async def test_a_killed_decode_workers_answers_are_unchanged(stack: Stack) -> None:
     """The survivor gets the KV of prompt and answer from a prefill worker."""
     stack.start_frontend("--migration-limit", "3")
     migration = ["--migration", "on", "--boundary-store", f"file:{stack.directory / 'boundaries'}"]

@@ -10,7 +10,7 @@ from e2e_stack import MODEL, Stack, Worker, wait_for
 from ports import free_port
 
 
-def test_the_unified_backend_ends_a_stream_at_its_first_finish_reason(stack: Stack) -> None:
+def test_the_unified_backend_ends_streams_at_a_finish_reason(stack: Stack) -> None:
     """Everything after it is lost. If this fails, Dynamo serves several choices: lift the refusal
     of ``sampling_options.n`` in `worker.requests.fields`.
     """

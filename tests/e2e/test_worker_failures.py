@@ -89,7 +89,7 @@ def test_a_killed_worker_is_listed_no_more(stack: Stack) -> None:
         wait_for(lambda: len(list((stack.directory / "discovery").glob("v1/*/*"))) == 2, "that it is not listed")
 
 
-def test_unknown_errors_end_their_request_until_there_are_too_many(stack: Stack) -> None:
+def test_unknown_errors_end_their_requests_until_too_many_occur(stack: Stack) -> None:
     stack.start_frontend()
     worker = stack.start_worker(scripted=True)
     for _ in range(7):

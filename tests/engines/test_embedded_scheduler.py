@@ -107,7 +107,7 @@ def test_prompts_first_of_a_prompt_in_pieces() -> None:
     driver.finish()
 
 
-def test_the_head_of_the_queue_waits_for_memory_and_nobody_overtakes_it() -> None:
+def test_the_queues_head_waits_for_memory_and_is_not_overtaken() -> None:
     driver = Driver(num_pages=4, page_size=16)
     first = driver.add("first", prompt(40, first=3), 5)
     driver.add("large", prompt(60, first=4), 2)
@@ -130,7 +130,7 @@ def test_a_long_prompt_does_not_starve_short_ones_behind_it() -> None:
     assert driver.work() == [([], [("long", 0, 624), *((str(name), 0, 100) for name in range(4))])]
 
 
-def test_prompts_of_the_same_length_share_a_step_and_the_oldest_gets_the_rest() -> None:
+def test_equally_long_prompts_share_a_step_oldest_gets_the_rest() -> None:
     driver = Driver(num_pages=64, page_size=256, budget=1024)
     for name in range(3):
         driver.add(str(name), prompt(2000, first=10 + name), 4)
@@ -297,7 +297,7 @@ def test_a_request_larger_than_the_store_is_our_own_mistake() -> None:
         driver.scheduler.add(one)
 
 
-def test_where_all_pages_are_pinned_nothing_is_computed_until_some_are_freed() -> None:
+def test_nothing_is_computed_while_all_pages_are_pinned() -> None:
     driver = Driver(num_pages=4, page_size=16)
     stepper_ = Stepper(driver.model, driver.scheduler)  # type: ignore[arg-type]
     pinned = recall_request(driver.model, "pinned", prompt(40, first=3), 1)
@@ -348,7 +348,7 @@ def test_a_transfer_waits_for_requests_that_arrived_earlier() -> None:
     driver.finish()
 
 
-def test_detached_pages_stay_pinned_while_their_request_is_recomputed() -> None:
+def test_detached_pages_stay_pinned_during_recomputation() -> None:
     driver = Driver(num_pages=8, page_size=16)
     one = recall_request(driver.model, "one", prompt(40), 3)
     one.end_ids = frozenset()
@@ -367,7 +367,7 @@ def test_detached_pages_stay_pinned_while_their_request_is_recomputed() -> None:
     assert one.tokens == prompt(40) + answer_without_end(prompt(40), 3)
 
 
-def test_queue_times_are_those_of_the_first_admission_and_a_transfer_is_between_them(
+def test_queue_times_survive_preemption_and_enclose_the_transfer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = Driver(num_pages=8, page_size=16)

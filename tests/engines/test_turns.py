@@ -208,7 +208,7 @@ ARRIVALS = st.lists(
 
 @given(ARRIVALS, st.integers(1, 5), st.sampled_from([12, 40, 1000]))
 @settings(max_examples=examples(200), deadline=None)
-def test_no_client_waits_for_more_than_a_bounded_number_of_others(
+def test_a_client_waits_for_a_bounded_number_of_others(
     arrivals: list[tuple[str, int, int, int]], slots: int, pages: int
 ) -> None:
     """Bounded by the number of clients and slots, whatever the others send."""

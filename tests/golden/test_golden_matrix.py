@@ -207,7 +207,7 @@ async def test_a_round_begins_when_the_last_one_has_ended() -> None:
     assert [event for event in events if event == "between"] == ["between"] * 3
 
 
-async def test_a_member_can_wait_until_the_others_of_its_round_have_begun_or_left() -> None:
+async def test_a_member_can_wait_for_the_others_of_its_round() -> None:
     events: list[str] = []
 
     async def between() -> None:

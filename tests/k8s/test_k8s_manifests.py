@@ -177,7 +177,7 @@ def test_every_topology_is_what_its_name_says() -> None:
 
 
 @pytest.mark.parametrize("base", ["agg", "disagg"])
-def test_a_router_is_its_topology_with_several_workers_that_publish_their_blocks(base: str) -> None:
+def test_router_graphs_only_add_workers_that_publish_blocks(base: str) -> None:
     plain, routed = load_graph(base), load_graph(f"{base}_router")
     assert routed["metadata"].pop("name") == f"{plain['metadata'].pop('name')}-router"
     for part in (*plain["spec"]["components"], *routed["spec"]["components"]):
@@ -264,7 +264,7 @@ def test_the_dockerfile_copies_what_exists_and_what_is_sent() -> None:
 
 
 @each_worker
-def test_prefill_and_decode_share_a_secret_that_no_manifest_holds(component: Component) -> None:
+def test_prefill_and_decode_share_a_secret_not_in_any_manifest(component: Component) -> None:
     given = [entry for entry in component.main.get("env", []) if entry["name"] == SECRET]
     if component.type == "worker":
         assert given == []

@@ -116,7 +116,7 @@ def test_nothing_outlives_a_killed_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
 )
-def test_nothing_outlives_a_script_that_ends_while_the_model_loads(
+def test_nothing_outlives_a_script_ended_while_the_model_loads(
     tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     with launched(tmp_path) as script:
@@ -178,7 +178,7 @@ def test_a_taken_port(tmp_path: Path) -> None:
             assert script.output == f"agg: error: port {port} on 127.0.0.1 is taken; set HTTP_PORT to a free one\n"
 
 
-def test_ports_behind_the_front_door_are_none_that_the_kernel_gives_away() -> None:
+def test_ports_behind_the_front_door_are_not_ephemeral_ones() -> None:
     """A frontend takes seconds to begin, in which a connection may get the port."""
     program = f"usage() {{ :; }}; source {REPOSITORY}/launch/lib.sh; python={sys.executable}; free_port"
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

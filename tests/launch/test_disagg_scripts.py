@@ -55,7 +55,7 @@ def assert_migration(script: LaunchedScript, *, is_on: bool) -> None:
     assert str(stores.pop()).startswith("file:/") is is_on
 
 
-def test_every_run_has_a_secret_of_its_own_that_workers_alone_know(tmp_path: Path) -> None:
+def test_every_run_has_a_secret_that_only_its_workers_know(tmp_path: Path) -> None:
     found = set()
     for number in range(2):
         directory = tmp_path / str(number)

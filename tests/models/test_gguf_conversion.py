@@ -93,7 +93,7 @@ def test_transformers_reads_the_same(
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_offline_engine_answers_from_the_file_as_from_the_source(
+def test_the_offline_engine_answers_alike_from_file_and_source(
     checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -136,7 +136,7 @@ def test_there_is_none_of_a_class_that_decodes_in_its_own_way() -> None:
     assert CopiedTokenizer.to_json(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")) is not None
 
 
-def test_there_is_none_of_a_tokenizer_that_cannot_write_every_text(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_write_every_text_is_not_copied(tmp_path: Path) -> None:
     """Its library raises for what the tokenizer does not know."""
     scored = [("</s>", 0.0), *((letter, -1.0) for letter in "abc ▁")]
     tokenizer = Tokenizer(models.Unigram(scored))

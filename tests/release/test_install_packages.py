@@ -179,7 +179,7 @@ def test_it_says_beforehand_what_it_fetches(home: Path) -> None:
     assert {"big-1.0", "small-2.0"} <= installed(home)
 
 
-def test_a_connection_that_is_cut_again_and_again_is_gone_on_with(home: Path) -> None:
+def test_a_download_that_is_cut_repeatedly_is_resumed(home: Path) -> None:
     with serving(Index(WHEELS, most=1_500_000)) as index:
         status, _, errors = install(index, home, "big")
     assert (status, errors) == (0, "")

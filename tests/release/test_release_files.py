@@ -66,7 +66,7 @@ def test_the_wheel_has_every_file_but_the_sources_in_c(source: Path, tmp_path: P
     assert {name for name in tracked(*PACKAGES) if not name.endswith((".c", ".h"))} <= found
 
 
-def test_every_source_in_c_is_named_by_the_modules_that_are_built() -> None:
+def test_every_c_source_is_named_by_a_module_that_is_built() -> None:
     modules = runpy.run_path(str(REPOSITORY / "setup.py"))["MODULES"]
     named = {name for module in modules for name in (*module.sources, *module.depends)}
     assert named == {name for name in tracked("worker") if name.endswith((".c", ".h"))}
@@ -83,7 +83,7 @@ def test_the_changelog_begins_with_the_version() -> None:
     assert first[1] == worker.__version__
 
 
-def test_every_distribution_that_is_installed_has_its_licence_in_the_notices() -> None:
+def test_notices_list_the_licence_of_every_distribution() -> None:
     text = (REPOSITORY / "THIRD_PARTY_NOTICES.md").read_text()
     rows = re.findall(r"^\| (\S+) \| (\S+) \| (.+) \|$", text, re.MULTILINE)
     listed = {canonicalize_name(name): version for name, version, _ in rows if name != "distribution" and name != "---"}

@@ -137,7 +137,7 @@ async def test_probes_answer_to_inboxes_alone(
     await watch.unsubscribe()
 
 
-async def test_users_with_inboxes_of_their_own_and_clients_of_other_accounts(
+async def test_private_inboxes_and_other_accounts_are_served(
     server: NatsServer, workers: tuple[NatsWorker, NatsWorker]
 ) -> None:
     async with await client_of(server, "private", inbox_prefix="_INBOX_private") as private:
@@ -161,7 +161,7 @@ MALFORMED: dict[str, tuple[bytes, bytes, bytes | None]] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-async def test_bytes_that_the_client_library_cannot_read_do_not_make_the_worker_deaf(
+async def test_malformed_bytes_do_not_make_the_worker_deaf(
     server: NatsServer, workers: tuple[NatsWorker, NatsWorker], name: str
 ) -> None:
     """Neither deaf nor disconnected: answers without a window would lose messages."""
@@ -175,7 +175,7 @@ async def test_bytes_that_the_client_library_cannot_read_do_not_make_the_worker_
     assert workers[0]._client.stats["reconnects"] == reconnects
 
 
-async def test_a_part_of_a_subject_is_not_taken_for_another_subscription(server: NatsServer) -> None:
+async def test_part_of_a_subject_is_not_taken_for_a_subscription(server: NatsServer) -> None:
     """``MSG a<VT>1 5 2`` is a message to ``a<VT>1``, not one to the first subscription."""
     got: list[tuple[int, str]] = []
     client = await connect(ConnectionOptions(url=url(server, "operator")), "test")

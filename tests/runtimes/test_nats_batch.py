@@ -95,7 +95,7 @@ async def test_a_batch_and_its_re_run_give_the_same_bytes(nats_server: NatsServe
     assert len(results[7]["response"]["body"]["choices"]) == 2
 
 
-async def test_results_are_whole_where_the_mark_of_their_end_comes_first(
+async def test_results_are_whole_if_the_mark_of_their_end_comes_first(
     nats_server: NatsServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client library puts it there if the server has sent all and the client has read none."""

@@ -175,7 +175,7 @@ async def test_headers_of_a_request_are_no_status_of_the_server(
 
 
 @pytest.mark.parametrize("how", ["raises", "ends"])
-async def test_a_loop_that_fails_is_a_failed_health_check_and_is_begun_again(
+async def test_a_failed_loop_fails_the_health_check_and_restarts(
     server: NatsServer, client: Client, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     port = free_port()
@@ -217,7 +217,7 @@ async def test_failures_of_nats_show_after_a_while(monkeypatch: pytest.MonkeyPat
     loops.stop()
 
 
-async def test_a_stream_that_is_deleted_and_made_again_is_served_without_a_restart(
+async def test_a_recreated_stream_is_served_without_a_restart(
     server: NatsServer, client: Client, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.runtimes.nats.batch.consumer.RENEW_S", 0.1)
@@ -238,7 +238,7 @@ async def test_a_stream_that_is_deleted_and_made_again_is_served_without_a_resta
     assert len(await reasons(client, stream("deleted"))) == 1
 
 
-async def test_results_that_are_deleted_while_a_batch_runs_are_written_anew(client: Client, worker: NatsWorker) -> None:
+async def test_results_deleted_while_a_batch_runs_are_written_anew(client: Client, worker: NatsWorker) -> None:
     store, js = BatchStore(client), client.jetstream()
     record = await store.submit(mixed_lines(2), "attacked")
     assert len(await completed(store, record.id)) == 2
@@ -382,7 +382,7 @@ async def test_the_same_id_twice_has_one_result_that_is_no_error(client: Client,
     assert (await (await js.key_value(layout.results_bucket(record.id))).status()).values == 1
 
 
-async def test_a_client_cannot_take_the_id_under_which_a_request_of_a_batch_is_served(
+async def test_a_client_cannot_take_the_id_of_a_batchs_request(
     server: NatsServer, client: Client, worker: NatsWorker
 ) -> None:
     long = {"token_ids": [9], "stop_conditions": {"max_tokens": 1900, "ignore_eos": True}}
@@ -461,7 +461,7 @@ async def test_a_full_disk_stops_batches_and_loses_none(
     assert served == 3
 
 
-async def test_patience_ends_for_what_is_asked_and_not_while_the_server_fails_everybody(
+async def test_retries_end_unless_the_server_fails_every_operation(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.runtimes.nats.batch.patience.PATIENCE_S", 0.02)

@@ -78,7 +78,7 @@ async def until_served(client: WorkerClient, process: WarmProcess, log: Path) ->
             await asyncio.sleep(0.05)
 
 
-async def test_a_worker_process_drains_at_sigterm_and_its_death_is_noticed(
+async def test_a_worker_drains_at_sigterm_and_its_death_is_noticed(
     nats_server: NatsServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"

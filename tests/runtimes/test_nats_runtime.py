@@ -101,9 +101,7 @@ async def test_processors_are_a_plain_field(client: WorkerClient) -> None:
     assert names == ["json_schema"]
 
 
-async def test_choices_have_their_own_numbers_and_are_the_offline_engines(
-    client: WorkerClient, tiny_model: Path
-) -> None:
+async def test_choices_differ_and_equal_those_of_the_offline_engine(client: WorkerClient, tiny_model: Path) -> None:
     sampled = {**GREEDY, "sampling_options": {"temperature": 1.0, "seed": 7, "n": 3}}
     first, again = await client.generate(**sampled), await client.generate(**sampled)
     assert first.choices == again.choices

@@ -75,7 +75,7 @@ async def test_acknowledgements_that_mean_nothing() -> None:
     assert connection.numbers == [0, 1, 2] * 2
 
 
-async def test_the_end_is_sent_whatever_the_window_and_kept_until_it_is_acknowledged() -> None:
+async def test_the_end_ignores_the_window_and_stays_till_acknowledged() -> None:
     connection = Connection()
     stream = await filled(connection)
     await stream.end()
@@ -140,7 +140,7 @@ async def test_a_message_that_cannot_be_sent_leaves_its_number() -> None:
     assert stream.is_settled
 
 
-async def test_a_client_that_asks_for_everything_again_and_again_gets_it_now_and_then() -> None:
+async def test_repeated_requests_to_resend_are_rate_limited() -> None:
     connection = Connection()
     stream = await filled(connection)
     for _ in range(100):

@@ -119,7 +119,7 @@ def test_what_a_version_adds_travels_if_it_is_json(uuid: str | None, endpoint: A
 
 
 @pytest.mark.parametrize("value", [(1, 2), {1: 2}, [b"x"], {"a": Logprob(0.0)}, math.inf], ids=repr)
-def test_what_a_version_adds_and_json_cannot_say_stops_the_hand_off(value: Any) -> None:
+def test_new_params_that_json_cannot_hold_are_not_sent(value: Any) -> None:
     with pytest.raises(RequestFailed, match="cannot be sent"):
         disaggregated_params.encode(NewerParams(first_gen_tokens=[1], endpoint=value))
 
@@ -284,7 +284,7 @@ async def test_decode_does_not_refuse_what_prefill_has_computed(model: Path) -> 
                 await each.stop()
 
 
-async def test_a_lagged_decode_worker_goes_on_behind_the_token_handed_over(model: Path) -> None:
+async def test_a_lagged_decode_worker_continues_behind_the_first_token(model: Path) -> None:
     lagged = ("--history", "lagged", "--max-num-batched-tokens", "64")
     with stand_in():
         engines = [in_role(model, role, *lagged) for role in ("prefill", "decode")]

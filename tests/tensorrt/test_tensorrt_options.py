@@ -191,7 +191,7 @@ async def test_nvidias_file_on_the_stand_in(tmp_path: Path, model: Path) -> None
 
 
 @pytest.mark.parametrize("name", sorted(NEEDED))
-def test_a_value_that_the_worker_needs_is_accepted_and_another_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_value_that_the_worker_needs_is_the_only_one_accepted(tmp_path: Path, name: str) -> None:
     row = NEEDED[name]
     for value in row.values:
         made = configured(tmp_path, yaml.safe_dump({name: value})).options

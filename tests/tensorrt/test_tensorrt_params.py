@@ -144,7 +144,7 @@ def test_greedy_is_the_same_everywhere(fields: dict[str, Any], version: str) -> 
     assert made._greedy_decoding is params.is_greedy
 
 
-def test_a_seed_draws_in_the_chain_with_temperature_and_truncation_before_it(version: str) -> None:
+def test_a_seed_samples_in_the_chain_after_the_truncation(version: str) -> None:
     params = SamplingParams(seed=3, temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, repetition_penalty=1.2)
     made, asked = native(version, params)
     assert asked.chain is not None

@@ -58,7 +58,7 @@ class Api:
         return [step.position for step in self.steps]
 
 
-async def test_processors_see_an_old_history_and_an_exception_fails_everyone(model: Path) -> None:
+async def test_processors_see_an_old_history_and_errors_fail_everyone(model: Path) -> None:
     with stand_in():
         api = Api(model)
         try:

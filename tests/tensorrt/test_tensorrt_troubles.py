@@ -91,7 +91,7 @@ async def test_a_call_skipped_after_a_preemption_fails_the_request(model: Path) 
         assert (await collect(served, PROMPT, params())).finish_reason == "length"
 
 
-async def test_a_history_that_lags_although_it_should_not_stops_the_start(model: Path) -> None:
+async def test_an_unexpectedly_lagging_history_stops_the_start(model: Path) -> None:
     with stand_in(lagging=True):
         served = engine(model)
         with pytest.raises(StartupError, match="lacks the newest token"):

@@ -186,7 +186,7 @@ def test_the_length_limit_holds_whatever_is_generated(finish: str | None) -> Non
     assert cursor.advance(output([5, 6, 7, 8, 9], finish)) is None
 
 
-def test_an_end_token_at_the_limit_ends_and_one_behind_it_does_not() -> None:
+def test_an_end_token_counts_at_the_limit_but_not_behind_it() -> None:
     at = Cursor(0, frozenset({4}), 4, max_tokens=2).advance(output([5, 4]))
     behind = Cursor(0, frozenset({4}), 4, max_tokens=2).advance(output([5, 6, 4], "stop"))
     assert at is not None
@@ -225,7 +225,7 @@ def logprob(value: float, rank: int) -> Any:
 
 
 @pytest.mark.parametrize("nothing", [-math.inf, LEAST_LOGPROB, math.nan])
-def test_tokens_without_a_probability_are_not_among_the_most_likely(nothing: float) -> None:
+def test_tokens_without_a_probability_are_not_reported(nothing: float) -> None:
     """TensorRT-LLM fills the top n with them where truncation leaves fewer tokens."""
     at = [{7: logprob(-0.5, 1), 3: logprob(nothing, 2), 8: logprob(nothing, 3)}]
     delta = Cursor(0, frozenset(), num_logprobs=3).advance(output([7], logprobs=at))
@@ -595,7 +595,7 @@ async def test_a_check_that_raises_has_failed_and_the_report_goes_on(error: Exce
     ("argv", "problem"),
     [([], "must be a file"), (["--model-path"], "must be a file"), (["/no/r.md"], "can be written")],
 )
-def test_a_report_that_cannot_be_written_is_said_before_the_model_is_loaded(
+def test_an_unwritable_report_is_refused_before_the_model_loads(
     argv: list[str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["verify", *argv])

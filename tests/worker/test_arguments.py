@@ -198,7 +198,7 @@ def test_unknown_environment_names() -> None:
     assert refusal(WORKER_MAX_NUM_SEQS="x") == "WORKER_MAX_NUM_SEQS must be an integer of at least 1, got 'x'"
 
 
-def test_variables_of_a_kubernetes_service_called_worker_are_left_alone() -> None:
+def test_variables_of_a_service_called_worker_are_left_alone() -> None:
     parse(
         WORKER_SERVICE_HOST="10.0.0.1",
         WORKER_SERVICE_PORT="80",

@@ -56,9 +56,7 @@ def test_another_prompt_is_no_continuation(prompt: list[int], other: list[int], 
 
 
 @given(prompt=tokens, more=tokens, max_tokens=st.integers(1, 20))
-def test_a_longer_prompt_with_the_same_id_and_the_same_limit_is_a_new_request(
-    prompt: list[int], more: list[int], max_tokens: int
-) -> None:
+def test_a_longer_prompt_with_the_same_id_is_a_new_request(prompt: list[int], more: list[int], max_tokens: int) -> None:
     """A client that numbers its sessions, and sends the answer back with the next question."""
     boundary = Boundary.of(parsed(prompt, max_tokens), 7, "a-0")
     assert not boundary.is_continued_by(parsed(prompt + more, max_tokens))

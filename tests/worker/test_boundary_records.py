@@ -86,7 +86,7 @@ def worker(store: Memory, pool: str = "pool", ttl_s: float = 300.0) -> BoundaryR
     return BoundaryRecords(store, pool, ttl_s)
 
 
-async def test_the_first_token_waits_for_the_record_and_nothing_else_does() -> None:
+async def test_only_the_first_token_waits_for_the_record() -> None:
     store = Memory()
     records = worker(store)
     store.free.clear()
@@ -103,7 +103,7 @@ async def test_the_first_token_waits_for_the_record_and_nothing_else_does() -> N
     await records.close()
 
 
-async def test_a_worker_that_dies_leaves_its_record_and_two_that_die_end_the_request() -> None:
+async def test_a_dead_worker_leaves_its_record_and_two_end_the_request() -> None:
     store = Memory()
     for attempt in (1, 2):
         record = await worker(store).begin("a", request(1, 2))
@@ -131,7 +131,7 @@ async def test_a_drawn_seed_survives_also_before_the_first_token() -> None:
     assert (moved.params.seed, moved.params.max_tokens, moved.generated_token_ids) == (7, 9, [5])
 
 
-async def test_an_answer_does_not_go_on_in_a_worker_that_computes_other_bits() -> None:
+async def test_answers_do_not_continue_in_workers_of_other_numerics() -> None:
     store = Memory()
     info = EngineInfo("embedded", "0", 64, 8, (2,), 4, 10, 4, 64, made_by="exact, native kernels", kv_dtype="bfloat16")
     first, alike, other = worker(store), worker(store), worker(store)
@@ -176,7 +176,7 @@ async def test_a_cancelled_request_goes_away_a_little_later() -> None:
     await records.close()
 
 
-async def test_an_answer_that_has_ended_can_go_on_a_little_later_and_is_not_repeated() -> None:
+async def test_an_ended_answer_can_continue_soon_and_is_not_repeated() -> None:
     store = Memory()
     records = worker(store)
     record = await records.begin("a", request(1, 2))
@@ -210,7 +210,7 @@ async def test_what_another_worker_has_taken_over_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("closes", [False, True])
-async def test_a_worker_that_was_stopped_does_not_take_over_what_nobody_waits_for(closes: bool) -> None:
+async def test_a_resumed_worker_does_not_take_over_a_cancelled_request(closes: bool) -> None:
     """The frontend gave the request to another worker; the first one takes it in later, and hears
     that it was cancelled.
     """
@@ -260,7 +260,7 @@ async def test_close_removes_what_has_ended() -> None:
     assert len(store.values) == 1
 
 
-async def test_a_store_that_fails_or_hangs_refuses_requests_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_are_refused_while_the_store_fails_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_store, "TIMEOUT_S", 0.02)
     store = Memory()
     records = worker(store)

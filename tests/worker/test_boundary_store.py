@@ -113,7 +113,7 @@ async def test_many_at_once(store: BoundaryStore) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nats", "etcd"])
-async def test_a_store_that_died_says_so_and_works_again_when_it_is_back(
+async def test_a_dead_store_raises_and_works_again_when_it_is_back(
     kind: str, servers: dict[str, ServerProcess]
 ) -> None:
     store = make_store(address(servers[kind]))
@@ -169,7 +169,7 @@ async def test_records_of_a_directory_go_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shift_s", [-86_400.0, 86_400.0])
-async def test_a_clock_that_is_set_back_or_forward_neither_loses_nor_keeps_records(
+async def test_setting_the_clock_neither_loses_nor_keeps_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift_s: float
 ) -> None:
     """Whether the machine's clock, and so that of its files, was set, or another machine's."""

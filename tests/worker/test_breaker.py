@@ -42,7 +42,7 @@ def test_slow_failures_do_not_open_it(breaker, clock) -> None:
     breaker.check(["acme"])
 
 
-def test_after_the_rest_one_failure_opens_it_again_and_one_success_closes_it(breaker, clock) -> None:
+def test_when_half_open_one_failure_opens_and_one_success_closes(breaker, clock) -> None:
     for _ in range(3):
         breaker.record("acme")
     clock.now = 6

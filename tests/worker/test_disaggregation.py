@@ -61,9 +61,7 @@ def test_decode_connects_to_nobody_but_its_own_pool() -> None:
 @pytest.mark.parametrize(
     ("prompt", "selection", "whose"), [([5, 6, 8], CHOSEN, "another prompt"), (PROMPT, Selection(), "other processors")]
 )
-def test_a_genuine_kv_transfer_is_worth_nothing_with_another_request(
-    prompt: list[int], selection: Selection, whose: str
-) -> None:
+def test_a_kv_transfer_of_another_request_is_refused(prompt: list[int], selection: Selection, whose: str) -> None:
     with pytest.raises(InvalidRequest, match=f"was made for {whose}"):
         disaggregation("decode").kv_of(request(transferred(), prompt), selection)
 
@@ -113,7 +111,7 @@ def test_only_so_many_prompts_are_computed_without_a_kv_transfer() -> None:
     assert decode.counts == {"missing": 3}
 
 
-def test_a_stream_that_is_closed_late_does_not_give_up_its_successors_place() -> None:
+def test_a_stream_closed_late_keeps_its_successors_local_prefill() -> None:
     decode = disaggregation("decode")
     part = decode.kv_of(request(), CHOSEN)
     first, second = InFlightRequest("same id", 3), InFlightRequest("same id", 3)

@@ -45,7 +45,7 @@ async def test_admit_and_release() -> None:
     assert (len(in_flight), in_flight.num_blocks) == (0, 0)
 
 
-async def test_an_id_in_flight_is_refused_and_the_first_request_is_untouched() -> None:
+async def test_an_id_in_flight_is_refused_and_its_request_is_untouched() -> None:
     in_flight = InFlightRequests()
     first = in_flight.admit("a", 1)
     with pytest.raises(InvalidRequest, match="'a' is being served already"):
@@ -55,7 +55,7 @@ async def test_an_id_in_flight_is_refused_and_the_first_request_is_untouched() -
     in_flight.admit("a", 1)
 
 
-async def test_a_stream_that_is_closed_late_does_not_release_its_successor() -> None:
+async def test_a_stream_closed_late_does_not_release_its_successor() -> None:
     in_flight = InFlightRequests()
     cancelled = in_flight.admit("a", 1)
     assert in_flight.release_id("a")

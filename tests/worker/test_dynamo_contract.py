@@ -206,7 +206,7 @@ def test_ports_that_are_off(text: str) -> None:
     installation.check_ports({"DYN_SYSTEM_PORT": text})
 
 
-def test_the_system_port_of_older_versions_is_16_bits_with_a_sign() -> None:
+def test_older_versions_refuse_a_system_port_above_32767() -> None:
     if DYNAMO < (1, 6):
         with pytest.raises(ConfigurationError, match="DYN_SYSTEM_PORT must be a port number up to 32767, got '40000'"):
             installation.check_ports({"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": "40000"})

@@ -275,7 +275,7 @@ def test_a_default_shapes_a_request_that_is_drawn(facts: Context, name: str) -> 
 
 
 @pytest.mark.parametrize(("name", "drawn"), [(name, name in UNDONE_BY_GREEDY) for name in LATE])
-def test_of_what_is_mandatory_only_what_greedy_would_undo_is_drawn(facts: Context, name: str, drawn: bool) -> None:
+def test_mandatory_processors_sample_only_if_greedy_undoes_them(facts: Context, name: str, drawn: bool) -> None:
     params, chain = served(late_chains(facts, mandatory=operators("mandatory", name, LATE[name])), parsed(raw()))
     assert name in names(chain)
     assert params.is_greedy is not drawn
@@ -322,7 +322,7 @@ def test_a_mandatory_processor_cannot_be_changed_by_its_field(facts: Context, ca
     assert refused.value.field.startswith(case.control.path)
 
 
-def test_an_argument_that_the_field_has_beside_its_value_is_compared_too(facts: Context) -> None:
+def test_a_fields_arguments_beside_its_value_are_compared_too(facts: Context) -> None:
     chains = chains_with(facts, mandatory=operators("mandatory", "allowed_tokens", {"token_ids": [9, 10]}))
     with pytest.raises(InvalidRequest, match="allowed_tokens is set by the operator and cannot be changed"):
         chains.select(
@@ -395,7 +395,7 @@ def test_what_else_rules_a_mandatory_one_out_is_said(facts: Context) -> None:
     assert refused.value.field == "logits_processors"
 
 
-def test_what_the_client_asks_for_itself_is_refused_in_its_own_name(facts: Context) -> None:
+def test_a_clients_own_field_is_named_in_its_refusal(facts: Context) -> None:
     with pytest.raises(InvalidRequest, match="needs an end token") as refused:
         served(chains_with(facts), parsed(raw(BY_NAME["json_schema"], True, ignore_eos=True)))
     assert refused.value.field.startswith("sampling_options.guided_decoding")

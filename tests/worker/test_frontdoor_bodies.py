@@ -215,7 +215,7 @@ def refused(body: bytes) -> Refused:
     return found.value
 
 
-def test_too_large_a_bias_is_refused_before_anything_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_a_bias_is_refused_before_it_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(bias: object) -> Any:
         raise AssertionError("it was made")
 

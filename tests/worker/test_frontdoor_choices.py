@@ -102,7 +102,7 @@ async def test_extensions_stay_those_of_their_choice() -> None:
     assert json.loads(body)["nvext"] == {"choices": [{"engine_data": {"seed": i}} for i in range(3)]}
 
 
-async def test_prompts_of_a_list_have_their_choices_one_behind_the_other() -> None:
+async def test_choices_of_a_list_of_prompts_come_prompt_by_prompt() -> None:
     """As in OpenAI's API: choices of the first prompt first."""
 
     def of_two(choice: int) -> dict[str, Any]:
@@ -353,7 +353,7 @@ async def test_a_choice_that_connects_behind_an_error_is_not_asked_for() -> None
     assert client.data.startswith(b"HTTP/1.1 503")
 
 
-async def test_a_choice_that_connects_while_the_client_does_not_read_waits() -> None:
+async def test_a_choice_that_connects_while_the_client_is_paused_waits() -> None:
     upstreams = Upstreams()
     _, choices = await two_choices(upstreams)
     choices.pause()

@@ -198,7 +198,7 @@ async def test_what_two_servers_may_read_in_two_ways_is_refused(name: str) -> No
         assert at.frontends[0].requests == []
 
 
-async def test_a_body_with_two_framings_is_read_in_chunks_and_ends_the_connection() -> None:
+async def test_a_body_with_two_framings_is_chunked_and_the_last() -> None:
     """Whoever forwarded it may have read the other one, and taken the rest for another request."""
     head = CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Length: 4\r\n\r\n")
     body = json.dumps({"model": "m", "prompt": "a"}).encode()

@@ -221,7 +221,7 @@ def test_other_answers_are_not(schema: Any, misreads: bool) -> None:
     assert "response_format" in sent(calls=HERMES, **guide(schema))
 
 
-def test_a_schema_is_looked_at_once_however_many_references_lead_to_it() -> None:
+def test_a_schema_is_visited_once_however_often_it_is_referenced() -> None:
     """A thousand ways to write one reference cost no more than one."""
     looked = 0
 
@@ -463,7 +463,7 @@ def test_refusals_name_the_field(name: str) -> None:
     assert error.message.startswith(param)
 
 
-def test_a_bad_annotation_or_header_is_refused_before_a_stream_begins() -> None:
+def test_bad_annotations_or_headers_are_refused_before_a_stream() -> None:
     bad = json.dumps({"version": 1, "processors": [{"name": "min_tokens", "args": {"n": -1}}]})
     assert "processors[0].args.n" in refusal(nvext={"annotations": [ANNOTATION + bad]}).message
     assert "processors[0].args.n" in refusal(headers={METADATA_HEADER: bad.encode()}).message
@@ -517,7 +517,7 @@ def test_kept_as_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("without", [{}, {"content": None}], ids=["absent", "null"])
-def test_a_call_that_comes_back_without_content_has_an_empty_text(without: dict[str, None]) -> None:
+def test_a_returned_tool_call_without_content_has_an_empty_text(without: dict[str, None]) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     answered = {"role": "tool", "tool_call_id": "1", "content": "r"}
     back = {"role": "assistant", "tool_calls": [call], **without}
@@ -525,7 +525,7 @@ def test_a_call_that_comes_back_without_content_has_an_empty_text(without: dict[
     assert found["messages"] == [*MESSAGES, {**back, "content": ""}, answered, {"role": "assistant", "content": "a"}]
 
 
-def test_other_messages_without_content_are_the_frontends_to_refuse() -> None:
+def test_other_messages_without_content_are_left_to_the_frontend() -> None:
     messages = [{"role": "user", "content": None}, {"role": "system"}, {"role": "tool", "content": None}]
     assert sent(messages=messages)["messages"] == messages
 
@@ -556,7 +556,7 @@ def test_malformed_bodies(name: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [*range(20, 60, 5), *range(800, 1010, 3)])
-def test_a_body_nested_nearly_too_deep_to_read_is_refused_or_sent_on(depth: int) -> None:
+def test_a_body_nested_almost_too_deep_is_refused_or_forwarded(depth: int) -> None:
     """It may still be too deep to write."""
     deep = '{"type": "function", "function": {"name": "f", "parameters": ' + '{"a": ' * depth + "1" + "}" * depth + "}}"
     for body in (

@@ -371,7 +371,7 @@ class Acknowledged:
 
 
 @pytest.mark.skipif(QUICK_ACK is None, reason="TCP_QUICKACK is an option of Linux")
-async def test_acknowledgements_are_asked_for_where_the_kernel_would_delay_them() -> None:
+async def test_quick_acknowledgements_are_set_where_delays_would_occur() -> None:
     """For the beginning of an answer, and for what may be a full segment, but not per event."""
     taken: list[bytes] = []
 
@@ -390,7 +390,7 @@ async def test_acknowledgements_are_asked_for_where_the_kernel_would_delay_them(
     assert len(taken) == 6
 
 
-async def test_a_kept_connection_that_was_closed_costs_a_second_attempt() -> None:
+async def test_a_closed_idle_connection_costs_a_second_attempt() -> None:
     async with keeping(say_ok) as (at, frontend):
         await at.ask(post())
         (upstream,) = at.options.upstream
@@ -707,7 +707,7 @@ async def test_a_slow_client_is_not_waited_for(sent: bytes, status: int | None) 
         assert (error_of(answer)[0] if answer else None) == status
 
 
-async def test_a_client_that_does_not_read_holds_back_the_frontend_and_is_cut_off() -> None:
+async def test_an_unread_answer_holds_back_the_frontend_and_is_cut_off() -> None:
     sent = 0
 
     async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

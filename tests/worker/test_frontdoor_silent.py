@@ -37,7 +37,7 @@ async def asked(at: House, number: int) -> list[asyncio.Task[bytes]]:
     return tasks
 
 
-async def test_a_frontend_that_hangs_gets_no_more_requests_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hung_frontend_gets_no_requests_until_it_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SILENT_S", 0.2)
     stopped = Stopped()
     async with house(stopped, say_ok) as at:
@@ -84,7 +84,7 @@ def another_connection() -> UpstreamConnection:
 
 @given(st.lists(st.sampled_from(["ask 0", "ask 1", "hear 0", "hear 1", "end 0", "end 1", "wait", "pick"]), max_size=60))
 @settings(max_examples=examples(300))
-def test_a_silent_frontend_is_never_first_beside_one_that_answers(steps: list[str]) -> None:
+def test_a_silent_frontend_is_never_before_an_answering_one(steps: list[str]) -> None:
     now = [1.0]
     two = [Upstream("a", 1), Upstream("b", 2)]
     pool = Upstreams(two, 1.0, now=lambda: now[0])

@@ -99,9 +99,7 @@ async def test_a_refusal_names_the_field_and_the_limit(
     assert (await build(chains, GOOD)).members[0].name == "choice"
 
 
-async def test_slow_grammars_hold_up_neither_the_builder_nor_asyncios_threads(
-    facts: Context, sandbox: GrammarSandbox
-) -> None:
+async def test_slow_grammars_block_neither_builder_nor_asyncio_threads(facts: Context, sandbox: GrammarSandbox) -> None:
     chains = chains_of(facts)
     bombs = [
         asyncio.create_task(build(chains, {"json": {"type": "integer", "multipleOf": 99999989 - 2 * i}}, f"client {i}"))
@@ -118,7 +116,7 @@ async def test_slow_grammars_hold_up_neither_the_builder_nor_asyncios_threads(
     assert sandbox.counts["cancelled"] == 40
 
 
-async def test_a_full_queue_and_a_missing_process_are_no_fault_of_the_grammar(
+async def test_a_full_queue_or_missing_process_is_no_grammars_fault(
     facts: Context, sandbox: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chains = chains_of(facts)
@@ -218,7 +216,7 @@ def arguments_for(model: str) -> Arguments:
     return parse_arguments(["--model-path", model, "--grammar-timeout-s", "1", "--grammar-cache-mib", "3"], {})
 
 
-async def test_the_chain_builder_of_a_worker_has_a_sandbox_and_its_metrics(model: str) -> None:
+async def test_a_workers_chain_builder_has_a_sandbox_and_its_metrics(model: str) -> None:
     registry = CollectorRegistry()
     chains = await asyncio.to_thread(make_chain_builder, arguments_for(model), INFO, registry)
     cache = grammar_cache(chains.vocabulary)

@@ -187,7 +187,7 @@ async def test_the_engine_hears_what_a_client_says_of_a_request() -> None:
         await collect(worker, request(routing={"priority": "high"}))
 
 
-async def test_an_engine_that_is_silent_is_asked_to_keep_its_streams_alive() -> None:
+async def test_a_silent_engine_is_asked_to_keep_its_streams_alive() -> None:
     silent = asyncio.Event()
 
     class Engine(FakeEngine):
@@ -255,7 +255,7 @@ async def test_a_failed_request_is_an_error() -> None:
     assert outcome(worker, "failed") == 1
 
 
-async def test_unknown_errors_hide_their_details_and_break_the_engine_when_they_pile_up() -> None:
+async def test_unknown_errors_hide_details_and_many_break_the_engine() -> None:
     worker, engine, left = await started(raising(RuntimeError("secret path")))
     for _ in range(7):
         with pytest.raises(exceptions.Unknown, match=r"^internal error$"):
@@ -397,7 +397,7 @@ async def test_only_decode_workers_receive_kv(role: str) -> None:
         await collect(worker, request(prefill_result={"disaggregated_params": {}}))
 
 
-async def test_a_decode_worker_computes_prompts_without_a_kv_transfer_unless_told_not_to() -> None:
+async def test_a_decode_worker_prefills_locally_unless_told_not_to() -> None:
     for most in ("1", "0"):
         given = ["--model-path", "/m", "--disaggregation-mode", "decode", "--max-local-prefills", most]
         worker = WorkerEngine(FakeEngine(two_tokens), parse_arguments(given, {}), seal=SEAL, make_chains=chains)
@@ -498,7 +498,7 @@ async def test_an_engine_that_reports_for_itself() -> None:
     assert (worker.server.broken, left) == ("the executor died", [True])
 
 
-async def test_only_a_clients_seed_is_passed_to_an_engine_that_pays_for_it() -> None:
+async def test_only_a_clients_seed_reaches_an_engine_that_pays_for_it() -> None:
     seeds: list[int | None] = []
 
     async def script(request_id: str, params: SamplingParams) -> AsyncGenerator[TokenDelta, None]:

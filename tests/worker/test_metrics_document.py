@@ -106,7 +106,7 @@ async def test_a_request_in_the_batch_is_in_the_load(served: Client) -> None:
     await stream.aclose()
 
 
-async def test_tokens_of_one_chunk_share_its_time_and_a_transfer_is_no_queue() -> None:
+async def test_a_chunks_tokens_share_its_time_and_transfer_is_no_queue() -> None:
     metrics = WorkerMetrics(InFlightRequests())
     metrics.observe_tokens(2, 0.3, is_first=True)
     metrics.observe_tokens(2, 0.3, is_first=False)

@@ -140,7 +140,7 @@ def request_of(name: str) -> dict[str, Any]:
     return {"token_ids": PROMPT, "annotations": [annotation], "sampling_options": sampling, "stop_conditions": stops}
 
 
-async def test_an_answer_that_has_ended_goes_on_where_the_frontend_has_not_got_all_of_it(pool: Pool) -> None:
+async def test_an_ended_answer_continues_if_not_all_of_it_arrived(pool: Pool) -> None:
     """Its worker died a moment after the end of the answer, which was still on its way."""
     raw = request_of("drawn seed")
     whole, _ = await pool.ask("ended", raw)
@@ -231,7 +231,7 @@ async def test_what_1_6_1_leaves_of_min_tokens(pool: Pool) -> None:
     )
 
 
-async def test_without_max_tokens_the_answer_ends_where_the_context_does(pool: Pool) -> None:
+async def test_without_max_tokens_the_answer_ends_at_the_context_limit(pool: Pool) -> None:
     raw = {"token_ids": PROMPT, "stop_conditions": {"ignore_eos": True}}
     whole, record = await pool.ask("endless", raw)
     assert len(PROMPT) + len(whole.token_ids) == 96
@@ -300,7 +300,7 @@ async def test_a_drained_request_does_not_count_as_a_crash(model: Path, tmp_path
     assert (Boundary.decode(during).attempts, Boundary.decode(after).attempts) == (1, 0)
 
 
-async def test_without_its_store_a_worker_accepts_nothing_until_it_is_back(model: Path, tmp_path: Path) -> None:
+async def test_a_worker_accepts_nothing_until_its_store_is_back(model: Path, tmp_path: Path) -> None:
     directory = tmp_path / "store"
     worker = make_worker(model, directory)
     await worker.start(1)

@@ -106,7 +106,7 @@ async def test_fields_become_processors(facts: Context) -> None:
     ]
 
 
-async def test_the_field_allows_what_is_listed_and_no_end_token_besides(facts: Context) -> None:
+async def test_the_field_allows_the_listed_tokens_and_no_end_token(facts: Context) -> None:
     chain = await build(make(facts), request(allowed_token_ids=[9, 10]))
     (allow,) = chain.plan().allows
     assert [token_id for token_id in range(facts.vocabulary.size) if is_allowed(allow, token_id)] == [9, 10]
@@ -236,7 +236,7 @@ async def test_truncation_joins_it_where_a_processor_acts_as_late(facts: Context
     assert (left.temperature, left.top_k, left.top_p, left.is_greedy) == (1.0, None, None, False)
 
 
-async def test_naming_a_late_processor_means_drawing_and_temperature_zero_stays_greedy(facts: Context) -> None:
+async def test_a_late_processor_means_sampling_unless_temperature_is_0(facts: Context) -> None:
     late = request(channel('{"name": "top_n_sigma", "args": {"n": 1.5}}'))
     left, found = await fields(facts, SamplingParams(), late)
     assert (left.is_greedy, found) == (False, ["top_n_sigma"])

@@ -146,7 +146,7 @@ async def test_an_order_is_recorded(plain: Client, files: Files) -> None:
     assert await files.replay(answer.receipt, PROMPT) == 0
 
 
-async def test_preempted_and_chunked_in_a_batch_with_an_operator_s_watermark(
+async def test_a_preempted_watermarked_answer_of_a_batch_is_replayed(
     served: Client, policy: Path, files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [[(place * 7 + which) % 900 + 5 for place in range(240)] for which in range(5)]
@@ -176,7 +176,7 @@ async def test_an_end_token_that_is_not_shown_is_replayed_too(plain: Client, fil
     assert await files.replay(answer.receipt, PROMPT) == 0
 
 
-async def test_an_answer_that_was_cut_off_is_replayed_as_far_as_it_went(plain: Client, files: Files) -> None:
+async def test_a_cut_off_answer_is_replayed_as_far_as_it_went(plain: Client, files: Files) -> None:
     asked = {"sampling_options": DRAWN, "stop_conditions": {"max_tokens": 500, "ignore_eos": True}}
     answer = await plain.ask(PROMPT, GRAMMAR, sampling_options=DRAWN, stop_conditions={"max_tokens": 50})
     raw = {"token_ids": PROMPT, "annotations": ['logits_processors:{"version": 1, "receipt": true}'], **asked}
@@ -304,7 +304,7 @@ async def test_bad_command_lines(receipt: dict[str, Any], files: Files, capsys: 
     assert "--prompt-file" in capsys.readouterr().err
 
 
-async def test_another_answer_than_the_recorded_one_is_said_to_be_different(
+async def test_an_answer_that_differs_from_the_record_is_reported(
     receipt: dict[str, Any], files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await files.replay({**receipt, "answer_digest": "0" * 32}, PROMPT) == 1

@@ -203,7 +203,7 @@ async def test_health_probes_and_other_workers_are_not_logged(lines: Lines) -> N
     assert lines.lines.empty()
 
 
-async def test_a_slow_reader_holds_nobody_up_and_what_is_lost_is_counted(
+async def test_a_slow_reader_blocks_nobody_and_lost_lines_are_counted(
     lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_log, "MAX_PENDING", 2)

@@ -22,7 +22,7 @@ def builder(made: GenerationRequest) -> ResponseBuilder:
     return ResponseBuilder(made, made.params.end_token_ids - made.shown_stop_token_ids)
 
 
-def test_hidden_stop_token_is_dropped_where_shown_ones_brought_it_in() -> None:
+def test_a_hidden_stop_token_is_dropped_beside_shown_ones() -> None:
     made = request(frozenset({5}))
     chunk = builder(made).chunk(TokenDelta([4, 9], finish_reason="stop", stop_reason=9))
     assert chunk["token_ids"] == [4]
@@ -44,7 +44,7 @@ def test_usage() -> None:
     }
 
 
-def test_logprobs_are_the_chosen_token_s_and_the_likeliest_by_rank() -> None:
+def test_logprobs_are_the_chosen_tokens_and_the_best_by_rank() -> None:
     delta = TokenDelta([7], logprobs=[[TokenLogprob(7, -3.0, 3), TokenLogprob(1, -0.5, 1), TokenLogprob(2, -1.0, 2)]])
     chunk = builder(request(logprobs=2)).chunk(delta)
     assert chunk["log_probs"] == [-3.0]

@@ -43,7 +43,7 @@ def test_no_chunk_ends_within_what_may_be_a_stop_string(text: str, stops: list[s
     assert not rest or any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
 
 
-def test_a_stop_string_that_min_tokens_ignores_does_not_hide_the_beginning_of_another() -> None:
+def test_an_ignored_stop_string_does_not_hide_anothers_beginning() -> None:
     assert chunks_of(b"abxyz.", ["ab", "xyz!"]) == [b"ab", b"xyz."]
 
 

@@ -48,7 +48,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["format", "version", "expires", "body", "mac", "other"]), JSON), JSON)
-def test_whatever_is_changed_is_refused_and_nothing_else_is_raised(changes: dict[str, Any], whole: Any) -> None:
+def test_any_change_of_a_seal_is_refused_with_no_other_error(changes: dict[str, Any], whole: Any) -> None:
     seal = Seal(POOL)
     genuine = seal.close(BODY, 30.0)
     refused(seal, whole)

@@ -39,7 +39,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3)
 
 
 @given(TOKENS, st.lists(st.integers(1, 4), max_size=10), STOPS)
-def test_the_first_token_that_completes_a_stop_string_is_the_last(
+def test_an_answer_ends_with_the_first_completed_stop_string(
     token_ids: list[int], sizes: list[int], stops: list[str]
 ) -> None:
     text = Bytes()

@@ -57,7 +57,7 @@ answers = st.lists(tokens, max_size=30).map(lambda parts: [token_id for part in 
 
 
 @given(answers, st.lists(st.integers(1, 3), min_size=1, max_size=3))
-def test_a_decoder_that_starts_anew_after_a_chunk_makes_the_same_text(ids: list[int], sizes: list[int]) -> None:
+def test_a_decoder_restarted_after_a_chunk_makes_the_same_text(ids: list[int], sizes: list[int]) -> None:
     prompt = [ord(letter) for letter in "prompt"]
     undisturbed = FrontendDecoder(prompt)
     expected = "".join(undisturbed.step(token_id) for token_id in ids)

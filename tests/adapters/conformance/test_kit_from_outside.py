@@ -56,7 +56,7 @@ def test_the_processors_of_the_page_conform(page_files: dict[str, str]) -> None:
         assert report.passed, str(report)
 
 
-def test_the_wrapped_class_of_the_page_is_taken_by_the_command_line_that_the_page_shows(
+def test_the_pages_command_line_loads_its_wrapped_classes(
     page_files: dict[str, str],
 ) -> None:
     options = re.findall(r"`?--logits-processor ([\w/]+=[\w:]+)`?", _PAGE.read_text(encoding="utf-8"))
@@ -103,7 +103,7 @@ class Least(SteeringProcessor):
         return Ban.of([self.last_token]) if self.num_generated else None  # type: ignore[list-item]
 
 
-def test_a_processor_without_arguments_declares_a_name_and_a_stage() -> None:
+def test_a_processor_without_arguments_needs_a_name_and_a_stage() -> None:
     report = check_processor(Least, [{}])
     assert report.passed, str(report)
     chain = Catalog([Entry("least", Least)]).build_chain(Selection((Requested("least"),)), kit_context())
@@ -217,14 +217,14 @@ def test_third_party_forcing_that_leaves_nan_is_caught() -> None:
     assert "masked_rows" in {result.check.name for result in report.failures}
 
 
-def test_an_example_that_is_refused_fails_every_check_that_needs_it() -> None:
+def test_a_refused_example_fails_every_check_that_needs_it() -> None:
     report = check_processor(broken_processors.Steering, [{"n": 51}], only=["runs"])
     assert 'the example {"n": 51} is refused' in str(report)
     with pytest.raises(CheckFailed, match="is refused"):
         report.raise_for_failures()
 
 
-def test_without_an_example_that_can_be_guessed_the_kit_asks_for_one() -> None:
+def test_the_kit_asks_for_examples_that_it_cannot_guess() -> None:
     with pytest.raises(CheckFailed, match="give examples"):
         _ = Subject(broken_processors.NeedsAKey).cases
 

@@ -135,7 +135,7 @@ def first_op(*rules: FusionRule) -> type[Op]:
     return type(pipe.compiled_ops[0])
 
 
-def test_a_rule_for_ops_needs_a_higher_priority_than_the_built_in_one() -> None:
+def test_a_fusion_rule_needs_more_priority_than_the_built_in_one() -> None:
     pattern = (TemperatureOp, SoftmaxOp)
     assert first_op(rule(pattern, 100)) is FusedTemperatureSoftmaxOp
     assert first_op(rule(pattern, 101)) is HalfSoftmaxOp

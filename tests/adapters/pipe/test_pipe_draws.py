@@ -143,6 +143,6 @@ def test_parameters_per_row_belong_to_the_rows_not_to_the_draws() -> None:
         assert set(tokens[rows == 1].tolist()) == {0, 1, 2}
 
 
-def test_equal_most_likely_tokens_with_top_k_1_give_the_lowest_id() -> None:
+def test_top_k_1_of_equal_most_likely_tokens_gives_the_lowest_id() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 2.0]] * 40)
     assert set(LogitsPipe([Softmax(), TopK(top_k=1), Sample()])(logits).tolist()) == {1}

@@ -105,7 +105,7 @@ def test_chains_that_do_not_fit(processors: list[LogitsProcessor], input_type: T
     assert isinstance(raised.value.__cause__, LegalizationError)
 
 
-def test_another_error_of_a_processor_during_inference_is_its_own() -> None:
+def test_a_processors_own_error_in_type_inference_is_unchanged() -> None:
     with pytest.raises(TypeError, match=r"^broken$"):
         LogitsPipe([Broken()])
     assert infer_initial_type([]) is LOGITS

@@ -177,7 +177,7 @@ def test_a_row_does_not_depend_on_the_batch(seed: int, order: list[int], num_row
     assert torch.equal(part, whole[chosen])
 
 
-def test_one_row_of_a_real_vocabulary_is_the_same_alone_and_in_a_batch() -> None:
+def test_a_row_of_a_real_vocabulary_is_the_same_alone_or_batched() -> None:
     logits = torch.randn(7, 128256, generator=torch.Generator().manual_seed(5)) * 2
     pipe = LogitsPipe([Temperature(temperature=0.9), Softmax(), TopK(top_k=500), TopP(top_p=0.95)])
     whole = pipe(logits)
@@ -185,7 +185,7 @@ def test_one_row_of_a_real_vocabulary_is_the_same_alone_and_in_a_batch() -> None
         assert torch.equal(pipe(logits[row : row + 1]), whole[row : row + 1])
 
 
-def test_probabilities_need_not_sum_to_one_and_negative_ones_count_as_zero() -> None:
+def test_probabilities_may_sum_to_any_value_and_below_0_are_0() -> None:
     assert LogitsPipe([TopK(top_k=1)], input_type=TensorType.PROBS)(torch.tensor([[4.5, -3.5]])).tolist() == [[1, 0]]
     assert LogitsPipe([TopP(top_p=0.9)])(torch.tensor([[0.08, 0.92], [-0.25, 1.25]])).tolist() == [[0, 1], [0, 1]]
     assert LogitsPipe([MinP(min_p=0.05)])(torch.tensor([[-0.25, 1.25]])).tolist() == [[0, 1]]

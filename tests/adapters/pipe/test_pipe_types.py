@@ -48,7 +48,7 @@ def test_functions_of_torch_take_it_anywhere() -> None:
     assert torch.equal(torch.add(x, tagged), x + x)  # type: ignore[call-overload]
 
 
-def test_a_pipe_takes_plain_and_tagged_tensors_and_returns_plain_ones() -> None:
+def test_a_pipe_takes_plain_or_tagged_and_returns_plain_tensors() -> None:
     x = torch.randn(2, 3)
     pipe = LogitsPipe([Softmax()])
     assert torch.equal(pipe(x), pipe(TaggedTensor.logits(x)))

@@ -70,7 +70,7 @@ def num_lines(chosen: Selection, prompt: list[int]) -> int:
 
 
 @prompts
-def test_long_ngrams_of_a_long_prompt_take_little_memory_however_often_they_are_named(kind: str) -> None:
+def test_many_long_ngrams_of_a_long_prompt_take_little_memory(kind: str) -> None:
     prompt = PROMPTS[kind](LONG)
     same = selection(*[("no_repeat_ngram", {"n": 256})] * MAX_PROCESSORS)
     assert peak_bytes(same, prompt) < 10e6
@@ -114,7 +114,7 @@ NO_LOOP = 900
 
 @prompts
 @pytest.mark.parametrize("name", list(WORST))
-def test_an_admission_is_a_few_lines_per_token_of_the_prompt_at_most(name: str, kind: str) -> None:
+def test_an_admission_runs_few_lines_per_token_of_the_prompt(name: str, kind: str) -> None:
     prompt = PROMPTS[kind](4096)
     lines = num_lines(selection((name, WORST[name])), prompt)
     assert lines < 64 * len(prompt) + NO_LOOP

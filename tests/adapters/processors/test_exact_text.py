@@ -53,7 +53,7 @@ def test_a_text_behind_any_other_decodes_to_exactly_that_text(kind, text, before
 
 
 @kinds
-def test_the_tokenizers_own_tokens_are_taken_where_they_are_the_text(kind) -> None:
+def test_the_tokenizers_own_tokens_are_used_if_they_are_the_text(kind) -> None:
     vocabulary = vocabulary_of(kind)
     own = vocabulary.tokenizer.encode("the answer is Yes", add_special_tokens=False)
     exact = vocabulary.encode("the answer is Yes")
@@ -148,7 +148,7 @@ def test_a_closing_tag_of_any_text_is_written_once(kind, end) -> None:
 
 
 @prefixed
-def test_a_tag_of_one_plain_token_is_found_where_a_space_precedes_it(kind) -> None:
+def test_a_tag_of_one_plain_token_is_found_behind_a_space(kind) -> None:
     facts = context_of(kind)
     assert len(facts.vocabulary.encode("a")) == 1
     budget = ThinkingBudget(ThinkingBudget.Args(tokens=9, end="a"), facts)

@@ -81,7 +81,7 @@ def test_a_text_is_written_whole_or_refused(model: str, kind: str, text: str, da
 
 
 @pytest.mark.parametrize("end", ["</f><|im_end|>", "<|im_end|></f>"])
-def test_an_answer_may_end_with_its_thinking_and_not_within_the_closing_tag(end: str) -> None:
+def test_an_answer_may_end_behind_but_not_within_the_closing_tag(end: str) -> None:
     vocabulary = vocabulary_like("qwen")
     context = Context(vocabulary, end_token_ids=vocabulary.eos_token_ids)
     args = ThinkingBudget.Args(tokens=0, start="<f>", end=end)

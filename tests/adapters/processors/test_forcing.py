@@ -115,7 +115,7 @@ def test_a_forced_sequence_as_text_follows_the_position() -> None:
     assert [forced_at(chain, [9] * n) for n in (0, 3, 1, 2, 4, 1)] == [2, 10, 0, 1, 10, 0]
 
 
-def test_a_forced_sequence_that_fills_max_tokens_needs_no_end_token() -> None:
+def test_a_forced_sequence_of_max_tokens_needs_no_end_token() -> None:
     assert generate(chain_of(facts(max_tokens=3), (ForcedSequence, {"text": "cab"})), 0) == [2, 0, 1]
     with pytest.raises(ArgumentError, match="takes 4 tokens, max_tokens is 3"):
         chain_of(facts(max_tokens=3), (ForcedSequence, {"text": "cabc"}))
@@ -133,7 +133,7 @@ def test_the_end_token_is_the_model_s_own_before_others() -> None:
 
 @few
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 99))
-def test_an_answer_begins_with_its_forced_prefix_and_goes_on_freely(token_ids, seed) -> None:
+def test_an_answer_begins_with_its_forced_prefix_then_is_free(token_ids, seed) -> None:
     free = ProcessorChain([], facts())
     free.start([1, 2, *token_ids])
     answer = generate(chain_of(facts(), (ForcedPrefix, {"token_ids": token_ids})), seed)
@@ -141,13 +141,13 @@ def test_an_answer_begins_with_its_forced_prefix_and_goes_on_freely(token_ids, s
     assert answer[len(token_ids) :] == generate(free, seed)[: len(answer) - len(token_ids)]
 
 
-def test_a_prefix_as_long_as_the_answer_is_fine_a_longer_one_is_not() -> None:
+def test_a_forced_prefix_may_fill_the_answer_but_not_exceed_it() -> None:
     assert generate(chain_of(facts(max_tokens=3), (ForcedPrefix, {"text": "cab"})), 0) == [2, 0, 1]
     with pytest.raises(ArgumentError, match="takes 4 tokens"):
         chain_of(facts(max_tokens=3), (ForcedPrefix, {"text": "cabc"}))
 
 
-def test_a_healed_prefix_ends_with_any_token_that_goes_on_with_its_text() -> None:
+def test_a_healed_prefix_ends_with_any_token_extending_its_text() -> None:
     spelled = vocabulary().token_bytes
     chain = chain_of(context(), (ForcedPrefix, {"text": "the quick br", "heal": True}))
     ids = vocabulary().encode("the quick br")
@@ -167,7 +167,7 @@ def test_a_healed_prefix_ends_with_any_token_that_goes_on_with_its_text() -> Non
     assert chain.plan().is_empty
 
 
-def test_a_healed_prefix_needs_texts_and_a_special_token_has_none() -> None:
+def test_healing_needs_token_texts_and_special_tokens_have_none() -> None:
     with pytest.raises(ArgumentError, match="heal: "):
         chain_of(Context(Vocabulary(V)), (ForcedPrefix, {"token_ids": [3], "heal": True}))
     special = context(end_token_ids=frozenset([5]))
@@ -273,7 +273,7 @@ def test_end_tokens_that_a_mask_forbids_do_not_begin_the_phrase() -> None:
     assert len(answer) == 5 + 3
 
 
-def test_a_first_token_that_a_mask_forbids_cannot_begin_the_phrase() -> None:
+def test_a_phrase_cannot_begin_with_a_token_that_a_mask_forbids() -> None:
     chain = chain_of(facts(), (ForceLastPhrase, {"text": "ab"}), (BannedTokens, {"token_ids": [0]}))
     row = run_row(chain, toy_logits([1], 1, end_bias=50.0))
     assert row[0] == row[10] == -torch.inf
@@ -320,7 +320,7 @@ def test_the_prompt_does_not_begin_the_phrase() -> None:
     assert chain.plan().force is None
 
 
-def test_in_the_answer_the_phrase_leaves_room_for_what_was_thought() -> None:
+def test_the_last_phrase_of_an_answer_accounts_for_its_thinking() -> None:
     request = facts(max_tokens=10, think_start=(13,), think_end=(14,))
     chain = chain_of(request, (ForceLastPhrase, {"text": "abc"}), scopes=["answer"])
     thinking = [13, 0, 9, 9]  # the first token of the phrase may be thought

@@ -245,7 +245,7 @@ def test_masks_that_were_handed_out_do_not_change(chooser: random.Random, rewoun
     assert all(map(torch.equal, masks, copies))
 
 
-def test_the_same_mask_is_another_edit_with_other_end_tokens_or_in_a_complete_text() -> None:
+def test_edits_of_one_mask_differ_by_end_tokens_and_completeness() -> None:
     masks = ThreadMasks(WIDTH)
     masks.clear()
     corrected: list[bool] = []
@@ -304,7 +304,7 @@ def test_drafts_are_peeked_and_forgotten() -> None:
     assert allowed(chain) == {ord("a")}
 
 
-def test_a_history_outside_the_grammar_is_unsatisfiable_until_it_is_rewound() -> None:
+def test_a_history_outside_the_grammar_fails_until_it_is_rewound() -> None:
     chain = built(Choice, CONTEXT, choices=["ab"])
     chain.accept(ord("x"), 2)
     with pytest.raises(ProcessorFailed, match="do not match the grammar") as caught:
@@ -318,7 +318,7 @@ def test_a_history_outside_the_grammar_is_unsatisfiable_until_it_is_rewound() ->
     assert allowed(chain) == {ord("a")}
 
 
-def test_an_ordinary_token_that_ends_the_request_waits_for_a_complete_text() -> None:
+def test_an_ordinary_end_token_waits_for_a_complete_text() -> None:
     context = Context(BYTES, end_token_ids=frozenset({ord("b"), END}))
     chain = built(Regex, context, pattern="ab?c?")
     assert allowed(chain) == {ord("a")}
@@ -384,9 +384,7 @@ def test_bombs_are_refused_at_admission(real: Context, kind: type[GrammarProcess
         assert "((((" not in caught.value.problem
 
 
-def test_a_grammar_that_explodes_after_admission_fails_its_request_and_recovers(
-    real: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_that_explodes_in_decoding_fails_and_recovers(real: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "PROBE_STEPS", 1)
     bomb = built(Regex, real, pattern="((a{1,200}){1,199}){1,200}")
     first = allowed(bomb)
@@ -513,7 +511,7 @@ def test_arguments_are_bounded(kind: type[GrammarProcessor], args: dict[str, Any
         kind.Args.model_validate(args)
 
 
-def test_a_request_that_explodes_leaves_others_with_the_same_grammar_alone(
+def test_an_exploding_request_leaves_others_of_its_grammar_alone(
     real: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """llguidance's copies of a matcher share a lexer, which stays in an error."""

@@ -485,7 +485,7 @@ def test_what_a_grammar_foresees_is_the_text_that_it_forces(model: str) -> None:
 
 
 @pytest.mark.parametrize("length", [1023, 1024, 1025, 5000])
-def test_a_token_that_is_too_long_for_a_mask_is_written_in_others(length: int) -> None:
+def test_a_token_too_long_for_a_mask_is_written_with_others(length: int) -> None:
     """llguidance's trie ends at 1,024 bytes."""
     pieces = {"a": 0, "a" * length: 1, "</s>": 2}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(pieces, [])), eos_token="</s>")

@@ -81,7 +81,7 @@ def test_a_value_can_be_written_exactly_if_it_is_valid(schema: Any, candidates: 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(schemas(), st.lists(values, min_size=8, max_size=8))
-def test_an_integer_may_have_a_fraction_where_the_text_is_not_compact(schema: Any, candidates: list[Any]) -> None:
+def test_an_integer_may_have_a_fraction_unless_text_is_compact(schema: Any, candidates: list[Any]) -> None:
     found = enforced(schema, compact=False)
     if isinstance(found, Writer):
         for value in candidates:
@@ -401,7 +401,7 @@ def test_a_refusal_names_the_place(schema: Any, place: str) -> None:
     assert caught.value.problem.startswith(place), caught.value.problem
 
 
-def test_draft_4_has_bounds_of_its_own_and_no_integer_with_a_fraction() -> None:
+def test_draft_4_has_its_own_bounds_and_no_fractional_integers() -> None:
     schema = {
         "$schema": "http://json-schema.org/draft-04/schema#",
         "type": "integer",

@@ -130,7 +130,7 @@ def test_ids_that_are_no_tokens_are_left_out() -> None:
     assert processor.edit().token_ids.tolist() == [1]
 
 
-def test_a_prompt_token_stays_penalised_when_it_was_generated_and_rewound() -> None:
+def test_a_prompt_token_stays_penalised_if_its_copy_is_rewound() -> None:
     processor = make(RepetitionPenalty, 2.0)
     processor.start([1, 1])
     processor.accept(1, 2)
@@ -280,9 +280,7 @@ def windowed(kind, penalty, window):
 
 @few
 @given(tokens, tokens, rows, st.floats(0.01, 100), windows)
-def test_a_window_of_the_repetition_penalty_holds_the_newest_of_prompt_and_answer(
-    prompt, generated, row, penalty, window
-) -> None:
+def test_a_repetition_penalty_window_spans_prompt_and_answer(prompt, generated, row, penalty, window) -> None:
     oracle = RepetitionPenaltyLogitsProcessor(penalty)
     expected = [
         oracle(torch.tensor([(prompt + generated[:k])[-window:]], dtype=torch.int64), row.clone().unsqueeze(0))[0]

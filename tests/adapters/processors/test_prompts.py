@@ -251,7 +251,7 @@ def test_boost_of_a_masked_word_is_none() -> None:
         assert not result.isnan().any()
 
 
-def test_boost_reads_special_tokens_as_line_ends_and_survives_replay() -> None:
+def test_boost_ends_lines_at_special_tokens_and_survives_replay() -> None:
     prompt = [*encode("A: no"), END, *encode("A: fox B: no")]
     result = boosted(["A", "B"], 1.0, prompt)
     (a,), (b,) = encode("A"), encode("B")

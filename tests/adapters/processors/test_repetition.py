@@ -54,7 +54,7 @@ def test_no_repeat_ngram_is_that_of_transformers(prompt, generated, n, over) -> 
 @given(prompt=tokens, generated=tokens, n=st.integers(1, 5), base=st.sampled_from([1, 2**32 + 1, 2**63 + 1]))
 @example(prompt=[1, 2, 3, 0], generated=[2, 1], n=3, base=1)  # the hash of 1, 2 is that of 2, 1
 @few
-def test_no_repeat_ngram_does_not_take_equal_hashes_for_equal_ngrams(prompt, generated, n, base) -> None:
+def test_no_repeat_ngram_tells_ngrams_of_equal_hashes_apart(prompt, generated, n, base) -> None:
     """To these bases most n-grams of small ids have the same hash as others."""
     with mock.patch.object(repetition, "PromptNgrams", functools.partial(PromptNgrams, base=base)):
         processor = NoRepeatNgram(NoRepeatNgram.Args(n=n), PLAIN)
@@ -176,7 +176,7 @@ def test_automaton_takes_back_as_if_it_had_never_been(actions, track_ends) -> No
 
 @given(prompt=st.lists(st.integers(0, 2), max_size=60), rest=st.lists(st.integers(0, 2), max_size=8))
 @settings(max_examples=examples(200), deadline=None)
-def test_automaton_made_from_a_prompt_at_once_is_the_one_made_token_by_token(prompt, rest) -> None:
+def test_an_automaton_of_a_whole_prompt_equals_token_by_token(prompt, rest) -> None:
     at_once, one_by_one = (SuffixAutomaton(5, track_ends=True) for _ in range(2))
     at_once.extend(prompt)
     for token in prompt:

@@ -129,7 +129,7 @@ def allowed(processor, history):
     return torch.isfinite(run_row(chain, ROW))
 
 
-def test_a_character_of_a_banned_script_cannot_be_written_in_bytes() -> None:
+def test_a_banned_scripts_character_cannot_be_written_in_bytes() -> None:
     processor = BanScripts(BanScripts.Args(scripts=["Han"]), FACTS)
     assert allowed(processor, [])[0xE4]  # it may still become a hexagram, U+4DC0 to U+4DFF
     assert not allowed(processor, [])[0xE5]
@@ -141,7 +141,7 @@ def test_a_character_of_a_banned_script_cannot_be_written_in_bytes() -> None:
     assert not allowed(processor, [0xF0])[0xA0]
 
 
-def test_a_token_that_is_harmless_alone_is_banned_where_it_completes_a_character() -> None:
+def test_a_token_is_banned_where_it_completes_a_banned_character() -> None:
     processor = BanScripts(BanScripts.Args(scripts=["Cyrillic"]), FACTS)
     half = TOKENIZER.pieces.index("Ж".encode()[1:] + "中".encode()[:1])
     assert allowed(processor, [])[half]

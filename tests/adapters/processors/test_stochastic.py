@@ -111,7 +111,7 @@ def test_the_coin_is_a_function_of_seed_choice_and_position(probability) -> None
             chain.accept(3, chain.position)
 
 
-def test_the_coins_of_two_scopes_are_those_of_their_absolute_positions() -> None:
+def test_random_numbers_of_two_scopes_follow_absolute_positions() -> None:
     think, answer = V - 1, V - 2
     facts = Context(Vocabulary(V), seed=7, think_start=(think,), think_end=(answer,))
     row = torch.tensor([0.4, 0.05, 0.3, 0.25] + [0.0] * (V - 4)).log()
@@ -247,7 +247,7 @@ def test_a_row_seen_after_another_history_is_no_observation() -> None:
     assert chain.members[0].processor.mu == mus[0]
 
 
-def test_shaping_a_position_twice_counts_once_and_the_last_row_counts() -> None:
+def test_shaping_a_position_twice_counts_only_the_last_row() -> None:
     once, twice = chain_of(mirostat()), chain_of(mirostat())
     run(once, [row_of(1)], [3])
     shape_all([twice], row_of(99).unsqueeze(0))
@@ -305,7 +305,7 @@ def test_mirostat_rows_do_not_depend_on_their_batch_mates(data, count, num_steps
             b.accept(token, b.position)
 
 
-def test_a_pickle_between_shaping_and_the_token_keeps_the_observation() -> None:
+def test_a_pickle_after_shaping_keeps_the_observation() -> None:
     chains = [chain_of(mirostat()), chain_of(mirostat())]
     result = shape_all(chains, torch.stack([row_of(1), row_of(2)]))
     copy = pickle.loads(pickle.dumps(chains[1]))

@@ -188,7 +188,7 @@ def test_top_p_of_equal_tokens_keeps_as_many_as_the_mass_needs() -> None:
 @pytest.mark.parametrize("spread", [0.01, 0.5, 1.0, 4.0])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("quantised", [False, True])
-def test_top_p_is_the_same_however_far_the_selection_must_be_widened(spread, p, quantised) -> None:
+def test_top_p_is_the_same_however_far_its_selection_is_widened(spread, p, quantised) -> None:
     row = row_of(5, width=12000, spread=spread, quantised=quantised)
     row[::7] = row[0]  # a tie wider than the first selection
     result = kept(shaped(row, make(TopP, p)))
@@ -296,7 +296,7 @@ processors = st.sampled_from(ALL).flatmap(lambda kind: VALUES[kind].map(lambda v
 
 @few
 @given(tied_rows, processors)
-def test_all_but_typical_p_keep_the_most_likely_token_and_none_touches_what_it_keeps(row, processor) -> None:
+def test_truncation_keeps_the_most_likely_token_and_kept_logits(row, processor) -> None:
     result = shaped(row, processor)
     left = sorted(kept(result))
     assert left
@@ -335,7 +335,7 @@ def test_rows_of_a_real_width_do_not_depend_on_their_batch_mates(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [*ALL, TopA])
-def test_rows_that_cannot_be_sampled_stay_so_and_leave_their_batch_mates_alone(kind) -> None:
+def test_rows_that_cannot_be_sampled_leave_batch_mates_alone(kind) -> None:
     value = {TopK: 300, TopNSigma: 3.0, EpsilonCutoff: 1e-5, EtaCutoff: 1e-4}.get(kind, 0.9)
     batch = torch.stack([row_of(seed, width=40003) for seed in range(5)])
     member = make(kind, value)
@@ -375,7 +375,7 @@ def test_twice_is_pure_and_pickles(processor, row) -> None:
     assert torch.equal(shaped(row, pickle.loads(pickle.dumps(processor))), first)
 
 
-def test_stages_follow_the_order_law_whatever_the_order_of_the_request() -> None:
+def test_stages_follow_the_order_law_whatever_the_requests_order() -> None:
     row = row_of(11)
     result = shaped(row, make(TopP, 0.7), make(Temperature, 2.5))
     assert torch.equal(result, warped(TopPLogitsWarper(0.7), warped(TemperatureLogitsWarper(2.5), row)))

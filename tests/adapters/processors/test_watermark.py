@@ -230,7 +230,7 @@ def test_rows_with_nothing_one_token_or_nan() -> None:
 # The detector
 
 
-def test_marked_text_is_found_with_the_right_key_and_context_only() -> None:
+def test_marked_text_is_found_only_with_its_key_and_context() -> None:
     tokens = generate(mark(context=2), 200, width=1000, spread=1.5)
     score = detect(tokens, KEY, 1000, 2)
     assert score.p_value < 1e-12

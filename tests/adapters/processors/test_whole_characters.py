@@ -157,7 +157,7 @@ def test_a_loop_that_is_seen_inside_a_character(kind) -> None:
     assert not chain.plan().bans
 
 
-def test_a_trigger_that_is_completed_in_a_token_that_begins_a_character() -> None:
+def test_a_trigger_may_end_in_a_token_that_begins_a_character() -> None:
     kind = "byte-level"
     facts = context_of(kind)
     assert byte_index(facts.vocabulary).ids[b"!\xf0\x9f"]

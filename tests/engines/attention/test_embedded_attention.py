@@ -164,9 +164,7 @@ def test_attention_over_scattered_pages_is_attention(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 32])
-def test_the_number_of_calls_does_not_grow_with_rows_that_lie_densely(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_densely_stored_rows_need_one_attention_call(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

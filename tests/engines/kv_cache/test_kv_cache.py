@@ -79,7 +79,7 @@ def test_whole_pages_are_shared_and_the_rest_is_copied() -> None:
     store.check_blocks()
 
 
-def test_a_prompt_that_ends_with_a_page_leaves_its_last_block_to_compute() -> None:
+def test_a_prompt_that_ends_with_a_page_computes_its_last_block() -> None:
     store = cache()
     first = computed(store, list(range(3, 35)))
     second = request(first.tokens)
@@ -87,7 +87,7 @@ def test_a_prompt_that_ends_with_a_page_leaves_its_last_block_to_compute() -> No
     assert second.pages == [0, 2]
 
 
-def test_a_request_that_is_rewound_to_the_end_of_a_cached_block_leaves_a_token_to_compute() -> None:
+def test_a_request_rewound_to_a_cached_block_computes_a_token() -> None:
     store = cache()
     one = computed(store, list(range(3, 43)))
     store.free(one)
@@ -109,7 +109,7 @@ def test_freed_pages_stay_cached_until_they_are_needed() -> None:
     store.check_integrity([other])
 
 
-def test_the_least_recently_used_goes_first_and_ends_before_beginnings() -> None:
+def test_eviction_takes_the_least_recently_used_and_ends_first() -> None:
     store = cache(num_pages=6)
     for first in (10, 20, 30):
         store.free(computed(store, [first] * 32))
@@ -164,7 +164,7 @@ def test_what_is_freed_makes_room_at_the_beginning() -> None:
     store.check_blocks()
 
 
-def test_in_a_full_store_what_is_freed_takes_the_place_of_what_is_oldest() -> None:
+def test_freed_pages_replace_the_oldest_ones_in_a_full_store() -> None:
     store = cache(num_pages=8)
     first, stays = computed(store, [10] * 14), computed(store, [20] * 14)
     old = [computed(store, [token] * 46) for token in (30, 40)]
@@ -231,7 +231,7 @@ def test_a_router_can_follow() -> None:
     assert third == hash_block(second, [10] * 4)
 
 
-def test_a_router_that_comes_later_is_told_what_is_cached_and_nothing_is_kept_for_it() -> None:
+def test_a_late_router_hears_of_cached_blocks_without_a_backlog() -> None:
     store = KvCache(4, PAGE, BLOCK)
     for token in range(10, 30):
         store.free(computed(store, [token] * 36))

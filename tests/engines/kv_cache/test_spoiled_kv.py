@@ -140,7 +140,7 @@ def test_a_failed_prompt_leaves_nothing_that_others_read(checkpoint: Path, kerne
     check_cached(one)
 
 
-def test_blocks_of_earlier_steps_stay_cached_and_a_router_hears_of_those_that_do_not(checkpoint: Path) -> None:
+def test_routers_know_the_blocks_that_a_failed_step_leaves(checkpoint: Path) -> None:
     one = engine(checkpoint, max_num_batched_tokens=8)
     cache = cache_of(one)
     cache.record_events()
@@ -155,7 +155,7 @@ def test_blocks_of_earlier_steps_stay_cached_and_a_router_hears_of_those_that_do
     assert len(known) == 16 // BLOCK  # two steps of 8 tokens; the third one had the bad one
 
 
-def test_requests_that_run_beside_the_failing_one_and_share_its_prefix(served: Engine) -> None:
+def test_requests_that_share_a_failing_ones_prefix_are_unharmed(served: Engine) -> None:
     prompts = [[*GOOD, 9], [*GOOD, BAD[0], 9], [*GOOD, BAD[1]], [*GOOD, 9, 10]]
     fresh = [answer(engine_result) for engine_result in served.generate(prompts[::3], greedy(5))]
     cache_of(served).clear()

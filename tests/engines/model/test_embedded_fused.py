@@ -174,7 +174,7 @@ def test_a_bitmask_as_wide_as_the_vocabulary_is_not_ignored() -> None:
         sampling(level(1))
 
 
-def test_a_bitmask_without_a_bit_and_nan_have_no_token_and_say_why() -> None:
+def test_an_empty_bitmask_and_nan_give_no_token_and_a_reason() -> None:
     sampling = processor(hot(), hot(), hot(), bitmask=torch.tensor([[0] * 3, [-1] * 3, [-1] * 3]).int())
     logits = level(3)
     logits[1, 5] = torch.nan

@@ -96,7 +96,7 @@ def test_greedy_answers_are_transformers_own(kind: str, tmp_path: Path) -> None:
         assert answers(model, budget, together) == expected
 
 
-def test_layers_with_a_rotation_that_depends_on_the_batch_are_refused(tmp_path: Path) -> None:
+def test_layers_with_batch_dependent_rope_are_refused(tmp_path: Path) -> None:
     model_type, settings = KINDS["gemma3_text"]
     rotation = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     plain = {"rope_type": "default", "rope_theta": 10000.0}

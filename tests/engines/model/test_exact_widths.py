@@ -107,7 +107,7 @@ def allocate(model: HfModel, page_size: int, threads: int) -> None:
     ("kind", "dtype"),
     grid(product(WIDE, ("float32", "bfloat16")), fast=lambda case: case in FAST),
 )
-def test_rows_have_the_same_bits_with_any_threads_chunks_and_pages(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_rows_are_bit_equal_with_any_threads_chunks_and_pages(kind: str, dtype: str, tmp_path: Path) -> None:
     model_type, changes = WIDE[kind]
     write(tmp_path, model_type, changes)
     model = load_model(EmbeddedConfig(model_path=tmp_path, device="cpu", dtype=dtype, kernels="native"))
@@ -121,7 +121,7 @@ def test_rows_have_the_same_bits_with_any_threads_chunks_and_pages(kind: str, dt
 
 
 @pytest.mark.parametrize("kind", grid([*SMALL, "gemma3"], fast=lambda kind: kind == "llama relu"))
-def test_rows_have_the_same_bits_in_any_chunks_with_torchs_kernels(kind: str, tmp_path: Path) -> None:
+def test_rows_are_bit_equal_in_any_chunks_with_torchs_kernels(kind: str, tmp_path: Path) -> None:
     model_type, changes = WIDE[kind]
     write(tmp_path, model_type, changes)
     for threads in THREADS if kind in SMALL else (5,):

@@ -184,7 +184,7 @@ def test_off_does_not_read_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
         EmbeddedConfig(model_path=checkpoint, packed_copy="on").check()
 
 
-def test_a_directory_is_named_for_checkpoints_that_cannot_be_written(
+def test_packed_copies_in_one_named_directory_do_not_collide(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them has a directory of its own there, even if their names are the same."""

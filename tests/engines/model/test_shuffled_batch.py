@@ -327,7 +327,7 @@ def differing(rows: Sequence[Row], answers: dict[str, Answer], known: Catalog) -
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_that_join_and_leave_a_busy_batch_are_what_they_are_alone(seed: int) -> None:
+def test_rows_that_join_and_leave_a_busy_batch_are_as_if_alone(seed: int) -> None:
     rows, known = all_rows(seed), catalog()
     answers = shuffled(rows, known, seed, together=8, max_num_seqs=24, max_num_batched_tokens=64)
     assert differing(rows, answers, known) == []

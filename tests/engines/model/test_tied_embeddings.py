@@ -92,7 +92,7 @@ def test_rows_are_found_in_native_panels(rows: int, words: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("shape", [(320, 64), (1000, 100), (49, 7), (4099, 33)])
-def test_rows_are_found_whatever_this_processor_makes_of_a_weight(shape: tuple[int, int]) -> None:
+def test_embeddings_are_the_weights_rows_in_any_packed_layout(shape: tuple[int, int]) -> None:
     weight = randn(*shape, torch.float32)
     ids = torch.tensor([0, shape[0] - 1, 3, 3])
     for kernels in (TORCH, native_kernels("generic")):

@@ -224,7 +224,7 @@ def test_an_argument_that_does_not_exist_is_an_error() -> None:
 
 
 @pytest.mark.native
-def test_a_library_whose_arguments_have_an_unknown_type_is_refused() -> None:
+def test_a_library_with_arguments_of_unknown_type_is_refused() -> None:
     with pytest.raises(KeyError, match="short"):
         libraries._structure("odd", "int64_t rows;short columns;")
 

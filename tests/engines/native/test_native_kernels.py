@@ -263,7 +263,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(
     window=st.sampled_from([0, 1, 50, 100]),
     source=st.randoms(use_true_random=False),
 )
-def test_what_a_token_attends_to_does_not_depend_on_how_tokens_are_cut(
+def test_attention_does_not_depend_on_how_tokens_are_cut(
     path: str,
     dtype: torch.dtype,
     is_int8: bool,

@@ -97,7 +97,7 @@ exponents = st.floats(-708, 700) | st.floats(-32, 0) | st.floats(-1e-3, 0)
 
 @settings(max_examples=examples(300), deadline=None)
 @given(values=st.lists(exponents, min_size=1, max_size=70))
-def test_exponentials_are_off_by_less_than_a_unit_in_the_last_place(path: str, values: list[float]) -> None:
+def test_exponentials_err_by_less_than_a_unit_in_the_last_place(path: str, values: list[float]) -> None:
     found = exponential_(torch.tensor(values, dtype=torch.float64)).tolist()
     with localcontext() as context:
         context.prec = 40

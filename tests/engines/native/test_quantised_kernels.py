@@ -401,7 +401,7 @@ def test_products_of_the_largest_codes_do_not_overflow(path: str, kind: str) -> 
 
 
 @of_integers
-def test_blocks_of_next_to_nothing_are_0_and_what_is_no_number_stays_none(path: str) -> None:
+def test_blocks_of_tiny_numbers_are_0_and_nan_or_inf_gives_nan(path: str) -> None:
     weight = weight_of("Q4_1", 40, 2, torch.Generator().manual_seed(0))
     x = torch.full((4, 64), 1e-38)
     x[1, 40], x[2, 3], x[3, :32] = torch.inf, torch.nan, 1.0
@@ -412,7 +412,7 @@ def test_blocks_of_next_to_nothing_are_0_and_what_is_no_number_stays_none(path: 
     assert found[3].any()
 
 
-def test_groups_that_do_not_fit_the_blocks_of_rounded_rows_are_refused() -> None:
+def test_groups_that_do_not_fit_rounded_rows_blocks_are_refused() -> None:
     weight = QuantisedWeight(torch.zeros(3, 96, dtype=torch.int8), torch.ones(3, 2))
     with pytest.raises(StartupError, match="groups of 48 weights do not fit blocks of 32"):
         weight.packed(rounds_rows=True)

@@ -266,7 +266,7 @@ def test_stop_and_end_tokens() -> None:
     assert answer[4] not in engine.generate([3, 4], longer)[0].token_ids[:6]
 
 
-def test_answers_to_one_prompt_are_those_that_they_would_be_alone(engine: Engine) -> None:
+def test_answers_to_one_prompt_are_as_if_alone(engine: Engine) -> None:
     params = SamplingParams(max_tokens=10, n=3, temperature=1.0, seed=11)
     (together,) = engine.generate("Hello", params)
     assert [one.index for one in together.outputs] == [0, 1, 2]
@@ -362,7 +362,7 @@ def test_the_fields_of_served_requests_hold_offline_too(engine: Engine) -> None:
     assert changed.token_ids[1] != plain.token_ids[1]
 
 
-def test_a_field_and_the_processor_of_its_name_are_refused_together(engine: Engine) -> None:
+def test_a_prompts_field_and_its_processor_are_refused_together(engine: Engine) -> None:
     named = [{"name": "bad_words", "args": {"words": ["x"]}}]
     with pytest.raises(
         InvalidRequest, match=r"prompts\[0\]\.sampling_params\.bad: is set, and the processor bad_words"
@@ -446,7 +446,7 @@ def test_what_stays_refused(field: str) -> None:
         scripted().generate([5], SamplingParams(**{field: values.get(field, True)}))
 
 
-def test_fields_that_are_honoured_here_alone_are_refused_in_serving() -> None:
+def test_fields_supported_only_offline_are_refused_in_serving() -> None:
     assert set(REFUSED) >= HONOURED
 
 
@@ -671,7 +671,7 @@ def test_logits_that_cannot_be_kept_end_their_own_answer_alone(which: str, monke
     engine.session.stepper.scheduler.check_integrity()
 
 
-def test_a_result_comes_once_where_several_answers_end_in_one_step() -> None:
+def test_each_result_comes_once_if_answers_end_in_one_step() -> None:
     engine = scripted(max_num_seqs=8)
     params = SamplingParams(max_tokens=6, n=3, temperature=1.0, seed=1, ignore_eos=True)
     ids = [engine.add([3 + place], params) for place in range(3)]
@@ -683,7 +683,7 @@ def test_a_result_comes_once_where_several_answers_end_in_one_step() -> None:
 
 
 @pytest.mark.parametrize("how", ["field", "name", "callable"])
-def test_a_least_length_holds_for_stop_strings_however_it_is_asked_for(engine: Engine, how: str) -> None:
+def test_min_tokens_holds_for_stop_strings_however_it_is_given(engine: Engine, how: str) -> None:
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     (full,) = engine.generate(TEXTS[0], params)
     assert full.text is not None

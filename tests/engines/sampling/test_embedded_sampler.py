@@ -66,7 +66,7 @@ def test_greedy_ties_in_a_wide_row(seed: int, ties: set[int]) -> None:
     assert sampler.sample(row[None].clone(), Edits(), Plan((one,), (), (one,))).token_ids == [min(ties)]
 
 
-def test_the_same_seed_gives_the_same_answer_and_another_does_not(model: ScriptedModel) -> None:
+def test_equal_seeds_give_equal_answers_and_others_do_not(model: ScriptedModel) -> None:
     first = run_alone(model, PROMPT, sampled()).token_ids
     assert run_alone(model, PROMPT, sampled()).token_ids == first
     assert run_alone(model, PROMPT, sampled(seed=12)).token_ids != first
@@ -78,7 +78,7 @@ def test_without_a_seed_answers_differ(model: ScriptedModel) -> None:
     assert run_alone(model, PROMPT, params).token_ids != run_alone(model, PROMPT, params).token_ids
 
 
-def test_draws_belong_to_positions_so_a_continuation_goes_on_as_before(model: ScriptedModel) -> None:
+def test_random_numbers_follow_positions_so_continuations_match(model: ScriptedModel) -> None:
     whole = run_alone(model, PROMPT, sampled()).token_ids
     rest = run_alone(model, PROMPT + whole[:8], sampled(max_tokens=12)).token_ids
     assert rest == whole[8:]
@@ -295,7 +295,7 @@ def test_raw_logprobs_are_the_models_own(model: ScriptedModel, make: Callable[..
         check_logprobs(entries, token, normalised(row), count)
 
 
-def test_processed_logprobs_of_a_greedy_answer_include_processors_and_masks(model: ScriptedModel) -> None:
+def test_greedy_processed_logprobs_include_processors_and_masks(model: ScriptedModel) -> None:
     halve = edit(lambda row: row.mul_(0.5))
     params = greedy(logprobs=4, logprobs_mode="processed", bad_token_ids=[1], logits_processor=halve)
     answer = run_alone(model, PROMPT, params)
@@ -306,7 +306,7 @@ def test_processed_logprobs_of_a_greedy_answer_include_processors_and_masks(mode
         check_logprobs(entries, token, normalised(row), 4)
 
 
-def test_processed_logprobs_of_a_sampled_answer_include_temperature_and_truncation(model: ScriptedModel) -> None:
+def test_processed_logprobs_include_temperature_and_truncation(model: ScriptedModel) -> None:
     answer = run_alone(model, PROMPT, sampled(temperature=2.0, top_k=3, logprobs=10, logprobs_mode="processed"))
     assert answer.logprobs is not None
     for place, (token, entries) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
@@ -326,7 +326,7 @@ def test_equal_logprobs_rank_by_id() -> None:
 # -- logits processors
 
 
-def test_processors_are_called_once_per_token_with_the_whole_history(model: ScriptedModel) -> None:
+def test_processors_get_the_whole_history_once_per_token(model: ScriptedModel) -> None:
     calls: list[tuple[Any, ...]] = []
 
     def record(*arguments: Any) -> None:
@@ -443,7 +443,7 @@ def test_an_evil_processor_ends_its_own_request_alone(
         assert answers[name].finish_reason == "length"
 
 
-def test_a_processor_beside_one_that_raises_is_still_called_once_per_token(model: ScriptedModel) -> None:
+def test_a_raising_processors_neighbour_runs_once_per_token(model: ScriptedModel) -> None:
     lengths: list[int] = []
 
     def count(req_id: int, logits: torch.Tensor, token_ids: list[list[int]], *_: None) -> None:

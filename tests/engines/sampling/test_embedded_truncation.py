@@ -266,7 +266,7 @@ def test_a_row_is_bitwise_the_same_in_any_batch(seed: int, width: int, count: in
 
 
 @given(seed=st.integers(0, 2**32))
-def test_a_batch_mates_parameters_do_not_matter_where_they_are_off(seed: int) -> None:
+def test_controls_that_are_off_ignore_a_batch_mates_parameters(seed: int) -> None:
     logits = torch.randn(2, 500, generator=torch.Generator().manual_seed(seed))
     for controls in (Controls(0.7), Controls(0.7, top_k=30)):
         plain = log_weights(logits[:1], [controls])

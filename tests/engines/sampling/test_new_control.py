@@ -156,7 +156,7 @@ def test_the_operators_policy_holds_for_it() -> None:
     assert chains.select(Selection(), Extended(top_a=0.0), served=True).processors == ()
 
 
-def test_the_embedded_engine_runs_it_in_the_chain_with_what_its_sampler_would_do() -> None:
+def test_a_new_control_runs_in_the_chain_with_the_samplers_own() -> None:
     admitted = request(MODEL, "one", PROMPT, Extended(top_a=0.5, temperature=0.7, min_p=0.1, top_p=0.9))
     assert admitted.chain is not None
     assert [member.name for member in admitted.chain.members] == ["temperature", "min_p", "top_p", "top_a"]
@@ -185,7 +185,7 @@ def test_the_embedded_engine_samples_by_it() -> None:
     assert min(answers(top_a=0.5)) >= 0.5 * (1 - 1e-5)
 
 
-def test_tensorrt_llm_gets_it_as_a_processor_unless_it_honours_it() -> None:
+def test_tensorrt_llm_gets_a_processor_if_it_lacks_the_control() -> None:
     params = Extended(top_a=0.5, top_k=5)
     made = native_request(
         EngineRequest("", PROMPT, params), 0, Served(frozenset(), frozenset({"min_p"}), MODEL.vocab_size, (1,))

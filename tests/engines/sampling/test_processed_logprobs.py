@@ -84,6 +84,6 @@ def test_it_is_what_processed_log_probabilities_say(engine: Engine, controls: st
         assert "processed_logprobs" not in report_of(other)  # they are the answer's own
 
 
-def test_only_a_receipt_with_attribution_of_an_answer_with_log_probabilities_has_them(engine: Engine) -> None:
+def test_processed_logprobs_need_attribution_and_logprobs(engine: Engine) -> None:
     for answer in answers(engine, BIAS, attribution=False, logprobs=1) + answers(engine, BIAS):
         assert "processed_logprobs" not in report_of(answer)

@@ -44,7 +44,7 @@ def test_each_position_has_the_targets_distribution(seed: int) -> None:
     assert {len(one) for one in samples} == {1, 2, 3}
 
 
-def test_a_draft_of_the_targets_own_distribution_is_always_accepted() -> None:
+def test_a_draft_of_the_targets_distribution_is_always_accepted() -> None:
     target = distributions(3, 7)
     assert {len(one) for one in run(target[:2], target, 1)} == {3}
 

@@ -314,7 +314,7 @@ def test_answers_are_the_same() -> None:
     assert answers(model, wanted, sync_free=True) == answers(model, wanted, sync_free=False)
 
 
-def test_the_numbers_of_the_next_step_are_those_that_were_prepared() -> None:
+def test_the_next_step_uses_the_prepared_random_numbers() -> None:
     one = request_of(0, params_of(temperature=1.0))
     sampler, plan = Sampler(50, (), CPU, sync_free=True), Plan((one,), (), (one,))
     logits = logits_of(2, 1, 50, 0.0, 1.0)
@@ -331,7 +331,7 @@ def test_the_numbers_of_the_next_step_are_those_that_were_prepared() -> None:
     assert random_rows.uniforms().item() == random_rows._table.uniforms()[0]
 
 
-def test_the_step_is_settled_and_the_next_prepared_while_the_tokens_are_on_their_way(
+def test_a_step_prepares_the_next_before_its_tokens_arrive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one = request(ScriptedModel(), "one", PROMPT, params_of(temperature=1.0, max_tokens=3))

@@ -87,7 +87,7 @@ def test_what_is_taken_back_opens_what_was_before_it(engine: Engine, phrases: li
         assert not any(phrase in result.text for phrase in phrases)
 
 
-def test_the_answer_does_not_depend_on_drafts_batch_or_preemption(engine: Engine) -> None:
+def test_answers_do_not_depend_on_drafts_batch_or_preemption(engine: Engine) -> None:
     free = engine.generate(PROMPTS, params())
     named = [ban(phrase_in(one.text, 6, 2), phrase_in(one.text, 20, 4)) for one in free]
     plain = engine.generate(PROMPTS, params(), processors=named, speculation=False)
@@ -115,7 +115,7 @@ def test_the_answer_does_not_depend_on_drafts_batch_or_preemption(engine: Engine
         assert receipts[0] == receipts[1] == receipts[2]
 
 
-def test_tokens_that_were_sent_stay_and_those_of_a_beginning_wait(engine: Engine) -> None:
+def test_sent_tokens_stay_and_those_of_a_begun_phrase_wait(engine: Engine) -> None:
     (free,) = engine.generate(PROMPTS[0], params())
     phrase = phrase_in(free.text, 10, 5)
     engine.add(PROMPTS[0], params(), ban(phrase))
@@ -137,7 +137,7 @@ def test_tokens_that_were_sent_stay_and_those_of_a_beginning_wait(engine: Engine
     assert taken_back
 
 
-def test_a_request_that_is_suspended_goes_on_where_its_client_has_stopped(engine: Engine) -> None:
+def test_a_suspended_request_resumes_where_its_client_stopped(engine: Engine) -> None:
     (free,) = engine.generate(PROMPTS[0], params())
     named = ban(phrase_in(free.text, 10, 5), "th", "er", "in", "an", "co")
     plain = engine.generate(PROMPTS[0], params(), processors=named)[0]
@@ -156,9 +156,7 @@ def test_a_request_that_is_suspended_goes_on_where_its_client_has_stopped(engine
 
 
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.8, "seed": 4}])
-def test_an_answer_that_goes_on_after_sent_tokens_holds_back_what_it_may_take_back(
-    engine: Engine, changes: dict[str, Any]
-) -> None:
+def test_a_continued_answer_holds_back_what_it_may_rewind(engine: Engine, changes: dict[str, Any]) -> None:
     (free,) = engine.generate(PROMPTS[0], params(**changes))
     named = ban(phrase_in(free.text, 10, 5))
     plain = engine.generate(PROMPTS[0], params(**changes), processors=named)[0].token_ids
@@ -178,7 +176,7 @@ def test_an_answer_that_goes_on_after_sent_tokens_holds_back_what_it_may_take_ba
         assert group.answers[0].token_ids == plain[num_sent:], num_sent
 
 
-def test_a_phrase_that_begins_in_a_token_that_was_sent_fails_the_request(engine: Engine) -> None:
+def test_a_phrase_that_begins_in_a_sent_token_fails_the_request(engine: Engine) -> None:
     (free,) = engine.generate(PROMPTS[0], params())
     named = ban(phrase_in(free.text, 10, 5))
     plain = engine.generate(PROMPTS[0], params(), processors=named)[0].token_ids
@@ -292,7 +290,7 @@ def test_it_needs_a_tokenizer() -> None:
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_an_end_token_that_completes_a_phrase_is_part_of_it_where_it_is_shown(engine: Engine, shown: bool) -> None:
+def test_an_end_token_completes_a_phrase_only_if_it_is_shown(engine: Engine, shown: bool) -> None:
     (free,) = engine.generate(PROMPTS[0], params())
     decode, ids = engine.tokenizer.decode, free.token_ids
     at = next(i for i in range(2, len(ids)) if ids[i] not in ids[:i] and "\ufffd" not in decode(ids[i - 1 : i + 1]))

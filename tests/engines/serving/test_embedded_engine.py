@@ -480,7 +480,7 @@ class Router:
             await asyncio.wait_for(self._heard.get(), 60)
 
 
-async def test_a_router_that_comes_late_hears_what_is_known_and_nothing_is_kept_before(
+async def test_a_late_router_hears_of_known_blocks_at_once(
     start_engine: StartEngine,
 ) -> None:
     engine = await start_engine(ScriptedModel())

@@ -200,7 +200,7 @@ UNFINISHED = {
 
 @pytest.mark.parametrize("kind", grid(UNFINISHED, fast=2))
 @pytest.mark.parametrize("decode", [byte_level, byte_fallback()], ids=["bytes", "fallback"])
-def test_text_that_never_ends_in_a_whole_character_takes_linear_time(decode: Decode, kind: str) -> None:
+def test_text_that_never_completes_a_character_takes_linear_time(decode: Decode, kind: str) -> None:
     totals = []
     for count in (1000, 4000):
         ids = [*(UNFINISHED[kind] * count)[:count], 0x20, WORD]
@@ -235,7 +235,7 @@ def test_any_bytes_give_the_whole_text(parts: list[tuple[list[int], int]], toget
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.tuples(RUNS, st.integers(1, 20)), max_size=5))
-def test_bytes_that_follow_a_stray_one_give_the_whole_text_with_byte_fallback(
+def test_bytes_after_a_stray_one_give_the_whole_text(
     parts: list[tuple[list[int], int]],
 ) -> None:
     """Runs that begin with a stray byte: of others, whole characters that were given out would

@@ -200,7 +200,7 @@ def test_acceptance_is_a_rate(drafts: list[tuple[int, int, int]]) -> None:
         assert 0 <= proposer.rate(matched) <= 1
 
 
-def test_acceptance_is_learnt_by_what_a_draft_rests_on_and_from_other_requests() -> None:
+def test_acceptance_is_learnt_by_match_length_across_requests() -> None:
     proposer = ProposerAcceptance(0.6)
     for _ in range(50):
         first = Acceptance(proposer)
@@ -214,7 +214,7 @@ def test_acceptance_is_learnt_by_what_a_draft_rests_on_and_from_other_requests()
     assert later.rate(2) > 0.8  # its own drafts count more than others'
 
 
-def test_a_step_tries_one_token_where_drafts_have_not_paid_for_long() -> None:
+def test_drafts_that_do_not_pay_shrink_to_one_token_trials() -> None:
     now_s = 0.0
     config = SpeculativeConfig(method="ngram", prompt_lookup_min=1)
     speculator = Speculator(config, clock=lambda: now_s)
@@ -290,6 +290,6 @@ def test_what_agrees_behind_a_gap_is_rejected() -> None:
     assert last_accepted(mask, [3]) == [0]
 
 
-def test_rewinding_releases_a_block_where_it_crosses_its_beginning() -> None:
+def test_rewinding_past_a_blocks_beginning_releases_it() -> None:
     assert rewind(offset=2, num_blocks=3, num_rejected=2, block_size=4) == (0, 3)
     assert rewind(offset=1, num_blocks=4, num_rejected=3, block_size=4) == (2, 3)

@@ -192,7 +192,7 @@ def test_kv_of_rejected_drafts_is_never_read_and_pages_balance(
     assert driver.scheduler.cache.num_available == num_pages
 
 
-def test_a_draft_takes_no_page_that_somebody_owns_and_ends_with_the_answer() -> None:
+def test_a_draft_takes_only_free_pages_and_ends_with_the_answer() -> None:
     model = RecallModel(64)
     model.allocate_kv(3, 8)
     scheduler = Scheduler(KvCache(3, 8, 4), 4, 9)
@@ -249,7 +249,7 @@ class Fails(SteeringProcessor):
             raise Unsatisfiable("no more")
 
 
-def test_a_request_whose_chain_fails_is_freed_without_the_garbage_collector() -> None:
+def test_a_failed_request_is_freed_without_garbage_collection() -> None:
     """A grammar is megabytes of the compiler's, of which the collector knows nothing."""
     model = ScriptedModel()
     driver = stepper(model)

@@ -168,7 +168,7 @@ def test_a_copy_has_the_same_one(checkpoint: Path, tmp_path: Path) -> None:
     assert fingerprint(copied) == fingerprint(checkpoint)
 
 
-def test_weights_in_other_formats_count_where_there_are_no_others(tmp_path: Path) -> None:
+def test_other_weight_formats_count_without_safetensors(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
     before = fingerprint(tmp_path)

@@ -116,9 +116,7 @@ def side_on(index: int, addresses: tuple[int, ...], monkeypatch: pytest.MonkeyPa
     return Side(transport, agents[0])
 
 
-def test_the_device_is_named_wherever_kv_is_and_tokens_stay_in_main_memory(
-    monkeypatch: pytest.MonkeyPatch, done: list[str]
-) -> None:
+def test_kv_names_its_device_and_tokens_stay_in_main_memory(monkeypatch: pytest.MonkeyPatch, done: list[str]) -> None:
     size = NUM_PAGES * PAGE_BYTES
     prefill = side_on(3, (1_000_000, 1_000_000 + size), monkeypatch)
     decode = side_on(1, (9_000_000, 5_000_000), monkeypatch)
