@@ -21,6 +21,10 @@ from adapters.grammars.compiler import byte_tables
 from adapters.grammars.lark import as_grammar
 from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavailable, Verdict
 from adapters.grammars.sandbox import process as sandbox_process
+from adapters.grammars.sandbox.driver import Driver
+from adapters.grammars.sandbox.jobs import Job, Jobs
+from adapters.grammars.sandbox.supervisor import Supervisor
+from adapters.grammars.sandbox.verdict import Limits
 
 TABLES = byte_tables([*(bytes([i]) for i in range(256)), b""])
 FOREVER_S = 600.0
@@ -313,3 +317,24 @@ def test_the_process_is_small(sandbox: GrammarSandbox) -> None:
     assert process.num_threads() == 1
     files = {Path(mapped.path).name for mapped in process.memory_maps()}
     assert not any(name.startswith(("libtorch", "libopenblas", "libc10")) for name in files)
+
+
+def test_a_late_job_that_failed_with_the_process_is_not_failed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killing the first late job loses the process, and with it the second one."""
+    jobs = Jobs(Limits(1.0, 2**30, 2**20), 8, 10.0, None)
+    supervisor = Supervisor(tables, jobs)
+    driver = Driver(jobs, supervisor)
+    late = [Job(object(), deadline=time.monotonic() - 1) for _ in range(2)]
+    for job in late:
+        jobs.add(job)
+    assert jobs.start_next() is not None
+    monkeypatch.setattr(supervisor, "start_if_due", lambda: None)
+    monkeypatch.setattr(supervisor, "write", lambda _: supervisor.fail("does not answer"))
+    try:
+        driver._turn()
+    finally:
+        supervisor.end()
+        driver.inbox.close_sockets()
+    assert isinstance(late[0].future.exception(0), SandboxBusy)
+    assert isinstance(late[1].future.exception(0), SandboxUnavailable)
+    assert jobs.counts == {"busy": 1, "unavailable": 1}

@@ -53,7 +53,7 @@ class Scalars:
         if first is not None and last is not None and last - first < MAX_MULTIPLES:
             listed = (digits(factor * numbers.step).replace(".", "[.]") for factor in range(first, last + 1))
             return self._source.terminal(f"/(?:{'|'.join(listed)}){zeros}/")
-        is_exact = _step_of_llguidance(float(numbers.step)) == numbers.step
+        is_exact = _step_of_llguidance(numbers.step) == numbers.step
         ends = [end * numbers.step for end in (first, last) if end is not None]
         if numbers.fractional or not is_exact or any(abs(end) > _EXACT for end in ends):
             raise SchemaRefused(f"{place}: multipleOf cannot be enforced exactly beside the other bounds")
@@ -80,9 +80,11 @@ def _json_schema(step: Fraction, first: int | None, last: int | None) -> str:
     return schema
 
 
-def _step_of_llguidance(step: float) -> Fraction | None:
-    """The step that llguidance reads from a float64; None if it overflows."""
-    value, exponent = step, 0
+def _step_of_llguidance(step: Fraction) -> Fraction | None:
+    """The step that llguidance reads from the float64 of ``step``; None if it overflows."""
+    if step >= 2**32:  # it may be no float64 at all
+        return None
+    value, exponent = float(step), 0
     while not value.is_integer():
         value, exponent = value * 10, exponent + 1
     return Fraction(int(value), 10**exponent) if value < 2**32 else None

@@ -108,8 +108,9 @@ class Driver:
         self._supervisor.check()
         now = time.monotonic()
         for job in [job for job in self._jobs if now >= job.deadline]:
-            self._remove(job)
-            self._jobs.fail(job, SandboxBusy(f"it was not compiled within {self._jobs.max_wait_s:g} s"))
+            if not job.future.done():  # else it failed with the process, lost as an earlier job was killed
+                self._remove(job)
+                self._jobs.fail(job, SandboxBusy(f"it was not compiled within {self._jobs.max_wait_s:g} s"))
         while self._supervisor.is_free and (started := self._jobs.start_next()) is not None:
             self._compile(*started)
         self._jobs.publish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -21,6 +22,7 @@ from schema_texts import Writer
 from test_grammar import END, WIDTH, ByteTokenizer, ByteVocabulary
 
 from adapters.contract import ArgumentError
+from adapters.grammars.json_schema import SchemaRefused, lark_grammar
 from adapters.grammars.json_schema.ecma import searched
 from adapters.grammars.json_schema.formats import format_language
 from adapters.grammars.json_schema.patterns import is_empty, matches
@@ -410,3 +412,19 @@ def test_draft_4_has_its_own_bounds_and_no_fractional_integers() -> None:
     }
     found = writer(schema, compact=False)
     assert [found.writes(text) for text in ("1", "2", "2.0")] == [False, True, False]
+
+
+@pytest.mark.parametrize("keyword", ["multipleOf", "minimum", "exclusiveMaximum", "const", "maxLength", "minItems"])
+@pytest.mark.parametrize("extra", [{}, {"type": "integer"}, {"multipleOf": 3}, {"maximum": 7 * 10**350}])
+@pytest.mark.parametrize("number", [10**308, 10**309, 7 * 10**350, -7 * 10**350, 7 * 10**399, 10**401, 2**32, 5e-324])
+def test_huge_and_tiny_numbers_are_honoured_or_refused(
+    keyword: str, extra: dict[str, Any], number: int | float
+) -> None:
+    for schema in ({**extra, keyword: number}, {"allOf": [{keyword: number}, extra]}, {"not": {keyword: number}}):
+        with contextlib.suppress(SchemaRefused):
+            lark_grammar(schema)
+
+
+def test_a_step_that_is_no_float64_is_refused() -> None:
+    with pytest.raises(SchemaRefused, match="multipleOf cannot be enforced"):
+        lark_grammar({"multipleOf": 7 * 10**350})
