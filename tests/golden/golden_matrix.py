@@ -193,17 +193,17 @@ async def _alone(
             if rows and case.row not in rows:
                 continue
             try:
-                text = await mode.tokens(Request(case.reference, ()))  # type: ignore[assignment]
+                tokens = await mode.tokens(Request(case.reference, ()))
             except Refused as refusal:
                 matrix.left_out[str(case)] = str(refusal)
                 continue
             key = str((case.prompt, case.plain.sampling_options, case.beside))
             if key not in plain_texts:
                 plain_texts[key] = await mode.tokens(Request(case.plain, ()))
-            if text != plain_texts[key] or case.row == NO_PROCESSOR:  # type: ignore[comparison-overlap]
+            if tokens != plain_texts[key] or case.row == NO_PROCESSOR:
                 matrix.acting.add(case.row)
-            texts.append((case, text))
-    return texts  # type: ignore[return-value]
+            texts.append((case, tokens))
+    return texts
 
 
 async def compare_all(mode: Mode, texts: Sequence[tuple[Case, list[int]]], matrix: Matrix) -> None:
