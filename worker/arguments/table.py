@@ -35,7 +35,7 @@ class Arguments:
         None, "Directory of the Hugging Face checkpoint to serve, or a GGUF file (docs/models.md). Required."
     )
     served_model_name: str = option(None, "Name that clients ask for. Default: last part of the model path.")
-    runtime: str = option("dynamo", "What brings the requests (docs/nats.md).", choices=("dynamo", "nats"))
+    runtime: str = option("dynamo", "Runtime that delivers requests (docs/nats.md).", choices=("dynamo", "nats"))
     engine: str = option("embedded", "Engine that decodes.", choices=("embedded", "trtllm"))
     device: str = option(
         "auto", "Where the embedded engine computes: auto (CUDA if there is any), cpu, cuda or cuda:N.", parse=device
@@ -157,7 +157,8 @@ class Arguments:
     )
     processor_errors: str = option(
         "closed",
-        "With TensorRT-LLM: a logits processor that fails ends its request, or (open) the request goes on without it.",
+        "With TensorRT-LLM: a logits processor that fails ends its request, or (open) the request continues without "
+        "it.",
         choices=("closed", "open"),
     )
     extra_engine_args: str | None = option(
@@ -219,7 +220,8 @@ class Arguments:
     )
     boundary_store: str | None = option(
         None,
-        "Where workers keep how requests began: file:DIRECTORY, nats:URL or etcd:URL; one for all workers of a pool.",
+        "Store in which workers record where each answer begins: file:DIRECTORY, nats:URL or etcd:URL; one for all "
+        "workers of a pool.",
         parse=store,
     )
     otlp_endpoint: str | None = option(
@@ -230,7 +232,7 @@ class Arguments:
     )
     kv_lease_s: float = option(
         30.0,
-        "Seconds until a lease on a prompt's KV times out; a decode worker that comes later computes the prompt.",
+        "Seconds until a lease on a prompt's KV times out; after that a decode worker computes the prompt itself.",
         parse=positive_seconds,
     )
     max_local_prefills: int = option(
@@ -289,9 +291,9 @@ class Arguments:
     )
     nats_credentials: str | None = option(None, "File with the JWT and the NKey seed of a NATS user.")
     nats_token: str | None = option(
-        None, "Token of a NATS server that wants one; better in the variable, which no process list shows."
+        None, "Token for a NATS server that requires one; preferably in the variable, which no process list shows."
     )
-    nats_nkey_seed: str | None = option(None, "File with the seed of an NKey that the NATS server knows.")
+    nats_nkey_seed: str | None = option(None, "File with the seed of an NKey that the NATS server accepts.")
     nats_tls_ca: str | None = option(
         None, "File of the certificates that sign the NATS server's. Default: the system's."
     )

@@ -82,11 +82,11 @@ class Options:
     )
     upstream: tuple[Upstream, ...] = option(
         (),
-        "Dynamo frontends, http://host:port, separated by commas; requests take them in turn. Required.",
+        "Dynamo frontends, http://host:port, separated by commas; requests go to them round robin. Required.",
         parse=_upstreams,
     )
     api_key_file: str | None = option(
-        None, "File of API keys, one per line; a request must bring one, but for GET /health and /live.", parse=text
+        None, "File of API keys, one per line; every request needs one, except GET /health and /live.", parse=text
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
@@ -100,19 +100,23 @@ class Options:
         "address.",
         parse=_header,
     )
-    body_limit_mib: int = option(8, "Largest body of a request, MiB; beyond it, a 413.", parse=positive)
-    max_connections: int = option(4096, "Connections of clients at a time; one more gets a 503.", parse=positive)
+    body_limit_mib: int = option(8, "Largest body of a request, MiB; a larger one gets a 413.", parse=positive)
+    max_connections: int = option(4096, "Most client connections at a time; one more gets a 503.", parse=positive)
     header_timeout_s: float = option(10.0, "Seconds in which the head of a request must arrive.", parse=_seconds)
     body_timeout_s: float = option(60.0, "Seconds in which the body of a request must arrive.", parse=_seconds)
     body_rate_kib_s: float = option(
-        1.0, "Least rate of a body, KiB per second; one that comes slower for 10 seconds is a 408.", parse=_rate
+        1.0, "Lowest rate of a body, KiB per second; one that is slower for 10 seconds gets a 408.", parse=_rate
     )
-    idle_timeout_s: float = option(75.0, "Seconds that a connection may stay without a request.", parse=_seconds)
+    idle_timeout_s: float = option(75.0, "Seconds that a connection may be idle.", parse=_seconds)
     send_timeout_s: float = option(
-        60.0, "Seconds that a client may take none of its answer; then its request is cancelled.", parse=_seconds
+        60.0,
+        "Seconds for which a client may read nothing of its answer; then its request is cancelled.",
+        parse=_seconds,
     )
     connect_timeout_s: float = option(2.0, "Seconds to wait for a connection to a frontend.", parse=_seconds)
-    drain_timeout_s: float = option(120.0, "Seconds that answers under way get after SIGTERM.", parse=_seconds)
+    drain_timeout_s: float = option(
+        120.0, "Seconds that in-flight answers get to finish after SIGTERM.", parse=_seconds
+    )
     worker_metrics: tuple[Upstream, ...] = option(
         (),
         "System ports of workers, http://host:port, separated by commas, whose metrics /metrics has beside the "

@@ -25,7 +25,7 @@ class GrammarMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._cache: GrammarCache | None = None
-        described = "Grammars that were not known, by what became of them in the sandbox."
+        described = "Grammars that were not cached, by outcome of their compilation in the sandbox."
         self._grammars = Counter("dlw_grammars", described, ["outcome"], registry=registry)
         for outcome in OUTCOMES:
             self._grammars.labels(outcome)
