@@ -85,3 +85,13 @@ def _end_quietly() -> None:
     """
     if "triton" in sys.modules:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stderr__.fileno())  # type: ignore[union-attr]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _grammars_of_the_kit_compile() -> None:
+    """Detach a sandbox that an earlier module's worker closed: equal tokenizers share one cache."""
+    kit = sys.modules.get("adapters.testing.kit_model")
+    if kit is not None and kit.kit_vocabulary.cache_info().currsize:
+        from adapters.processors.grammar import grammar_cache
+
+        grammar_cache(kit.kit_vocabulary()).sandbox = None

@@ -319,7 +319,7 @@ def test_the_process_is_small(sandbox: GrammarSandbox) -> None:
     assert not any(name.startswith(("libtorch", "libopenblas", "libc10")) for name in files)
 
 
-def test_a_late_job_that_failed_with_the_process_is_not_failed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_job_that_failed_with_the_process_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Killing the first late job loses the process, and with it the second one."""
     jobs = Jobs(Limits(1.0, 2**30, 2**20), 8, 10.0, None)
     supervisor = Supervisor(tables, jobs)
