@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -82,6 +84,28 @@ def test_half_a_request_is_refused_at_once(run: Run, sent: bytes) -> None:
             assert await said_to(at, b"") == b""
 
     run(story())
+
+
+def test_a_closed_connection_is_freed_at_once(run: Run) -> None:
+    """What it has read goes with it, and does not wait for a collection of cycles."""
+    kept: list[weakref.ref[Any]] = []
+
+    async def story() -> None:
+        async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            kept.extend(weakref.ref(connection) for connection in at.door.connections)
+            await say_stream(reader, writer)
+
+        async with house(say) as at:
+            assert await said_to(at, post()) == STREAM
+            await asyncio.wait_for(at.door.idle.wait(), WAIT_S)
+            await asyncio.sleep(0.05)
+            assert [each() for each in kept] == [None]
+
+    gc.disable()
+    try:
+        run(story())
+    finally:
+        gc.enable()
 
 
 def test_one_that_waits_long_gets_its_answer_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,21 +13,20 @@ error in answer to bytes that are sent to it shows that.
 
 
 class AbsenceProbe:
-    """Timer of the attempts for one connection.
+    """Timer of the attempts for one connection."""
 
-    Args:
-        attempt: Sends the client something; False if there is no need for another attempt.
-    """
-
-    def __init__(self, attempt: Callable[[], bool]) -> None:
-        self._attempt = attempt
+    def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self) -> None:
-        """Begin anew."""
+    def start(self, attempt: Callable[[], bool]) -> None:
+        """Begin anew.
+
+        Args:
+            attempt: Sends the client something; False if there is no need for another attempt.
+        """
         self.stop()
         self._delays_s = chain(PROBES_S, repeat(PROBES_S[-1]))
-        self._wait()
+        self._wait(attempt)
 
     def stop(self) -> None:
         """Make no further attempt. Idempotent."""
@@ -35,10 +34,10 @@ class AbsenceProbe:
             self._timer.cancel()
             self._timer = None
 
-    def _wait(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(next(self._delays_s), self._ring)
+    def _wait(self, attempt: Callable[[], bool]) -> None:
+        self._timer = asyncio.get_running_loop().call_later(next(self._delays_s), self._ring, attempt)
 
-    def _ring(self) -> None:
+    def _ring(self, attempt: Callable[[], bool]) -> None:
         self._timer = None
-        if self._attempt():
-            self._wait()
+        if attempt():
+            self._wait(attempt)

@@ -44,7 +44,7 @@ class ClientConnection(WaitingProtocol):
         super().__init__()
         self._door = door
         self._transport: asyncio.Transport | None = None
-        self._intake = RequestIntake(door, self._refuse)
+        self._intake = RequestIntake(door)
         self._keep_alive = True
         self._answering = False
         self._is_closing = False  # nothing that the client sends is read any more
@@ -53,7 +53,7 @@ class ClientConnection(WaitingProtocol):
         self._paused = False  # it does not keep up
         self._rewriting: asyncio.Task[None] | None = None
         self._answer: Answer | None = None
-        self._probe = AbsenceProbe(self._try_client)
+        self._probe = AbsenceProbe()
 
     # What the event loop calls.
 
@@ -83,7 +83,7 @@ class ClientConnection(WaitingProtocol):
         if self._is_closing or not (self._answering or self._intake.has_begun):
             return False
         if self._answering:
-            self._probe.start()
+            self._probe.start(self._try_client)
         else:
             self._refuse(Refused(400, "the request ends before its end"))
         return True
@@ -119,7 +119,7 @@ class ClientConnection(WaitingProtocol):
         if self._answering or self._paused or self._transport is None:
             return
         try:
-            found = self._intake.next()
+            found = self._intake.next(self._refuse)
             if found is not None:
                 self._expect_nothing()
                 self._begin_answer(*found)
@@ -151,7 +151,7 @@ class ClientConnection(WaitingProtocol):
         self._keep_alive = self._keep_alive and request.head.may_stay_open and not self._door.draining
         self._hold_back()
         if self._is_half_closed:
-            self._probe.start()
+            self._probe.start(self._try_client)
         by = request.route.by
         if by == "document":
             self.received(self._written(200, self._door.documents[request.path]))

@@ -60,7 +60,6 @@ class RequestIntake:
 
     Args:
         door: State that all connections share.
-        too_slow: Ends the request whose body has to make room for others.
 
     Attributes:
         peer: Address of the client.
@@ -68,9 +67,8 @@ class RequestIntake:
         has_begun: Whether bytes of the request have come.
     """
 
-    def __init__(self, door: FrontDoor, too_slow: Callable[[Refused], None]) -> None:
+    def __init__(self, door: FrontDoor) -> None:
         self._door = door
-        self._too_slow = too_slow
         self._reader = RequestReader(door.max_body)
         self._request: AdmittedRequest | None = None
         self._body: Body | None = None
@@ -94,15 +92,18 @@ class RequestIntake:
         self._reader.feed(data)
         self.has_begun = True
 
-    def next(self) -> tuple[AdmittedRequest, bytes] | None:
+    def next(self, too_slow: Callable[[Refused], None]) -> tuple[AdmittedRequest, bytes] | None:
         """The complete request with its body, None until it is there.
+
+        Args:
+            too_slow: Ends the request if its body has to make room for others.
 
         Raises:
             Refused: it cannot be answered.
         """
         while (part := self._reader.next()) is not None:
             if isinstance(part, Head):
-                self._begin(part)
+                self._begin(part, too_slow)
                 continue
             assert self._request is not None
             assert self._body is not None
@@ -111,7 +112,7 @@ class RequestIntake:
             self._body.add(part)
         return None
 
-    def _begin(self, head: Head) -> None:
+    def _begin(self, head: Head, too_slow: Callable[[Refused], None]) -> None:
         self.head = head
         if not head.target.startswith(b"/"):
             raise Refused(400, "the request's target must be a path")
@@ -121,7 +122,7 @@ class RequestIntake:
         if head.num_bytes > self._door.max_body:
             raise Refused(413, f"the body has more than {self._door.max_body} bytes")
         head.check_connection_options()
-        self._body = self._door.bodies.begin(self._too_slow)
+        self._body = self._door.bodies.begin(too_slow)
         self._awaits_continue = head.awaits_continue
         if route.by != "checked":
             return
