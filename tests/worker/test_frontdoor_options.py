@@ -78,6 +78,8 @@ def test_the_format_of_calls_is_the_workers(
         (["--upstream", "http://a:1/v1"], {}, "--upstream must be"),
         ([*UPSTREAM, "--port", "70000"], {}, "--port must be a port number"),
         ([*UPSTREAM, "--body-limit-mib", "0"], {}, "--body-limit-mib must be an integer of at least 1"),
+        ([*UPSTREAM, "--body-limit-mib", "1" * 10], {}, "--body-limit-mib must be an integer of at least 1"),
+        ([*UPSTREAM, "--max-connections", "1" * 10], {}, "--max-connections must be an integer of at least 1"),
         ([*UPSTREAM, "--send-timeout-s", "0"], {}, "--send-timeout-s must be a number of seconds above 0"),
         ([*UPSTREAM, "--tool-call-format", "pythonic"], {}, "--tool-call-format must be one of hermes"),
         ([*UPSTREAM, "--playground", "on"], {}, "--playground must be true or false"),

@@ -13,7 +13,7 @@ from adapters.processors.tool_calls import FORMATS
 from worker.arguments import OPTIONS as WORKER_OPTIONS
 from worker.arguments import StrictParser
 from worker.arguments.option import from_environment, option, options_of
-from worker.arguments.values import positive, text
+from worker.arguments.values import text
 from worker.errors import ConfigurationError
 from worker.frontdoor.tools import CallFormat
 from worker.frontdoor.upstreams import Upstream
@@ -25,6 +25,12 @@ NO_FORMAT = "none"
 def _port(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
         raise ValueError("a port number")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+        raise ValueError("an integer of at least 1")
     return int(text)
 
 
@@ -100,8 +106,8 @@ class Options:
         "address.",
         parse=_header,
     )
-    body_limit_mib: int = option(8, "Largest body of a request, MiB; a larger one gets a 413.", parse=positive)
-    max_connections: int = option(4096, "Most client connections at a time; one more gets a 503.", parse=positive)
+    body_limit_mib: int = option(8, "Largest body of a request, MiB; a larger one gets a 413.", parse=_count)
+    max_connections: int = option(4096, "Most client connections at a time; one more gets a 503.", parse=_count)
     header_timeout_s: float = option(10.0, "Seconds in which the head of a request must arrive.", parse=_seconds)
     body_timeout_s: float = option(60.0, "Seconds in which the body of a request must arrive.", parse=_seconds)
     body_rate_kib_s: float = option(
