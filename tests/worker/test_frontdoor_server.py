@@ -8,7 +8,7 @@ import json
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -550,6 +550,33 @@ async def test_a_client_that_leaves_ends_its_request_at_the_frontend() -> None:
         await asyncio.wait_for(reader.readuntil(b"\n\n"), WAIT_S)
         writer.close()
         await asyncio.wait_for(at.frontends[0].gone.wait(), WAIT_S)
+
+
+class Uncancelled(Upstreams):
+    """Finish a connection whose task is cancelled, as `asyncio.wait_for` does at the last moment."""
+
+    async def connect(self, turn: Sequence[Upstream], connection: UpstreamConnection) -> None:
+        connecting = asyncio.ensure_future(super().connect(turn, connection))
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(connecting)
+        await connecting
+
+
+async def test_a_connection_that_comes_too_late_is_closed() -> None:
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.read() == b""
+        writer.close()
+        closed.set()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        upstreams = Uncancelled([Upstream(*server.sockets[0].getsockname())], WAIT_S)
+        forwarded = ForwardedRequest(object(), upstreams, head_only=False, sent=lambda: None)  # type: ignore[arg-type]
+        forwarded.ask(post())
+        await asyncio.sleep(0)
+        forwarded.abort()
+        await asyncio.wait_for(closed.wait(), WAIT_S)
 
 
 async def test_a_client_that_leaves_before_the_answer_begins() -> None:

@@ -58,9 +58,11 @@ class ForwardedRequest:
             self._connecting = self.connection = None
             self._client.unreachable()
             return
-        if self.connection is connection:  # a cancellation may come too late to be noticed
-            self._connecting = None
-            self._send(connection, data)
+        if self.connection is not connection:  # a cancellation may come too late to be noticed
+            connection.abort()
+            return
+        self._connecting = None
+        self._send(connection, data)
 
     def _send(self, connection: UpstreamConnection, data: bytes) -> None:
         self._sent()
