@@ -41,30 +41,6 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 131072)
 _FIELD_LABELS = frozenset(row.path for row in FIELDS)
 
 
-class SpeculationMetrics:
-    """Drafted tokens of an engine by proposer, read from it whenever they are collected.
-
-    Args:
-        engine: The engine.
-        registry: Registry of the metrics.
-    """
-
-    def __init__(self, engine: Measured, registry: CollectorRegistry) -> None:
-        self._engine = engine
-        registry.register(self)
-
-    def collect(self) -> Iterator[Metric]:
-        """The metrics of now; `prometheus_client` calls it."""
-        found = self._engine.load().drafted
-        for index, name in enumerate(("proposed", "accepted")):
-            what = "computed" if name == "proposed" else "accepted"
-            described = f"Drafted tokens that were {what}, by proposer."
-            tokens = CounterMetricFamily(f"{PREFIX}speculation_{name}_tokens", described, labels=["proposer"])
-            for proposer, counts in found.items():
-                tokens.add_metric([proposer], counts[index])
-            yield tokens
-
-
 class WorkerMetrics:
     """Counters and gauges of one worker, in a registry of its own."""
 
@@ -184,7 +160,7 @@ class BoundaryMetrics(Collector):
 
 
 class LoadMetrics:
-    """Queues, batches and KV use of an engine, read from it whenever they are collected.
+    """Queues, batches, KV use and drafts of an engine, read from it whenever they are collected.
 
     Args:
         engine: The engine.
@@ -212,6 +188,13 @@ class LoadMetrics:
             PREFIX + "preemptions", "Requests that were preempted, each time.", load.num_preemptions
         )
         yield _batch_sizes(load)
+        for index, name in enumerate(("proposed", "accepted")):
+            what = "computed" if name == "proposed" else "accepted"
+            described = f"Drafted tokens that were {what}, by proposer."
+            tokens = CounterMetricFamily(f"{PREFIX}speculation_{name}_tokens", described, labels=["proposer"])
+            for proposer, counts in load.drafted.items():
+                tokens.add_metric([proposer], counts[index])
+            yield tokens
 
 
 def _batch_sizes(load: EngineLoad) -> HistogramMetricFamily:

@@ -25,7 +25,7 @@ from worker.engines import (
 from worker.errors import Draining, EngineBroken, ServingError, StartupError
 from worker.lifecycle.drain import InFlightRequests, drain
 from worker.lifecycle.faults import FaultWindow
-from worker.metrics import LoadMetrics, SpeculationMetrics, WorkerMetrics
+from worker.metrics import LoadMetrics, WorkerMetrics
 from worker.migration.records import BoundaryRecords, records_of
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.requests.client import client_of
@@ -295,7 +295,6 @@ def _publish_engine(
     metrics.describe_engine(info)
     if isinstance(engine, Measured):
         LoadMetrics(engine, info, metrics.registry)
-        SpeculationMetrics(engine, metrics.registry)
     if disaggregation.role != "aggregated":
         TransferMetrics(engine, disaggregation, metrics.registry)
 

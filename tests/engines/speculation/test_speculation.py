@@ -49,7 +49,7 @@ from worker.engines.embedded.speculation import SpeculativeConfig, Speculator
 from worker.engines.embedded.speculation.draft_model import DraftModel, DraftModelProposer
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.errors import StartupError
-from worker.metrics import SpeculationMetrics
+from worker.metrics import LoadMetrics
 from worker.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -462,7 +462,8 @@ async def test_served_answers_and_counts(start_engine: StartEngine) -> None:
     proposed, accepted = engine.load().drafted["ngram"]
     assert proposed >= accepted
     registry = CollectorRegistry()
-    SpeculationMetrics(engine, registry)
+    assert engine._info is not None
+    LoadMetrics(engine, engine._info, registry)
     found = registry.get_sample_value("dlw_speculation_proposed_tokens_total", {"proposer": "ngram"})
     assert found == proposed > 0
     assert registry.get_sample_value("dlw_speculation_accepted_tokens_total", {"proposer": "ngram"}) == accepted
