@@ -179,7 +179,7 @@ class ServedChainBuilder:
 
     def has_work(self, selection: Selection) -> bool:
         """Whether `prepare` may compile or build something, which takes time."""
-        return bool(selection.processors or selection.order or selection.receipt or not selection.speculation)
+        return bool(selection.processors) or _needs_chain(selection)
 
     async def prepare(self, request: EngineRequest, selection: Selection, max_tokens: int | None) -> EngineRequest:
         """The request with its chain; without one if there is nothing for it to do.
@@ -215,9 +215,8 @@ class ServedChainBuilder:
         except ProcessorFailed as error:
             self.breaker.record(error.processor)
             raise InvalidRequest(CHANNEL, str(error)) from None
-        is_empty = prepared.chain is not None and not prepared.chain.members
-        needs_one = self.has_work(replace(selection, processors=()))
-        return request if is_empty and not needs_one else prepared
+        assert prepared.chain is not None
+        return prepared if prepared.chain.members or _needs_chain(selection) else request
 
     def count(self, delta: TokenDelta) -> None:
         """Count the last delta of a request with processors: metrics, and circuit breakers."""
@@ -275,6 +274,11 @@ class ServedChainBuilder:
         except SelectionError:
             return error
         return SelectionError("stop_conditions.ignore_eos", f"must not be true: {error.problem}")
+
+
+def _needs_chain(selection: Selection) -> bool:
+    """Whether a request has a chain even if that has no processor."""
+    return bool(selection.order or selection.receipt or not selection.speculation)
 
 
 async def _compiled_one(cache: GrammarCache, path: str, grammar: str, client: str | None) -> Compiled:
