@@ -553,7 +553,7 @@ async def test_a_client_that_leaves_ends_its_request_at_the_frontend() -> None:
 
 
 class Uncancelled(Upstreams):
-    """Finish a connection whose task is cancelled, as `asyncio.wait_for` does at the last moment."""
+    """Connects all the same when it is cancelled, as `asyncio.wait_for` does at the last moment."""
 
     async def connect(self, turn: Sequence[Upstream], connection: UpstreamConnection) -> None:
         connecting = asyncio.ensure_future(super().connect(turn, connection))

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+
+
+def matching(pattern: str, expected: str) -> Callable[[str], str]:
+    """Parser of texts that match a pattern as a whole; an error says what was `expected`."""
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(expected)
+        return text
+
+    return parse
 
 
 def text(text: str) -> str:
@@ -12,10 +24,7 @@ def text(text: str) -> str:
     return text
 
 
-def url(text: str) -> str:
-    if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", text):
-        raise ValueError("an http:// or https:// URL")
-    return text
+url = matching(r"https?://[^\s/?#]+(/[^\s?#]*)?", "an http:// or https:// URL")
 
 
 def positive(text: str) -> int:
@@ -44,10 +53,7 @@ def memory_size(text: str) -> int:
     return size
 
 
-def device(text: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
-        raise ValueError("auto, cpu, cuda or cuda:N")
-    return text
+device = matching(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")
 
 
 def packed_copy(text: str) -> str:
@@ -63,16 +69,10 @@ def positive_seconds(text: str) -> float:
     return found
 
 
-def store(text: str) -> str:
-    if not re.fullmatch(r"(file|nats|etcd):\S.*", text):
-        raise ValueError("file:DIRECTORY, nats:URL or etcd:URL")
-    return text
+store = matching(r"(file|nats|etcd):\S.*", "file:DIRECTORY, nats:URL or etcd:URL")
 
 
-def subject_token(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
-        raise ValueError("1 to 64 letters, digits, hyphens and underscores")
-    return text
+subject_token = matching(r"[A-Za-z0-9_-]{1,64}", "1 to 64 letters, digits, hyphens and underscores")
 
 
 def reply_prefixes(text: str) -> str:

@@ -13,7 +13,7 @@ from adapters.processors.tool_calls import FORMATS
 from worker.arguments import OPTIONS as WORKER_OPTIONS
 from worker.arguments import StrictParser
 from worker.arguments.option import from_environment, option, options_of
-from worker.arguments.values import text
+from worker.arguments.values import matching, text
 from worker.errors import ConfigurationError
 from worker.frontdoor.tools import CallFormat
 from worker.frontdoor.upstreams import Upstream
@@ -53,10 +53,7 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _header(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9-]+", text):
-        raise ValueError("the name of a header")
-    return text
+_header = matching(r"[A-Za-z0-9-]+", "the name of a header")
 
 
 def _upstreams(text: str) -> tuple[Upstream, ...]:
