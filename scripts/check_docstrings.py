@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/check_docstrings.py worker adapters
 
-Looks at the first word of each docstring, also of those below an attribute, and of each
-``name: text`` line of the sections ``Args`` and ``Attributes``.
+Looks at the first word of each docstring, also of those below an attribute, of each ``name: text``
+line of the sections ``Args`` and ``Attributes``, and of the sections ``Returns`` and ``Yields``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ FRAGMENT = re.compile(
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Example|Examples|Note|Notes):$")
 _ENTRY = re.compile(r"^ {4}\*{0,2}([\w, *`.]+): +(\S+)")
 _DESCRIBED = ("Args", "Attributes")
+_GIVEN = ("Returns", "Yields")
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -52,6 +53,8 @@ def fragments(text: str) -> Iterator[tuple[int, str]]:
         elif line and not line.startswith(" "):
             section = None
         elif section in _DESCRIBED and (found := _ENTRY.match(line)) and FRAGMENT.match(found[2]):
+            yield offset, line.strip()
+        elif section in _GIVEN and FRAGMENT.match(line) and lines[offset - 1].strip() == f"{section}:":
             yield offset, line.strip()
 
 

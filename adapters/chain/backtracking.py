@@ -53,7 +53,7 @@ class Backtracking:
     def rewind(self, position: int) -> None:
         """Drop what belongs to the tokens from ``position`` on.
 
-        What was ruled out at ``position`` itself was so after the very tokens that are left.
+        Bans at ``position`` itself stay: they were made after the very tokens that are left.
         """
         del self._held[position - self._prompt_length + 1 :]
         for bans in self._bans:

@@ -356,7 +356,7 @@ class ProcessorChain:
         """Rewind to where a backtracking processor asks for, and mask there the token that was.
 
         Returns:
-            That position, or None.
+            The position, None if no processor asks for a rewind.
 
         Args:
             sent: Position before which all tokens were sent: none of them is rewound.

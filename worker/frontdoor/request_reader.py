@@ -286,11 +286,11 @@ class _Chunks:
         self.is_complete = False
 
     def step(self, data: bytes, position: int) -> tuple[int, int | None]:
-        """Go on to the next chunk.
+        """Find the next chunk.
 
         Returns:
-            Where it begins, or where a line begins that is not there yet; and its size in bytes,
-            None without a next chunk, now or for good.
+            Offset at which it begins, or at which a line begins that is not there yet; and its size
+            in bytes, None without a next chunk, now or for good.
         """
         while not self.is_complete:
             line_end = self._end_of_line(data, position)

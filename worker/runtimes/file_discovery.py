@@ -71,7 +71,7 @@ class FileEntries:
         """Write those again that are missing since the last call.
 
         Returns:
-            Those that were written.
+            Paths of the entries that were written.
 
         Raises:
             OSError: the directory cannot be read, or a file cannot be written.

@@ -11,8 +11,8 @@ from worker.text.stop_strings import StopStrings
 class AnswerText:
     """The text of one answer, up to the first stop string.
 
-    Of several stop strings the first to end counts, and of those that end together the longest, so
-    that the text does not depend on token boundaries.
+    The first stop string to end counts, the longest of those that end together, so that the text
+    does not depend on token boundaries.
 
     Args:
         decode: Decodes token ids, as the tokenizer does.

@@ -27,7 +27,7 @@ class StopStrings(Generic[AnyStr]):
     def first(self, text: AnyStr, after: int = 0) -> tuple[int, int] | None:
         """Start and end of the stop string in `text` that ends first; None if there is none.
 
-        Of several that end together it is the longest.
+        The longest counts where several end together.
 
         Args:
             text: The text.

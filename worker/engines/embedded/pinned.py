@@ -33,8 +33,8 @@ class PinnedRequests:
         `unblock` is called again.
 
         Returns:
-            What must be copied in the store before anything is written; None if there are too few
-            pages, or a request that arrived earlier is waiting.
+            Copies within the store to carry out before anything is written; None if there are too
+            few pages, or a request that arrived earlier is waiting.
         """
         self._blocked = None
         queues = self.queues

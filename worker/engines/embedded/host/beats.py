@@ -93,8 +93,8 @@ class NativeBeats:
 class TimedBeats:
     """Implements `Beats` with the timer of `faulthandler`, where there was no compiler.
 
-    Its clock runs while the process is stopped, so it runs only while there are steps: an idle
-    worker may be stopped for as long as one likes, a busy one only for less than its time-out.
+    The timer's clock runs while the process is stopped, so it is set only while there are steps: an
+    idle worker may be stopped for any time, a busy one only for less than its time-out.
     """
 
     def __init__(self) -> None:

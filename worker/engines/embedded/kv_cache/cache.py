@@ -77,8 +77,8 @@ class KvCache:
             spare: Pages that must be available afterwards.
 
         Returns:
-            What must be copied in the store before the step writes; None, and nothing is changed,
-            if there are too few pages.
+            Copies within the store to carry out before the step writes; None, and nothing is
+            changed, if there are too few pages.
         """
         if not self.has_room(request, spare):
             return None
@@ -144,7 +144,7 @@ class KvCache:
         calls for dense ones.
 
         Returns:
-            What must be copied in the store before the step writes.
+            Copies within the store to carry out before the step writes.
         """
         moved = self._pool.compact() if self._is_dense else {}
         return self._index.move(moved, self._pool.cached) if moved else ()

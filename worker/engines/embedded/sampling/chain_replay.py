@@ -21,7 +21,7 @@ def resume(request: Request, model: Model) -> ChainReplay | None:
         model: Model that will compute the logits of the answer again.
 
     Returns:
-        What has to see these logits first, if some state depends on them: the request's tap. Else
+        The request's tap, which has to see these logits first, if some state depends on them; else
         None.
 
     Raises:
