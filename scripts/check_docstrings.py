@@ -52,10 +52,11 @@ def fragments(text: str) -> Iterator[tuple[int, str]]:
             section = found[1]
         elif line and not line.startswith(" "):
             section = None
-        elif section in _DESCRIBED and (found := _ENTRY.match(line)) and FRAGMENT.match(found[2]):
-            yield offset, line.strip()
-        elif section in _GIVEN and FRAGMENT.match(line) and lines[offset - 1].strip() == f"{section}:":
-            yield offset, line.strip()
+        else:
+            entry = _ENTRY.match(line) if section in _DESCRIBED else None
+            is_first = section in _GIVEN and lines[offset - 1].strip() == f"{section}:"
+            if FRAGMENT.match(entry[2] if entry else line if is_first else ""):
+                yield offset, line.strip()
 
 
 def main(roots: list[str]) -> int:

@@ -21,14 +21,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+EMBEDDED = "worker/engines/embedded"
+
+
+@dataclass(frozen=True)
+class Room:
+    sources: tuple[str, ...]
+    """Packages and modules."""
+    tests: str
+    """Names of the files of its tests, without ``test_``."""
+
+
 ROOMS = {
-    "adapters/chain": "chain receipt_rewind receipts logits_state backtracking_border scope foresee malformed_edits",
-    "worker/engines/embedded/scheduler": "scheduler_properties embedded_scheduler turns fairness kv_cache spoiled_kv",
-    "worker/engines/embedded/kv_cache": "kv_cache kv_budget int8_kv_cache scheduler_properties embedded_attention",
-    "worker/engines/embedded/sampling": "embedded_sampler embedded_truncation rejection_sampling processed_logprobs"
-    " selection_kernels sync_free_sampler shuffled_batch proposers",
+    "chain": Room(
+        ("adapters/chain",),
+        "chain receipt_rewind receipts logits_state backtracking_border scope foresee malformed_edits",
+    ),
+    "scheduler": Room(
+        tuple(
+            f"{EMBEDDED}/{name}.py" for name in ("scheduler", "queues", "admission_order", "prompt_chunks", "pinned")
+        ),
+        "scheduler_properties embedded_scheduler turns fairness kv_cache spoiled_kv",
+    ),
+    "kv_cache": Room(
+        (f"{EMBEDDED}/kv_cache", f"{EMBEDDED}/blocks.py"),
+        "kv_cache kv_budget int8_kv_cache scheduler_properties embedded_attention",
+    ),
+    "sampling": Room(
+        (f"{EMBEDDED}/sampling",),
+        "embedded_sampler embedded_truncation rejection_sampling processed_logprobs selection_kernels"
+        " sync_free_sampler shuffled_batch proposers",
+    ),
 }
-"""The tests of a room (a package or a module), as names of files without ``test_``."""
 ALWAYS = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not campaign and not slow and not native_build and not browser"]
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub,
@@ -117,21 +141,21 @@ class Mutant:
     room: str
     source: Path
     index: int
-    """Of the mutation among those of its module."""
+    """Index of the mutation among those of its module."""
 
 
 def every_mutant(root: Path) -> list[Mutant]:
     found = []
-    for room in ROOMS:
-        place = root / room
-        for source in sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]:
-            count = sum(1 for _ in mutations(ast.parse(source.read_text())))
-            found += [Mutant(room, source.relative_to(root), index) for index in range(count)]
+    for name, room in ROOMS.items():
+        for place in (root / source for source in room.sources):
+            for source in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+                count = sum(1 for _ in mutations(ast.parse(source.read_text())))
+                found += [Mutant(name, source.relative_to(root), index) for index in range(count)]
     return found
 
 
 def tests_of(room: str, root: Path) -> list[str]:
-    names = {f"test_{name}.py" for name in ROOMS[room].split()}
+    names = {f"test_{name}.py" for name in ROOMS[room].tests.split()}
     return [str(path.relative_to(root)) for path in sorted((root / "tests").rglob("test_*.py")) if path.name in names]
 
 
