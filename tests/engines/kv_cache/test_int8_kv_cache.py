@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from effort import grid
 from engine_doubles import Drafting
 from hypothesis import given
 from hypothesis import strategies as st
+from model_runs import last_logits
 from random_checkpoints import EVERY_TYPE
 from speculation_runs import PLAIN, outcome
 
@@ -27,7 +28,7 @@ from worker.engines.embedded.admission import admit
 from worker.engines.embedded.kv_cache import Int8Rows, KvStore
 from worker.engines.embedded.kv_cache import budget as kv_budget
 from worker.engines.embedded.model import HfModel, load_model
-from worker.engines.embedded.plan import Chunk, PageCopy, Plan
+from worker.engines.embedded.plan import PageCopy
 from worker.engines.embedded.speculation import SpeculativeConfig, Speculator
 from worker.engines.embedded.step import make_stepper
 from worker.errors import InvalidRequest, StartupError
@@ -122,14 +123,6 @@ def load(path: Path, **given: Any) -> HfModel:
     return model
 
 
-def logits(model: HfModel, cuts: tuple[int, ...] = (0, 90)) -> torch.Tensor:
-    """Of the last token of each chunk of a prompt of 90 tokens."""
-    tokens = torch.randint(300, (90,), generator=torch.Generator().manual_seed(5)).tolist()
-    request = Request("", 0, SamplingParams(), tokens, len(tokens), 999, frozenset(), 0, pages=[2, 0, 3])
-    rows = [model.forward(Plan((), (Chunk(request, start, stop),), (request,))) for start, stop in pairwise(cuts)]
-    return torch.cat(rows)
-
-
 @pytest.mark.parametrize(("arch", "dtype"), grid(product(EVERY_TYPE, DTYPES), fast=3), ids=str)
 @pytest.mark.usefixtures("one_thread")
 def test_every_path_has_the_same_logits(arch: str, dtype: torch.dtype, every_checkpoint: dict[str, Path]) -> None:
@@ -141,10 +134,10 @@ def test_every_path_has_the_same_logits(arch: str, dtype: torch.dtype, every_che
             model = load(every_checkpoint[arch], kernels=f"native-{path}", dtype=name, numerics="exact")
             assert model.numerics == "exact"
             assert model.made_by.endswith(" kernels, int8 KV cache")
-            found = logits(model)
+            found = last_logits(model)
             expected = found if expected is None else expected
             assert torch.equal(found, expected)
-            assert torch.equal(logits(model, (0, 33, 34, 89, 90))[-1:], expected)
+            assert torch.equal(last_logits(model, (0, 33, 34, 89, 90))[-1:], expected)
 
 
 @pytest.mark.parametrize("kernels", [pytest.param("native", marks=pytest.mark.native), "torch"])
@@ -152,8 +145,8 @@ def test_every_path_has_the_same_logits(arch: str, dtype: torch.dtype, every_che
 @pytest.mark.usefixtures("one_thread")
 def test_predictions_are_near_those_of_elements(arch: str, kernels: str, every_checkpoint: dict[str, Path]) -> None:
     """Random weights, whose attention is all or nothing, make some ten times of each error."""
-    truth = logits(load(every_checkpoint[arch], kernels=kernels, kv_cache_dtype="auto"))
-    found = logits(load(every_checkpoint[arch], kernels=kernels))
+    truth = last_logits(load(every_checkpoint[arch], kernels=kernels, kv_cache_dtype="auto"))
+    found = last_logits(load(every_checkpoint[arch], kernels=kernels))
     assert not torch.equal(found, truth)
     assert (found - truth).norm() / truth.norm() < 0.2
 

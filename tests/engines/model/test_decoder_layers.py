@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from model_runs import last_logits
 
 from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model import HfModel, llama, load_model
 from worker.engines.embedded.model.quantisation import QuantisedGemm, StackedWeight, quantise
-from worker.engines.embedded.plan import Chunk, Plan, Request
-from worker.sampling import SamplingParams
 
 DTYPES = [each for each in ("float32", "bfloat16") if native.unavailable(getattr(torch, each)) is None]
 
@@ -31,10 +29,8 @@ def load(path: Path, **settings: str) -> HfModel:
 
 def computed(model: HfModel, cuts: tuple[int, ...] = (0, 40, 41, 88, 89, 90)) -> list[torch.Tensor]:
     """Logits of each chunk of a prompt of 90 tokens, and what is in the KV store behind them."""
-    tokens = torch.randint(300, (90,), generator=torch.Generator().manual_seed(5)).tolist()
-    request = Request("", 0, SamplingParams(), tokens, len(tokens), 999, frozenset(), 0, pages=[2, 0, 3])
-    rows = [model.forward(Plan((), (Chunk(request, start, stop),), (request,))) for start, stop in pairwise(cuts)]
-    return [*rows, *(pages[[2, 0, 3]] for pages in model.kv_store.tensors)]
+    rows = last_logits(model, cuts)
+    return [rows, *(pages[[2, 0, 3]] for pages in model.kv_store.tensors)]
 
 
 def check(model: HfModel) -> None:

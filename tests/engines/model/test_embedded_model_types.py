@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 import torch
 from effort import grid
+from model_runs import greedy_answers
 from random_checkpoints import COMMON, MIXTURE, TYPES, write
 
-from worker.engines import EngineRequest
-from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model import HfModel, load_model
-from worker.engines.embedded.step import make_stepper
+from worker.engines.embedded.model import load_model
 from worker.errors import StartupError
-from worker.sampling import SamplingParams
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, changes) for kind, changes in TYPES.items()},
@@ -71,21 +68,6 @@ def answers_of(network: Any) -> list[list[int]]:
     return answers
 
 
-def answers(model: HfModel, budget: int, together: int) -> list[list[int]]:
-    config = EmbeddedConfig(model_path="", max_num_seqs=together, max_num_batched_tokens=budget)
-    driver = make_stepper(config, model, num_kv_blocks=160)
-    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-    tokens: dict[str, list[int]] = {}
-    for which, prompt in enumerate(prompts()):
-        driver.add(admit(EngineRequest(str(which), prompt, params), which, model, 512))
-        tokens[str(which)] = []
-    while not driver.scheduler.is_idle:
-        for output in driver.step():
-            assert output.token_id is not None
-            tokens[output.request_id].append(output.token_id)
-    return list(tokens.values())
-
-
 @pytest.mark.parametrize("kind", grid(KINDS, fast=3))
 def test_greedy_answers_are_transformers_own(kind: str, tmp_path: Path) -> None:
     model_type, settings = KINDS[kind]
@@ -93,7 +75,7 @@ def test_greedy_answers_are_transformers_own(kind: str, tmp_path: Path) -> None:
     assert all(len(set(answer)) > 3 for answer in expected), "a network this dull would prove nothing"
     model = load_model(EmbeddedConfig(model_path=tmp_path, device="cpu"))
     for budget, together in ((512, 1), (7, 4), (512, 4)):
-        assert answers(model, budget, together) == expected
+        assert greedy_answers(model, prompts(), NEW_TOKENS, budget=budget, together=together) == expected
 
 
 def test_layers_with_batch_dependent_rope_are_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from model_runs import last_logits
 from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded import native
@@ -28,11 +29,9 @@ from worker.engines.embedded.model import HfModel, load_model, loading, packed_c
 from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.packed_copy import PackedCopy, provenance_of
 from worker.engines.embedded.native import PackedWeight
-from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.errors import StartupError
 from worker.models import beside
 from worker.quantize.output import write_quantised
-from worker.sampling import SamplingParams
 
 DTYPES = [each for each in ("float32", "bfloat16") if native.unavailable(getattr(torch, each)) is None]
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
@@ -68,12 +67,8 @@ def load(path: Path, **given: str) -> HfModel:
 
 def logits(model: HfModel) -> torch.Tensor:
     """Of a prompt in three chunks, and its keys and values."""
-    tokens = torch.randint(300, (90,), generator=torch.Generator().manual_seed(5)).tolist()
-    request = Request("", 0, SamplingParams(), tokens, len(tokens), 999, frozenset(), 0, pages=[2, 0, 3])
-    cuts = ((0, 60), (60, 89), (89, 90))
-    rows = [model.forward(Plan((), (Chunk(request, start, stop),), (request,))) for start, stop in cuts]
-    pages = [tensor[[2, 0]].flatten().float() for tensor in model.kv_store.tensors]
-    return torch.cat([*(row.flatten() for row in rows), *pages])
+    rows = last_logits(model, (0, 60, 89, 90)).flatten()
+    return torch.cat([rows, *(tensor[[2, 0]].flatten().float() for tensor in model.kv_store.tensors)])
 
 
 def known(model: HfModel) -> tuple[object, ...]:

@@ -5,29 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from effort import grid
+from model_runs import greedy_answers, last_logits
 from random_checkpoints import EVERY_TYPE
 from safetensors.torch import load_file, save_file
 
 from worker.__main__ import main
-from worker.engines import EngineRequest
 from worker.engines.embedded import native
-from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.model.linear import linears
 from worker.engines.embedded.model.quantisation import GROUP, QuantisedGemm
-from worker.engines.embedded.plan import Chunk, Plan, Request
-from worker.engines.embedded.step import make_stepper
 from worker.errors import StartupError
 from worker.quantize.output import write_quantised
-from worker.sampling import SamplingParams
 
 PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
 
@@ -39,14 +34,6 @@ def load(path: Path, **settings: str) -> HfModel:
     model = load_model(EmbeddedConfig(model_path=path, **defaults | settings))  # type: ignore[arg-type]
     model.allocate_kv(8, 32)
     return model
-
-
-def logits(model: HfModel, cuts: tuple[int, ...] = (0, 90)) -> torch.Tensor:
-    """Of the last token of each chunk of a prompt of 90 tokens."""
-    tokens = torch.randint(300, (90,), generator=torch.Generator().manual_seed(5)).tolist()
-    request = Request("", 0, SamplingParams(), tokens, len(tokens), 999, frozenset(), 0, pages=[2, 0, 3])
-    rows = [model.forward(Plan((), (Chunk(request, start, stop),), (request,))) for start, stop in pairwise(cuts)]
-    return torch.cat(rows)
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +58,17 @@ def test_int8_has_one_answer_on_every_path_and_in_any_chunks(
         if native.unavailable(getattr(torch, dtype), path) is None:
             model = load(every_checkpoint[arch], kernels=f"native-{path}", **settings)
             assert model.made_by == made_by
-            found = logits(model)
+            found = last_logits(model)
             expected = found if expected is None else expected
             assert torch.equal(found, expected)
-            assert torch.equal(logits(model, (0, 33, 34, 89, 90))[-1:], expected)
+            assert torch.equal(last_logits(model, (0, 33, 34, 89, 90))[-1:], expected)
 
 
 def test_predictions_are_near_those_of_the_whole_weights(every_checkpoint: dict[str, Path]) -> None:
     """Random weights, whose attention is all or nothing, make some ten times of each error."""
-    truth, *found = (logits(load(every_checkpoint["llama"], quantization=each)) for each in ("auto", "int8", "int4"))
+    truth, *found = (
+        last_logits(load(every_checkpoint["llama"], quantization=each)) for each in ("auto", "int8", "int4")
+    )
     in_8, in_4 = ((one - truth).norm() / truth.norm() for one in found)
     assert in_8 < 0.2
     assert 3 * in_8 < in_4 < 1.0
@@ -87,7 +76,7 @@ def test_predictions_are_near_those_of_the_whole_weights(every_checkpoint: dict[
 
 def test_activations_are_rounded_where_it_is_asked_for(quantised: dict[str, Path]) -> None:
     """Random weights, whose attention is all or nothing, make some ten times of each error."""
-    truth, found = (logits(load(quantised["llama"], activation_dtype=each)) for each in ("auto", "int8"))
+    truth, found = (last_logits(load(quantised["llama"], activation_dtype=each)) for each in ("auto", "int8"))
     assert 0 < (found - truth).norm() / truth.norm() < 0.2
 
 
@@ -100,20 +89,20 @@ def test_a_quantised_checkpoint_is_served_as_what_it_holds(
     packed = [layer for layer in linears(model._network) if isinstance(layer.gemm, QuantisedGemm)]
     assert len(packed) == len(list(linears(model._network)))
     assert model.made_by == "exact, native kernels, int4 weights"
-    expected = logits(model)
-    assert torch.equal(logits(load(every_checkpoint[arch], quantization="int4")), expected)
+    expected = last_logits(model)
+    assert torch.equal(last_logits(load(every_checkpoint[arch], quantization="int4")), expected)
     dequantised = load(quantised[arch], quantization="none")
     assert not any(isinstance(layer.gemm, QuantisedGemm) for layer in linears(dequantised._network))
-    assert torch.equal(logits(dequantised), expected)
+    assert torch.equal(last_logits(dequantised), expected)
 
 
 def test_other_kernels_dequantise_and_say_so(quantised: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
-    expected = logits(load(quantised["llama"]))
+    expected = last_logits(load(quantised["llama"]))
     with caplog.at_level(logging.INFO):
         model = load(quantised["llama"], kernels="torch", numerics="fast")
     assert "weights in int4 are dequantised: torch kernels do not read them" in caplog.text
     assert "weights: float32" in caplog.text
-    torch.testing.assert_close(logits(model), expected, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(last_logits(model), expected, atol=2e-4, rtol=2e-4)
 
 
 def test_weights_take_less_memory(every_checkpoint: dict[str, Path]) -> None:
@@ -128,29 +117,21 @@ def test_weights_take_less_memory(every_checkpoint: dict[str, Path]) -> None:
 @pytest.mark.parametrize("activation_dtype", ["auto", "int8"])
 def test_answers_do_not_depend_on_the_batch(activation_dtype: str, every_checkpoint: dict[str, Path]) -> None:
     def answers(max_num_seqs: int, budget: int) -> list[list[int]]:
-        config = EmbeddedConfig(model_path="", max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
         model = load_model(
-            replace(
-                config,
+            EmbeddedConfig(
                 model_path=every_checkpoint["qwen3"],
                 device="cpu",
                 kernels="native",
                 quantization="int4",
                 activation_dtype=activation_dtype,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
             )
         )
-        stepper = make_stepper(config, model, 160)
-        tokens: dict[str, list[int]] = {}
-        for which, length in enumerate((1, 5, 70, 300)):
-            prompt = [(7 * which + 3 * at) % 290 + 3 for at in range(length)]
-            params = SamplingParams(max_tokens=6, ignore_eos=True)
-            stepper.add(admit(EngineRequest(str(which), prompt, params), which, model, 512))
-            tokens[str(which)] = []
-        while not stepper.scheduler.is_idle:
-            for output in stepper.step():
-                assert output.token_id is not None
-                tokens[output.request_id].append(output.token_id)
-        return list(tokens.values())
+        prompts = [
+            [(7 * which + 3 * at) % 290 + 3 for at in range(length)] for which, length in enumerate((1, 5, 70, 300))
+        ]
+        return greedy_answers(model, prompts, 6, budget=budget, together=max_num_seqs)
 
     assert answers(4, 90) == answers(1, 512)
 
@@ -282,12 +263,12 @@ class TestRefusals:
     def test_a_head_that_is_tied_and_there(self, quantised: dict[str, Path], tmp_path: Path) -> None:
         """The embedding is taken, as transformers does."""
         changed = changed_config(quantised["llama"], tmp_path, tie_word_embeddings=True)
-        found = logits(load(changed))
+        found = last_logits(load(changed))
         tensors = load_file(changed / "model.safetensors")
         without = {name: tensor for name, tensor in tensors.items() if not name.startswith("lm_head.")}
         assert len(without) < len(tensors)
         save_file(without, changed / "model.safetensors")
-        assert torch.equal(found, logits(load(changed)))
+        assert torch.equal(found, last_logits(load(changed)))
 
 
 def changed_config(source: Path, directory: Path, **changes: object) -> Path:
@@ -324,7 +305,7 @@ class TestCommand:
     def test_writes(self, checkpoints: dict[str, Path], tmp_path: Path) -> None:
         target = tmp_path / "written"
         assert main(["quantize", str(checkpoints["qwen3"]), "--to", "int8", "--output", str(target)]) == 0
-        assert torch.equal(logits(load(target)), logits(load(checkpoints["qwen3"], quantization="int8")))
+        assert torch.equal(last_logits(load(target)), last_logits(load(checkpoints["qwen3"], quantization="int8")))
         assert (target / "tokenizer.json").is_file()
 
     def test_refusals(self, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
