@@ -1,4 +1,4 @@
-"""A model's first forward pass, before anybody is told that it serves."""
+"""A model's first forward pass, before the worker is registered."""
 
 from __future__ import annotations
 

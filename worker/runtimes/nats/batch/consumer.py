@@ -138,7 +138,7 @@ class BatchConsumer:
         except Malformed as error:
             self._aside(place, self._answerer.set_aside(message, f"malformed: {error}"))
             return
-        except Exception as error:  # the boundary of a message that anybody may have published
+        except Exception as error:  # the boundary of a message, which any client may have published
             logger.exception("batches: a message cannot be begun")
             self._aside(place, self._answerer.set_aside(message, f"cannot be begun: {type(error).__name__}"))
             return
