@@ -45,8 +45,8 @@ class AnswerStream:
     Args:
         connection: Sender of the messages.
         subject: Reply subject of the client.
-        acknowledge: Subject of acknowledgements; the server itself answers to it where no client subscribes
-            to `subject` any more. Empty for an answer without any.
+        acknowledge: Subject of acknowledgements; the server itself answers to it where no client
+            subscribes to `subject` any more. Empty for an answer without any.
         window: Messages ahead of the acknowledgements, 0 for any number.
         gone: Called once when the client has gone.
         clock: Monotonic, seconds.
