@@ -127,7 +127,7 @@ def test_the_test_file_of_the_page_runs_one_test_for_each_check(
     page_files: dict[str, str], pytester: pytest.Pytester
 ) -> None:
     pytester.makepyfile(**{name.removesuffix(".py"): text for name, text in page_files.items()})
-    result = pytester.runpytest_inprocess(*_OPTIONS, "test_sentence_limit.py", "--strict-markers")
+    result = pytester.runpytest_subprocess(*_OPTIONS, "test_sentence_limit.py", "--strict-markers")
     result.assert_outcomes(passed=len(CHECKS))
 
 
@@ -138,7 +138,8 @@ def test_the_page_lists_the_checks() -> None:
     assert listed == [(check.name, check.meaning) for check in CHECKS]
 
 
-def test_plugin_fails_with_the_text_of_the_check(pytester: pytest.Pytester) -> None:
+def test_plugin_fails_with_the_text_of_the_check(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(broken_processors.__file__).parent))
     pytester.makepyfile(
         """
         import pytest
@@ -150,14 +151,14 @@ def test_plugin_fails_with_the_text_of_the_check(pytester: pytest.Pytester) -> N
             processor_check()
         """
     )
-    result = pytester.runpytest_inprocess(*_OPTIONS, "-k", "bounds or cost")
+    result = pytester.runpytest_subprocess(*_OPTIONS, "-k", "bounds or cost")
     result.assert_outcomes(passed=2, failed=2)
     result.stdout.fnmatch_lines(["*bounds: n has no upper bound: give*", "*the work of a step grew: *history*"])
 
 
 def test_plugin_needs_the_mark(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_conformance(processor_check): processor_check()")
-    result = pytester.runpytest_inprocess(*_OPTIONS)
+    result = pytester.runpytest_subprocess(*_OPTIONS)
     assert result.ret != 0
     result.stdout.fnmatch_lines(["*processor_check without @pytest.mark.logits_processor*"])
 
