@@ -132,6 +132,8 @@ def launched(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # tests in the background of a shell inherit that Ctrl-C is ignored; scripts of users do not
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     running = LaunchedScript(process, [], port, directory)
     try:

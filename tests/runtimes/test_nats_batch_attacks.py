@@ -5,6 +5,7 @@ results. Every line gets exactly one result, and no slot is lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -94,9 +95,13 @@ async def read_into(found: list[dict[str, Any]], store: BatchStore, batch: str) 
 
 
 async def fill(client: Client) -> None:
-    """Fill the disk of a server. Raises what it says when there is no more room."""
+    """Fill a server's disk to the last byte. Raises what it says when there is no more room."""
+    for size in (4096, 256):
+        with contextlib.suppress(ServiceUnavailableError):
+            while True:
+                await client.jetstream().publish("fill", b"x" * size)
     while True:
-        await client.jetstream().publish("fill", b"x" * 4096)
+        await client.jetstream().publish("fill", b"x")
 
 
 def written(**fields: Any) -> bytes:
