@@ -23,6 +23,9 @@ are Python literals: JSON with ``None``, ``True`` and ``False``. ``xml``: for ea
 ``<parameter=KEY>\\nVALUE\\n</parameter>\\n``, see `adapters.calls.xml_values`.
 """
 
+NAME = "[A-Za-z0-9_.-]{1,64}"
+"""Regular expression of a function's name."""
+
 WHITE_SPACE = " \t\r\n"
 """Characters that may be before a block that begins an answer."""
 
@@ -37,8 +40,8 @@ class Opening:
     Attributes:
         text: The beginning; empty where a call has a beginning of its own.
         trigger: What tells a block from free text, which therefore never has it; one of the two
-            texts begins with the other. Empty: no less than all up to the name of a tool and the
-            character behind it (`CallFormat.triggers`).
+            texts begins with the other. Empty: no less than all up to the name of a function and
+            the character behind it, whatever the name (`CallFormat.triggers`).
         anywhere: Whether free text may be before it. Otherwise a block begins the answer, with
             nothing before it but `WHITE_SPACE`, and the same text later on is free text.
     """
@@ -86,6 +89,7 @@ class CallFormat:
         closing: End of a block.
         again: Text between two blocks that follow each other.
         arguments: Notation of the arguments.
+        ends: Nothing but further calls follows a call: no text.
         special: Texts within the spelling that are special tokens where the tokenizer has them as
             such. An engine leaves those out of an answer unless it is asked for them
             (``skip_special_tokens: false``), and then no call can be found.
@@ -103,13 +107,14 @@ class CallFormat:
     closing: str = ""
     again: str = "\n"
     arguments: Notation = "json"
+    ends: bool = False
     special: tuple[str, ...] = ()
     may_end: bool = False
     prose: str = ""
     channels: Channels | None = None
 
     def triggers(self, opening: Opening, names: Iterable[str]) -> tuple[str, ...]:
-        """Texts of which each begins a block; free text has none of them.
+        """Texts of which each begins a block.
 
         Args:
             opening: One of `openings`.
@@ -129,6 +134,7 @@ _ALL = (
     CallFormat(name="hermes", openings=(Opening("<tool_call>\n", "<tool_call>"),), closing="\n</tool_call>"),
     CallFormat(
         name="llama3_json",
+        ends=True,
         openings=(Opening("<|python_tag|>", "<|python_tag|>"), Opening("", '{"name": "', anywhere=False)),
         name_suffix='", "parameters": ',
         between="; ",
@@ -136,6 +142,7 @@ _ALL = (
     ),
     CallFormat(
         name="pythonic",
+        ends=True,
         openings=(Opening("[", anywhere=False),),
         name_prefix="",
         name_suffix="(",
@@ -153,6 +160,7 @@ _ALL = (
     ),
     CallFormat(
         name="mistral_args",
+        ends=True,
         openings=(Opening("[TOOL_CALLS]", "[TOOL_CALLS]"),),
         name_prefix="",
         name_suffix="[ARGS]",
@@ -191,6 +199,7 @@ _ALL = (
     ),
     CallFormat(
         name="harmony",
+        ends=True,
         openings=(Opening("<|channel|>commentary to=functions.", "<|channel|>commentary to="),),
         name_prefix="",
         name_suffix=" <|constrain|>json<|message|>",
@@ -218,6 +227,7 @@ _ALL = (
     ),
     CallFormat(
         name="functionary_v3_2",
+        ends=True,
         openings=(Opening(">>>"), Opening("", anywhere=False)),
         name_prefix="",
         name_suffix="\n",

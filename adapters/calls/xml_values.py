@@ -30,9 +30,11 @@ _PATTERNS: dict[Kind, str] = {
 }
 
 
-def other_than_string(kinds: Set[Kind]) -> str:
-    """Regular expression of the texts that are no string where ``kinds`` are allowed."""
-    return "|".join(f"(?:{pattern})" for kind, pattern in _PATTERNS.items() if kind in kinds)
+def no_strings(kinds: Set[Kind]) -> str | None:
+    """Regular expression of the texts that are no string where ``kinds`` are allowed, which Python
+    and Rust read alike; None if every text is a string.
+    """
+    return "|".join(f"(?:{pattern})" for kind, pattern in _PATTERNS.items() if kind in kinds) or None
 
 
 def value_of(text: str, kinds: Set[Kind]) -> Any:
@@ -45,6 +47,7 @@ def value_of(text: str, kinds: Set[Kind]) -> Any:
     Raises:
         ValueError: it is no value of such a type.
     """
-    if "string" in kinds and not re.fullmatch(other_than_string(kinds), text):
+    other = no_strings(kinds)
+    if "string" in kinds and (other is None or re.fullmatch(other, text) is None):
         return text
     return json.loads(text)
