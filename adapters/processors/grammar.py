@@ -13,7 +13,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 from llguidance import LLMatcher
@@ -34,7 +34,7 @@ from adapters.contract import (
 )
 from adapters.grammars.cache import GrammarCache
 from adapters.grammars.compiler import byte_tables, load_tokenizer
-from adapters.grammars.json_schema import SchemaRefused, lark_grammar
+from adapters.grammars.json_schema import SchemaRefused, arguments_grammar, lark_grammar, literal
 from adapters.grammars.lark import as_grammar, token_ranges, with_ids, with_schemas, without_literals
 from adapters.grammars.masks import Words
 from adapters.grammars.request_matcher import RequestMatcher
@@ -277,6 +277,20 @@ def _kept_grammar(schema: str, compact: bool) -> str:
     return as_grammar(lark_grammar(json.loads(schema), compact=compact))
 
 
+def arguments_of_call(schema: Any, notation: Literal["python", "xml"]) -> str:
+    """The grammar, in llguidance's JSON form, of arguments that are written one by one.
+
+    Raises:
+        ArgumentError: the schema cannot be enforced in that notation.
+    """
+    text = _dumped(schema)
+    _check_length("schema", text)
+    try:
+        return as_grammar(arguments_grammar(json.loads(text), notation))
+    except SchemaRefused as error:
+        raise ArgumentError("schema", str(error)) from error
+
+
 def _dumped(schema: Any) -> str:
     try:
         return json.dumps(schema)
@@ -352,11 +366,6 @@ class Grammar(GrammarProcessor):
             raise
         except ValueError as error:
             raise ArgumentError("lark", str(error)) from error
-
-
-def literal(text: str) -> str:
-    """Regular expression that matches exactly ``text``."""
-    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
 
 
 def _check_length(argument: str, source: str) -> None:

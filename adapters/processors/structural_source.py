@@ -12,8 +12,8 @@ from llguidance import LLMatcher
 from pydantic import Field
 
 from adapters.contract import ArgumentError, ProcessorArgs
-from adapters.grammars.json_schema import MAX_GRAMMAR
-from adapters.processors.grammar import MAX_SOURCE, JsonSchema, literal
+from adapters.grammars.json_schema import MAX_GRAMMAR, literal
+from adapters.processors.grammar import MAX_SOURCE, JsonSchema, arguments_of_call
 from adapters.vocabulary import Vocabulary
 
 MAX_TAGS = 128
@@ -149,6 +149,19 @@ class StructuralSource:
             raise ArgumentError(self._argument, f"{of}: {error.problem}") from error
         return self._added(made)
 
+    def arguments(self, schema: dict[str, Any], notation: Literal["python", "xml"], of: str) -> str:
+        """Lark expression of the arguments of a call that are written one by one.
+
+        Args:
+            schema: A JSON Schema of objects.
+            notation: Notation of `adapters.calls`.
+            of: Owner of the schema, for errors.
+        """
+        try:
+            return self._added(arguments_of_call(schema, notation))
+        except ArgumentError as error:
+            raise ArgumentError(self._argument, f"{of}: {error.problem}, in the notation {notation}") from error
+
     def content(self, content: JsonContent | RegexContent, of: str) -> str:
         """Lark expression of a content.
 
@@ -165,6 +178,12 @@ class StructuralSource:
         name = f"content_{len(self._contents)}"
         self._contents.append({**json.loads(grammar)["grammars"][0], "name": name})
         return f"@{name}"
+
+    def add(self, name: str, source: str) -> None:
+        """Add a rule or a terminal, unless there is the same already."""
+        line = f"{name}: {source}"
+        if line not in self.rules:
+            self.rules.append(line)
 
     def grammar(self, blocks: Sequence[Block], *, begins: bool, many: bool) -> str:
         """The grammar of free text with ``blocks`` in it.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
+from adapters.calls import FORMATS, NAME, CallFormat
 from adapters.contract import ArgumentError, ProcessorArgs
+from adapters.processors.call_source import CallSource, Signature
+from adapters.processors.channel_source import ChannelSource
 from adapters.processors.grammar import GrammarProcessor
 from adapters.processors.structural_source import (
     MAX_TAGS,
-    Block,
     JsonContent,
     MarkedText,
     RegexContent,
@@ -22,61 +24,47 @@ from adapters.vocabulary import Vocabulary
 class Tool(ProcessorArgs):
     """A function that the model may call."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$", max_length=64, description="Name of the function.")
+    name: str = Field(pattern=f"^{NAME}$", max_length=64, description="Name of the function.")
     parameters: dict[str, Any] | bool = Field(default=True, description="JSON Schema of its arguments.")
 
 
-class _Format(NamedTuple):
-    """Spelling of calls of one family of models.
-
-    Attributes:
-        trigger: Beginning that tells a block of calls from free text.
-        open: The whole beginning of a block of calls.
-        call: One call, around the function's name and before its arguments.
-        end: End of the call.
-        between: Separator of the calls of one block, None if a block holds one.
-        close: End of the block.
-    """
-
-    trigger: str
-    open: str
-    call: tuple[str, str]
-    end: str
-    between: str | None
-    close: str
-
-
-_CALL = ('{"name": "', '", "arguments": ')
-
-FORMATS: dict[str, _Format] = {
-    "hermes": _Format("<tool_call>", "<tool_call>\n", _CALL, "}", None, "\n</tool_call>"),
-    "llama3_json": _Format("<|python_tag|>", "<|python_tag|>", ('{"name": "', '", "parameters": '), "}", None, ""),
-    "mistral": _Format("[TOOL_CALLS]", "[TOOL_CALLS][", _CALL, "}", ", ", "]"),
-    "nemotron_deci": _Format("<TOOLCALL>", "<TOOLCALL>[", _CALL, "}", ", ", "]</TOOLCALL>"),
-    "phi4": _Format("functools[", "functools[", _CALL, "}", ", ", "]"),
-}
-"""Formats by the names that Dynamo's frontend gives their parsers (``--dyn-tool-call-parser``)."""
+_FormatName: TypeAlias = Literal[
+    "hermes",
+    "llama3_json",
+    "pythonic",
+    "mistral",
+    "mistral_args",
+    "qwen3_coder",
+    "deepseek_v3",
+    "deepseek_v3_1",
+    "harmony",
+    "phi4",
+    "functionary_v3_1",
+    "functionary_v3_2",
+    "nemotron_deci",
+    "neutral",
+]
+"""The names of `FORMATS`."""
 
 
 class ToolCalls(GrammarProcessor):
     """Holds every tool call to the name of a tool and to the JSON Schema of its parameters.
 
-    Source: ``tools`` and ``tool_choice`` of OpenAI's API reference; the formats are those of
-    Dynamo's tool-call parsers, enforced as `StructuralTag` enforces tags. With ``auto`` the model
-    may write free text, calls, or both; with ``required`` the answer is calls alone, at least one;
-    with ``none`` it is free text without a call. With ``answer`` an automatic choice is between
-    calls alone and what ``answer`` describes. ``tool`` names the only one that may be called.
-    Without ``parallel`` there is at most one call, and nothing behind it. The arguments of a call
-    are a JSON object, whether or not the schema says so.
+    Source: ``tools`` and ``tool_choice`` of OpenAI's API reference; the formats are those of the
+    models' chat templates (`adapters.calls`), enforced as `StructuralTag` enforces tags. With
+    ``auto`` the model may write free text, calls, or both; with ``required`` the answer is calls
+    alone, at least one; with ``none`` it is free text without a call. With ``answer`` an automatic
+    choice is between calls alone and what ``answer`` describes. ``tool`` names the only one that
+    may be called. Without ``parallel`` there is at most one call, and nothing behind it. The
+    arguments of a call are an object, whether or not the schema says so; where a format writes it
+    as keyword arguments or as tags, only arguments that the schema names are written.
     """
 
     name = "tool_calls"
     argument = "tools"
 
     class Args(ProcessorArgs):
-        format: Literal["hermes", "llama3_json", "mistral", "nemotron_deci", "phi4"] = Field(
-            description="How the model writes calls."
-        )
+        format: _FormatName = Field(description="How the model writes calls.")
         tools: list[Tool] = Field(min_length=1, max_length=MAX_TAGS, description="The functions.")
         choice: Literal["auto", "required", "none"] = Field(
             default="auto", description="Whether the model may or must call."
@@ -98,36 +86,42 @@ class ToolCalls(GrammarProcessor):
     @classmethod
     def grammar(cls, args: Args, vocabulary: Vocabulary) -> str:
         """See `GrammarProcessor.grammar`."""
-        tools = [tool for tool in args.tools if args.tool in (None, tool.name)]
-        if not tools:
+        wanted, names = FORMATS[args.format], [tool.name for tool in args.tools]
+        if args.tool is not None and args.tool not in names:
             raise ArgumentError("tool", "expected the name of one of the tools")
-        if len({tool.name for tool in args.tools}) < len(args.tools):
+        if len(set(names)) < len(names):
             raise ArgumentError("tools", "expected each name once")
-        wanted = FORMATS[args.format]
-        source, texts = StructuralSource("tools", vocabulary), MarkedText("tools", vocabulary)
-        start, rest = texts.trigger(wanted.trigger)
-        block = Block(start, start.token or texts.lark(wanted.trigger))
+        if wanted.prose and f"{wanted.prose[:-1]}" in names:
+            raise ArgumentError("tools", f"the name {wanted.prose[:-1]} means text in the format {wanted.name}")
+        source = StructuralSource("tools", vocabulary)
+        called = [tool for tool in args.tools if args.tool in (None, tool.name) and args.choice != "none"]
+        signatures = [Signature(tool.name, _arguments(tool, wanted, source)) for tool in called]
+        made = _answer_source(args, wanted, source, vocabulary, signatures)
         if args.choice == "none":
-            return source.free_text([block])
-        head, behind = wanted.call
-        calls = [
-            f"{texts.lark(head + tool.name + behind)} {_arguments(tool, source)} {texts.lark(wanted.end)}"
-            for tool in tools
-        ]
-        source.rules.append(f"call: {' | '.join(calls)}")
-        more = f" ({texts.lark(wanted.between)} call)*" if wanted.between and args.parallel else ""
-        opening = texts.lark(rest + wanted.open[len(wanted.trigger) :])
-        block.options.append(f"{opening} call{more} {texts.lark(wanted.close)}")
-        again = f' ("\\n" {block.whole})*' if args.parallel else ""
+            return source.finished(made.free_text())
         if args.choice == "required":
-            return source.finished(f"{block.whole}{again}")
+            return source.finished(made.calls())
         if args.answer is not None:
             answer = source.content(args.answer, "the answer")
-            return source.finished(f"{block.whole}{again} | {answer}")
-        return source.grammar([block], begins=False, many=args.parallel)
+            return source.finished(f"{made.calls()} | {made.text_before(answer)}")
+        return source.finished(made.text_and_calls())
 
 
-def _arguments(tool: Tool, source: StructuralSource) -> str:
+def _answer_source(
+    args: ToolCalls.Args,
+    wanted: CallFormat,
+    source: StructuralSource,
+    vocabulary: Vocabulary,
+    tools: list[Signature],
+) -> CallSource | ChannelSource:
+    texts = MarkedText("tools", vocabulary)
+    if wanted.channels is not None:
+        ends = wanted.may_end and not vocabulary.eos_token_ids.isdisjoint(vocabulary.tag(wanted.call_suffix))
+        return ChannelSource(wanted, source, texts, tools, parallel=args.parallel, ends_with_call=ends)
+    return CallSource(wanted, source, texts, tools, parallel=args.parallel)
+
+
+def _arguments(tool: Tool, wanted: CallFormat, source: StructuralSource) -> str:
     """Lark expression of the arguments of a call, an object."""
     of = f"the parameters of {tool.name}"
     if tool.parameters is False:
@@ -136,4 +130,5 @@ def _arguments(tool: Tool, source: StructuralSource) -> str:
     types = schema.get("type", "object")
     if "object" not in (types if isinstance(types, list) else [types]):
         raise ArgumentError("tools", f"expected the arguments of {tool.name} to be an object")
-    return source.json({**schema, "type": "object"}, of)
+    schema = {**schema, "type": "object"}
+    return source.json(schema, of) if wanted.arguments == "json" else source.arguments(schema, wanted.arguments, of)

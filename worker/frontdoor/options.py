@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adapters.processors.tool_calls import FORMATS
+from adapters.calls import FORMATS
 from worker.arguments import OPTIONS as WORKER_OPTIONS
 from worker.arguments import StrictParser
 from worker.arguments.option import from_environment, option, options_of

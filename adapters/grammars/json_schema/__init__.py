@@ -2,6 +2,8 @@
 
 from adapters.grammars.json_schema.emission import lark_grammar
 from adapters.grammars.json_schema.lark_source import MAX_GRAMMAR
+from adapters.grammars.json_schema.named_arguments import argument_kinds, arguments_grammar
 from adapters.grammars.json_schema.shapes import SchemaRefused
+from adapters.grammars.json_schema.terminals import literal
 
-__all__ = ["MAX_GRAMMAR", "SchemaRefused", "lark_grammar"]
+__all__ = ["MAX_GRAMMAR", "SchemaRefused", "argument_kinds", "arguments_grammar", "lark_grammar", "literal"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from adapters.grammars.json_schema.arrays import Arrays
 from adapters.grammars.json_schema.decimals import Numbers, expression
@@ -14,7 +14,7 @@ from adapters.grammars.json_schema.goals import ProductiveGoals, ReachableGoals
 from adapters.grammars.json_schema.grammar_shapes import Object
 from adapters.grammars.json_schema.lark_source import LarkSource
 from adapters.grammars.json_schema.patterns import ANYTHING, TooComplex, limited
-from adapters.grammars.json_schema.scalars import Scalars
+from adapters.grammars.json_schema.scalars import JSON_WORDS, Scalars, Words
 from adapters.grammars.json_schema.sequences import MemberSequence
 from adapters.grammars.json_schema.shapes import TRUE, Goal, Items, SchemaRefused
 from adapters.grammars.json_schema.terminals import listed_terminal, terminal
@@ -62,7 +62,7 @@ def lark_grammar(schema: Any, *, compact: bool | None = None) -> str:
     """
     try:
         with limited(MAX_WORK):
-            found = _Grammar(schema, _is_compact(schema, compact))
+            found = Grammar(schema, _is_compact(schema, compact))
             # As llguidance's own: within another grammar there is none before the first token.
             return found.lark(before=f"/{_WHITE_SPACE}+/? " if compact is False else "")
     except TooComplex as error:
@@ -96,15 +96,23 @@ def _structure(compact: bool) -> Iterator[str]:
         yield f"{name}: /{''.join(parts)}/"
 
 
-class _Grammar:
-    """The grammar of one document, a rule for each goal that the root leads to."""
+class Grammar:
+    """The grammar of one document, a rule for each goal that the root leads to.
+
+    Args:
+        schema: The document.
+        compact: See `lark_grammar`.
+    """
+
+    words: ClassVar = JSON_WORDS
+    """Words of null and the booleans."""
 
     def __init__(self, schema: Any, compact: bool) -> None:
         declared = schema.get("$schema") if isinstance(schema, dict) else None
         is_draft_4 = isinstance(declared, str) and "draft-04" in declared  # in which 1.0 is no integer
         self._compact = compact
         self._source = LarkSource()
-        self._scalars = Scalars(self._source, with_fraction=not compact and not is_draft_4)
+        self._scalars = Scalars(self._source, with_fraction=not compact and not is_draft_4, words=self.words)
         self._goals = ReachableGoals(schema)
         listed = ListedValues(self._goals.shapes, self._scalars)
         self._productive = ProductiveGoals(self._goals, listed)
@@ -117,12 +125,16 @@ class _Grammar:
         """Source of the grammar, with ``before`` at the beginning of its start rule."""
         if self._goals.root not in self._productive:
             raise SchemaRefused(f"{self._productive.unproductive_place()}: no JSON matches it")
-        start = self._rule(self._goals.root)
+        start = self._root()
         while self._waiting:
             goal = self._waiting.popleft()
             self._source.add(self._rules[goal], self._options(goal))
-        any_json = _any_json() if self._uses_any else ()
+        any_json = _any_json(self.words) if self._uses_any else ()
         return self._source.whole(before + start, [*any_json, *_structure(self._compact)])
+
+    def _root(self) -> str:
+        """Source of the whole value."""
+        return self._rule(self._goals.root)
 
     def _rule(self, goal: Goal) -> str:
         """Name of the rule of ``goal``, which is written later."""
@@ -167,8 +179,8 @@ class _Grammar:
         return f"BEGIN_OBJECT {MemberSequence(self._source.rule, names, extra, shape, place).whole()} END_OBJECT"
 
 
-def _any_json() -> Iterator[str]:
+def _any_json(words: Words) -> Iterator[str]:
     """Rules and terminals of any JSON."""
     yield _ANY
     yield f"ANY_TEXT: {terminal(ANYTHING)}"
-    yield f"ANY_OTHER: {expression(Numbers(), with_fraction=False)} | /true|false|null/"
+    yield f"ANY_OTHER: {expression(Numbers(), with_fraction=False)} | /{words.true}|{words.false}|{words.null}/"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import NamedTuple
 
 from adapters.grammars.json_schema.decimals import Numbers, digits, expression, multiples
 from adapters.grammars.json_schema.grammar_shapes import GrammarShape
@@ -17,24 +18,41 @@ _EXACT = 2**53
 """Bound below which every integer is a float64, with which llguidance counts multiples."""
 
 
+class Words(NamedTuple):
+    """Words of the values that have one."""
+
+    null: str = "null"
+    true: str = "true"
+    false: str = "false"
+
+    def of(self, value: bool) -> str:
+        """Word of a boolean."""
+        return self.true if value else self.false
+
+
+JSON_WORDS = Words()
+
+
 class Scalars:
     """Sources of scalar values.
 
     Args:
         source: The grammar, to which rules and terminals are added.
         with_fraction: An integer may be written with a fraction of zeros (``1.0``).
+        words: Words of null and the booleans.
     """
 
-    def __init__(self, source: LarkSource, *, with_fraction: bool) -> None:
+    def __init__(self, source: LarkSource, *, with_fraction: bool, words: Words = JSON_WORDS) -> None:
+        self._words = words
         self._source = source
         self._with_fraction = with_fraction
 
     def expression(self, shape: Shape) -> str:
         """Expression of a terminal."""
         if isinstance(shape, Null):
-            return "/null/"
+            return f"/{self._words.null}/"
         if isinstance(shape, Booleans):
-            return "/" + "|".join("true" if value else "false" for value in sorted(shape.values)) + "/"
+            return "/" + "|".join(map(self._words.of, sorted(shape.values))) + "/"
         if isinstance(shape, Numbers):
             return expression(shape, with_fraction=self._with_fraction) or ""
         assert isinstance(shape, Texts)
@@ -67,8 +85,8 @@ class Scalars:
         if isinstance(shape, Numbers) and shape.value is not None:
             return {digits(shape.value): self._source.terminal(self.expression(shape))}
         if isinstance(shape, Booleans):
-            return {str(value): f'"{str(value).lower()}"' for value in shape.values}
-        return {"null": '"null"'} if isinstance(shape, Null) else None
+            return {str(value): f'"{self._words.of(value)}"' for value in shape.values}
+        return {"null": f'"{self._words.null}"'} if isinstance(shape, Null) else None
 
 
 def _json_schema(step: Fraction, first: int | None, last: int | None) -> str:

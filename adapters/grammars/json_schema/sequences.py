@@ -32,11 +32,19 @@ class MemberSequence:
         extra: Sources of other members.
         shape: The object.
         place: Place of the object's schema, for errors.
+        separator: What is between two members; may be empty.
     """
 
     def __init__(
-        self, new_rule: Callable[[str], str], names: list[tuple[str, bool]], extra: list[str], shape: Object, place: str
+        self,
+        new_rule: Callable[[str], str],
+        names: list[tuple[str, bool]],
+        extra: list[str],
+        shape: Object,
+        place: str,
+        separator: str = "COMMA",
     ) -> None:
+        self._comma = f"{separator} " if separator else ""
         self._new_rule, self._names, self._shape, self._place = new_rule, names, shape, place
         self._extra = extra[0] if len(extra) == 1 else f"({' | '.join(extra)})" if extra else ""
         self._cap = max(shape.low, 1) if shape.high is None else shape.high + 1
@@ -91,12 +99,13 @@ class MemberSequence:
     def _listed(self, index: int, last: int) -> str:
         """The named members from ``index`` to ``last``, and those after them."""
         parts = [
-            f"COMMA {source}" if required else f"(COMMA {source})?" for source, required in self._names[index:last]
+            f"{self._comma}{source}" if required else f"({self._comma}{source})?"
+            for source, required in self._names[index:last]
         ]
         return " ".join([*parts, self._from(last, self._cap) or ""]).rstrip()
 
     def _choice(self, index: int, count: int) -> str | None:
-        comma = "COMMA " if count else ""
+        comma = self._comma if count else ""
         options = list[str]()
         while True:
             source, required = self._names[index]
@@ -125,6 +134,6 @@ class MemberSequence:
         if high == 0:
             return ""
         if count:
-            return repeated(f"COMMA {self._extra}", max(low, 0), high)
-        more = " ".join([self._extra, repeated(f"COMMA {self._extra}", 0, None if high is None else high - 1)])
+            return repeated(f"{self._comma}{self._extra}", max(low, 0), high)
+        more = " ".join([self._extra, repeated(f"{self._comma}{self._extra}", 0, None if high is None else high - 1)])
         return more if low > 0 else f"({more})?"

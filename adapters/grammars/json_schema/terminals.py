@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 from adapters.grammars.json_schema.patterns import (
@@ -24,21 +24,25 @@ _SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C
 _PLAIN = others(((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)))
 
 
-def terminal(language: Language) -> str:
+def terminal(language: Language, *, raw: bool = False) -> str:
     """The JSON strings of its texts, as an expression of a terminal in Lark.
 
     A character stands for itself; a quotation mark, a backslash and control characters are escaped.
+
+    Args:
+        language: The texts.
+        raw: The texts themselves, not the JSON strings that they are.
     """
     match language:
         case Both(parts):
-            asked = [f"~{_inside(part.inner)}" if isinstance(part, Not) else _inside(part) for part in parts]
-            whole = [_quoted(ANYTHING)] if all(isinstance(part, Not) for part in parts) else []
+            asked = [f"~{_inside(part.inner, raw)}" if isinstance(part, Not) else _inside(part, raw) for part in parts]
+            whole = [_quoted(ANYTHING, raw)] if all(isinstance(part, Not) for part in parts) else []
             return " & ".join([*whole, *asked])
         case Not(inner):
-            return f"{_quoted(ANYTHING)} & ~{_inside(inner)}"
+            return f"{_quoted(ANYTHING, raw)} & ~{_inside(inner, raw)}"
         case Alt(options) if any(isinstance(option, Both | Not) for option in options):
-            return " | ".join(f"({terminal(option)})" for option in options)
-    return _quoted(language)
+            return " | ".join(f"({terminal(option, raw=raw)})" for option in options)
+    return _quoted(language, raw)
 
 
 def listed_terminal(values: Iterable[str]) -> str:
@@ -47,28 +51,39 @@ def listed_terminal(values: Iterable[str]) -> str:
     return f'/"{options[0]}"/' if len(options) == 1 else f'/"(?:{"|".join(options)})"/'
 
 
+def literal(text: str) -> str:
+    """Regular expression that matches exactly ``text``."""
+    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)
+
+
+def literal_terminal(text: str) -> str:
+    """Expression of a terminal that is ``text``."""
+    return f"/{literal(text)}/"
+
+
 def _literal_char(char: str) -> str:
     return char if char.isascii() and char.isalnum() else _char_regex(((ord(char), ord(char)),))
 
 
-def _inside(language: Language) -> str:
-    return f"({terminal(language)})" if isinstance(language, Both | Not | Alt) else _quoted(language)
+def _inside(language: Language, raw: bool) -> str:
+    return f"({terminal(language, raw=raw)})" if isinstance(language, Both | Not | Alt) else _quoted(language, raw)
 
 
-def _quoted(language: Language) -> str:
-    return f'/"{_regex(language)}"/'
+def _quoted(language: Language, raw: bool) -> str:
+    return f"/{_regex(language, _class) or '(?:)'}/" if raw else f'/"{_regex(language, _char_regex)}"/'
 
 
-def _regex(language: Language) -> str:
+def _regex(language: Language, write: Callable[[Ranges], str]) -> str:
     match language:
         case Chars(ranges):
-            return _char_regex(ranges)
+            return write(ranges)
         case Cat(parts):
-            return "".join(map(_regex, parts))
+            return "".join(_regex(part, write) for part in parts)
         case Alt(options):
-            return f"(?:{'|'.join(map(_regex, options))})" if options else r"[^\x00-\x{10FFFF}]"
+            found = "|".join(_regex(option, write) for option in options)
+            return f"(?:{found})" if options else r"[^\x00-\x{10FFFF}]"
         case Repeat(inner, low, high):
-            return f"(?:{_regex(inner)}){_times(low, high)}"
+            return f"(?:{_regex(inner, write)}){_times(low, high)}"
     raise AssertionError(language)
 
 

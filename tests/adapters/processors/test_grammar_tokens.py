@@ -26,6 +26,7 @@ from test_json_schemas import BYTES
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from adapters.calls import FORMATS
 from adapters.chain import ProcessorChain, apply_edits, plan_rows
 from adapters.contract import ArgumentError, Context
 from adapters.grammars import compiler
@@ -43,7 +44,7 @@ from adapters.processors.grammar import (
 )
 from adapters.processors.masks import BannedTokens
 from adapters.processors.structural import StructuralTag
-from adapters.processors.tool_calls import FORMATS, ToolCalls
+from adapters.processors.tool_calls import ToolCalls
 from adapters.vocabulary import Vocabulary
 
 Symbols = tuple[int, ...]

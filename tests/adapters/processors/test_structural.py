@@ -10,14 +10,15 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from adapters.calls import FORMATS
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_edits, plan_rows
 from adapters.contract import ArgumentError, Context
 from adapters.processors.structural import StructuralTag
-from adapters.processors.tool_calls import FORMATS, ToolCalls
+from adapters.processors.tool_calls import ToolCalls
 from adapters.vocabulary import Vocabulary
 
 NUM_BYTES, END, PYTHON_TAG, WIDTH = 256, 256, 257, 270
-NAMES = {"<|end|>": END, "<|python_tag|>": PYTHON_TAG}
+NAMES = {"<|stop|>": END, "<|python_tag|>": PYTHON_TAG}
 
 
 class ByteTokenizer:

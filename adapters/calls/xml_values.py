@@ -1,0 +1,53 @@
+"""Arguments between tags, as Qwen3-Coder writes them: text for strings, JSON for all else.
+
+``<parameter=KEY>\\nVALUE\\n</parameter>\\n`` for each argument; a value never holds
+``\\n</parameter>``. Where a schema allows strings beside other types, the text is that of another
+type if it can be, and a string otherwise; a string that would be read as something else cannot be
+written, so that what was written is always known.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Set
+from typing import Any, Literal, TypeAlias
+
+Kind: TypeAlias = Literal["null", "boolean", "number", "string", "array", "object"]
+
+OPEN, OPENED, CLOSE = "<parameter=", ">\n", "\n</parameter>\n"
+"""Texts before a key, behind it, and behind its value."""
+
+STOP = "\n</parameter>"
+"""Text that no value holds."""
+
+_PATTERNS: dict[Kind, str] = {
+    "null": "null",
+    "boolean": "true|false",
+    "number": r"-?(?:0|[1-9][0-9]*)(?:[.][0-9]+)?(?:[eE][+-]?[0-9]+)?",
+    "array": r"\[(?s:.*)",
+    "object": r"\{(?s:.*)",
+}
+
+
+def no_strings(kinds: Set[Kind]) -> str | None:
+    """Regular expression of the texts that are no string where ``kinds`` are allowed, which Python
+    and Rust read alike; None if every text is a string.
+    """
+    return "|".join(f"(?:{pattern})" for kind, pattern in _PATTERNS.items() if kind in kinds) or None
+
+
+def value_of(text: str, kinds: Set[Kind]) -> Any:
+    """The value that is written as ``text``.
+
+    Args:
+        text: A whole text between the tags.
+        kinds: Types that the schema of the argument allows.
+
+    Raises:
+        ValueError: it is no value of such a type.
+    """
+    other = no_strings(kinds)
+    if "string" in kinds and (other is None or re.fullmatch(other, text) is None):
+        return text
+    return json.loads(text)

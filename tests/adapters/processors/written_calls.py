@@ -1,0 +1,108 @@
+"""Calls as models write them, spelled out by hand for each format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Call(NamedTuple):
+    """One call."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def _deepseek(text: str) -> str:
+    """``text`` with the characters of DeepSeek's special tokens in place of ``!`` and ``~``."""
+    return text.replace("!", "\uff5c").replace("~", "\u2581")
+
+
+_DEEPSEEK_3 = _deepseek("<!tool~call~begin!>function<!tool~sep!>%s\n```json\n%s\n```<!tool~call~end!>")
+_DEEPSEEK_3_1 = _deepseek("<!tool~call~begin!>%s<!tool~sep!>%s<!tool~call~end!>")
+_CALLS_BEGIN, _CALLS_END = _deepseek("<!tool~calls~begin!>"), _deepseek("<!tool~calls~end!>")
+
+_SPELLED = {
+    "hermes": ("", '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>', "\n", ""),
+    "llama3_json": ("<|python_tag|>", '{"name": "%s", "parameters": %s}', "; ", ""),
+    "llama3_json, bare": ("", '{"name": "%s", "parameters": %s}', "; ", ""),
+    "pythonic": ("[", "%s(%s)", ", ", "]"),
+    "mistral": ("[TOOL_CALLS][", '{"name": "%s", "arguments": %s}', ", ", "]"),
+    "mistral_args": ("", "[TOOL_CALLS]%s[ARGS]%s", "", ""),
+    "qwen3_coder": ("", "<tool_call>\n<function=%s>\n%s</function>\n</tool_call>", "\n", ""),
+    "deepseek_v3": (_CALLS_BEGIN, _DEEPSEEK_3, "\n", _CALLS_END),
+    "deepseek_v3_1": (_CALLS_BEGIN, _DEEPSEEK_3_1, "", _CALLS_END),
+    "harmony": (
+        "",
+        "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>%s<|call|>",
+        "<|start|>assistant",
+        "",
+    ),
+    "phi4": ("functools[", '{"name": "%s", "arguments": %s}', ", ", "]"),
+    "functionary_v3_1": ("", "<function=%s>%s</function>", "", ""),
+    "functionary_v3_2": ("", "%s\n%s", ">>>", ""),
+    "nemotron_deci": ("<TOOLCALL>[", '{"name": "%s", "arguments": %s}', ", ", "]</TOOLCALL>"),
+    "neutral": ("", '<tool_call>{"name": "%s", "arguments": %s}</tool_call>', "\n", ""),
+}
+
+SPELLINGS = tuple(_SPELLED)
+"""Names of formats, with a remark where one has two spellings."""
+
+ONLY_FIRST = ("llama3_json, bare", "pythonic")
+"""Spellings of calls that can only begin an answer."""
+
+
+def format_of(spelling: str) -> str:
+    """Name of the format."""
+    return spelling.partition(",")[0]
+
+
+def written(spelling: str, *calls: Call) -> str:
+    """The text of ``calls``, which follow each other."""
+    before, call, between, after = _SPELLED[spelling]
+    return before + between.join(call % (each.name, _arguments(spelling, each.arguments)) for each in calls) + after
+
+
+def said(spelling: str, text: str) -> str:
+    """Free text at the beginning of an answer."""
+    if spelling == "harmony":
+        return f"<|channel|>final<|message|>{text}"
+    return f"all\n{text}" if spelling == "functionary_v3_2" else text
+
+
+def said_before_calls(spelling: str, text: str, *calls: Call) -> str:
+    """Free text, and calls behind it."""
+    behind = written(spelling, *calls)
+    if spelling == "harmony":
+        return f"<|channel|>commentary<|message|>{text}<|end|><|start|>assistant{behind}"
+    return f"all\n{text}>>>{behind}" if spelling == "functionary_v3_2" else text + behind
+
+
+def _arguments(spelling: str, arguments: dict[str, Any]) -> str:
+    if spelling == "pythonic":
+        return ", ".join(f"{name}={_python(value)}" for name, value in arguments.items())
+    if spelling == "qwen3_coder":
+        return "".join(f"<parameter={name}>\n{_raw(value)}\n</parameter>\n" for name, value in arguments.items())
+    return _json(arguments)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _raw(value: Any) -> str:
+    return value if isinstance(value, str) else _json(value)
+
+
+def _python(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_json(key)}:{_python(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_python, value)) + "]"
+    return _json(value) if isinstance(value, str) else repr(value)
+
+
+def items(calls: Sequence[Call]) -> list[tuple[str, dict[str, Any]]]:
+    """The calls as plain tuples."""
+    return [tuple(call) for call in calls]
