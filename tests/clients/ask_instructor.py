@@ -38,17 +38,17 @@ def ask(url: str, model: str, mode: instructor.Mode, **fields: Any) -> Person:
     )
 
 
-def check_json_schema(url: str, model: str) -> None:
+def check_structured(url: str, model: str) -> None:
     person = ask(url, model, instructor.Mode.JSON_SCHEMA)
     assert (person.name, person.age) == ("Ada", 36)
 
 
-def check_tools(url: str, model: str) -> None:
+def check_required(url: str, model: str) -> None:
     person = ask(url, model, instructor.Mode.TOOLS)
     assert person.name
 
 
-def check_nested(url: str, model: str) -> None:
+def check_structured_nested(url: str, model: str) -> None:
     client = connected(url, instructor.Mode.JSON_SCHEMA)
     found = client.chat.completions.create(
         model=model, messages=BOTH, response_model=People, temperature=0, max_tokens=200, max_retries=0
@@ -56,7 +56,7 @@ def check_nested(url: str, model: str) -> None:
     assert len(found.people) == 2
 
 
-def check_completion_is_there_too(url: str, model: str) -> None:
+def check_structured_with_completion(url: str, model: str) -> None:
     client = connected(url, instructor.Mode.JSON_SCHEMA)
     person, completion = client.chat.completions.create_with_completion(
         model=model, messages=ADA, response_model=Person, temperature=0, max_tokens=120, max_retries=0
@@ -65,7 +65,7 @@ def check_completion_is_there_too(url: str, model: str) -> None:
     assert completion.usage.completion_tokens > 0
 
 
-def check_partial(url: str, model: str) -> None:
+def check_structured_partial(url: str, model: str) -> None:
     client = connected(url, instructor.Mode.JSON_SCHEMA)
     parts = list(
         client.chat.completions.create_partial(
@@ -76,7 +76,7 @@ def check_partial(url: str, model: str) -> None:
     assert (parts[-1].name, parts[-1].age) == ("Ada", 36)
 
 
-def check_iterable(url: str, model: str) -> None:
+def check_parallel(url: str, model: str) -> None:
     client = connected(url, instructor.Mode.TOOLS)
     found: Iterable[Person] = client.chat.completions.create(
         model=model, messages=BOTH, response_model=Iterable[Person], temperature=0, max_tokens=300, max_retries=0

@@ -8,10 +8,11 @@ import sys
 from typing import Any
 
 import openai
-from checks import refusal, run
+from checks import OSLO, refusal, run, writing
 from pydantic import BaseModel, ConfigDict
 
 FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]
+ASKED: Any = [{"role": "user", "content": OSLO}]
 ADA: Any = [{"role": "user", "content": "Ada is 36 years old. Give her name and age as JSON."}]
 WEATHER: Any = {
     "type": "function",
@@ -40,17 +41,17 @@ def connected(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
 
 
-def check_models(url: str, model: str) -> None:
+def check_plain_models(url: str, model: str) -> None:
     with connected(url) as client:
         assert [each.id for each in client.models.list()] == [model]
 
 
-def check_retrieve_model(url: str, model: str) -> None:
+def check_plain_model(url: str, model: str) -> None:
     with connected(url) as client:
         assert client.models.retrieve(model).id == model
 
 
-def check_chat(url: str, model: str) -> None:
+def check_plain(url: str, model: str) -> None:
     with connected(url) as client:
         answer = client.chat.completions.create(model=model, messages=FRANCE, **GREEDY)
     (choice,) = answer.choices
@@ -59,7 +60,7 @@ def check_chat(url: str, model: str) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def check_stream(url: str, model: str) -> None:
+def check_plain_stream(url: str, model: str) -> None:
     with connected(url) as client:
         stream = client.chat.completions.create(
             model=model, messages=FRANCE, stream=True, stream_options={"include_usage": True}, **GREEDY
@@ -73,7 +74,7 @@ def check_stream(url: str, model: str) -> None:
     assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["stop"]
 
 
-def check_stream_helper(url: str, model: str) -> None:
+def check_plain_stream_helper(url: str, model: str) -> None:
     with connected(url) as client, client.chat.completions.stream(model=model, messages=FRANCE, **GREEDY) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
@@ -81,7 +82,7 @@ def check_stream_helper(url: str, model: str) -> None:
     assert final.choices[0].message.content == "The capital of France is Paris."
 
 
-def check_completion(url: str, model: str) -> None:
+def check_plain_completion(url: str, model: str) -> None:
     with connected(url) as client:
         answer = client.completions.create(model=model, prompt="The capital of France is", temperature=0, max_tokens=6)
         stream = client.completions.create(
@@ -91,7 +92,7 @@ def check_completion(url: str, model: str) -> None:
     assert answer.choices[0].text == streamed != ""
 
 
-def check_parse(url: str, model: str) -> None:
+def check_structured(url: str, model: str) -> None:
     with connected(url) as client:
         answer = client.chat.completions.parse(
             model=model, messages=ADA, response_format=Person, temperature=0, max_tokens=60
@@ -99,7 +100,7 @@ def check_parse(url: str, model: str) -> None:
     assert answer.choices[0].message.parsed == Person(name="Ada", age=36)
 
 
-def check_stream_parse(url: str, model: str) -> None:
+def check_structured_streamed(url: str, model: str) -> None:
     with (
         connected(url) as client,
         client.chat.completions.stream(
@@ -110,7 +111,7 @@ def check_stream_parse(url: str, model: str) -> None:
         assert stream.get_final_completion().choices[0].message.parsed == Person(name="Ada", age=36)
 
 
-def check_tools(url: str, model: str) -> None:
+def check_required(url: str, model: str) -> None:
     asked: Any = {"messages": [{"role": "user", "content": "What is the weather in Oslo?"}], "tools": [WEATHER]}
     for choice in ("required", NAMED):
         with connected(url) as client:
@@ -126,7 +127,7 @@ def check_tools(url: str, model: str) -> None:
         assert answer.choices[0].finish_reason == "tool_calls"
 
 
-def check_the_turn_after_a_call(url: str, model: str) -> None:
+def check_round_trip(url: str, model: str) -> None:
     """The assistant's message goes back as it came: with calls, and without content."""
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
     with connected(url) as client:
@@ -143,7 +144,7 @@ def check_the_turn_after_a_call(url: str, model: str) -> None:
         assert ask(tool_choice="none").choices[0].message.content
 
 
-def check_stream_tools(url: str, model: str) -> None:
+def check_tools_streamed_named(url: str, model: str) -> None:
     messages: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
     with (
         connected(url) as client,
@@ -156,7 +157,52 @@ def check_stream_tools(url: str, model: str) -> None:
     assert json.loads(call.function.arguments)["city"] in ("Paris", "Oslo")
 
 
-def check_logprobs(url: str, model: str) -> None:
+def check_tools(url: str, model: str) -> None:
+    """Tools as frameworks send them, of which the model may call none, one or several."""
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    with connected(url) as client:
+        for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": False}, {"tools": [strict]}):
+            given: dict[str, Any] = {"tools": [WEATHER], **fields}
+            answer = client.chat.completions.create(model=model, messages=ASKED, temperature=0, max_tokens=60, **given)
+            message = answer.choices[0].message
+            assert message.content or message.tool_calls, fields
+
+
+def check_tools_streamed(url: str, model: str) -> None:
+    """Deltas of a stream together are what comes at once."""
+    given: dict[str, Any] = {"model": model, "messages": ASKED, "tools": [WEATHER], "temperature": 0, "max_tokens": 70}
+    for cities in (("Oslo",), ("Oslo", "Paris")):
+        with connected(url) as client:
+            whole = client.chat.completions.create(**given, extra_body=writing(*cities)).choices[0]
+            with client.chat.completions.stream(**given, extra_body=writing(*cities)) as stream:
+                stream.until_done()
+                put = stream.get_final_completion().choices[0]
+        assert [call.function.arguments for call in whole.message.tool_calls or ()][:1] == ['{"city":"Oslo"}']
+        assert _spoken(put) == _spoken(whole)
+
+
+def _spoken(choice: Any) -> Any:
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+    return choice.message.content or "", calls, choice.finish_reason
+
+
+def check_parallel(url: str, model: str) -> None:
+    with connected(url) as client:
+        answer = client.chat.completions.create(
+            model=model,
+            messages=ASKED,
+            tools=[WEATHER],
+            parallel_tool_calls=True,
+            temperature=0,
+            max_tokens=70,
+            extra_body=writing("Oslo", "Paris"),
+        )
+    calls = answer.choices[0].message.tool_calls or []
+    assert [json.loads(call.function.arguments)["city"] for call in calls][:2] == ["Oslo", "Paris"]
+    assert len({call.id for call in calls}) == len(calls)
+
+
+def check_plain_logprobs(url: str, model: str) -> None:
     with connected(url) as client:
         answer = client.chat.completions.create(model=model, messages=FRANCE, logprobs=True, top_logprobs=3, **GREEDY)
     content = answer.choices[0].logprobs and answer.choices[0].logprobs.content
@@ -168,7 +214,7 @@ def check_logprobs(url: str, model: str) -> None:
         assert each.logprob == max(top.logprob for top in each.top_logprobs)
 
 
-def check_seeds(url: str, model: str) -> None:
+def check_plain_seeds(url: str, model: str) -> None:
     with connected(url) as client:
 
         def text(seed: int) -> str | None:
@@ -180,7 +226,7 @@ def check_seeds(url: str, model: str) -> None:
         assert text(7) == text(7) != text(8)
 
 
-def check_choices(url: str, model: str) -> None:
+def check_plain_choices(url: str, model: str) -> None:
     with connected(url) as client:
         answer = client.chat.completions.create(
             model=model, messages=FRANCE, n=3, seed=7, temperature=1.5, max_tokens=24
@@ -189,7 +235,7 @@ def check_choices(url: str, model: str) -> None:
     assert len({choice.message.content for choice in answer.choices}) == 3
 
 
-def check_controls(url: str, model: str) -> None:
+def check_plain_controls(url: str, model: str) -> None:
     """Stop strings, penalties, logit_bias, and a processor by `extra_body`."""
     with connected(url) as client:
 
@@ -209,7 +255,7 @@ def check_controls(url: str, model: str) -> None:
         assert answer.startswith("I say: ")
 
 
-def check_errors(url: str, model: str) -> None:
+def check_plain_errors(url: str, model: str) -> None:
     wrong: list[tuple[type[openai.APIStatusError], dict[str, Any]]] = [
         (openai.BadRequestError, {"model": model, "temperature": 9}),
         (openai.BadRequestError, {"model": model, "n": 129}),
@@ -221,7 +267,7 @@ def check_errors(url: str, model: str) -> None:
             assert refusal(kind, client.chat.completions.create, messages=FRANCE, max_tokens=4, **fields)
 
 
-async def check_many_at_once(url: str, model: str) -> None:
+async def check_plain_many_at_once(url: str, model: str) -> None:
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
 
         async def ask() -> str | None:
@@ -232,7 +278,7 @@ async def check_many_at_once(url: str, model: str) -> None:
     assert set(answers) == {"The capital of France is Paris."}
 
 
-async def check_a_stream_that_is_left(url: str, model: str) -> None:
+async def check_plain_streams_that_are_left(url: str, model: str) -> None:
     messages: Any = [{"role": "user", "content": "Tell me a long story."}]
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
         for _ in range(4):

@@ -1,7 +1,8 @@
 """Runs the checks of one client, in the client's own environment: the standard library alone.
 
-A check is a function ``check_...(url, model)`` of the module that calls `run`; it passes unless it
-raises. A connection that is left open is an error.
+A check is a function ``check_CASE(url, model)`` or ``check_CASE_...`` of the module that calls
+`run`; it passes unless it raises. The cases are columns of benchmarks/results/clients.md. A
+connection that is left open is an error.
 """
 
 from __future__ import annotations
@@ -14,6 +15,23 @@ import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+OSLO = "What is the weather in Oslo?"
+ADA = "Ada is 36 years old. Give her name and age as JSON."
+
+
+def get_weather(city: str) -> str:
+    """Weather of a city."""
+    return f"It is raining in {city}."
+
+
+def writing(*cities: str, tool: str = "get_weather") -> dict[str, Any]:
+    """The further field by which the model calls the tool for these cities, then goes on by itself.
+
+    A small model seldom calls a tool unless it must; what is tested is what becomes of a call.
+    """
+    calls = (f'<tool_call>{{"name": "{tool}", "arguments": {{"city":"{city}"}}}}</tool_call>' for city in cities)
+    return {"logits_processors": [{"name": "forced_prefix", "args": {"text": "\n".join(calls)}}]}
 
 
 def refusal(kind: type[Exception], call: Callable[..., Any], **fields: Any) -> str:
