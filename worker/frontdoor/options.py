@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapters.calls import FORMATS
+from adapters.contract import Scope
 from worker.arguments import OPTIONS as WORKER_OPTIONS
 from worker.arguments import StrictParser
 from worker.arguments.option import from_environment, option, options_of
 from worker.arguments.values import matching, text
 from worker.errors import ConfigurationError
+from worker.frontdoor.field_checks import is_before_1_6
 from worker.frontdoor.tools import CallFormat
 from worker.frontdoor.upstreams import Upstream
 
@@ -149,12 +151,20 @@ class Options:
         return self.migration == "on" and self.dyn_reasoning_parser is None
 
     @property
+    def frontend_misreads(self) -> bool:
+        """Whether the frontend may take a JSON answer that is not streamed for a call: with a
+        parser, up to 1.4.2, whether or not the request has tools.
+        """
+        return self.dyn_tool_call_parser is not None and is_before_1_6()
+
+    @property
     def calls(self) -> CallFormat | None:
         """Format in which the models write tool calls, None if calls are not held to anything."""
         name = self.tool_call_format or self.dyn_tool_call_parser
         if name not in FORMATS:
             return None
-        return CallFormat(name, "answer" if self.dyn_reasoning_parser else "all")
+        scope: Scope = "answer" if self.dyn_reasoning_parser else "all"
+        return CallFormat(name, scope, frontend_parses=self.dyn_tool_call_parser is not None)
 
 
 OPTIONS = options_of(Options, ENVIRONMENT_PREFIX)

@@ -15,7 +15,6 @@ from worker.frontdoor.field_checks import Body, printable
 from worker.frontdoor.field_processors import FieldProcessor, bias_as_processor, controls_as_processors
 from worker.frontdoor.fields import ClientField, tables
 from worker.frontdoor.guides import guide_as_processor
-from worker.frontdoor.misread_answers import check_answer_is_no_call
 from worker.frontdoor.tools import (
     CallFormat,
     check_without_format,
@@ -142,8 +141,8 @@ def _as_processors(
     """The processors of ``fields``; what the frontend no longer needs of them is taken out."""
     if calls is None:
         check_without_format(fields)
-    else:
-        check_answer_is_no_call(fields, calls.name)
+        if fields.get("tools") and fields.get("tool_choice") == "none":
+            del fields["tools"], fields["tool_choice"]  # a call that the prompt suggests would be text
     found = [
         *controls_as_processors(fields, table),
         bias_as_processor(fields.pop("logit_bias", None)),

@@ -3,8 +3,8 @@
 Dynamo's frontend gives ``tools`` to the chat template and looks for calls in the finished text;
 only a call that ``tool_choice`` forces is held to its schema, as JSON in place of the model's own
 format. Where the front door is told in which format the model writes calls, every call is held to
-the name of a tool and to the schema of its parameters, by the processor ``tool_calls``, and the
-frontend parses what comes out.
+the name of a tool and to the schema of its parameters, by the processor ``tool_calls``, and
+`ToolStage` parses what comes out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from adapters.calls import FORMATS
 from adapters.client import from_openai_tools, processor
 from adapters.contract import Scope
 from adapters.processors.structural import format_of
@@ -28,10 +29,13 @@ class CallFormat:
     Attributes:
         name: ``format`` of the processor ``tool_calls``.
         scope: ``answer`` for models that think.
+        frontend_parses: Whether Dynamo's frontend would parse calls too, since the workers have a
+            parser of theirs.
     """
 
     name: str
     scope: Scope = "all"
+    frontend_parses: bool = False
 
 
 def check_without_format(fields: Body) -> None:
@@ -74,9 +78,23 @@ def tools_as_processor(fields: Body, format: CallFormat) -> FieldProcessor | Non
     except ValueError as error:
         problem = str(error)
         raise FieldRefused("tool_choice" if problem.startswith("tool_choice") else "tools", problem) from None
-    if forces_call(fields):
-        fields["tool_choice"] = "auto"
+    if choice != "none":
+        _leave_calls_as_text(fields, format)
     return FieldProcessor(made, _client_path)
+
+
+def _leave_calls_as_text(fields: Body, format: CallFormat) -> None:
+    """Have the frontend leave calls in the text, special tokens among them.
+
+    A forced call would be a JSON Schema of its own to the frontend. ``none`` keeps it from parsing
+    a stream, and the worker says that the template still gets the tools.
+    """
+    if format.frontend_parses:
+        fields["tool_choice"] = "none"
+    elif forces_call(fields):
+        fields["tool_choice"] = "auto"
+    if FORMATS[format.name].special:
+        fields.setdefault("skip_special_tokens", False)
 
 
 def _or(value: Any, default: Any) -> Any:

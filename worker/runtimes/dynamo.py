@@ -56,6 +56,8 @@ def worker_config(arguments: Arguments) -> WorkerConfig:
         model_input=ModelInput.Tokens,
         disaggregation_mode=DisaggregationMode[arguments.disaggregation_mode.upper()],
         enable_local_indexer=False,
+        # The front door parses calls itself, and says none so that the frontend does not.
+        exclude_tools_when_tool_choice_none=False,
     )
 
 

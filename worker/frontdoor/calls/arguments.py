@@ -1,0 +1,111 @@
+"""Arguments of calls as JSON, whatever the notation in which the model writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Set
+from typing import TypeAlias
+
+from adapters.calls import Notation
+from adapters.calls.xml_values import CLOSE, OPEN, OPENED, STOP, Kind, value_of
+from worker.frontdoor.calls.json_text import PYTHON_WORDS, Emit, json_object, json_value
+from worker.frontdoor.calls.reader import Cut, Mismatch, Reading, TextReader
+
+Kinds: TypeAlias = Mapping[str, Set[Kind]]
+"""Types that the schemas of arguments allow, by the names of the arguments."""
+
+
+def arguments(notation: Notation, reader: TextReader, emit: Emit, end: str, kinds: Kinds) -> Reading[None]:
+    """The arguments of one call, handed on as JSON.
+
+    Args:
+        notation: Notation in which they are written.
+        reader: Stands before them, and afterwards behind them.
+        emit: Takes parts of the JSON.
+        end: Text behind the arguments, which stays unread.
+        kinds: Types of the arguments, for ``xml``.
+
+    Raises:
+        Mismatch: they are not in this notation.
+        Cut: the text ends before they do.
+    """
+    if notation == "json":
+        yield from json_object(reader, emit)
+    elif notation == "python":
+        yield from _python(reader, emit, end)
+    else:
+        yield from _xml(reader, emit, end, kinds)
+
+
+def _python(reader: TextReader, emit: Emit, end: str) -> Reading[None]:
+    separator = ""
+    emit("{")
+    if (yield from reader.peek()) != end[0]:
+        while True:
+            key = yield from _until(reader, "=")
+            emit(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            yield from json_value(reader, emit, PYTHON_WORDS)
+            if (yield from reader.peek()) == end[0]:
+                break
+            separator = yield from reader.one_of([", "])
+    emit("}")
+
+
+def _xml(reader: TextReader, emit: Emit, end: str, kinds: Kinds) -> Reading[None]:
+    separator = "{"
+    while (yield from _follows(reader, OPEN, end)):
+        key = yield from _until(reader, OPENED)
+        emit(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        separator = ", "
+        allowed = kinds.get(key, frozenset[Kind]())
+        if allowed == {"string"}:
+            yield from _xml_string(reader, emit)
+        else:
+            emit(_json_of((yield from _until(reader, STOP)), allowed))
+        yield from reader.one_of([CLOSE.removeprefix(STOP)])
+    emit("{}" if separator == "{" else "}")
+
+
+def _follows(reader: TextReader, text: str, end: str) -> Reading[bool]:
+    """Whether ``text`` follows, which is read, rather than ``end``, which is not."""
+    found = yield from reader.one_of([text, end])
+    if found == end:
+        reader.position -= len(end)
+    return found == text
+
+
+def _xml_string(reader: TextReader, emit: Emit) -> Reading[None]:
+    """Text up to `STOP`, as a JSON string that is handed on as it comes."""
+    emit('"')
+    while (at := reader.ahead.find(STOP)) < 0:
+        if reader.ended:
+            raise Cut
+        held = next(n for n in range(len(STOP) - 1, -1, -1) if reader.ahead.endswith(STOP[:n]))
+        emit(_escaped(reader.take(len(reader.ahead) - held)))
+        yield
+    emit(_escaped(reader.take(at)) + '"')
+    reader.take(len(STOP))
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _json_of(text: str, kinds: Set[Kind]) -> str:
+    """The JSON of a value between tags. Raises `Mismatch`."""
+    try:
+        value = value_of(text, kinds)
+    except ValueError:
+        raise Mismatch from None
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else text
+
+
+def _until(reader: TextReader, stop: str) -> Reading[str]:
+    """The text up to ``stop``, which is read too. Raises `Cut`."""
+    while (at := reader.ahead.find(stop)) < 0:
+        if reader.ended:
+            raise Cut
+        yield
+    found = reader.take(at)
+    reader.take(len(stop))
+    return found

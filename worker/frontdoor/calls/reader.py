@@ -1,0 +1,92 @@
+"""Reading of a text that comes in parts: generators that yield while they need more of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+"""Generator that yields whenever it needs more text, and returns what it has read."""
+
+
+class Mismatch(Exception):
+    """The text is not what it would have to be."""
+
+
+class Cut(Exception):
+    """The text ends before what would have to follow."""
+
+
+class TextReader:
+    """A text that comes in parts, and a position in it.
+
+    Attributes:
+        position: Index in the text that is kept; what is before it has been read.
+        ended: Whether the text is complete.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self.position = 0
+        self.ended = False
+
+    def add(self, text: str) -> None:
+        """Take the next part."""
+        self._text += text
+
+    def forget(self) -> None:
+        """Keep no text before the position."""
+        self._text = self._text[self.position :]
+        self.position = 0
+
+    @property
+    def ahead(self) -> str:
+        """All text that has come and has not been read."""
+        return self._text[self.position :]
+
+    def take(self, count: int) -> str:
+        """The next ``count`` characters, which have come."""
+        start, self.position = self.position, self.position + count
+        return self._text[start : self.position]
+
+    def matched(self, pattern: re.Pattern[str]) -> str:
+        """What ``pattern`` matches here, of the text that has come; empty if it does not."""
+        found = pattern.match(self._text, self.position)
+        return "" if found is None else self.take(found.end() - found.start())
+
+    def peek(self) -> Reading[str]:
+        """The next character, which stays unread. Raises `Cut`."""
+        while self.position >= len(self._text):
+            if self.ended:
+                raise Cut
+            yield
+        return self._text[self.position]
+
+    def one_of(self, texts: Sequence[str]) -> Reading[str]:
+        """The first of ``texts`` that follows here, which is read.
+
+        A text waits until those before it cannot follow any more.
+
+        Raises:
+            Mismatch: none of them follows.
+            Cut: the text ends where one of them could.
+        """
+        while True:
+            length = max(map(len, texts))
+            ahead = self._text[self.position : self.position + length]
+            waits = False
+            for text in texts:
+                if ahead.startswith(text):
+                    if not waits:
+                        self.position += len(text)
+                        return text
+                elif text.startswith(ahead) and not self.ended:
+                    waits = True
+            if waits:
+                yield
+            elif any(text.startswith(ahead) for text in texts):
+                raise Cut
+            else:
+                raise Mismatch
