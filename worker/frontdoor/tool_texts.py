@@ -21,13 +21,14 @@ _PART = "\n\n"
 """What is between two texts that become one message."""
 
 
-def write_tools_as_text(fields: Body, support: ToolSupport) -> bool:
+def write_tools_as_text(fields: Body, support: ToolSupport, choice: Any) -> bool:
     """Write into the messages what the chat template would leave out of the prompt, and take it out
     of ``fields``; whether that changed them.
 
     Args:
         fields: Fields of a chat, checked; their tools are functions with names.
         support: What the template knows.
+        choice: The client's ``tool_choice``.
 
     Raises:
         FieldRefused: a call or a result in the messages cannot be written.
@@ -35,14 +36,16 @@ def write_tools_as_text(fields: Body, support: ToolSupport) -> bool:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return False  # the frontend refuses them
+    if not isinstance(choice, str | dict | None) or not isinstance(fields.get("parallel_tool_calls"), bool | None):
+        return False  # nor these
     wanted = FORMATS[support.format]
     if not support.calls or not support.results:
         changed = list(_as_text(messages, wanted))
     else:
         changed = list(_as_the_template_takes_them(messages, support))
     if fields.get("tools") and not support.tools:
-        if fields.get("tool_choice") != "none":
-            changed = _with_instructions(changed, tools_text(fields, wanted), has_system=support.system)
+        if choice != "none":
+            changed = _with_instructions(changed, tools_text(fields, wanted, choice), has_system=support.system)
         for name in ("tools", "tool_choice", "parallel_tool_calls"):
             fields.pop(name, None)
     elif changed == messages:
@@ -51,12 +54,13 @@ def write_tools_as_text(fields: Body, support: ToolSupport) -> bool:
     return True
 
 
-def tools_text(fields: Body, wanted: CallFormat) -> str:
+def tools_text(fields: Body, wanted: CallFormat, choice: Any = "auto") -> str:
     """What a model is told of the tools of a request, and of how to call them.
 
     Args:
         fields: Fields of a chat with tools.
         wanted: Format of the calls.
+        choice: The client's ``tool_choice``.
     """
     functions = [tool["function"] for tool in fields["tools"]]
     described = [
@@ -65,7 +69,6 @@ def tools_text(fields: Body, wanted: CallFormat) -> str:
     ]
     lines = ["You can call these functions:", *(json.dumps(each, ensure_ascii=False) for each in described)]
     lines += ["To call a function, write:", _example(wanted)]
-    choice = fields.get("tool_choice")
     if isinstance(choice, dict):
         lines.append(f"Call {choice['function']['name']}.")
     elif choice == "required":

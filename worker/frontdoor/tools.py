@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapters.calls import FORMATS
+from adapters.calls.detection import ToolSupport
 from adapters.client import from_openai_tools, processor
 from adapters.contract import Scope
 from adapters.processors.structural import format_of
@@ -27,15 +28,26 @@ class CallFormat:
     """Format in which the served models write tool calls.
 
     Attributes:
-        name: ``format`` of the processor ``tool_calls``.
+        support: Name of the format, and what the chat template knows of tools.
         scope: ``answer`` for models that think.
         frontend_parses: Whether Dynamo's frontend would parse calls too, since the workers have a
             parser of theirs.
     """
 
-    name: str
+    support: ToolSupport
     scope: Scope = "all"
     frontend_parses: bool = False
+
+    @property
+    def name(self) -> str:
+        """``format`` of the processor ``tool_calls``."""
+        return self.support.format
+
+
+_OTHERWISE = (
+    "or where the front door knows how the model writes calls: start it with --tool-call-format, or with the "
+    "--model-path of the workers"
+)
 
 
 def check_without_format(fields: Body) -> None:
@@ -43,13 +55,15 @@ def check_without_format(fields: Body) -> None:
     choice = fields.get("tool_choice")
     tools = fields.get("tools")
     if fields.get("parallel_tool_calls") is False and tools and choice != "none" and not isinstance(choice, dict):
-        raise FieldRefused("parallel_tool_calls", "false is kept only with a tool_choice that names the function")
+        raise FieldRefused(
+            "parallel_tool_calls", f"false is kept only with a tool_choice that names the function, {_OTHERWISE}"
+        )
     for i, tool in enumerate(tools if isinstance(tools, list) and not forces_call(fields) else ()):
         function = tool.get("function") if isinstance(tool, dict) else None
         if isinstance(function, dict) and function.get("strict"):
             raise FieldRefused(
                 f"tools[{i}].function.strict",
-                'is kept only with a tool_choice that forces a call: "required" or a function',
+                f'is kept only with a tool_choice that forces a call ("required" or a function), {_OTHERWISE}',
             )
 
 
