@@ -77,6 +77,11 @@ class ToolSupport:
     system: bool = True
     short_ids: bool = False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the template writes all that a client may send."""
+        return self.tools and self.calls and self.several and self.results and not self.short_ids
+
 
 def tool_support(template: ChatTemplate | None, added_tokens: Collection[str] = ()) -> ToolSupport:
     """The format of calls, and what the template knows of tools.

@@ -71,6 +71,13 @@ def _call_format(text: str) -> str:
     return text
 
 
+def _origins(text: str) -> tuple[str, ...]:
+    origins = tuple(origin.strip().rstrip("/").lower() for origin in text.split(","))
+    if not all(re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._-]+(:[0-9]{1,5})?|null", origin) for origin in origins):
+        raise ValueError("origins such as https://example.com, separated by commas, or *")
+    return origins
+
+
 def _truth(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError("true or false")
@@ -137,9 +144,14 @@ class Options:
     )
     model_path: str | None = option(
         None,
-        "Directory of the checkpoint that the workers serve, or its GGUF file, whose chat template is read. By default "
-        "the workers' --model-path.",
+        "Directory of the checkpoint that the workers serve, or its GGUF file, for its tokenizer and its chat template. "
+        "By default the workers' --model-path.",
         parse=text,
+    )
+    cors_origins: tuple[str, ...] = option(
+        (),
+        "Origins of web pages that may read answers (CORS), separated by commas, or * for all; none by default.",
+        parse=_origins,
     )
     playground: bool = option(
         False, "Serve a web page at /playground to try the model and its processors; true or false.", parse=_truth
@@ -176,7 +188,10 @@ class Options:
             return None
         has_channels = FORMATS[support.format].channels is not None  # of which one has the thinking
         scope: Scope = "answer" if self.dyn_reasoning_parser and not has_channels else "all"
-        return CallFormat(support, scope, frontend_parses=self.dyn_tool_call_parser is not None)
+        left_out = None if support.is_whole else support
+        return CallFormat(
+            support.format, scope, frontend_parses=self.dyn_tool_call_parser is not None, support=left_out
+        )
 
 
 OPTIONS = options_of(Options, ENVIRONMENT_PREFIX)
@@ -210,13 +225,13 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
             values[one.name] = one.read(given[one.name], one.flag)
     if not values.get("upstream"):
         raise ConfigurationError("--upstream is required")
-    return Options(**{**_of_workers(given["workers"], environ), **values})
+    return Options(**_of_workers(given["workers"], environ) | values)
 
 
 _WORKERS = (
+    "model_path",
     "logits_processor",
     "allow_logits_processors",
-    "model_path",
     "custom_jinja_template",
     "dyn_tool_call_parser",
     "dyn_reasoning_parser",

@@ -28,20 +28,18 @@ class CallFormat:
     """Format in which the served models write tool calls.
 
     Attributes:
-        support: Name of the format, and what the chat template knows of tools.
+        name: ``format`` of the processor ``tool_calls``.
         scope: ``answer`` for models that think.
         frontend_parses: Whether Dynamo's frontend would parse calls too, since the workers have a
             parser of theirs.
+        support: What the chat template knows of tools; None if it writes them all, and every call
+            and result.
     """
 
-    support: ToolSupport
+    name: str
     scope: Scope = "all"
     frontend_parses: bool = False
-
-    @property
-    def name(self) -> str:
-        """``format`` of the processor ``tool_calls``."""
-        return self.support.format
+    support: ToolSupport | None = None
 
 
 _OTHERWISE = (
@@ -81,7 +79,8 @@ def tools_as_processor(fields: Body, format: CallFormat) -> FieldProcessor | Non
     if not isinstance(tools, list) or not tools:
         return None
     choice = _or(fields.get("tool_choice"), "auto")
-    parallel = _or(fields.get("parallel_tool_calls"), True)
+    # Who names a function wants one call of it, as clients that read a structure out of it do.
+    parallel = _or(fields.get("parallel_tool_calls"), not isinstance(choice, dict))
     if not isinstance(choice, str | dict) or not isinstance(parallel, bool):
         return None  # the frontend refuses it
     _check_names(tools, choice)
