@@ -23,7 +23,7 @@ _LOST = "Internal server error"
 
 
 class Caller(Protocol):
-    """On whose behalf a frontend is asked: an `Exchange`, or a batch.
+    """Requester on whose behalf a frontend is asked: an `Exchange`, or a batch.
 
     Attributes:
         door: State that all connections share.
@@ -52,7 +52,7 @@ async def chat(
     """The chunks of the answer to a chat or completion, the last one with the usage.
 
     Args:
-        caller: On whose behalf it is asked.
+        caller: Requester on whose behalf it is asked.
         fields: The request as a client would write it. Its ``stream`` does not matter.
         path: `CHAT` or `COMPLETIONS`.
         annotations: Takes the values of the events that the frontend sends before the chunks.

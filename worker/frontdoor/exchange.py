@@ -56,8 +56,8 @@ class Exchange:
         fields: The body's JSON object, if it has been parsed.
 
     Attributes:
-        door: As above.
-        request: As above.
+        door: State that all connections share.
+        request: The admitted request.
         head: Request line and headers.
         path: Target without the query.
         names: Values of the placeholders in the path of the route, as ``{"id": "resp_1"}``.

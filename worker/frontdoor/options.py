@@ -16,12 +16,12 @@ from worker.arguments import StrictParser
 from worker.arguments.option import from_environment, option, options_of
 from worker.arguments.values import matching, text
 from worker.errors import ConfigurationError
+from worker.frontdoor.call_formats import AUTO, NONE, Model, support_of
 from worker.frontdoor.field_checks import is_before_1_6
 from worker.frontdoor.tools import CallFormat
 from worker.frontdoor.upstreams import Upstream
 
 ENVIRONMENT_PREFIX = "FRONT_DOOR_"
-NO_FORMAT = "none"
 
 
 def _port(text: str) -> int:
@@ -66,9 +66,16 @@ def _upstreams(text: str) -> tuple[Upstream, ...]:
 
 
 def _call_format(text: str) -> str:
-    if text != NO_FORMAT and text not in FORMATS:
-        raise ValueError(f"one of {', '.join(FORMATS)} or {NO_FORMAT}")
+    if text not in (AUTO, NONE, *FORMATS):
+        raise ValueError(f"{AUTO}, {NONE} or one of {', '.join(FORMATS)}")
     return text
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    origins = tuple(origin.strip().rstrip("/").lower() for origin in text.split(","))
+    if not all(re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._-]+(:[0-9]{1,5})?|null", origin) for origin in origins):
+        raise ValueError("origins such as https://example.com, separated by commas, or *")
+    return origins
 
 
 def _truth(text: str) -> bool:
@@ -128,17 +135,30 @@ class Options:
         "frontend's.",
         parse=_upstreams,
     )
-    tool_call_format: str | None = option(
-        None,
-        f"How the models write tool calls, which are then held to their tools: {', '.join(FORMATS)}, or {NO_FORMAT}. "
-        "By default the workers' --dyn-tool-call-parser.",
+    tool_call_format: str = option(
+        AUTO,
+        f"How the models write tool calls, which are held to their tools: {', '.join(FORMATS)}; {NONE}, which holds "
+        f"only forced calls to anything; or {AUTO}: the workers' --dyn-tool-call-parser, or else what the chat "
+        "template of --model-path says.",
         parse=_call_format,
+    )
+    model_path: str | None = option(
+        None,
+        "Directory of the checkpoint that the workers serve, or its GGUF file, for its tokenizer and its chat template. "
+        "By default the workers' --model-path.",
+        parse=text,
+    )
+    cors_origins: tuple[str, ...] = option(
+        (),
+        "Origins of web pages that may read answers (CORS), separated by commas, or * for all; none by default.",
+        parse=_origins,
     )
     playground: bool = option(
         False, "Serve a web page at /playground to try the model and its processors; true or false.", parse=_truth
     )
     logits_processor: tuple[str, ...] = ()
     allow_logits_processors: tuple[str, ...] = ()
+    custom_jinja_template: str | None = None
     dyn_tool_call_parser: str | None = None
     dyn_reasoning_parser: str | None = None
     migration: str = "off"
@@ -160,11 +180,18 @@ class Options:
     @property
     def calls(self) -> CallFormat | None:
         """Format in which the models write tool calls, None if calls are not held to anything."""
-        name = self.tool_call_format or self.dyn_tool_call_parser
-        if name not in FORMATS:
+        wanted = self.tool_call_format
+        if wanted == AUTO and self.dyn_tool_call_parser is not None:
+            wanted = self.dyn_tool_call_parser if self.dyn_tool_call_parser in FORMATS else NONE
+        support = support_of(wanted, Model(self.model_path, self.custom_jinja_template))
+        if support is None:
             return None
-        scope: Scope = "answer" if self.dyn_reasoning_parser else "all"
-        return CallFormat(name, scope, frontend_parses=self.dyn_tool_call_parser is not None)
+        has_channels = FORMATS[support.format].channels is not None  # of which one has the thinking
+        scope: Scope = "answer" if self.dyn_reasoning_parser and not has_channels else "all"
+        left_out = None if support.is_whole else support
+        return CallFormat(
+            support.format, scope, frontend_parses=self.dyn_tool_call_parser is not None, support=left_out
+        )
 
 
 OPTIONS = options_of(Options, ENVIRONMENT_PREFIX)
@@ -198,12 +225,14 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
             values[one.name] = one.read(given[one.name], one.flag)
     if not values.get("upstream"):
         raise ConfigurationError("--upstream is required")
-    return Options(**values, **_of_workers(given["workers"], environ))
+    return Options(**_of_workers(given["workers"], environ) | values)
 
 
 _WORKERS = (
+    "model_path",
     "logits_processor",
     "allow_logits_processors",
+    "custom_jinja_template",
     "dyn_tool_call_parser",
     "dyn_reasoning_parser",
     "migration",
@@ -212,8 +241,8 @@ _WORKERS = (
 
 def _of_workers(workers: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
     """Options of the workers that matter for requests, from their arguments and environment: the
-    third-party processors that they take, how their models write tool calls and thinking, and
-    whether requests migrate.
+    third-party processors that they take, which models they serve and how those write tool calls
+    and thinking, and whether requests migrate.
     """
     options = [one for one in WORKER_OPTIONS if one.name in _WORKERS]
     parser = StrictParser(allow_abbrev=False, add_help=False)

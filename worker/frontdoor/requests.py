@@ -15,6 +15,7 @@ from worker.frontdoor.field_checks import Body, printable
 from worker.frontdoor.field_processors import FieldProcessor, bias_as_processor, controls_as_processors
 from worker.frontdoor.fields import ClientField, tables
 from worker.frontdoor.guides import guide_as_processor
+from worker.frontdoor.tool_texts import write_tools_as_text
 from worker.frontdoor.tools import (
     CallFormat,
     check_without_format,
@@ -84,7 +85,7 @@ def rewritten_fields(
     max_bytes: int | None = None,
     record: type[SamplingParams] = SamplingParams,
 ) -> tuple[bytes, ...]:
-    """As `rewritten`, of fields that have been parsed; they are changed.
+    """Bodies of `rewritten`, made of parsed fields, which are changed.
 
     Args:
         path: A key of `TABLES`.
@@ -92,7 +93,7 @@ def rewritten_fields(
         headers: See `rewritten`.
         catalog: See `rewritten`.
         calls: See `rewritten`.
-        body: Their encoding, which is sent on as it is if nothing is changed.
+        body: Encoding of the fields, which is sent on as it is if nothing is changed.
         carries_guides: See `rewritten`.
         max_bytes: See `rewritten`.
         record: See `rewritten`.
@@ -130,7 +131,10 @@ def _rewrite(
     """Make ``fields`` those of the frontend; whether that changed them."""
     num_fields = len(fields)
     given = _with_texts(fields)
+    choice = fields.get("tool_choice")
     processors = _as_processors(table, fields, calls, carries_guides)
+    if calls is not None and calls.support is not None:
+        given |= write_tools_as_text(fields, calls.support, choice)
     selected = _with_selection(fields, processors, headers, catalog)
     return _without_idle_fields(table, fields) or given or selected or len(fields) != num_fields
 

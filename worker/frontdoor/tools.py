@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapters.calls import FORMATS
+from adapters.calls.detection import ToolSupport
 from adapters.client import from_openai_tools, processor
 from adapters.contract import Scope
 from adapters.processors.structural import format_of
@@ -31,11 +32,20 @@ class CallFormat:
         scope: ``answer`` for models that think.
         frontend_parses: Whether Dynamo's frontend would parse calls too, since the workers have a
             parser of theirs.
+        support: What the chat template knows of tools; None if it writes them all, and every call
+            and result.
     """
 
     name: str
     scope: Scope = "all"
     frontend_parses: bool = False
+    support: ToolSupport | None = None
+
+
+_OTHERWISE = (
+    "or where the front door knows how the model writes calls: start it with --tool-call-format, or with the "
+    "--model-path of the workers"
+)
 
 
 def check_without_format(fields: Body) -> None:
@@ -43,13 +53,15 @@ def check_without_format(fields: Body) -> None:
     choice = fields.get("tool_choice")
     tools = fields.get("tools")
     if fields.get("parallel_tool_calls") is False and tools and choice != "none" and not isinstance(choice, dict):
-        raise FieldRefused("parallel_tool_calls", "false is kept only with a tool_choice that names the function")
+        raise FieldRefused(
+            "parallel_tool_calls", f"false is kept only with a tool_choice that names the function, {_OTHERWISE}"
+        )
     for i, tool in enumerate(tools if isinstance(tools, list) and not forces_call(fields) else ()):
         function = tool.get("function") if isinstance(tool, dict) else None
         if isinstance(function, dict) and function.get("strict"):
             raise FieldRefused(
                 f"tools[{i}].function.strict",
-                'is kept only with a tool_choice that forces a call: "required" or a function',
+                f'is kept only with a tool_choice that forces a call ("required" or a function), {_OTHERWISE}',
             )
 
 
@@ -67,7 +79,8 @@ def tools_as_processor(fields: Body, format: CallFormat) -> FieldProcessor | Non
     if not isinstance(tools, list) or not tools:
         return None
     choice = _or(fields.get("tool_choice"), "auto")
-    parallel = _or(fields.get("parallel_tool_calls"), True)
+    # Who names a function wants one call of it, as clients that read a structure out of it do.
+    parallel = _or(fields.get("parallel_tool_calls"), not isinstance(choice, dict))
     if not isinstance(choice, str | dict) or not isinstance(parallel, bool):
         return None  # the frontend refuses it
     _check_names(tools, choice)
