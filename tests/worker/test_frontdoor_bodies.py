@@ -179,16 +179,16 @@ def bias_of(num_entries: int) -> bytes:
 async def test_large_bodies_are_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others get their answers meanwhile; small ones are read at once."""
     begun, go_on, threads = threading.Event(), threading.Event(), []
-    rewrite = requests.rewritten
+    parse = requests.parsed
 
-    def waiting(path: str, body: bytes, *arguments: Any, **named: Any) -> tuple[bytes, ...]:
+    def waiting(body: bytes) -> dict[str, Any]:
         threads.append(threading.current_thread())
         if len(body) > client_connection.AT_ONCE:  # type: ignore[attr-defined]
             begun.set()
             assert go_on.wait(WAIT_S)
-        return rewrite(path, body, *arguments, **named)
+        return parse(body)
 
-    monkeypatch.setattr("worker.frontdoor.server.rewritten", waiting)
+    monkeypatch.setattr("worker.frontdoor.server.parsed", waiting)
     async with house(say_ok) as at:
         asked = asyncio.create_task(at.ask(post(bias_of(100_000))))
         left_reader, left = await at.connect()  # one that waits for its turn, and leaves
@@ -260,7 +260,7 @@ async def test_an_error_of_its_own_leaves_no_client_waiting(
     def fail(*arguments: Any, **named: Any) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("worker.frontdoor.server.rewritten", fail)
+    monkeypatch.setattr("worker.frontdoor.server.rewritten_fields", fail)
     async with house(say_ok) as at:
         assert error_of(await at.ask(post(bias_of(num_entries))))[0] == 500
     assert "ZeroDivisionError" in caplog.text

@@ -15,10 +15,11 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from adapters.catalog import ANNOTATION, Catalog, parse_selection
-from worker.frontdoor import field_checks, misread_answers
+from worker.frontdoor import field_checks
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, FIELDS, TABLES
 from worker.frontdoor.requests import METADATA_HEADER, rewritten
+from worker.frontdoor.tool_reading import needs_chunks
 from worker.frontdoor.tools import CallFormat
 
 CATALOG = Catalog.default()
@@ -165,83 +166,51 @@ def test_tools_of_a_model_that_thinks_bind_its_answer() -> None:
     assert processor["args"]["format"] == "mistral"
 
 
-def guide(schema: Any) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}], ids=str)
+def test_a_frontend_with_a_parser_leaves_calls_as_text(choice: Any) -> None:
+    """None keeps it from parsing the stream; the processor has the client's choice."""
+    format = CallFormat("hermes", frontend_parses=True)
+    body = sent(calls=format, tools=[TOOL], tool_choice=choice)
+    assert (body["tool_choice"], body["tools"]) == ("none", [TOOL])
+    (processor,) = selected(body)["processors"]
+    assert processor["args"]["choice"] == ("auto" if choice == "auto" else "required")
 
 
-TEXT_NAME = {"type": "object", "properties": {"name": {"type": "string"}}}
-MISREAD: list[dict[str, Any]] = [
-    TEXT_NAME,
-    {"properties": {"name": {}}},
-    {"properties": {"name": {"type": ["null", "string"]}}},
-    {"properties": {"name": {"const": "Ann"}}},
-    {"$ref": "#/$defs/person", "$defs": {"person": TEXT_NAME}},
-    {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, TEXT_NAME]}}},
-    {"type": "array", "items": TEXT_NAME},
-    {"type": "array", "prefixItems": [{"type": "null"}, TEXT_NAME]},
-    {"$ref": "#/anyOf/1", "anyOf": [{"type": "null"}, TEXT_NAME]},
-    {"$ref": "#/$defs/a~1b%20c", "$defs": {"a/b c": TEXT_NAME}},
-]
-READ: list[dict[str, Any]] = [
-    {"properties": {"full_name": {"type": "string"}}},
-    {"properties": {"name": {"type": "integer"}}},
-    {"properties": {"name": {"const": 1}}},
-    {"properties": {"name": False}},
-    {"properties": {"person": TEXT_NAME}},
-    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
-    {"$ref": "#/anyOf/7", "anyOf": [{"type": "null"}]},
-    {"$ref": "other#/$defs/a", "$defs": {"a": TEXT_NAME}},
-]
+def test_tools_that_may_not_be_called_are_not_shown() -> None:
+    """Without a format nothing keeps the model from a call."""
+    assert not {"tools", "tool_choice"} & set(sent(tools=[TOOL], tool_choice="none"))
 
 
-@pytest.fixture(params=[True, False], ids=["misreads", "reads"])
-def misreads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(misread_answers, "frontend_misreads", lambda: request.param)
-    return bool(request.param)
+def test_marks_that_are_special_tokens_stay_in_the_text() -> None:
+    assert sent(calls=CallFormat("mistral"), tools=[TOOL])["skip_special_tokens"] is False
+    assert sent(calls=CallFormat("mistral"), tools=[TOOL], skip_special_tokens=True)["skip_special_tokens"] is True
+    assert "skip_special_tokens" not in sent(calls=CallFormat("mistral"), tools=[TOOL], tool_choice="none")
+    assert "skip_special_tokens" not in sent(calls=HERMES, tools=[TOOL])
 
 
-@pytest.mark.parametrize("schema", MISREAD, ids=str)
-def test_an_answer_that_the_frontend_takes_for_a_call_is_refused(schema: Any, misreads: bool) -> None:
-    if not misreads:
-        assert "response_format" in sent(calls=HERMES, **guide(schema))
-        return
-    refused = refusal(calls=HERMES, **guide(schema))
-    assert refused.param == "response_format"
-    assert "set stream to true" in refused.message
-    assert refusal(calls=HERMES, guided_json=schema).param == "guided_json"
-    assert refusal(calls=HERMES, tools=[TOOL], **guide(schema)).param == "response_format"
-    sent(calls=HERMES, stream=True, **guide(schema))
-    sent(calls=CallFormat("mistral"), **guide(schema))
-    sent(**guide(schema))
-    sent(COMPLETIONS, calls=HERMES, guided_json=schema)
+@pytest.mark.parametrize(
+    ("fields", "calls", "parses", "expected"),
+    [
+        ({"tools": [TOOL]}, HERMES, False, True),
+        ({"tools": [TOOL], "stream": True}, HERMES, False, True),
+        ({"tools": [TOOL], "tool_choice": "none"}, HERMES, False, False),
+        ({"tools": [TOOL], "tool_choice": "none"}, HERMES, True, True),
+        ({"tools": [TOOL]}, None, True, False),
+        ({"tools": [TOOL], "stream": "yes"}, HERMES, True, False),
+        ({"tools": []}, HERMES, False, False),
+        ({}, HERMES, True, True),
+        ({"stream": True}, HERMES, True, False),
+    ],
+)
+def test_which_chats_are_made_of_chunks(
+    fields: dict[str, Any], calls: CallFormat | None, parses: bool, expected: bool
+) -> None:
+    assert needs_chunks(fields, calls, parses=parses) is expected
 
 
-@pytest.mark.parametrize("schema", READ, ids=str)
-def test_other_answers_are_not(schema: Any, misreads: bool) -> None:
-    assert "response_format" in sent(calls=HERMES, **guide(schema))
-
-
-def test_a_schema_is_visited_once_however_often_it_is_referenced() -> None:
-    """A thousand ways to write one reference cost no more than one."""
-    looked = 0
-
-    class Counted(dict[str, Any]):
-        def get(self, key: str, default: Any = None) -> Any:
-            nonlocal looked
-            looked += key == "properties"
-            return super().get(key, default)
-
-    parts = [Counted() for _ in range(50)]
-    references = [{"$ref": "#" + "/" * count + "$defs/a"} for count in range(1, 1001)]
-    root = {"anyOf": references, "$defs": {"a": {"anyOf": parts}}}
-    assert not misread_answers._may_have_name(root, root, set())
-    assert looked == len(parts)
-
-
-def test_dynamo_s_version_says_whether_it_misreads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dynamo_s_version_says_whether_it_misreads() -> None:
     for version, expected in (("1.4.2", True), ("1.5.0rc1", True), ("1.6.1", False), ("2.0", False)):
-        monkeypatch.setattr("importlib.metadata.version", lambda _, version=version: version)
-        assert misread_answers.frontend_misreads.__wrapped__() is expected
+        assert field_checks.is_before_1_6(version) is expected
 
 
 def test_strict_tools_are_strict_with_a_format() -> None:

@@ -7,7 +7,7 @@ answer is the same.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any, Protocol
 
 from worker.frontdoor.chunks import Chunks
@@ -16,6 +16,7 @@ from worker.frontdoor.fields import CHAT
 from worker.frontdoor.request_intake import AdmittedRequest
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.server import FrontDoor
+from worker.frontdoor.tool_reading import tool_reading
 
 _LOST = "Internal server error"
 """Message that Dynamo's frontend 1.4.2 puts in the place of that of a refusal, in a stream."""
@@ -45,13 +46,16 @@ class AnswerFailed(Exception):
         self.refused = refused
 
 
-async def chat(caller: Caller, fields: dict[str, Any], *, path: str = CHAT) -> AsyncIterator[dict[str, Any]]:
+async def chat(
+    caller: Caller, fields: dict[str, Any], *, path: str = CHAT, annotations: dict[str, Any] | None = None
+) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of the answer to a chat or completion, the last one with the usage.
 
     Args:
         caller: Requester on whose behalf it is asked.
         fields: The request as a client would write it. Its ``stream`` does not matter.
         path: `CHAT` or `COMPLETIONS`.
+        annotations: Takes the values of the events that the frontend sends before the chunks.
 
     Yields:
         OpenAI's ``chat.completion.chunk``, or the chunk of a completion, as a dict.
@@ -60,12 +64,17 @@ async def chat(caller: Caller, fields: dict[str, Any], *, path: str = CHAT) -> A
         Refused: no chunk has come: a field is refused, or the frontend answers with an error.
         AnswerFailed: the answer ended before its end.
     """
+    reading = tool_reading(fields, caller.door.options.calls)
+    stage = None if reading is None or path != CHAT else reading.stage()
     chunks = await ask(caller, fields, path)
     has_begun = False
     try:
         async for chunk in chunks:
             has_begun = True
-            yield chunk
+            if annotations is not None:
+                annotations.update(chunks.annotations)
+            for each in [chunk] if stage is None else stage.feed(chunk):
+                yield each
     except Refused as refused:
         if has_begun:
             raise AnswerFailed(refused) from None
@@ -80,7 +89,10 @@ async def ask(caller: Caller, fields: dict[str, Any], path: str = CHAT) -> Chunk
     Raises:
         Refused: a field is refused.
     """
-    streamed = {**fields, "stream": True, "stream_options": {"include_usage": True}}
+    options = fields.get("stream_options")
+    if options is None or isinstance(options, dict):  # otherwise it is refused
+        options = {**(options or {}), "include_usage": True}
+    streamed = {**fields, "stream": True, "stream_options": options}
     return Chunks(caller.door.upstreams, caller.request.translated(path, await _bodies(caller, streamed, path)))
 
 

@@ -11,10 +11,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from worker.frontdoor.absence_probe import AbsenceProbe
 from worker.frontdoor.answering import Answer
+from worker.frontdoor.chat_answers import answer_chat
 from worker.frontdoor.choices import Choices
 from worker.frontdoor.deadline import WaitingProtocol
 from worker.frontdoor.error_forms import error_body
@@ -175,11 +176,11 @@ class ClientConnection(WaitingProtocol):
             self._rewriting = self._loop.create_task(self._rewrite_aside(request, body))
         else:
             rewritten = (body,) if by == "frontend" else self._door.rewrite(request.path, body, request.head)
-            self._ask(request, rewritten)
+            self._ask(request, body, rewritten)
 
     async def _rewrite_aside(self, request: AdmittedRequest, body: bytes) -> None:
         rewrite = partial(self._door.rewrite, request.path, body, request.head)
-        rewritten: tuple[bytes, ...] | Refused
+        rewritten: tuple[bytes, ...] | dict[str, Any] | Refused
         try:
             rewritten = await self._door.rewriting.aside(rewrite)
         except Refused as refused:
@@ -190,12 +191,16 @@ class ClientConnection(WaitingProtocol):
         if isinstance(rewritten, Refused):
             self._refuse(rewritten)
         else:
-            self._ask(request, rewritten)
+            self._ask(request, body, rewritten)
 
-    def _ask(self, request: AdmittedRequest, bodies: Sequence[bytes]) -> None:
+    def _ask(self, request: AdmittedRequest, body: bytes, bodies: Sequence[bytes] | dict[str, Any]) -> None:
         """Send the request on; each of several choices is one of its own."""
         upstreams = self._door.upstreams
-        if len(bodies) == 1:
+        if isinstance(bodies, dict):
+            self._answer = exchange = Exchange(self, self._door, request, body, bodies)
+            self._intake.free_body()
+            exchange.run(answer_chat)
+        elif len(bodies) == 1:
             is_head = request.head.method == b"HEAD"
             added = self._door.cors.lines(request.head)
             self._answer = forwarded = ForwardedRequest(

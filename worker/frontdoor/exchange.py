@@ -53,6 +53,7 @@ class Exchange:
         door: State that all connections share.
         request: The admitted request.
         body: Bytes of its body.
+        fields: The body's JSON object, if it has been parsed.
 
     Attributes:
         door: State that all connections share.
@@ -65,7 +66,14 @@ class Exchange:
         has_begun: Whether bytes of the answer have been written.
     """
 
-    def __init__(self, client: Client, door: FrontDoor, request: AdmittedRequest, body: bytes) -> None:
+    def __init__(
+        self,
+        client: Client,
+        door: FrontDoor,
+        request: AdmittedRequest,
+        body: bytes,
+        fields: dict[str, Any] | None = None,
+    ) -> None:
         self.door = door
         self.head: Head = request.head
         self.path = request.path
@@ -81,6 +89,8 @@ class Exchange:
         self._has_ended = False
         self._may_send = asyncio.Event()
         self._may_send.set()
+        if fields is not None:
+            self.__dict__["_fields"] = fields
         self._task: asyncio.Task[None] | None = None
 
     def run(self, handler: Handler) -> None:
@@ -89,7 +99,7 @@ class Exchange:
 
     async def _run(self, handler: Handler) -> None:
         try:
-            if len(self.body) > AT_ONCE and not self._has_other_content:
+            if len(self.body) > AT_ONCE and not self._has_other_content and "_fields" not in self.__dict__:
                 self.__dict__["_fields"] = await self.door.rewriting.aside(partial(parsed, self.body))
             await handler(self)
             if not self._has_ended:

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapters.calls import FORMATS
+from adapters.contract import Scope
 from worker.arguments import OPTIONS as WORKER_OPTIONS
 from worker.arguments import StrictParser
 from worker.arguments.option import from_environment, option, options_of
 from worker.arguments.values import matching, text
 from worker.errors import ConfigurationError
+from worker.frontdoor.call_formats import AUTO, NONE, Model, support_of
+from worker.frontdoor.field_checks import is_before_1_6
 from worker.frontdoor.tools import CallFormat
 from worker.frontdoor.upstreams import Upstream
 
 ENVIRONMENT_PREFIX = "FRONT_DOOR_"
-NO_FORMAT = "none"
 
 
 def _port(text: str) -> int:
@@ -64,8 +66,8 @@ def _upstreams(text: str) -> tuple[Upstream, ...]:
 
 
 def _call_format(text: str) -> str:
-    if text != NO_FORMAT and text not in FORMATS:
-        raise ValueError(f"one of {', '.join(FORMATS)} or {NO_FORMAT}")
+    if text not in (AUTO, NONE, *FORMATS):
+        raise ValueError(f"{AUTO}, {NONE} or one of {', '.join(FORMATS)}")
     return text
 
 
@@ -133,16 +135,17 @@ class Options:
         "frontend's.",
         parse=_upstreams,
     )
-    tool_call_format: str | None = option(
-        None,
-        f"How the models write tool calls, which are then held to their tools: {', '.join(FORMATS)}, or {NO_FORMAT}. "
-        "By default the workers' --dyn-tool-call-parser.",
+    tool_call_format: str = option(
+        AUTO,
+        f"How the models write tool calls, which are held to their tools: {', '.join(FORMATS)}; {NONE}, which holds "
+        f"only forced calls to anything; or {AUTO}: the workers' --dyn-tool-call-parser, or else what the chat "
+        "template of --model-path says.",
         parse=_call_format,
     )
     model_path: str | None = option(
         None,
-        "Directory or GGUF file of the model that the workers serve, for its tokenizer; by default the workers' "
-        "--model-path.",
+        "Directory of the checkpoint that the workers serve, or its GGUF file, for its tokenizer and its chat template. "
+        "By default the workers' --model-path.",
         parse=text,
     )
     cors_origins: tuple[str, ...] = option(
@@ -155,6 +158,7 @@ class Options:
     )
     logits_processor: tuple[str, ...] = ()
     allow_logits_processors: tuple[str, ...] = ()
+    custom_jinja_template: str | None = None
     dyn_tool_call_parser: str | None = None
     dyn_reasoning_parser: str | None = None
     migration: str = "off"
@@ -167,12 +171,27 @@ class Options:
         return self.migration == "on" and self.dyn_reasoning_parser is None
 
     @property
+    def frontend_misreads(self) -> bool:
+        """Whether the frontend may take a JSON answer that is not streamed for a call: with a
+        parser, up to 1.4.2, whether or not the request has tools.
+        """
+        return self.dyn_tool_call_parser is not None and is_before_1_6()
+
+    @property
     def calls(self) -> CallFormat | None:
         """Format in which the models write tool calls, None if calls are not held to anything."""
-        name = self.tool_call_format or self.dyn_tool_call_parser
-        if name not in FORMATS:
+        wanted = self.tool_call_format
+        if wanted == AUTO and self.dyn_tool_call_parser is not None:
+            wanted = self.dyn_tool_call_parser if self.dyn_tool_call_parser in FORMATS else NONE
+        support = support_of(wanted, Model(self.model_path, self.custom_jinja_template))
+        if support is None:
             return None
-        return CallFormat(name, "answer" if self.dyn_reasoning_parser else "all")
+        has_channels = FORMATS[support.format].channels is not None  # of which one has the thinking
+        scope: Scope = "answer" if self.dyn_reasoning_parser and not has_channels else "all"
+        left_out = None if support.is_whole else support
+        return CallFormat(
+            support.format, scope, frontend_parses=self.dyn_tool_call_parser is not None, support=left_out
+        )
 
 
 OPTIONS = options_of(Options, ENVIRONMENT_PREFIX)
@@ -213,6 +232,7 @@ _WORKERS = (
     "model_path",
     "logits_processor",
     "allow_logits_processors",
+    "custom_jinja_template",
     "dyn_tool_call_parser",
     "dyn_reasoning_parser",
     "migration",
@@ -221,8 +241,8 @@ _WORKERS = (
 
 def _of_workers(workers: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
     """Options of the workers that matter for requests, from their arguments and environment: the
-    third-party processors that they take, how their models write tool calls and thinking, and
-    whether requests migrate.
+    third-party processors that they take, which models they serve and how those write tool calls
+    and thinking, and whether requests migrate.
     """
     options = [one for one in WORKER_OPTIONS if one.name in _WORKERS]
     parser = StrictParser(allow_abbrev=False, add_help=False)

@@ -15,7 +15,7 @@ from worker.frontdoor.field_checks import Body, printable
 from worker.frontdoor.field_processors import FieldProcessor, bias_as_processor, controls_as_processors
 from worker.frontdoor.fields import ClientField, tables
 from worker.frontdoor.guides import guide_as_processor
-from worker.frontdoor.misread_answers import check_answer_is_no_call
+from worker.frontdoor.tool_texts import write_tools_as_text
 from worker.frontdoor.tools import (
     CallFormat,
     check_without_format,
@@ -131,7 +131,10 @@ def _rewrite(
     """Make ``fields`` those of the frontend; whether that changed them."""
     num_fields = len(fields)
     given = _with_texts(fields)
+    choice = fields.get("tool_choice")
     processors = _as_processors(table, fields, calls, carries_guides)
+    if calls is not None and calls.support is not None:
+        given |= write_tools_as_text(fields, calls.support, choice)
     selected = _with_selection(fields, processors, headers, catalog)
     return _without_idle_fields(table, fields) or given or selected or len(fields) != num_fields
 
@@ -142,8 +145,8 @@ def _as_processors(
     """The processors of ``fields``; what the frontend no longer needs of them is taken out."""
     if calls is None:
         check_without_format(fields)
-    else:
-        check_answer_is_no_call(fields, calls.name)
+        if fields.get("tools") and fields.get("tool_choice") == "none":
+            del fields["tools"], fields["tool_choice"]  # a call that the prompt suggests would be text
     found = [
         *controls_as_processors(fields, table),
         bias_as_processor(fields.pop("logit_bias", None)),

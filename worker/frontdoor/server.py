@@ -16,14 +16,16 @@ from worker.frontdoor.bodies import Bodies
 from worker.frontdoor.clients import Hosts, Keys, label_of
 from worker.frontdoor.cors import Cors
 from worker.frontdoor.error_forms import ErrorForm
+from worker.frontdoor.fields import CHAT
 from worker.frontdoor.http import Document
 from worker.frontdoor.options import Options
 from worker.frontdoor.request_reader import Head
-from worker.frontdoor.requests import rewritten, rewritten_fields
+from worker.frontdoor.requests import parsed, rewritten_fields
 from worker.frontdoor.rewriting import Rewriting
 from worker.frontdoor.routes import CATALOGUE, OPENAPI, Route, Routes, openapi
 from worker.frontdoor.summaries import Source, Summary, health, metrics
 from worker.frontdoor.texts import Texts
+from worker.frontdoor.tool_reading import needs_chunks
 from worker.frontdoor.upstreams import Upstreams
 
 logger = logging.getLogger(__name__)
@@ -109,26 +111,27 @@ class FrontDoor:
             key = self._keys.check(head.values(b"authorization"))
         return self.routes.check(route, method, path), label_of(key, peer)
 
-    def rewrite(self, path: str, body: bytes, head: Head) -> tuple[bytes, ...]:
-        """The bodies to send on for a chat or completion; see `rewritten`."""
-        return rewritten(
-            path,
-            body,
-            head.headers,
-            self._catalog,
-            self.options.calls,
-            carries_guides=self.options.carries_guides,
-            max_bytes=self.max_body,
-        )
+    def rewrite(self, path: str, body: bytes, head: Head) -> tuple[bytes, ...] | dict[str, Any]:
+        """The bodies to send on for a chat or completion, or the fields of one whose answer is made
+        of chunks. Raises `Refused`.
+        """
+        fields = parsed(body)
+        if path == CHAT and needs_chunks(fields, self.options.calls, parses=self.options.frontend_misreads):
+            return fields
+        return self._rewritten(path, fields, head, body)
 
     def rewrite_fields(self, path: str, fields: dict[str, Any], head: Head) -> tuple[bytes, ...]:
-        """Bodies of `rewrite`, made of parsed fields, which are changed. Raises `Refused`."""
+        """The bodies to send on for parsed fields, which are changed. Raises `Refused`."""
+        return self._rewritten(path, fields, head)
+
+    def _rewritten(self, path: str, fields: dict[str, Any], head: Head, body: bytes | None = None) -> tuple[bytes, ...]:
         return rewritten_fields(
             path,
             fields,
             head.headers,
             self._catalog,
             self.options.calls,
+            body,
             carries_guides=self.options.carries_guides,
             max_bytes=self.max_body,
         )

@@ -3,8 +3,8 @@
 Dynamo's frontend gives ``tools`` to the chat template and looks for calls in the finished text;
 only a call that ``tool_choice`` forces is held to its schema, as JSON in place of the model's own
 format. Where the front door is told in which format the model writes calls, every call is held to
-the name of a tool and to the schema of its parameters, by the processor ``tool_calls``, and the
-frontend parses what comes out.
+the name of a tool and to the schema of its parameters, by the processor ``tool_calls``, and
+`ToolStage` parses what comes out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from adapters.calls import FORMATS
+from adapters.calls.detection import ToolSupport
 from adapters.client import from_openai_tools, processor
 from adapters.contract import Scope
 from adapters.processors.structural import format_of
@@ -28,10 +30,22 @@ class CallFormat:
     Attributes:
         name: ``format`` of the processor ``tool_calls``.
         scope: ``answer`` for models that think.
+        frontend_parses: Whether Dynamo's frontend would parse calls too, since the workers have a
+            parser of theirs.
+        support: What the chat template knows of tools; None if it writes them all, and every call
+            and result.
     """
 
     name: str
     scope: Scope = "all"
+    frontend_parses: bool = False
+    support: ToolSupport | None = None
+
+
+_OTHERWISE = (
+    "or where the front door knows how the model writes calls: start it with --tool-call-format, or with the "
+    "--model-path of the workers"
+)
 
 
 def check_without_format(fields: Body) -> None:
@@ -39,13 +53,15 @@ def check_without_format(fields: Body) -> None:
     choice = fields.get("tool_choice")
     tools = fields.get("tools")
     if fields.get("parallel_tool_calls") is False and tools and choice != "none" and not isinstance(choice, dict):
-        raise FieldRefused("parallel_tool_calls", "false is kept only with a tool_choice that names the function")
+        raise FieldRefused(
+            "parallel_tool_calls", f"false is kept only with a tool_choice that names the function, {_OTHERWISE}"
+        )
     for i, tool in enumerate(tools if isinstance(tools, list) and not forces_call(fields) else ()):
         function = tool.get("function") if isinstance(tool, dict) else None
         if isinstance(function, dict) and function.get("strict"):
             raise FieldRefused(
                 f"tools[{i}].function.strict",
-                'is kept only with a tool_choice that forces a call: "required" or a function',
+                f'is kept only with a tool_choice that forces a call ("required" or a function), {_OTHERWISE}',
             )
 
 
@@ -63,7 +79,8 @@ def tools_as_processor(fields: Body, format: CallFormat) -> FieldProcessor | Non
     if not isinstance(tools, list) or not tools:
         return None
     choice = _or(fields.get("tool_choice"), "auto")
-    parallel = _or(fields.get("parallel_tool_calls"), True)
+    # Who names a function wants one call of it, as clients that read a structure out of it do.
+    parallel = _or(fields.get("parallel_tool_calls"), not isinstance(choice, dict))
     if not isinstance(choice, str | dict) or not isinstance(parallel, bool):
         return None  # the frontend refuses it
     _check_names(tools, choice)
@@ -74,9 +91,23 @@ def tools_as_processor(fields: Body, format: CallFormat) -> FieldProcessor | Non
     except ValueError as error:
         problem = str(error)
         raise FieldRefused("tool_choice" if problem.startswith("tool_choice") else "tools", problem) from None
-    if forces_call(fields):
-        fields["tool_choice"] = "auto"
+    if choice != "none":
+        _leave_calls_as_text(fields, format)
     return FieldProcessor(made, _client_path)
+
+
+def _leave_calls_as_text(fields: Body, format: CallFormat) -> None:
+    """Have the frontend leave calls in the text, special tokens among them.
+
+    A forced call would be a JSON Schema of its own to the frontend. ``none`` keeps it from parsing
+    a stream, and the worker says that the template still gets the tools.
+    """
+    if format.frontend_parses:
+        fields["tool_choice"] = "none"
+    elif forces_call(fields):
+        fields["tool_choice"] = "auto"
+    if FORMATS[format.name].special:
+        fields.setdefault("skip_special_tokens", False)
 
 
 def _or(value: Any, default: Any) -> Any:

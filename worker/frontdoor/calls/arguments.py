@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Set
+from collections.abc import Mapping, Set
 from typing import TypeAlias
 
 from adapters.calls import Notation
@@ -11,8 +11,8 @@ from adapters.calls.xml_values import CLOSE, OPEN, OPENED, STOP, Kind, value_of
 from worker.frontdoor.calls.json_text import PYTHON_WORDS, Emit, json_object, json_value
 from worker.frontdoor.calls.reader import Cut, Mismatch, Reading, TextReader
 
-Kinds: TypeAlias = Callable[[str], Set[Kind]]
-"""Function from the name of an argument to the types that its schema allows."""
+Kinds: TypeAlias = Mapping[str, Set[Kind]]
+"""Types that the schemas of arguments allow, by the names of the arguments."""
 
 
 def arguments(notation: Notation, reader: TextReader, emit: Emit, end: str, kinds: Kinds) -> Reading[None]:
@@ -23,7 +23,7 @@ def arguments(notation: Notation, reader: TextReader, emit: Emit, end: str, kind
         reader: Stands before them, and afterwards behind them.
         emit: Takes parts of the JSON.
         end: Text behind the arguments, which stays unread.
-        kinds: Types of an argument.
+        kinds: Types of the arguments, for ``xml``.
 
     Raises:
         Mismatch: they are not in this notation.
@@ -42,8 +42,8 @@ def _python(reader: TextReader, emit: Emit, end: str) -> Reading[None]:
     emit("{")
     if (yield from reader.peek()) != end[0]:
         while True:
-            yield from reader.peek()
-            emit(f"{separator}{json.dumps((yield from _until(reader, '=')), ensure_ascii=False)}: ")
+            key = yield from _until(reader, "=")
+            emit(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             yield from json_value(reader, emit, PYTHON_WORDS)
             if (yield from reader.peek()) == end[0]:
                 break
@@ -57,7 +57,7 @@ def _xml(reader: TextReader, emit: Emit, end: str, kinds: Kinds) -> Reading[None
         key = yield from _until(reader, OPENED)
         emit(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         separator = ", "
-        allowed = kinds(key)
+        allowed = kinds.get(key, frozenset[Kind]())
         if allowed == {"string"}:
             yield from _xml_string(reader, emit)
         else:

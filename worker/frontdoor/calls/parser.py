@@ -21,7 +21,8 @@ class CallParser:
 
     Args:
         format: Spelling of calls.
-        tools: For each tool's name, the types of its arguments. A call of anything else is text.
+        tools: For each tool's name, the types of its arguments, which the notation ``xml`` needs. A
+            call of anything else is text.
         enforced: Whether a grammar holds the answer to ``format``. Otherwise a call is handed on
             once it is complete, and stays text if it is not one; a call that is cut by the end of
             the answer is what came of it if the answer was too long, and text otherwise.

@@ -82,9 +82,8 @@ class TextReader:
                     if not waits:
                         self.position += len(text)
                         return text
-                elif text.startswith(ahead):
-                    if not self.ended:
-                        waits = True
+                elif text.startswith(ahead) and not self.ended:
+                    waits = True
             if waits:
                 yield
             elif any(text.startswith(ahead) for text in texts):

@@ -1,0 +1,199 @@
+"""The format of a model's tool calls, found by rendering its chat template.
+
+A template that writes an earlier call into the prompt writes it as the model does. Where it writes
+none, what it tells the model of calls is evidence.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adapters.calls.formats import FORMATS, NEUTRAL, CallFormat
+from adapters.calls.template import ChatTemplate, TemplateFailed
+from adapters.calls.writing import written_calls
+
+_TOOL, _KEY, _VALUE, _RESULT, _SYSTEM = "zqtool", "zqkey", "zqvalue", "zqresult", "zqsystem"
+"""Words that no template has of its own."""
+
+_SHORT_ID, _LONG_ID = "zq3456789", "call_zq3456789012345678901"
+_USER = {"role": "user", "content": "Hello"}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": _TOOL,
+            "description": "A tool.",
+            "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}, "required": [_KEY]},
+        },
+    }
+]
+_BEFORE = 12
+"""Characters of the prompt's end by which the beginning of an answer is known."""
+
+_DEEPSEEK = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+_MARKS: tuple[tuple[str, str], ...] = (
+    ("harmony", r"to=functions\..*<\|channel\|>|<\|channel\|>.*to=functions"),
+    ("qwen3_coder", r"<tool_call>.*<function=.*<parameter="),
+    ("functionary_v3_1", r"<function=(?!.*<parameter=)"),
+    ("phi4", r"functools\["),
+    ("nemotron_deci", r"<TOOLCALL>"),
+    ("mistral_args", r"\[TOOL_CALLS\].*\[(?:ARGS|CALL_ID)\]"),
+    ("mistral", r"\[TOOL_CALLS\]|\[AVAILABLE_TOOLS\]"),
+    ("deepseek_v3", f"{_DEEPSEEK}.*```json"),
+    ("deepseek_v3_1", _DEEPSEEK),
+    ("functionary_v3_2", r">>>(?:\$\{recipient\}|all|'|\{)"),
+    ("hermes", r'<tool_call>\s*\\?n?\s*\{\s*\\?"name\\?".*\\?"arguments\\?"'),
+    ("pythonic", r"\[func(?:tion)?_name1?\("),
+    ("llama3_json", r'\{\s*\\?"name\\?": function name, \\?"parameters\\?":'),
+)
+"""Regular expressions by which a format is known where a template writes no call, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSupport:
+    """Tools as a chat template knows them.
+
+    Attributes:
+        format: Name of the format of calls.
+        evidence: What that was found by, for the operator.
+        tools: Whether the template tells the model which tools there are.
+        calls: Whether it writes earlier calls.
+        several: Whether it writes several calls of one message.
+        results: Whether it writes results of calls, messages of the role ``tool``.
+        system: Whether it writes a system message.
+        short_ids: Whether it refuses ids of calls but those of nine letters and digits.
+    """
+
+    format: str
+    evidence: str
+    tools: bool = False
+    calls: bool = False
+    several: bool = False
+    results: bool = False
+    system: bool = True
+    short_ids: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the template writes all that a client may send."""
+        return self.tools and self.calls and self.several and self.results and not self.short_ids
+
+
+def tool_support(template: ChatTemplate | None, added_tokens: Collection[str] = ()) -> ToolSupport:
+    """The format of calls, and what the template knows of tools.
+
+    Args:
+        template: The checkpoint's template, None if it has none.
+        added_tokens: Texts of the tokens that were added to the tokenizer's vocabulary.
+    """
+    if template is None:
+        return ToolSupport(format=NEUTRAL, evidence="there is no chat template")
+    system = _writes(template, [{"role": "system", "content": _SYSTEM}, _USER], _SYSTEM)
+    if not _writes(template, [_USER], _TOOL, tools=True):
+        return ToolSupport(format=NEUTRAL, evidence="the chat template writes no tools", system=system)
+    shown, short_ids = _with_a_call(template)
+    found = _spelled_format(template, shown) if shown is not None else None
+    evidence = "the chat template writes a call so"
+    if found is None:
+        found = _marked_format(template, added_tokens)
+        evidence = "the chat template describes calls so"
+    if found is None:
+        evidence = "the chat template writes tools, in a format that is not known"
+        return ToolSupport(format=NEUTRAL, evidence=evidence, system=system)
+    return ToolSupport(
+        format=found,
+        evidence=evidence,
+        tools=True,
+        calls=shown is not None,
+        several=_writes_several(template, _SHORT_ID if short_ids else _LONG_ID),
+        results=shown is not None and _RESULT in shown,
+        system=system,
+        short_ids=short_ids,
+    )
+
+
+def _writes(template: ChatTemplate, messages: Sequence[dict[str, Any]], word: str, *, tools: bool = False) -> bool:
+    try:
+        return word in template.render(messages, _TOOLS if tools else None)
+    except TemplateFailed:
+        return False
+
+
+def _history(call_id: str, arguments: Any, *, result: bool) -> list[dict[str, Any]]:
+    call = {"id": call_id, "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
+    messages: list[dict[str, Any]] = [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    answer = {"role": "tool", "tool_call_id": call_id, "name": _TOOL, "content": _RESULT}
+    return [*messages, answer] if result else messages
+
+
+def _with_a_call(template: ChatTemplate) -> tuple[str | None, bool]:
+    """The prompt of a chat with a call in it, None if the template does not write it; and whether
+    ids must be short.
+    """
+    for result in (True, False):
+        for call_id in (_LONG_ID, _SHORT_ID):
+            for arguments in ({_KEY: _VALUE}, json.dumps({_KEY: _VALUE})):
+                try:
+                    shown = template.render(_history(call_id, arguments, result=result), _TOOLS)
+                except TemplateFailed:
+                    continue
+                if _VALUE in shown:
+                    return shown, call_id == _SHORT_ID
+    return None, False
+
+
+def _writes_several(template: ChatTemplate, call_id: str) -> bool:
+    calls = [
+        {"id": call_id[:-1] + last, "type": "function", "function": {"name": _TOOL, "arguments": {_KEY: _VALUE + last}}}
+        for last in "12"
+    ]
+    results = [{"role": "tool", "tool_call_id": call["id"], "name": _TOOL, "content": _RESULT} for call in calls]
+    messages: list[dict[str, Any]] = [_USER, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    return all(_writes(template, messages, _VALUE + last, tools=True) for last in "12")
+
+
+def _spelled_format(template: ChatTemplate, shown: str) -> str | None:
+    """The format in which ``shown`` has the call: of several, the one that says most of it."""
+    text = _squeezed(shown)
+    before = _squeezed(template.render([_USER], _TOOLS))[-_BEFORE:]
+    found = {
+        head: wanted.name
+        for wanted in FORMATS.values()
+        if wanted.name != NEUTRAL
+        for head in _heads(wanted, before)
+        if head in text
+    }
+    return found[max(found, key=len)] if found else None
+
+
+def _heads(wanted: CallFormat, before: str) -> list[str]:
+    """Beginnings of the sentinel's call, without white space."""
+    call = written_calls(wanted, [(_TOOL, {_KEY: _VALUE})])
+    behind = call.removeprefix(wanted.openings[0].text)
+    behind = _squeezed(behind[: behind.index(_VALUE)] + _VALUE)
+    if wanted.channels is not None:  # a template writes the recipient before the channel
+        return [f"assistantto=functions.{_TOOL}{wanted.channels.channel}commentary"]
+    return [
+        f"{_squeezed(opening.text)}{behind}" if opening.anywhere else f"{before}{_squeezed(opening.text)}{behind}"
+        for opening in wanted.openings
+    ]
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+def _marked_format(template: ChatTemplate, added_tokens: Collection[str]) -> str | None:
+    try:
+        shown = template.render([_USER], _TOOLS)
+    except TemplateFailed:
+        shown = ""
+    text = "\n".join([shown, *template.sources.values()])
+    for name, mark in _MARKS:
+        if re.search(mark, text, re.DOTALL):
+            return "mistral_args" if name == "mistral" and "[ARGS]" in added_tokens else name
+    return None

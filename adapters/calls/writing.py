@@ -1,0 +1,51 @@
+"""Calls written in a format, as the model itself would write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from adapters.calls.formats import CallFormat
+from adapters.calls.xml_values import CLOSE, OPEN, OPENED
+
+
+def written_calls(wanted: CallFormat, calls: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+    """The text of ``calls``, of which there is at least one.
+
+    Args:
+        wanted: Their format.
+        calls: Name and arguments of each.
+    """
+    opening = wanted.openings[0].text
+    spelled = [
+        f"{wanted.name_prefix}{name}{wanted.name_suffix}{_arguments(wanted, arguments)}{wanted.call_suffix}"
+        for name, arguments in calls
+    ]
+    if wanted.between is not None:
+        return f"{opening}{wanted.between.join(spelled)}{wanted.closing}"
+    return wanted.again.join(f"{opening}{call}{wanted.closing}" for call in spelled)
+
+
+def _arguments(wanted: CallFormat, arguments: Mapping[str, Any]) -> str:
+    if wanted.arguments == "python":
+        return ", ".join(f"{name}={_python(value)}" for name, value in arguments.items())
+    if wanted.arguments == "xml":
+        return "".join(f"{OPEN}{name}{OPENED}{_raw(value)}{CLOSE}" for name, value in arguments.items())
+    return _json(arguments)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _raw(value: Any) -> str:
+    return value if isinstance(value, str) else _json(value)
+
+
+def _python(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_json(key)}:{_python(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_python, value)) + "]"
+    return repr(value) if value is None or isinstance(value, bool) else _json(value)

@@ -1,0 +1,62 @@
+"""Chats whose answers are made of chunks: those with tools, and those a frontend would misread.
+
+All other chats are forwarded byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from worker.frontdoor.chat_stream import AnswerFailed, assembled, chat
+from worker.frontdoor.exchange import Exchange, encoded
+
+
+async def answer_chat(exchange: Exchange) -> None:
+    """Answer a chat, as a stream of events or whole: both are made of the same chunks."""
+    fields = exchange.fields()
+    annotations: dict[str, Any] = {}
+    async with aclosing(chat(exchange, fields, annotations=annotations)) as chunks:
+        if fields.get("stream"):
+            await _stream(exchange, chunks, annotations, with_usage=_asks_for_usage(fields))
+        else:
+            try:
+                whole = assembled([chunk async for chunk in chunks])
+            except AnswerFailed as failed:
+                raise failed.refused from None
+            await exchange.answer(200, whole)
+
+
+async def _stream(
+    exchange: Exchange,
+    chunks: AsyncIterator[dict[str, Any]],
+    annotations: Mapping[str, Any],
+    *,
+    with_usage: bool,
+) -> None:
+    try:
+        async for chunk in chunks:
+            if not exchange.has_begun:
+                await exchange.begin_events()
+                for name, value in annotations.items():
+                    await exchange.send(f"event: {name}\n: {json.dumps(value)}\n\n".encode())
+            if with_usage or chunk.get("choices"):
+                await exchange.send(_event(chunk))
+    except AnswerFailed as failed:
+        await exchange.send(_event(failed.refused.content()))
+    else:
+        if not exchange.has_begun:
+            await exchange.begin_events()
+        await exchange.send(b"data: [DONE]\n\n")
+    await exchange.end()
+
+
+def _asks_for_usage(fields: Mapping[str, Any]) -> bool:
+    options = fields.get("stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
+def _event(content: Any) -> bytes:
+    return b"data: " + encoded(content) + b"\n\n"

@@ -1,0 +1,78 @@
+"""How the calls in an answer are read: the format of the models, and the tools of the request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from adapters.calls import FORMATS
+from adapters.calls import CallFormat as Spelling
+from adapters.grammars.json_schema import SchemaRefused, argument_kinds
+from worker.frontdoor.calls import CallParser, Kinds
+from worker.frontdoor.field_checks import Body
+from worker.frontdoor.tool_stage import ToolStage
+from worker.frontdoor.tools import CallFormat
+
+
+@dataclass(frozen=True, slots=True)
+class ToolReading:
+    """How the calls in one answer are read.
+
+    Attributes:
+        spelling: Format of calls.
+        tools: For each tool's name, the types of its arguments.
+    """
+
+    spelling: Spelling
+    tools: Mapping[str, Kinds]
+
+    def stage(self) -> ToolStage:
+        """The stage for the chunks of one answer."""
+        short_ids = self.spelling.name in ("mistral", "mistral_args")
+        return ToolStage(partial(CallParser, self.spelling, self.tools), short_ids=short_ids)
+
+
+def needs_chunks(fields: Body, calls: CallFormat | None, *, parses: bool) -> bool:
+    """Whether the answer to a chat is made of chunks, rather than forwarded byte for byte.
+
+    Args:
+        fields: Fields of the client's request.
+        calls: Format in which the models write calls, None if it is not known.
+        parses: Whether the frontend would look for calls in whole answers without tools.
+    """
+    if not isinstance(fields.get("stream"), bool | None):
+        return False  # the frontend refuses it
+    if fields.get("tools") and fields.get("tool_choice") != "none":
+        return tool_reading(fields, calls) is not None
+    return parses and not fields.get("stream")
+
+
+def tool_reading(fields: Body, calls: CallFormat | None) -> ToolReading | None:
+    """How calls in the answer to a request are read; None if it has none for the front door.
+
+    Args:
+        fields: Fields of the client's request.
+        calls: Format in which the models write calls, None if it is not known.
+    """
+    tools = fields.get("tools")
+    if calls is None or not isinstance(tools, list) or fields.get("tool_choice") == "none":
+        return None
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    spelling = FORMATS[calls.name]
+    kinds = {
+        function["name"]: _kinds(function.get("parameters"), spelling)
+        for function in functions
+        if isinstance(function, dict) and isinstance(function.get("name"), str)
+    }
+    return ToolReading(spelling, kinds) if kinds else None
+
+
+def _kinds(schema: Any, spelling: Spelling) -> Kinds:
+    if spelling.arguments != "xml" or not isinstance(schema, dict):
+        return {}
+    try:
+        return argument_kinds({**schema, "type": "object"})
+    except SchemaRefused:  # so will be the request
+        return {}
