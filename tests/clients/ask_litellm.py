@@ -97,7 +97,8 @@ def check_required(url: str, model: str) -> None:
 
 def check_tools(url: str, model: str) -> None:
     for provider in PROVIDERS:
-        asked: Any = {"messages": ASKED, "tools": [WEATHER], **fields(url, model, provider)}
+        given = {**fields(url, model, provider), "max_tokens": 70}
+        asked: Any = {"messages": ASKED, "tools": [WEATHER], **given}
         assert litellm.completion(**asked).choices
         answer = litellm.completion(**asked, extra_body=writing("Oslo"))
         assert answer.choices[0].message.tool_calls[0].function.arguments == '{"city":"Oslo"}'
@@ -120,7 +121,7 @@ def check_parallel(url: str, model: str) -> None:
 
 
 def check_round_trip(url: str, model: str) -> None:
-    given = {**fields(url, model), "tools": [WEATHER]}
+    given = {**fields(url, model), "tools": [WEATHER], "max_tokens": 60}
     message = litellm.completion(messages=ASKED, tool_choice="required", parallel_tool_calls=False, **given).choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls]
     answer = litellm.completion(messages=[*ASKED, message, *results], tool_choice="none", **given)

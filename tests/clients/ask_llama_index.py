@@ -1,7 +1,5 @@
 """llama-index: `OpenAILike` with tools and structured answers."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any, Literal
 

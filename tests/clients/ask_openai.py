@@ -112,7 +112,7 @@ def check_structured_streamed(url: str, model: str) -> None:
 
 
 def check_required(url: str, model: str) -> None:
-    asked: Any = {"messages": [{"role": "user", "content": "What is the weather in Oslo?"}], "tools": [WEATHER]}
+    asked: Any = {"messages": ASKED, "tools": [WEATHER], "parallel_tool_calls": False}
     for choice in ("required", NAMED):
         with connected(url) as client:
             answer = client.chat.completions.create(

@@ -55,7 +55,7 @@ def run(module: ModuleType) -> int:
                 asyncio.run(check(url, model)) if inspect.iscoroutinefunction(check) else check(url, model)
             except Exception:  # the boundary of a check: the others run too
                 failed += 1
-                sys.stdout.write(f"FAILED {name.removeprefix('check_')}\n{traceback.format_exc()}\n")
+                sys.stdout.write(f"\nFAILED {name.removeprefix('check_')}\n{traceback.format_exc()}\n")
             else:
-                sys.stdout.write(f"passed {name.removeprefix('check_')}\n")
+                sys.stdout.write(f"\npassed {name.removeprefix('check_')}\n")
     return 1 if failed else 0

@@ -1,32 +1,48 @@
-"""Clients that people use run clean against the launch scripts, aggregated and disaggregated: each
-in an environment of its own (`scripts/clients`), without a word of the worker's in their code.
+"""Clients that people use run clean against the launch scripts: each in an environment of its own
+(`scripts/clients`), without a word of the worker's in their code.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launched_script import REPOSITORY, LaunchedScript, launched
+from benchmark_clients import BENCHMARKS, run_benchmark
+from client_checks import CHECKED, CASES, run_checks
+from client_environments import REPOSITORY, REQUIREMENTS, version_of
+from client_page import PAGE, Program, programs, run_program
+from launched_script import LaunchedScript, launched
 
 from worker.models import model_cache, prepare_default_model
 
-HERE = Path(__file__).parent
-REQUIREMENTS = dict(re.findall(r"^([\w-]+)==(\S+)", (HERE / "requirements.txt").read_text(), re.MULTILINE))
-LIBRARIES = ("openai", "instructor", "litellm")
-BENCHMARKS = ("aiperf", "guidellm")
-WORKER = ("--device", "cpu", "--context-length", "2048")
-REQUESTS = 24
+WORKER = ("--device", "cpu", "--context-length", "4096")
+RESULTS = REPOSITORY / "benchmarks" / "results" / "clients.md"
+PROGRAMS = programs()  # of docs/clients.md
+DISAGGREGATED = ("openai", "instructor", "litellm")
+
+campaign = [pytest.mark.campaign, pytest.mark.real_model, pytest.mark.timeout(1200)]
 
 
 def test_the_table_has_the_versions_that_are_run() -> None:
-    table = (REPOSITORY / "benchmarks" / "results" / "clients.md").read_text()
-    assert dict(re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", table, re.MULTILINE)) == REQUIREMENTS
+    table = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", RESULTS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert dict(table) == {client: version_of(client) for client in REQUIREMENTS}
+
+
+def test_every_client_has_a_section_or_is_a_benchmark() -> None:
+    sections = [program.client for program in PROGRAMS if program.client != "curl"]
+    assert set(sections) | set(BENCHMARKS) == set(REQUIREMENTS)
+    assert PAGE.read_text(encoding="utf-8").count("\n## ") == len(set(sections)) + 1
+
+
+def test_every_check_is_of_a_case() -> None:
+    for client, files in CHECKED.items():
+        for file in files:
+            names = re.findall(r"^(?:async )?def check_(\w+)|^  async (\w+)\(\) \{", file.read_text(), re.MULTILINE)
+            assert names, client
+            assert [one for pair in names for one in pair if one and not one.startswith(tuple(CASES))] == [], client
 
 
 @pytest.fixture(scope="session")
@@ -35,77 +51,55 @@ def model() -> Path:
     return prepare_default_model(model_cache(os.environ), lambda line: None)
 
 
-@pytest.fixture(scope="module", params=["agg.sh", "disagg.sh"])
-def served(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LaunchedScript]:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[LaunchedScript]:
+    yield from _serving("agg.sh", tmp_path_factory.mktemp("agg"), model)
+
+
+@pytest.fixture(scope="module")
+def disaggregated(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[LaunchedScript]:
+    yield from _serving("disagg.sh", tmp_path_factory.mktemp("disagg"), model)
+
+
+def _serving(script: str, directory: Path, model: Path) -> Iterator[LaunchedScript]:
     variables = {"MODEL_PATH": str(model), "WORKER_DTYPE": "float32"}
-    with launched(tmp_path_factory.mktemp("served"), *WORKER, variables=variables, script=request.param) as script:
-        script.wait_until_ready()
-        yield script
-        script.press_ctrl_c()
-        assert script.finish() == 0, script.output
+    with launched(directory, *WORKER, variables=variables, script=script) as running:
+        running.wait_until_ready()
+        yield running
+        running.press_ctrl_c()
+        assert running.finish() == 0, running.output
 
 
-def environment_of(client: str) -> Path:
-    """The folder of the client's programs."""
-    done = subprocess.run([REPOSITORY / "scripts/clients", client], check=True, capture_output=True, text=True)
-    return Path(done.stdout.strip()) / client / "bin"
+class TestAggregated:
+    pytestmark = campaign
+
+    @pytest.mark.parametrize("client", CHECKED)
+    def test_a_client_runs_clean(self, client: str, served: LaunchedScript, tmp_path: Path) -> None:
+        results = run_checks(client, served.url, served.model, tmp_path)
+        assert results
+        assert {name: text for name, text in results.items() if text} == {}
+
+    @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.client}{program.suffix}")
+    def test_a_program_of_the_page_runs(self, program: Program, served: LaunchedScript, tmp_path: Path) -> None:
+        printed = run_program(program, served.url, tmp_path)
+        assert printed.strip()
+        assert program.output is None or printed == program.output
+
+    @pytest.mark.parametrize("client", BENCHMARKS)
+    def test_a_benchmark_runs_clean(self, client: str, served: LaunchedScript, model: Path, tmp_path: Path) -> None:
+        run_benchmark(client, served.url, served.model, model, tmp_path)
 
 
-def run(command: list[str], directory: Path) -> str:
-    """What it printed. Raises with that if it failed."""
-    # offline aiperf takes a directory for the name of a repository, and ends
-    dropped = ("PYTHONPATH", "VIRTUAL_ENV", "HF_HUB_OFFLINE")
-    kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    # litellm would fetch its list of prices
-    environ = kept | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HOME": str(directory), "NO_COLOR": "1"}
-    done = subprocess.run(command, env=environ, cwd=directory, capture_output=True, text=True, timeout=540, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-    return done.stdout
+class TestDisaggregated:
+    pytestmark = campaign
 
+    @pytest.mark.parametrize("client", DISAGGREGATED)
+    def test_a_library_runs_clean(self, client: str, disaggregated: LaunchedScript, tmp_path: Path) -> None:
+        results = run_checks(client, disaggregated.url, disaggregated.model, tmp_path)
+        assert {name: text for name, text in results.items() if text} == {}
 
-@pytest.mark.campaign
-@pytest.mark.real_model
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("client", LIBRARIES)
-def test_a_library_runs_clean(client: str, served: LaunchedScript, tmp_path: Path) -> None:
-    python = environment_of(client) / "python"
-    output = run([str(python), str(HERE / f"ask_{client}.py"), served.url, served.model], tmp_path)
-    assert output.count("passed ") >= 6
-
-
-@pytest.mark.campaign
-@pytest.mark.real_model
-@pytest.mark.timeout(1200)
-def test_aiperf_runs_clean(served: LaunchedScript, model: Path, tmp_path: Path) -> None:
-    command = [
-        *(str(environment_of("aiperf") / "aiperf"), "profile", "--model", served.model),
-        *("--url", served.url.removesuffix("/v1"), "--endpoint-type", "chat", "--streaming"),
-        *("--concurrency", "4", "--request-count", str(REQUESTS), "--random-seed", "7"),
-        *("--tokenizer", str(model), "--isl", "100", "--osl", "32", "--extra-inputs", "ignore_eos:true"),
-        *("--ui", "none", "--artifact-dir", str(tmp_path / "artifacts")),
-    ]
-    run(command, tmp_path)
-    (path,) = (tmp_path / "artifacts").rglob("profile_export_aiperf.json")
-    report = json.loads(path.read_text())
-    assert report["request_count"]["avg"] == REQUESTS
-    assert not report.get("error_summary")
-
-
-@pytest.mark.campaign
-@pytest.mark.real_model
-@pytest.mark.timeout(1200)
-def test_guidellm_runs_clean(served: LaunchedScript, model: Path, tmp_path: Path) -> None:
-    command = [
-        *(str(environment_of("guidellm") / "guidellm"), "run"),
-        *("--backend", f"kind=openai_http,target={served.url.removesuffix('/v1')},model={served.model}"),
-        *("--profile", "kind=concurrent,streams=[4]", "--constraint", f"kind=max_requests,count={REQUESTS}"),
-        *("--data", "kind=synthetic_text,prompt_tokens=100,output_tokens=32"),
-        *("--tokenizer", f"kind=huggingface_auto,model={model}"),
-        *("--output", f"kind=json,path={tmp_path / 'report.json'}"),
-    ]
-    run(command, tmp_path)
-    (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
-    totals = benchmark["metrics"]["request_totals"]
-    assert (totals["successful"], totals["errored"]) == (REQUESTS, 0)
+    @pytest.mark.parametrize("client", BENCHMARKS)
+    def test_a_benchmark_of_it_runs_clean(
+        self, client: str, disaggregated: LaunchedScript, model: Path, tmp_path: Path
+    ) -> None:
+        run_benchmark(client, disaggregated.url, disaggregated.model, model, tmp_path)
