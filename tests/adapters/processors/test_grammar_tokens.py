@@ -206,6 +206,9 @@ ARGUMENTS = {
 }
 
 
+WITHOUT_CHANNELS = [name for name, wanted in FORMATS.items() if wanted.channels is None]
+
+
 def calls(format_: str, **options: Any) -> tuple[type[ToolCalls], dict[str, Any]]:
     return ToolCalls, {"format": format_, "tools": [{"name": "one", "parameters": ARGUMENTS}], **options}
 
@@ -215,9 +218,7 @@ def tags(marks: Sequence[str], end: str, **options: bool) -> tuple[type[Structur
     return StructuralTag, {"format": {"type": "triggered_tags", "triggers": list(marks), "tags": given, **options}}
 
 
-@pytest.mark.parametrize(
-    ("model", "name"), grid(product(MODELS, [name for name in FORMATS if name != "harmony"]), fast=4)
-)
+@pytest.mark.parametrize(("model", "name"), grid(product(MODELS, WITHOUT_CHANNELS), fast=4))
 def test_a_mask_of_a_required_call_is_what_can_continue(model: str, name: str) -> None:
     """In each spelling of the format; before a call in channels there may be any thinking."""
     context = context_of(model)
