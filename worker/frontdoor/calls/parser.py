@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import partial
 
 from adapters.calls import WHITE_SPACE, CallFormat, Opening
@@ -137,11 +138,10 @@ class CallParser:
                 yield from self._block_or_text(following, self._openings[following])
                 return
             reader.take(len(mark))
-            name = yield from self._first_of([channels.thinking, *channels.text, ""])
-            reader.take(len(name))
-            self._thinks = name == channels.thinking
-            if (yield from self._first_of([channels.message, ""])):
-                reader.take(len(channels.message))
+            with suppress(Mismatch):  # another channel is text
+                name = yield from reader.one_of([channels.thinking, *channels.text])
+                self._thinks = name == channels.thinking
+                yield from reader.one_of([channels.message])
         else:
             reader.take(len(mark))
             self._thinks = self._thinks and mark not in self._channel_marks
