@@ -16,7 +16,7 @@ from worker.arguments import StrictParser
 from worker.arguments.option import from_environment, option, options_of
 from worker.arguments.values import matching, text
 from worker.errors import ConfigurationError
-from worker.frontdoor.call_formats import AUTO, NONE, Model, support_of, special_tokens_of
+from worker.frontdoor.call_formats import AUTO, NONE, Model, special_tokens_of, support_of
 from worker.frontdoor.field_checks import is_before_1_6
 from worker.frontdoor.tools import CallFormat
 from worker.frontdoor.upstreams import Upstream
