@@ -1,4 +1,4 @@
-"""Tool calls through ``launch/agg.sh`` with the stock client: streamed or not, they are the same."""
+"""Tool calls through ``launch/agg.sh`` with the stock client: streamed or not, the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ PARIS, OSLO = Call("get_weather", {"city": "Paris", "days": 2}), Call("get_weath
 CITIES = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"enum": [1, 2]}}}
 CITIES |= {"required": ["city", "days"], "additionalProperties": False}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "strict": True, "parameters": CITIES}}
-NOW = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+NOW = {"type": "function", "function": {"name": "now", "parameters": NOTHING}}
 NAMED = {"type": "function", "function": {"name": "now"}}
 
 
@@ -51,40 +52,48 @@ class Served:
     def fields(self, text: str | None, **fields: Any) -> dict[str, Any]:
         """Fields of a request whose answer is ``text``, or what the model makes of it."""
         processors = [] if text is None else [{"name": "forced_sequence", "args": {"text": text}}]
+        if text is None and self.thinks:
+            processors = [{"name": "forced_prefix", "args": {"text": "<think></think>"}}]
         extra = {"logits_processors": {"processors": processors, "receipt": True}}
         common = {"model": self.script.model, "messages": MESSAGES, "tools": [WEATHER, NOW], "max_tokens": 300}
         return {**common, "extra_body": extra, **fields}
 
     def whole(self, text: str | None, **fields: Any) -> Any:
-        """A whole answer, which is the same as the streamed one but for ids and times."""
+        """The choice of a whole answer, which is the same as the streamed one."""
         asked = self.fields(text, **fields)
         with self.script.client() as client:
             answer = client.chat.completions.create(**asked)
-            with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
-                for _ in stream:
-                    pass
-                streamed = (
-                    stream.get_final_completion() if asked["max_tokens"] > 100 else stream.current_completion_snapshot
-                )
-        assert plain(streamed) == plain(answer)
-        return answer.choices[0]
+            chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        (choice,) = answer.choices
+        tokens = None if choice.logprobs is None else [(one.token, one.logprob) for one in choice.logprobs.content]
+        assert put_together(chunks) == (
+            choice.finish_reason,
+            choice.message.content,
+            getattr(choice.message, "reasoning_content", None),
+            [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or ()],
+            tokens,
+            answer.usage.completion_tokens,
+        )
+        return choice
 
 
-def plain(answer: Any) -> Any:
-    """What is said of an answer, without what is another one's."""
-    (choice,) = answer.choices
-    message = choice.message
-    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
-    tokens = [] if choice.logprobs is None else [(one.token, one.logprob) for one in choice.logprobs.content]
-    thinking = getattr(message, "reasoning_content", None)
-    return (
-        choice.finish_reason,
-        message.content,
-        thinking,
-        calls,
-        tokens,
-        answer.usage.model_dump()["completion_tokens"],
-    )
+def put_together(chunks: list[Any]) -> tuple[Any, ...]:
+    """What the chunks of a stream say."""
+    reasons, calls, tokens = [], list[list[str]](), list[Any]()
+    text, thinking = "", ""
+    for chunk in chunks[:-1]:
+        (choice,) = chunk.choices
+        reasons += [choice.finish_reason] * (choice.finish_reason is not None)
+        text += choice.delta.content or ""
+        thinking += getattr(choice.delta, "reasoning_content", None) or ""
+        for call in choice.delta.tool_calls or ():
+            if call.id is not None:
+                calls.append([call.function.name, ""])
+            calls[call.index][1] += call.function.arguments
+        tokens += [(one.token, one.logprob) for one in choice.logprobs.content] if choice.logprobs else ()
+    assert chunks[-1].choices == []
+    (reason,) = reasons
+    return reason, text or None, thinking or None, calls, tokens or None, chunks[-1].usage.completion_tokens
 
 
 def calls_of(choice: Any) -> list[Call]:
@@ -124,16 +133,26 @@ def test_a_call_that_must_come(stack: Served, choice: Any, names: set[str]) -> N
         assert found.finish_reason == "tool_calls"
 
 
-def test_a_call_cut_at_every_length(stack: Served) -> None:
-    text = "See: " + written(stack.spelling, PARIS)
-    full = stack.whole(text, logprobs=True)
+def test_a_call_that_is_cut(stack: Served) -> None:
+    """It ends where the whole one goes on, and no token is lost."""
+    drawn: Any = {
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 1,
+        "seed": 3,
+        "logprobs": True,
+    }
+    full = stack.whole(None, **drawn)
+    (call,) = full.message.tool_calls
     num_tokens = len(full.logprobs.content)
-    for max_tokens in range(1, num_tokens, 5):
-        cut = stack.whole(text, max_tokens=max_tokens, logprobs=True)
-        assert cut.finish_reason == "length"
-        assert len(cut.logprobs.content) == max_tokens
-        for call in cut.message.tool_calls or ():
-            assert full.message.tool_calls[0].function.arguments.startswith(call.function.arguments)
+    for max_tokens in range(5, num_tokens, 4):
+        cut = stack.whole(None, max_tokens=max_tokens, **drawn)
+        assert (cut.finish_reason, cut.message.content) == ("length", None)
+        assert cut.logprobs.content == full.logprobs.content[:max_tokens]
+        begun = cut.message.tool_calls or []
+        assert [each.function.name for each in begun] == [call.function.name] * len(begun)
+        assert all(call.function.arguments.startswith(each.function.arguments) for each in begun)
+    assert begun
 
 
 def test_no_token_s_log_probability_is_lost(stack: Served) -> None:
@@ -187,6 +206,15 @@ def test_a_refusal_has_a_status_in_a_stream(stack: Served) -> None:
         with stack.script.client() as client, pytest.raises(openai.APIStatusError) as caught:
             client.chat.completions.create(**stack.fields(None, tools=[wrong], stream=stream))
         assert "get_weather" in str(caught.value)
+
+
+def test_the_client_s_own_reader_of_streams(stack: Served) -> None:
+    with stack.script.client() as client:
+        with client.chat.completions.stream(**stack.fields("So: " + written(stack.spelling, PARIS, OSLO))) as stream:
+            done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        (choice,) = stream.get_final_completion().choices
+    assert [(each.name, json.loads(each.arguments)) for each in done] == [tuple(PARIS), tuple(OSLO)]
+    assert [call.function.parsed_arguments for call in choice.message.tool_calls] == [PARIS.arguments, OSLO.arguments]
 
 
 async def test_many_clients_at_once(stack: Served) -> None:

@@ -53,9 +53,9 @@ class Written:
     calls: tuple[Call, ...]
 
 
-def stage(spelling: str, *, enforced: bool = True, hidden: Sequence[str] = ()) -> ToolStage:
+def stage(spelling: str, **options: Any) -> ToolStage:
     format = FORMATS[format_of(spelling)]
-    return ToolStage(lambda: CallParser(format, TOOLS, enforced=enforced, hidden=hidden))
+    return ToolStage(lambda: CallParser(format, TOOLS, **options))
 
 
 def chunk(delta: dict[str, Any], **choice: Any) -> dict[str, Any]:
@@ -233,6 +233,16 @@ def check_cut(answer: Written, found: dict[str, Any]) -> None:
     content = choice["message"]["content"] or ""
     begun = content.removeprefix(answer.content)  # of a mark, which may have been text
     assert answer.content.startswith(content) or begun in answer.text
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_an_answer_of_calls_alone_has_no_text(spelling: str) -> None:
+    """Nor has one that is cut in the mark of a call."""
+    text = written(spelling, *EXAMPLE)
+    for length in range(len(text)):
+        for sizes in ([], [1] * length):
+            made = staged(stage(spelling, only_calls=True), chunks_of(list(text[:length]), sizes, "length"))
+            assert assembled(made)["choices"][0]["message"]["content"] is None
 
 
 EXAMPLE = (
