@@ -147,13 +147,13 @@ def _with_a_call(template: ChatTemplate) -> tuple[str | None, bool]:
 
 
 def _writes_several(template: ChatTemplate, call_id: str) -> bool:
-    calls = [
-        {"id": call_id[:-1] + last, "type": "function", "function": {"name": _TOOL, "arguments": {_KEY: _VALUE + last}}}
-        for last in "12"
-    ]
-    results = [{"role": "tool", "tool_call_id": call["id"], "name": _TOOL, "content": _RESULT} for call in calls]
-    messages: list[dict[str, Any]] = [_USER, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
-    return all(_writes(template, messages, _VALUE + last, tools=True) for last in "12")
+    for write in (dict, json.dumps):
+        chats = [_history(call_id[:-1] + last, write({_KEY: _VALUE + last}), result=True) for last in "12"]
+        (user, first, answer), (_, second, other) = chats
+        messages = [user, {**first, "tool_calls": [*first["tool_calls"], *second["tool_calls"]]}, answer, other]
+        if all(_writes(template, messages, _VALUE + last, tools=True) for last in "12"):
+            return True
+    return False
 
 
 def _spelled_format(template: ChatTemplate, shown: str) -> str | None:

@@ -144,8 +144,8 @@ class Options:
     )
     model_path: str | None = option(
         None,
-        "Directory of the checkpoint that the workers serve, or its GGUF file, for its tokenizer and its chat template. "
-        "By default the workers' --model-path.",
+        "Directory or GGUF file of the model that the workers serve, for its tokenizer and its chat template; by "
+        "default the workers' --model-path.",
         parse=text,
     )
     cors_origins: tuple[str, ...] = option(
