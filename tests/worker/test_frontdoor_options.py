@@ -56,12 +56,20 @@ def test_third_party_processors_are_the_workers() -> None:
     ("argv", "environ", "expected"),
     [
         ([], {}, None),
-        (["--", "--dyn-tool-call-parser", "hermes"], {}, CallFormat("hermes")),
-        (["--", "--dyn-tool-call-parser=a", "--dyn-tool-call-parser", "phi4"], {}, CallFormat("phi4")),
-        (["--", "--dyn-reasoning-parser=qwen3"], {"DYN_TOOL_CALL_PARSER": "hermes"}, CallFormat("hermes", "answer")),
+        (["--", "--dyn-tool-call-parser", "hermes"], {}, CallFormat("hermes", frontend_parses=True)),
+        (["--", "--dyn-tool-call-parser=a", "--dyn-tool-call-parser", "phi4"], {}, CallFormat("phi4", frontend_parses=True)),
+        (
+            ["--", "--dyn-reasoning-parser=qwen3"],
+            {"DYN_TOOL_CALL_PARSER": "hermes"},
+            CallFormat("hermes", "answer", frontend_parses=True),
+        ),
         (["--", "--dyn-tool-call-parser", "pythonic"], {}, None),
         (["--tool-call-format", "none", "--", "--dyn-tool-call-parser", "hermes"], {}, None),
-        (["--tool-call-format", "mistral"], {"DYN_TOOL_CALL_PARSER": "hermes"}, CallFormat("mistral")),
+        (
+            ["--tool-call-format", "mistral"],
+            {"DYN_TOOL_CALL_PARSER": "hermes"},
+            CallFormat("mistral", frontend_parses=True),
+        ),
     ],
 )
 def test_the_format_of_calls_is_the_workers(

@@ -12,6 +12,7 @@ from adapters.calls import NEUTRAL
 from adapters.calls.detection import ToolSupport, tool_support
 from worker.errors import StartupError
 from worker.models.chat_template import FoundTemplate, read_chat_template
+from worker.models.special_tokens import read_special_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,20 @@ def support_of(wanted: str, model: Model) -> ToolSupport | None:
         logger.info("tool calls are written as %s: %s (--tool-call-format)", support.format, support.evidence)
         return support
     return replace(support, format=wanted, evidence="it is named")
+
+
+@lru_cache(16)
+def special_tokens_of(path: str | None) -> frozenset[str]:
+    """Texts of the special tokens of the model at ``path``; none if they cannot be read."""
+    if path is None:
+        return frozenset()
+    try:
+        return read_special_tokens(Path(path))
+    except (OSError, ValueError, StartupError) as error:
+        logger.warning(
+            "special tokens may be in the text beside tool calls: those of %s cannot be read: %s", path, error
+        )
+        return frozenset()
 
 
 def _read(path: str, template: str | None) -> FoundTemplate | None:

@@ -16,7 +16,7 @@ from worker.arguments import StrictParser
 from worker.arguments.option import from_environment, option, options_of
 from worker.arguments.values import matching, text
 from worker.errors import ConfigurationError
-from worker.frontdoor.call_formats import AUTO, NONE, Model, support_of
+from worker.frontdoor.call_formats import AUTO, NONE, Model, special_tokens_of, support_of
 from worker.frontdoor.field_checks import is_before_1_6
 from worker.frontdoor.tools import CallFormat
 from worker.frontdoor.upstreams import Upstream
@@ -190,7 +190,11 @@ class Options:
         scope: Scope = "answer" if self.dyn_reasoning_parser and not has_channels else "all"
         left_out = None if support.is_whole else support
         return CallFormat(
-            support.format, scope, frontend_parses=self.dyn_tool_call_parser is not None, support=left_out
+            support.format,
+            scope,
+            frontend_parses=self.dyn_tool_call_parser is not None,
+            special_tokens=special_tokens_of(self.model_path) if FORMATS[support.format].special else frozenset(),
+            support=left_out,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import partial
 
 from adapters.calls import WHITE_SPACE, CallFormat, Opening
@@ -26,6 +27,8 @@ class CallParser:
         enforced: Whether a grammar holds the answer to ``format``. Otherwise a call is handed on
             once it is complete, and stays text if it is not one; a call that is cut by the end of
             the answer is what came of it if the answer was too long, and text otherwise.
+        only_calls: Whether the answer is calls alone: what may be the beginning of one at its end
+            is no text.
         hidden: Texts of special tokens, which are left out of the text.
 
     Attributes:
@@ -39,11 +42,13 @@ class CallParser:
         tools: Mapping[str, Kinds],
         *,
         enforced: bool = True,
+        only_calls: bool = False,
         hidden: Collection[str] = (),
     ) -> None:
         self._format = format
         self._tools = tools
         self._enforced = enforced
+        self._only_calls = only_calls
         self._first = openings_by_mark(format, tools, anywhere=False)
         self._openings = openings_by_mark(format, tools, anywhere=True)
         channels = format.channels
@@ -97,7 +102,11 @@ class CallParser:
                 self._say(reader.take(len(reader.ahead) - len(ahead)))
                 yield from self._block_or_text(mark, self._first[mark])
                 return
-            if not self._first or reader.ended or not marks.may_begin(ahead):
+            if not self._first or not marks.may_begin(ahead):
+                break
+            if reader.ended:
+                if self._only_calls:
+                    reader.take(len(reader.ahead))
                 break
             yield
         while self._format.prose:
@@ -118,7 +127,8 @@ class CallParser:
                 self._say(reader.take(start))
                 yield from self._marked(mark)
                 continue
-            held = 0 if reader.ended else self._marks.held_back(reader.ahead)
+            may_be_text = reader.ended and not self._only_calls
+            held = 0 if may_be_text else self._marks.held_back(reader.ahead)
             self._say(reader.take(len(reader.ahead) - held))
             reader.forget()
             if reader.ended:
@@ -136,12 +146,13 @@ class CallParser:
             if following != mark:
                 yield from self._block_or_text(following, self._openings[following])
                 return
+            if reader.ended and any(text.startswith(reader.ahead) for text in calls):
+                raise Cut
             reader.take(len(mark))
-            name = yield from self._first_of([channels.thinking, *channels.text, ""])
-            reader.take(len(name))
-            self._thinks = name == channels.thinking
-            if (yield from self._first_of([channels.message, ""])):
-                reader.take(len(channels.message))
+            with suppress(Mismatch):  # another channel is text
+                name = yield from reader.one_of([channels.thinking, *channels.text])
+                self._thinks = name == channels.thinking
+                yield from reader.one_of([channels.message])
         else:
             reader.take(len(mark))
             self._thinks = self._thinks and mark not in self._channel_marks
@@ -228,8 +239,11 @@ class CallParser:
         (self._pieces if self._held is None else self._held).append(piece)
 
     def _say(self, text: str) -> None:
-        """Hand on free text; white space that begins it waits for the rest."""
-        if not text:
+        """Hand on free text; white space that begins it waits for the rest.
+
+        Where calls end an answer, what follows one is the beginning of another one that was cut.
+        """
+        if not text or (self._enforced and self._format.ends and self.num_calls):
             return
         if self._thinks:
             self._pieces.append(ThinkingPiece(text))
