@@ -172,10 +172,10 @@ class Options:
 
     @property
     def frontend_misreads(self) -> bool:
-        """Whether the frontend may take a JSON answer that is not streamed for a call: with a
-        parser, up to 1.4.2, whether or not the request has tools.
+        """Whether the frontend takes a JSON answer that is not streamed for a call, if it has a
+        text ``name`` at its top: hermes up to 1.4.2, whether or not the request has tools.
         """
-        return self.dyn_tool_call_parser is not None and is_before_1_6()
+        return self.dyn_tool_call_parser == "hermes" and is_before_1_6()
 
     @property
     def calls(self) -> CallFormat | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from functools import partial
 
 from adapters.calls import WHITE_SPACE, CallFormat, Opening
 from worker.frontdoor.calls.arguments import Kinds, arguments
 from worker.frontdoor.calls.marks import Marks, openings_by_mark
-from worker.frontdoor.calls.pieces import CallArguments, CallBegin, Piece, TextPiece, ThinkingPiece, joined
+from worker.frontdoor.calls.output import Output
+from worker.frontdoor.calls.pieces import Piece
 from worker.frontdoor.calls.reader import Cut, Mismatch, Reading, TextReader
 
 
@@ -30,10 +30,6 @@ class CallParser:
         only_calls: Whether the answer is calls alone: what may be the beginning of one at its end
             is no text.
         hidden: Texts of special tokens, which are left out of the text.
-
-    Attributes:
-        num_calls: Calls that have begun.
-        is_complete: Whether the last of them is complete.
     """
 
     def __init__(
@@ -56,34 +52,29 @@ class CallParser:
         spelled = {*self._channel_marks, *format.special}
         self._marks = Marks([*self._channel_marks, *self._openings, *(text for text in hidden if text not in spelled)])
         self._reader = TextReader()
-        self._pieces: list[Piece] = []
-        self._held: list[Piece] | None = None  # pieces of a block that may turn out to be text
-        self._blank: str | None = ""  # white space that begins a text, None behind other characters
-        self._thinks = False
+        self._output = Output()
         self._was_cut_by_length = False
-        self.num_calls = 0
-        self.is_complete = True
         self._running = self._answer()
         next(self._running)
+
+    @property
+    def has_complete_calls(self) -> bool:
+        """Whether there are calls, and the last one is complete."""
+        return self._output.num_calls > 0 and self._output.is_complete
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that the next part of the answer makes certain."""
         self._reader.add(text)
-        return self._go_on()
+        next(self._running, None)
+        return self._output.taken()
 
     def end(self, finish_reason: str | None = "stop") -> list[Piece]:
         """The last pieces, at the end of the answer; ``finish_reason``: why it ends."""
         self._was_cut_by_length = finish_reason == "length"
         self._reader.ended = True
-        pieces = self._go_on()
-        if self._blank and not self.num_calls:
-            pieces = joined([*pieces, TextPiece(self._blank)])
-        return pieces
-
-    def _go_on(self) -> list[Piece]:
         next(self._running, None)
-        pieces, self._pieces = self._pieces, []
-        return joined(pieces)
+        self._output.end()
+        return self._output.taken()
 
     def _answer(self) -> Reading[None]:
         yield  # before the first text
@@ -142,7 +133,7 @@ class CallParser:
             yield from self._block_or_text(mark, self._openings[mark])
         elif channels is not None and mark == channels.channel:
             calls = [text for text in self._openings if text.startswith(mark)]
-            following = yield from self._first_of([*calls, mark])
+            following = yield from reader.first_of([*calls, mark])
             if following != mark:
                 yield from self._block_or_text(following, self._openings[following])
                 return
@@ -151,43 +142,33 @@ class CallParser:
             reader.take(len(mark))
             with suppress(Mismatch):  # another channel is text
                 name = yield from reader.one_of([channels.thinking, *channels.text])
-                self._thinks = name == channels.thinking
+                self._output.thinks = name == channels.thinking
                 yield from reader.one_of([channels.message])
         else:
             reader.take(len(mark))
-            self._thinks = self._thinks and mark not in self._channel_marks
-
-    def _first_of(self, texts: list[str]) -> Reading[str]:
-        """The first of ``texts`` that follows, which stays unread; the last one follows anyway."""
-        found = yield from self._reader.one_of(texts)
-        self._reader.position -= len(found)
-        return found
+            self._output.thinks &= mark not in self._channel_marks
 
     def _block_or_text(self, mark: str, opening: Opening) -> Reading[None]:
         """The calls of a block; if it is none, its mark is text."""
-        reader = self._reader
-        start, blank, num_calls, is_complete = reader.position, self._blank, self.num_calls, self.is_complete
-        self._held = None if self._enforced else []
+        reader, output = self._reader, self._output
+        start, before = reader.position, output.mark()
+        if not self._enforced:
+            output.hold()
         try:
             yield from self._block(opening)
         except (Mismatch, Cut) as problem:
             is_cut = isinstance(problem, Cut)
-            has_call = self.num_calls > num_calls
+            has_call = output.num_calls > before.num_calls
             if is_cut and (self._enforced or (has_call and self._was_cut_by_length)):
-                self._release()
+                output.release()
                 raise
             if has_call and self._enforced:
                 return  # what has been handed on stays; the rest is text
-            self._held = None
-            reader.position, self._blank, self.num_calls, self.is_complete = start, blank, num_calls, is_complete
+            output.rewind(before)
+            reader.position = start
             if mark in self._openings:
                 self._say(reader.take(1))
-        self._release()
-
-    def _release(self) -> None:
-        """Hand on what has been held back."""
-        self._pieces += self._held or ()
-        self._held = None
+        output.release()
 
     def _block(self, opening: Opening) -> Reading[None]:
         """The calls of one block. Raises `Mismatch`, `Cut`."""
@@ -197,12 +178,11 @@ class CallParser:
             yield from self._call()
             if format.between is None:
                 break
-            following = yield from self._first_of([format.between + format.name_prefix, format.closing])
+            following = yield from reader.first_of([format.between + format.name_prefix, format.closing])
             if following == format.closing:
                 break
             reader.take(len(format.between))
         yield from reader.one_of([format.closing])
-        self.is_complete = True
 
     def _call(self) -> Reading[None]:
         """One call."""
@@ -210,47 +190,21 @@ class CallParser:
         yield from reader.one_of([format.name_prefix])
         called = yield from reader.one_of([name + format.name_suffix for name in self._tools])
         name = called.removesuffix(format.name_suffix)
-        index, self._blank = self.num_calls, ""
-        self.num_calls += 1
-        self.is_complete = False
-        self._emit(CallBegin(index, name))
-        emit = partial(self._argue, index)
-        yield from arguments(format.arguments, reader, emit, format.call_suffix, self._tools[name])
-        self.is_complete = True
-        ends = (
-            [format.call_suffix, ""] if format.may_end and not (yield from self._has_more()) else [format.call_suffix]
-        )
-        yield from reader.one_of(ends)
+        self._output.begin_call(name)
+        yield from arguments(format.arguments, reader, self._argue, format.call_suffix, self._tools[name])
+        self._output.is_complete = True
+        if not format.may_end or (yield from reader.has_more()):
+            yield from reader.one_of([format.call_suffix])
 
-    def _has_more(self) -> Reading[bool]:
-        try:
-            yield from self._reader.peek()
-        except Cut:
-            return False
-        return True
-
-    def _argue(self, index: int, text: str) -> None:
-        if text:
-            self._emit(CallArguments(index, text))
+    def _argue(self, text: str) -> None:
+        self._output.argue(text)
         if self._enforced:
             self._reader.forget()
 
-    def _emit(self, piece: Piece) -> None:
-        (self._pieces if self._held is None else self._held).append(piece)
-
     def _say(self, text: str) -> None:
-        """Hand on free text; white space that begins it waits for the rest.
+        """Hand on free text.
 
         Where calls end an answer, what follows one is the beginning of another one that was cut.
         """
-        if not text or (self._enforced and self._format.ends and self.num_calls):
-            return
-        if self._thinks:
-            self._pieces.append(ThinkingPiece(text))
-            return
-        if self._blank is not None:
-            text = self._blank + text
-            self._blank = None if text.strip(WHITE_SPACE) else text
-            if self._blank is not None:
-                return
-        self._pieces.append(TextPiece(text))
+        if not (self._enforced and self._format.ends and self._output.num_calls):
+            self._output.say(text)
