@@ -59,7 +59,7 @@ class ToolSupport:
 
     Attributes:
         format: Name of the format of calls.
-        evidence: What that was found by, for the operator.
+        evidence: Reason for that format, for the operator.
         tools: Whether the template tells the model which tools there are.
         calls: Whether it writes earlier calls.
         several: Whether it writes several calls of one message.
@@ -115,7 +115,7 @@ def tool_support(
 
 
 def _format(template: ChatTemplate, shown: str | None, added_tokens: Collection[str]) -> tuple[str, str]:
-    """The format of a template that writes tools, and what it was found by."""
+    """The format of a template that writes tools, and the reason."""
     spelled = None if shown is None else _spelled_format(template, shown)
     if spelled is not None:
         return spelled, "the chat template writes a call so"

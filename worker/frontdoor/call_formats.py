@@ -20,7 +20,7 @@ AUTO, NONE = "auto", "none"
 
 
 class Model(NamedTuple):
-    """Where the chat template of the served models is.
+    """Place of the chat template of the served models.
 
     Attributes:
         path: Checkpoint or GGUF file, None if it is not known.
