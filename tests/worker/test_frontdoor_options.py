@@ -57,7 +57,11 @@ def test_third_party_processors_are_the_workers() -> None:
     [
         ([], {}, None),
         (["--", "--dyn-tool-call-parser", "hermes"], {}, CallFormat("hermes", frontend_parses=True)),
-        (["--", "--dyn-tool-call-parser=a", "--dyn-tool-call-parser", "phi4"], {}, CallFormat("phi4", frontend_parses=True)),
+        (
+            ["--", "--dyn-tool-call-parser=a", "--dyn-tool-call-parser", "phi4"],
+            {},
+            CallFormat("phi4", frontend_parses=True),
+        ),
         (
             ["--", "--dyn-reasoning-parser=qwen3"],
             {"DYN_TOOL_CALL_PARSER": "hermes"},
