@@ -94,7 +94,7 @@ class Model(NamedTuple):
     padding: int = 7
 
 
-_MISTRAL = ("</s>", "<s>", "<unk>", "[INST]", "[/INST]", "[TOOL_CALLS]")
+_MISTRAL = ("</s>", "<s>", "<unk>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]")
 _GEMMA = ("<end_of_turn>", "<eos>", "<bos>", "<pad>", "<unk>", "<start_of_turn>")
 _GEMMA_PLAIN = ("<unused0>", "[multimodal]", "<table>", "</table>", "\n\n", "▁▁")
 
@@ -118,13 +118,13 @@ MODELS = {
     ),
     "deepseek": Model(
         lambda: _byte_level(special=("<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>")),
-        ("<\uff5cend▁of▁sentence\uff5c>", "<\uff5cbegin▁of▁sentence\uff5c>"),
+        ("<\uff5cend▁of▁sentence\uff5c>", "<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5ctool▁sep\uff5c>"),
         ("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>", "<\uff5ctool▁calls▁begin\uff5c>", "<think>", "</think>"),
         padding=64,
     ),
     "gpt-oss": Model(
         lambda: _with_a_gap(_byte_level(size=410), 380, 60),
-        ("<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|message|>", "[END]"),
+        ("<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "[END]"),
         ("<tag>", "[tag]"),
         num_ends=2,
     ),

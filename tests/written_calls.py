@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Sequence
+import re
 from typing import Any, NamedTuple
+
+from adapters.calls.xml_values import value_of
+from adapters.grammars.json_schema import argument_kinds
 
 
 class Call(NamedTuple):
@@ -103,6 +107,25 @@ def _python(value: Any) -> str:
     return _json(value) if isinstance(value, str) else repr(value)
 
 
-def items(calls: Sequence[Call]) -> list[tuple[str, dict[str, Any]]]:
-    """The calls as plain tuples."""
-    return [tuple(call) for call in calls]
+def read_one(spelling: str, text: str, schema: dict[str, Any]) -> Call:
+    """The only call of an answer."""
+    before, call, _, after = _SPELLED[spelling]
+    head, middle, tail = (re.escape(part) for part in call.split("%s"))
+    found = re.fullmatch(f"{re.escape(before)}{head}([A-Za-z0-9_.-]+?){middle}(.*){tail}{re.escape(after)}", text, re.S)
+    assert found, text
+    return Call(found[1], _read_arguments(spelling, found[2], schema))
+
+
+def _read_arguments(spelling: str, text: str, schema: dict[str, Any]) -> dict[str, Any]:
+    if spelling == "pythonic":
+        call = ast.parse(f"f({text})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        assert not call.args
+        return {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    if spelling == "qwen3_coder":
+        kinds = argument_kinds(schema)
+        found = re.findall(r"<parameter=(.*?)>\n(.*?)\n</parameter>\n", text, re.S)
+        assert "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in found) == text
+        return {name: value_of(value, kinds[name]) for name, value in found}
+    read: dict[str, Any] = json.loads(text)
+    return read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from adapters.processors.structural_source import Block, MarkedText, StructuralS
 
 _SPACES = f"[{literal(WHITE_SPACE)}]*"
 _ANY = "(?s:.*)"
+_JSON_LEXEMES = re.compile(r'"[^"]*"|[^\w.-]|[\w.-]+\(?')
+"""Parts of a text that end where lexemes of JSON end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,9 @@ class CallSource:
 
     def _block(self, opening: Opening, trigger: str, tools: Sequence[Signature]) -> Block:
         start, behind = self._texts.trigger(trigger)
-        block = Block(start, start.token or self._texts.lark(trigger))
+        # A JSON answer may begin as a call does, and llguidance does not go back behind a lexeme.
+        parts = [trigger] if opening.anywhere else _JSON_LEXEMES.findall(trigger)
+        block = Block(start, start.token or " ".join(map(self._texts.lark, parts)))
         begun = opening.text + self._format.name_prefix
         for tool in tools:
             head = behind + f"{begun}{tool.name}{self._format.name_suffix}"[len(trigger) :]
@@ -165,7 +170,7 @@ class CallSource:
         return f"/{_ANY}/" + (f" & ~/{_ANY}({'|'.join(found)}){_ANY}/" if found else "")
 
     def _not_first(self) -> str:
-        """What free text at the beginning of an answer must not begin with."""
+        """Expression of what free text at the beginning of an answer does not begin with."""
         found = self._patterns(anywhere=False)
         return f" & ~/{_SPACES}({'|'.join(found)}){_ANY}/" if found and not self._format.prose else ""
 

@@ -130,7 +130,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "null": ({"tool_choice": None, "parallel_tool_calls": None}, {"choice": "auto"}, {}),
     "none": ({"tool_choice": "none"}, {"choice": "none"}, {"tool_choice": "none"}),
     "required": ({"tool_choice": "required"}, {"choice": "required"}, {"tool_choice": "auto"}),
-    "named": ({"tool_choice": NAMED}, {"choice": "required", "tool": "f"}, {"tool_choice": "auto"}),
+    "named": ({"tool_choice": NAMED}, {"choice": "required", "tool": "f", "parallel": False}, {"tool_choice": "auto"}),
     "one at a time": ({"parallel_tool_calls": False}, {"choice": "auto", "parallel": False}, {}),
     "json": (
         {"response_format": SCHEMA},
@@ -183,7 +183,7 @@ def test_tools_that_may_not_be_called_are_not_shown() -> None:
 
 def test_marks_that_are_special_tokens_stay_in_the_text() -> None:
     assert sent(calls=CallFormat("mistral"), tools=[TOOL])["skip_special_tokens"] is False
-    assert sent(calls=CallFormat("mistral"), tools=[TOOL], skip_special_tokens=True)["skip_special_tokens"] is True
+    assert sent(calls=CallFormat("mistral"), tools=[TOOL], skip_special_tokens=True)["skip_special_tokens"] is False
     assert "skip_special_tokens" not in sent(calls=CallFormat("mistral"), tools=[TOOL], tool_choice="none")
     assert "skip_special_tokens" not in sent(calls=HERMES, tools=[TOOL])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from adapters.calls import NEUTRAL
 from adapters.calls.detection import ToolSupport, tool_support
 from worker.errors import StartupError
 from worker.models.chat_template import FoundTemplate, read_chat_template
+from worker.models.special_tokens import read_special_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ AUTO, NONE = "auto", "none"
 
 
 class Model(NamedTuple):
-    """Where the chat template of the served models is.
+    """Place of the chat template of the served models.
 
     Attributes:
         path: Checkpoint or GGUF file, None if it is not known.
@@ -45,11 +45,23 @@ def support_of(wanted: str, model: Model) -> ToolSupport | None:
     found = None if model.path is None else _read(model.path, model.template)
     if found is None:
         return None if wanted == AUTO else _assumed(wanted)
-    support = tool_support(*found)
-    if wanted == AUTO:
-        logger.info("tool calls are written as %s: %s (--tool-call-format)", support.format, support.evidence)
-        return support
-    return replace(support, format=wanted, evidence="it is named")
+    support = tool_support(*found, None if wanted == AUTO else wanted)
+    logger.info("tool calls are written as %s: %s", support.format, support.evidence)
+    return support
+
+
+@lru_cache(16)
+def special_tokens_of(path: str | None) -> frozenset[str]:
+    """Texts of the special tokens of the model at ``path``; none if they cannot be read."""
+    if path is None:
+        return frozenset()
+    try:
+        return read_special_tokens(Path(path))
+    except (OSError, ValueError, StartupError) as error:
+        logger.warning(
+            "special tokens may be in the text beside tool calls: those of %s cannot be read: %s", path, error
+        )
+        return frozenset()
 
 
 def _read(path: str, template: str | None) -> FoundTemplate | None:

@@ -16,7 +16,7 @@ from worker.arguments import StrictParser
 from worker.arguments.option import from_environment, option, options_of
 from worker.arguments.values import matching, text
 from worker.errors import ConfigurationError
-from worker.frontdoor.call_formats import AUTO, NONE, Model, support_of
+from worker.frontdoor.call_formats import AUTO, NONE, Model, special_tokens_of, support_of
 from worker.frontdoor.field_checks import is_before_1_6
 from worker.frontdoor.tools import CallFormat
 from worker.frontdoor.upstreams import Upstream
@@ -144,8 +144,8 @@ class Options:
     )
     model_path: str | None = option(
         None,
-        "Directory of the checkpoint that the workers serve, or its GGUF file, for its tokenizer and its chat template. "
-        "By default the workers' --model-path.",
+        "Directory or GGUF file of the model that the workers serve, for its tokenizer and its chat template; by "
+        "default the workers' --model-path.",
         parse=text,
     )
     cors_origins: tuple[str, ...] = option(
@@ -172,10 +172,10 @@ class Options:
 
     @property
     def frontend_misreads(self) -> bool:
-        """Whether the frontend may take a JSON answer that is not streamed for a call: with a
-        parser, up to 1.4.2, whether or not the request has tools.
+        """Whether the frontend takes a JSON answer that is not streamed for a call, if it has a
+        text ``name`` at its top: hermes up to 1.4.2, whether or not the request has tools.
         """
-        return self.dyn_tool_call_parser is not None and is_before_1_6()
+        return self.dyn_tool_call_parser == "hermes" and is_before_1_6()
 
     @property
     def calls(self) -> CallFormat | None:
@@ -190,7 +190,11 @@ class Options:
         scope: Scope = "answer" if self.dyn_reasoning_parser and not has_channels else "all"
         left_out = None if support.is_whole else support
         return CallFormat(
-            support.format, scope, frontend_parses=self.dyn_tool_call_parser is not None, support=left_out
+            support.format,
+            scope,
+            frontend_parses=self.dyn_tool_call_parser is not None,
+            special_tokens=special_tokens_of(self.model_path) if FORMATS[support.format].special else frozenset(),
+            support=left_out,
         )
 
 

@@ -11,7 +11,7 @@ from adapters.calls import FORMATS
 from adapters.calls import CallFormat as Spelling
 from adapters.grammars.json_schema import SchemaRefused, argument_kinds
 from worker.frontdoor.calls import CallParser, Kinds
-from worker.frontdoor.field_checks import Body
+from worker.frontdoor.field_checks import Body, forces_call
 from worker.frontdoor.tool_stage import ToolStage
 from worker.frontdoor.tools import CallFormat
 
@@ -23,15 +23,21 @@ class ToolReading:
     Attributes:
         spelling: Format of calls.
         tools: For each tool's name, the types of its arguments.
+        only_calls: Whether the answer is calls alone.
+        hidden: Texts of special tokens, which the client does not get.
+        short_ids: Whether the chat template refuses other ids of calls than short ones.
     """
 
     spelling: Spelling
     tools: Mapping[str, Kinds]
+    only_calls: bool
+    hidden: frozenset[str]
+    short_ids: bool
 
     def stage(self) -> ToolStage:
         """The stage for the chunks of one answer."""
-        short_ids = self.spelling.name in ("mistral", "mistral_args")
-        return ToolStage(partial(CallParser, self.spelling, self.tools), short_ids=short_ids)
+        parser = partial(CallParser, self.spelling, self.tools, only_calls=self.only_calls, hidden=self.hidden)
+        return ToolStage(parser, short_ids=self.short_ids)
 
 
 def needs_chunks(fields: Body, calls: CallFormat | None, *, parses: bool) -> bool:
@@ -66,7 +72,11 @@ def tool_reading(fields: Body, calls: CallFormat | None) -> ToolReading | None:
         for function in functions
         if isinstance(function, dict) and isinstance(function.get("name"), str)
     }
-    return ToolReading(spelling, kinds) if kinds else None
+    if not kinds:
+        return None
+    hidden = frozenset[str]() if fields.get("skip_special_tokens") is False else calls.special_tokens
+    short_ids = calls.support is not None and calls.support.short_ids
+    return ToolReading(spelling, kinds, forces_call(fields), hidden, short_ids)
 
 
 def _kinds(schema: Any, spelling: Spelling) -> Kinds:

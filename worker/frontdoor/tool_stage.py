@@ -117,5 +117,4 @@ class _Choice:
         return digest[:9] if self._short_ids else f"call_{digest[:24]}"
 
     def _finish_reason(self, given: str | None) -> str | None:
-        made_calls = self._parser.num_calls > 0 and self._parser.is_complete
-        return "tool_calls" if given == "stop" and made_calls else given
+        return "tool_calls" if given == "stop" and self._parser.has_complete_calls else given

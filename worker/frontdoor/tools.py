@@ -32,13 +32,14 @@ class CallFormat:
         scope: ``answer`` for models that think.
         frontend_parses: Whether Dynamo's frontend would parse calls too, since the workers have a
             parser of theirs.
-        support: What the chat template knows of tools; None if it writes them all, and every call
-            and result.
+        special_tokens: Texts of the model's special tokens, if calls are marked by such.
+        support: Abilities of the chat template; None if it writes all tools, calls and results.
     """
 
     name: str
     scope: Scope = "all"
     frontend_parses: bool = False
+    special_tokens: frozenset[str] = frozenset()
     support: ToolSupport | None = None
 
 
@@ -107,7 +108,7 @@ def _leave_calls_as_text(fields: Body, format: CallFormat) -> None:
     elif forces_call(fields):
         fields["tool_choice"] = "auto"
     if FORMATS[format.name].special:
-        fields.setdefault("skip_special_tokens", False)
+        fields["skip_special_tokens"] = False
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -79,7 +79,7 @@ class _NamedArguments(Grammar):
     """The grammar of arguments that are written one by one."""
 
     separator: ClassVar[str]
-    """What is between two of them."""
+    """Source of what is between two of them."""
 
     def _root(self) -> str:
         goal = self._goals.root
@@ -94,7 +94,7 @@ class _NamedArguments(Grammar):
                 ]
                 options.append(MemberSequence(self._source.rule, names, [], shape, place, self.separator).whole())
         if not options:
-            raise SchemaRefused(f"{place}: needs an argument that it does not name in properties")
+            raise SchemaRefused(f"{place}: needs an argument that it does not name")
         return " | ".join(f"({option})" if option else '""' for option in options)
 
     def _is_writable(self, shape: Object) -> bool:

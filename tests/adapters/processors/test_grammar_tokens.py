@@ -11,11 +11,12 @@ import random
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from effort import examples
+from effort import examples, grid
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
@@ -25,6 +26,7 @@ from small_tokenizers import MODELS, vocabulary_like
 from test_json_schemas import BYTES
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
+from written_calls import ONLY_FIRST, SPELLINGS, Call, format_of, said_before_calls, written
 
 from adapters.calls import FORMATS
 from adapters.chain import ProcessorChain, apply_edits, plan_rows
@@ -202,13 +204,9 @@ ARGUMENTS = {
     "required": ["a"],
     "additionalProperties": False,
 }
-CALLS = {
-    "hermes": '<tool_call>\n{"name": "one", "arguments": %s}\n</tool_call>',
-    "llama3_json": '<|python_tag|>{"name": "one", "parameters": %s}',
-    "mistral": '[TOOL_CALLS][{"name": "one", "arguments": %s}]',
-    "nemotron_deci": '<TOOLCALL>[{"name": "one", "arguments": %s}]</TOOLCALL>',
-    "phi4": 'functools[{"name": "one", "arguments": %s}]',
-}
+
+
+WITHOUT_CHANNELS = [name for name, wanted in FORMATS.items() if wanted.channels is None]
 
 
 def calls(format_: str, **options: Any) -> tuple[type[ToolCalls], dict[str, Any]]:
@@ -220,11 +218,13 @@ def tags(marks: Sequence[str], end: str, **options: bool) -> tuple[type[Structur
     return StructuralTag, {"format": {"type": "triggered_tags", "triggers": list(marks), "tags": given, **options}}
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("model", "name"), grid(product(MODELS, WITHOUT_CHANNELS), fast=4))
 def test_a_mask_of_a_required_call_is_what_can_continue(model: str, name: str) -> None:
+    """In each spelling of the format; before a call in channels there may be any thinking."""
     context = context_of(model)
-    texts = [CALLS[name] % f'{{"a":{value}}}' for value in ("1", '"</tool_call>"')]
+    spellings = [spelling for spelling in SPELLINGS if format_of(spelling) == name]
+    texts = [written(spelling, Call("one", {"a": value})) for spelling in spellings for value in (1, "</tool_call>")]
+    texts += [f">>>{text}" for text in texts if name == "functionary_v3_2"]
     language = {answer(context.vocabulary, text, named=True) for text in texts}
     for seed in range(4):
         chain = built(context, calls(name, choice="required", parallel=False))
@@ -243,13 +243,17 @@ def test_a_mask_of_a_tag_is_what_can_continue(model: str) -> None:
             follow_to_the_end(chain, language, random.Random(0))
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", FORMATS)
-def test_free_text_and_a_call_can_be_written_in_any_tokens(model: str, name: str) -> None:
+@pytest.mark.parametrize(("model", "spelling"), grid(product(MODELS, SPELLINGS), fast=4))
+def test_free_text_and_a_call_can_be_written_in_any_tokens(model: str, spelling: str) -> None:
     context = context_of(model)
-    call = CALLS[name] % '{"a":"</tool_call>"}'
-    others = [mark for mark in MODELS[model].plain if mark not in call]
-    text = f"Let me see, {''.join(others)} é😀: {call}"
+    call = Call("one", {"a": "</tool_call>"})
+    text = written(spelling, call)
+    if spelling not in ONLY_FIRST:
+        others = [mark for mark in MODELS[model].plain if mark not in text]
+        text = said_before_calls(spelling, f"Let me see, {''.join(others)} é😀: ", call)
+    if context.end_token_ids.intersection(context.vocabulary.tag("<|call|>")):
+        text = text.removesuffix("<|call|>")
+    name = format_of(spelling)
     for seed in range(4):
         choose = random.Random(seed)
         chain = built(context, calls(name))
@@ -474,7 +478,7 @@ def test_what_a_grammar_foresees_is_the_text_that_it_forces(model: str) -> None:
         ((Choice, {"choices": ["中! é", "中! a"]}), "中!"),
         ((Choice, {"choices": ["!é", "!è"]}), "!"),
         ((JsonSchema, {"schema": OBJECT}), '{"name":"'),
-        (calls("llama3_json", choice="required"), '<|python_tag|>{"name": "one", "parameters": {"a":'),
+        (calls("mistral", choice="required"), '[TOOL_CALLS][{"name": "one", "arguments": {"a":'),
     ):
         chain = built(context, (kind, args))
         foreseen = list(chain.foresee(64))

@@ -1,57 +1,18 @@
-"""Structural tags and tool calls: what may follow what, judged by plain string matching."""
+"""Structural tags: what may follow what, judged by plain string matching."""
 
 from __future__ import annotations
 
 import json
 import random
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-import torch
-from pydantic import ValidationError
+from followed_texts import CONTEXT, END, allowed, follow
 
-from adapters.calls import FORMATS
-from adapters.chain import ProcessorChain, ProcessorFailed, apply_edits, plan_rows
-from adapters.contract import ArgumentError, Context
+from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.contract import ArgumentError
 from adapters.processors.structural import StructuralTag
-from adapters.processors.tool_calls import ToolCalls
-from adapters.vocabulary import Vocabulary
 
-NUM_BYTES, END, PYTHON_TAG, WIDTH = 256, 256, 257, 270
-NAMES = {"<|stop|>": END, "<|python_tag|>": PYTHON_TAG}
-
-
-class ByteTokenizer:
-    """One token for each byte, and two special tokens."""
-
-    all_special_ids = (END, PYTHON_TAG)
-
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return list(text.encode())
-
-    def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
-        raise NotImplementedError("the vocabulary is given the bytes of its tokens")
-
-    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
-        raise NotImplementedError("nobody decodes here")
-
-    def __len__(self) -> int:
-        return NUM_BYTES + 2
-
-
-class ByteVocabulary(Vocabulary):
-    token_bytes: ClassVar = [*(bytes([i]) for i in range(NUM_BYTES)), *[b""] * (WIDTH - NUM_BYTES)]
-
-    def encode(self, text: str) -> list[int]:
-        for name, token_id in NAMES.items():
-            before, found, after = text.partition(name)
-            if found:
-                return [*before.encode(), token_id, *(self.encode(after) if after else [])]
-        return list(text.encode())
-
-
-VOCABULARY = ByteVocabulary(WIDTH, ByteTokenizer(), [END])
-CONTEXT = Context(VOCABULARY, end_token_ids=frozenset({END}))
 ONE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TWO = {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"], "additionalProperties": False}
 
@@ -63,31 +24,6 @@ def tag(begin: str, schema: Any, end: str = "</f>") -> dict[str, Any]:
 def tags(*given: dict[str, Any], triggers: tuple[str, ...] = ("<f=",), **options: bool) -> StructuralTag:
     wanted = {"type": "triggered_tags", "triggers": list(triggers), "tags": list(given), **options}
     return StructuralTag(StructuralTag.Args.model_validate({"format": wanted}), CONTEXT)
-
-
-def calls(format_: str, **options: Any) -> ToolCalls:
-    tools = [{"name": "one", "parameters": ONE}, {"name": "one_more", "parameters": TWO}]
-    return ToolCalls(ToolCalls.Args.model_validate({"format": format_, "tools": tools, **options}), CONTEXT)
-
-
-def allowed(chain: ProcessorChain) -> set[int]:
-    """What a row of equal logits has left."""
-    logits = torch.zeros(1, WIDTH)
-    planned, failures = plan_rows([(0, chain)])
-    assert not failures
-    apply_edits(logits, planned)
-    return set(torch.nonzero(logits[0] > -torch.inf).flatten().tolist())
-
-
-def follow(processor: Any, text: str) -> str:
-    """``complete``: the answer may be ``text``; ``open``: it may begin so; else where it is cut."""
-    chain = ProcessorChain([processor], CONTEXT)
-    chain.start([1])
-    for count, token_id in enumerate(VOCABULARY.encode(text)):
-        if token_id not in allowed(chain):
-            return f"stopped at {count}"
-        chain.accept(token_id, chain.position)
-    return "complete" if END in allowed(chain) else "open"
 
 
 TWO_TAGS = (tag("<f=one>", ONE), tag("<f=one_more>", TWO))
@@ -156,87 +92,6 @@ def test_a_random_walk_is_free_text_and_whole_tags(seed: int) -> None:
         assert {"one": ("a", int), "one_more": ("b", bool)}[name] == (value[0], type(value[1]))
 
 
-CALLS = {
-    "hermes": '<tool_call>\n{"name": "one", "arguments": {"a":1}}\n</tool_call>',
-    "llama3_json": '<|python_tag|>{"name": "one", "parameters": {"a":1}}',
-    "mistral": '[TOOL_CALLS][{"name": "one", "arguments": {"a":1}}]',
-    "nemotron_deci": '<TOOLCALL>[{"name": "one", "arguments": {"a":1}}]</TOOLCALL>',
-    "phi4": 'functools[{"name": "one", "arguments": {"a":1}}]',
-}
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_call_in_each_format(name: str) -> None:
-    call = CALLS[name]
-    auto, required = calls(name), calls(name, choice="required")
-    for processor in (auto, required, calls(name, choice="required", tool="one", parallel=False)):
-        assert follow(processor, call) == "complete"
-        assert "stopped" in follow(processor, call.replace("one", "two"))
-        assert "stopped" in follow(processor, call.replace('"a"', '"b"'))
-    assert follow(auto, f"Let me see. {call}") == "complete"
-    assert follow(auto, "No call is needed.") == "complete"
-    assert follow(required, "Let me see.") == "stopped at 0"
-    assert follow(required, "") == "open"
-    other = call.replace("one", "one_more").replace('{"a":1}', '{"b":true}')
-    assert follow(required, other) == "complete"
-    assert "stopped" in follow(calls(name, choice="required", tool="one"), other)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_parallel_calls(name: str) -> None:
-    call = CALLS[name]
-    inner = call[call.index("{") : call.rindex("}") + 1]
-    two = call.replace(inner, f"{inner}, {inner}") if name not in ("hermes", "llama3_json") else f"{call}\n{call}"
-    for choice in ("auto", "required"):
-        assert follow(calls(name, choice=choice), two) == "complete"
-        assert "stopped" in follow(calls(name, choice=choice, parallel=False), two)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_no_call_where_none_may_come(name: str) -> None:
-    none = calls(name, choice="none")
-    assert follow(none, "No call, <f=one> and {} too.") == "complete"
-    assert "stopped" in follow(none, f"Let me see. {CALLS[name]}")
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_an_answer_of_its_own_beside_calls(name: str) -> None:
-    """As tools beside a ``response_format``: calls alone, or what was asked for."""
-    either = calls(name, answer={"type": "json_schema", "json_schema": {"const": {"name": "x"}}})
-    assert follow(either, CALLS[name]) == "complete"
-    assert follow(either, '{"name":"x"}') == "complete"
-    for text in ("", "text", '{"name":"y"}', "{" + CALLS[name], f"{CALLS[name]} text", '{"name":"x"}' + CALLS[name]):
-        assert follow(either, text) != "complete"
-    pattern = calls(name, answer={"type": "regex", "pattern": "[0-9]+"}, parallel=False)
-    assert follow(pattern, "42") == follow(pattern, CALLS[name]) == "complete"
-    with pytest.raises(ValidationError, match="answer needs the choice auto"):
-        calls(name, choice="required", answer={"type": "regex", "pattern": "a"})
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        True,
-        {},
-        {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
-        {"type": ["object", "null"]},
-        {"anyOf": [{"const": 3}, {"type": "object"}]},
-        {"$ref": "#/$defs/any", "$defs": {"any": {}}},
-    ],
-)
-def test_arguments_are_an_object(parameters: Any) -> None:
-    processor = calls("hermes", tools=[{"name": "one", "parameters": parameters}])
-    assert follow(processor, CALLS["hermes"]) == "complete"
-    for other in ("3", "null", "[]", '"a"'):
-        assert "stopped" in follow(processor, CALLS["hermes"].replace('{"a":1}', other))
-
-
-@pytest.mark.parametrize("parameters", [{"type": "string"}, {"type": ["array", "null"]}, {"const": 3}, False])
-def test_arguments_that_can_be_no_object_are_refused(parameters: Any) -> None:
-    with pytest.raises(ArgumentError, match="tools"):
-        calls("hermes", tools=[{"name": "one", "parameters": parameters}])
-
-
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
@@ -254,15 +109,6 @@ def test_what_cannot_be_enforced_is_refused(given: dict[str, Any], problem: str)
     wanted = {"type": "triggered_tags", "triggers": ["<f="], **given}
     with pytest.raises(ArgumentError, match=problem):
         StructuralTag(StructuralTag.Args.model_validate({"format": wanted}), CONTEXT)
-
-
-def test_a_tool_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="tool: expected the name of one of the tools"):
-        calls("hermes", tool="three")
-    with pytest.raises(ValidationError):
-        ToolCalls.Args.model_validate({"format": "hermes", "tools": [{"name": 'a"b'}]})
-    with pytest.raises(ArgumentError, match="each name once"):
-        calls("hermes", tools=[{"name": "one"}, {"name": "one"}])
 
 
 def test_a_token_against_the_grammar_ends_the_request() -> None:

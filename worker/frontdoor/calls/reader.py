@@ -90,3 +90,17 @@ class TextReader:
                 raise Cut
             else:
                 raise Mismatch
+
+    def first_of(self, texts: Sequence[str]) -> Reading[str]:
+        """The text that `one_of` reads, which stays unread. Raises `Mismatch`, `Cut`."""
+        found = yield from self.one_of(texts)
+        self.position -= len(found)
+        return found
+
+    def has_more(self) -> Reading[bool]:
+        """Whether anything follows."""
+        try:
+            yield from self.peek()
+        except Cut:
+            return False
+        return True

@@ -1,0 +1,15 @@
+"""Chat templates in the essential form of those of well-known models, written for these tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def form(name: str) -> str:
+    """Source of a template of ``templates/``."""
+    return (Path(__file__).parent / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+FORMS = {path.stem: form(path.stem) for path in (Path(__file__).parent / "templates").glob("*.jinja")}
+FORMS["llama_python_tag"] = FORMS["llama_3_1"].replace('\\n\\n{"name": "', '\\n\\n<|python_tag|>{"name": "')
+FORMS["mistral_small_3_2"] = FORMS["devstral"].replace("'[ARGS]'", "'[CALL_ID]' + call.id + '[ARGS]'")

@@ -1,0 +1,315 @@
+"""Tool calls in every format: what may be written, and what never is."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, get_args
+
+import jsonschema
+import pytest
+from effort import examples
+from followed_texts import CONTEXT, END, VOCABULARY, allowed, follow, text_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from written_calls import ONLY_FIRST, SPELLINGS, Call, format_of, read_one, said, said_before_calls, written
+
+from adapters.calls import FORMATS, written_calls
+from adapters.calls.xml_values import value_of
+from adapters.chain import ProcessorChain
+from adapters.contract import ArgumentError
+from adapters.grammars.json_schema import argument_kinds
+from adapters.processors.tool_calls import ToolCalls
+
+ONE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TWO = {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"], "additionalProperties": False}
+A, B = Call("one", {"a": 1}), Call("one_more", {"b": True})
+
+
+def calls(format_: str, **options: Any) -> ToolCalls:
+    tools = [{"name": "one", "parameters": ONE}, {"name": "one_more", "parameters": TWO}]
+    return ToolCalls(ToolCalls.Args.model_validate({"format": format_, "tools": tools, **options}), CONTEXT)
+
+
+def of(format_: str, properties: dict[str, Any], **keywords: Any) -> ToolCalls:
+    schema = {"type": "object", "properties": properties, "additionalProperties": False, **keywords}
+    return calls(format_, tools=[{"name": "f", "parameters": schema}], choice="required", parallel=False)
+
+
+def test_every_format_is_tested_and_may_be_named() -> None:
+    assert {format_of(spelling) for spelling in SPELLINGS} == set(FORMATS)
+    assert set(get_args(ToolCalls.Args.model_fields["format"].annotation)) == set(FORMATS)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_call_in_each_format(spelling: str) -> None:
+    name, call = format_of(spelling), written(spelling, A)
+    auto, required = calls(name), calls(name, choice="required")
+    for processor in (auto, required, calls(name, choice="required", tool="one", parallel=False)):
+        assert follow(processor, call) == "complete"
+        assert follow(processor, call[:-1]) == "open" or spelling == "harmony"
+        assert "stopped" in follow(processor, written(spelling, Call("two", {"a": 1})))
+        assert "stopped" in follow(processor, written(spelling, Call("one", {"b": 1})))
+        assert "stopped" in follow(processor, written(spelling, Call("one", {"a": "x"})))
+    assert follow(auto, said(spelling, "No call is needed.")) == "complete"
+    assert "stopped" in follow(required, said(spelling, "Let me see."))
+    assert follow(required, "") == "open"
+    assert follow(required, written(spelling, B)) == "complete"
+    assert "stopped" in follow(calls(name, choice="required", tool="one"), written(spelling, B))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_text_before_a_call(spelling: str) -> None:
+    """It may be anything; but where a call may only begin an answer, one behind it is text."""
+    name = format_of(spelling)
+    for text in ("Let me see. ", "\n\n", "中文 <tool and [ {"):
+        assert follow(calls(name), said_before_calls(spelling, text, A)) == "complete"
+    wrong = follow(calls(name), said_before_calls(spelling, "Let me see. ", Call("two", {"a": 1})))
+    assert (wrong == "complete") is (spelling in ONLY_FIRST)
+
+
+@pytest.mark.parametrize("spelling", ONLY_FIRST)
+def test_white_space_may_be_before_a_first_call(spelling: str) -> None:
+    assert follow(calls(format_of(spelling)), "\n\n" + written(spelling, A)) == "complete"
+    assert "stopped" in follow(calls(format_of(spelling)), "\n\n" + written(spelling, Call("two", {"a": 1})))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_parallel_calls(spelling: str) -> None:
+    name, two = format_of(spelling), written(spelling, A, B, A)
+    for choice in ("auto", "required"):
+        assert follow(calls(name, choice=choice), two) == "complete"
+        assert "stopped" in follow(calls(name, choice=choice, parallel=False), two)
+    assert "stopped" in follow(calls(name, choice="required"), written(spelling, A, Call("two", {})))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_no_call_where_none_may_come(spelling: str) -> None:
+    none = calls(format_of(spelling), choice="none")
+    assert follow(none, said(spelling, "No call, <f=one> and {} too.")) == "complete"
+    assert "stopped" in follow(none, written(spelling, A))
+    behind = follow(none, said_before_calls(spelling, "Let me see. ", A))
+    assert (behind == "complete") is (spelling in ONLY_FIRST)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_an_answer_of_its_own_beside_calls(spelling: str) -> None:
+    """As tools beside a ``response_format``: calls alone, or what was asked for."""
+    name, call = format_of(spelling), written(spelling, A)
+    either = calls(name, answer={"type": "json_schema", "json_schema": {"const": {"name": "x"}}})
+    assert follow(either, call) == "complete"
+    assert follow(either, said(spelling, '{"name":"x"}')) == "complete"
+    for text in ("", "text", '{"name":"y"}', "{" + call, f"{call} text", '{"name":"x"}' + call):
+        assert follow(either, text) != "complete"
+        assert follow(either, said(spelling, text)) != "complete" or said(spelling, text) == call
+    pattern = calls(name, answer={"type": "regex", "pattern": "[0-9]+"}, parallel=False)
+    assert follow(pattern, said(spelling, "42")) == follow(pattern, call) == "complete"
+    with pytest.raises(ValidationError, match="answer needs the choice auto"):
+        calls(name, choice="required", answer={"type": "regex", "pattern": "a"})
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_call_ends_with_nothing_but_further_calls(spelling: str) -> None:
+    """Where the format says so; elsewhere text may follow."""
+    behind = follow(calls(format_of(spelling)), written(spelling, A) + " and so on")
+    assert (behind == "complete") is not FORMATS[format_of(spelling)].ends
+
+
+def test_thinking_comes_before_a_call_in_channels() -> None:
+    before = "<|channel|>analysis<|message|>The user asks.<|end|><|start|>assistant"
+    for choice in ("auto", "required"):
+        assert follow(calls("harmony", choice=choice), before * 2 + written("harmony", A)) == "complete"
+        assert follow(calls("harmony", choice=choice), before) == "open"
+    assert follow(calls("harmony", choice="none"), before + said("harmony", "Hello")) == "complete"
+    assert "stopped" in follow(calls("harmony"), said("harmony", "Hello<|end|>"))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_writer_writes_what_is_allowed(name: str) -> None:
+    """What history says of earlier calls is what the model may write."""
+    assert follow(calls(name), written_calls(FORMATS[name], [A, B])) == "complete"
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        True,
+        {},
+        {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        {"type": ["object", "null"]},
+        {"anyOf": [{"const": 3}, {"type": "object"}]},
+        {"$ref": "#/$defs/any", "$defs": {"any": {}}},
+    ],
+)
+def test_arguments_are_an_object(parameters: Any) -> None:
+    processor = calls("hermes", tools=[{"name": "one", "parameters": parameters}])
+    call = written("hermes", A)
+    assert follow(processor, call) == "complete"
+    for other in ("3", "null", "[]", '"a"'):
+        assert "stopped" in follow(processor, call.replace('{"a":1}', other))
+
+
+@pytest.mark.parametrize("parameters", [{"type": "string"}, {"type": ["array", "null"]}, {"const": 3}, False])
+@pytest.mark.parametrize("name", ["hermes", "pythonic", "qwen3_coder"])
+def test_arguments_that_can_be_no_object_are_refused(name: str, parameters: Any) -> None:
+    with pytest.raises(ArgumentError, match="tools"):
+        calls(name, tools=[{"name": "one", "parameters": parameters}])
+
+
+def test_a_tool_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="tool: expected the name of one of the tools"):
+        calls("hermes", tool="three")
+    with pytest.raises(ValidationError):
+        ToolCalls.Args.model_validate({"format": "hermes", "tools": [{"name": 'a"b'}]})
+    with pytest.raises(ArgumentError, match="each name once"):
+        calls("hermes", tools=[{"name": "one"}, {"name": "one"}])
+    with pytest.raises(ArgumentError, match="the name all means text"):
+        calls("functionary_v3_2", tools=[{"name": "all"}])
+
+
+PYTHON = [
+    ({"a": {"type": "boolean"}}, [], "[f(a=True)]", "complete"),
+    ({"a": {"type": "boolean"}}, [], "[f(a=true", "stopped at 5"),
+    ({"a": {"type": ["null", "number"]}}, [], "[f(a=None)]", "complete"),
+    ({"a": {}}, [], '[f(a={"x":[None,False,"é\\"",1.5e3]})]', "complete"),
+    ({"a": {"enum": [None, True, "null"]}}, [], '[f(a="null")]', "complete"),
+    ({"a": {}, "b": {}}, [], "[f()]", "complete"),
+    ({"a": {}, "b": {}}, ["b"], "[f(b=1)]", "complete"),
+    ({"a": {}, "b": {}}, ["b"], "[f(a=1)", "stopped at 6"),
+    ({"a": {}, "b": {}}, [], "[f(a=1, b=2)]", "complete"),
+    ({"a": {}, "b": {}}, [], "[f(a=1,b=2)]", "stopped at 7"),
+    ({"from": {}}, [], "[f(from=1)]", "complete"),
+]
+
+
+@pytest.mark.parametrize(("properties", "required", "text", "outcome"), PYTHON)
+def test_keyword_arguments(properties: dict[str, Any], required: list[str], text: str, outcome: str) -> None:
+    assert follow(of("pythonic", properties, required=required), text) == outcome
+
+
+def tagged(**values: str) -> str:
+    arguments = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    return f"<tool_call>\n<function=f>\n{arguments}</function>\n</tool_call>"
+
+
+OPTIONAL_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+TAGGED = [
+    ({"type": "string"}, 'Some text\nof two lines </param and "quotes"', True),
+    ({"type": "string"}, "", True),
+    ({"type": "string"}, "a\n</parameter", True),
+    ({"type": "string", "maxLength": 2}, "abc", False),
+    ({"type": "string", "minLength": 2}, "é中", True),
+    ({"type": "string", "pattern": "^[a-z]+$"}, "abc", True),
+    ({"type": "string", "pattern": "^[a-z]+$"}, "aBc", False),
+    ({"type": "string", "format": "date"}, "2024-02-29", True),
+    ({"type": "string", "format": "date"}, "2024-02-30", False),
+    ({"enum": ["one", "two\nthree", 4]}, "two\nthree", True),
+    ({"enum": ["one", 4]}, "4", True),
+    ({"enum": ["one", 4]}, '"one"', False),
+    ({"type": "integer"}, "-12", True),
+    ({"type": "integer"}, "1.5", False),
+    ({"type": "boolean"}, "true", True),
+    ({"type": "boolean"}, "True", False),
+    ({"type": "array", "items": {"type": "string"}}, '["a","b\\n"]', True),
+    ({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}, '{"x":1}', True),
+    (OPTIONAL_TEXT, "null", True),
+    (OPTIONAL_TEXT, "nulls", True),
+    ({"type": ["string", "integer"], "maximum": 5}, "3", True),
+    ({"type": ["string", "integer"], "maximum": 5}, "7", False),
+    ({"type": ["string", "integer"]}, "7 of them", True),
+    ({"type": ["string", "array"], "items": {"type": "integer"}}, "[1,2]", True),
+    ({"type": ["string", "array"], "items": {"type": "integer"}}, "[a]", False),
+    ({}, "anything", True),
+    ({}, '{"a":[1,null]}', True),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "is_value"), TAGGED)
+def test_arguments_between_tags(schema: Any, text: str, is_value: bool) -> None:
+    assert (follow(of("qwen3_coder", {"a": schema}), tagged(a=text)) == "complete") is is_value
+
+
+def test_arguments_between_tags_are_in_order_and_required() -> None:
+    processor = of("qwen3_coder", {"a": {"type": "integer"}, "b": {"type": "string"}}, required=["b"])
+    assert follow(processor, tagged(a="1", b="x")) == follow(processor, tagged(b="x")) == "complete"
+    for wrong in (tagged(), tagged(a="1"), tagged(b="x", a="1"), tagged(b="x", c="1"), tagged(b="x", **{"b ": "x"})):
+        assert "stopped" in follow(processor, wrong)
+    assert follow(of("qwen3_coder", {}), tagged()) == "complete"
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "problem"),
+    [
+        ("pythonic", {"properties": {"a b": {}}}, "'a b' cannot be written as the name of a keyword argument"),
+        ("qwen3_coder", {"properties": {"a>b": {}}}, "'a>b' cannot be written in a tag"),
+        ("pythonic", {"minProperties": 1}, "needs an argument that it does not name"),
+        ("qwen3_coder", {"properties": {"a": {}}, "minProperties": 2}, "needs an argument that it does not name"),
+        ("qwen3_coder", {"properties": {"a": {"type": ["string", "integer"], "multipleOf": 7}}}, "multipleOf cannot"),
+        ("qwen3_coder", {"properties": {"a": {"pattern": "(?=a)"}}}, "pattern"),
+        ("pythonic", {"properties": {"a": {"format": "color", "type": "string"}}}, "unknown format"),
+    ],
+)
+def test_a_schema_that_a_notation_cannot_hold_is_named(name: str, schema: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ArgumentError, match="the parameters of f") as refused:
+        calls(name, tools=[{"name": "f", "parameters": schema}])
+    assert problem in refused.value.problem
+
+
+MIXED = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "maxLength": 3},
+        "count": {"type": ["integer", "null"], "minimum": -20, "maximum": 20},
+        "either": {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "null"}, {"enum": [7, 12.5]}]},
+        "list": {"type": "array", "items": {"type": ["boolean", "null"]}, "maxItems": 2},
+        "one_of": {"enum": ["a\nb", "null", "7", 7, True, {"x": [None]}]},
+    },
+    "required": ["text"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@settings(max_examples=examples(20), deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_whatever_is_written_is_a_call(spelling: str, seed: int) -> None:
+    """A random walk through the masks ends in one call, whose arguments match the schema."""
+    choose = random.Random(seed)
+    tools = [{"name": "f", "parameters": MIXED}, {"name": "f.g-h_2", "parameters": MIXED}]
+    processor = calls(format_of(spelling), tools=tools, choice="required", parallel=False)
+    chain = ProcessorChain([processor], CONTEXT)
+    chain.start([1])
+    for token_id in VOCABULARY.encode(written(spelling, Call("\0", {})).partition("\0")[0]):
+        chain.accept(token_id, chain.position)
+    while chain.tokens[-1] != END:
+        assert len(chain.tokens) < 3000
+        options = allowed(chain)
+        chain.accept(END if END in options else choose.choice(sorted(options)), chain.position)
+    text = text_of(chain.tokens[1:-1]).removeprefix(">>>")
+    call = read_one(spelling, text, MIXED)
+    assert call.name in ("f", "f.g-h_2")
+    jsonschema.validate(call.arguments, MIXED)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    value=st.one_of(
+        st.none(), st.booleans(), st.integers(-999, 999), st.text(max_size=6), st.lists(st.text(max_size=3), max_size=2)
+    )
+)
+def test_a_value_between_tags_is_read_as_it_was_meant(value: Any) -> None:
+    """Unless it is a text that means something else, which cannot be written."""
+    schema = {"type": "object", "properties": {"a": {}}, "additionalProperties": False}
+    text = written("qwen3_coder", Call("f", {"a": value})).partition("<parameter=a>\n")[2].partition("\n</param")[0]
+    followed = follow(of("qwen3_coder", {"a": {}}), tagged(a=text))
+    if isinstance(value, str) and "\n</parameter>" in value:
+        return
+    kinds = argument_kinds(schema)["a"]
+    try:
+        read = value_of(text, kinds)
+    except ValueError:
+        assert isinstance(value, str)
+        assert "stopped" in followed
+        return
+    assert followed == "complete"
+    assert read == value or (isinstance(value, str) and not isinstance(read, str))
