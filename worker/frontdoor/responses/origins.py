@@ -1,0 +1,50 @@
+"""Paths of a chat request's fields back to those of the Responses request that it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from worker.frontdoor.errors import Refused
+
+RENAMED: Mapping[str, str] = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "logprobs": "include",
+    "tool_choice.function": "tool_choice",
+}
+"""Fields of chat → the fields of Responses that they are made of, wherever the names differ."""
+
+
+class Origins:
+    """Where each part of a chat request comes from.
+
+    Args:
+        found: Path in the chat request → path in the client's request.
+    """
+
+    def __init__(self, found: Mapping[str, str]) -> None:
+        self._found = {**RENAMED, **found}
+
+    def client_path(self, path: str) -> str:
+        """The client's own path of ``path``, a field of the chat request: its longest beginning
+        that has one decides, and the rest is kept.
+        """
+        end = len(path)
+        while end > 0:
+            if path[:end] in self._found:
+                return self._found[path[:end]] + path[end:]
+            end = max(path.rfind(".", 0, end), path.rfind("[", 0, end))
+        return path
+
+    def of_client(self, refused: Refused) -> Refused:
+        """The refusal of a chat request as one of the client's request."""
+        if refused.param is None:
+            return refused
+        param = self.client_path(refused.param)
+        message = refused.message
+        if message.startswith(refused.param):
+            message = param + message.removeprefix(refused.param)
+        return Refused(refused.status, message, param, kind=refused.kind, code=refused.code, headers=refused.headers)
