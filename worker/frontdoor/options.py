@@ -34,6 +34,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _size(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise ValueError("an integer of at least 0")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) or float(text) == 0:
         raise ValueError("a number of seconds above 0")
@@ -131,6 +137,12 @@ class Options:
         f"How the models write tool calls, which are then held to their tools: {', '.join(FORMATS)}, or {NO_FORMAT}. "
         "By default the workers' --dyn-tool-call-parser.",
         parse=_call_format,
+    )
+    response_store_mib: int = option(
+        64,
+        "Memory for stored responses of /v1/responses, MiB; the one that has not been used for longest is dropped. "
+        "0 stores none.",
+        parse=_size,
     )
     playground: bool = option(
         False, "Serve a web page at /playground to try the model and its processors; true or false.", parse=_truth

@@ -23,6 +23,7 @@ class Answer:
 
     Attributes:
         is_over: Whether the last event has been made.
+        problem: Why it failed, if it did.
     """
 
     def __init__(self, response: Response) -> None:
@@ -34,6 +35,7 @@ class Answer:
         self._logprobs: list[Item] = []
         self._sequence_number = 0
         self.is_over = False
+        self.problem: Refused | None = None
 
     @property
     def response(self) -> Response:
@@ -77,6 +79,7 @@ class Answer:
     def failed(self, refused: Refused) -> Iterator[Event]:
         """The last events of an answer that cannot be finished."""
         yield from map(self._numbered, self._closed("incomplete"))
+        self.problem = refused
         self._response["error"] = error_of(refused)
         yield self._over("failed")
 
@@ -96,7 +99,7 @@ class Answer:
     def _of_choice(self, choice: Mapping[str, Any]) -> Iterator[Event]:
         delta = choice.get("delta") or {}
         reasoning, text, calls = (delta.get(key) for key in ("reasoning_content", "content", "tool_calls"))
-        self._logprobs += _logprobs_of(choice)
+        self._logprobs += _logprobs_of(choice, self._response["top_logprobs"])
         if reasoning:
             yield from self._of_reasoning(reasoning)
         if text:
@@ -171,10 +174,13 @@ class Answer:
         return event
 
 
-def _logprobs_of(choice: Mapping[str, Any]) -> list[Item]:
+def _logprobs_of(choice: Mapping[str, Any], num_alternatives: int) -> list[Item]:
+    """The log probabilities of a chunk; the frontend reports one alternative where none is asked
+    for.
+    """
     content = (choice.get("logprobs") or {}).get("content")
     return [
-        {**_token(each), "top_logprobs": [_token(top) for top in each.get("top_logprobs") or ()]}
+        {**_token(each), "top_logprobs": [_token(top) for top in (each.get("top_logprobs") or ())[:num_alternatives]]}
         for each in content or ()
     ]
 
