@@ -1,4 +1,4 @@
-"""What OpenAI's client says of events and responses, strictly: its types, and its own accumulation."""
+"""What OpenAI's client says of events and responses: its types, and its own accumulation."""
 
 from __future__ import annotations
 

@@ -62,10 +62,12 @@ async def _answer_whole(exchange: Exchange, generation: Generation) -> None:
 
 async def _send_as_generated(exchange: Exchange, generation: Generation) -> None:
     """Stream the events; the first ones come with the first chunk, so that errors have a status."""
+    first = [*generation.answer.created()]
     async with aclosing(generation.events()) as batches:
         async for events in batches:
             if not exchange.has_begun:
                 await exchange.begin_events()
+                await exchange.send(b"".join(map(as_sent, first)))
             if generation.answer.is_over:
                 generation.keep(events)
             await exchange.send(b"".join(map(as_sent, events)))
