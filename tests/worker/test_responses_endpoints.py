@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 from responses_oracle import check_stream, checked_response
 from test_frontdoor_exchange import STREAM_HEAD, event, refuse, says
-from test_frontdoor_server import House, Script, error_of, get, house, post
+from test_frontdoor_server import House, Script, chunked, error_of, get, house, post
 from test_responses_events import USAGE, call, chunk, logprob, usage
 
 from worker.frontdoor.responses import service
@@ -259,6 +259,24 @@ async def test_a_response_larger_than_the_store_says_so() -> None:
             await client.responses.retrieve(last.response.id)
 
 
+async def test_tokens_are_those_of_the_prompt() -> None:
+    """The frontend is asked for them, and generates nothing."""
+
+    async def tell(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunked(b'event: token_ids\n: "[1,2,3]"\n\n') + event(HELLO[0]))
+        assert await reader.read() == b""
+
+    async with served(tell) as (at, client):
+        counted = await client.responses.input_tokens.count(model="m", input="Hi", instructions="A", tools=[TOOL])
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.input_tokens.count(model="m", input="Hi", personality="friendly")
+        assert refused(caught.value) == (400, "personality")
+    assert (counted.input_tokens, counted.object) == (3, "response.input_tokens")
+    (asked,) = bodies(at)
+    assert [each["role"] for each in asked["messages"]] == ["system", "user"]
+    assert asked["tools"][0]["function"]["name"] == "f"
+
+
 # Background.
 
 
@@ -368,6 +386,9 @@ REFUSED: list[tuple[bytes, int, str | None]] = [
     (post(b'{"model": "m"}', path="/v1/responses"), 400, "input"),
     (post(b'{"input": "a"}', path="/v1/responses"), 400, "model"),
     (post(b'{"model": "m", "input": "a", "input": "b"}', path="/v1/responses"), 400, "input"),
+    (post(b'{"input": "a"}', path="/v1/responses/input_tokens"), 400, "model"),
+    (post(b'{"model": "m"}', path="/v1/responses/input_tokens"), 400, "input"),
+    (post(b'{"model": "m", "input": "a", "stream": true}', path="/v1/responses/input_tokens"), 400, "stream"),
     (get("/v1/responses"), 405, None),
     (get("/v1/responses/resp_1?limit=3"), 400, "limit"),
     (get("/v1/responses/resp_1?include=web_search_call.results"), 400, "include"),

@@ -44,6 +44,14 @@ REASONING = {
     "content": [{"type": "reasoning_text", "text": "Hm."}],
 }
 CATALOG = Catalog.default()
+STORED: Any = {
+    "msg_9": {
+        "id": "msg_9",
+        "type": "message",
+        "role": "user",
+        "content": [{"type": "input_text", "text": "stored"}],
+    }
+}
 CHAT_ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -51,7 +59,7 @@ def translated(**fields: Any) -> ChatRequest:
     """The chat of a request with these fields beside the required ones."""
     body = {**BASE, **fields}
     check_fields(RESPONSES, body)
-    return as_chat(body, [], input_items(body["input"], {"msg_9": {"id": "msg_9", **user("stored")}}.get))
+    return as_chat(body, [], input_items(body["input"], STORED.get))
 
 
 def chat(**fields: Any) -> Any:
@@ -217,7 +225,7 @@ def test_items_are_written_out_as_openai_has_them() -> None:
         CALL,
         RESULT,
     ]
-    for placed in input_items(given_items, {}.get):
+    for placed in input_items(given_items, STORED.get):
         kind = types.ResponseItemList.model_validate(
             {"object": "list", "data": [placed.item], "first_id": "a", "last_id": "b", "has_more": False},
         )

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from worker.frontdoor import service
 from worker.frontdoor.exchange import Handler
 from worker.frontdoor.responses import handlers as responses
 
-HANDLERS: Mapping[tuple[str, str], Handler] = {**responses.HANDLERS}
+HANDLERS: Mapping[tuple[str, str], Handler] = {
+    **responses.HANDLERS,
+    ("GET", "/version"): service.version,
+    ("GET", "/ping"): service.ping,
+    ("POST", "/ping"): service.ping,
+    ("POST", "/tokenize"): service.tokenize,
+    ("POST", "/detokenize"): service.detokenize,
+}
 """Each row of `ROUTES` that a handler answers has one per method; a test compares the two."""

@@ -12,7 +12,7 @@ from worker.frontdoor.exchange import Exchange, Handler, encoded
 from worker.frontdoor.field_checks import Body, printable
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.responses.answer import Answer
-from worker.frontdoor.responses.fields import RESPONSES, check_fields
+from worker.frontdoor.responses.fields import INPUT_TOKENS, RESPONSES, check_fields
 from worker.frontdoor.responses.generation import Generation, as_sent
 from worker.frontdoor.responses.items import new_id
 from worker.frontdoor.responses.kinds import INCLUDES, kind_at
@@ -20,6 +20,7 @@ from worker.frontdoor.responses.response import new_response
 from worker.frontdoor.responses.service import responses_of
 from worker.frontdoor.responses.store import StoredItem, is_stored, not_found
 from worker.frontdoor.rewriting import AT_ONCE
+from worker.frontdoor.tokens import prompt_tokens
 
 ONE = RESPONSES + "/{id}"
 CANCEL = ONE + "/cancel"
@@ -32,9 +33,7 @@ async def create(exchange: Exchange) -> None:
     """``POST /v1/responses``."""
     fields = exchange.fields()
     check_fields(RESPONSES, fields)
-    for name in ("model", "input"):
-        if fields.get(name) is None:
-            raise FieldRefused(name, "must be given", code="missing_required_parameter")
+    _check_given(fields, "model", "input")
     service = responses_of(exchange.door)
     stored = is_stored(fields, service.store)
     made = service.prepared(exchange.owner, fields)
@@ -103,6 +102,25 @@ async def _send(exchange: Exchange, events: AsyncIterator[bytes]) -> None:
     async for event in events:
         await exchange.send(event)
     await exchange.end()
+
+
+async def count_input_tokens(exchange: Exchange) -> None:
+    """``POST /v1/responses/input_tokens``: the prompt's tokens, as the frontend counts them."""
+    fields = exchange.fields()
+    check_fields(INPUT_TOKENS, fields)
+    _check_given(fields, "model")
+    request = responses_of(exchange.door).prepared(exchange.owner, fields).request
+    try:
+        tokens = await prompt_tokens(exchange, request.fields)
+    except Refused as refused:
+        raise request.origins.of_client(refused) from None
+    await exchange.answer(200, {"object": "response.input_tokens", "input_tokens": len(tokens)})
+
+
+def _check_given(fields: Body, *names: str) -> None:
+    for name in names:
+        if fields.get(name) is None:
+            raise FieldRefused(name, "must be given", code="missing_required_parameter")
 
 
 async def retrieve(exchange: Exchange) -> None:
@@ -218,6 +236,7 @@ def _count(query: Mapping[str, str], name: str, default: int) -> int:
 
 HANDLERS: Mapping[tuple[str, str], Handler] = {
     ("POST", RESPONSES): create,
+    ("POST", INPUT_TOKENS): count_input_tokens,
     ("GET", ONE): retrieve,
     ("DELETE", ONE): delete,
     ("POST", CANCEL): cancel,
