@@ -266,7 +266,7 @@ async def test_tokens_are_those_of_the_prompt() -> None:
         writer.write(STREAM_HEAD + chunked(b'event: token_ids\n: "[1,2,3]"\n\n') + event(HELLO[0]))
         assert await reader.read() == b""
 
-    async with served(tell) as (at, client):
+    async with served(tell, tool_call_format="hermes") as (at, client):
         counted = await client.responses.input_tokens.count(model="m", input="Hi", instructions="A", tools=[TOOL])
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.input_tokens.count(model="m", input="Hi", personality="friendly")
