@@ -12,6 +12,7 @@ import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types import ReasoningEffort
 from openai.types import responses as types
 from openai.types.responses import (
     input_token_count_params,
@@ -22,10 +23,12 @@ from openai.types.responses import (
 )
 
 from adapters.catalog import Catalog
+from worker.frontdoor.chunks import error_of
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.fields import CHAT, TABLES
 from worker.frontdoor.requests import rewritten
 from worker.frontdoor.responses import fields as tables
+from worker.frontdoor.responses.checks import EFFORTS
 from worker.frontdoor.responses.fields import INPUT_TOKENS, OWN, PASSED_ON, RESPONSES, check_fields
 from worker.frontdoor.responses.items import input_items
 from worker.frontdoor.responses.kinds import FORMATS, INCLUDES, ITEMS, LOGPROBS, PARTS, TOOL_CHOICES, TOOLS, Kind
@@ -149,6 +152,10 @@ def test_chat_s_further_fields_are_those_of_responses_too() -> None:
     elsewhere = {row.name for row in OWN} | set(tables.INSTEAD) | set(tables.ABSENT)
     assert set(TABLES[CHAT]) - elsewhere == set(PASSED_ON)
     assert {"top_k", "seed", "stop", "logits_processors", "nvext", "logit_bias"} <= set(PASSED_ON)
+
+
+def test_efforts_are_openai_s() -> None:
+    assert set(literals_of(ReasoningEffort)) == set(EFFORTS)
 
 
 # Items and messages.
@@ -347,6 +354,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "text.format.json_schema",
     ),
     "summary": ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    "effort": ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
     "reasoning": ({"reasoning": {"budget": 3}}, "reasoning.budget"),
     "mode": ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
     "no items": ({"input": []}, "input"),
@@ -457,6 +465,56 @@ def test_paths_of_messages_lead_to_their_items() -> None:
         "messagesx": "messagesx",
     }
     assert {path: request.origins.client_path(path) for path in paths} == paths
+
+
+BY_WORKERS: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
+        "sampling_options.guided_decoding.args.schema",
+        "text.format.schema",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": "required"},
+        "sampling_options.guided_decoding.args.schema",
+        "tools",
+    ),
+    ({"tools": [TOOL]}, "logits_processors.processors[0].args.tools[0].parameters", "tools[0].parameters"),
+    (
+        {"tools": [TOOL], "logits_processors": {"processors": [{}]}},
+        "logits_processors.processors[0].args.tools",
+        "logits_processors.processors[0].args.tools",
+    ),
+    (
+        {"tools": [TOOL], "logits_processors": [{}]},
+        "logits_processors.processors[1].args.schema.type",
+        "text.format.schema.type",
+    ),
+    ({"logits_processors": [{}]}, "logits_processors.processors[0].args.n", "logits_processors[0].args.n"),
+]
+
+
+@pytest.mark.parametrize(("fields", "path", "expected"), BY_WORKERS)
+def test_what_workers_refuse_leads_to_the_field(fields: dict[str, Any], path: str, expected: str) -> None:
+    refused = translated(**fields).origins.of_client(Refused(400, f"{path}: is bad", path))
+    assert (refused.param, refused.message) == (expected, f"{expected}: is bad")
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("Validation: Temperature must be between 0 and 2, got 9", "temperature"),
+        ("Validation: Max completion tokens must not exceed 9, got 10", "max_output_tokens"),
+        ("Validation: `messages[0].tool_calls[0].function.arguments` must be JSON", "input[0].arguments"),
+        ("Validation: Something else must be so", None),
+        ("seed: must be an integer", "seed"),
+        ("Model not found", None),
+    ],
+)
+def test_what_the_frontend_refuses_leads_to_the_field(message: str, param: str | None) -> None:
+    body = json.dumps({"message": message, "type": "Bad Request", "code": 400}).encode()
+    refused = translated(input=[CALL, RESULT]).origins.of_client(error_of(400, body))
+    assert refused.param == param
+    assert "messages[0]" not in refused.message
 
 
 JSON = st.recursive(

@@ -11,6 +11,9 @@ from worker.frontdoor.responses.kinds import FORMATS, INCLUDES, LOGPROBS, kind_a
 
 _NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of ``reasoning.effort``: those that Dynamo's frontend knows."""
+
 
 def object_at(path: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
     """``value``, if it is an object with known fields alone.
@@ -130,8 +133,10 @@ def stream_options(value: Any, body: Body) -> None:
 def reasoning(value: Any, body: Body) -> None:
     """Refuse settings of reasoning that would be lost."""
     given = object_at("reasoning", value, ("effort", "summary", "generate_summary", "context", "mode"))
-    if given.get("effort") is not None:
-        text_at("reasoning.effort", given["effort"])
+    effort = given.get("effort")
+    if effort is not None and effort not in EFFORTS:
+        problem = f"must be one of {', '.join(EFFORTS)}, got {printable(str(effort))}"
+        raise FieldRefused("reasoning.effort", problem)
     for key in ("summary", "generate_summary"):
         refuse_unless(
             f"reasoning.{key}", given.get(key), ("auto",), "reasoning items have their text, and no summary of it"

@@ -14,6 +14,7 @@ from worker.frontdoor.responses.messages import Messages
 from worker.frontdoor.responses.origins import Origins
 from worker.frontdoor.responses.tools import chat_tools
 
+_GUIDE = "sampling_options.guided_decoding"
 PREVIOUS = "previous_response_id"
 
 
@@ -53,7 +54,15 @@ def as_chat(fields: Body, context: Sequence[PlacedItem], given: Sequence[PlacedI
         tools["parallel_tool_calls"] = fields["parallel_tool_calls"]
     passed = {name: value for name, value in fields.items() if name in PASSED_ON and value is not None}
     chat = {"model": fields.get("model"), "messages": made.messages, **passed, **tools, **_settings(fields)}
-    return ChatRequest(chat, Origins({**made.origins, **tool_origins}))
+    origins = {**made.origins, **tool_origins, **_of_guide(chat)}
+    return ChatRequest(chat, Origins(origins, fields.get("logits_processors")))
+
+
+def _of_guide(chat: Body) -> dict[str, str]:
+    """The field that the workers know as a guide: the format, or the tools if they are forced."""
+    if "response_format" in chat:
+        return {_GUIDE: "text.format", f"{_GUIDE}.args.schema": "text.format.schema"}
+    return {f"{_GUIDE}.args.schema": "tools"} if "tools" in chat else {}
 
 
 def _settings(fields: Body) -> Body:
