@@ -185,6 +185,20 @@ async def test_a_conversation_without_a_store() -> None:
     ]
 
 
+async def test_tokens_of_reasoning_are_counted_where_models_think() -> None:
+    """The frontend says with each chunk how many tokens there are so far."""
+    so_far = [
+        {**each, "usage": {**USAGE, "completion_tokens": n, "completion_tokens_details": None}}
+        for n, each in enumerate([chunk(reasoning_content="H"), chunk(reasoning_content="m."), *HELLO], 1)
+    ]
+    async with served(Answers(so_far), dyn_reasoning_parser="qwen3") as (at, client):
+        response = await client.responses.create(model="m", input="Hi")
+    assert bodies(at)[0]["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == 2
+    assert response.usage.output_tokens == 5
+
+
 async def test_stored_responses_are_fetched_and_deleted() -> None:
     async with served(Answers(HELLO)) as (at, client):
         made = await client.responses.create(model="m", input="Hi", metadata={"a": "b"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from worker.frontdoor.errors import Refused
@@ -34,6 +34,7 @@ class Answer:
         self._finish_reason: str | None = None
         self._logprobs: list[Item] = []
         self._sequence_number = 0
+        self._reasoning_tokens = 0
         self.is_over = False
         self.problem: Refused | None = None
 
@@ -58,12 +59,20 @@ class Answer:
         """The events of one chunk."""
         self._response["model"] = chunk.get("model") or self._response["model"]
         if chunk.get("usage"):
-            self._response["usage"] = usage_of(chunk["usage"])
+            self._count(chunk["usage"], chunk.get("choices") or ())
         if chunk.get("nvext"):
             self._response["nvext"] = merged(self._response.get("nvext") or {}, chunk["nvext"])
         for choice in chunk.get("choices") or ():
             yield from map(self._numbered, self._of_choice(choice))
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
+
+    def _count(self, usage: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> None:
+        """Take the usage so far; the tokens up to the last chunk with reasoning are those of the
+        reasoning.
+        """
+        if any((choice.get("delta") or {}).get("reasoning_content") for choice in choices):
+            self._reasoning_tokens = usage["completion_tokens"]
+        self._response["usage"] = usage_of(usage, self._reasoning_tokens)
 
     def completed(self) -> Iterator[Event]:
         """The last events, after all chunks: the response is completed, or incomplete."""

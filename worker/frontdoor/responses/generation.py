@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from worker.frontdoor.chat_stream import AnswerFailed, Caller, chat
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import encoded
+from worker.frontdoor.field_checks import Body
 from worker.frontdoor.responses.answer import Answer
 from worker.frontdoor.responses.outputs import Event
 from worker.frontdoor.responses.store import ResponseStore, StoredItem
@@ -48,7 +49,7 @@ class Generation:
         answer = self.answer
         begun = False
         try:
-            async with aclosing(chat(self.caller, self.request.fields)) as chunks:
+            async with aclosing(chat(self.caller, self._fields())) as chunks:
                 async for chunk in chunks:
                     first = [] if begun else [*answer.begun()]
                     begun = True
@@ -61,6 +62,12 @@ class Generation:
         else:
             last = [*([] if begun else answer.begun()), *answer.completed()]
         yield last
+
+    def _fields(self) -> Body:
+        """The chat; where models think, its chunks say how many tokens there are so far."""
+        if self.caller.door.options.dyn_reasoning_parser is None:
+            return self.request.fields
+        return {**self.request.fields, "stream_options": {"continuous_usage_stats": True}}
 
     def keep(self, last: Sequence[Event], events: Sequence[bytes] = ()) -> None:
         """Store the finished response.

@@ -70,15 +70,20 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"description": None, "parameters": None, "strict": None, **tool}
 
 
-def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """The usage of a chat as that of a response."""
+def usage_of(usage: Mapping[str, Any], reasoning_tokens: int = 0) -> dict[str, Any]:
+    """The usage of a chat as that of a response.
+
+    Args:
+        usage: ``usage`` of a chunk.
+        reasoning_tokens: Tokens of the reasoning, for a frontend that does not report them.
+    """
     prompt = usage.get("prompt_tokens_details") or {}
     completion = usage.get("completion_tokens_details") or {}
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": prompt.get("cached_tokens") or 0, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": completion.get("reasoning_tokens") or 0},
+        "output_tokens_details": {"reasoning_tokens": completion.get("reasoning_tokens") or reasoning_tokens},
         "total_tokens": usage["total_tokens"],
     }
 
