@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import typing
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,6 +148,33 @@ def test_every_field_of_a_kind_is_known(table: Mapping[str, Kind], annotation: A
     for kind in table.values():
         if kind.fate != "refused":
             assert keys_of(annotation, kind.name) <= set(kind.keys), kind.name
+
+
+def rows_of(section: str) -> list[tuple[str, ...]]:
+    """The rows of a table of the document, without the names of its columns."""
+    text = (Path(__file__).parents[2] / "docs" / "responses.md").read_text()
+    (found,) = re.findall(rf"<!-- {section} -->\n\n(.*?)\n\n<!-- /{section} -->", text, re.DOTALL)
+    return [tuple(line.strip("| ").split(" | ")) for line in found.split("\n")[2:]]
+
+
+@pytest.mark.parametrize(
+    ("section", "table"),
+    [
+        ("items", ITEMS),
+        ("parts", PARTS),
+        ("tools", TOOLS),
+        ("choices", TOOL_CHOICES),
+        ("includes", INCLUDES),
+        ("formats", FORMATS),
+    ],
+)
+def test_the_document_shows_the_kinds(section: str, table: Mapping[str, Kind]) -> None:
+    assert rows_of(section) == [(f"`{kind.name}`", kind.fate, kind.why) for kind in table.values()]
+
+
+def test_the_document_shows_the_fields() -> None:
+    where = {(RESPONSES,): "responses", (INPUT_TOKENS,): "input_tokens", (RESPONSES, INPUT_TOKENS): "both"}
+    assert rows_of("fields") == [(f"`{row.name}`", where[row.paths], row.fate, row.why) for row in OWN]
 
 
 def test_chat_s_further_fields_are_those_of_responses_too() -> None:
