@@ -291,6 +291,32 @@ async def test_tokens_are_those_of_the_prompt() -> None:
     assert asked["tools"][0]["function"]["name"] == "f"
 
 
+async def test_a_long_conversation_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    long: Any = [{"role": "user", "content": "x" * 100} for _ in range(400)]
+    async with served(Answers(HELLO)) as (at, client):
+        aside: list[Any] = []
+        monkeypatch.setattr(at.door.rewriting, "aside", spied(at.door.rewriting.aside, aside))
+        first = await client.responses.create(model="m", input=long)
+        num_aside = len(aside)
+        await client.responses.create(model="m", input="Go on", previous_response_id=first.id)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(model="m", input=[*long, {"role": "robot", "content": "a"}])
+        assert refused(caught.value) == (400, "input[400].role")
+    assert num_aside == 3  # the body, its items, and the chat
+    assert len(aside) == 7  # items and chat of the second, body and items of the third
+    assert [len(each["messages"]) for each in bodies(at)] == [400, 402]
+
+
+def spied(called: Any, calls: list[Any]) -> Any:
+    """``called``, with a list of what it is called with."""
+
+    async def spy(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return await called(*arguments)
+
+    return spy
+
+
 # Background.
 
 

@@ -165,6 +165,15 @@ def test_log_probabilities_are_those_of_the_message() -> None:
     assert [[each["token"] for each in event["logprobs"]] for event in deltas] == [["a"], ["\ufffd", "é"]]
 
 
+def test_a_chunk_may_have_the_end_of_the_reasoning_and_the_text() -> None:
+    tokens = {"content": [logprob(each) for each in (".", "</think>", "\n", "\nA")]}
+    events, _ = streamed(
+        [chunk(reasoning_content=".", content="\n\nA", logprobs=tokens), chunk("stop"), usage()], include=[LOGPROBS]
+    )
+    final: Any = check_stream(events)
+    assert [each.token for each in final.output[1].content[0].logprobs] == ["\n", "\nA"]
+
+
 def test_receipts_come_with_the_response() -> None:
     first = {"nvext": {"engine_data": {"logits_processors": {"receipt": 1}}}}
     chunks = [chunk(content="a"), {**chunk("stop"), **first}, usage()]

@@ -246,6 +246,11 @@ def test_reasoning_may_be_a_summary_alone() -> None:
     assert messages({**REASONING, "content": None, "summary": summary})[0]["reasoning_content"] == "Thought."
 
 
+def test_reasoning_without_a_text_is_nothing() -> None:
+    (message,) = messages({**REASONING, "content": None}, said("a"))
+    assert message == {"role": "assistant", "content": "a"}
+
+
 @pytest.mark.parametrize("reference", [{"type": "item_reference", "id": "msg_9"}, {"id": "msg_9"}])
 def test_a_reference_is_the_stored_item(reference: dict[str, str]) -> None:
     assert messages(reference) == [{"role": "user", "content": "stored"}]

@@ -111,12 +111,13 @@ class Answer:
         self._logprobs += _logprobs_of(choice, self._response["top_logprobs"])
         if reasoning:
             yield from self._of_reasoning(reasoning)
+            self._logprobs = _last_tokens(self._logprobs, text or "")
         if text:
             yield from self._of_text(text)
         for call in calls or ():
             yield from self._of_call(call)
-        if reasoning or calls:
-            self._logprobs = []  # a response has none of these tokens
+        if calls:
+            self._logprobs = []  # a response has none of their tokens
 
     def _of_reasoning(self, text: str) -> Iterator[Event]:
         if not isinstance(self._open, ReasoningOutput):
@@ -192,6 +193,16 @@ def _logprobs_of(choice: Mapping[str, Any], num_alternatives: int) -> list[Item]
         {**_token(each), "top_logprobs": [_token(top) for top in (each.get("top_logprobs") or ())[:num_alternatives]]}
         for each in content or ()
     ]
+
+
+def _last_tokens(logprobs: list[Item], text: str) -> list[Item]:
+    """The log probabilities of the last tokens, as many as make ``text``."""
+    num_characters = 0
+    place = len(logprobs)
+    while place > 0 and num_characters < len(text):
+        place -= 1
+        num_characters += len(logprobs[place]["token"])
+    return logprobs[place:]
 
 
 def _token(each: Mapping[str, Any]) -> Item:

@@ -17,8 +17,9 @@ from worker.frontdoor.responses.generation import Generation, as_sent
 from worker.frontdoor.responses.items import new_id
 from worker.frontdoor.responses.kinds import INCLUDES, kind_at
 from worker.frontdoor.responses.response import new_response
-from worker.frontdoor.responses.service import responses_of
+from worker.frontdoor.responses.service import Prepared, responses_of
 from worker.frontdoor.responses.store import StoredItem, is_stored, not_found
+from worker.frontdoor.responses.translation import PREVIOUS
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.tokens import prompt_tokens
 
@@ -36,7 +37,7 @@ async def create(exchange: Exchange) -> None:
     _check_given(fields, "model", "input")
     service = responses_of(exchange.door)
     stored = is_stored(fields, service.store)
-    made = service.prepared(exchange.owner, fields)
+    made = await _prepared(exchange, fields)
     answer = Answer(new_response(fields, new_id("resp"), stored=stored))
     store = service.store if stored else None
     generation = Generation(exchange, exchange.owner, made.request, answer, made.context, store)
@@ -46,6 +47,16 @@ async def create(exchange: Exchange) -> None:
         await _send_as_generated(exchange, generation)
     else:
         await _answer_whole(exchange, generation)
+
+
+async def _prepared(exchange: Exchange, fields: Body) -> Prepared:
+    """See `Responses.prepared`; a long conversation is read beside the event loop."""
+    service = responses_of(exchange.door)
+    earlier = service.previous(exchange.owner, fields.get(PREVIOUS))
+    prepare = partial(service.prepared, exchange.owner, fields, earlier)
+    if len(exchange.body) + sum(len(each.data) for each in earlier) <= AT_ONCE:
+        return prepare()
+    return await exchange.door.rewriting.aside(prepare)
 
 
 async def _answer_whole(exchange: Exchange, generation: Generation) -> None:
@@ -109,7 +120,7 @@ async def count_input_tokens(exchange: Exchange) -> None:
     fields = exchange.fields()
     check_fields(INPUT_TOKENS, fields)
     _check_given(fields, "model")
-    request = responses_of(exchange.door).prepared(exchange.owner, fields).request
+    request = (await _prepared(exchange, fields)).request
     try:
         tokens = await prompt_tokens(exchange, request.fields)
     except Refused as refused:

@@ -63,7 +63,7 @@ ITEMS = _table(
     Kind(
         "function_call_output",
         "honoured",
-        "The result of a call that stands before it: a text, or parts of type input_text.",
+        "The result of a call that stands before it: a text, or parts of type input_text. name has no effect.",
         ("type", "id", "call_id", "output", "status", "caller", "name", "namespace", "created_by"),
     ),
     Kind(
@@ -106,7 +106,7 @@ PARTS = _table(
     Kind(
         "input_text",
         "honoured",
-        "Text of a message or of a call's result.",
+        "Text of a message or of a call's result. prompt_cache_breakpoint, a hint, has no effect.",
         ("type", "text", "prompt_cache_breakpoint"),
     ),
     Kind(

@@ -93,10 +93,12 @@ class Messages:
         return self._begin(placed.path, {"role": "assistant"})
 
     def _add_reasoning(self, placed: PlacedItem) -> None:
-        turn = self._turn(placed, ("content", "tool_calls"))
         parts = placed.item.get("content") or placed.item["summary"]
-        texts = [turn.get("reasoning_content", ""), *(part["text"] for part in parts)]
-        turn["reasoning_content"] = "\n\n".join(filter(None, texts))
+        text = "\n\n".join(part["text"] for part in parts)
+        if not text:  # what clients send back that keep no reasoning
+            return
+        turn = self._turn(placed, ("content", "tool_calls"))
+        turn["reasoning_content"] = "\n\n".join(filter(None, (turn.get("reasoning_content"), text)))
         self.origins[f"{self._last_path}.reasoning_content"] = placed.path
 
     def _add_answer(self, placed: PlacedItem) -> None:

@@ -44,14 +44,20 @@ class Responses:
         self.store = store
         self._running: dict[tuple[str, str], BackgroundRun] = {}
 
-    def prepared(self, owner: str, fields: Body) -> Prepared:
+    def prepared(self, owner: str, fields: Body, earlier: Sequence[StoredItem]) -> Prepared:
         """A checked request as a chat, with the items that it has and refers to.
 
+        It may run in a thread beside the event loop.
+
+        Args:
+            owner: Label of the client.
+            fields: The request.
+            earlier: The items of the previous response.
+
         Raises:
-            Refused: 400 or 404, naming the field.
+            FieldRefused: naming the field.
         """
         given = input_items([] if fields.get("input") is None else fields["input"], lambda key: self._item(owner, key))
-        earlier = self._previous(owner, fields.get(PREVIOUS))
         placed = [PlacedItem(PREVIOUS, each.read()) for each in earlier]
         request = as_chat(fields, placed, given)
         return Prepared(request, [*earlier, *(stored_item(each.item) for each in given)])
@@ -60,7 +66,12 @@ class Responses:
         stored = self.store.item(owner, item_id)
         return None if stored is None else stored.read()
 
-    def _previous(self, owner: str, response_id: str | None) -> Sequence[StoredItem]:
+    def previous(self, owner: str, response_id: str | None) -> Sequence[StoredItem]:
+        """The items of a response that another one continues; none for None.
+
+        Raises:
+            Refused: 404, it is not stored; 400, it has not ended.
+        """
         if response_id is None:
             return ()
         if (owner, response_id) in self._running:
