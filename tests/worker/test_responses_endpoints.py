@@ -299,8 +299,9 @@ async def test_a_long_conversation_is_read_beside_the_event_loop(monkeypatch: py
         first = await client.responses.create(model="m", input=long)
         num_aside = len(aside)
         await client.responses.create(model="m", input="Go on", previous_response_id=first.id)
+        long.append({"role": "robot", "content": "a"})
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.responses.create(model="m", input=[*long, {"role": "robot", "content": "a"}])
+            await client.responses.create(model="m", input=long)
         assert refused(caught.value) == (400, "input[400].role")
     assert num_aside == 3  # the body, its items, and the chat
     assert len(aside) == 7  # items and chat of the second, body and items of the third

@@ -24,7 +24,7 @@ class BackgroundRun:
         ended: Called at its end.
 
     Attributes:
-        events: Its events as they are sent, in order of their sequence numbers.
+        events: Events so far, as they are sent, in order of their sequence numbers.
     """
 
     def __init__(self, generation: Generation, *, keeps_events: bool, ended: Callable[[], object]) -> None:
@@ -53,7 +53,7 @@ class BackgroundRun:
         await asyncio.wait([self._task])
 
     async def follow(self, after: int = -1) -> AsyncIterator[bytes]:
-        """Its events, those so far and those to come.
+        """Events so far, and then those to come.
 
         Args:
             after: Sequence number of the last event that is left out.

@@ -24,12 +24,12 @@ class Generation:
     """One response that is to be generated.
 
     Attributes:
-        caller: On whose behalf the frontend is asked.
+        caller: Requester on whose behalf the frontend is asked.
         owner: Label of the client.
         request: The chat.
         answer: The response.
         context: Items before the output.
-        store: Where the finished response is kept, None if it is not stored.
+        store: Store of the finished response, None if it is not stored.
     """
 
     caller: Caller
@@ -73,8 +73,8 @@ class Generation:
         """Store the finished response.
 
         Args:
-            last: Its last events, which are told if there is no room for it.
-            events: All of its events, as they were sent, if it is to be streamed again.
+            last: Events of the end, which say so if there is no room for the response.
+            events: All events, as they were sent, if the response is to be streamed again.
         """
         if self.store is None or self.store.put(self.owner, self.answer.response, self.context, events):
             return

@@ -21,8 +21,8 @@ class Kind:
 
     Attributes:
         name: The value.
-        fate: What becomes of it.
-        why: Its meaning here, or the reason for the refusal.
+        fate: One of `Fate`.
+        why: Meaning here, or reason for the refusal.
         keys: Fields of an object of this type.
     """
 

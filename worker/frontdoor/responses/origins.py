@@ -26,7 +26,7 @@ _MADE_OF = {"tools": "tools", "schema": "text.format.schema", "answer": "text.fo
 
 
 class Origins:
-    """Where each part of a chat request comes from.
+    """Map from parts of a chat request to the client's own paths.
 
     Args:
         found: Path in the chat request → path in the client's request.

@@ -15,7 +15,7 @@ class OutputItem(Protocol):
     """An item of an answer.
 
     Attributes:
-        index: Its place in the response's output.
+        index: Place in the response's output.
     """
 
     index: int

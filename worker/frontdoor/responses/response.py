@@ -32,8 +32,8 @@ def new_response(fields: Body, response_id: str, *, stored: bool) -> Response:
 
     Args:
         fields: The request.
-        response_id: Its id.
-        stored: Whether it will be stored.
+        response_id: Id of the response.
+        stored: Whether the response will be stored.
     """
     background = fields.get("background") is True
     return {

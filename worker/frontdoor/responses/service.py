@@ -37,7 +37,7 @@ class Responses:
     """The responses of one front door.
 
     Args:
-        store: Those that have ended.
+        store: Responses that have ended.
     """
 
     def __init__(self, store: ResponseStore) -> None:

@@ -25,8 +25,8 @@ class StoredItem:
     """An item of one or several responses of one owner.
 
     Attributes:
-        item_id: Its id.
-        data: Its JSON.
+        item_id: Id of the item.
+        data: JSON of the item.
         uses: Number of times that stored responses have it.
     """
 
@@ -45,10 +45,10 @@ class StoredResponse:
     """A response, and what it was made of.
 
     Attributes:
-        data: Its JSON, with an empty output.
+        data: JSON of the response, with an empty output.
         context: The items before its output, those of previous responses included.
         output: The items of its output.
-        events: Its events, as they were sent, if it can be streamed again.
+        events: Events as they were sent, if the response can be streamed again.
     """
 
     data: bytes
@@ -68,7 +68,7 @@ class StoredResponse:
         return own + _REFERENCE * (len(self.context) + len(self.output) + len(self.events))
 
     def items(self) -> Iterator[StoredItem]:
-        """Its items, in order."""
+        """All items, in order."""
         yield from self.context
         yield from self.output
 
