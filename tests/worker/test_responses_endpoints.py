@@ -3,90 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import openai
 import pytest
 from pydantic import BaseModel
+from responses_frontend import (
+    CALLING,
+    HELLO,
+    TOOL,
+    WAIT_S,
+    Answers,
+    Slow,
+    bodies,
+    client_of,
+    refused,
+    served,
+)
 from responses_oracle import check_stream, checked_response
 from test_frontdoor_exchange import STREAM_HEAD, event, refuse, says
-from test_frontdoor_server import House, Script, chunked, error_of, get, house, post
-from test_responses_events import USAGE, call, chunk, logprob, usage
+from test_frontdoor_server import chunked, error_of, get, house, post
+from test_responses_events import USAGE, chunk, logprob, usage
 
-from worker.frontdoor.responses import service
 from worker.frontdoor.responses.service import responses_of
-
-WAIT_S = 100.0
-HELLO = [chunk(content="Hel"), chunk("stop", content="lo"), usage()]
-CALLING = [call(0, id="c1", name="f"), call(0, '{"city"'), call(0, ':"Oslo"}'), chunk("tool_calls"), usage()]
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
-TOOL: Any = {"type": "function", "name": "f", "parameters": SCHEMA, "strict": True}
-
-
-class Answers:
-    """A script that gives one answer after the other, the last one for ever."""
-
-    def __init__(self, *answers: Sequence[Any]) -> None:
-        self._answers = list(answers)
-
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        chunks = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
-        await says(*chunks)(reader, writer)
-
-
-class Slow:
-    """A script that says a chunk at a time, when it may."""
-
-    def __init__(self, *chunks: Any) -> None:
-        self._chunks = chunks
-        self.may = asyncio.Semaphore(0)
-        self.left = asyncio.Event()
-
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        gone = asyncio.create_task(reader.read())
-        writer.write(STREAM_HEAD)
-        for each in self._chunks:
-            waiting = asyncio.create_task(self.may.acquire())
-            await asyncio.wait([gone, waiting], return_when=asyncio.FIRST_COMPLETED)
-            if gone.done():
-                waiting.cancel()
-                self.left.set()
-                return
-            writer.write(event(each))
-        writer.write(b"0\r\n\r\n")
-
-
-@contextlib.asynccontextmanager
-async def served(
-    *scripts: Script, key: str = "none", **options: Any
-) -> AsyncIterator[tuple[House, openai.AsyncOpenAI]]:
-    async with house(*scripts, **options) as at, client_of(at, key) as client:
-        yield at, client
-
-
-def client_of(at: House, key: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{at.port}/v1", api_key=key, max_retries=0, timeout=WAIT_S)
-
-
-def bodies(at: House) -> list[Any]:
-    """What the frontend has been asked."""
-    return [json.loads(each.partition(b"\r\n\r\n")[2]) for each in at.frontends[0].requests]
-
-
-def refused(error: openai.APIStatusError) -> tuple[int, str | None]:
-    return error.status_code, error.body["param"]  # type: ignore[index]
-
-
-async def ended(client: openai.AsyncOpenAI, response_id: str) -> Any:
-    """A background response once it has ended."""
-    while True:
-        response = await client.responses.retrieve(response_id)
-        if response.status not in ("queued", "in_progress"):
-            return response
-        await asyncio.sleep(0.01)
 
 
 async def test_a_response() -> None:
@@ -316,79 +256,6 @@ def spied(called: Any, calls: list[Any]) -> Any:
         return await called(*arguments)
 
     return spy
-
-
-# Background.
-
-
-async def test_a_background_response_is_fetched() -> None:
-    slow = Slow(*HELLO)
-    async with served(slow) as (_, client):
-        made = await client.responses.create(model="m", input="Hi", background=True)
-        assert (made.status, made.output) == ("queued", [])
-        with pytest.raises(openai.BadRequestError) as caught:
-            await client.responses.create(model="m", input="Hi", previous_response_id=made.id)
-        assert refused(caught.value) == (400, "previous_response_id")
-        slow.may.release()
-        while (now := await client.responses.retrieve(made.id)).status == "queued":
-            await asyncio.sleep(0.01)
-        assert (now.status, now.output_text) == ("in_progress", "Hel")
-        checked_response(now.to_dict())
-        assert len((await client.responses.input_items.list(made.id)).data) == 1
-        for _ in range(2):
-            slow.may.release()
-        final = await ended(client, made.id)
-        assert (final.status, final.output_text) == ("completed", "Hello")
-        assert (await client.responses.cancel(made.id)).status == "completed"
-
-
-async def test_a_background_response_is_cancelled() -> None:
-    slow = Slow(*HELLO)
-    slow.may.release()
-    async with served(slow) as (at, client):
-        stream = await client.responses.create(model="m", input="Hi", background=True, stream=True)
-        events = [await anext(stream) for _ in range(6)]
-        response_id = events[0].response.id  # type: ignore[union-attr]
-        assert (await client.responses.cancel(response_id)).status == "cancelled"
-        rest = [each async for each in stream]
-        assert rest[-1].type == "error"
-        await asyncio.wait_for(slow.left.wait(), WAIT_S)
-        found = await client.responses.retrieve(response_id)
-        assert (found.status, found.output_text) == ("cancelled", "Hel")
-        plain = await client.responses.create(model="m", input="Hi", background=True)
-        await client.responses.delete(plain.id)
-        with pytest.raises(openai.NotFoundError):
-            await client.responses.retrieve(plain.id)
-        assert responses_of(at.door)._running == {}
-
-
-async def test_a_background_response_is_streamed_again() -> None:
-    slow = Slow(*HELLO)
-    async with served(slow) as (_, client):
-        stream = await client.responses.create(model="m", input="Hi", background=True, stream=True)
-        first: Any = await anext(stream)
-        await stream.close()  # the response goes on
-        again = await client.responses.retrieve(first.response.id, stream=True)
-        for _ in range(3):
-            slow.may.release()
-        events = [each.to_dict() async for each in again]
-        final = await ended(client, first.response.id)
-        later = await client.responses.retrieve(first.response.id, stream=True, starting_after=4)
-        assert [each.to_dict() async for each in later] == events[5:]
-    assert check_stream(events).to_dict() == final.to_dict()
-
-
-async def test_a_background_response_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served(refuse) as (_, client):
-        made = await client.responses.create(model="m", input="Hi", background=True)
-        final = await ended(client, made.id)
-        assert (final.status, final.error.code, final.error.param) == ("failed", "invalid_prompt", "input")
-        with pytest.raises(openai.BadRequestError) as caught:  # what the front door refuses is the answer
-            await client.responses.create(model="m", input="Hi", background=True, extra_body={"logit_bias": 3})
-        assert refused(caught.value) == (400, "logit_bias")
-        monkeypatch.setattr(service, "MAX_RUNNING", 0)
-        with pytest.raises(openai.RateLimitError):
-            await client.responses.create(model="m", input="Hi", background=True)
 
 
 # Errors.
