@@ -7,7 +7,7 @@ answer is the same.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any, Protocol
 
 from worker.frontdoor.chunks import Chunks
@@ -45,7 +45,7 @@ class AnswerFailed(Exception):
         self.refused = refused
 
 
-async def chat(caller: Caller, fields: dict[str, Any], *, path: str = CHAT) -> AsyncIterator[dict[str, Any]]:
+async def chat(caller: Caller, fields: dict[str, Any], *, path: str = CHAT) -> AsyncGenerator[dict[str, Any]]:
     """The chunks of the answer to a chat or completion, the last one with the usage.
 
     Args:

@@ -1,0 +1,65 @@
+"""The endpoints of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from worker.frontdoor.chat_stream import AnswerFailed, chat
+from worker.frontdoor.error_forms import error_content
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.exchange import Exchange
+from worker.frontdoor.messages.events import Event, MessageEvents
+from worker.frontdoor.messages.message import server_sent, whole_message
+from worker.frontdoor.messages.request import TranslatedRequest, translated
+
+
+async def create_message(exchange: Exchange) -> None:
+    """Answer ``POST /v1/messages``.
+
+    Raises:
+        Refused: before the answer has begun.
+    """
+    request = translated(exchange.fields(), models_think=_models_think(exchange))
+    async with aclosing(_events(exchange, request)) as batches:
+        if request.streams:
+            await _stream(exchange, batches)
+        else:
+            message = whole_message([event async for batch in batches for event in batch])
+            await exchange.answer(200, message)
+
+
+async def _stream(exchange: Exchange, batches: AsyncIterator[list[Event]]) -> None:
+    try:
+        async for events in batches:
+            if not exchange.has_begun:
+                await exchange.begin_events()
+            if events:
+                await exchange.send(server_sent(events))
+    except Refused as refused:
+        if not exchange.has_begun:
+            raise
+        await exchange.send(server_sent([error_content(refused, "anthropic", exchange.request_id)]))
+    await exchange.end()
+
+
+async def _events(exchange: Exchange, request: TranslatedRequest) -> AsyncIterator[list[Event]]:
+    """The events of an answer, those of a chunk together.
+
+    Raises:
+        Refused: the request is refused, or the answer ended before its end.
+    """
+    events = MessageEvents(request)
+    try:
+        async with aclosing(chat(exchange, request.chat)) as chunks:
+            async for chunk in chunks:
+                yield events.take(chunk)
+    except AnswerFailed as failed:
+        raise request.paths.renamed(failed.refused) from None
+    except Refused as refused:
+        raise request.paths.renamed(refused) from None
+    yield events.end()
+
+
+def _models_think(exchange: Exchange) -> bool:
+    return exchange.door.options.dyn_reasoning_parser is not None
