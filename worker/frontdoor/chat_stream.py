@@ -50,7 +50,8 @@ async def chat(caller: Caller, fields: dict[str, Any], *, path: str = CHAT) -> A
 
     Args:
         caller: On whose behalf it is asked.
-        fields: The request as a client would write it. Its ``stream`` does not matter.
+        fields: The request as a client would write it. Its ``stream`` does not matter, and its
+            ``include_usage`` neither.
         path: `CHAT` or `COMPLETIONS`.
 
     Yields:
@@ -80,7 +81,11 @@ async def ask(caller: Caller, fields: dict[str, Any], path: str = CHAT) -> Chunk
     Raises:
         Refused: a field is refused.
     """
-    streamed = {**fields, "stream": True, "stream_options": {"include_usage": True}}
+    streamed = {
+        **fields,
+        "stream": True,
+        "stream_options": {**(fields.get("stream_options") or {}), "include_usage": True},
+    }
     return Chunks(caller.door.upstreams, caller.request.translated(path, await _bodies(caller, streamed, path)))
 
 

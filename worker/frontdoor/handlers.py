@@ -6,8 +6,12 @@ from collections.abc import Mapping
 
 from worker.frontdoor import service
 from worker.frontdoor.exchange import Handler
+from worker.frontdoor.messages.handlers import count_tokens, create_message
+from worker.frontdoor.routes import COUNT_TOKENS, MESSAGES
 
 HANDLERS: Mapping[tuple[str, str], Handler] = {
+    ("POST", MESSAGES): create_message,
+    ("POST", COUNT_TOKENS): count_tokens,
     ("GET", "/version"): service.version,
     ("GET", "/ping"): service.ping,
     ("POST", "/ping"): service.ping,

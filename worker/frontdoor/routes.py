@@ -24,6 +24,8 @@ By = Literal["checked", "frontend", "health", "metrics", "document", "handler"]
 
 CATALOGUE = "/v1/logits_processors"
 OPENAPI = "/openapi.json"
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
 _READ = ("GET", "HEAD")
 _NAME = r"(?!\.\.?(?:/|$))[A-Za-z0-9._~%:@+-]+"
 """A part of a model's name in a path; none that leads elsewhere."""
@@ -71,6 +73,10 @@ def handled(
 ROUTES: tuple[Route, ...] = (
     Route(CHAT, ("POST",), "checked", "Chat, as OpenAI's; every field is honoured or refused."),
     Route(COMPLETIONS, ("POST",), "checked", "Completion, as OpenAI's; every field is honoured or refused."),
+    handled(
+        MESSAGES, ("POST",), "Chat, as Anthropic's Messages; every field is honoured or refused.", errors="anthropic"
+    ),
+    handled(COUNT_TOKENS, ("POST",), "Tokens of the prompt of such a request.", errors="anthropic"),
     Route("/v1/models", _READ, "frontend", "The models that are served."),
     Route(
         "/v1/models/{model}",

@@ -71,7 +71,7 @@ class MessageEvents:
 
     def _start(self, chunk: Mapping[str, Any]) -> list[Event]:
         self._has_begun = True
-        message = {
+        message: Object = {
             "id": message_id(str(chunk.get("id", ""))),
             "type": "message",
             "role": "assistant",

@@ -14,10 +14,8 @@ from typing import Any
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.field_checks import printable
 from worker.frontdoor.fields import CHAT, TABLES, ClientField, Fate
+from worker.frontdoor.routes import COUNT_TOKENS, MESSAGES
 from worker.sampling import SamplingParams, sampling_controls
-
-MESSAGES = "/v1/messages"
-COUNT_TOKENS = "/v1/messages/count_tokens"
 
 _BOTH = (MESSAGES, COUNT_TOKENS)
 _ANSWER = (MESSAGES,)

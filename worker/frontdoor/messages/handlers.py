@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from worker.frontdoor.chat_stream import AnswerFailed, chat
@@ -11,7 +11,8 @@ from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import Exchange
 from worker.frontdoor.messages.events import Event, MessageEvents
 from worker.frontdoor.messages.message import server_sent, whole_message
-from worker.frontdoor.messages.request import TranslatedRequest, translated
+from worker.frontdoor.messages.request import TranslatedRequest, counted, translated
+from worker.frontdoor.tokens import prompt_tokens
 
 
 async def create_message(exchange: Exchange) -> None:
@@ -29,6 +30,20 @@ async def create_message(exchange: Exchange) -> None:
             await exchange.answer(200, message)
 
 
+async def count_tokens(exchange: Exchange) -> None:
+    """Answer ``POST /v1/messages/count_tokens``.
+
+    Raises:
+        Refused: the request would be refused as a message.
+    """
+    request = counted(exchange.fields(), models_think=_models_think(exchange))
+    try:
+        ids = await prompt_tokens(exchange, request.chat)
+    except Refused as refused:
+        raise request.paths.renamed(refused) from None
+    await exchange.answer(200, {"input_tokens": len(ids)})
+
+
 async def _stream(exchange: Exchange, batches: AsyncIterator[list[Event]]) -> None:
     try:
         async for events in batches:
@@ -43,7 +58,7 @@ async def _stream(exchange: Exchange, batches: AsyncIterator[list[Event]]) -> No
     await exchange.end()
 
 
-async def _events(exchange: Exchange, request: TranslatedRequest) -> AsyncIterator[list[Event]]:
+async def _events(exchange: Exchange, request: TranslatedRequest) -> AsyncGenerator[list[Event]]:
     """The events of an answer, those of a chunk together.
 
     Raises:

@@ -11,10 +11,11 @@ from worker.frontdoor.messages import fields as table
 from worker.frontdoor.messages import values
 from worker.frontdoor.messages.chat_paths import ChatPaths
 from worker.frontdoor.messages.conversation import Conversation, conversation
-from worker.frontdoor.messages.fields import COUNT_TOKENS, MESSAGES, SENT_AS_THEY_ARE
+from worker.frontdoor.messages.fields import SENT_AS_THEY_ARE
 from worker.frontdoor.messages.thinking import thinking_of
 from worker.frontdoor.messages.tools import add_tools
 from worker.frontdoor.messages.values import Object
+from worker.frontdoor.routes import COUNT_TOKENS, MESSAGES
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 """Values of ``output_config.effort``."""
@@ -60,6 +61,9 @@ def translated(fields: Object, *, models_think: bool = False) -> TranslatedReque
     _check_metadata(fields.get("metadata"))
     chat, paths, shows_thoughts = _chat(fields, max_tokens, models_think)
     chat["max_tokens"] = max_tokens
+    if streams:
+        # the first event has the input tokens
+        chat["stream_options"] = {"continuous_usage_stats": True}
     if stops:
         # the text then tells which of them ended the answer
         chat |= {"stop": list(stops), "include_stop_str_in_output": True}
@@ -108,11 +112,9 @@ def _stop_sequences(fields: Object) -> tuple[str, ...]:
     given = fields.get("stop_sequences")
     if given is None:
         return ()
-    found = [
-        values.text(f"stop_sequences[{i}]", each) for i, each in enumerate(values.list_of("stop_sequences", given))
-    ]
+    found = values.list_of("stop_sequences", given)
     for i, each in enumerate(found):
-        if not each:
+        if not values.text(f"stop_sequences[{i}]", each):
             raise FieldRefused(f"stop_sequences[{i}]", "must not be empty")
     if found and fields.get("stop_token_ids"):
         raise FieldRefused("stop_token_ids", "cannot be given beside stop_sequences; the answer would show the token")
