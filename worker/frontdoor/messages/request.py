@@ -130,8 +130,8 @@ def _check_metadata(given: Any) -> None:
         values.text("metadata.user_id", metadata["user_id"])
 
 
-def _add_output_config(fields: Object, chat: Object) -> str:
-    """Set ``response_format`` and ``reasoning_effort``; returns the path of the format."""
+def _add_output_config(fields: Object, chat: Object) -> str | None:
+    """Set ``response_format`` and ``reasoning_effort``; returns the path of the format, if any."""
     given = fields.get("output_config")
     config = {} if given is None else values.object_of("output_config", given)
     values.keys_within("output_config", config, ("effort", "format", "task_budget"))
@@ -145,13 +145,14 @@ def _add_output_config(fields: Object, chat: Object) -> str:
         raise FieldRefused("output_format", "cannot be given beside output_config.format")
     if earlier is not None:
         path, wanted = "output_format", earlier
-    if wanted is not None:
-        format = values.object_of(path, wanted)
-        values.one_of(f"{path}.type", format.get("type"), ("json_schema",))
-        values.keys_within(path, format, ("type", "schema"))
-        schema = values.object_of(f"{path}.schema", format.get("schema"))
-        named = {"name": _FORMAT_NAME, "schema": schema, "strict": True}
-        chat["response_format"] = {"type": "json_schema", "json_schema": named}
+    if wanted is None:
+        return None
+    format = values.object_of(path, wanted)
+    values.one_of(f"{path}.type", format.get("type"), ("json_schema",))
+    values.keys_within(path, format, ("type", "schema"))
+    schema = values.object_of(f"{path}.schema", format.get("schema"))
+    named = {"name": _FORMAT_NAME, "schema": schema, "strict": True}
+    chat["response_format"] = {"type": "json_schema", "json_schema": named}
     return path
 
 
