@@ -20,6 +20,8 @@ from worker.sampling import SamplingParams, sampling_controls
 _BOTH = (MESSAGES, COUNT_TOKENS)
 _ANSWER = (MESSAGES,)
 _NOTHING: tuple[Any, ...] = (False, "", [], {})
+_KEEPS_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}
+"""Edit of the context that removes nothing; coding agents send it."""
 _HEADER = "Clients send it as a header, which is accepted and changes nothing."
 
 
@@ -94,7 +96,9 @@ _OWN: tuple[ClientField, ...] = (
     _refused("inference_geo", _ANSWER, "where this server stands is not known here"),
     _refused("container", _ANSWER, "there are no containers"),
     _refused("mcp_servers", _BOTH, "there is no client of MCP servers; offer their tools as tools"),
-    _refused("context_management", _BOTH, "the context is what the messages say"),
+    _refused(
+        "context_management", _BOTH, "the context is what the messages say", {"edits": []}, {"edits": [_KEEPS_THOUGHTS]}
+    ),
     _refused("compaction", _BOTH, "the context is what the messages say"),
     _refused("thread", _ANSWER, "messages are not stored"),
     _refused("diagnostics", _ANSWER, "messages are not stored", {"previous_message_id": None}),

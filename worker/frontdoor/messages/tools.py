@@ -38,9 +38,9 @@ def add_tools(fields: Object, chat: Object) -> None:
     Raises:
         FieldRefused: a tool or the choice is malformed, or asks for what there is not.
     """
-    tools = fields.get("tools")
+    tools = [] if fields.get("tools") is None else values.list_of("tools", fields["tools"])
     if tools:
-        chat["tools"] = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(values.list_of("tools", tools))]
+        chat["tools"] = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
     choice = fields.get("tool_choice")
     if choice is None:
         return
