@@ -88,8 +88,18 @@ async def test_a_bad_field_reaches_no_frontend(stream: bool) -> None:
         assert at.frontends[0].requests == []
     assert (status, body["error"]) == (
         400,
-        {"type": "invalid_request_error", "message": "top_n: is not a field of /v1/messages"},
+        {
+            "type": "invalid_request_error",
+            "message": "top_n: is not a field of /v1/messages",
+            "details": {"error_code": "unknown_parameter"},
+        },
     )
+
+
+async def test_a_refused_thread_is_one_that_clients_go_on_without() -> None:
+    async with house(says(*CHUNKS)) as at:
+        status, _, body = whole(await at.ask(message(thread={"type": "create"})))
+    assert (status, body["error"]["details"]) == (400, {"error_code": "thread_unsupported_request"})
 
 
 async def test_errors_of_the_chat_have_the_names_of_messages() -> None:

@@ -19,6 +19,9 @@ from worker.sampling import SamplingParams, sampling_controls
 
 _BOTH = (MESSAGES, COUNT_TOKENS)
 _ANSWER = (MESSAGES,)
+_CODES = {"thread": "thread_unsupported_request"}
+"""Codes of refusals on which Anthropic's client goes on without the field."""
+
 _NOTHING: tuple[Any, ...] = (False, "", [], {})
 _KEEPS_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}
 """Edit of the context that removes nothing; coding agents send it."""
@@ -100,7 +103,7 @@ _OWN: tuple[ClientField, ...] = (
         "context_management", _BOTH, "the context is what the messages say", {"edits": []}, {"edits": [_KEEPS_THOUGHTS]}
     ),
     _refused("compaction", _BOTH, "the context is what the messages say"),
-    _refused("thread", _ANSWER, "messages are not stored"),
+    _refused("thread", _ANSWER, "messages are not stored; clients then send all of them again"),
     _refused("diagnostics", _ANSWER, "messages are not stored", {"previous_message_id": None}),
     _refused("billing_policy", _BOTH, "nothing is billed"),
     _refused("fallbacks", _ANSWER, "no other model answers in the place of one"),
@@ -155,7 +158,7 @@ def check(path: str, fields: Mapping[str, Any]) -> None:
         if row is None:
             raise FieldRefused(printable(name), f"is not a field of {path}", code="unknown_parameter")
         if row.fate == "refused" and not row.asks_for_nothing(value):
-            raise FieldRefused(name, row.why, code="unsupported_parameter")
+            raise FieldRefused(name, row.why, code=_CODES.get(name, "unsupported_parameter"))
     required = ("model", "max_tokens", "messages") if path == MESSAGES else ("model", "messages")
     for name in required:
         if fields.get(name) is None:
