@@ -122,7 +122,7 @@ class FrontDoor:
         )
 
     def rewrite_fields(self, path: str, fields: dict[str, Any], head: Head) -> tuple[bytes, ...]:
-        """As `rewrite`, of fields that have been parsed; they are changed. Raises `Refused`."""
+        """Bodies of `rewrite`, made of parsed fields, which are changed. Raises `Refused`."""
         return rewritten_fields(
             path,
             fields,
