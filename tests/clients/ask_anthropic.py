@@ -85,7 +85,12 @@ def check_stream_is_the_message(url: str, model: str) -> None:
         {"messages": FRANCE, "max_tokens": 3},
         {"messages": FRANCE, "max_tokens": 24, "stop_sequences": ["Paris", "x"]},
         {"messages": OSLO, "max_tokens": 80, "tools": [WEATHER], "tool_choice": {"type": "any"}},
-        {"messages": OSLO, "max_tokens": 80, "tools": [WEATHER], "tool_choice": {"type": "tool", "name": "get_weather"}},
+        {
+            "messages": OSLO,
+            "max_tokens": 80,
+            "tools": [WEATHER],
+            "tool_choice": {"type": "tool", "name": "get_weather"},
+        },
         {"messages": OSLO, "max_tokens": 30, "tools": [WEATHER], "system": "Be brief."},
     ]
     with connected(url) as client:
@@ -100,13 +105,13 @@ def check_stream_is_the_message(url: str, model: str) -> None:
 
 def check_raw_events(url: str, model: str) -> None:
     with connected(url) as client:
-        events = list(client.messages.create(model=model, max_tokens=24, messages=FRANCE, stream=True))
+        events: list[Any] = list(client.messages.create(model=model, max_tokens=24, messages=FRANCE, stream=True))
     first, last = events[0], events[-2]
     assert first.type == "message_start"
     assert last.type == "message_delta"
     assert first.message.usage.input_tokens > 10
     assert last.usage.output_tokens > 3
-    assert "".join(each.delta.text for each in events if each.type == "content_block_delta") == SAID  # type: ignore
+    assert "".join(each.delta.text for each in events if each.type == "content_block_delta") == SAID
 
 
 def check_stop_sequences(url: str, model: str) -> None:
@@ -159,7 +164,12 @@ def check_a_coding_agent(url: str, model: str) -> None:
         for step in range(4):
             choice: Any = {"type": "any" if step == 0 else "auto" if step < 3 else "none"}
             with client.messages.stream(
-                model=model, max_tokens=80, messages=turns, tools=[SHELL], tool_choice=choice, system="You are an agent."
+                model=model,
+                max_tokens=80,
+                messages=turns,
+                tools=[SHELL],
+                tool_choice=choice,
+                system="You are an agent.",
             ) as stream:
                 message = stream.get_final_message()
             turns.append({"role": "assistant", "content": message.content})
@@ -182,7 +192,6 @@ def check_the_tool_runner(url: str, model: str) -> None:
     """The package's own loop."""
     ran: list[str] = []
 
-    @anthropic.beta_tool
     def get_weather(city: str) -> str:
         """Weather of a city.
 
@@ -197,7 +206,7 @@ def check_the_tool_runner(url: str, model: str) -> None:
             model=model,
             max_tokens=80,
             messages=OSLO,
-            tools=[get_weather],
+            tools=[anthropic.beta_tool(get_weather)],
             tool_choice={"type": "any"},
             max_iterations=2,
         )
@@ -214,10 +223,11 @@ def check_parse(url: str, model: str) -> None:
 
 
 def check_tokens_are_counted(url: str, model: str) -> None:
-    for fields in ({}, {"system": "Be brief."}, {"tools": [WEATHER]}):
+    requests: list[dict[str, Any]] = [{}, {"system": "Be brief."}, {"tools": [WEATHER]}]
+    for fields in requests:
         with connected(url) as client:
-            count = client.messages.count_tokens(model=model, messages=FRANCE, **fields)  # type: ignore
-            used = client.messages.create(model=model, messages=FRANCE, max_tokens=1, **fields).usage  # type: ignore
+            count = client.messages.count_tokens(model=model, messages=FRANCE, **fields)
+            used = client.messages.create(model=model, messages=FRANCE, max_tokens=1, **fields).usage
         assert count.input_tokens == used.input_tokens + (used.cache_read_input_tokens or 0)
 
 
@@ -225,13 +235,13 @@ def check_processors_and_receipts(url: str, model: str) -> None:
     chosen = {"processors": [{"name": "choice", "args": {"choices": ["Rome", "Oslo"]}}], "receipt": True}
     body = {"logits_processors": chosen, "temperature": 1.0, "seed": 3}
     with connected(url) as client:
-        message = client.messages.create(model=model, max_tokens=8, messages=FRANCE, extra_body=body)
+        message: Any = client.messages.create(model=model, max_tokens=8, messages=FRANCE, extra_body=body)
         stream = client.messages.create(model=model, max_tokens=8, messages=FRANCE, extra_body=body, stream=True)
-        last = [event for event in stream if event.type == "message_delta"][-1]
+        last: Any = [event for event in stream if event.type == "message_delta"][-1]
     assert message.content[0].type == "text"
     assert message.content[0].text in ("Rome", "Oslo")
     for each in (message, last):
-        receipt = each.nvext["engine_data"]["logits_processors"]  # type: ignore
+        receipt = each.nvext["engine_data"]["logits_processors"]
         assert "choice" in [one["name"] for one in receipt["processors"]]
 
 

@@ -194,7 +194,7 @@ def test_the_prompt_has_calls_and_results(door: Door) -> None:
 
 
 def test_the_end_of_the_context_is_named(door: Door) -> None:
-    free = {"ignore_eos": True, "temperature": 0}
+    free: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
     assert ask(door, max_tokens=5, **free)["stop_reason"] == "max_tokens"
     long = [{"role": "user", "content": "a " * 980}]
     assert ask(door, messages=long, max_tokens=4000, **free)["stop_reason"] == "model_context_window_exceeded"

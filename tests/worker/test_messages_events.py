@@ -77,7 +77,7 @@ def test_the_events_of_a_text() -> None:
     first = chunk(content="Hel", usage={"prompt_tokens": 9, "completion_tokens": 1})
     events = events_of([first, chunk(content=""), chunk("stop", content="lo"), last()])
     start = {"input_tokens": 9, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
-    message = {
+    message: dict[str, Any] = {
         "id": "msg_ab",
         "type": "message",
         "role": "assistant",
@@ -244,7 +244,8 @@ BLOCKS = st.lists(
 def test_a_message_does_not_depend_on_its_chunks(
     data: st.DataObject, blocks: list[tuple[str, str]], stops: list[str], has_stopped: bool
 ) -> None:
-    chunks, expected = [], []
+    chunks: list[Any] = []
+    expected: list[tuple[str, Any]] = []
     for number, (kind, text) in enumerate(blocks):
         parts = data.draw(split(text if kind != "tool_use" else json.dumps({"x": text})))
         if kind == "tool_use":

@@ -104,8 +104,7 @@ async def test_a_refused_thread_is_one_that_clients_go_on_without() -> None:
 
 async def test_errors_of_the_chat_have_the_names_of_messages() -> None:
     async with house(says(*CHUNKS)) as at:
-        bad = {"ignore_eos": True, "stop_sequences": ["a"]}
-        status, headers, body = whole(await at.ask(message(**bad)))
+        status, headers, body = whole(await at.ask(message(ignore_eos=True, stop_sequences=["a"])))
     assert status == 400
     assert body["error"]["message"].startswith("stop_sequences: ")
     assert body["request_id"] == headers["request-id"]

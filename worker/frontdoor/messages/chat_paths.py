@@ -14,7 +14,7 @@ class ChatPaths:
     """Names of a request's fields for errors that name those of its chat.
 
     Attributes:
-        messages: For each message of the chat the path that it comes from.
+        messages: Path of the client's message for each of the chat.
         format: Path of the format of the answer, if the request has one.
         num_processors: Processors that the client itself selects; those behind them are of other
             fields.

@@ -37,7 +37,7 @@ class Conversation:
 
     Attributes:
         messages: The messages.
-        paths: For each of them the path of the client's that it comes from.
+        paths: Path of the client's message for each of them.
     """
 
     messages: list[Object] = field(default_factory=list)

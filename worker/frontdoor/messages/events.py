@@ -22,7 +22,7 @@ class MessageEvents:
     """Makes the events of one answer. Blocks come one after the other, each closed before the next.
 
     Args:
-        request: What is answered.
+        request: The request that is answered.
     """
 
     def __init__(self, request: TranslatedRequest) -> None:

@@ -32,7 +32,7 @@ class TranslatedRequest:
         paths: Names of the request's fields for the chat's.
         streams: Whether the answer is streamed.
         max_tokens: Limit of the answer; 0 where nothing is generated.
-        stop_sequences: They end the answer.
+        stop_sequences: Texts that end the answer.
         shows_thoughts: Whether thinking blocks have their text.
     """
 

@@ -33,7 +33,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """What a request says of thinking.
+    """Configuration of thinking of one request.
 
     Attributes:
         is_on: Switch of the chat template; None leaves it to the template.
@@ -59,7 +59,7 @@ class Thinking:
 
 
 def thinking_of(given: Any, max_tokens: int | None, *, models_think: bool) -> Thinking:
-    """What ``thinking`` of a request asks for.
+    """The configuration that the field ``thinking`` of a request is.
 
     Args:
         given: The field.

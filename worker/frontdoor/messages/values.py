@@ -70,7 +70,7 @@ def cache_control(path: str, value: Mapping[str, Any]) -> None:
 
 
 def kind_of(value: Any) -> str:
-    """What JSON calls a value."""
+    """Name of a value's type in JSON, for messages."""
     if value is None:
         return "null"
     names = {bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
