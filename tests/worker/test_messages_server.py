@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from test_frontdoor_exchange import CHUNKS, STREAM_HEAD, USAGE, WAIT_S, chunk_of
 from test_frontdoor_server import Script, chunked, house, post
 
 from worker.frontdoor.exchange import encoded
+from worker.frontdoor.messages import handlers
 from worker.frontdoor.routes import COUNT_TOKENS, MESSAGES
 
 FIELDS: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}
@@ -108,6 +110,35 @@ async def test_errors_of_the_chat_have_the_names_of_messages() -> None:
     assert status == 400
     assert body["error"]["message"].startswith("stop_sequences: ")
     assert body["request_id"] == headers["request-id"]
+
+
+async def test_a_body_that_is_nested_too_deep_is_refused() -> None:
+    """Near the limit of recursion the chat, or the text that is made of it, is too deep first."""
+    tools = [{"name": "f", "input_schema": {"type": "object", "x": "@"}}]
+    found = set()
+    async with house(says(*CHUNKS)) as at:
+        for depth in (10, *range(960, 1000), 50_000):
+            body = encoded({**FIELDS, "tools": tools}).replace(b'"@"', b"[" * depth + b"]" * depth)
+            status, _, answer = whole(await at.ask(post(body, path=MESSAGES)))
+            assert status == 200 or answer["error"]["message"] == "the body is nested too deep"
+            found.add(status)
+    assert found == {200, 400}
+
+
+async def test_a_large_request_is_translated_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+    translate = handlers.translated
+
+    def watched(fields: Any, *, models_think: bool) -> Any:
+        threads.add(threading.current_thread() is threading.main_thread())
+        return translate(fields, models_think=models_think)
+
+    monkeypatch.setattr(handlers, "translated", watched)
+    async with house(says(*CHUNKS)) as at:
+        for size in (1, 100_000):
+            status, _, _ = whole(await at.ask(message(system="a" * size)))
+            assert status == 200
+    assert threads == {True, False}
 
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT_TOKENS])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from functools import partial
 
 from worker.frontdoor.chat_stream import AnswerFailed, chat
 from worker.frontdoor.error_forms import error_content
@@ -12,6 +13,8 @@ from worker.frontdoor.exchange import Exchange
 from worker.frontdoor.messages.events import Event, MessageEvents
 from worker.frontdoor.messages.message import server_sent, whole_message
 from worker.frontdoor.messages.request import TranslatedRequest, counted, translated
+from worker.frontdoor.requests import TOO_DEEP
+from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.tokens import prompt_tokens
 
 
@@ -21,7 +24,7 @@ async def create_message(exchange: Exchange) -> None:
     Raises:
         Refused: before the answer has begun.
     """
-    request = translated(exchange.fields(), models_think=_models_think(exchange))
+    request = await _translated(exchange, translated)
     async with aclosing(_events(exchange, request)) as batches:
         if request.streams:
             await _stream(exchange, batches)
@@ -36,7 +39,7 @@ async def count_tokens(exchange: Exchange) -> None:
     Raises:
         Refused: the request would be refused as a message.
     """
-    request = counted(exchange.fields(), models_think=_models_think(exchange))
+    request = await _translated(exchange, counted)
     try:
         ids = await prompt_tokens(exchange, request.chat)
     except Refused as refused:
@@ -76,5 +79,11 @@ async def _events(exchange: Exchange, request: TranslatedRequest) -> AsyncGenera
     yield events.end()
 
 
-def _models_think(exchange: Exchange) -> bool:
-    return exchange.door.options.dyn_reasoning_parser is not None
+async def _translated(exchange: Exchange, translate: Callable[..., TranslatedRequest]) -> TranslatedRequest:
+    """The chat of the request; of a large one, made outside the event loop. Raises `Refused`."""
+    models_think = exchange.door.options.dyn_reasoning_parser is not None
+    make = partial(translate, exchange.fields(), models_think=models_think)
+    try:
+        return make() if len(exchange.body) <= AT_ONCE else await exchange.door.rewriting.aside(make)
+    except RecursionError:
+        raise Refused(400, TOO_DEEP) from None
