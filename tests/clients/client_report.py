@@ -1,0 +1,124 @@
+"""Writes benchmarks/results/clients.md: runs the clients against ``launch/agg.sh``.
+
+``scripts/clients --report [NAME ...]`` makes their environments first; with names it prints their
+rows alone and writes nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+for _folder in ("", "launch"):
+    sys.path.append(str(Path(__file__).parents[1] / _folder))
+
+from benchmark_clients import BENCHMARKS, run_benchmark  # noqa: E402  # what pytest's conftest finds for tests
+from client_checks import CASES, CHECKED, case_of, run_checks  # noqa: E402
+from client_environments import REPOSITORY, REQUIREMENTS, version_of  # noqa: E402
+from client_page import programs, run_program  # noqa: E402
+from launched_script import LaunchedScript, launched  # noqa: E402
+
+from worker.models import model_cache, prepare_default_model  # noqa: E402
+
+RESULTS = REPOSITORY / "benchmarks" / "results" / "clients.md"
+WORKER = ("--device", "cpu", "--context-length", "4096")
+HEAD = """# Clients
+
+`tests/clients/` runs clients that people have against `launch/agg.sh` as it comes, with the default model (SmolLM2-135M-Instruct, float32);
+`scripts/clients --report` makes their environments, runs them, and writes this table. No client has a patch or a setting for this worker. A
+number is that of the checks of a case that pass, "2 of 3" where one does not; "page" is the client's programs in
+[docs/clients.md](../../docs/clients.md). The benchmarks ask for 24 streamed chats, 100 tokens in and 32 out, 4 at a time.
+"""
+
+
+def _tried(what: str, action: Callable[[], object]) -> str:
+    """What went wrong, which is said; empty if nothing did."""
+    try:
+        action()
+    except Exception as error:  # the boundary of a client: the others are run too
+        print(f"clients: {what}: {error}", file=sys.stderr, flush=True)
+        return str(error) or repr(error)
+    return ""
+
+
+def cells(client: str, served: LaunchedScript, checkpoint: Path) -> dict[str, str]:
+    """What is in each column of a client's row."""
+    passed: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+
+    def count(case: str, wrong: str) -> None:
+        total[case] += 1
+        passed[case] += not wrong
+
+    results: dict[str, str] = {}
+    if client in CHECKED:
+        with tempfile.TemporaryDirectory() as directory:
+            ended = _tried(
+                client, lambda: results.update(run_checks(client, served.url, served.model, Path(directory)))
+            )
+        if ended:
+            count("plain", ended)
+    for name, wrong in results.items():
+        count(case_of(name), wrong)
+        if wrong:
+            print(f"clients: {client}: {name}: {wrong}", file=sys.stderr, flush=True)
+    for program in programs():
+        if program.client == client:
+            with tempfile.TemporaryDirectory() as directory:
+
+                def runs(directory: str = directory, program: object = program) -> None:
+                    printed = run_program(program, served.url, Path(directory))  # type: ignore[arg-type]
+                    assert program.output in (None, printed), printed  # type: ignore[attr-defined]
+
+                count("page", _tried(f"{client}, docs/clients.md", runs))
+    if client in BENCHMARKS:
+        with tempfile.TemporaryDirectory() as directory:
+            wrong = _tried(
+                client, lambda: run_benchmark(client, served.url, served.model, checkpoint, Path(directory))
+            )
+        count("plain", wrong)
+    return {
+        case: str(total[case]) if passed[case] == total[case] else f"{passed[case]} of {total[case]}" for case in total
+    }
+
+
+def table(rows: dict[str, dict[str, str]]) -> str:
+    """The table in Markdown."""
+    columns = {**CASES, "page": "page"}
+    lines = [f"| client | version | {' | '.join(columns.values())} |", "| --- " * (len(columns) + 2) + "|"]
+    for client, row in rows.items():
+        version = version_of(client) if client in REQUIREMENTS else ""
+        lines.append(f"| {client} | {version} | " + " | ".join(row.get(case, "") for case in columns) + " |")
+    return "\n".join(lines)
+
+
+def main(wanted: list[str]) -> int:
+    """Run the clients, or those named. The exit status: 1 if something failed."""
+    model = prepare_default_model(model_cache(os.environ), lambda line: None)
+    variables = {"MODEL_PATH": str(model), "WORKER_DTYPE": "float32"}
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        launched(Path(directory), *WORKER, variables=variables) as served,
+    ):
+        served.wait_until_ready()
+        rows = {client: cells(client, served, model) for client in wanted or [*REQUIREMENTS, "curl"]}
+        served.press_ctrl_c()
+        served.finish()
+    print(table(rows))
+    if not wanted:
+        from importlib.metadata import version
+
+        day = datetime.datetime.now(datetime.UTC).date()
+        made = f"{day}, ai-dynamo {version('ai-dynamo')}, Python {platform.python_version()}, CPU."
+        RESULTS.write_text(f"{HEAD}\n{table(rows)}\n\n{made}\n", encoding="utf-8")
+    return int(any("of" in cell for row in rows.values() for cell in row.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
