@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapters.catalog import Catalog
-from adapters.catalog.render import arguments, describe
+from adapters.catalog.render import describe
 
 Schema = Mapping[str, Any]
 
@@ -17,7 +17,7 @@ class Argument:
     """One argument of a processor, or one key of an object in it.
 
     Attributes:
-        name: Its name, as it is sent.
+        name: Name that is sent.
         schema: JSON Schema of its value.
         required: Whether it must be given.
         default: Value if it is not given; None where there is none.
@@ -42,7 +42,11 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """The names of JSON's types in a language; ``{}`` stands for the type within."""
+    """The names of JSON's types in a language; ``{}`` stands for the type within.
+
+    Attributes:
+        literals: Separator of texts of which a value is one, and the whole of them.
+    """
 
     text: str
     integer: str
@@ -52,7 +56,7 @@ class Spelling:
     anything: str
     sequence: str
     mapping: str
-    literal: str
+    literals: tuple[str, str]
 
     def of(self, schema: Schema) -> str:
         """The type of the values that a JSON Schema of an argument describes."""
@@ -60,7 +64,8 @@ class Spelling:
             return class_name(schema["$ref"])
         if "enum" in schema or "const" in schema:
             values = schema.get("enum", [schema.get("const")])
-            return " | ".join(self.literal.format(f'"{value}"') for value in values)
+            separator, whole = self.literals
+            return whole.format(separator.join(f'"{value}"' for value in values))
         if "anyOf" in schema or "oneOf" in schema:
             return " | ".join(dict.fromkeys(self.of(each) for each in schema.get("anyOf") or schema["oneOf"]))
         match schema.get("type"):
@@ -91,9 +96,7 @@ def processors(catalog: Catalog) -> Iterator[Described]:
     """Every processor, in the catalogue's order."""
     for entry in catalog.entries:
         schema = entry.args_schema()
-        bounds = {name: kind for name, kind, _, _ in arguments(entry)}
-        found = _arguments(schema, bounds)
-        yield Described(entry.name, entry.summary, found)
+        yield Described(entry.name, entry.summary, _arguments(schema, schema.get("$defs", {})))
 
 
 def objects(catalog: Catalog) -> list[Described]:
@@ -110,15 +113,15 @@ def objects(catalog: Catalog) -> list[Described]:
             name = class_name(key)
             if found.setdefault(name, definition) != definition:
                 raise ValueError(f"{entry.name}: there is another object of the name {name}")
-            bounds = {each: describe(field, definitions) for each, field in definition["properties"].items()}
-            made[name] = Described(name, definition["description"], _arguments(definition, bounds))
+            made[name] = Described(name, definition["description"], _arguments(definition, definitions))
     return list(made.values())
 
 
-def _arguments(schema: Schema, bounds: Mapping[str, str]) -> tuple[Argument, ...]:
+def _arguments(schema: Schema, definitions: Mapping[str, Schema]) -> tuple[Argument, ...]:
     required = schema.get("required", ())
+    names: dict[str, Schema] = {key: {"const": class_name(key)} for key in definitions}  # objects are described once
     return tuple(
-        Argument(name, field, name in required, field.get("default"), _sentence(field, bounds[name]))
+        Argument(name, field, name in required, field.get("default"), _sentence(field, describe(field, names)))
         for name, field in schema["properties"].items()
     )
 

@@ -9,9 +9,7 @@ from client_arguments import Argument, Described, Spelling, objects, processors
 
 from adapters.catalog import Catalog
 
-BEGIN = (
-    "// Section of the catalogue's processors, written by scripts/generate_clients.py; do not edit."
-)
+BEGIN = "// Section of the catalogue's processors, written by scripts/generate_clients.py; do not edit."
 END = "// End of the section."
 
 TYPESCRIPT = Spelling(
@@ -23,7 +21,7 @@ TYPESCRIPT = Spelling(
     anything="unknown",
     sequence="ReadonlyArray<{}>",
     mapping="Readonly<Record<string, {}>>",
-    literal="{}",
+    literals=(" | ", "{}"),
 )
 
 

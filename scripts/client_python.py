@@ -21,7 +21,7 @@ PYTHON = Spelling(
     anything="Any",
     sequence="Sequence[{}]",
     mapping="Mapping[str, {}]",
-    literal="Literal[{}]",
+    literals=(", ", "Literal[{}]"),
 )
 
 HEAD = '''"""Builders of entries of a selection: a function for each processor of the worker's catalogue.
@@ -55,7 +55,7 @@ def _entry(name: str, needed: dict[str, Any], /, **others: tuple[Any, Any]) -> d
 def python_module(catalog: Catalog) -> str:
     """The source of ``dynamo_logits_client.processors``, formatted."""
     found = list(processors(catalog))
-    names = "".join(f'    "{each.name}",\n' for each in found)
+    names = "".join(f'    "{name}",\n' for name in sorted(each.name for each in found))
     parts = [HEAD.format(names), *map(_typed_dict, objects(catalog)), *map(_builder, found), TAIL]
     return formatted("\n\n".join(parts), "processors.py")
 

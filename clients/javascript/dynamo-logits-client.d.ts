@@ -41,7 +41,7 @@ export interface Tag {
   type?: "tag";
   /** Begins with one of the triggers (text of 1 to 256 characters). */
   begin: string;
-  /** {type: json_schema; json_schema: object or true or false} or {type: regex; pattern: text of 1 to 1048576 characters}. */
+  /** Jsoncontent or regexcontent. */
   content: JsonContent | RegexContent;
   /** Text behind the content; may be empty (text of 0 to 256 characters). */
   end: string;
@@ -53,7 +53,7 @@ export interface TriggeredTags {
   type: "triggered_tags";
   /** Texts that start a tag (list of 1 to 32 texts of 1 to 256 characters). */
   triggers: ReadonlyArray<string>;
-  /** The tags (list of 1 to 128 {type: tag; begin: text of 1 to 256 characters; content: {type: json_schema; json_schema: object or true or false} or {type: regex; pattern: text of 1 to 1048576 characters}; end: text of 0 to 256 characters}). */
+  /** The tags (list of 1 to 128 Tag). */
   tags: ReadonlyArray<Tag>;
   /** The answer begins with a tag (true or false). Default false. */
   at_least_one?: boolean;
@@ -79,7 +79,7 @@ export interface LogitBiasArguments {
 
 /** Adds a bias to tokens that would complete a given sequence of tokens. */
 export interface SequenceBiasArguments {
-  /** The sequences, each at most once (list of 1 to 1024 {text: text of 1 to 4096 characters; token_ids: list of 1 to 4096 integers 0 to 2147483647; bias: number -100 to 100}). */
+  /** The sequences, each at most once (list of 1 to 1024 BiasedSequence). */
   sequences: ReadonlyArray<BiasedSequence>;
   /** Part of the generation that it applies to. Default "all". */
   scope?: "all" | "thinking" | "answer";
@@ -271,7 +271,7 @@ export interface GrammarArguments {
 
 /** Lets the model write freely, and holds it to a grammar wherever it starts a tag. */
 export interface StructuralTagArguments {
-  /** As in XGrammar's structural tags ({type: triggered_tags; triggers: list of 1 to 32 texts of 1 to 256 characters; tags: list of 1 to 128 {type: tag; begin: text of 1 to 256 characters; content: {type: json_schema; json_schema: object or true or false} or {type: regex; pattern: text of 1 to 1048576 characters}; end: text of 0 to 256 characters}; at_least_one: true or false; stop_after_first: true or false}). */
+  /** As in XGrammar's structural tags (TriggeredTags). */
   format: TriggeredTags;
   /** Part of the generation that it applies to. Default "all". */
   scope?: "all" | "answer";
@@ -281,7 +281,7 @@ export interface StructuralTagArguments {
 export interface ToolCallsArguments {
   /** How the model writes calls. */
   format: "hermes" | "llama3_json" | "mistral" | "nemotron_deci" | "phi4";
-  /** The functions (list of 1 to 128 {name: text like ^[A-Za-z0-9_.-]{1,64}$ of 0 to 64 characters; parameters: object or true or false}). */
+  /** The functions (list of 1 to 128 Tool). */
   tools: ReadonlyArray<Tool>;
   /** Whether the model may or must call. Default "auto". */
   choice?: "auto" | "required" | "none";
@@ -289,7 +289,7 @@ export interface ToolCallsArguments {
   tool?: string | null;
   /** More than one call is allowed (true or false). Default true. */
   parallel?: boolean;
-  /** What an answer without calls is; by default free text ({type: json_schema; json_schema: object or true or false} or {type: regex; pattern: text of 1 to 1048576 characters}). */
+  /** What an answer without calls is; by default free text (JsonContent or RegexContent). */
   answer?: JsonContent | RegexContent | null;
   /** Part of the generation that it applies to. Default "all". */
   scope?: "all" | "answer";

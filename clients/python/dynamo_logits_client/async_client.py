@@ -115,7 +115,7 @@ class AsyncStream:
     The request is sent when the block is entered; leaving it early cancels the request.
 
     Attributes:
-        read: What has been read: texts, receipts, usage and the prompt's token ids.
+        read: Reader of the body, which has texts, receipts, usage and the prompt's token ids.
     """
 
     def __init__(self, sent: AbstractAsyncContextManager[httpx.Response]) -> None:

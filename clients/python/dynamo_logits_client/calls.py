@@ -22,7 +22,7 @@ CHAT, COMPLETIONS, MODELS, CATALOGUE = "/chat/completions", "/completions", "/mo
 
 @dataclass(frozen=True)
 class Server:
-    """Where requests go, and who sends them.
+    """Address and headers of requests.
 
     Args:
         base_url: Address with the path before ``/chat/completions``.

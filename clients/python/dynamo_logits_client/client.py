@@ -72,7 +72,7 @@ class Client:
         Args:
             model: Served name of the model.
             prompt: Text, token ids, or a list of either.
-            **fields: As of `chat`.
+            **fields: Further fields, as of `chat`.
 
         Raises:
             Refused, Unreachable, ValueError, TypeError: as `chat`.
@@ -159,7 +159,7 @@ class Stream:
     """The chunks of a streamed answer; leaving its ``with`` block early cancels the request.
 
     Attributes:
-        read: What has been read: texts, receipts, usage and the prompt's token ids.
+        read: Reader of the body, which has texts, receipts, usage and the prompt's token ids.
     """
 
     def __init__(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse, url: str) -> None:

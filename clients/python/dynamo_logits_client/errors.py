@@ -15,7 +15,7 @@ class Unreachable(ClientError):
 
 
 class TimedOut(Unreachable):
-    """Nothing arrived from the server within the client's timeout."""
+    """A server that sent nothing within the client's timeout."""
 
 
 class Refused(ClientError):
@@ -27,7 +27,7 @@ class Refused(ClientError):
 
     Attributes:
         status: HTTP status.
-        message: What the server says.
+        message: Message of the server.
         param: JSON path of the field that is wrong, None if the server names none.
         type: OpenAI's ``error.type``, None if there is none.
         code: OpenAI's ``error.code``, None if there is none.
@@ -47,7 +47,7 @@ class AnswerFailed(ClientError):
     """A streamed answer that ended with an error, or before its end.
 
     Attributes:
-        message: What the server says.
+        message: Message of the server.
         param: JSON path of the field that is wrong, None if the server names none.
     """
 

@@ -10,49 +10,49 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 __all__ = [
-    "logit_bias",
-    "sequence_bias",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "dry",
-    "cite_from_prompt",
-    "gen_length",
-    "exponential_decay_length",
     "allowed_tokens",
-    "banned_tokens",
     "bad_words",
-    "phrase_ban",
     "ban_scripts",
-    "no_repeat_ngram",
-    "min_tokens",
-    "multiple_choice",
-    "json_schema",
-    "regex",
+    "banned_tokens",
     "choice",
-    "grammar",
-    "structural_tag",
-    "tool_calls",
-    "forced_sequence",
-    "forced_prefix",
-    "force_last_phrase",
-    "trigger_phrase",
-    "loop_stop",
-    "thinking_budget",
-    "temperature",
+    "cite_from_prompt",
+    "dry",
     "dynamic_temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "top_a",
-    "typical_p",
-    "top_n_sigma",
     "epsilon_cutoff",
     "eta_cutoff",
-    "xtc",
+    "exponential_decay_length",
+    "force_last_phrase",
+    "forced_prefix",
+    "forced_sequence",
+    "frequency_penalty",
+    "gen_length",
+    "grammar",
+    "json_schema",
+    "logit_bias",
+    "loop_stop",
+    "min_p",
+    "min_tokens",
     "mirostat",
-    "watermark",
+    "multiple_choice",
+    "no_repeat_ngram",
+    "phrase_ban",
+    "presence_penalty",
+    "regex",
+    "repetition_penalty",
+    "sequence_bias",
+    "structural_tag",
     "synthid",
+    "temperature",
+    "thinking_budget",
+    "tool_calls",
+    "top_a",
+    "top_k",
+    "top_n_sigma",
+    "top_p",
+    "trigger_phrase",
+    "typical_p",
+    "watermark",
+    "xtc",
 ]
 
 
@@ -110,8 +110,7 @@ class Tag(_Tag, total=False):
 
     Attributes:
         begin: Begins with one of the triggers (text of 1 to 256 characters).
-        content: {type: json_schema; json_schema: object or true or false} or {type: regex; pattern:
-            text of 1 to 1048576 characters}.
+        content: Jsoncontent or regexcontent.
         end: Text behind the content; may be empty (text of 0 to 256 characters).
     """
 
@@ -129,9 +128,7 @@ class TriggeredTags(_TriggeredTags, total=False):
 
     Attributes:
         triggers: Texts that start a tag (list of 1 to 32 texts of 1 to 256 characters).
-        tags: The tags (list of 1 to 128 {type: tag; begin: text of 1 to 256 characters; content:
-            {type: json_schema; json_schema: object or true or false} or {type: regex; pattern: text
-            of 1 to 1048576 characters}; end: text of 0 to 256 characters}).
+        tags: The tags (list of 1 to 128 Tag).
         at_least_one: The answer begins with a tag (true or false).
         stop_after_first: The answer ends behind the first tag (true or false).
     """
@@ -155,9 +152,7 @@ class Tool(_Tool, total=False):
     parameters: Mapping[str, Any] | bool
 
 
-def logit_bias(
-    *, bias: Mapping[str, float], scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all"
-) -> dict[str, Any]:
+def logit_bias(*, bias: Mapping[str, float], scope: Literal["all", "thinking", "answer"] = "all") -> dict[str, Any]:
     """Adds a fixed bias to the logits of some tokens.
 
     Args:
@@ -169,21 +164,19 @@ def logit_bias(
 
 
 def sequence_bias(
-    *, sequences: Sequence[BiasedSequence], scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all"
+    *, sequences: Sequence[BiasedSequence], scope: Literal["all", "thinking", "answer"] = "all"
 ) -> dict[str, Any]:
     """Adds a bias to tokens that would complete a given sequence of tokens.
 
     Args:
-        sequences: The sequences, each at most once (list of 1 to 1024 {text: text of 1 to 4096
-            characters; token_ids: list of 1 to 4096 integers 0 to 2147483647; bias: number -100 to
-            100}).
+        sequences: The sequences, each at most once (list of 1 to 1024 BiasedSequence).
         scope: Part of the generation that it applies to.
     """
     return _entry("sequence_bias", {"sequences": sequences}, scope=(scope, "all"))
 
 
 def repetition_penalty(
-    *, penalty: float, window: int = 0, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all"
+    *, penalty: float, window: int = 0, scope: Literal["all", "thinking", "answer"] = "all"
 ) -> dict[str, Any]:
     """Scales down the logits of tokens that occur in the prompt or in the answer.
 
@@ -196,7 +189,7 @@ def repetition_penalty(
 
 
 def frequency_penalty(
-    *, penalty: float, window: int = 0, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all"
+    *, penalty: float, window: int = 0, scope: Literal["all", "thinking", "answer"] = "all"
 ) -> dict[str, Any]:
     """Lowers the logits of generated tokens by a penalty for every time they occurred.
 
@@ -209,7 +202,7 @@ def frequency_penalty(
 
 
 def presence_penalty(
-    *, penalty: float, window: int = 0, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all"
+    *, penalty: float, window: int = 0, scope: Literal["all", "thinking", "answer"] = "all"
 ) -> dict[str, Any]:
     """Lowers the logits of generated tokens by a penalty, once per distinct token.
 
@@ -228,7 +221,7 @@ def dry(
     allowed_length: int = 2,
     breakers: Sequence[str] = ("\n", ":", '"', "*"),
     range: int = 0,
-    scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all",
+    scope: Literal["all", "thinking", "answer"] = "all",
 ) -> dict[str, Any]:
     """Penalises tokens that would continue a repeat, exponentially in its length (DRY).
 
@@ -254,10 +247,7 @@ def dry(
 
 
 def cite_from_prompt(
-    *,
-    boost: float = 1.0,
-    conditional_boost: float = 0.0,
-    scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all",
+    *, boost: float = 1.0, conditional_boost: float = 0.0, scope: Literal["all", "thinking", "answer"] = "all"
 ) -> dict[str, Any]:
     """Boosts the tokens of the prompt, and those that follow the newest token there.
 
@@ -277,7 +267,7 @@ def gen_length(
     boost: float,
     power: float = 2.0,
     complete_sentences: bool = False,
-    scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all",
+    scope: Literal["all", "thinking", "answer"] = "all",
 ) -> dict[str, Any]:
     """Raises the logits of the end tokens as the answer grows; negative boosts lengthen answers.
 
@@ -297,7 +287,7 @@ def gen_length(
 
 
 def exponential_decay_length(
-    *, start: int, factor: float, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all"
+    *, start: int, factor: float, scope: Literal["all", "thinking", "answer"] = "all"
 ) -> dict[str, Any]:
     """Raises the end tokens' logits exponentially once the answer exceeds a start length.
 
@@ -311,10 +301,7 @@ def exponential_decay_length(
 
 
 def allowed_tokens(
-    *,
-    token_ids: Sequence[int],
-    allow_end: bool = True,
-    scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all",
+    *, token_ids: Sequence[int], allow_end: bool = True, scope: Literal["all", "thinking", "answer"] = "all"
 ) -> dict[str, Any]:
     """Masks every token but the listed ones and, with ``allow_end``, the end tokens.
 
@@ -326,9 +313,7 @@ def allowed_tokens(
     return _entry("allowed_tokens", {"token_ids": token_ids}, allow_end=(allow_end, True), scope=(scope, "all"))
 
 
-def banned_tokens(
-    *, token_ids: Sequence[int], scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all"
-) -> dict[str, Any]:
+def banned_tokens(*, token_ids: Sequence[int], scope: Literal["all", "thinking", "answer"] = "all") -> dict[str, Any]:
     """Masks the listed tokens.
 
     Args:
@@ -342,7 +327,7 @@ def bad_words(
     *,
     words: Sequence[str] | None = None,
     token_ids: Sequence[Sequence[int]] | None = None,
-    scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all",
+    scope: Literal["all", "thinking", "answer"] = "all",
 ) -> dict[str, Any]:
     """Keeps words out of the answer, given as text or as token ids.
 
@@ -366,9 +351,7 @@ def phrase_ban(*, phrases: Sequence[str], scope: Literal["all"] = "all") -> dict
     return _entry("phrase_ban", {"phrases": phrases}, scope=(scope, "all"))
 
 
-def ban_scripts(
-    *, scripts: Sequence[str], scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all"
-) -> dict[str, Any]:
+def ban_scripts(*, scripts: Sequence[str], scope: Literal["all", "thinking", "answer"] = "all") -> dict[str, Any]:
     """Bans every token that writes a character of some Unicode scripts.
 
     Args:
@@ -382,8 +365,8 @@ def ban_scripts(
 def no_repeat_ngram(
     *,
     n: int,
-    over: Literal["prompt_and_generated"] | Literal["generated"] = "prompt_and_generated",
-    scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all",
+    over: Literal["prompt_and_generated", "generated"] = "prompt_and_generated",
+    scope: Literal["all", "thinking", "answer"] = "all",
 ) -> dict[str, Any]:
     """Bans every token that would complete an n-gram for the second time.
 
@@ -395,7 +378,7 @@ def no_repeat_ngram(
     return _entry("no_repeat_ngram", {"n": n}, over=(over, "prompt_and_generated"), scope=(scope, "all"))
 
 
-def min_tokens(*, n: int, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all") -> dict[str, Any]:
+def min_tokens(*, n: int, scope: Literal["all", "thinking", "answer"] = "all") -> dict[str, Any]:
     """Masks the end tokens until the answer has n tokens.
 
     Args:
@@ -407,10 +390,7 @@ def min_tokens(*, n: int, scope: Literal["all"] | Literal["thinking"] | Literal[
 
 
 def multiple_choice(
-    *,
-    choices: Sequence[str],
-    boost: float = 0.0,
-    scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all",
+    *, choices: Sequence[str], boost: float = 0.0, scope: Literal["all", "thinking", "answer"] = "all"
 ) -> dict[str, Any]:
     """Restricts the answer to one of the choices, each boosted by its words in the prompt.
 
@@ -423,7 +403,7 @@ def multiple_choice(
 
 
 def json_schema(
-    *, schema: Mapping[str, Any] | bool, compact: bool = True, scope: Literal["all"] | Literal["answer"] = "all"
+    *, schema: Mapping[str, Any] | bool, compact: bool = True, scope: Literal["all", "answer"] = "all"
 ) -> dict[str, Any]:
     """Restricts the answer to JSON that a JSON Schema describes.
 
@@ -436,7 +416,7 @@ def json_schema(
     return _entry("json_schema", {"schema": schema}, compact=(compact, True), scope=(scope, "all"))
 
 
-def regex(*, pattern: str, scope: Literal["all"] | Literal["answer"] = "all") -> dict[str, Any]:
+def regex(*, pattern: str, scope: Literal["all", "answer"] = "all") -> dict[str, Any]:
     """Restricts the answer to what a regular expression matches as a whole.
 
     Args:
@@ -446,7 +426,7 @@ def regex(*, pattern: str, scope: Literal["all"] | Literal["answer"] = "all") ->
     return _entry("regex", {"pattern": pattern}, scope=(scope, "all"))
 
 
-def choice(*, choices: Sequence[str], scope: Literal["all"] | Literal["answer"] = "all") -> dict[str, Any]:
+def choice(*, choices: Sequence[str], scope: Literal["all", "answer"] = "all") -> dict[str, Any]:
     """Restricts the answer to one of several texts.
 
     Args:
@@ -457,7 +437,7 @@ def choice(*, choices: Sequence[str], scope: Literal["all"] | Literal["answer"] 
     return _entry("choice", {"choices": choices}, scope=(scope, "all"))
 
 
-def grammar(*, lark: str, scope: Literal["all"] | Literal["answer"] = "all") -> dict[str, Any]:
+def grammar(*, lark: str, scope: Literal["all", "answer"] = "all") -> dict[str, Any]:
     """Restricts the answer to what a context-free grammar describes.
 
     Args:
@@ -467,15 +447,11 @@ def grammar(*, lark: str, scope: Literal["all"] | Literal["answer"] = "all") -> 
     return _entry("grammar", {"lark": lark}, scope=(scope, "all"))
 
 
-def structural_tag(*, format: TriggeredTags, scope: Literal["all"] | Literal["answer"] = "all") -> dict[str, Any]:
+def structural_tag(*, format: TriggeredTags, scope: Literal["all", "answer"] = "all") -> dict[str, Any]:
     """Lets the model write freely, and holds it to a grammar wherever it starts a tag.
 
     Args:
-        format: As in XGrammar's structural tags ({type: triggered_tags; triggers: list of 1 to 32
-            texts of 1 to 256 characters; tags: list of 1 to 128 {type: tag; begin: text of 1 to 256
-            characters; content: {type: json_schema; json_schema: object or true or false} or {type:
-            regex; pattern: text of 1 to 1048576 characters}; end: text of 0 to 256 characters};
-            at_least_one: true or false; stop_after_first: true or false}).
+        format: As in XGrammar's structural tags (TriggeredTags).
         scope: Part of the generation that it applies to.
     """
     return _entry("structural_tag", {"format": format}, scope=(scope, "all"))
@@ -483,30 +459,23 @@ def structural_tag(*, format: TriggeredTags, scope: Literal["all"] | Literal["an
 
 def tool_calls(
     *,
-    format: Literal["hermes"]
-    | Literal["llama3_json"]
-    | Literal["mistral"]
-    | Literal["nemotron_deci"]
-    | Literal["phi4"],
+    format: Literal["hermes", "llama3_json", "mistral", "nemotron_deci", "phi4"],
     tools: Sequence[Tool],
-    choice: Literal["auto"] | Literal["required"] | Literal["none"] = "auto",
+    choice: Literal["auto", "required", "none"] = "auto",
     tool: str | None = None,
     parallel: bool = True,
     answer: JsonContent | RegexContent | None = None,
-    scope: Literal["all"] | Literal["answer"] = "all",
+    scope: Literal["all", "answer"] = "all",
 ) -> dict[str, Any]:
     """Holds every tool call to the name of a tool and to the JSON Schema of its parameters.
 
     Args:
         format: How the model writes calls.
-        tools: The functions (list of 1 to 128 {name: text like ^[A-Za-z0-9_.-]{1,64}$ of 0 to 64
-            characters; parameters: object or true or false}).
+        tools: The functions (list of 1 to 128 Tool).
         choice: Whether the model may or must call.
         tool: The only function that may be called (text of 1 to 64 characters).
         parallel: More than one call is allowed (true or false).
-        answer: What an answer without calls is; by default free text ({type: json_schema;
-            json_schema: object or true or false} or {type: regex; pattern: text of 1 to 1048576
-            characters}).
+        answer: What an answer without calls is; by default free text (JsonContent or RegexContent).
         scope: Part of the generation that it applies to.
     """
     return _entry(
@@ -524,7 +493,7 @@ def forced_sequence(
     *,
     text: str | None = None,
     token_ids: Sequence[int] | None = None,
-    scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all",
+    scope: Literal["all", "thinking", "answer"] = "all",
 ) -> dict[str, Any]:
     """The answer is a given sequence, then the end token.
 
@@ -541,7 +510,7 @@ def forced_prefix(
     text: str | None = None,
     token_ids: Sequence[int] | None = None,
     heal: bool = False,
-    scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all",
+    scope: Literal["all", "thinking", "answer"] = "all",
 ) -> dict[str, Any]:
     """The answer begins with a given sequence.
 
@@ -556,7 +525,7 @@ def forced_prefix(
     )
 
 
-def force_last_phrase(*, text: str, scope: Literal["all"] | Literal["answer"] = "all") -> dict[str, Any]:
+def force_last_phrase(*, text: str, scope: Literal["all", "answer"] = "all") -> dict[str, Any]:
     """The answer ends with a given phrase, always and exactly, right before its end token.
 
     Args:
@@ -572,7 +541,7 @@ def trigger_phrase(
     trigger: str | None = None,
     after_tokens: int | None = None,
     times: int = 1,
-    scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all",
+    scope: Literal["all", "thinking", "answer"] = "all",
 ) -> dict[str, Any]:
     """Writes a phrase whenever a trigger has been generated, or after a number of tokens.
 
@@ -594,7 +563,7 @@ def trigger_phrase(
 
 
 def loop_stop(
-    *, max_period: int = 64, copies: int = 8, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all"
+    *, max_period: int = 64, copies: int = 8, scope: Literal["all", "thinking", "answer"] = "all"
 ) -> dict[str, Any]:
     """Ends the answer when it loops: the generated tail is ``copies`` exact copies of a cycle.
 
@@ -638,9 +607,7 @@ def thinking_budget(
     )
 
 
-def temperature(
-    *, value: float, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all"
-) -> dict[str, Any]:
+def temperature(*, value: float, scope: Literal["all", "thinking", "answer"] = "all") -> dict[str, Any]:
     """Divides the logits by a temperature; 0 leaves only the most likely token.
 
     Args:
@@ -651,11 +618,7 @@ def temperature(
 
 
 def dynamic_temperature(
-    *,
-    low: float,
-    high: float,
-    exponent: float = 1.0,
-    scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all",
+    *, low: float, high: float, exponent: float = 1.0, scope: Literal["all", "thinking", "answer"] = "all"
 ) -> dict[str, Any]:
     """Divides the logits by a temperature that rises with the row's entropy.
 
@@ -668,7 +631,7 @@ def dynamic_temperature(
     return _entry("dynamic_temperature", {"low": low, "high": high}, exponent=(exponent, 1.0), scope=(scope, "all"))
 
 
-def top_k(*, k: int, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all") -> dict[str, Any]:
+def top_k(*, k: int, scope: Literal["all", "thinking", "answer"] = "all") -> dict[str, Any]:
     """Keeps the k tokens with the highest logits.
 
     Args:
@@ -678,7 +641,7 @@ def top_k(*, k: int, scope: Literal["all"] | Literal["thinking"] | Literal["answ
     return _entry("top_k", {"k": k}, scope=(scope, "all"))
 
 
-def top_p(*, p: float, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all") -> dict[str, Any]:
+def top_p(*, p: float, scope: Literal["all", "thinking", "answer"] = "all") -> dict[str, Any]:
     """Keeps the nucleus: the most likely tokens, as few as have a probability mass of at least p.
 
     Args:
@@ -688,7 +651,7 @@ def top_p(*, p: float, scope: Literal["all"] | Literal["thinking"] | Literal["an
     return _entry("top_p", {"p": p}, scope=(scope, "all"))
 
 
-def min_p(*, p: float, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all") -> dict[str, Any]:
+def min_p(*, p: float, scope: Literal["all", "thinking", "answer"] = "all") -> dict[str, Any]:
     """Keeps the tokens of probability at least p times the highest.
 
     Args:
@@ -698,7 +661,7 @@ def min_p(*, p: float, scope: Literal["all"] | Literal["thinking"] | Literal["an
     return _entry("min_p", {"p": p}, scope=(scope, "all"))
 
 
-def top_a(*, a: float, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all") -> dict[str, Any]:
+def top_a(*, a: float, scope: Literal["all", "thinking", "answer"] = "all") -> dict[str, Any]:
     """Keeps the tokens at least a times as likely as the square of the highest probability.
 
     Args:
@@ -708,7 +671,7 @@ def top_a(*, a: float, scope: Literal["all"] | Literal["thinking"] | Literal["an
     return _entry("top_a", {"a": a}, scope=(scope, "all"))
 
 
-def typical_p(*, p: float, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all") -> dict[str, Any]:
+def typical_p(*, p: float, scope: Literal["all", "thinking", "answer"] = "all") -> dict[str, Any]:
     """Keeps the tokens whose information is closest to the row's entropy, up to a mass of p.
 
     Args:
@@ -718,7 +681,7 @@ def typical_p(*, p: float, scope: Literal["all"] | Literal["thinking"] | Literal
     return _entry("typical_p", {"p": p}, scope=(scope, "all"))
 
 
-def top_n_sigma(*, n: float, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all") -> dict[str, Any]:
+def top_n_sigma(*, n: float, scope: Literal["all", "thinking", "answer"] = "all") -> dict[str, Any]:
     """Keeps the logits within n standard deviations of the highest.
 
     Args:
@@ -728,9 +691,7 @@ def top_n_sigma(*, n: float, scope: Literal["all"] | Literal["thinking"] | Liter
     return _entry("top_n_sigma", {"n": n}, scope=(scope, "all"))
 
 
-def epsilon_cutoff(
-    *, epsilon: float, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all"
-) -> dict[str, Any]:
+def epsilon_cutoff(*, epsilon: float, scope: Literal["all", "thinking", "answer"] = "all") -> dict[str, Any]:
     """Keeps the tokens of probability at least epsilon, and always the most likely.
 
     Args:
@@ -740,9 +701,7 @@ def epsilon_cutoff(
     return _entry("epsilon_cutoff", {"epsilon": epsilon}, scope=(scope, "all"))
 
 
-def eta_cutoff(
-    *, epsilon: float, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all"
-) -> dict[str, Any]:
+def eta_cutoff(*, epsilon: float, scope: Literal["all", "thinking", "answer"] = "all") -> dict[str, Any]:
     """Keeps the tokens of probability at least eta, which falls with the row's entropy.
 
     Args:
@@ -753,10 +712,7 @@ def eta_cutoff(
 
 
 def xtc(
-    *,
-    threshold: float = 0.1,
-    probability: float,
-    scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all",
+    *, threshold: float = 0.1, probability: float, scope: Literal["all", "thinking", "answer"] = "all"
 ) -> dict[str, Any]:
     """Excludes the top choices at random: of the tokens above a threshold the least likely stays.
 
@@ -769,7 +725,7 @@ def xtc(
 
 
 def mirostat(
-    *, tau: float = 5.0, eta: float = 0.1, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all"
+    *, tau: float = 5.0, eta: float = 0.1, scope: Literal["all", "thinking", "answer"] = "all"
 ) -> dict[str, Any]:
     """Steers the surprisal of the chosen tokens towards tau (mirostat 2.0).
 
@@ -781,9 +737,7 @@ def mirostat(
     return _entry("mirostat", {}, tau=(tau, 5.0), eta=(eta, 0.1), scope=(scope, "all"))
 
 
-def watermark(
-    *, key_id: str, context: int = 4, scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all"
-) -> dict[str, Any]:
+def watermark(*, key_id: str, context: int = 4, scope: Literal["all", "thinking", "answer"] = "all") -> dict[str, Any]:
     """Watermarks the text with an operator's key, so that holders of the key can detect it.
 
     Args:
@@ -795,11 +749,7 @@ def watermark(
 
 
 def synthid(
-    *,
-    key_id: str,
-    context: int = 4,
-    depth: int = 30,
-    scope: Literal["all"] | Literal["thinking"] | Literal["answer"] = "all",
+    *, key_id: str, context: int = 4, depth: int = 30, scope: Literal["all", "thinking", "answer"] = "all"
 ) -> dict[str, Any]:
     """Watermarks the text with an operator's key by SynthID-Text's tournament, two tokens a round.
 

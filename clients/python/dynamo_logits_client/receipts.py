@@ -12,7 +12,7 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class ProcessorWork:
-    """What one processor did.
+    """Counts of what one processor did.
 
     Attributes:
         name: Name in the catalogue.
@@ -55,7 +55,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class EngineRecord:
-    """What computed the logits, and the worker's options that their bits depend on."""
+    """Engine that computed the logits, and the worker's options that their bits depend on."""
 
     name: str
     version: str
@@ -77,14 +77,14 @@ class Receipt:
 
     Attributes:
         version: Version of the receipt's form.
-        engine: What computed the logits.
+        engine: Engine that computed the logits.
         model: The checkpoint.
         mode: ``aggregated``, ``disaggregated``, ``local prefill`` or ``migrated at k``.
         numerics: ``exact``: the same tokens in any batch, bit for bit; or ``fast``.
         seed: Seed of the random numbers, the client's or the worker's.
         prompt_length: Tokens of the prompt.
         replayed_tokens: Tokens that an earlier worker chose.
-        processors: What each processor did.
+        processors: Counts of what each processor did.
         prompt_digest: Digest of the prompt's token ids; see `digest`.
         generated_tokens: Tokens of the answer, its end token included.
         answer_digest: Digest of the answer's token ids.
@@ -122,7 +122,7 @@ class Receipt:
         return None if self.request is None else dict(json.loads(self.request))
 
     def processor(self, name: str) -> ProcessorWork:
-        """What the first processor of a name did.
+        """The counts of the first processor of a name.
 
         Raises:
             KeyError: the request had no processor of that name.

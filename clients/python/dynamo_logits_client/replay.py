@@ -26,7 +26,7 @@ class ReplayRequest:
     """One answer to be made again.
 
     Attributes:
-        receipt: Its receipt, as it came.
+        receipt: Receipt as it came.
         prompt: Token ids of the prompt, or the fields of the request that its text is made of.
     """
 
