@@ -275,7 +275,10 @@ export class StreamReader {
 
   #take(event) {
     if (event.name === "error") throw new AnswerFailed(event.comment || event.data);
-    if (event.name === "token_ids") this.promptTokenIds = JSON.parse(event.data || event.comment);
+    if (event.name === "token_ids") {
+      const found = JSON.parse(event.data || event.comment);
+      this.promptTokenIds = typeof found === "string" ? JSON.parse(found) : found;
+    }
     if (event.name !== "" || event.data === "") return null;
     if (event.data === "[DONE]") {
       this.isDone = true;

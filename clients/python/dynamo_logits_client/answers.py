@@ -118,7 +118,8 @@ class StreamReader:
         if event.name == "error":
             raise AnswerFailed(event.comment or event.data)
         if event.name == "token_ids":
-            self.prompt_token_ids = json.loads(event.data or event.comment)
+            found = json.loads(event.data or event.comment)
+            self.prompt_token_ids = json.loads(found) if isinstance(found, str) else found
         if event.name or not event.data:
             return None
         if event.data == "[DONE]":

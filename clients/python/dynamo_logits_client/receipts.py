@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 Record = TypeVar("Record")
 
@@ -227,7 +228,7 @@ def _record(kind: Callable[..., Record], data: Any, path: str) -> Record:
 def _value(hint: Any, value: Any, path: str) -> Any:
     """The value of a field, checked against the field's type."""
     origin = get_origin(hint)
-    if origin is Union:
+    if origin is UnionType:
         return None if value is None else _value(get_args(hint)[0], value, path)
     if origin is tuple:
         if not isinstance(value, list):
