@@ -7,20 +7,23 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Any, Protocol
 
 from adapters.catalog import Catalog
 from worker.frontdoor import playground
 from worker.frontdoor.answering import Asker
 from worker.frontdoor.bodies import Bodies
 from worker.frontdoor.clients import Hosts, Keys, label_of
+from worker.frontdoor.cors import Cors
+from worker.frontdoor.error_forms import ErrorForm
 from worker.frontdoor.http import Document
 from worker.frontdoor.options import Options
 from worker.frontdoor.request_reader import Head
-from worker.frontdoor.requests import rewritten
+from worker.frontdoor.requests import rewritten, rewritten_fields
 from worker.frontdoor.rewriting import Rewriting
 from worker.frontdoor.routes import CATALOGUE, OPENAPI, Route, Routes, openapi
 from worker.frontdoor.summaries import Source, Summary, health, metrics
+from worker.frontdoor.texts import Texts
 from worker.frontdoor.upstreams import Upstreams
 
 logger = logging.getLogger(__name__)
@@ -60,6 +63,8 @@ class FrontDoor:
             **{path: Document(b"application/json", json.dumps(each).encode()) for path, each in own.items()},
             **page,
         }
+        self.texts = Texts(options.model_path)
+        self.cors = Cors(options.cors_origins)
         self.connections: set[OpenConnection] = set()
         self.bodies = Bodies(self.max_body, options.body_rate_kib_s * 1024, options.body_timeout_s, time.monotonic)
         self.rewriting = Rewriting()
@@ -68,9 +73,19 @@ class FrontDoor:
         self.draining = False
 
     @property
+    def needs_keys(self) -> bool:
+        """Whether requests need API keys."""
+        return bool(self._keys)
+
+    @property
     def max_body(self) -> int:
         """Bytes of the largest body."""
         return self.options.body_limit_mib * 2**20
+
+    def error_form(self, path: str) -> ErrorForm:
+        """Form of the errors of a path."""
+        route = self.routes.at(path)
+        return "openai" if route is None else route.errors
 
     def admit(self, head: Head, path: str, peer: bytes) -> tuple[Route, bytes]:
         """The route of a request, and the label of its client.
@@ -86,6 +101,8 @@ class FrontDoor:
         """
         self._hosts.check(head)
         method, route = head.method.decode(), self.routes.at(path)
+        if route is not None and self.cors.is_preflight(head):  # a browser sends it without the page's key
+            return route, b""
         peer = head.headers.get(self._client_header, peer)
         key = b""
         if self._keys and (route is None or route.needs_key or method not in route.methods):
@@ -97,6 +114,18 @@ class FrontDoor:
         return rewritten(
             path,
             body,
+            head.headers,
+            self._catalog,
+            self.options.calls,
+            carries_guides=self.options.carries_guides,
+            max_bytes=self.max_body,
+        )
+
+    def rewrite_fields(self, path: str, fields: dict[str, Any], head: Head) -> tuple[bytes, ...]:
+        """Bodies of `rewrite`, made of parsed fields, which are changed. Raises `Refused`."""
+        return rewritten_fields(
+            path,
+            fields,
             head.headers,
             self._catalog,
             self.options.calls,
