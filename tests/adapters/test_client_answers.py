@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,7 +89,7 @@ BODY = (
 def test_a_stream_in_any_pieces(cuts: list[int]) -> None:
     data, reader = BODY.encode(), StreamReader()
     ends = [0, *sorted(cuts), len(data)]
-    for start, end in zip(ends, ends[1:], strict=False):
+    for start, end in pairwise(ends):
         reader.feed(data[start:end])
     reader.end()
     assert reader.texts == {0: "\N{GRINNING FACE}", 1: "\u00e9"}
@@ -99,7 +100,7 @@ def test_a_stream_in_any_pieces(cuts: list[int]) -> None:
 @given(st.lists(st.integers(0, len(BODY))))
 def test_a_stream_in_any_pieces_in_javascript(module: quickjs.Context, cuts: list[int]) -> None:
     ends = [0, *sorted(cuts), len(BODY)]
-    pieces = [BODY[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    pieces = [BODY[start:end] for start, end in pairwise(ends)]
     code = """(() => {
         const reader = new StreamReader();
         for (const piece of PIECES) reader.feed(piece);
@@ -127,10 +128,13 @@ def test_fields_of_an_event() -> None:
     ],
 )
 def test_a_stream_that_fails(module: quickjs.Context, body: str, message: str, param: str | None) -> None:
-    reader = StreamReader()
-    with pytest.raises(AnswerFailed) as failed:
+    def read() -> None:
+        reader = StreamReader()
         reader.feed(body.encode())
         reader.end()
+
+    with pytest.raises(AnswerFailed) as failed:
+        read()
     assert (failed.value.message, failed.value.param) == (message, param)
     code = f"(() => {{ const reader = new StreamReader(); try {{ reader.feed({json.dumps(body)}); reader.end(); }}"
     code += " catch (error) { return JSON.stringify([error.name, error.message, error.param]); } })()"

@@ -1,4 +1,4 @@
-"""Builders of the client packages: what the generator makes of the catalogue, and what it means to a worker."""
+"""Builders of the client packages: what the generator makes, and what a worker reads."""
 
 from __future__ import annotations
 
@@ -199,13 +199,10 @@ def test_both_packages_make_the_same_of_openais_fields(module: quickjs.Context) 
 
 def test_the_fields_of_a_selection_are_the_same(module: quickjs.Context) -> None:
     nvext = {"annotations": ["mine"], "extra_fields": ["worker_id", "engine_data"], "max_thinking_tokens": 5}
-    theirs = json.loads(
-        module.eval(
-            f"JSON.stringify(logitsProcessors([processors.top_k({{k: 3}})], {{receipt: true, nvext: {json.dumps(nvext)}}}))"
-        )
-    )
+    options = json.dumps({"receipt": True, "nvext": nvext})
+    theirs = json.loads(module.eval(f"JSON.stringify(logitsProcessors([processors.top_k({{k: 3}})], {options}))"))
     ours = client.logits_processors(p.top_k(k=3), receipt=True, nvext=nvext)
-    head = client.ANNOTATION
     sent = [each["nvext"].pop("annotations") for each in (theirs, ours)]
     assert theirs == ours
-    assert [json.loads(each[1].removeprefix(head)) for each in sent][0] == json.loads(sent[1][1].removeprefix(head))
+    texts = [mine + text.removeprefix(client.ANNOTATION) for mine, text in sent]
+    assert [each.removeprefix("mine") for each in texts] == [client.selection(p.top_k(k=3), receipt=True)] * 2

@@ -38,7 +38,7 @@ def chunked(*pieces: bytes, ends: bool = True) -> bytes:
 
 
 class Server:
-    """A server on loopback; it answers every request with the same bytes, and keeps the requests."""
+    """A server that answers every request with the same bytes, and keeps the requests."""
 
     def __init__(self, sent: bytes, *, hangs: bool = False) -> None:
         self.sent = sent
