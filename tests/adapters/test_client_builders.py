@@ -184,7 +184,7 @@ def test_both_packages_make_the_same_of_openais_fields(module: quickjs.Context) 
         theirs = module.eval(f"JSON.stringify(fromOpenAITools({json.dumps(tools)}, {json.dumps(options)}))")
         ours = client.from_openai_tools(
             tools,
-            choice,  # type: ignore[arg-type]
+            choice,
             format="hermes",
             parallel_tool_calls=False,
             scope="answer",
