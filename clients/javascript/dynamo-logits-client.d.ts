@@ -665,6 +665,8 @@ export interface Receipt {
   tokens?: { position: number; token_id: number; processor: string; did: "biased" | "masked" | "forced" | "shaped" }[];
   tokens_left_out?: number;
   processed_logprobs?: { position: number; logprob: number }[];
+  /** Temperature, truncation and repetition penalty, with where each value came from. */
+  sampling?: Record<string, { value: number; from: "request" | "model" | "default" }>;
   preemptions: number | null;
   prompt_digest: string;
   generated_tokens: number;

@@ -52,6 +52,7 @@ RECEIPT: dict[str, Any] = {
     ],
     "tokens": [{"position": 3, "token_id": 7, "processor": "choice", "did": "masked"}],
     "processed_logprobs": [{"position": 3, "logprob": -1}],
+    "sampling": {"temperature": {"value": 1, "from": "model"}},
     "preemptions": None,
     "prompt_digest": digest([1, 2, 3]),
     "generated_tokens": 2,
@@ -152,6 +153,7 @@ def test_a_receipt_is_typed() -> None:
     assert receipt.tokens[0].did == "masked"
     assert receipt.processed_logprobs[0].logprob == -1
     assert receipt.controls == json.loads(RECEIPT["request"])
+    assert (receipt.sampling["temperature"].value, receipt.sampling["temperature"].source) == (1, "model")
     assert receipt.raw == RECEIPT
     with pytest.raises(KeyError):
         receipt.processor("top_k")
@@ -172,6 +174,7 @@ def test_a_newer_workers_receipt_has_more_fields() -> None:
         ({"model": 7}, r"logits_processors\.model: expected an object, got 7"),
         ({"tokens": {}}, r"logits_processors\.tokens: expected a list"),
         ({"tokens": [{"position": 1}]}, r"logits_processors\.tokens\[0\].*missing 3 required"),
+        ({"sampling": {"top_p": 1}}, r"logits_processors\.sampling\.top_p: expected an object, got 1"),
         ({"engine": {**RECEIPT["engine"], "options": 1}}, r"logits_processors\.engine\.options: expected an object"),
     ],
 )

@@ -73,6 +73,14 @@ class ModelRecord:
 
 
 @dataclass(frozen=True)
+class ControlValue:
+    """Value of a sampling control; ``source`` is request, model or default."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True)
 class Receipt:
     """The receipt of one answer, cumulative over its chunks.
 
@@ -89,6 +97,8 @@ class Receipt:
         prompt_digest: Digest of the prompt's token ids; see `digest`.
         generated_tokens: Tokens of the answer, its end token included.
         answer_digest: Digest of the answer's token ids.
+        sampling: Temperature, truncation and repetition penalty, with where each value came from; those
+            that a processor takes the place of are left out.
         preemptions: Preemptions of the request; None where the engine does not say.
         request: Sampling controls and processors as JSON text, which a replay reads; None in chunks
             before the last one if it is long.
@@ -110,6 +120,7 @@ class Receipt:
     prompt_digest: str
     generated_tokens: int
     answer_digest: str
+    sampling: dict[str, ControlValue] = field(default_factory=dict)
     preemptions: int | None = None
     request: str | None = None
     tokens: tuple[TokenEdit, ...] = ()
@@ -237,10 +248,20 @@ def _value(hint: Any, value: Any, path: str) -> Any:
     if origin is dict:
         if not isinstance(value, Mapping):
             raise ValueError(f"{path}: expected an object, got {value!r:.80}")
-        return dict(value)
+        kind = get_args(hint)[1]
+        if kind is Any:
+            return dict(value)
+        return {key: _record(kind, _renamed(each), f"{path}.{key}") for key, each in value.items()}
     if hint in (int, str, float):
         is_number = hint is float and type(value) is int
         if type(value) is not hint and not is_number:
             raise ValueError(f"{path}: expected {hint.__name__}, got {value!r:.80}")
         return value
     return _record(hint, value, path)
+
+
+def _renamed(data: Any) -> Any:
+    """The object with ``source`` for ``from``, which is no name in Python."""
+    return (
+        {"source" if key == "from" else key: each for key, each in data.items()} if isinstance(data, Mapping) else data
+    )
