@@ -136,7 +136,7 @@ class Arguments:
     default_sampling: str = option(
         "model",
         "Values of temperature, top_p, top_k, min_p and repetition_penalty that a request leaves unset: those of the "
-        "checkpoint's generation_config.json, and greedy where it has none (model), or always greedy (docs/request.md).",
+        "checkpoint's generation_config.json, or greedy where it has none (model); or always greedy.",
         choices=("model", "greedy"),
     )
     max_queue: int = option(

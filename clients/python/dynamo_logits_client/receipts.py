@@ -97,8 +97,8 @@ class Receipt:
         prompt_digest: Digest of the prompt's token ids; see `digest`.
         generated_tokens: Tokens of the answer, its end token included.
         answer_digest: Digest of the answer's token ids.
-        sampling: Temperature, truncation and repetition penalty, with where each value came from; those
-            that a processor takes the place of are left out.
+        sampling: Temperature, truncation and repetition penalty, with where each value came from,
+            but for those that a processor takes the place of.
         preemptions: Preemptions of the request; None where the engine does not say.
         request: Sampling controls and processors as JSON text, which a replay reads; None in chunks
             before the last one if it is long.
