@@ -38,7 +38,7 @@ def served(
         if request.param == "disaggregated":
             start_pair(stack)
         elif request.param == "trtllm":
-            stack.start_worker("--engine", "trtllm", *PATIENT, **STAND_IN)
+            stack.start_worker("--engine", "trtllm", *PATIENT, **STAND_IN)  # type: ignore[arg-type]
         else:
             stack.start_worker("--device", "cpu", "--dtype", "float32")
         yield stack, Client(f"{Door(stack).url}/v1")
