@@ -128,6 +128,6 @@ def _arguments(schema: Schema, definitions: Mapping[str, Schema]) -> tuple[Argum
 
 def _sentence(field: Schema, bounds: str) -> str:
     described = field.get("description", "").rstrip(".")
-    if "enum" in field or "const" in field:  # the type says it
+    if "enum" in field or "const" in field or field.get("type") == "boolean":  # the type says it
         return f"{described}." if described else ""
     return f"{described} ({bounds})." if described else f"{bounds.capitalize()}."

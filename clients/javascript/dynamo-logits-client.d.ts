@@ -55,9 +55,9 @@ export interface TriggeredTags {
   triggers: ReadonlyArray<string>;
   /** The tags (list of 1 to 128 Tag). */
   tags: ReadonlyArray<Tag>;
-  /** The answer begins with a tag (true or false). Default false. */
+  /** The answer begins with a tag. Default false. */
   at_least_one?: boolean;
-  /** The answer ends behind the first tag (true or false). Default false. */
+  /** The answer ends behind the first tag. Default false. */
   stop_after_first?: boolean;
 }
 
@@ -147,7 +147,7 @@ export interface GenLengthArguments {
   boost: number;
   /** Exponent of the number of generated tokens (number 0 to 10). Default 2.0. */
   power?: number;
-  /** Boost only where a sentence has just ended (true or false). Default false. */
+  /** Boost only where a sentence has just ended. Default false. */
   complete_sentences?: boolean;
   /** Part of the generation that it applies to. Default "all". */
   scope?: "all" | "thinking" | "answer";
@@ -167,7 +167,7 @@ export interface ExponentialDecayLengthArguments {
 export interface AllowedTokensArguments {
   /** Ids that may be sampled (list of 1 to 4096 integers 0 to 2147483647). */
   token_ids: ReadonlyArray<number>;
-  /** The request's end tokens may be sampled too (true or false). Default true. */
+  /** The request's end tokens may be sampled too. Default true. */
   allow_end?: boolean;
   /** Part of the generation that it applies to. Default "all". */
   scope?: "all" | "thinking" | "answer";
@@ -239,7 +239,7 @@ export interface MultipleChoiceArguments {
 export interface JsonSchemaArguments {
   /** A JSON Schema; true allows any JSON (object or true or false). */
   schema: Readonly<Record<string, unknown>> | boolean;
-  /** No whitespace between tokens of the JSON, no fraction of an integer (true or false). Default true. */
+  /** No whitespace between tokens of the JSON, no fraction of an integer. Default true. */
   compact?: boolean;
   /** Part of the generation that it applies to. Default "all". */
   scope?: "all" | "answer";
@@ -287,7 +287,7 @@ export interface ToolCallsArguments {
   choice?: "auto" | "required" | "none";
   /** The only function that may be called (text of 1 to 64 characters). */
   tool?: string | null;
-  /** More than one call is allowed (true or false). Default true. */
+  /** More than one call is allowed. Default true. */
   parallel?: boolean;
   /** What an answer without calls is; by default free text (JsonContent or RegexContent). */
   answer?: JsonContent | RegexContent | null;
@@ -311,7 +311,7 @@ export interface ForcedPrefixArguments {
   text?: string | null;
   /** The phrase as token ids (list of 1 to 4096 integers 0 to 2147483647). */
   token_ids?: ReadonlyArray<number> | null;
-  /** The text may end within a token that goes on with it (true or false). Default false. */
+  /** The text may end within a token that goes on with it. Default false. */
   heal?: boolean;
   /** Part of the generation that it applies to. Default "all". */
   scope?: "all" | "thinking" | "answer";

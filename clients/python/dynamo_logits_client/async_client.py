@@ -48,8 +48,8 @@ class AsyncClient:
         http: httpx.AsyncClient | None = None,
     ) -> None:
         self._server = Server(base_url, api_key, headers)
-        self._owned = None if http is not None else httpx.AsyncClient(timeout=timeout_s, trust_env=False)
-        self._http = http or self._owned or httpx.AsyncClient()
+        self._owns_http = http is None
+        self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False) if http is None else http
 
     async def chat(self, *, model: str, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Answer:
         """Answer a chat. Arguments and errors are those of `Client.chat`."""
@@ -77,8 +77,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
-        if self._owned is not None:
-            await self._owned.aclose()
+        if self._owns_http:
+            await self._http.aclose()
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -129,8 +129,8 @@ class TriggeredTags(_TriggeredTags, total=False):
     Attributes:
         triggers: Texts that start a tag (list of 1 to 32 texts of 1 to 256 characters).
         tags: The tags (list of 1 to 128 Tag).
-        at_least_one: The answer begins with a tag (true or false).
-        stop_after_first: The answer ends behind the first tag (true or false).
+        at_least_one: The answer begins with a tag.
+        stop_after_first: The answer ends behind the first tag.
     """
 
     at_least_one: bool
@@ -274,7 +274,7 @@ def gen_length(
     Args:
         boost: Added to the logits of the end tokens at 10 tokens (number -1000 to 1000).
         power: Exponent of the number of generated tokens (number 0 to 10).
-        complete_sentences: Boost only where a sentence has just ended (true or false).
+        complete_sentences: Boost only where a sentence has just ended.
         scope: Part of the generation that it applies to.
     """
     return _entry(
@@ -307,7 +307,7 @@ def allowed_tokens(
 
     Args:
         token_ids: Ids that may be sampled (list of 1 to 4096 integers 0 to 2147483647).
-        allow_end: The request's end tokens may be sampled too (true or false).
+        allow_end: The request's end tokens may be sampled too.
         scope: Part of the generation that it applies to.
     """
     return _entry("allowed_tokens", {"token_ids": token_ids}, allow_end=(allow_end, True), scope=(scope, "all"))
@@ -409,8 +409,7 @@ def json_schema(
 
     Args:
         schema: A JSON Schema; true allows any JSON (object or true or false).
-        compact: No whitespace between tokens of the JSON, no fraction of an integer (true or
-            false).
+        compact: No whitespace between tokens of the JSON, no fraction of an integer.
         scope: Part of the generation that it applies to.
     """
     return _entry("json_schema", {"schema": schema}, compact=(compact, True), scope=(scope, "all"))
@@ -474,7 +473,7 @@ def tool_calls(
         tools: The functions (list of 1 to 128 Tool).
         choice: Whether the model may or must call.
         tool: The only function that may be called (text of 1 to 64 characters).
-        parallel: More than one call is allowed (true or false).
+        parallel: More than one call is allowed.
         answer: What an answer without calls is; by default free text (JsonContent or RegexContent).
         scope: Part of the generation that it applies to.
     """
@@ -517,7 +516,7 @@ def forced_prefix(
     Args:
         text: The phrase as text (text of 1 to 4096 characters).
         token_ids: The phrase as token ids (list of 1 to 4096 integers 0 to 2147483647).
-        heal: The text may end within a token that goes on with it (true or false).
+        heal: The text may end within a token that goes on with it.
         scope: Part of the generation that it applies to.
     """
     return _entry(

@@ -208,12 +208,9 @@ def choice_of(chunk: Any) -> int:
 
 
 def _nvext(answer: Any) -> Any:
-    if isinstance(answer, Mapping):
-        return answer.get("nvext")
-    found = getattr(answer, "nvext", None)
-    if found is None:
-        found = getattr(getattr(answer, "data", None), "get", lambda name: None)("nvext")
-    return found
+    """The field ``nvext`` of JSON data, or of an answer of this package or the openai package."""
+    data = answer if isinstance(answer, Mapping) else getattr(answer, "data", None)
+    return data.get("nvext") if isinstance(data, Mapping) else getattr(answer, "nvext", None)
 
 
 def _find(data: Any, *path: str) -> Any:
