@@ -81,6 +81,8 @@ class GuidedDecodingParams:
 class SamplingParams:
     """Sampling controls of one request. Nothing set means greedy, as in TensorRT-LLM.
 
+    A worker fills in the model's own values before (`worker.requests.sampling_defaults`).
+
     Everything that is said of a field stands beside it (`worker.sampling.control`). Controls that
     run as processors stand in the order in which those of one stage are applied.
 
@@ -173,7 +175,7 @@ class SamplingParams:
         paths="sampling_options.temperature",
         client_form="forwarded",
         frontend_bounds=Number(0, 2),
-        summary="0 is greedy; nothing set is greedy too.",
+        summary="0 is greedy. Unset is the model's own temperature, or greedy where it has none (--default-sampling).",
     )
     min_p: float | None = control(
         RunsAs(MinP, "p"),
