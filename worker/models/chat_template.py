@@ -46,6 +46,7 @@ def read_chat_template(path: Path, override: Path | None = None) -> FoundTemplat
         OSError: it cannot be opened.
         StartupError: it is a directory with several GGUF files.
     """
+    path.stat()  # a checkpoint without any of its files is no checkpoint without a template
     file = find_gguf(path)
     name, sources, special, added = _of_directory(path) if file is None else _of_gguf(file)
     if override is not None:
