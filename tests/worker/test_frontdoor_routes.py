@@ -140,9 +140,10 @@ def test_every_path_of_a_frontend_that_writes_is_out_of_reach() -> None:
     """Paths that generate text, or change something, are served only where fields are checked."""
     routes = Routes()
     for path in FRONTENDS:
-        if path not in TABLES:
+        route = routes.at(path)
+        if path not in TABLES and (route is None or route.by != "handler"):
             with pytest.raises(Refused):
-                routes.check(routes.at(path), "POST", path)
+                routes.check(route, "POST", path)
 
 
 def test_the_document_shows_the_routes() -> None:

@@ -53,7 +53,8 @@ async def chat(
 
     Args:
         caller: Requester on whose behalf it is asked.
-        fields: The request as a client would write it. Its ``stream`` does not matter.
+        fields: The request as a client would write it. Its ``stream`` does not matter, and the
+            usage is always included.
         path: `CHAT` or `COMPLETIONS`.
         annotations: Takes the values of the events that the frontend sends before the chunks.
 

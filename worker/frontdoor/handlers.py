@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 from worker.frontdoor import service
 from worker.frontdoor.exchange import Handler
+from worker.frontdoor.responses import handlers as responses
 
 HANDLERS: Mapping[tuple[str, str], Handler] = {
+    **responses.HANDLERS,
     ("GET", "/version"): service.version,
     ("GET", "/ping"): service.ping,
     ("POST", "/ping"): service.ping,

@@ -36,6 +36,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _size(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise ValueError("an integer of at least 0")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) or float(text) == 0:
         raise ValueError("a number of seconds above 0")
@@ -141,6 +147,12 @@ class Options:
         f"only forced calls to anything; or {AUTO}: the workers' --dyn-tool-call-parser, or else what the chat "
         "template of --model-path says.",
         parse=_call_format,
+    )
+    response_store_mib: int = option(
+        64,
+        "Memory for stored responses of /v1/responses, MiB; the one that has not been used for longest is dropped. "
+        "0 stores none.",
+        parse=_size,
     )
     model_path: str | None = option(
         None,

@@ -71,6 +71,11 @@ def handled(
 ROUTES: tuple[Route, ...] = (
     Route(CHAT, ("POST",), "checked", "Chat, as OpenAI's; every field is honoured or refused."),
     Route(COMPLETIONS, ("POST",), "checked", "Completion, as OpenAI's; every field is honoured or refused."),
+    handled("/v1/responses", ("POST",), "Responses, as OpenAI's ([responses](responses.md))."),
+    handled("/v1/responses/input_tokens", ("POST",), "The number of tokens of a response's prompt."),
+    handled("/v1/responses/{id}", ("GET", "DELETE"), "A stored response."),
+    handled("/v1/responses/{id}/cancel", ("POST",), "Ends a background response."),
+    handled("/v1/responses/{id}/input_items", ("GET",), "The items before a stored response's output."),
     Route("/v1/models", _READ, "frontend", "The models that are served."),
     Route(
         "/v1/models/{model}",

@@ -1,0 +1,94 @@
+"""Background responses, asked for by OpenAI's client, before a scripted frontend."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+from responses_frontend import HELLO, WAIT_S, Slow, refused, served
+from responses_oracle import check_stream, checked_response
+from test_frontdoor_exchange import refuse
+
+from worker.frontdoor.responses import service
+from worker.frontdoor.responses.service import responses_of
+
+
+async def ended(client: openai.AsyncOpenAI, response_id: str) -> Any:
+    """A background response once it has ended."""
+    while True:
+        response = await client.responses.retrieve(response_id)
+        if response.status not in ("queued", "in_progress"):
+            return response
+        await asyncio.sleep(0.01)
+
+
+async def test_a_background_response_is_fetched() -> None:
+    slow = Slow(*HELLO)
+    async with served(slow) as (_, client):
+        made = await client.responses.create(model="m", input="Hi", background=True)
+        assert (made.status, made.output) == ("queued", [])
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(model="m", input="Hi", previous_response_id=made.id)
+        assert refused(caught.value) == (400, "previous_response_id")
+        slow.may.release()
+        while (now := await client.responses.retrieve(made.id)).status == "queued":
+            await asyncio.sleep(0.01)
+        assert (now.status, now.output_text) == ("in_progress", "Hel")
+        checked_response(now.to_dict())
+        assert len((await client.responses.input_items.list(made.id)).data) == 1
+        for _ in range(2):
+            slow.may.release()
+        final = await ended(client, made.id)
+        assert (final.status, final.output_text) == ("completed", "Hello")
+        assert (await client.responses.cancel(made.id)).status == "completed"
+
+
+async def test_a_background_response_is_cancelled() -> None:
+    slow = Slow(*HELLO)
+    slow.may.release()
+    async with served(slow) as (at, client):
+        stream = await client.responses.create(model="m", input="Hi", background=True, stream=True)
+        events = [await anext(stream) for _ in range(6)]
+        response_id = events[0].response.id  # type: ignore[union-attr]
+        assert (await client.responses.cancel(response_id)).status == "cancelled"
+        rest = [each async for each in stream]
+        assert rest[-1].type == "error"
+        await asyncio.wait_for(slow.left.wait(), WAIT_S)
+        found = await client.responses.retrieve(response_id)
+        assert (found.status, found.output_text) == ("cancelled", "Hel")
+        plain = await client.responses.create(model="m", input="Hi", background=True)
+        await client.responses.delete(plain.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(plain.id)
+        assert responses_of(at.door)._running == {}
+
+
+async def test_a_background_response_is_streamed_again() -> None:
+    slow = Slow(*HELLO)
+    async with served(slow) as (_, client):
+        stream = await client.responses.create(model="m", input="Hi", background=True, stream=True)
+        first: Any = await anext(stream)
+        await stream.close()  # the response goes on
+        again = await client.responses.retrieve(first.response.id, stream=True)
+        for _ in range(3):
+            slow.may.release()
+        events = [each.to_dict() async for each in again]
+        final = await ended(client, first.response.id)
+        later = await client.responses.retrieve(first.response.id, stream=True, starting_after=4)
+        assert [each.to_dict() async for each in later] == events[5:]
+    assert check_stream(events).to_dict() == final.to_dict()
+
+
+async def test_a_background_response_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(refuse) as (_, client):
+        made = await client.responses.create(model="m", input="Hi", background=True)
+        final = await ended(client, made.id)
+        assert (final.status, final.error.code, final.error.param) == ("failed", "invalid_prompt", "input")
+        with pytest.raises(openai.BadRequestError) as caught:  # what the front door refuses is the answer
+            await client.responses.create(model="m", input="Hi", background=True, extra_body={"logit_bias": 3})
+        assert refused(caught.value) == (400, "logit_bias")
+        monkeypatch.setattr(service, "MAX_RUNNING", 0)
+        with pytest.raises(openai.RateLimitError):
+            await client.responses.create(model="m", input="Hi", background=True)

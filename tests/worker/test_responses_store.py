@@ -1,0 +1,161 @@
+"""The store of responses: bounded, with items that responses share kept once, apart for owners."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.frontdoor.errors import FieldRefused
+from worker.frontdoor.responses import store as stores
+from worker.frontdoor.responses.store import ResponseStore, StoredItem, is_stored, stored_item
+
+MIB = 2**20
+
+
+def item(item_id: str, text: str = "a") -> dict[str, Any]:
+    return {"id": item_id, "type": "message", "text": text}
+
+
+def response(response_id: str, *output: dict[str, Any]) -> dict[str, Any]:
+    return {"id": response_id, "output": list(output)}
+
+
+def test_a_response_comes_back_as_it_was_stored() -> None:
+    store = ResponseStore(MIB)
+    context = [stored_item(item("i1"))]
+    assert store.put("a", response("r1", item("o1", "\u00e9")), context, [b"event"])
+    found = store.get("a", "r1")
+    assert found is not None
+    assert found.read() == response("r1", item("o1", "\u00e9"))
+    assert (list(found.context), found.events) == (context, (b"event",))
+    stored = store.item("a", "o1")
+    assert stored is not None
+    assert stored.read() == item("o1", "\u00e9")
+
+
+def test_what_one_owner_stores_is_invisible_to_others() -> None:
+    store = ResponseStore(MIB)
+    store.put("a", response("r1", item("o1")), [])
+    assert store.get("b", "r1") is None
+    assert store.item("b", "o1") is None
+    assert not store.delete("b", "r1")
+    assert store.get("a", "r1") is not None
+
+
+def test_the_one_that_was_not_used_for_longest_is_dropped() -> None:
+    store = ResponseStore(6000)
+    for name in ("r1", "r2"):
+        store.put("a", response(name, item(f"o-{name}", "x" * 1000)), [])
+    assert store.get("a", "r1") is not None
+    store.put("a", response("r3", item("o-r3", "x" * 1000)), [])
+    assert [store.get("a", name) is not None for name in ("r1", "r2", "r3")] == [True, False, True]
+    assert store.item("a", "o-r2") is None
+
+
+def test_the_number_of_responses_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "MAX_RESPONSES", 3)
+    store = ResponseStore(MIB)
+    for i in range(5):
+        store.put("a", response(f"r{i}"), [])
+    assert len(store) == 3
+    assert store.get("a", "r1") is None
+
+
+def test_shared_items_are_kept_once_until_the_last_one_is_dropped() -> None:
+    store = ResponseStore(MIB)
+    store.put("a", response("r1", item("o1", "x" * 1000)), [stored_item(item("i1", "y" * 1000))])
+    first = store.get("a", "r1")
+    assert first is not None
+    before = store.num_bytes
+    store.put("a", response("r2", item("o2")), [*first.items()])
+    assert store.num_bytes < before + 2000
+    store.delete("a", "r1")
+    found = store.get("a", "r2")
+    assert found is not None
+    assert [each.read()["id"] for each in found.items()] == ["i1", "o1", "o2"]
+    store.delete("a", "r2")
+    assert (store.num_bytes, len(store)) == (0, 0)
+
+
+def test_a_response_larger_than_the_store_is_not_stored() -> None:
+    store = ResponseStore(2000)
+    store.put("a", response("r1"), [])
+    assert not store.put("a", response("r2", item("o", "x" * 3000)), [])
+    assert store.get("a", "r2") is None
+    assert store.num_bytes <= 2000
+
+
+@pytest.mark.parametrize(
+    ("fields", "max_bytes", "expected"),
+    [
+        ({}, 1, True),
+        ({"store": True}, 1, True),
+        ({"store": False}, 1, False),
+        ({}, 0, False),
+        ({"store": False}, 0, False),
+    ],
+)
+def test_what_is_stored(fields: dict[str, Any], max_bytes: int, expected: bool) -> None:
+    assert is_stored(fields, ResponseStore(max_bytes)) is expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"store": True}, {"background": True}, {"previous_response_id": "resp_1"}],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_without_a_store_what_needs_it_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(FieldRefused) as caught:
+        is_stored(fields, ResponseStore(0))
+    assert caught.value.param == next(iter(fields))
+    assert "--response-store-mib" in caught.value.message
+
+
+OWNERS = st.sampled_from(["a", "b"])
+NAMES = st.sampled_from(["r1", "r2", "r3", "r4"])
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["put", "continue", "get", "delete"]), OWNERS, NAMES, NAMES, st.integers(0, 400)),
+    max_size=30,
+)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(steps=STEPS, max_bytes=st.integers(600, 12000))
+def test_the_bytes_are_those_of_what_is_kept(steps: list[tuple[str, str, str, str, int]], max_bytes: int) -> None:
+    """Against a plain list of responses, the most recently used last."""
+    store = ResponseStore(max_bytes)
+    kept: dict[tuple[str, str], tuple[list[StoredItem], Any]] = {}
+    for kind, owner, name, other, size in steps:
+        if kind == "get":
+            found = store.get(owner, name)
+            assert (found is not None) == ((owner, name) in kept)
+            if found is not None:
+                kept[owner, name] = kept.pop((owner, name))
+                assert json.dumps(found.read()) == json.dumps(kept[owner, name][1])
+        elif kind == "delete":
+            assert store.delete(owner, name) == (kept.pop((owner, name), None) is not None)
+        else:
+            earlier = store.get(owner, other) if kind == "continue" else None
+            if earlier is not None:
+                kept[owner, other] = kept.pop((owner, other))
+            context = [*(earlier.items() if earlier else ()), stored_item(item("given", "x" * size))]
+            made = response(name, item(f"out-{name}", "y" * size))
+            is_kept = store.put(owner, made, context)
+            kept.pop((owner, name), None)
+            kept[owner, name] = (context, made)
+            while list(kept) and not all(store._responses.get(key) for key in kept):
+                kept.pop(next(iter(kept)))  # the oldest, and no other
+            assert is_kept == ((owner, name) in kept)
+        assert list(kept) == list(store._responses)
+        assert store.num_bytes <= max_bytes
+        own = sum(each.num_bytes for each in store._responses.values())
+        unique = {id(each): each for stored in store._responses.values() for each in stored.items()}
+        assert store.num_bytes == own + sum(len(each.data) + stores._OVERHEAD for each in unique.values())
+    for owner, name in list(kept):
+        store.delete(owner, name)
+    assert (store.num_bytes, store._items) == (0, {})

@@ -1,0 +1,93 @@
+"""Background responses: they are generated whether or not their client stays."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.responses.generation import Generation, as_sent
+from worker.frontdoor.responses.outputs import Event
+from worker.frontdoor.responses.response import Response
+from worker.frontdoor.responses.store import StoredItem
+
+logger = logging.getLogger(__name__)
+
+
+class BackgroundRun:
+    """One background response while it is generated.
+
+    Args:
+        generation: The response.
+        keeps_events: Whether it can be streamed again later.
+        ended: Called at its end.
+
+    Attributes:
+        events: Events so far, as they are sent, in order of their sequence numbers.
+    """
+
+    def __init__(self, generation: Generation, *, keeps_events: bool, ended: Callable[[], object]) -> None:
+        self._generation = generation
+        self._ended = ended
+        self._news = asyncio.Event()
+        self._is_over = False
+        self.keeps_events = keeps_events
+        self.events: list[bytes] = []
+        self._take(generation.answer.created())
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    @property
+    def response(self) -> Response:
+        """The response as far as it has been generated."""
+        return self._generation.answer.response
+
+    @property
+    def context(self) -> Sequence[StoredItem]:
+        """The items before its output."""
+        return self._generation.context
+
+    async def cancel(self) -> None:
+        """End it, and wait until it has ended. Idempotent."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def follow(self, after: int = -1) -> AsyncIterator[bytes]:
+        """Events so far, and then those to come.
+
+        Args:
+            after: Sequence number of the last event that is left out.
+        """
+        place = after + 1
+        while True:
+            while place < len(self.events):
+                yield self.events[place]
+                place += 1
+            if self._is_over:
+                return
+            self._news.clear()  # every follower looks again before it waits again
+            await self._news.wait()
+
+    async def _run(self) -> None:
+        answer = self._generation.answer
+        try:
+            async for events in self._generation.events():
+                self._take(events)
+        except Refused as refused:
+            self._take(answer.failed(refused))
+        except asyncio.CancelledError:  # by a client, or at the end of the front door
+            self._take(answer.cancelled())
+        except Exception:  # the request's boundary
+            logger.exception("a background response failed")
+            self._take(answer.failed(Refused(500, "internal error", kind="server_error")))
+        self._is_over = True
+        self._news.set()
+        self._ended()
+
+    def _take(self, events: Iterable[Event]) -> None:
+        """Take events, and store the response after the last ones."""
+        taken = list(events)
+        self.events += map(as_sent, taken)
+        if self._generation.answer.is_over:
+            self._generation.keep(taken, self.events if self.keeps_events else ())
+        self._news.set()

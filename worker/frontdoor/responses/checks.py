@@ -1,0 +1,164 @@
+"""Checks of values of a Responses request, each of which names the path of what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from worker.frontdoor.errors import FieldRefused
+from worker.frontdoor.field_checks import Body, Check, printable
+from worker.frontdoor.responses.kinds import FORMATS, INCLUDES, LOGPROBS, kind_at
+
+_NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of ``reasoning.effort``: those that Dynamo's frontend knows."""
+
+
+def object_at(path: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
+    """``value``, if it is an object with known fields alone.
+
+    Raises:
+        FieldRefused: it is not.
+    """
+    if not isinstance(value, dict):
+        raise FieldRefused(path, f"must be an object, got {type(value).__name__}")
+    for key, each in value.items():
+        if key not in known and each is not None:
+            raise FieldRefused(f"{path}.{printable(key)}", f"unknown field; known are {', '.join(known)}")
+    return value
+
+
+def text_at(path: str, value: Any) -> str:
+    """``value``, if it is a text. Raises `FieldRefused` otherwise."""
+    if not isinstance(value, str):
+        raise FieldRefused(path, f"must be a text, got {type(value).__name__}")
+    return value
+
+
+def list_at(path: str, value: Any) -> list[Any]:
+    """``value``, if it is a list. Raises `FieldRefused` otherwise."""
+    if not isinstance(value, list):
+        raise FieldRefused(path, f"must be a list, got {type(value).__name__}")
+    return value
+
+
+def refuse_unless(path: str, value: Any, neutral: Sequence[Any], why: str) -> None:
+    """Raise `FieldRefused` for a value that is none of ``neutral`` and asks for something."""
+    if value not in (*_NEUTRAL, *neutral):
+        raise FieldRefused(path, why, code="unsupported_parameter")
+
+
+def text(name: str) -> Check:
+    """The check of a field that is a text."""
+
+    def check(value: Any, body: Body) -> None:
+        text_at(name, value)
+
+    return check
+
+
+def truth(name: str) -> Check:
+    """The check of a field that is true or false."""
+
+    def check(value: Any, body: Body) -> None:
+        if not isinstance(value, bool):
+            raise FieldRefused(name, f"must be true or false, got {printable(str(value))}")
+
+    return check
+
+
+def count(name: str, least: int) -> Check:
+    """The check of a field that is an integer of at least ``least``."""
+
+    def check(value: Any, body: Body) -> None:
+        if type(value) is not int or value < least:
+            raise FieldRefused(name, f"must be an integer of at least {least}, got {printable(str(value))}")
+
+    return check
+
+
+def include(value: Any, body: Body) -> None:
+    """Refuse a list of ``include`` with values that cannot be included."""
+    for i, each in enumerate(list_at("include", value)):
+        kind_at(f"include[{i}]", each, INCLUDES)
+
+
+def top_logprobs(value: Any, body: Body) -> None:
+    """Refuse alternatives of log probabilities that are not asked for."""
+    count("top_logprobs", 0)(value, body)
+    if value and LOGPROBS not in (body.get("include") or ()):
+        raise FieldRefused("top_logprobs", f"needs {LOGPROBS} in include")
+
+
+def metadata(value: Any, body: Body) -> None:
+    """Refuse metadata that OpenAI's API refuses."""
+    if not isinstance(value, dict):
+        raise FieldRefused("metadata", f"must be an object, got {type(value).__name__}")
+    if len(value) > 16:
+        raise FieldRefused("metadata", f"must have at most 16 pairs, got {len(value)}")
+    for key, each in value.items():
+        path = f"metadata.{printable(key)}"
+        if len(key) > 64:
+            raise FieldRefused(path, f"must have a key of at most 64 characters, got {len(key)}")
+        if len(text_at(path, each)) > 512:
+            raise FieldRefused(path, f"must have at most 512 characters, got {len(each)}")
+
+
+def background(value: Any, body: Body) -> None:
+    """Refuse a background response that is not stored: nothing could be asked about it."""
+    truth("background")(value, body)
+    if value and body.get("store") is False:
+        raise FieldRefused("background", "needs store: true, because the response is fetched by its id")
+
+
+def background_options(value: Any, body: Body) -> None:
+    """Refuse all but a background response that begins at once."""
+    given = object_at("background_options", value, ("completion_window", "continuation_id"))
+    refuse_unless(
+        "background_options.completion_window",
+        given.get("completion_window"),
+        ("soonest",),
+        "background responses begin at once",
+    )
+    refuse_unless("background_options.continuation_id", given.get("continuation_id"), (), "is not supported")
+
+
+def stream_options(value: Any, body: Body) -> None:
+    """Refuse obfuscation, and unknown keys."""
+    given = object_at("stream_options", value, ("include_obfuscation",))
+    refuse_unless("stream_options.include_obfuscation", given.get("include_obfuscation"), (), "is not supported")
+
+
+def reasoning(value: Any, body: Body) -> None:
+    """Refuse settings of reasoning that would be lost."""
+    given = object_at("reasoning", value, ("effort", "summary", "generate_summary", "context", "mode"))
+    effort = given.get("effort")
+    if effort is not None and effort not in EFFORTS:
+        problem = f"must be one of {', '.join(EFFORTS)}, got {printable(str(effort))}"
+        raise FieldRefused("reasoning.effort", problem)
+    for key in ("summary", "generate_summary"):
+        refuse_unless(
+            f"reasoning.{key}", given.get(key), ("auto",), "reasoning items have their text, and no summary of it"
+        )
+    refuse_unless(
+        "reasoning.context", given.get("context"), ("auto",), "the chat template decides which reasoning it shows"
+    )
+    refuse_unless("reasoning.mode", given.get("mode"), ("standard",), "there is one mode")
+
+
+def text_config(value: Any, body: Body) -> None:
+    """Refuse a ``text`` whose format or verbosity would be lost."""
+    given = object_at("text", value, ("format", "verbosity"))
+    refuse_unless("text.verbosity", given.get("verbosity"), ("medium",), "is not supported")
+    wanted = given.get("format")
+    if wanted is None:
+        return
+    if not isinstance(wanted, dict):
+        raise FieldRefused("text.format", f"must be an object, got {type(wanted).__name__}")
+    kind = kind_at("text.format.type", wanted.get("type"), FORMATS)
+    object_at("text.format", wanted, kind.keys)
+    if kind.name == "json_schema":
+        text_at("text.format.name", wanted.get("name"))
+        if not isinstance(wanted.get("schema"), dict):
+            raise FieldRefused("text.format.schema", "must be a JSON Schema")

@@ -1,0 +1,255 @@
+"""The endpoints of the Responses API."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+
+from worker.frontdoor.errors import FieldRefused, Refused
+from worker.frontdoor.exchange import Exchange, Handler, encoded
+from worker.frontdoor.field_checks import Body, printable
+from worker.frontdoor.fields import CHAT
+from worker.frontdoor.responses.answer import Answer
+from worker.frontdoor.responses.fields import INPUT_TOKENS, RESPONSES, check_fields
+from worker.frontdoor.responses.generation import Generation, as_sent
+from worker.frontdoor.responses.items import new_id
+from worker.frontdoor.responses.kinds import INCLUDES, kind_at
+from worker.frontdoor.responses.response import new_response
+from worker.frontdoor.responses.service import Prepared, responses_of
+from worker.frontdoor.responses.store import StoredItem, is_stored, not_found
+from worker.frontdoor.responses.translation import PREVIOUS
+from worker.frontdoor.rewriting import AT_ONCE
+from worker.frontdoor.tokens import prompt_tokens
+
+ONE = RESPONSES + "/{id}"
+CANCEL = ONE + "/cancel"
+INPUT_ITEMS = ONE + "/input_items"
+
+_MAX_ITEMS = 100
+
+
+async def create(exchange: Exchange) -> None:
+    """``POST /v1/responses``."""
+    fields = exchange.fields()
+    check_fields(RESPONSES, fields)
+    _check_given(fields, "model", "input")
+    service = responses_of(exchange.door)
+    stored = is_stored(fields, service.store)
+    made = await _prepared(exchange, fields)
+    answer = Answer(new_response(fields, new_id("resp"), stored=stored))
+    store = service.store if stored else None
+    generation = Generation(exchange, exchange.owner, made.request, answer, made.context, store)
+    if fields.get("background"):
+        await _create_in_background(exchange, generation, fields)
+    elif fields.get("stream"):
+        await _send_as_generated(exchange, generation)
+    else:
+        await _answer_whole(exchange, generation)
+
+
+async def _prepared(exchange: Exchange, fields: Body) -> Prepared:
+    """See `Responses.prepared`; a long conversation is read beside the event loop."""
+    service = responses_of(exchange.door)
+    earlier = service.previous(exchange.owner, fields.get(PREVIOUS))
+    prepare = partial(service.prepared, exchange.owner, fields, earlier)
+    if len(exchange.body) + sum(len(each.data) for each in earlier) <= AT_ONCE:
+        return prepare()
+    return await exchange.door.rewriting.aside(prepare)
+
+
+async def _answer_whole(exchange: Exchange, generation: Generation) -> None:
+    """Answer with the finished response; an error is the answer, with its status."""
+    async with aclosing(generation.events()) as batches:
+        async for events in batches:
+            if generation.answer.problem is not None:
+                raise generation.answer.problem
+            if generation.answer.is_over:
+                generation.keep(events)
+    await exchange.answer(200, generation.answer.response)
+
+
+async def _send_as_generated(exchange: Exchange, generation: Generation) -> None:
+    """Stream the events; the first ones come with the first chunk, so that errors have a status."""
+    first = [*generation.answer.created()]
+    async with aclosing(generation.events()) as batches:
+        async for events in batches:
+            if not exchange.has_begun:
+                await exchange.begin_events()
+                await exchange.send(b"".join(map(as_sent, first)))
+            if generation.answer.is_over:
+                generation.keep(events)
+            await exchange.send(b"".join(map(as_sent, events)))
+    await exchange.end()
+
+
+async def _create_in_background(exchange: Exchange, generation: Generation, fields: Body) -> None:
+    """Answer with the response as it begins, or stream it; it is generated in any case."""
+    await _check_chat(exchange, generation)
+    is_streamed = fields.get("stream") is True
+    run = responses_of(exchange.door).run(generation, keeps_events=is_streamed)
+    if is_streamed:
+        await _send(exchange, run.follow())
+    else:
+        await exchange.answer(200, run.response)
+
+
+async def _check_chat(exchange: Exchange, generation: Generation) -> None:
+    """Raise `Refused` for what the front door refuses, while it can be the answer."""
+    body = encoded(generation.request.fields)
+    check = partial(exchange.door.rewrite, CHAT, body, exchange.head)
+    try:
+        if len(body) > AT_ONCE:
+            await exchange.door.rewriting.aside(check)
+        else:
+            check()
+    except Refused as refused:
+        raise generation.request.origins.of_client(refused) from None
+
+
+async def _send(exchange: Exchange, events: AsyncIterator[bytes]) -> None:
+    await exchange.begin_events()
+    async for event in events:
+        await exchange.send(event)
+    await exchange.end()
+
+
+async def count_input_tokens(exchange: Exchange) -> None:
+    """``POST /v1/responses/input_tokens``: the prompt's tokens, as the frontend counts them."""
+    fields = exchange.fields()
+    check_fields(INPUT_TOKENS, fields)
+    _check_given(fields, "model")
+    request = (await _prepared(exchange, fields)).request
+    try:
+        tokens = await prompt_tokens(exchange, request.fields)
+    except Refused as refused:
+        raise request.origins.of_client(refused) from None
+    await exchange.answer(200, {"object": "response.input_tokens", "input_tokens": len(tokens)})
+
+
+def _check_given(fields: Body, *names: str) -> None:
+    for name in names:
+        if fields.get(name) is None:
+            raise FieldRefused(name, "must be given", code="missing_required_parameter")
+
+
+async def retrieve(exchange: Exchange) -> None:
+    """``GET /v1/responses/{id}``."""
+    query = _query(exchange, "stream", "starting_after", "include_obfuscation")
+    if _truth(query, "include_obfuscation"):
+        raise FieldRefused("include_obfuscation", "is not supported")
+    if _truth(query, "stream"):
+        await _stream_again(exchange, query)
+        return
+    if "starting_after" in query:
+        raise FieldRefused("starting_after", "needs stream=true")
+    await exchange.answer(200, responses_of(exchange.door).response(exchange.owner, exchange.names["id"]))
+
+
+async def _stream_again(exchange: Exchange, query: Mapping[str, str]) -> None:
+    owner, response_id = exchange.owner, exchange.names["id"]
+    after = _count(query, "starting_after", -1)
+    service = responses_of(exchange.door)
+    run = service.running(owner, response_id)
+    if run is not None and run.keeps_events:
+        await _send(exchange, run.follow(after))
+        return
+    stored = service.store.get(owner, response_id)
+    if stored is None and run is None:
+        raise not_found(response_id)
+    if stored is None or not stored.events:
+        raise FieldRefused(
+            "stream", "only a response that was created with background: true and stream: true is streamed again"
+        )
+    await exchange.begin_events()
+    for event in stored.events[after + 1 :]:
+        await exchange.send(event)
+    await exchange.end()
+
+
+async def delete(exchange: Exchange) -> None:
+    """``DELETE /v1/responses/{id}``."""
+    _query(exchange)
+    response_id = exchange.names["id"]
+    await responses_of(exchange.door).delete(exchange.owner, response_id)
+    await exchange.answer(200, {"id": response_id, "object": "response", "deleted": True})
+
+
+async def cancel(exchange: Exchange) -> None:
+    """``POST /v1/responses/{id}/cancel``; a response that has ended is the answer as it is."""
+    _query(exchange)
+    owner, response_id = exchange.owner, exchange.names["id"]
+    service = responses_of(exchange.door)
+    if not service.response(owner, response_id)["background"]:
+        raise Refused(
+            400, f"{response_id} cannot be cancelled: it was not created with background: true", "response_id"
+        )
+    run = service.running(owner, response_id)
+    if run is not None:
+        await run.cancel()
+    await exchange.answer(200, service.response(owner, response_id) if run is None else run.response)
+
+
+async def list_input_items(exchange: Exchange) -> None:
+    """``GET /v1/responses/{id}/input_items``: those of previous responses too, the newest first."""
+    query = _query(exchange, "limit", "order", "after")
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise FieldRefused("order", f"must be asc or desc, got {printable(order)}")
+    limit = _count(query, "limit", 20)
+    if not 1 <= limit <= _MAX_ITEMS:
+        raise FieldRefused("limit", f"must be an integer from 1 to {_MAX_ITEMS}, got {limit}")
+    items = list(responses_of(exchange.door).context(exchange.owner, exchange.names["id"]))
+    if order == "desc":
+        items.reverse()
+    items = _after(items, query.get("after"))
+    page = [each.read() for each in items[:limit]]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    content = {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(items) > limit}
+    await exchange.answer(200, content)
+
+
+def _after(items: Sequence[StoredItem], item_id: str | None) -> list[StoredItem]:
+    if item_id is None:
+        return list(items)
+    places = [place for place, each in enumerate(items) if each.item_id == item_id]
+    if not places:
+        raise FieldRefused("after", f"no item of the response has the id {printable(item_id)}")
+    return list(items[places[-1] + 1 :])
+
+
+def _query(exchange: Exchange, *known: str) -> Mapping[str, str]:
+    """The parameters of the query. Raises `FieldRefused` for unknown ones."""
+    for name, value in exchange.query.items():
+        if name in ("include", "include[]"):
+            kind_at("include", value, INCLUDES)
+        elif name not in known:
+            raise FieldRefused(printable(name), "is not a parameter of this path", code="unknown_parameter")
+    return exchange.query
+
+
+def _truth(query: Mapping[str, str], name: str) -> bool:
+    value = query.get(name, "false")
+    if value not in ("true", "false"):
+        raise FieldRefused(name, f"must be true or false, got {printable(value)}")
+    return value == "true"
+
+
+def _count(query: Mapping[str, str], name: str, default: int) -> int:
+    text = query.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise FieldRefused(name, f"must be an integer of at least 0, got {printable(text)}")
+    return int(text)
+
+
+HANDLERS: Mapping[tuple[str, str], Handler] = {
+    ("POST", RESPONSES): create,
+    ("POST", INPUT_TOKENS): count_input_tokens,
+    ("GET", ONE): retrieve,
+    ("DELETE", ONE): delete,
+    ("POST", CANCEL): cancel,
+    ("GET", INPUT_ITEMS): list_input_items,
+}

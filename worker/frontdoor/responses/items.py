@@ -1,0 +1,187 @@
+"""Input items of a Responses request, checked, and written out as the API gives them back."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from worker.frontdoor.errors import FieldRefused
+from worker.frontdoor.field_checks import printable
+from worker.frontdoor.responses.checks import list_at, object_at, refuse_unless, text_at
+from worker.frontdoor.responses.kinds import ITEMS, PARTS, kind_at
+
+Item = dict[str, Any]
+Found = Callable[[str], Item | None]
+"""The stored item with an id, None if there is none."""
+
+ROLES = ("user", "assistant", "system", "developer")
+_STATUSES = ("in_progress", "completed", "incomplete")
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedItem:
+    """An item, and where the request has it.
+
+    Attributes:
+        path: Path in the client's request, as ``input[2]``.
+        item: The item, written out: with ``type`` and ``id``, and a message's content as parts.
+        whole: The content of a message was one text, so that it has no paths of parts.
+    """
+
+    path: str
+    item: Item
+    whole: bool = False
+
+
+def new_id(kind: str) -> str:
+    """A new id of an item of type ``kind``, or with that word as its prefix."""
+    return f"{_PREFIXES.get(kind, kind)}_{secrets.token_hex(24)}"
+
+
+def input_items(value: Any, found: Found) -> list[PlacedItem]:
+    """The items of a request's ``input``; a text is a message of the user's.
+
+    Args:
+        value: The field.
+        found: Looks up what an ``item_reference`` stands for.
+
+    Raises:
+        FieldRefused: naming the path of what is wrong.
+    """
+    if isinstance(value, str):
+        return [PlacedItem("input", _message("input", {"role": "user", "content": value}), whole=True)]
+    if not isinstance(value, list):
+        raise FieldRefused("input", f"must be a text or a list of items, got {type(value).__name__}")
+    return [_placed(f"input[{i}]", item, found) for i, item in enumerate(value)]
+
+
+def _placed(path: str, item: Any, found: Found) -> PlacedItem:
+    if not isinstance(item, dict):
+        raise FieldRefused(path, f"must be an object, got {type(item).__name__}")
+    kind = kind_at(f"{path}.type", _type_of(item), ITEMS)
+    object_at(path, item, kind.keys)
+    if kind.name == "item_reference":
+        stored = found(text_at(f"{path}.id", item.get("id")))
+        if stored is None:
+            raise FieldRefused(f"{path}.id", f"no stored item has the id {printable(item['id'])}")
+        return PlacedItem(path, stored)
+    whole = isinstance(item.get("content"), str)
+    return PlacedItem(path, _WRITTEN_OUT[kind.name](path, item), whole)
+
+
+def _type_of(item: Mapping[str, Any]) -> Any:
+    """The type of an item, which messages and references may leave out."""
+    if item.get("type") is not None:
+        return item["type"]
+    return "item_reference" if "role" not in item and "id" in item else "message"
+
+
+def _with_id(path: str, item: Mapping[str, Any], kind: str, **fields: Any) -> Item:
+    given = item.get("id")
+    status = item.get("status") or "completed"
+    if status not in _STATUSES:
+        raise FieldRefused(f"{path}.status", f"must be one of {', '.join(_STATUSES)}, got {printable(str(status))}")
+    return {
+        "id": new_id(kind) if given is None else text_at(f"{path}.id", given),
+        "type": kind,
+        "status": status,
+        **fields,
+    }
+
+
+def _message(path: str, item: Mapping[str, Any]) -> Item:
+    role = item.get("role")
+    if role not in ROLES:
+        raise FieldRefused(f"{path}.role", f"must be one of {', '.join(ROLES)}, got {printable(str(role))}")
+    content = item.get("content")
+    if isinstance(content, str):
+        kind = "output_text" if role == "assistant" else "input_text"
+        content = [{"type": kind, "text": content}]
+    elif not isinstance(content, list):
+        raise FieldRefused(f"{path}.content", f"must be a text or a list of parts, got {type(content).__name__}")
+    kinds = ("input_text", "output_text", "refusal") if role == "assistant" else ("input_text",)
+    parts = [_part(f"{path}.content[{i}]", part, kinds) for i, part in enumerate(content)]
+    if role == "assistant":
+        parts = [_as_output(part) for part in parts]
+    phase = {} if item.get("phase") is None else {"phase": item["phase"]}
+    return _with_id(path, item, "message", role=role, content=parts, **phase)
+
+
+def _part(path: str, part: Any, allowed: Sequence[str]) -> Item:
+    if not isinstance(part, dict):
+        raise FieldRefused(path, f"must be an object, got {type(part).__name__}")
+    kind = kind_at(f"{path}.type", part.get("type"), PARTS)
+    if kind.name not in allowed:
+        raise FieldRefused(f"{path}.type", f"must be {' or '.join(allowed)} here, got {kind.name}")
+    object_at(path, part, kind.keys)
+    text_at(f"{path}.{_text_key(part)}", part.get(_text_key(part)))
+    return {key: value for key, value in part.items() if value is not None}
+
+
+def _text_key(part: Mapping[str, Any]) -> str:
+    return "refusal" if part["type"] == "refusal" else "text"
+
+
+def text_of(part: Mapping[str, Any]) -> str:
+    """The text of a part."""
+    text: str = part[_text_key(part)]
+    return text
+
+
+def _as_output(part: Item) -> Item:
+    """A part of an assistant's message as the API has it, whichever type the client gave it."""
+    if part["type"] == "refusal":
+        return part
+    return {"annotations": [], **part, "type": "output_text"}
+
+
+def _function_call(path: str, item: Mapping[str, Any]) -> Item:
+    named = {key: text_at(f"{path}.{key}", item.get(key)) for key in ("call_id", "name", "arguments")}
+    _refuse_callers(path, item)
+    refuse_unless(f"{path}.async", item.get("async"), (), "calls are not asynchronous")
+    return _with_id(path, item, "function_call", **named)
+
+
+def _function_call_output(path: str, item: Mapping[str, Any]) -> Item:
+    call_id = text_at(f"{path}.call_id", item.get("call_id"))
+    _refuse_callers(path, item)
+    output = item.get("output")
+    if not isinstance(output, str):
+        parts = list_at(f"{path}.output", output)
+        output = [_part(f"{path}.output[{i}]", part, ("input_text",)) for i, part in enumerate(parts)]
+    name = {} if item.get("name") is None else {"name": text_at(f"{path}.name", item["name"])}
+    return _with_id(path, item, "function_call_output", call_id=call_id, output=output, **name)
+
+
+def _refuse_callers(path: str, item: Mapping[str, Any]) -> None:
+    refuse_unless(f"{path}.caller", item.get("caller"), ({"type": "direct"},), "tools are called by the model alone")
+    refuse_unless(f"{path}.namespace", item.get("namespace"), (), "tools have no namespaces here")
+
+
+def _reasoning(path: str, item: Mapping[str, Any]) -> Item:
+    if item.get("encrypted_content") is not None:
+        raise FieldRefused(f"{path}.encrypted_content", "is not of this server, which cannot read it; give content")
+    summary = _texts(f"{path}.summary", item.get("summary"), "summary_text")
+    content = _texts(f"{path}.content", item.get("content"), "reasoning_text")
+    return _with_id(path, item, "reasoning", summary=summary, content=content)
+
+
+def _texts(path: str, value: Any, kind: str) -> list[Item]:
+    parts = [] if value is None else list_at(path, value)
+    for i, part in enumerate(parts):
+        object_at(f"{path}[{i}]", part, ("type", "text"))
+        if part.get("type") != kind:
+            raise FieldRefused(f"{path}[{i}].type", f"must be {kind}, got {printable(str(part.get('type')))}")
+        text_at(f"{path}[{i}].text", part.get("text"))
+    return parts
+
+
+_WRITTEN_OUT: Mapping[str, Callable[[str, Mapping[str, Any]], Item]] = {
+    "message": _message,
+    "function_call": _function_call,
+    "function_call_output": _function_call_output,
+    "reasoning": _reasoning,
+}

@@ -1,0 +1,125 @@
+"""The output of a response while it is generated: deltas of a chat as items and their events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.responses.items import Item
+from worker.frontdoor.responses.outputs import CallOutput, Event, MessageOutput, OutputItem, ReasoningOutput
+
+
+class OutputItems:
+    """Items of one response, of which at most the last one is unfinished.
+
+    Args:
+        num_alternatives: Most likely tokens to report beside each log probability.
+    """
+
+    def __init__(self, num_alternatives: int) -> None:
+        self._num_alternatives = num_alternatives
+        self._finished: list[Item] = []
+        self._open: OutputItem | None = None
+        self._call_index = -1
+        self._logprobs: list[Item] = []
+
+    @property
+    def items(self) -> list[Item]:
+        """The items as far as they have been generated."""
+        return [*self._finished, *([] if self._open is None else [self._open.item("in_progress")])]
+
+    def events(self, choice: Mapping[str, Any]) -> Iterator[Event]:
+        """The events of a chunk's choice.
+
+        Raises:
+            Refused: 502, it has a part of a call that has ended.
+        """
+        delta = choice.get("delta") or {}
+        reasoning, text, calls = (delta.get(key) for key in ("reasoning_content", "content", "tool_calls"))
+        self._logprobs += _logprobs_of(choice, self._num_alternatives)
+        if reasoning:
+            yield from self._of_reasoning(reasoning)
+            self._logprobs = _last_tokens(self._logprobs, text or "")
+        if text:
+            yield from self._of_text(text)
+        for call in calls or ():
+            yield from self._of_call(call)
+        if calls:
+            self._logprobs = []  # a response has none of their tokens
+
+    def end(self, status: str) -> Iterator[Event]:
+        """The events of the end; a completed response has a message or a call, be it empty.
+
+        Args:
+            status: Status of the last item.
+        """
+        if status == "completed" and all(item["type"] == "reasoning" for item in self.items):
+            yield from self._opened(MessageOutput(len(self.items)))
+        yield from self._closed(status)
+
+    def _of_reasoning(self, text: str) -> Iterator[Event]:
+        if not isinstance(self._open, ReasoningOutput):
+            yield from self._opened(ReasoningOutput(len(self.items)))
+        assert isinstance(self._open, ReasoningOutput)
+        yield from self._open.add(text)
+
+    def _of_text(self, text: str) -> Iterator[Event]:
+        if not isinstance(self._open, MessageOutput):
+            yield from self._opened(MessageOutput(len(self.items)))
+        assert isinstance(self._open, MessageOutput)
+        logprobs, self._logprobs = self._logprobs, []
+        yield from self._open.add(text, logprobs)
+
+    def _of_call(self, call: Mapping[str, Any]) -> Iterator[Event]:
+        index = call.get("index", 0)
+        if index > self._call_index:
+            self._call_index = index
+            yield from self._opened(CallOutput(len(self.items), call))
+        if index < self._call_index or not isinstance(self._open, CallOutput):
+            raise Refused(502, "the frontend sent parts of a call after the end of the call", kind="server_error")
+        arguments = (call.get("function") or {}).get("arguments")
+        if arguments:
+            yield from self._open.add(arguments)
+
+    def _opened(self, output: OutputItem) -> Iterator[Event]:
+        yield from self._closed("completed")
+        self._open = output
+        yield from output.begin()
+
+    def _closed(self, status: str) -> Iterator[Event]:
+        if self._open is None:
+            return
+        if isinstance(self._open, MessageOutput):
+            self._open.add_logprobs(self._logprobs)
+            self._logprobs = []
+        closed, self._open = self._open, None
+        self._finished.append(closed.item(status))
+        yield from closed.end(status)
+
+
+def _logprobs_of(choice: Mapping[str, Any], num_alternatives: int) -> list[Item]:
+    """The log probabilities of a chunk; the frontend reports one alternative where none is asked
+    for.
+    """
+    content = (choice.get("logprobs") or {}).get("content")
+    return [
+        {**_token(each), "top_logprobs": [_token(top) for top in (each.get("top_logprobs") or ())[:num_alternatives]]}
+        for each in content or ()
+    ]
+
+
+def _last_tokens(logprobs: list[Item], text: str) -> list[Item]:
+    """The log probabilities of the last tokens, as many as make ``text``."""
+    num_characters = 0
+    place = len(logprobs)
+    while place > 0 and num_characters < len(text):
+        place -= 1
+        num_characters += len(logprobs[place]["token"])
+    return logprobs[place:]
+
+
+def _token(each: Mapping[str, Any]) -> Item:
+    found = each.get("bytes")
+    in_bytes = list(each["token"].encode()) if found is None else found
+    return {"token": each["token"], "logprob": each["logprob"], "bytes": in_bytes}

@@ -1,0 +1,140 @@
+"""The responses of one front door: those that are stored, and those that run in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from worker.frontdoor.errors import FieldRefused, Refused
+from worker.frontdoor.field_checks import Body, printable
+from worker.frontdoor.responses.background import BackgroundRun
+from worker.frontdoor.responses.generation import Generation
+from worker.frontdoor.responses.items import Item, PlacedItem, input_items
+from worker.frontdoor.responses.response import Response
+from worker.frontdoor.responses.store import ResponseStore, StoredItem, not_found, stored_item
+from worker.frontdoor.responses.translation import PREVIOUS, ChatRequest, as_chat
+from worker.frontdoor.server import FrontDoor
+
+MAX_RUNNING = 256
+"""Background responses at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that can be answered.
+
+    Attributes:
+        request: The chat.
+        context: The items before the output.
+    """
+
+    request: ChatRequest
+    context: Sequence[StoredItem]
+
+
+class Responses:
+    """The responses of one front door.
+
+    Args:
+        store: Responses that have ended.
+    """
+
+    def __init__(self, store: ResponseStore) -> None:
+        self.store = store
+        self._running: dict[tuple[str, str], BackgroundRun] = {}
+
+    def prepared(self, owner: str, fields: Body, earlier: Sequence[StoredItem]) -> Prepared:
+        """A checked request as a chat, with the items that it has and refers to.
+
+        It may run in a thread beside the event loop.
+
+        Args:
+            owner: Label of the client.
+            fields: The request.
+            earlier: The items of the previous response.
+
+        Raises:
+            FieldRefused: naming the field.
+        """
+        given = input_items([] if fields.get("input") is None else fields["input"], lambda key: self._item(owner, key))
+        placed = [PlacedItem(PREVIOUS, each.read()) for each in earlier]
+        request = as_chat(fields, placed, given)
+        return Prepared(request, [*earlier, *(stored_item(each.item) for each in given)])
+
+    def _item(self, owner: str, item_id: str) -> Item | None:
+        stored = self.store.item(owner, item_id)
+        return None if stored is None else stored.read()
+
+    def previous(self, owner: str, response_id: str | None) -> Sequence[StoredItem]:
+        """The items of a response that another one continues; none for None.
+
+        Raises:
+            Refused: 404, it is not stored; 400, it has not ended.
+        """
+        if response_id is None:
+            return ()
+        if (owner, response_id) in self._running:
+            raise FieldRefused(PREVIOUS, f"{printable(response_id)} is still in progress")
+        stored = self.store.get(owner, response_id)
+        if stored is None:
+            raise not_found(response_id, PREVIOUS)
+        return (*stored.context, *stored.output)
+
+    def run(self, generation: Generation, *, keeps_events: bool) -> BackgroundRun:
+        """Generate a response in the background.
+
+        Raises:
+            Refused: 429, too many are generated.
+        """
+        if len(self._running) >= MAX_RUNNING:
+            problem = f"{MAX_RUNNING} background responses are being generated; try again later"
+            raise Refused(429, problem, "background", kind="rate_limit_error", code="rate_limit_exceeded")
+        key = (generation.owner, generation.answer.response["id"])
+        self._running[key] = BackgroundRun(
+            generation, keeps_events=keeps_events, ended=lambda: self._running.pop(key, None)
+        )
+        return self._running[key]
+
+    def running(self, owner: str, response_id: str) -> BackgroundRun | None:
+        """A background response that is being generated, None if there is none with this id."""
+        return self._running.get((owner, response_id))
+
+    def response(self, owner: str, response_id: str) -> Response:
+        """A response, as far as it has been generated. Raises `Refused`: 404."""
+        run = self.running(owner, response_id)
+        if run is not None:
+            return run.response
+        stored = self.store.get(owner, response_id)
+        if stored is None:
+            raise not_found(response_id)
+        return stored.read()
+
+    def context(self, owner: str, response_id: str) -> Sequence[StoredItem]:
+        """The items before the output of a response. Raises `Refused`: 404."""
+        run = self.running(owner, response_id)
+        if run is not None:
+            return run.context
+        stored = self.store.get(owner, response_id)
+        if stored is None:
+            raise not_found(response_id)
+        return stored.context
+
+    async def delete(self, owner: str, response_id: str) -> None:
+        """Drop a response, whether it has ended or not. Raises `Refused`: 404."""
+        run = self.running(owner, response_id)
+        if run is not None:
+            await run.cancel()
+        if not self.store.delete(owner, response_id) and run is None:
+            raise not_found(response_id)
+
+
+_OF_DOORS: WeakKeyDictionary[FrontDoor, Responses] = WeakKeyDictionary()
+
+
+def responses_of(door: FrontDoor) -> Responses:
+    """The responses of a front door."""
+    found = _OF_DOORS.get(door)
+    if found is None:
+        found = _OF_DOORS[door] = Responses(ResponseStore(door.options.response_store_mib * 2**20))
+    return found
