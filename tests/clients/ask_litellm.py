@@ -89,6 +89,17 @@ def check_tools(url: str, model: str) -> None:
     assert json.loads(call.function.arguments)["city"] in ("Paris", "Oslo")
 
 
+def check_messages_of_anthropic(url: str, model: str) -> None:
+    """The provider ``anthropic``, which speaks the Messages API."""
+    place = {"model": f"anthropic/{model}", "api_base": url.removesuffix("/v1"), "api_key": "none", "max_tokens": 24}
+    answer = litellm.completion(messages=FRANCE, **place)
+    streamed = litellm.completion(messages=FRANCE, stream=True, **place)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
+    assert text == answer.choices[0].message.content == "The capital of France is Paris."
+    stopped = litellm.completion(messages=FRANCE, stop=["Paris"], **place)
+    assert stopped.choices[0].message.content == "The capital of France is "
+
+
 def check_own_fields(url: str, model: str) -> None:
     forced = {"name": "forced_prefix", "args": {"text": "I say: "}}
     answer = litellm.completion(messages=FRANCE, extra_body={"logits_processors": [forced]}, **fields(url, model))

@@ -18,7 +18,7 @@ from worker.models import model_cache, prepare_default_model
 
 HERE = Path(__file__).parent
 REQUIREMENTS = dict(re.findall(r"^([\w-]+)==(\S+)", (HERE / "requirements.txt").read_text(), re.MULTILINE))
-LIBRARIES = ("openai", "instructor", "litellm")
+LIBRARIES = ("openai", "anthropic", "instructor", "litellm")
 BENCHMARKS = ("aiperf", "guidellm")
 WORKER = ("--device", "cpu", "--context-length", "2048")
 REQUESTS = 24

@@ -36,7 +36,6 @@ FRONTENDS = (
     "/v1/generate",
     "/v1/images/edits",
     "/v1/images/generations",
-    "/v1/messages",
     "/v1/models",
     "/v1/models/{*model_id}",
     "/v1/models/{model_id}/ready",

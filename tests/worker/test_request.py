@@ -100,6 +100,7 @@ def test_everything_that_an_ordinary_client_sends() -> None:
         "image_cache_scope": "q",
         "extra_args": {
             "nvext": {"cache_salt": "s", "extra_fields": ["engine_data", "worker_id"], "token_in": True},
+            "reasoning_parser_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
             "sampling_options": {"detokenize": False},
         },
         "request_timestamp_ms": 5.0,

@@ -14,6 +14,7 @@ from worker.frontdoor.chunks import Chunks
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.request_intake import AdmittedRequest
+from worker.frontdoor.requests import TOO_DEEP
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.server import FrontDoor
 from worker.frontdoor.tool_reading import tool_reading
@@ -99,13 +100,16 @@ async def ask(caller: Caller, fields: dict[str, Any], path: str = CHAT) -> Chunk
 
 async def _bodies(caller: Caller, fields: dict[str, Any], path: str) -> tuple[bytes, ...]:
     """The bodies of the requests for each choice. Raises `Refused`."""
-    # `fields` may be large, and are changed
-    text = json.dumps(fields).encode()
-    if len(text) <= AT_ONCE:
-        return caller.door.rewrite_fields(path, json.loads(text), caller.request.head)
-    return await caller.door.rewriting.aside(
-        lambda: caller.door.rewrite_fields(path, json.loads(text), caller.request.head)
-    )
+    try:
+        # `fields` may be large, and are changed
+        text = json.dumps(fields).encode()
+        if len(text) <= AT_ONCE:
+            return caller.door.rewrite_fields(path, json.loads(text), caller.request.head)
+        return await caller.door.rewriting.aside(
+            lambda: caller.door.rewrite_fields(path, json.loads(text), caller.request.head)
+        )
+    except RecursionError:
+        raise Refused(400, TOO_DEEP) from None
 
 
 async def _with_message(caller: Caller, fields: dict[str, Any], path: str, refused: Refused) -> Refused:

@@ -219,7 +219,10 @@ class ClientConnection(WaitingProtocol):
 
     def own_headers(self) -> bytes:
         """Header lines that every answer of the front door's own has, each with its CRLF."""
-        return b"x-request-id: %b\r\n%b" % (self._intake.request_id, self._door.cors.lines(self._intake.head))
+        lines = b"x-request-id: %b\r\n%b" % (self._intake.request_id, self._door.cors.lines(self._intake.head))
+        if self._intake.error_form == "anthropic":  # whose clients read it under this name
+            lines += b"request-id: %b\r\n" % self._intake.request_id
+        return lines
 
     def written(self, status: int, document: Document, *, keep_alive: bool | None = None) -> bytes:
         """An answer of the front door's own."""

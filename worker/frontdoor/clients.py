@@ -77,24 +77,30 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def check(self, authorizations: Sequence[bytes]) -> bytes:
-        """The key in the ``Authorization`` lines of a request; each must have a valid one.
+    def check(self, authorizations: Sequence[bytes], api_keys: Sequence[bytes] = ()) -> bytes:
+        """The key in the ``Authorization`` and ``x-api-key`` lines of a request; each must have a
+        valid one.
 
         Raises:
             Refused: 401.
         """
-        keys = [self._valid(each) for each in authorizations]
+        keys = [self._of_bearer(each) for each in authorizations] + [self._valid(each) for each in api_keys]
         if not keys or not all(keys):
-            problem = "a valid API key is needed: Authorization: Bearer KEY"
+            problem = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
             raise Refused(401, problem, code="invalid_api_key", headers=_BEARER)
         return keys[0]
 
-    def _valid(self, authorization: bytes) -> bytes:
+    def _of_bearer(self, authorization: bytes) -> bytes:
         scheme, _, key = authorization.partition(b" ")
+        found = self._valid(key)
+        return found if scheme.lower() == b"bearer" else b""
+
+    def _valid(self, key: bytes) -> bytes:
+        """``key``, or nothing if it is none of those known."""
         key = key.strip()
         given = _digest(key)
         matches = [hmac.compare_digest(given, known) for known in self._digests]
-        return key if scheme.lower() == b"bearer" and any(matches) else b""
+        return key if any(matches) else b""
 
 
 @lru_cache(1024)

@@ -33,7 +33,10 @@ def error_content(refused: Refused, form: ErrorForm, request_id: str) -> dict[st
     if form == "openai":
         return refused.content()
     kind = _ANTHROPIC_TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": refused.message}, "request_id": request_id}
+    error: dict[str, Any] = {"type": kind, "message": refused.message}
+    if refused.code is not None:
+        error["details"] = {"error_code": refused.code}
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 def error_body(refused: Refused, form: ErrorForm, request_id: str) -> bytes:

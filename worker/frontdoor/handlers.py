@@ -6,10 +6,14 @@ from collections.abc import Mapping
 
 from worker.frontdoor import service
 from worker.frontdoor.exchange import Handler
+from worker.frontdoor.messages.handlers import count_tokens, create_message
 from worker.frontdoor.responses import handlers as responses
+from worker.frontdoor.routes import COUNT_TOKENS, MESSAGES
 
 HANDLERS: Mapping[tuple[str, str], Handler] = {
     **responses.HANDLERS,
+    ("POST", MESSAGES): create_message,
+    ("POST", COUNT_TOKENS): count_tokens,
     ("GET", "/version"): service.version,
     ("GET", "/ping"): service.ping,
     ("POST", "/ping"): service.ping,

@@ -29,7 +29,7 @@ METADATA_HEADER = b"x-dynamo-meta-" + METADATA_KEY.encode()
 """The header in which a selection of processors may come instead."""
 
 _SELECTION_FIELD = "logits_processors"
-_TOO_DEEP = "the body is nested too deep"
+TOO_DEEP = "the body is nested too deep"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
@@ -117,7 +117,7 @@ def rewritten_fields(
             raise Refused(413, f"n: {num_choices} choices make more than {max_bytes} bytes of requests", "n")
         return (first, *map(_encoded, _other_choices(fields, num_choices)))
     except RecursionError:
-        raise Refused(400, _TOO_DEEP) from None
+        raise Refused(400, TOO_DEEP) from None
 
 
 def _rewrite(

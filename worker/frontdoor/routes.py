@@ -24,6 +24,8 @@ By = Literal["checked", "frontend", "health", "metrics", "document", "handler"]
 
 CATALOGUE = "/v1/logits_processors"
 OPENAPI = "/openapi.json"
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
 _READ = ("GET", "HEAD")
 _NAME = r"(?!\.\.?(?:/|$))[A-Za-z0-9._~%:@+-]+"
 """A part of a model's name in a path; none that leads elsewhere."""
@@ -76,6 +78,10 @@ ROUTES: tuple[Route, ...] = (
     handled("/v1/responses/{id}", ("GET", "DELETE"), "A stored response."),
     handled("/v1/responses/{id}/cancel", ("POST",), "Ends a background response."),
     handled("/v1/responses/{id}/input_items", ("GET",), "The items before a stored response's output."),
+    handled(
+        MESSAGES, ("POST",), "Chat, as Anthropic's Messages; every field is honoured or refused.", errors="anthropic"
+    ),
+    handled(COUNT_TOKENS, ("POST",), "Tokens of the prompt of such a request.", errors="anthropic"),
     Route("/v1/models", _READ, "frontend", "The models that are served."),
     Route(
         "/v1/models/{model}",

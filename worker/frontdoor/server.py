@@ -108,7 +108,7 @@ class FrontDoor:
         peer = head.headers.get(self._client_header, peer)
         key = b""
         if self._keys and (route is None or route.needs_key or method not in route.methods):
-            key = self._keys.check(head.values(b"authorization"))
+            key = self._keys.check(head.values(b"authorization"), head.values(b"x-api-key"))
         return self.routes.check(route, method, path), label_of(key, peer)
 
     def rewrite(self, path: str, body: bytes, head: Head) -> tuple[bytes, ...] | dict[str, Any]:

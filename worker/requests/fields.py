@@ -351,6 +351,10 @@ _OTHER_FIELDS: tuple[Field, ...] = (
     _no_effect("extra_args.nvext.cache_salt", "As routing.cache_salt, where the frontend puts it too."),
     _no_effect("extra_args.nvext.extra_fields", "The frontend adds these fields to the response."),
     _no_effect("extra_args.nvext.token_in", "Says that the client sent token ids; they are in token_ids."),
+    _no_effect(
+        "extra_args.reasoning_parser_kwargs",
+        "The chat template's arguments again, for a parser of thoughts; the worker reads the prompt.",
+    ),
     _no_effect("extra_args.sampling_options.detokenize", "This worker sends token ids; the frontend makes the text."),
     _refused("extra_args.formatted_prompt", _PICTURES),
     _refused("extra_args.messages", _PICTURES),

@@ -1,0 +1,102 @@
+"""Paths of a chat's fields → those of the request in Anthropic's form that the chat is made of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from worker.frontdoor.errors import Refused
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPaths:
+    """Names of a request's fields for errors that name those of its chat.
+
+    Attributes:
+        messages: Path of the client's message for each of the chat.
+        format: Path of the format of the answer, if the request has one.
+        num_processors: Processors that the client itself selects; those behind them are of other
+            fields.
+        thinks: Whether the request has ``thinking``.
+    """
+
+    messages: Sequence[str] = ()
+    format: str | None = None
+    num_processors: int = 0
+    thinks: bool = False
+
+    def renamed(self, refused: Refused) -> Refused:
+        """An error of the chat as one of the request."""
+        if refused.param is None:
+            return refused
+        param = self.path(refused.param)
+        begun = f"{refused.param}: "
+        message = refused.message
+        if message.startswith(begun):
+            message = f"{param}: {message.removeprefix(begun)}"
+        return Refused(refused.status, message, param, kind=refused.kind, code=refused.code, headers=refused.headers)
+
+    def path(self, path: str) -> str:
+        """The path of the request for one of the chat."""
+        for pattern, name in self._rules():
+            found = pattern.fullmatch(path)
+            if found is not None:
+                return name(found)
+        return path
+
+    def _rules(self) -> Sequence[_Rule]:
+        rules: list[_Rule] = [
+            (_MESSAGE, self._message),
+            (_PARAMETERS, lambda found: f"tools[{found[1]}].input_schema{found[2]}"),
+            (_FUNCTION, lambda found: f"tools[{found[1]}]{found[2]}"),
+            (_CHOICE, lambda found: f"tool_choice{found[1]}"),
+            (_PARALLEL, lambda found: "tool_choice.disable_parallel_tool_use"),
+            (_PROCESSOR, self._processor),
+            (_STOP, lambda found: "stop_sequences" + found[1]),
+            (_EFFORT, lambda found: "output_config.effort"),
+            (_CONTINUED, lambda found: self.messages[-1] if self.messages else "messages"),
+        ]
+        if self.format is not None:
+            format = self.format
+            rules += [(_SCHEMA, lambda found: f"{format}.schema{found[1]}"), (_FORMAT, lambda found: format)]
+        if self.thinks:
+            rules.append((_BUDGET, lambda found: "thinking.budget_tokens"))
+        return rules
+
+    def _message(self, found: re.Match[str]) -> str:
+        index = int(found[1])
+        return self.messages[index] if index < len(self.messages) else found[0]
+
+    def _processor(self, found: re.Match[str]) -> str:
+        """Path of a processor that a field became, of tools or of a schema."""
+        if int(found[1]) < self.num_processors:
+            return found[0]
+        tool = _TOOL_ARGUMENT.fullmatch(found[2])
+        if tool is not None:
+            return f"tools[{tool[1]}].input_schema{tool[2].removeprefix('.parameters')}" if tool[1] else "tools"
+        argument = _SCHEMA_ARGUMENT.fullmatch(found[2])
+        return found[0] if argument is None or self.format is None else f"{self.format}.schema{argument[1]}"
+
+
+_Rule = tuple[re.Pattern[str], Callable[[re.Match[str]], str]]
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.DOTALL)
+
+
+_MESSAGE = _compiled(r"messages\[(\d+)\].*")
+_PARAMETERS = _compiled(r"tools\[(\d+)\]\.function\.parameters(.*)")
+_FUNCTION = _compiled(r"tools\[(\d+)\]\.function(.*)")
+_CHOICE = _compiled(r"tool_choice(?:\.function)?(.*)")
+_PARALLEL = _compiled(r"parallel_tool_calls")
+_SCHEMA = _compiled(r"(?:response_format\.json_schema|sampling_options\.guided_decoding\.args)\.schema(.*)")
+_FORMAT = _compiled(r"response_format.*")
+_PROCESSOR = _compiled(r"logits_processors(?:\.processors)?\[(\d+)\](.*)")
+_TOOL_ARGUMENT = _compiled(r"\.args\.tools(?:\[(\d+)\](.*))?")
+_SCHEMA_ARGUMENT = _compiled(r"\.args\.(?:schema|answer\.json_schema)(.*)")
+_STOP = _compiled(r"(?:stop_conditions\.)?stop((?:\[.*)?)")
+_EFFORT = _compiled(r"reasoning_effort")
+_CONTINUED = _compiled(r"continue_final_message|add_generation_prompt")
+_BUDGET = _compiled(r"(?:nvext|stop_conditions)\.max_thinking_tokens.*|thinking_token_budget")

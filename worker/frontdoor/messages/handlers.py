@@ -1,0 +1,89 @@
+"""The endpoints of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from functools import partial
+
+from worker.frontdoor.chat_stream import AnswerFailed, chat
+from worker.frontdoor.error_forms import error_content
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.exchange import Exchange
+from worker.frontdoor.messages.events import Event, MessageEvents
+from worker.frontdoor.messages.message import server_sent, whole_message
+from worker.frontdoor.messages.request import TranslatedRequest, counted, translated
+from worker.frontdoor.requests import TOO_DEEP
+from worker.frontdoor.rewriting import AT_ONCE
+from worker.frontdoor.tokens import prompt_tokens
+
+
+async def create_message(exchange: Exchange) -> None:
+    """Answer ``POST /v1/messages``.
+
+    Raises:
+        Refused: before the answer has begun.
+    """
+    request = await _translated(exchange, translated)
+    async with aclosing(_events(exchange, request)) as batches:
+        if request.streams:
+            await _stream(exchange, batches)
+        else:
+            message = whole_message([event async for batch in batches for event in batch])
+            await exchange.answer(200, message)
+
+
+async def count_tokens(exchange: Exchange) -> None:
+    """Answer ``POST /v1/messages/count_tokens``.
+
+    Raises:
+        Refused: the request would be refused as a message.
+    """
+    request = await _translated(exchange, counted)
+    try:
+        ids = await prompt_tokens(exchange, request.chat)
+    except Refused as refused:
+        raise request.paths.renamed(refused) from None
+    await exchange.answer(200, {"input_tokens": len(ids)})
+
+
+async def _stream(exchange: Exchange, batches: AsyncIterator[list[Event]]) -> None:
+    try:
+        async for events in batches:
+            if not exchange.has_begun:
+                await exchange.begin_events()
+            if events:
+                await exchange.send(server_sent(events))
+    except Refused as refused:
+        if not exchange.has_begun:
+            raise
+        await exchange.send(server_sent([error_content(refused, "anthropic", exchange.request_id)]))
+    await exchange.end()
+
+
+async def _events(exchange: Exchange, request: TranslatedRequest) -> AsyncGenerator[list[Event]]:
+    """The events of an answer, those of a chunk together.
+
+    Raises:
+        Refused: the request is refused, or the answer ended before its end.
+    """
+    events = MessageEvents(request)
+    try:
+        async with aclosing(chat(exchange, request.chat)) as chunks:
+            async for chunk in chunks:
+                yield events.take(chunk)
+    except AnswerFailed as failed:
+        raise request.paths.renamed(failed.refused) from None
+    except Refused as refused:
+        raise request.paths.renamed(refused) from None
+    yield events.end()
+
+
+async def _translated(exchange: Exchange, translate: Callable[..., TranslatedRequest]) -> TranslatedRequest:
+    """The chat of the request; of a large one, made outside the event loop. Raises `Refused`."""
+    models_think = exchange.door.options.dyn_reasoning_parser is not None
+    make = partial(translate, exchange.fields(), models_think=models_think)
+    try:
+        return make() if len(exchange.body) <= AT_ONCE else await exchange.door.rewriting.aside(make)
+    except RecursionError:
+        raise Refused(400, TOO_DEEP) from None

@@ -1,0 +1,69 @@
+"""The whole message that the events of a stream put together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic_core import from_json
+
+from worker.frontdoor.messages.events import Event
+from worker.frontdoor.messages.values import Object
+
+
+def whole_message(events: Iterable[Event]) -> Object:
+    """The message of all events of an answer: streamed or not, an answer is the same."""
+    message: Object = {}
+    blocks: list[Object] = []
+    inputs: dict[int, str] = {}
+    for event in events:
+        kind = event["type"]
+        if kind == "message_start":
+            message = dict(event["message"])
+        elif kind == "content_block_start":
+            blocks.append(dict(event["content_block"]))
+        elif kind == "content_block_delta":
+            _grow(blocks[event["index"]], event["delta"], inputs, event["index"])
+        elif kind == "message_delta":
+            message |= event["delta"]
+            message["usage"] = event["usage"]
+            if "nvext" in event:
+                message["nvext"] = event["nvext"]
+    for index, text in inputs.items():
+        blocks[index]["input"] = input_of(text)
+    message["content"] = blocks
+    return message
+
+
+def _grow(block: Object, delta: Object, inputs: dict[int, str], index: int) -> None:
+    for name, value in delta.items():
+        if name == "partial_json":
+            inputs[index] = inputs.get(index, "") + value
+        elif name == "signature":
+            block[name] = value
+        elif name != "type":
+            block[name] += value
+
+
+def input_of(text: str) -> Any:
+    """The input of a call; of one that was cut, what of it is complete, as the client's library
+    makes it of a stream.
+    """
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        found = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def server_sent(events: Iterable[Event]) -> bytes:
+    """Events as they are sent."""
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), json.dumps(event, separators=(",", ":")).encode())
+        for event in events
+    )

@@ -1,0 +1,77 @@
+"""Typed values of a request's JSON, or a refusal that names their path."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from worker.frontdoor.errors import FieldRefused
+from worker.frontdoor.field_checks import printable
+
+Object = dict[str, Any]
+
+
+def text(path: str, value: Any) -> str:
+    """``value``, a text. Raises `FieldRefused`."""
+    if not isinstance(value, str):
+        raise FieldRefused(path, f"must be a text, got {kind_of(value)}")
+    return value
+
+
+def object_of(path: str, value: Any) -> Object:
+    """``value``, an object. Raises `FieldRefused`."""
+    if not isinstance(value, dict):
+        raise FieldRefused(path, f"must be an object, got {kind_of(value)}")
+    return value
+
+
+def list_of(path: str, value: Any) -> list[Any]:
+    """``value``, a list. Raises `FieldRefused`."""
+    if not isinstance(value, list):
+        raise FieldRefused(path, f"must be a list, got {kind_of(value)}")
+    return value
+
+
+def truth(path: str, value: Any) -> bool:
+    """``value``, false if it is null. Raises `FieldRefused`."""
+    if value is not None and not isinstance(value, bool):
+        raise FieldRefused(path, f"must be true or false, got {kind_of(value)}")
+    return bool(value)
+
+
+def integer(path: str, value: Any, least: int) -> int:
+    """``value``, an integer of at least ``least``. Raises `FieldRefused`."""
+    if type(value) is not int or value < least:
+        shown = value if type(value) is int else kind_of(value)
+        raise FieldRefused(path, f"must be an integer of at least {least}, got {shown}")
+    return value
+
+
+def one_of(path: str, value: Any, known: Collection[str]) -> str:
+    """``value``, one of some texts. Raises `FieldRefused`."""
+    if not isinstance(value, str) or value not in known:
+        shown = printable(value) if isinstance(value, str) else kind_of(value)
+        raise FieldRefused(path, f"must be one of {', '.join(known)}; got {shown}")
+    return value
+
+
+def keys_within(path: str, value: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises `FieldRefused` for a key of an object that has no meaning here, unless it is null."""
+    for key, each in value.items():
+        if key not in known and each is not None:
+            raise FieldRefused(f"{path}.{printable(key)}", f"unknown field; known are {', '.join(known)}")
+
+
+def cache_control(path: str, value: Mapping[str, Any]) -> None:
+    """Check the hint for a cache that a block or a tool has. Raises `FieldRefused`."""
+    given = value.get("cache_control")
+    if given is not None:
+        object_of(f"{path}.cache_control", given)
+
+
+def kind_of(value: Any) -> str:
+    """Name of a value's type in JSON, for messages."""
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
+    return names[type(value)]
