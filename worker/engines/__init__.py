@@ -143,6 +143,9 @@ class TokenDelta:
         num_preemptions: Preemptions of the request so far, None where the engine reports none.
         queue_times: Times at which the request left the waiting queue, None while it has not, and
             where the engine reports none.
+        prompt_logprobs: Log probabilities per token of the prompt, of the token itself and then of the
+            top-n, None for the first token; on the delta of the first token alone, and only if they
+            were asked for.
         engine_data: Cumulative extra data for the response (the receipt), or None.
         receipt: Record of the request's logits processors; on the last delta of a request that has
             any.
@@ -159,6 +162,7 @@ class TokenDelta:
     num_cached_tokens: int = 0
     num_preemptions: int | None = None
     queue_times: QueueTimes | None = None
+    prompt_logprobs: list[list[TokenLogprob] | None] | None = None
     engine_data: dict[str, object] | None = None
     receipt: Receipt | None = None
     failure: ProcessorFailed | None = None
@@ -182,6 +186,8 @@ class TokenDelta:
         if earlier.logprobs is not None or self.logprobs is not None:
             self.logprobs = [*(earlier.logprobs or ()), *(self.logprobs or ())]
         self.num_cached_tokens = max(earlier.num_cached_tokens, self.num_cached_tokens)
+        if earlier.prompt_logprobs is not None:
+            self.prompt_logprobs = earlier.prompt_logprobs
         self.engine_data = self.engine_data if self.engine_data is not None else earlier.engine_data
 
 

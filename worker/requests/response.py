@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from worker.engines import TokenDelta, TokenLogprob
 from worker.errors import RequestFailed
 from worker.requests.receipts import CHANNEL, RequestReceipt
 from worker.requests.request import GenerationRequest
+
+PROMPT_LOGPROBS = "prompt_logprobs"
+"""Key of the prompt's log probabilities in ``engine_data``, as Dynamo's own workers have it."""
+
+LEAST_LOGPROB = -9999.0
+"""Log probability for minus infinity, as vLLM and TensorRT-LLM say it: JSON has none."""
 
 
 class ResponseBuilder:
@@ -54,8 +61,10 @@ class ResponseBuilder:
         chunk: dict[str, Any] = {"token_ids": delta.token_ids[:shown], "index": delta.index}
         if self._logprobs is not None and delta.logprobs is not None:
             _add_logprobs(chunk, delta.logprobs[:shown], self._logprobs)
+        if delta.prompt_logprobs is not None:
+            chunk["engine_data"] = {PROMPT_LOGPROBS: prompt_logprobs_json(delta.prompt_logprobs)}
         if delta.engine_data is not None:
-            chunk["engine_data"] = self._engine_data(delta.engine_data, ends=delta.finish_reason is not None)
+            chunk["engine_data"] = chunk.get("engine_data", {}) | self._engine_data(delta.engine_data, ends=delta.finish_reason is not None)
         if delta.finish_reason is not None:
             chunk["finish_reason"] = delta.finish_reason
             chunk["completion_usage"] = self.usage()
@@ -80,6 +89,20 @@ class ResponseBuilder:
     def _ends_hidden(self, delta: TokenDelta) -> bool:
         """Whether the last token is a hidden stop token that shown ones brought into the output."""
         return delta.stop_reason in self._hidden and delta.token_ids[-1:] == [delta.stop_reason]
+
+
+def prompt_logprobs_json(positions: Sequence[Sequence[TokenLogprob] | None]) -> list[dict[str, Any] | None]:
+    """The prompt's log probabilities in vLLM's shape: token id → ``logprob`` and ``rank``.
+
+    Args:
+        positions: One entry per token: the token itself, then the top-n; None for the first token.
+    """
+    return [
+        None
+        if entries is None
+        else {str(e.token_id): {"logprob": max(e.logprob, LEAST_LOGPROB), "rank": e.rank} for e in entries}
+        for entries in positions
+    ]
 
 
 def _add_logprobs(chunk: dict[str, Any], positions: list[list[TokenLogprob]], top: int) -> None:
