@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from worker.engines import TokenDelta, TokenLogprob
 from worker.errors import RequestFailed
+from worker.requests.prompt_scores import TokenText, scores_json
 from worker.requests.receipts import CHANNEL, RequestReceipt
 from worker.requests.request import GenerationRequest
-
-PROMPT_LOGPROBS = "prompt_logprobs"
-"""Key of the prompt's log probabilities in ``engine_data``, as Dynamo's own workers have it."""
-
-LEAST_LOGPROB = -9999.0
-"""Log probability for minus infinity, as vLLM and TensorRT-LLM say it: JSON has none."""
 
 
 class ResponseBuilder:
@@ -29,10 +23,15 @@ class ResponseBuilder:
     """
 
     def __init__(
-        self, request: GenerationRequest, hidden: frozenset[int], receipt: RequestReceipt | None = None
+        self,
+        request: GenerationRequest,
+        hidden: frozenset[int],
+        receipt: RequestReceipt | None = None,
+        token_text: TokenText | None = None,
     ) -> None:
         """``hidden`` are the stop tokens that end the answer without being part of it; ``receipt``
-        is the request's, None if it wants none.
+        is the request's, None if it wants none; ``token_text`` are the texts of tokens, for
+        log probabilities of the prompt.
         """
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_generated_tokens = self.num_replayed_tokens = len(request.generated_token_ids)
@@ -41,6 +40,9 @@ class ResponseBuilder:
         self._receipt = receipt
         self._logprobs = request.params.logprobs
         self._hidden = hidden
+        self._prompt = request.prompt_token_ids
+        self._token_text = token_text
+        self._scores: dict[str, Any] = {}
 
     def chunk(self, delta: TokenDelta) -> dict[str, Any]:
         """The chunk for ``delta``. The caller drops one without tokens, finish or engine data.
@@ -62,9 +64,14 @@ class ResponseBuilder:
         if self._logprobs is not None and delta.logprobs is not None:
             _add_logprobs(chunk, delta.logprobs[:shown], self._logprobs)
         if delta.prompt_logprobs is not None:
-            chunk["engine_data"] = {PROMPT_LOGPROBS: prompt_logprobs_json(delta.prompt_logprobs)}
+            chunk["engine_data"] = scores_json(self._prompt, delta.prompt_logprobs, self._token_text)
+            if self._receipt is not None:
+                self._scores = chunk["engine_data"]
         if delta.engine_data is not None:
-            chunk["engine_data"] = chunk.get("engine_data", {}) | self._engine_data(delta.engine_data, ends=delta.finish_reason is not None)
+            # of an answer that is not streamed the frontend keeps the last chunk's data alone
+            kept = self._scores if delta.finish_reason is not None else chunk.get("engine_data", {})
+            own = self._engine_data(delta.engine_data, ends=delta.finish_reason is not None)
+            chunk["engine_data"] = {**kept, **own}
         if delta.finish_reason is not None:
             chunk["finish_reason"] = delta.finish_reason
             chunk["completion_usage"] = self.usage()
@@ -89,20 +96,6 @@ class ResponseBuilder:
     def _ends_hidden(self, delta: TokenDelta) -> bool:
         """Whether the last token is a hidden stop token that shown ones brought into the output."""
         return delta.stop_reason in self._hidden and delta.token_ids[-1:] == [delta.stop_reason]
-
-
-def prompt_logprobs_json(positions: Sequence[Sequence[TokenLogprob] | None]) -> list[dict[str, Any] | None]:
-    """The prompt's log probabilities in vLLM's shape: token id → ``logprob`` and ``rank``.
-
-    Args:
-        positions: One entry per token: the token itself, then the top-n; None for the first token.
-    """
-    return [
-        None
-        if entries is None
-        else {str(e.token_id): {"logprob": max(e.logprob, LEAST_LOGPROB), "rank": e.rank} for e in entries}
-        for entries in positions
-    ]
 
 
 def _add_logprobs(chunk: dict[str, Any], positions: list[list[TokenLogprob]], top: int) -> None:
