@@ -25,6 +25,7 @@ class AdmittedRequest:
         route: Row of the table of routes.
         label: Label of its client, for the workers.
         request_id: Value of ``x-request-id`` in its answer.
+        has_key: Whether the label is that of an API key.
     """
 
     head: Head
@@ -32,6 +33,7 @@ class AdmittedRequest:
     route: Route
     label: bytes
     request_id: bytes
+    has_key: bool = False
 
     @property
     def has_version_1_1(self) -> bool:
@@ -67,7 +69,7 @@ class AdmittedRequest:
 
     def _added(self, *, with_ids: bool) -> bytes:
         label = b"%b: %b\r\n" % (CLIENT_HEADER, self.label)
-        return label + id_lines(self.head, self.request_id, self.label) if with_ids else label
+        return label + id_lines(self.head, self.request_id, self.label * self.has_key) if with_ids else label
 
 
 class RequestIntake:
@@ -138,7 +140,7 @@ class RequestIntake:
         path = head.target.partition(b"?")[0].decode("latin-1")
         self.error_form = self._door.error_form(path)
         route, label = self._door.admit(head, path, self.peer)
-        self._request = AdmittedRequest(head, path, route, label, self.request_id)
+        self._request = AdmittedRequest(head, path, route, label, self.request_id, self._door.needs_keys)
         if head.num_bytes > self._door.max_body:
             raise Refused(413, f"the body has more than {self._door.max_body} bytes")
         head.check_connection_options()

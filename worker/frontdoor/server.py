@@ -69,6 +69,11 @@ class FrontDoor:
         self.draining = False
 
     @property
+    def needs_keys(self) -> bool:
+        """Whether requests need API keys."""
+        return bool(self._keys)
+
+    @property
     def max_body(self) -> int:
         """Bytes of the largest body."""
         return self.options.body_limit_mib * 2**20
