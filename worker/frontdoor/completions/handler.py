@@ -1,0 +1,194 @@
+"""Handlers of completions and chats that Dynamo's frontend would answer in another form, or not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from worker.frontdoor.chat_stream import AnswerFailed, Caller, assembled, chat
+from worker.frontdoor.completions.asked import Asked
+from worker.frontdoor.completions.openai_logprobs import extend
+from worker.frontdoor.completions.prompt_answer import Chunk, PromptAnswer, no_scores
+from worker.frontdoor.completions.prompt_scores import PromptScores
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.exchange import Exchange, encoded
+from worker.frontdoor.fields import COMPLETIONS
+from worker.frontdoor.request_ids import new_request_id
+
+AT_ONCE = 32
+"""Prompts of one request that are with the frontends at a time."""
+
+Take = Callable[[Chunk], Awaitable[None]]
+
+
+async def answer_completion(exchange: Exchange) -> None:
+    """``POST /v1/completions`` with one of the fields of `is_translated`."""
+    asked = Asked.completion(exchange.fields())
+    if not asked.is_streamed:
+        await exchange.answer(200, await _whole(exchange, asked))
+        return
+    async with _events(exchange) as send:
+        usage = await _each_chunk(exchange, asked, send)
+        if asked.has_usage:
+            await send({"choices": [], "usage": usage})
+
+
+async def whole_completion(caller: Caller, fields: dict[str, Any]) -> dict[str, Any]:
+    """The whole answer to a completion, with all fields that the endpoint honours.
+
+    Args:
+        caller: On whose behalf a frontend is asked.
+        fields: The request as a client writes it; its ``stream`` does not matter.
+
+    Returns:
+        OpenAI's ``text_completion``.
+
+    Raises:
+        Refused: a field is refused, or there is no answer.
+    """
+    fields = {name: value for name, value in fields.items() if name not in ("stream", "stream_options")}
+    return await _whole(caller, Asked.completion(fields))
+
+
+async def answer_chat(exchange: Exchange) -> None:
+    """``POST /v1/chat/completions`` with ``prompt_logprobs``."""
+    asked = Asked.chat(exchange.fields())
+    chunks = _with_scores(chat(exchange, asked.request()), asked.prompt_logprobs or 0)
+    if asked.is_streamed:
+        async with _events(exchange) as send, contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                if chunk.get("choices") or asked.has_usage:
+                    await send(chunk)
+        return
+    try:
+        whole = [chunk async for chunk in chunks]
+    except AnswerFailed as failed:
+        raise failed.refused from None
+    await exchange.answer(200, assembled(whole))
+
+
+async def _with_scores(chunks: AsyncIterator[Chunk], count: int) -> AsyncIterator[Chunk]:
+    """The chunks of a chat, one of them with ``prompt_logprobs`` in vLLM's form."""
+    is_scored = False
+    async for chunk in chunks:
+        scores = PromptScores.taken_from(chunk)
+        if scores is not None and not is_scored:
+            chunk["prompt_logprobs"], is_scored = scores.in_vllm_form(count), True
+        yield chunk
+    if not is_scored:
+        raise AnswerFailed(no_scores())
+
+
+@contextlib.asynccontextmanager
+async def _events(exchange: Exchange) -> AsyncIterator[Take]:
+    """Function that sends a chunk as an event; the stream begins with the first.
+
+    Its id, time and model are those of the first chunk. An error is the answer, or the last event.
+    """
+    same: dict[str, Any] = {}
+
+    async def send(chunk: Chunk) -> None:
+        if not exchange.has_begun:
+            same.update({name: value for name, value in chunk.items() if name not in ("choices", "usage", "nvext")})
+            same.pop("prompt_logprobs", None)
+            await exchange.begin_events()
+        await exchange.send(b"data: " + encoded({**same, **chunk, "id": same["id"], "created": same["created"]}) + b"\n\n")
+
+    try:
+        yield send
+    except AnswerFailed as failed:
+        if not exchange.has_begun:
+            raise failed.refused from None
+        await exchange.send(b"data: " + encoded(failed.refused.content()) + b"\n\n")
+    except Refused as refused:
+        if not exchange.has_begun:
+            raise
+        await exchange.send(b"data: " + encoded(refused.content()) + b"\n\n")
+    else:
+        await exchange.send(b"data: [DONE]\n\n")
+    await exchange.end()
+
+
+async def _whole(caller: Caller, asked: Asked) -> dict[str, Any]:
+    answer: dict[str, Any] = {}
+    choices: dict[int, dict[str, Any]] = {}
+    extensions: dict[int, Any] = {}
+
+    async def take(chunk: Chunk) -> None:
+        (choice,) = chunk.pop("choices")
+        if chunk.get("nvext"):
+            extensions[choice["index"]] = {**extensions.get(choice["index"], {}), **chunk.pop("nvext")}
+        if not answer:
+            answer.update(chunk)
+        _join(choices.setdefault(choice["index"], {}), choice)
+
+    try:
+        answer["usage"] = await _each_chunk(caller, asked, take)
+    except AnswerFailed as failed:
+        raise failed.refused from None
+    answer["choices"] = [choices[index] for index in sorted(choices)]
+    if extensions and len(choices) > 1:
+        answer["nvext"] = {"choices": [extensions.get(index) for index in sorted(choices)]}
+    elif extensions:
+        answer["nvext"] = next(iter(extensions.values()))
+    return answer
+
+
+def _join(whole: dict[str, Any], choice: dict[str, Any]) -> None:
+    """Add what a chunk has of a choice."""
+    if not whole:
+        whole.update(choice)
+        return
+    whole["text"] += choice["text"]
+    whole["finish_reason"] = choice.get("finish_reason") or whole.get("finish_reason")
+    if whole["logprobs"] is not None:
+        extend(whole["logprobs"], choice["logprobs"])
+
+
+async def _each_chunk(caller: Caller, asked: Asked, take: Take) -> dict[str, Any]:
+    """Ask for all prompts of a completion, and give each chunk to `take`; returns the usage.
+
+    Raises:
+        Refused, AnswerFailed: one of them failed, and the others have been given up.
+    """
+    answers = [PromptAnswer(asked, index) for index in range(len(asked.prompts))]
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def follow(index: int, answer: PromptAnswer) -> None:
+        async with limit:
+            own = caller if index == 0 else _Again(caller)
+            chunks = chat(own, asked.request(asked.prompts[index]), path=COMPLETIONS)
+            async with contextlib.aclosing(chunks):  # type: ignore[type-var]  # it is a generator
+                async for chunk in chunks:
+                    for made in answer.take(chunk):
+                        await take(made)
+            answer.check_complete()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index, answer in enumerate(answers):
+                group.create_task(follow(index, answer))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return _sum([answer.usage for answer in answers])
+
+
+class _Again:
+    """A `Caller` with an id of its own: requests in flight must differ in theirs."""
+
+    def __init__(self, caller: Caller) -> None:
+        self.door = caller.door
+        self.request = replace(caller.request, request_id=new_request_id())
+
+
+def _sum(usages: list[dict[str, Any]]) -> dict[str, Any]:
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    summed = {**usages[0], **{name: sum(one.get(name) or 0 for one in usages) for name in names}}
+    details = [one.get("prompt_tokens_details") for one in usages]
+    if all(details):
+        cached = sum((one or {}).get("cached_tokens") or 0 for one in details)
+        summed["prompt_tokens_details"] = {**(details[0] or {}), "cached_tokens": cached}
+    return summed
