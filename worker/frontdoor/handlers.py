@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from worker.frontdoor import service
 from worker.frontdoor.exchange import Handler
 
-HANDLERS: Mapping[tuple[str, str], Handler] = {}
+HANDLERS: Mapping[tuple[str, str], Handler] = {
+    ("GET", "/version"): service.version,
+    ("GET", "/ping"): service.ping,
+    ("POST", "/ping"): service.ping,
+    ("POST", "/tokenize"): service.tokenize,
+    ("POST", "/detokenize"): service.detokenize,
+}
 """Each row of `ROUTES` that a handler answers has one per method; a test compares the two."""

@@ -26,6 +26,7 @@ class AdmittedRequest:
         label: Label of its client, for the workers.
         request_id: Value of ``x-request-id`` in its answer.
         has_key: Whether the label is that of an API key.
+        is_preflight: Whether a browser asks what a page of another origin may send.
     """
 
     head: Head
@@ -34,6 +35,7 @@ class AdmittedRequest:
     label: bytes
     request_id: bytes
     has_key: bool = False
+    is_preflight: bool = False
 
     @property
     def has_version_1_1(self) -> bool:
@@ -140,7 +142,9 @@ class RequestIntake:
         path = head.target.partition(b"?")[0].decode("latin-1")
         self.error_form = self._door.error_form(path)
         route, label = self._door.admit(head, path, self.peer)
-        self._request = AdmittedRequest(head, path, route, label, self.request_id, self._door.needs_keys)
+        self._request = AdmittedRequest(
+            head, path, route, label, self.request_id, self._door.needs_keys, self._door.cors.is_preflight(head)
+        )
         if head.num_bytes > self._door.max_body:
             raise Refused(413, f"the body has more than {self._door.max_body} bytes")
         head.check_connection_options()
