@@ -19,13 +19,14 @@ from worker.frontdoor.choices import Choices
 from worker.frontdoor.deadline import WaitingProtocol
 from worker.frontdoor.error_forms import error_body
 from worker.frontdoor.errors import Refused
-from worker.frontdoor.exchange import Exchange
+from worker.frontdoor.exchange import Exchange, Handler
 from worker.frontdoor.forwarding import ForwardedRequest
-from worker.frontdoor.handlers import HANDLERS
+from worker.frontdoor.handlers import HANDLERS, TRANSLATORS
 from worker.frontdoor.http import INTERIM, Document, answer
 from worker.frontdoor.request_intake import AdmittedRequest, RequestIntake
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.server import FrontDoor
+from worker.frontdoor.translated import Translated
 
 logger = logging.getLogger(__name__)
 
@@ -168,20 +169,31 @@ class ClientConnection(WaitingProtocol):
             self._answer = summary = self._door.summary(self, request.route.path, self.written)
             summary.ask()
         elif by == "handler":
-            self._answer = exchange = Exchange(self, self._door, request, body)
-            self._intake.free_body()
-            exchange.run(HANDLERS[request.head.method.decode(), request.route.path])
+            self._hand_over(request, body, HANDLERS[request.head.method.decode(), request.route.path])
         elif by == "checked" and len(body) > AT_ONCE:
             self._rewriting = self._loop.create_task(self._rewrite_aside(request, body))
         else:
-            rewritten = (body,) if by == "frontend" else self._door.rewrite(request.path, body, request.head)
-            self._ask(request, rewritten)
+            try:
+                rewritten = (body,) if by == "frontend" else self._door.rewrite(request.path, body, request.head)
+            except Translated:
+                self._hand_over(request, body, TRANSLATORS[request.route.path])
+            else:
+                self._ask(request, rewritten)
+
+    def _hand_over(self, request: AdmittedRequest, body: bytes, handler: Handler) -> None:
+        self._answer = exchange = Exchange(self, self._door, request, body)
+        self._intake.free_body()
+        exchange.run(handler)
 
     async def _rewrite_aside(self, request: AdmittedRequest, body: bytes) -> None:
         rewrite = partial(self._door.rewrite, request.path, body, request.head)
         rewritten: tuple[bytes, ...] | Refused
         try:
             rewritten = await self._door.rewriting.aside(rewrite)
+        except Translated:
+            self._rewriting = None
+            self._hand_over(request, body, TRANSLATORS[request.route.path])
+            return
         except Refused as refused:
             rewritten = refused
         except Exception:  # the request's boundary

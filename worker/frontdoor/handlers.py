@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from worker.frontdoor import service
+from worker.frontdoor.completions import answer_chat, answer_completion
 from worker.frontdoor.exchange import Handler
+from worker.frontdoor.fields import CHAT, COMPLETIONS
 
 HANDLERS: Mapping[tuple[str, str], Handler] = {
     ("GET", "/version"): service.version,
@@ -15,3 +17,6 @@ HANDLERS: Mapping[tuple[str, str], Handler] = {
     ("POST", "/detokenize"): service.detokenize,
 }
 """Each row of `ROUTES` that a handler answers has one per method; a test compares the two."""
+
+TRANSLATORS: Mapping[str, Handler] = {CHAT: answer_chat, COMPLETIONS: answer_completion}
+"""Handlers of the requests that are forwarded otherwise, and not with some fields: `is_translated`."""

@@ -19,11 +19,12 @@ from worker.frontdoor.error_forms import ErrorForm
 from worker.frontdoor.http import Document
 from worker.frontdoor.options import Options
 from worker.frontdoor.request_reader import Head
-from worker.frontdoor.requests import rewritten, rewritten_fields
+from worker.frontdoor.requests import parsed, rewritten_fields
 from worker.frontdoor.rewriting import Rewriting
 from worker.frontdoor.routes import CATALOGUE, OPENAPI, Route, Routes, openapi
 from worker.frontdoor.summaries import Source, Summary, health, metrics
 from worker.frontdoor.texts import Texts
+from worker.frontdoor.translated import Translated, is_translated
 from worker.frontdoor.upstreams import Upstreams
 
 logger = logging.getLogger(__name__)
@@ -110,25 +111,28 @@ class FrontDoor:
         return self.routes.check(route, method, path), label_of(key, peer)
 
     def rewrite(self, path: str, body: bytes, head: Head) -> tuple[bytes, ...]:
-        """The bodies to send on for a chat or completion; see `rewritten`."""
-        return rewritten(
-            path,
-            body,
-            head.headers,
-            self._catalog,
-            self.options.calls,
-            carries_guides=self.options.carries_guides,
-            max_bytes=self.max_body,
-        )
+        """The bodies to send on for a chat or completion; see `rewritten_fields`.
 
-    def rewrite_fields(self, path: str, fields: dict[str, Any], head: Head) -> tuple[bytes, ...]:
-        """As `rewrite`, of fields that have been parsed; they are changed. Raises `Refused`."""
+        Raises:
+            Refused: as that.
+            Translated: it is not sent on as it is.
+        """
+        fields = parsed(body)
+        if is_translated(path, fields):
+            raise Translated
+        return self.rewrite_fields(path, fields, head, body)
+
+    def rewrite_fields(
+        self, path: str, fields: dict[str, Any], head: Head, body: bytes | None = None
+    ) -> tuple[bytes, ...]:
+        """The same of fields that have been parsed; see `rewritten_fields`."""
         return rewritten_fields(
             path,
             fields,
             head.headers,
             self._catalog,
             self.options.calls,
+            body,
             carries_guides=self.options.carries_guides,
             max_bytes=self.max_body,
         )

@@ -6,7 +6,6 @@ is the form in which a completion says it; `prompt_answer` makes the answer to o
 frontend's chunks; `handler` asks for all prompts, and for chats with log probabilities of theirs.
 """
 
-from worker.frontdoor.completions.asked import is_translated
 from worker.frontdoor.completions.handler import answer_chat, answer_completion, whole_completion
 
-__all__ = ["answer_chat", "answer_completion", "is_translated", "whole_completion"]
+__all__ = ["answer_chat", "answer_completion", "whole_completion"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from worker.frontdoor import field_checks
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.field_checks import Body, printable
-from worker.frontdoor.fields import CHAT, COMPLETIONS
+from worker.frontdoor.translated import is_zero
 from worker.sampling import MAX_LOGPROBS
 
 MAX_COMPLETION_LOGPROBS = 5
@@ -21,16 +20,6 @@ MAX_PROMPTS = 1024
 Prompt = str | list[int]
 
 _READ_HERE = ("prompt", "echo", "prompt_logprobs", "stream", "stream_options")
-
-
-def is_translated(path: str, fields: Mapping[str, Any]) -> bool:
-    """Whether a request needs a handler: Dynamo's frontend answers it in another form, or not."""
-    if path == CHAT:
-        return fields.get("prompt_logprobs") is not None
-    if path != COMPLETIONS:
-        return False
-    asks = any(fields.get(name) is not None for name in ("logprobs", "prompt_logprobs"))
-    return asks or bool(fields.get("echo")) or _is_zero(fields.get("max_tokens"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +68,7 @@ class Asked:
             echo=echo,
             logprobs=logprobs,
             prompt_logprobs=_count("prompt_logprobs", fields, MAX_LOGPROBS),
-            is_scored_only=bool(prompts) and _is_zero(fields.get("max_tokens")),
+            is_scored_only=bool(prompts) and is_zero(fields.get("max_tokens")),
             num_choices=n if type(n) is int else 1,
             is_streamed=is_streamed,
             has_usage=_usage(fields, is_streamed),
@@ -112,10 +101,6 @@ def _with_engine_data(nvext: Any) -> Any:
     if not isinstance(extra, list | None) or (extra and "engine_data" in extra):
         return nvext
     return {**(nvext or {}), "extra_fields": [*(extra or ()), "engine_data"]}
-
-
-def _is_zero(value: Any) -> bool:
-    return type(value) is int and value == 0
 
 
 def _flag(name: str, fields: Body) -> bool:
