@@ -151,6 +151,8 @@ class TokenDelta:
             any.
         failure: The processor that failed, where that is why the choice failed.
         kv: Handle of the leased KV, JSON data; on the last delta of a request with `KeepKv`.
+        end_logprobs: As an entry of `logprobs`, of the end token that is not among `token_ids`; None
+            where the engine reports none.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -167,6 +169,7 @@ class TokenDelta:
     receipt: Receipt | None = None
     failure: ProcessorFailed | None = None
     kv: dict[str, Any] | None = None
+    end_logprobs: list[TokenLogprob] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -178,6 +181,7 @@ class TokenDelta:
         del self.token_ids[count:]
         if self.logprobs is not None:
             del self.logprobs[count:]
+        self.end_logprobs = None
         self.finish_reason, self.stop_reason, self.error = "stop", None, None
 
     def prepend(self, earlier: TokenDelta) -> None:

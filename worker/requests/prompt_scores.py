@@ -1,8 +1,11 @@
-"""The log probabilities of a prompt as JSON data for ``engine_data``, in vLLM's shape."""
+"""Log probabilities that a frontend has no place for as JSON data for ``engine_data``: those of a
+prompt, and of the end token that an answer does not show. In vLLM's shape.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from adapters.vocabulary import Vocabulary, byte_index
@@ -13,6 +16,9 @@ PROMPT_LOGPROBS = "prompt_logprobs"
 
 PROMPT_TOKENS = "prompt_tokens"
 """Key of the prompt's tokens in ``engine_data``: a frontend says how many there are, not which."""
+
+END_TOKEN = "end_token"
+"""Key of the end token of an answer in ``engine_data``: ``token_id`` and ``logprobs``."""
 
 LEAST_LOGPROB = -9999.0
 """Log probability for minus infinity, as vLLM and TensorRT-LLM say it: JSON has none."""
@@ -41,24 +47,34 @@ def scores_json(
         positions: One entry per token: the token itself, then the top-n; None for the first token.
         text: Texts of tokens, None if there are none.
     """
-    named: dict[int, dict[str, Any]] = {}
-
-    def name(token_id: int) -> dict[str, Any]:
-        if token_id not in named:
-            named[token_id] = {} if text is None else _shown(text(token_id))
-        return named[token_id]
-
+    name = _naming(text)
     return {
-        PROMPT_LOGPROBS: [
-            None
-            if entries is None
-            else {
-                str(one.token_id): {"logprob": max(one.logprob, LEAST_LOGPROB), "rank": one.rank, **name(one.token_id)}
-                for one in entries
-            }
-            for entries in positions
-        ],
+        PROMPT_LOGPROBS: [None if entries is None else _position(entries, name) for entries in positions],
         PROMPT_TOKENS: [{"token_id": token_id, **name(token_id)} for token_id in prompt],
+    }
+
+
+def end_json(entries: Sequence[TokenLogprob], text: TokenText | None) -> dict[str, Any]:
+    """The end token that an answer does not show.
+
+    Args:
+        entries: The token itself, then the top-n.
+        text: Texts of tokens, None if there are none.
+    """
+    name, token_id = _naming(text), entries[0].token_id
+    return {END_TOKEN: {"token_id": token_id, **name(token_id), "logprobs": _position(entries, name)}}
+
+
+def _naming(text: TokenText | None) -> Callable[[int], dict[str, Any]]:
+    if text is None:
+        return lambda token_id: {}
+    return cache(lambda token_id: _shown(text(token_id)))
+
+
+def _position(entries: Sequence[TokenLogprob], name: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    return {
+        str(one.token_id): {"logprob": max(one.logprob, LEAST_LOGPROB), "rank": one.rank, **name(one.token_id)}
+        for one in entries
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from worker.engines import TokenDelta, TokenLogprob
 from worker.errors import RequestFailed
-from worker.requests.prompt_scores import TokenText, scores_json
+from worker.requests.prompt_scores import TokenText, end_json, scores_json
 from worker.requests.receipts import CHANNEL, RequestReceipt
 from worker.requests.request import GenerationRequest
 
@@ -63,15 +63,9 @@ class ResponseBuilder:
         chunk: dict[str, Any] = {"token_ids": delta.token_ids[:shown], "index": delta.index}
         if self._logprobs is not None and delta.logprobs is not None:
             _add_logprobs(chunk, delta.logprobs[:shown], self._logprobs)
-        if delta.prompt_logprobs is not None:
-            chunk["engine_data"] = scores_json(self._prompt, delta.prompt_logprobs, self._token_text)
-            if self._receipt is not None:
-                self._scores = chunk["engine_data"]
-        if delta.engine_data is not None:
-            # of an answer that is not streamed the frontend keeps the last chunk's data alone
-            kept = self._scores if delta.finish_reason is not None else chunk.get("engine_data", {})
-            own = self._engine_data(delta.engine_data, ends=delta.finish_reason is not None)
-            chunk["engine_data"] = {**kept, **own}
+        data = self._data(delta, shown)
+        if data:
+            chunk["engine_data"] = data
         if delta.finish_reason is not None:
             chunk["finish_reason"] = delta.finish_reason
             chunk["completion_usage"] = self.usage()
@@ -85,6 +79,22 @@ class ResponseBuilder:
             "total_tokens": self.num_prompt_tokens + self.num_generated_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+
+    def _data(self, delta: TokenDelta, shown: int) -> dict[str, Any]:
+        """The chunk's data for the client beside tokens, empty if there are none."""
+        data: dict[str, Any] = {}
+        ends = delta.finish_reason is not None
+        if delta.prompt_logprobs is not None:
+            data = self._scores = scores_json(self._prompt, delta.prompt_logprobs, self._token_text)
+        hidden = (delta.logprobs or [])[shown:]
+        end = hidden[0] if hidden else delta.end_logprobs
+        if ends and end is not None and self._logprobs is not None:
+            data = {**data, **end_json(end, self._token_text)}
+        if delta.engine_data is not None:
+            data = {**data, **self._engine_data(delta.engine_data, ends=ends)}
+        if ends and data:  # of an answer that is not streamed the frontend keeps the last chunk's data alone
+            data = {**self._scores, **data}
+        return data
 
     def _engine_data(self, data: dict[str, object], *, ends: bool) -> dict[str, object]:
         """The engine's data, with what the worker has to say in the receipt."""

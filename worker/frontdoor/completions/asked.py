@@ -91,6 +91,7 @@ class Asked:
         count = self.num_alternatives(prompt)
         if count is not None:
             made["prompt_logprobs"] = count
+        if count is not None or self.logprobs is not None:
             made["nvext"] = _with_engine_data(made.get("nvext"))
         return made
 

@@ -12,7 +12,7 @@ from worker.frontdoor.chat_stream import AnswerFailed, Caller, assembled, chat
 from worker.frontdoor.completions.asked import Asked
 from worker.frontdoor.completions.openai_logprobs import extend
 from worker.frontdoor.completions.prompt_answer import Chunk, PromptAnswer, no_scores
-from worker.frontdoor.completions.prompt_scores import PromptScores
+from worker.frontdoor.completions.prompt_scores import WorkerData
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import Exchange, encoded
 from worker.frontdoor.fields import COMPLETIONS
@@ -74,7 +74,7 @@ async def _with_scores(chunks: AsyncIterator[Chunk], count: int) -> AsyncIterato
     """The chunks of a chat, one of them with ``prompt_logprobs`` in vLLM's form."""
     is_scored = False
     async for chunk in chunks:
-        scores = PromptScores.taken_from(chunk)
+        scores = WorkerData.taken_from(chunk).scores
         if scores is not None and not is_scored:
             chunk["prompt_logprobs"], is_scored = scores.in_vllm_form(count), True
         yield chunk

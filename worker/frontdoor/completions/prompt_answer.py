@@ -8,7 +8,7 @@ from typing import Any
 
 from worker.frontdoor.completions.asked import Asked
 from worker.frontdoor.completions.openai_logprobs import empty_logprobs, extend, of_answer
-from worker.frontdoor.completions.prompt_scores import PromptScores
+from worker.frontdoor.completions.prompt_scores import EndToken, PromptScores, WorkerData
 from worker.frontdoor.errors import Refused
 
 Chunk = dict[str, Any]
@@ -21,12 +21,14 @@ class _Choice:
     Attributes:
         scores: What the worker says of its prompt, None until it has.
         waiting: Its chunks until then.
+        end: The end token that is not shown, once it has come.
         length: Characters of its text so far.
         has_begun: Whether its first chunk has been made.
     """
 
     scores: PromptScores | None = None
     waiting: list[Chunk] = field(default_factory=list)
+    end: EndToken | None = None
     length: int = 0
     has_begun: bool = False
 
@@ -52,13 +54,14 @@ class PromptAnswer:
 
     def take(self, chunk: Chunk) -> Iterator[Chunk]:
         """The client's chunks for the next one of the frontend, which is changed."""
-        scores = PromptScores.taken_from(chunk)
+        found = WorkerData.taken_from(chunk)
         if chunk.get("usage"):
             self.usage = self._own_usage(chunk["usage"])
             chunk["usage"] = None
         for choice in chunk.get("choices") or ():
             state = self._choices.setdefault(choice["index"], _Choice())
-            state.scores = state.scores or scores
+            state.scores = state.scores or found.scores
+            state.end = state.end or found.end
             state.waiting.append({**chunk, "choices": [choice]})
             if state.scores is not None or not self._is_scored:
                 ready, state.waiting = state.waiting, []
@@ -81,7 +84,7 @@ class PromptAnswer:
         asked, found = self._asked, choice.get("logprobs")
         text: str = choice.get("text") or ""
         if asked.is_scored_only:
-            text, found = "", None
+            text, found, state.end = "", None, None
             choice["finish_reason"] = "length" if choice.get("finish_reason") else None
         choice["index"] += self._index * asked.num_choices
         choice["text"], logprobs = "", empty_logprobs()
@@ -92,6 +95,8 @@ class PromptAnswer:
             extend(logprobs, of_answer(found, text, state.length))
         choice["text"] += text
         state.length += len(text)
+        if asked.logprobs is not None and choice.get("finish_reason") and state.end is not None:
+            extend(logprobs, state.end.in_openai_form(asked.logprobs, state.length))
         choice["logprobs"] = None if asked.logprobs is None else logprobs
 
     def _begin(self, choice: dict[str, Any], logprobs: dict[str, list[Any]], state: _Choice) -> None:
