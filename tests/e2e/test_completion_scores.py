@@ -236,10 +236,9 @@ def test_the_end_token_has_its_entry(door: Door, engine: Engine) -> None:
         tokens = [token for part in parts for token in part.logprobs.tokens]
         offsets = [offset for part in parts for offset in part.logprobs.text_offset]
         assert len(tokens) == len(offsets) == len(IDS) + 2
-        assert tokens[-1] == engine.tokenizer.eos_token
         assert offsets[-1] == len(text)
+        (end_id,) = [one for one in engine.info.eos_token_ids if engine.tokenizer.decode([one]) == tokens[-1]]
         end = parts[-1].logprobs
-        (row,) = engine.generate([[*IDS, 40, engine.info.eos_token_ids[0]]], SamplingParams(max_tokens=1, prompt_logprobs=2))
-        assert row.prompt_logprobs is not None
-        assert end.token_logprobs[-1] == row.prompt_logprobs[-1][0].logprob
-        assert set(end.top_logprobs[-1].values()) == {one.logprob for one in row.prompt_logprobs[-1]}
+        expected = scores(engine, [*IDS, 40, end_id], 2)[-1]
+        assert end.token_logprobs[-1] == expected[0].logprob
+        assert set(end.top_logprobs[-1].values()) == {one.logprob for one in expected}
