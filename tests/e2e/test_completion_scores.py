@@ -13,7 +13,7 @@ from typing import Any
 
 import openai
 import pytest
-from e2e_stack import MODEL, Stack, http, running_stack
+from e2e_stack import MODEL, http, running_stack
 from front_door_process import Door
 
 from worker.engines.embedded.offline import Engine
@@ -194,9 +194,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_mistake_is_named(door: Door, name: str, is_streamed: bool) -> None:
     fields, param = REFUSED[name]
     if name == "usage" and is_streamed:
-        fields, param = {"echo": True, "stream_options": {"continuous_usage_stats": True}}, (
-            "stream_options.continuous_usage_stats"
-        )
+        param = "stream_options.continuous_usage_stats"
+        fields = {"echo": True, "stream_options": {"continuous_usage_stats": True}}
     body = {"model": MODEL, "prompt": "a", "max_tokens": 2, "stream": is_streamed, **fields}
     status, text = http(f"{door.url}/v1/completions", body)
     assert (status, json.loads(text)["error"]["param"]) == (400, param)
@@ -226,9 +225,8 @@ def test_the_end_token_has_its_entry(door: Door, engine: Engine) -> None:
     forced = {"logits_processors": [{"name": "forced_sequence", "args": {"token_ids": [40]}}]}
     for is_streamed in (False, True):
         with door.client() as client:
-            answer = client.completions.create(
-                model=MODEL, prompt=IDS, echo=True, logprobs=2, max_tokens=9, stream=is_streamed, extra_body=forced
-            )
+            asked: Any = {"model": MODEL, "prompt": IDS, "echo": True, "logprobs": 2, "stream": is_streamed}
+            answer: Any = client.completions.create(**asked, max_tokens=9, extra_body=forced)
             parts = [chunk.choices[0] for chunk in answer] if is_streamed else [answer.choices[0]]
         text = "".join(part.text for part in parts)
         assert parts[-1].finish_reason == "stop"

@@ -48,7 +48,7 @@ def one_after_another(engine: Engine, prompt: list[int], top: int) -> Scores:
     (result,) = engine.generate([prompt[:1]], params, processors=[forced], speculation=False)
     assert result.token_ids == prompt[1:]
     assert result.logprobs is not None
-    return [None, *result.logprobs]  # type: ignore[list-item]  # not in the simple format
+    return [None, *result.logprobs]
 
 
 @settings(max_examples=examples(20))
@@ -97,7 +97,7 @@ async def test_equal_however_the_prompt_is_computed(served: Any, expected: Score
     assert scores_of(await answer(engine, scored())) == expected
     again, *beside = await asyncio.gather(
         answer(engine, scored(number="again")),
-        answer(engine, scored(PROMPT[:90] + [7, 8], "half")),
+        answer(engine, scored([*PROMPT[:90], 7, 8], "half")),
         answer(engine, EngineRequest("plain", PROMPT[20:60], SamplingParams(max_tokens=30, ignore_eos=True))),
     )
     assert scores_of(again) == expected

@@ -143,16 +143,16 @@ class TokenDelta:
         num_preemptions: Preemptions of the request so far, None where the engine reports none.
         queue_times: Times at which the request left the waiting queue, None while it has not, and
             where the engine reports none.
-        prompt_logprobs: Log probabilities per token of the prompt, of the token itself and then of the
-            top-n, None for the first token; on the delta of the first token alone, and only if they
-            were asked for.
+        prompt_logprobs: Log probabilities per token of the prompt, of the token itself and then of
+            the top-n, None for the first token; on the delta of the first token alone, and only if
+            they were asked for.
         engine_data: Cumulative extra data for the response (the receipt), or None.
         receipt: Record of the request's logits processors; on the last delta of a request that has
             any.
         failure: The processor that failed, where that is why the choice failed.
         kv: Handle of the leased KV, JSON data; on the last delta of a request with `KeepKv`.
-        end_logprobs: As an entry of `logprobs`, of the end token that is not among `token_ids`; None
-            where the engine reports none.
+        end_logprobs: As an entry of `logprobs`, of the end token that is not among `token_ids`;
+            None where the engine reports none.
     """
 
     token_ids: list[int] = field(default_factory=list)

@@ -115,7 +115,7 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         "logprobs",
         _BOTH,
         "honoured",
-        "Log probabilities of the answer; of a completion with echo those of the prompt too, with up to 5 alternatives.",
+        "Log probabilities of the answer, of a completion with echo of the prompt too, with up to 5 alternatives.",
     ),
     _row(
         "top_logprobs",

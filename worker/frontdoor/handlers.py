@@ -19,4 +19,4 @@ HANDLERS: Mapping[tuple[str, str], Handler] = {
 """Each row of `ROUTES` that a handler answers has one per method; a test compares the two."""
 
 TRANSLATORS: Mapping[str, Handler] = {CHAT: answer_chat, COMPLETIONS: answer_completion}
-"""Handlers of the requests that are forwarded otherwise, and not with some fields: `is_translated`."""
+"""Handlers of the requests for which `is_translated` says so; all others are forwarded."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from worker.frontdoor.chat_stream import AnswerFailed, Caller, assembled, chat
 from worker.frontdoor.completions.asked import Asked
@@ -15,7 +15,7 @@ from worker.frontdoor.completions.prompt_answer import Chunk, PromptAnswer, no_s
 from worker.frontdoor.completions.prompt_scores import WorkerData
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import Exchange, encoded
-from worker.frontdoor.fields import COMPLETIONS
+from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.request_ids import new_request_id
 
 AT_ONCE = 32
@@ -56,7 +56,7 @@ async def whole_completion(caller: Caller, fields: dict[str, Any]) -> dict[str, 
 async def answer_chat(exchange: Exchange) -> None:
     """``POST /v1/chat/completions`` with ``prompt_logprobs``."""
     asked = Asked.chat(exchange.fields())
-    chunks = _with_scores(chat(exchange, asked.request()), asked.prompt_logprobs or 0)
+    chunks = _with_scores(_asked(exchange, asked.request(), CHAT), asked.prompt_logprobs or 0)
     if asked.is_streamed:
         async with _events(exchange) as send, contextlib.aclosing(chunks):
             async for chunk in chunks:
@@ -70,14 +70,20 @@ async def answer_chat(exchange: Exchange) -> None:
     await exchange.answer(200, assembled(whole))
 
 
-async def _with_scores(chunks: AsyncIterator[Chunk], count: int) -> AsyncIterator[Chunk]:
+def _asked(caller: Caller, fields: dict[str, Any], path: str) -> AsyncGenerator[Chunk, None]:
+    """See `chat`, whose chunks are to be closed."""
+    return cast("AsyncGenerator[Chunk, None]", chat(caller, fields, path=path))
+
+
+async def _with_scores(chunks: AsyncGenerator[Chunk, None], count: int) -> AsyncGenerator[Chunk, None]:
     """The chunks of a chat, one of them with ``prompt_logprobs`` in vLLM's form."""
     is_scored = False
-    async for chunk in chunks:
-        scores = WorkerData.taken_from(chunk).scores
-        if scores is not None and not is_scored:
-            chunk["prompt_logprobs"], is_scored = scores.in_vllm_form(count), True
-        yield chunk
+    async with contextlib.aclosing(chunks):
+        async for chunk in chunks:
+            scores = WorkerData.taken_from(chunk).scores
+            if scores is not None and not is_scored:
+                chunk["prompt_logprobs"], is_scored = scores.in_vllm_form(count), True
+            yield chunk
     if not is_scored:
         raise AnswerFailed(no_scores())
 
@@ -95,21 +101,26 @@ async def _events(exchange: Exchange) -> AsyncIterator[Take]:
             same.update({name: value for name, value in chunk.items() if name not in ("choices", "usage", "nvext")})
             same.pop("prompt_logprobs", None)
             await exchange.begin_events()
-        await exchange.send(b"data: " + encoded({**same, **chunk, "id": same["id"], "created": same["created"]}) + b"\n\n")
+        first = {name: same[name] for name in ("id", "created") if name in same}
+        await exchange.send(_event(same | chunk | first))
 
     try:
         yield send
     except AnswerFailed as failed:
         if not exchange.has_begun:
             raise failed.refused from None
-        await exchange.send(b"data: " + encoded(failed.refused.content()) + b"\n\n")
+        await exchange.send(_event(failed.refused.content()))
     except Refused as refused:
         if not exchange.has_begun:
             raise
-        await exchange.send(b"data: " + encoded(refused.content()) + b"\n\n")
+        await exchange.send(_event(refused.content()))
     else:
         await exchange.send(b"data: [DONE]\n\n")
     await exchange.end()
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + encoded(content) + b"\n\n"
 
 
 async def _whole(caller: Caller, asked: Asked) -> dict[str, Any]:
@@ -160,8 +171,8 @@ async def _each_chunk(caller: Caller, asked: Asked, take: Take) -> dict[str, Any
     async def follow(index: int, answer: PromptAnswer) -> None:
         async with limit:
             own = caller if index == 0 else _Again(caller)
-            chunks = chat(own, asked.request(asked.prompts[index]), path=COMPLETIONS)
-            async with contextlib.aclosing(chunks):  # type: ignore[type-var]  # it is a generator
+            chunks = _asked(own, asked.request(asked.prompts[index]), COMPLETIONS)
+            async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     for made in answer.take(chunk):
                         await take(made)
