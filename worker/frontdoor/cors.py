@@ -15,7 +15,7 @@ _MAX_AGE_S = 600
 
 
 class Cors:
-    """What is said to pages.
+    """Header lines that tell browsers which pages may read answers.
 
     Args:
         origins: Origins whose pages may read answers, in lower case; ``*`` for all.

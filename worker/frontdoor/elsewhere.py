@@ -120,7 +120,7 @@ ELSEWHERE: dict[str, str] = {
 
 
 def instead_of(path: str) -> str | None:
-    """What takes the place of a path, or of one below it; None if nobody is known to serve it."""
+    """Replacement for a path, or for one below it; None if nobody is known to serve it."""
     while path.count("/") > 1 and path not in ELSEWHERE:
         path = path.rpartition("/")[0]
     return ELSEWHERE.get(path)

@@ -55,8 +55,8 @@ class Exchange:
         body: Bytes of its body.
 
     Attributes:
-        door: As above.
-        request: As above.
+        door: State that all connections share.
+        request: The admitted request.
         head: Request line and headers.
         path: Target without the query.
         names: Values of the placeholders in the path of the route, as ``{"id": "resp_1"}``.

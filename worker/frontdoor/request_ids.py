@@ -32,16 +32,18 @@ def request_id_of(head: Head) -> bytes:
     return given if _ID.fullmatch(given) else new_request_id()
 
 
-def id_lines(head: Head, request_id: bytes, key_label: bytes) -> bytes:
+def id_lines(head: Head, request_id: bytes, key_label: bytes, choice: int = 0) -> bytes:
     """The header lines with the ids of a request to a frontend, each with its CRLF.
 
     Args:
         head: Head of the client's request.
         request_id: See `request_id_of`.
         key_label: Label of the client's API key; empty where there are no keys.
+        choice: Number of the choice that the request is for; the first has the id that the client
+            chose for the workers.
     """
     lines = b"%b: %b\r\n" % (REQUEST_ID, request_id)
-    own = head.headers.get(DYNAMO_ID)
+    own = head.headers.get(DYNAMO_ID) if choice == 0 else None
     if own is not None and key_label:
         own = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{key_label.decode()} {own.decode('latin-1')}")).encode()
     return lines if own is None else lines + b"%b: %b\r\n" % (DYNAMO_ID, own)

@@ -47,12 +47,12 @@ class AdmittedRequest:
         has_body = bool(body) or b"content-length" in self.head.headers
         close = is_last or not self.has_version_1_1
         num_bytes = len(body) if has_body else None
-        return self.head.sent_on(num_bytes, close=close, without=ID_HEADERS, added=self._added(with_ids=True)) + body
+        return self.head.sent_on(num_bytes, close=close, without=ID_HEADERS, added=self._added()) + body
 
     def choices(self, bodies: Sequence[bytes]) -> list[bytes]:
         """The requests of several choices; the client's id is that of the first."""
         return [
-            self.head.sent_on(len(body), close=True, without=ID_HEADERS, added=self._added(with_ids=choice == 0)) + body
+            self.head.sent_on(len(body), close=True, without=ID_HEADERS, added=self._added(choice)) + body
             for choice, body in enumerate(bodies)
         ]
 
@@ -65,13 +65,13 @@ class AdmittedRequest:
         """
         head = self.head.translated(path.encode())
         return [
-            head.sent_on(len(body), close=True, without=ID_HEADERS, added=self._added(with_ids=choice == 0)) + body
+            head.sent_on(len(body), close=True, without=ID_HEADERS, added=self._added(choice)) + body
             for choice, body in enumerate(bodies)
         ]
 
-    def _added(self, *, with_ids: bool) -> bytes:
+    def _added(self, choice: int = 0) -> bytes:
         label = b"%b: %b\r\n" % (CLIENT_HEADER, self.label)
-        return label + id_lines(self.head, self.request_id, self.label * self.has_key) if with_ids else label
+        return label + id_lines(self.head, self.request_id, self.label * self.has_key, choice)
 
 
 class RequestIntake:

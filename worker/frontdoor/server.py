@@ -125,7 +125,7 @@ class FrontDoor:
     def rewrite_fields(
         self, path: str, fields: dict[str, Any], head: Head, body: bytes | None = None
     ) -> tuple[bytes, ...]:
-        """The same of fields that have been parsed; see `rewritten_fields`."""
+        """Bodies of `rewrite`, made of parsed fields, which are changed. Raises `Refused`."""
         return rewritten_fields(
             path,
             fields,

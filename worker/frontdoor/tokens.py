@@ -21,7 +21,7 @@ async def prompt_tokens(caller: Caller, fields: dict[str, Any], path: str = CHAT
     """The token ids of the prompt of a chat or completion.
 
     Args:
-        caller: On whose behalf the frontend is asked.
+        caller: Requester on whose behalf the frontend is asked.
         fields: The request as a client would write it; it is not answered.
         path: `CHAT` or `COMPLETIONS`.
 
