@@ -151,8 +151,8 @@ class TokenDelta:
             any.
         failure: The processor that failed, where that is why the choice failed.
         kv: Handle of the leased KV, JSON data; on the last delta of a request with `KeepKv`.
-        end_logprobs: As an entry of `logprobs`, of the end token that is not among `token_ids`;
-            None where the engine reports none.
+        end_logprobs: Log probabilities of the end token that is not among `token_ids`, as an entry
+            of `logprobs`; None where the engine reports none.
     """
 
     token_ids: list[int] = field(default_factory=list)

@@ -40,7 +40,7 @@ async def whole_completion(caller: Caller, fields: dict[str, Any]) -> dict[str, 
     """The whole answer to a completion, with all fields that the endpoint honours.
 
     Args:
-        caller: On whose behalf a frontend is asked.
+        caller: Request on whose behalf a frontend is asked.
         fields: The request as a client writes it; its ``stream`` does not matter.
 
     Returns:

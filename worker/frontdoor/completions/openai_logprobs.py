@@ -29,8 +29,8 @@ def by_text(token: str, logprob: float | None, alternatives: Alternatives) -> di
 
     Args:
         token: Text of the token that is there.
-        logprob: Its log probability.
-        alternatives: Of the likeliest tokens, which it may be among.
+        logprob: Log probability of it.
+        alternatives: Likeliest tokens, which it may be among.
     """
     found: dict[str, float | None] = {token: logprob}
     for text, value in alternatives:
@@ -40,7 +40,7 @@ def by_text(token: str, logprob: float | None, alternatives: Alternatives) -> di
 
 
 def text_offsets(tokens: Iterable[bytes], start: int, end: int, lead: int = 0) -> list[int]:
-    """Where each token begins in the text, in characters.
+    """Offset of each token in the text, in characters.
 
     A token that is part of a character begins where that does.
 
@@ -60,12 +60,12 @@ def text_offsets(tokens: Iterable[bytes], start: int, end: int, lead: int = 0) -
 
 
 def of_answer(found: Mapping[str, Any], text: str, start: int) -> dict[str, list[Any]]:
-    """Those of a frontend's chunk, whose alternatives are a list per token.
+    """Log probabilities of a frontend's chunk, whose alternatives are a list per token.
 
     Args:
         found: ``logprobs`` of the chunk's choice.
         text: Text of the chunk.
-        start: Its offset in the answer.
+        start: Offset of that in the answer.
     """
     tokens = [str(token) for token in found.get("tokens") or ()]
     rounded = found.get("token_logprobs") or [None] * len(tokens)

@@ -19,8 +19,8 @@ class _Choice:
     """State of one choice.
 
     Attributes:
-        scores: What the worker says of its prompt, None until it has.
-        waiting: Its chunks until then.
+        scores: Log probabilities of its prompt, None until they have come.
+        waiting: Chunks of it until then.
         end: The end token that is not shown, once it has come.
         length: Characters of its text so far.
         has_begun: Whether its first chunk has been made.

@@ -14,7 +14,7 @@ Entry = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class WorkerData:
-    """What is taken out of the worker's data in a chunk.
+    """Part of the worker's data in a chunk that is for the front door.
 
     Attributes:
         scores: Log probabilities of the prompt, None if they are in another chunk.
