@@ -89,7 +89,7 @@ def test_forms_of_a_prompt(prompt: list[int], sent: int, count: int) -> None:
             assert shown is None
             continue
         assert shown is not None
-        assert list(shown)[0] == str(token)
+        assert next(iter(shown)) == str(token)
         assert set(shown) == {str(token), *map(str, likeliest)}
         assert shown[str(token)] == {
             "logprob": -1.0 - token,

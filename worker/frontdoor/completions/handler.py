@@ -16,7 +16,6 @@ from worker.frontdoor.completions.prompt_scores import WorkerData
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import Exchange, encoded
 from worker.frontdoor.fields import CHAT, COMPLETIONS
-from worker.frontdoor.request_ids import new_request_id
 
 AT_ONCE = 32
 """Prompts of one request that are with the frontends at a time."""
@@ -170,7 +169,7 @@ async def _each_chunk(caller: Caller, asked: Asked, take: Take) -> dict[str, Any
 
     async def follow(index: int, answer: PromptAnswer) -> None:
         async with limit:
-            own = caller if index == 0 else _Again(caller)
+            own = _Part(caller, index * asked.num_choices)
             chunks = _asked(own, asked.request(asked.prompts[index]), COMPLETIONS)
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
@@ -187,12 +186,12 @@ async def _each_chunk(caller: Caller, asked: Asked, take: Take) -> dict[str, Any
     return _sum([answer.usage for answer in answers])
 
 
-class _Again:
-    """A `Caller` with an id of its own: requests in flight must differ in theirs."""
+class _Part:
+    """A `Caller` for some of the choices: the id that a client chose for the workers is the first's."""
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: Caller, num_before: int) -> None:
         self.door = caller.door
-        self.request = replace(caller.request, request_id=new_request_id())
+        self.request = replace(caller.request, num_before=num_before)
 
 
 def _sum(usages: list[dict[str, Any]]) -> dict[str, Any]:

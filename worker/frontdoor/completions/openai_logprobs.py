@@ -60,7 +60,7 @@ def text_offsets(tokens: Iterable[bytes], start: int, end: int, lead: int = 0) -
 
 
 def of_answer(found: Mapping[str, Any], text: str, start: int) -> dict[str, list[Any]]:
-    """Log probabilities of a frontend's chunk, whose alternatives are a list per token.
+    """Log probabilities of a frontend's chunk, whose alternatives are a list per token, or a map.
 
     Args:
         found: ``logprobs`` of the chunk's choice.
@@ -72,7 +72,7 @@ def of_answer(found: Mapping[str, Any], text: str, start: int) -> dict[str, list
     tops = found.get("top_logprobs") or [[]] * len(tokens)
     logprobs, alternatives = [], []
     for token, value, top in zip(tokens, rounded, tops, strict=True):
-        others = [(str(one["token"]), float(one["logprob"])) for one in top or ()]
+        others = _alternatives(top or ())
         exact = _exact(token, value, others)
         logprobs.append(exact)
         alternatives.append(by_text(token, exact, others))
@@ -82,6 +82,13 @@ def of_answer(found: Mapping[str, Any], text: str, start: int) -> dict[str, list
         "top_logprobs": alternatives,
         "text_offset": text_offsets(map(str.encode, tokens), start, start + len(text)),
     }
+
+
+def _alternatives(top: Any) -> list[tuple[str, float]]:
+    """Alternatives as 1.4.2 sends them, a list, and as 1.6.1 does, a map of their texts."""
+    if isinstance(top, Mapping):
+        return [(str(text), float(logprob)) for text, logprob in top.items()]
+    return [(str(one["token"]), float(one["logprob"])) for one in top]
 
 
 def _exact(token: str, value: float | None, others: Sequence[tuple[str, float]]) -> float | None:
