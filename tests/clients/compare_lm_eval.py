@@ -1,7 +1,7 @@
 """lm-evaluation-harness's ``local-completions`` beside its own ``hf`` model, on the same weights.
 
-``compare_lm_eval.py URL MODEL CHECKPOINT`` prints a JSON object: the largest difference of a log
-probability, how many were compared, and how many of the greedy flags, metrics and texts agree.
+``compare_lm_eval.py URL MODEL CHECKPOINT`` prints a JSON object: pairs of log likelihoods, greedy
+flags, texts and metrics, the served one first.
 """
 
 from __future__ import annotations
@@ -41,8 +41,19 @@ def responses(found: dict[str, Any], task: str) -> list[Any]:
     return [response for sample in samples for each in sample["resps"] for response in each]
 
 
+def number(found: Any) -> float:
+    """A log likelihood, which some models return in a tuple."""
+    return float(found[0] if isinstance(found, list | tuple) else found)
+
+
+def metrics(found: dict[str, Any], task: str) -> dict[str, float]:
+    """The metrics of a task that are numbers."""
+    return {name: value for name, value in found["results"][task].items() if isinstance(value, float)}
+
+
 def main() -> None:
     url, model, checkpoint = sys.argv[1:]
+    os.environ.update(HF_HUB_OFFLINE="1", OPENAI_API_KEY="unused")
     os.chdir(HERE)  # the tasks name their files
     common = {"tokenizer": checkpoint}
     served = evaluated(
@@ -58,18 +69,13 @@ def main() -> None:
         },
     )
     local = evaluated("hf", {**common, "pretrained": checkpoint, "dtype": "float32", "max_length": 1024})
-    pairs = list(zip(responses(served, "dlw_choice"), responses(local, "dlw_choice"), strict=True))
-    sums = list(zip(responses(served, "dlw_perplexity"), responses(local, "dlw_perplexity"), strict=True))
-    texts = list(zip(responses(served, "dlw_generate"), responses(local, "dlw_generate"), strict=True))
-    logprobs = [(float(one[0]), float(other[0])) for one, other in pairs]
-    metrics = {task: [found["results"][task] for found in (served, local)] for task in TASKS}
+    pairs = {task: list(zip(responses(served, task), responses(local, task), strict=True)) for task in TASKS}
     report = {
-        "compared": len(logprobs),
-        "largest_difference": max(abs(one - other) for one, other in logprobs),
-        "greedy_equal": sum(bool(one[1]) == bool(other[1]) for one, other in pairs),
-        "rolling": [[float(value[0] if isinstance(value, list | tuple) else value) for value in pair] for pair in sums],
-        "texts": texts,
-        "metrics": metrics,
+        "choices": [[float(found[0]) for found in pair] for pair in pairs["dlw_choice"]],
+        "greedy": [[bool(found[1]) for found in pair] for pair in pairs["dlw_choice"]],
+        "texts_scored": [[number(found) for found in pair] for pair in pairs["dlw_perplexity"]],
+        "texts_generated": pairs["dlw_generate"],
+        "metrics": {task: [metrics(found, task) for found in (served, local)] for task in TASKS},
     }
     json.dump(report, sys.stdout, default=str)
 

@@ -187,7 +187,7 @@ async def _each_chunk(caller: Caller, asked: Asked, take: Take) -> dict[str, Any
 
 
 class _Part:
-    """A `Caller` for some of the choices: the id that a client chose for the workers is the first's."""
+    """A `Caller` for some of the choices; the first has the id that its client chose."""
 
     def __init__(self, caller: Caller, num_before: int) -> None:
         self.door = caller.door
