@@ -27,6 +27,7 @@ class AdmittedRequest:
         request_id: Value of ``x-request-id`` in its answer.
         has_key: Whether the label is that of an API key.
         is_preflight: Whether a browser asks what a page of another origin may send.
+        num_before: Choices of the same answer that others are asked for on its behalf.
     """
 
     head: Head
@@ -36,6 +37,7 @@ class AdmittedRequest:
     request_id: bytes
     has_key: bool = False
     is_preflight: bool = False
+    num_before: int = 0
 
     @property
     def has_version_1_1(self) -> bool:
@@ -71,7 +73,7 @@ class AdmittedRequest:
 
     def _added(self, choice: int = 0) -> bytes:
         label = b"%b: %b\r\n" % (CLIENT_HEADER, self.label)
-        return label + id_lines(self.head, self.request_id, self.label * self.has_key, choice)
+        return label + id_lines(self.head, self.request_id, self.label * self.has_key, self.num_before + choice)
 
 
 class RequestIntake:

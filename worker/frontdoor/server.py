@@ -26,6 +26,7 @@ from worker.frontdoor.routes import CATALOGUE, OPENAPI, Route, Routes, openapi
 from worker.frontdoor.summaries import Source, Summary, health, metrics
 from worker.frontdoor.texts import Texts
 from worker.frontdoor.tool_reading import needs_chunks
+from worker.frontdoor.translated import is_translated
 from worker.frontdoor.upstreams import Upstreams
 
 logger = logging.getLogger(__name__)
@@ -112,10 +113,12 @@ class FrontDoor:
         return self.routes.check(route, method, path), label_of(key, peer)
 
     def rewrite(self, path: str, body: bytes, head: Head) -> tuple[bytes, ...] | dict[str, Any]:
-        """The bodies to send on for a chat or completion, or the fields of one whose answer is made
-        of chunks. Raises `Refused`.
+        """The bodies to send on for a chat or completion, or the fields of one that a handler of
+        `TRANSLATORS` answers. Raises `Refused`.
         """
         fields = parsed(body)
+        if is_translated(path, fields):
+            return fields
         if path == CHAT and needs_chunks(fields, self.options.calls, parses=self.options.frontend_misreads):
             return fields
         return self._rewritten(path, fields, head, body)

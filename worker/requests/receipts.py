@@ -36,7 +36,7 @@ OPTIONS_OF_BITS = (
 a KV page.
 """
 
-_UNRECORDED = frozenset({"logits_processor", "pad_id", "best_of", "detokenize"})
+_UNRECORDED = frozenset({"logits_processor", "pad_id", "best_of", "detokenize", "prompt_logprobs"})
 """Fields of `SamplingParams` that are recorded as processors, or change no token here."""
 
 
