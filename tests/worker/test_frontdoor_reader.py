@@ -243,9 +243,16 @@ async def test_connection_takes_nothing_from_what_is_behind(header: str) -> None
 async def test_a_connection_takes_a_request_byte_by_byte() -> None:
     """However many pieces a body comes in, the frontend gets the same."""
     body = json.dumps({**json.loads(CHAT_BODY), "user": "a" * 10_000}).encode()
-    in_chunks = CHUNKED + chunked(body[:5000]) + chunked(body[5000:]) + b"0\r\n\r\n"
+    in_chunks = CHUNKED.replace(b"/v1/completions", b"/v1/chat/completions")
+    in_chunks = in_chunks.replace(b"\r\n", b"\r\nX-Request-Id: same\r\n", 1)
+    in_chunks += chunked(body[:5000]) + chunked(body[5000:]) + b"0\r\n\r\n"
     async with house(say_ok) as at:
-        for data in (post(body, close=False), in_chunks.replace(b"/v1/completions", b"/v1/chat/completions")):
+        for data in (
+            post(body, "X-Request-Id: same", close=False),
+            in_chunks.replace(b"/v1/completions", b"/v1/chat/completions").replace(
+                b"\r\n", b"\r\nX-Request-Id: same\r\n", 1
+            ),
+        ):
             for step in (len(data), 1):
                 reader, writer = await at.connect()
                 while not at.door.connections:

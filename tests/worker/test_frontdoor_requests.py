@@ -50,7 +50,7 @@ def refusal(
     with pytest.raises(Refused) as caught:
         sent(path, headers, calls, **fields)
     assert caught.value.status == 400
-    assert json.loads(caught.value.body())["error"]["param"] == caught.value.param
+    assert caught.value.content()["error"]["param"] == caught.value.param
     return caught.value
 
 

@@ -239,10 +239,10 @@ HEALTH = {
 
 async def test_health_does_not_say_where_the_workers_are() -> None:
     async with house(answers("200 OK", HEALTH)) as at:
-        head, _, body = (await at.ask(get("/health"))).partition(b"\r\n\r\n")
+        head, _, body = (await at.ask(get("/health", "X-Request-Id: a"))).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 ")
         assert json.loads(body) == {"status": "healthy", "instances": 2}
-        same, _, nothing = (await at.ask(get("/health", method="HEAD"))).partition(b"\r\n\r\n")
+        same, _, nothing = (await at.ask(get("/health", "X-Request-Id: a", method="HEAD"))).partition(b"\r\n\r\n")
         assert (same, nothing) == (head, b"")
     for script in (
         answers("503 Service Unavailable", {"status": "unhealthy", "message": "10.1.2.3"}),

@@ -14,12 +14,15 @@ class ChoiceMerge:
 
     Args:
         num_choices: Number of requests.
+
+    Attributes:
+        usage_chunk: The last chunk of a stream, behind those of all choices, if there is one.
     """
 
     def __init__(self, num_choices: int) -> None:
         self._num_choices = num_choices
         self._usages: dict[int, Mapping[str, Any]] = {}
-        self._usage_chunk: dict[str, Any] | None = None  # the event behind all choices
+        self.usage_chunk: dict[str, Any] | None = None
         self._same: dict[str, Any] = {}  # id and time, those of the chunk that came first
         self._done: set[int] = set()
 
@@ -32,9 +35,21 @@ class ChoiceMerge:
             merged += kept and kept + b"\n\n"
         return merged
 
+    def chunk(self, index: int, chunk: dict[str, Any]) -> dict[str, Any] | None:
+        """A chunk of one choice as one of all, None if it waits for the end of all: `usage_chunk`.
+
+        Raises:
+            KeyError, TypeError, AttributeError: it is not in OpenAI's form.
+        """
+        self._adapt(index, chunk)
+        if chunk.get("choices") == [] and chunk.get("usage"):
+            self.usage_chunk = chunk
+            return None
+        return chunk
+
     def end(self) -> bytes:
         """The last events of a stream, once all choices have ended."""
-        usage = b"" if self._usage_chunk is None else b"data: " + _encoded(self._usage_chunk) + b"\n\n"
+        usage = b"" if self.usage_chunk is None else b"data: " + _encoded(self.usage_chunk) + b"\n\n"
         return usage + (_DONE + b"\n\n" if len(self._done) == self._num_choices else b"")
 
     def whole(self, answers: Sequence[bytes]) -> bytes:
@@ -66,11 +81,8 @@ class ChoiceMerge:
             chunk = json.loads(line[6:])
         except ValueError:
             return line
-        self._adapt(index, chunk)
-        if chunk.get("choices") == [] and chunk.get("usage"):
-            self._usage_chunk = chunk
-            return None
-        return b"data: " + _encoded(chunk)
+        merged = self.chunk(index, chunk)
+        return None if merged is None else b"data: " + _encoded(merged)
 
     def _adapt(self, index: int, chunk: dict[str, Any]) -> None:
         """Make a chunk, or an answer, of one choice that of all."""

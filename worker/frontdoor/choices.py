@@ -13,7 +13,7 @@ from worker.frontdoor.answering import Asker
 from worker.frontdoor.answers import ParsedAnswer
 from worker.frontdoor.choice_merge import ChoiceMerge
 from worker.frontdoor.choice_requests import ChoiceRequests
-from worker.frontdoor.http import COMMENT, HOP_BY_HOP, INTERIM
+from worker.frontdoor.http import COMMENT, HOP_BY_HOP, INTERIM, chunk
 from worker.frontdoor.upstreams import Upstreams
 
 MAX_ANSWER = 64 * 2**20
@@ -35,7 +35,7 @@ class Choices:
     def __init__(self, client: Asker, requests: Sequence[bytes], *, chunked: bool) -> None:
         self._client = client
         self._chunked = chunked
-        self._framed = _chunk if chunked else _unframed
+        self._framed = chunk if chunked else _unframed
         self._requests = ChoiceRequests(self, requests, self._unreachable)
         self._merge = ChoiceMerge(len(requests))
         self._first: ParsedAnswer | None = None
@@ -141,11 +141,6 @@ class Choices:
             self.failed(answer, "an answer is not in OpenAI's form")
             return None
         return _whole(200, answers[0].headers, merged)
-
-
-def _chunk(data: bytes) -> bytes:
-    """A chunk of a body; nothing for no data, since an empty chunk would end the body."""
-    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
 
 
 def _unframed(data: bytes) -> bytes:

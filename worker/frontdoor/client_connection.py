@@ -17,8 +17,11 @@ from worker.frontdoor.absence_probe import AbsenceProbe
 from worker.frontdoor.answering import Answer
 from worker.frontdoor.choices import Choices
 from worker.frontdoor.deadline import WaitingProtocol
+from worker.frontdoor.error_forms import error_body
 from worker.frontdoor.errors import Refused
+from worker.frontdoor.exchange import Exchange
 from worker.frontdoor.forwarding import ForwardedRequest
+from worker.frontdoor.handlers import HANDLERS
 from worker.frontdoor.http import INTERIM, Document, answer
 from worker.frontdoor.request_intake import AdmittedRequest, RequestIntake
 from worker.frontdoor.rewriting import AT_ONCE
@@ -154,12 +157,16 @@ class ClientConnection(WaitingProtocol):
             self._probe.start(self._try_client)
         by = request.route.by
         if by == "document":
-            self.received(self._written(200, self._door.documents[request.path]))
+            self.received(self.written(200, self._door.documents[request.path]))
             self.answered(closes=False)
         elif by in ("health", "metrics"):
             self._intake.free_body()
-            self._answer = summary = self._door.summary(self, request.route.path, self._written)
+            self._answer = summary = self._door.summary(self, request.route.path, self.written)
             summary.ask()
+        elif by == "handler":
+            self._answer = exchange = Exchange(self, self._door, request, body)
+            self._intake.free_body()
+            exchange.run(HANDLERS[request.head.method.decode(), request.route.path])
         elif by == "checked" and len(body) > AT_ONCE:
             self._rewriting = self._loop.create_task(self._rewrite_aside(request, body))
         else:
@@ -167,9 +174,12 @@ class ClientConnection(WaitingProtocol):
             self._ask(request, rewritten)
 
     async def _rewrite_aside(self, request: AdmittedRequest, body: bytes) -> None:
+        rewrite = partial(self._door.rewrite, request.path, body, request.head)
+        rewritten: tuple[bytes, ...] | Refused
         try:
-            rewrite = partial(self._door.rewrite, request.path, body, request.head)
             rewritten = await self._door.rewriting.aside(rewrite)
+        except Refused as refused:
+            rewritten = refused
         except Exception:  # the request's boundary
             rewritten = _internal_error()
         self._rewriting = None
@@ -190,7 +200,11 @@ class ClientConnection(WaitingProtocol):
             self._answer = choices = Choices(self, request.choices(bodies), chunked=request.has_version_1_1)
             choices.ask(upstreams)
 
-    def _written(self, status: int, document: Document, *, keep_alive: bool | None = None) -> bytes:
+    def own_headers(self) -> bytes:
+        """Header lines that every answer of the front door's own has, each with its CRLF."""
+        return b"x-request-id: %b\r\n" % self._intake.request_id
+
+    def written(self, status: int, document: Document, *, keep_alive: bool | None = None) -> bytes:
         """An answer of the front door's own."""
         return answer(
             status,
@@ -198,7 +212,7 @@ class ClientConnection(WaitingProtocol):
             keep_alive=self._keep_alive if keep_alive is None else keep_alive,
             head_only=self._intake.head is not None and self._intake.head.method == b"HEAD",
             content_type=document.content_type,
-            headers=document.headers,
+            headers=document.headers + self.own_headers(),
         )
 
     def received(self, data: bytes) -> None:
@@ -243,14 +257,20 @@ class ClientConnection(WaitingProtocol):
         else:
             self._expect(self._door.options.idle_timeout_s)
 
+    def refused(self, refused: Refused) -> None:
+        """Answer with an error; nothing of the answer has been sent."""
+        self._answer = None
+        self._refuse(refused)
+
     def _refuse(self, refused: Refused) -> None:
         """Answer with an error; the connection is kept if the request has been read to its end."""
         if self._transport is None:
             return
         logger.info("refused: %d %s", refused.status, refused.message)
         keep_alive = self._answering and self._keep_alive and not self._door.draining
-        document = Document(b"application/json", refused.body(), refused.headers)
-        self.received(self._written(refused.status, document, keep_alive=keep_alive))
+        body = error_body(refused, self._intake.error_form, self._intake.request_id.decode())
+        document = Document(b"application/json", body, refused.headers)
+        self.received(self.written(refused.status, document, keep_alive=keep_alive))
         if self._answering:
             self.answered(closes=False)
         elif self._is_half_closed:

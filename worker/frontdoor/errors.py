@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 INVALID = "invalid_request_error"
@@ -38,10 +37,9 @@ class Refused(Exception):
         self.code = code
         self.headers = headers
 
-    def body(self) -> bytes:
-        """The answer's JSON."""
-        error: dict[str, Any] = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return json.dumps({"error": error}, separators=(",", ":")).encode()
+    def content(self) -> dict[str, Any]:
+        """The answer's JSON object, in OpenAI's form."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 class FieldRefused(Refused):

@@ -78,6 +78,27 @@ def answer(
     return head if head_only else head + body
 
 
+def chunk(data: bytes) -> bytes:
+    """A chunk of a body; nothing for no data, since an empty chunk would end the body."""
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+
+
+def stream_head(content_type: bytes, headers: bytes, *, chunked: bool) -> bytes:
+    """The head of an answer of unknown length.
+
+    Args:
+        content_type: Value of that header.
+        headers: Further header lines, each with its CRLF.
+        chunked: Whether the body comes in chunks; else it ends with the connection.
+    """
+    framing = b"transfer-encoding: chunked" if chunked else b"connection: close"
+    return b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncache-control: no-cache\r\n%b%b\r\n\r\n" % (
+        content_type,
+        headers,
+        framing,
+    )
+
+
 class AnswerEnd:
     """Finder of an answer's end in its bytes, which stay unchanged.
 

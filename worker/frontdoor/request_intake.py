@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from worker.frontdoor.bodies import Body
+from worker.frontdoor.error_forms import ErrorForm
 from worker.frontdoor.errors import FieldRefused, Refused
-from worker.frontdoor.request_reader import CLIENT_HEADER, NO_HEADERS, Head, RequestReader
+from worker.frontdoor.request_ids import ID_HEADERS, id_lines, new_request_id, request_id_of
+from worker.frontdoor.request_reader import CLIENT_HEADER, Head, RequestReader
 from worker.frontdoor.requests import METADATA_HEADER
 from worker.frontdoor.routes import Route
 from worker.frontdoor.server import FrontDoor
-
-ID_HEADERS = frozenset((b"x-dynamo-request-id", b"x-request-id"))
-"""Headers in which a client may choose the id of its request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +24,14 @@ class AdmittedRequest:
         path: The target without its query.
         route: Row of the table of routes.
         label: Label of its client, for the workers.
+        request_id: Value of ``x-request-id`` in its answer.
     """
 
     head: Head
     path: str
     route: Route
     label: bytes
+    request_id: bytes
 
     @property
     def has_version_1_1(self) -> bool:
@@ -41,18 +42,32 @@ class AdmittedRequest:
         """The request to a frontend; ``is_last``: its connection ends with the answer."""
         has_body = bool(body) or b"content-length" in self.head.headers
         close = is_last or not self.has_version_1_1
-        return self.head.sent_on(len(body) if has_body else None, close=close, added=self._label_line()) + body
+        num_bytes = len(body) if has_body else None
+        return self.head.sent_on(num_bytes, close=close, without=ID_HEADERS, added=self._added(with_ids=True)) + body
 
     def choices(self, bodies: Sequence[bytes]) -> list[bytes]:
         """The requests of several choices; the client's id is that of the first."""
-        ids = (NO_HEADERS, *(ID_HEADERS for _ in bodies[1:]))
         return [
-            self.head.sent_on(len(body), close=True, without=without, added=self._label_line()) + body
-            for body, without in zip(bodies, ids, strict=True)
+            self.head.sent_on(len(body), close=True, without=ID_HEADERS, added=self._added(with_ids=choice == 0)) + body
+            for choice, body in enumerate(bodies)
         ]
 
-    def _label_line(self) -> bytes:
-        return b"%b: %b\r\n" % (CLIENT_HEADER, self.label)
+    def translated(self, path: str, bodies: Sequence[bytes]) -> list[bytes]:
+        """The requests of several choices for another path than the client's.
+
+        Args:
+            path: Path at the frontend.
+            bodies: Body of the request for each choice.
+        """
+        head = self.head.translated(path.encode())
+        return [
+            head.sent_on(len(body), close=True, without=ID_HEADERS, added=self._added(with_ids=choice == 0)) + body
+            for choice, body in enumerate(bodies)
+        ]
+
+    def _added(self, *, with_ids: bool) -> bytes:
+        label = b"%b: %b\r\n" % (CLIENT_HEADER, self.label)
+        return label + id_lines(self.head, self.request_id, self.label) if with_ids else label
 
 
 class RequestIntake:
@@ -64,6 +79,8 @@ class RequestIntake:
     Attributes:
         peer: Address of the client.
         head: Head of the request, once it has been read.
+        request_id: Value of ``x-request-id`` in its answer; a new one before the head.
+        error_form: Form of the bodies of errors, that of its path.
         has_begun: Whether bytes of the request have come.
     """
 
@@ -75,6 +92,8 @@ class RequestIntake:
         self._awaits_continue = False
         self.peer = b""
         self.head: Head | None = None
+        self.request_id = new_request_id()
+        self.error_form: ErrorForm = "openai"
         self.has_begun = False
 
     @property
@@ -113,12 +132,13 @@ class RequestIntake:
         return None
 
     def _begin(self, head: Head, too_slow: Callable[[Refused], None]) -> None:
-        self.head = head
+        self.head, self.request_id = head, request_id_of(head)
         if not head.target.startswith(b"/"):
             raise Refused(400, "the request's target must be a path")
         path = head.target.partition(b"?")[0].decode("latin-1")
+        self.error_form = self._door.error_form(path)
         route, label = self._door.admit(head, path, self.peer)
-        self._request = AdmittedRequest(head, path, route, label)
+        self._request = AdmittedRequest(head, path, route, label, self.request_id)
         if head.num_bytes > self._door.max_body:
             raise Refused(413, f"the body has more than {self._door.max_body} bytes")
         head.check_connection_options()
@@ -152,5 +172,6 @@ class RequestIntake:
         self.free_body()
         self._reader = RequestReader(self._door.max_body)
         self._request, self.head, self.has_begun = None, None, bool(data)
+        self.request_id = new_request_id()
         if data:
             self._reader.feed(data)

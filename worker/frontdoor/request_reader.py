@@ -38,6 +38,7 @@ out.
 _DROPPED = HOP_BY_HOP | {CLIENT_HEADER}
 _END_TO_END = frozenset((b"host", b"authorization", b"content-type", b"traceparent", b"tracestate", b"baggage"))
 _END_TO_END_PREFIXES = (b"x-dynamo-", b"x-tenant-", b"x-request-id")
+_OF_CONTENT = frozenset((b"content-type",))
 _BAD = "this is not HTTP/1.1 as it should be: "
 
 
@@ -97,6 +98,14 @@ class Head(NamedTuple):
                 name = option.decode("latin-1")
                 raise Refused(400, f"connection: {name} is no header of one connection", "connection")
 
+    def translated(self, target: bytes) -> Head:
+        """The head of a request with a JSON body that is made of this one, for another target: it
+        has the headers of this one that have a meaning behind the front door.
+        """
+        kept = [(name, value) for name, value in self.lines if _is_kept(name.lower())]
+        lines = [*kept, (b"content-type", b"application/json")]
+        return Head(b"POST", target, b"1.1", lines, {name.lower(): value for name, value in lines})
+
     def sent_on(
         self, num_bytes: int | None, close: bool, without: frozenset[bytes] = NO_HEADERS, added: bytes = b""
     ) -> bytes:
@@ -119,6 +128,10 @@ class Head(NamedTuple):
             parts.append(b"connection: close")
         parts.append(added + b"\r\n")
         return b"\r\n".join(parts)
+
+
+def _is_kept(name: bytes) -> bool:
+    return (name in _END_TO_END and name not in _OF_CONTENT) or name.startswith(_END_TO_END_PREFIXES)
 
 
 def read_head(head: bytes) -> Head:

@@ -60,7 +60,47 @@ def rewritten(
         Refused: 400, naming the field, for what would be dropped or would fail behind; 413 beyond
             ``max_bytes``.
     """
-    fields = parsed(body)
+    return rewritten_fields(
+        path,
+        parsed(body),
+        headers,
+        catalog,
+        calls,
+        body,
+        carries_guides=carries_guides,
+        max_bytes=max_bytes,
+        record=record,
+    )
+
+
+def rewritten_fields(
+    path: str,
+    fields: Body,
+    headers: Mapping[bytes, bytes],
+    catalog: Catalog,
+    calls: CallFormat | None = None,
+    body: bytes | None = None,
+    *,
+    carries_guides: bool = False,
+    max_bytes: int | None = None,
+    record: type[SamplingParams] = SamplingParams,
+) -> tuple[bytes, ...]:
+    """As `rewritten`, of fields that have been parsed; they are changed.
+
+    Args:
+        path: A key of `TABLES`.
+        fields: The client's fields.
+        headers: See `rewritten`.
+        catalog: See `rewritten`.
+        calls: See `rewritten`.
+        body: Their encoding, which is sent on as it is if nothing is changed.
+        carries_guides: See `rewritten`.
+        max_bytes: See `rewritten`.
+        record: See `rewritten`.
+
+    Raises:
+        Refused: see `rewritten`.
+    """
     try:
         _check(path, tables(record)[path], fields)
         changed = _rewrite(
@@ -68,7 +108,7 @@ def rewritten(
         )
         changed |= "n" in fields
         num_choices = fields.pop("n", 1)
-        first = _encoded(fields) if changed else body
+        first = _encoded(fields) if changed or body is None else body
         if num_choices == 1:
             return (first,)
         if METADATA_HEADER in headers:

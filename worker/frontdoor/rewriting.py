@@ -10,13 +10,14 @@ import asyncio
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from worker.frontdoor.errors import Refused
 
 AT_ONCE = 32 * 1024
 """Bytes of the largest body that the event loop reads itself: about a millisecond at worst."""
 
-Rewritten = tuple[bytes, ...]
+T = TypeVar("T")
 
 
 class Rewriting:
@@ -26,17 +27,20 @@ class Rewriting:
         self._thread = ThreadPoolExecutor(1, "front-door-bodies")
         self._turn = asyncio.Lock()
 
-    async def aside(self, rewrite: Callable[[], Rewritten]) -> Rewritten | Refused:
-        """The result of ``rewrite``, or the refusal that it raises."""
+    async def aside(self, rewrite: Callable[[], T]) -> T:
+        """The result of ``rewrite``. Raises `Refused` as that does."""
         async with self._turn:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, _run, rewrite)
+            result = await asyncio.get_running_loop().run_in_executor(self._thread, _run, rewrite)
+        if isinstance(result, Refused):
+            raise result
+        return result
 
     def close(self) -> None:
         """End the thread: no more bodies come."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _run(rewrite: Callable[[], Rewritten]) -> Rewritten | Refused:
+def _run(rewrite: Callable[[], T]) -> T | Refused:
     # reading a million lists would set off a thousand collections, which hold the event loop up
     gc.disable()
     try:

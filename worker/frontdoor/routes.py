@@ -14,17 +14,19 @@ from typing import Any, Literal
 
 from adapters.catalog import Catalog
 from worker import __version__
+from worker.frontdoor.error_forms import ErrorForm
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.field_checks import printable
 from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES, UNCHECKED, ClientField
 
-By = Literal["checked", "frontend", "health", "metrics", "document"]
+By = Literal["checked", "frontend", "health", "metrics", "document", "handler"]
 
 CATALOGUE = "/v1/logits_processors"
 OPENAPI = "/openapi.json"
 _READ = ("GET", "HEAD")
 _NAME = r"(?!\.\.?(?:/|$))[A-Za-z0-9._~%:@+-]+"
 """A part of a model's name in a path; none that leads elsewhere."""
+_ID = r"[A-Za-z0-9_-]{1,128}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,12 @@ class Route:
         path: Path in OpenAPI's form: ``{model}`` stands for a model's name.
         methods: HTTP methods that it takes.
         by: ``checked``: the frontend, once every field is; ``frontend``: it alone; ``health`` and
-            ``metrics``: the frontend, and the answer is made anew; ``document``: the front door.
+            ``metrics``: the frontend, and the answer is made anew; ``document``: the front door;
+            ``handler``: a coroutine of `handlers`.
         summary: One sentence for the table of `docs/front-door.md`.
         needs_key: False for what a probe reads.
         pattern: Matches the path, if it stands for several.
+        errors: Form of the bodies of errors.
     """
 
     path: str
@@ -47,6 +51,18 @@ class Route:
     summary: str
     needs_key: bool = True
     pattern: re.Pattern[str] | None = None
+    errors: ErrorForm = "openai"
+
+    def names(self, path: str) -> Mapping[str, str]:
+        """The values that ``path`` has for the placeholders of the route's path."""
+        found = self.pattern.fullmatch(path) if self.pattern is not None else None
+        return {} if found is None else found.groupdict()
+
+
+def handled(path: str, methods: tuple[str, ...], summary: str, errors: ErrorForm = "openai") -> Route:
+    """The route of a path that a handler answers; ``{name}`` in it stands for an id."""
+    pattern = re.compile(re.sub(r"\{(\w+)\}", rf"(?P<\1>{_ID})", path)) if "{" in path else None
+    return Route(path, methods, "handler", summary, pattern=pattern, errors=errors)
 
 
 ROUTES: tuple[Route, ...] = (

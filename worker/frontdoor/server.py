@@ -7,17 +7,18 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Any, Protocol
 
 from adapters.catalog import Catalog
 from worker.frontdoor import playground
 from worker.frontdoor.answering import Asker
 from worker.frontdoor.bodies import Bodies
 from worker.frontdoor.clients import Hosts, Keys, label_of
+from worker.frontdoor.error_forms import ErrorForm
 from worker.frontdoor.http import Document
 from worker.frontdoor.options import Options
 from worker.frontdoor.request_reader import Head
-from worker.frontdoor.requests import rewritten
+from worker.frontdoor.requests import rewritten, rewritten_fields
 from worker.frontdoor.rewriting import Rewriting
 from worker.frontdoor.routes import CATALOGUE, OPENAPI, Route, Routes, openapi
 from worker.frontdoor.summaries import Source, Summary, health, metrics
@@ -72,6 +73,11 @@ class FrontDoor:
         """Bytes of the largest body."""
         return self.options.body_limit_mib * 2**20
 
+    def error_form(self, path: str) -> ErrorForm:
+        """Form of the errors of a path."""
+        route = self.routes.at(path)
+        return "openai" if route is None else route.errors
+
     def admit(self, head: Head, path: str, peer: bytes) -> tuple[Route, bytes]:
         """The route of a request, and the label of its client.
 
@@ -97,6 +103,18 @@ class FrontDoor:
         return rewritten(
             path,
             body,
+            head.headers,
+            self._catalog,
+            self.options.calls,
+            carries_guides=self.options.carries_guides,
+            max_bytes=self.max_body,
+        )
+
+    def rewrite_fields(self, path: str, fields: dict[str, Any], head: Head) -> tuple[bytes, ...]:
+        """As `rewrite`, of fields that have been parsed; they are changed. Raises `Refused`."""
+        return rewritten_fields(
+            path,
+            fields,
             head.headers,
             self._catalog,
             self.options.calls,

@@ -1,0 +1,242 @@
+"""Handlers of the front door: one request, one answer, whatever happens to either side."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from test_frontdoor_server import House, Script, chunked, error_of, get, house, post
+
+from worker.frontdoor import client_connection, routes
+from worker.frontdoor.chat_stream import AnswerFailed, ask, assembled, chat
+from worker.frontdoor.errors import FieldRefused, Refused
+from worker.frontdoor.exchange import Exchange, Handler, encoded
+from worker.frontdoor.routes import Routes, handled
+
+PATH = "/v1/things/{id}"
+FIELDS = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+WAIT_S = 100.0
+
+
+def chunk_of(text: str, **choice: Any) -> dict[str, Any]:
+    made = {"index": 0, "delta": {"role": "assistant", "content": text}, "finish_reason": None, **choice}
+    return {"id": "chatcmpl-1", "created": 1, "model": "m", "object": "chat.completion.chunk", "choices": [made]}
+
+
+CHUNKS = [
+    chunk_of("Hel"),
+    chunk_of("lo", finish_reason="stop"),
+    {**chunk_of(""), "choices": [], "usage": USAGE},
+]
+
+
+def event(content: Any) -> bytes:
+    return chunked(b"data: " + encoded(content) + b"\n\n")
+
+
+def says(*content: Any, end: bytes = b"0\r\n\r\n") -> Script:
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + b"".join(map(event, content)) + end)
+        await writer.drain()
+
+    return say
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    handler: Handler, monkeypatch: pytest.MonkeyPatch, *scripts: Script, errors: Any = "openai", **options: Any
+) -> AsyncIterator[House]:
+    """A front door in which ``handler`` answers `PATH`."""
+    row = handled(PATH, ("GET", "POST"), "Things.", errors)
+    monkeypatch.setattr(routes, "ROUTES", (*routes.ROUTES, row))
+    table = {(method, PATH): handler for method in row.methods}
+    monkeypatch.setattr(client_connection, "HANDLERS", table)
+    async with house(*scripts, **options) as at:
+        assert isinstance(at.door.routes, Routes)
+        yield at
+
+
+def thing(body: Any = FIELDS, *headers: str) -> bytes:
+    return post(encoded(body), *headers, path="/v1/things/a-1?b=%20c")
+
+
+async def test_a_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    async def handle(exchange: Exchange) -> None:
+        seen.append((exchange.names, exchange.query, exchange.fields(), exchange.request_id))
+        await exchange.answer(201, {"é": 1})
+
+    async with serving(handle, monkeypatch) as at:
+        head, _, body = (await at.ask(thing(FIELDS, "X-Request-Id: mine"))).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 201 Created\r\n")
+    assert b"x-request-id: mine" in head
+    assert json.loads(body) == {"é": 1}
+    assert seen == [({"id": "a-1"}, {"b": " c"}, FIELDS, "mine")]
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "param"),
+    [(thing([]), None), (post(b'{"a": 1, "a": 2}', path="/v1/things/b"), "a"), (get("/v1/things/a?b=1&b=2"), "b")],
+    ids=["list", "twice", "query"],
+)
+async def test_a_bad_request_is_refused(
+    request_bytes: bytes, param: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def handle(exchange: Exchange) -> None:
+        await exchange.answer(200, [exchange.query, exchange.fields()])
+
+    async with serving(handle, monkeypatch) as at:
+        status, error = error_of(await at.ask(request_bytes))
+    assert (status, error["param"]) == (400, param)
+
+
+async def test_errors_have_the_form_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def handle(exchange: Exchange) -> None:
+        raise FieldRefused("a", "is bad")
+
+    async with serving(handle, monkeypatch, errors="anthropic", keys=["k"]) as at:
+        _, _, body = (await at.ask(thing(FIELDS, "X-Request-Id: r", "Authorization: Bearer k"))).partition(b"\r\n\r\n")
+        status, error = error_of(await at.ask(thing()))
+    error_type = "invalid_request_error"
+    assert json.loads(body) == {
+        "type": "error",
+        "error": {"type": error_type, "message": "a: is bad"},
+        "request_id": "r",
+    }
+    assert (status, error["type"]) == (401, "authentication_error")
+
+
+async def fails(exchange: Exchange) -> None:
+    raise KeyError("secret")
+
+
+async def says_nothing(exchange: Exchange) -> None:
+    pass
+
+
+@pytest.mark.parametrize("handler", [fails, says_nothing])
+async def test_a_handler_that_fails_is_an_internal_error(handler: Handler, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(handler, monkeypatch) as at:
+        status, error = error_of(await at.ask(thing()))
+    assert (status, error["message"]) == (500, "internal error")
+
+
+async def stream_chat(exchange: Exchange) -> None:
+    """Answer with the chunks of a chat as events."""
+    chunks = chat(exchange, exchange.fields())
+    async for chunk in chunks:
+        if not exchange.has_begun:
+            await exchange.begin_events()
+        await exchange.send(b"data: " + encoded(chunk) + b"\n\n")
+    await exchange.end()
+
+
+async def test_chunks_of_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(stream_chat, monkeypatch, says(*CHUNKS)) as at:
+        answer = await at.ask(thing(FIELDS, "X-Api-Key: k", "traceparent: t", "Authorization: Bearer b"))
+        (request,) = at.frontends[0].requests
+    assert [json.loads(line[6:]) for line in answer.split(b"\n") if line.startswith(b"data: ")] == CHUNKS
+    head, _, body = request.partition(b"\r\n\r\n")
+    assert head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
+    assert b"traceparent: t" in head
+    assert b"X-Api-Key" not in head
+    assert json.loads(body) == {**FIELDS, "stream": True, "stream_options": {"include_usage": True}}
+
+
+async def test_chunks_make_the_whole_answer() -> None:
+    whole = assembled(CHUNKS)
+    assert whole["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hello"},
+            "finish_reason": "stop",
+            "logprobs": None,
+        }
+    ]
+    assert (whole["object"], whole["usage"], whole["id"]) == ("chat.completion", USAGE, "chatcmpl-1")
+
+
+async def test_a_refused_field_reaches_no_frontend(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(stream_chat, monkeypatch, says(*CHUNKS)) as at:
+        status, error = error_of(await at.ask(thing({**FIELDS, "top_k": "a", "x": 1})))
+        assert at.frontends[0].requests == []
+    assert (status, error["param"]) == (400, "x")
+
+
+async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    body = b'{"message": "messages: too long", "type": "Bad Request", "code": 400}'
+    writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+    await writer.drain()
+
+
+async def test_an_error_of_the_frontend_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(stream_chat, monkeypatch, refuse) as at:
+        status, error = error_of(await at.ask(thing()))
+    assert (status, error["param"], error["message"]) == (400, "messages", "messages: too long")
+
+
+async def test_a_message_that_streams_lose_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 1.4.2 does: streamed, an internal error; not streamed, the worker's message."""
+    bodies: list[Any] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        bodies.append(json.loads(at.frontends[0].requests[-1].partition(b"\r\n\r\n")[2]))
+        lost = {"error": {"message": "Internal server error", "type": "internal_server_error", "code": 500}}
+        await (says(lost) if bodies[-1]["stream"] else refuse)(reader, writer)
+
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    async with serving(stream_chat, monkeypatch, answer) as at:
+        status, error = error_of(await at.ask(thing({**FIELDS, "tools": tools})))
+    assert (status, error["param"]) == (400, "messages")
+    assert [body.get("tools") for body in bodies] == [tools, None]
+
+
+async def test_an_answer_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    caught: list[Refused] = []
+
+    async def handle(exchange: Exchange) -> None:
+        with pytest.raises(AnswerFailed) as failed:
+            async for _ in chat(exchange, exchange.fields()):
+                pass
+        caught.append(failed.value.refused)
+        raise failed.value.refused
+
+    async with serving(handle, monkeypatch, says(CHUNKS[0], end=b"")) as at:
+        status, _ = error_of(await at.ask(thing()))
+    assert (status, caught[0].status) == (502, 502)
+
+
+async def test_a_client_that_leaves_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + event(CHUNKS[0]))
+        assert await reader.read() == b""
+
+    async with serving(stream_chat, monkeypatch, say) as at:
+        reader, writer = await at.connect()
+        writer.write(thing())
+        await asyncio.wait_for(reader.readuntil(b"data: "), WAIT_S)
+        writer.close()
+        await asyncio.wait_for(at.frontends[0].gone.wait(), WAIT_S)
+
+
+async def test_annotations_of_the_frontend(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        annotation = b'event: token_ids\n: "[1,2]"\n\n'
+        writer.write(STREAM_HEAD + chunked(annotation) + event(CHUNKS[0]) + b"0\r\n\r\n")
+        await writer.drain()
+
+    async def handle(exchange: Exchange) -> None:
+        chunks = await ask(exchange, exchange.fields())
+        found = [chunk async for chunk in chunks]
+        await exchange.answer(200, [chunks.annotations, len(found)])
+
+    async with serving(handle, monkeypatch, say) as at:
+        answer = await at.ask(thing())
+    assert json.loads(answer.partition(b"\r\n\r\n")[2]) == [{"token_ids": "[1,2]"}, 1]

@@ -1,0 +1,184 @@
+"""The streamed answers of a frontend to the requests of all choices, as chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from worker.frontdoor.answers import ParsedAnswer
+from worker.frontdoor.choice_merge import ChoiceMerge
+from worker.frontdoor.choice_requests import ChoiceRequests
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.upstreams import Upstreams
+
+MAX_EVENT = 64 * 2**20
+"""Bytes of the largest event, and of the largest error."""
+
+MAX_AHEAD = 256
+"""Chunks that wait for their reader before the frontends are read no further."""
+
+_DATA = b"data:"
+
+
+class Chunks:
+    """Asynchronous iterator over the chunks of one answer of one or several choices.
+
+    A chunk has the form of OpenAI's ``chat.completion.chunk``, or of a streamed completion; the
+    last one has the usage, if it was asked for.
+
+    Args:
+        upstreams: The frontends.
+        requests: A request per choice, head and body, each for a stream.
+
+    Attributes:
+        annotations: Values of events that Dynamo's frontend sends before the chunks, by name.
+    """
+
+    def __init__(self, upstreams: Upstreams, requests: Sequence[bytes]) -> None:
+        self._requests = ChoiceRequests(self, requests, self._unreachable)
+        self._merge = ChoiceMerge(len(requests))
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._problem: Refused | None = None
+        self._is_complete = False
+        self._is_paused = False
+        self._news = asyncio.Event()
+        self.annotations: dict[str, Any] = {}
+        self._requests.ask(upstreams)
+
+    def __aiter__(self) -> Chunks:
+        return self
+
+    async def __anext__(self) -> dict[str, Any]:
+        """The next chunk.
+
+        Raises:
+            Refused: what the frontend answered instead, or did not: 502 and 503.
+        """
+        while not self._waiting:
+            if self._problem is not None:
+                raise self._problem
+            if self._is_complete:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        chunk = self._waiting.popleft()
+        if self._is_paused and len(self._waiting) < MAX_AHEAD // 2:
+            self._is_paused = False
+            self._requests.resume()
+        return chunk
+
+    def close(self) -> None:
+        """End the requests. Idempotent."""
+        self._requests.abort()
+
+    # A `Whole` of the choices' answers.
+
+    def headed(self, answer: ParsedAnswer) -> None:
+        """The head of an answer has come."""
+        answer.collects = answer.status != 200 or not answer.is_stream
+
+    def data(self, answer: ParsedAnswer, data: bytes) -> None:
+        """Bytes of an answer's body."""
+        if self._problem is not None:
+            return
+        answer.body += data
+        if not answer.collects:
+            *events, answer.body = answer.body.split(b"\n\n")
+            for event in events:
+                self._take(answer.index, event)
+        if len(answer.body) > MAX_EVENT:
+            self._fail(_bad_answer(f"an answer beyond {MAX_EVENT} bytes"))
+
+    def ended(self, answer: ParsedAnswer) -> None:
+        """An answer is complete."""
+        answer.ended = True
+        if self._problem is not None:
+            return
+        if answer.collects:
+            self._fail(error_of(answer.status, answer.body))
+            return
+        if answer.body.strip():
+            self._take(answer.index, answer.body)
+        if all(each.ended for each in self._requests.answers):
+            if self._merge.usage_chunk is not None:
+                self._waiting.append(self._merge.usage_chunk)
+            self._is_complete = True
+            self._news.set()
+
+    def failed(self, answer: ParsedAnswer, reason: str) -> None:
+        """A frontend has gone before the end of its answer."""
+        self._fail(_bad_answer(reason))
+
+    def _unreachable(self) -> None:
+        self._fail(Refused(503, "no frontend can be reached", kind="server_error"))
+
+    def _fail(self, problem: Refused) -> None:
+        if self._problem is None:
+            self._problem = problem
+            self._requests.abort()
+            self._news.set()
+
+    def _take(self, index: int, event: bytes) -> None:
+        """Take one event."""
+        lines = event.split(b"\n")
+        name = next((line[6:].strip().decode() for line in lines if line.startswith(b"event:")), "")
+        data = b"\n".join(line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA))
+        try:
+            if name and not data:
+                self._take_annotation(name, lines)
+            elif data and data != b"[DONE]":
+                self._take_chunk(index, json.loads(data))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            self._fail(_bad_answer("an event is not in OpenAI's form"))
+
+    def _take_annotation(self, name: str, lines: Sequence[bytes]) -> None:
+        """Dynamo writes an annotation's value as a comment with JSON, which may hold JSON."""
+        comment = b"\n".join(line[1:].strip() for line in lines if line.startswith(b":"))
+        value = json.loads(comment)
+        if name == "error":
+            self._fail(error_of(500, comment))
+        else:
+            self.annotations[name] = value
+            self._news.set()
+
+    def _take_chunk(self, index: int, chunk: dict[str, Any]) -> None:
+        if "error" in chunk and "choices" not in chunk:
+            self._fail(error_of(500, json.dumps(chunk).encode()))
+            return
+        merged = self._merge.chunk(index, chunk)
+        if merged is not None:
+            self._waiting.append(merged)
+            self._news.set()
+        if len(self._waiting) > MAX_AHEAD and not self._is_paused:
+            self._is_paused = True
+            self._requests.pause()
+
+
+def error_of(status: int, body: bytes) -> Refused:
+    """The error that a frontend answered with, in its form or in OpenAI's.
+
+    Args:
+        status: HTTP status, unless the body has another one as ``code``.
+        body: The answer's body.
+    """
+    try:
+        found = json.loads(body)
+        error = found.get("error", found)
+        message, code = error["message"], error.get("code")
+        kind, param = error.get("type"), error.get("param")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Refused(status if status >= 400 else 502, body.decode(errors="replace")[:1000] or "no answer")
+    status = code if isinstance(code, int) and 400 <= code < 600 else max(status, 400)
+    field, colon, _ = str(message).partition(": ")
+    if param is None and colon and " " not in field:
+        param = field
+    default = "invalid_request_error" if status < 500 else "server_error"
+    kind = kind if isinstance(kind, str) and "_" in kind else default
+    return Refused(status, str(message), param, kind=kind, code=code if isinstance(code, str) else None)
+
+
+def _bad_answer(reason: str) -> Refused:
+    return Refused(502, f"the frontend did not answer: {reason}", kind="server_error")

@@ -1,0 +1,204 @@
+"""One request of a client and its answer, for handlers that are coroutines.
+
+Ordinary chats and completions are forwarded byte for byte, by `ForwardedRequest`. What has to be
+translated, or is answered by the front door itself, has a handler: a coroutine that gets an
+`Exchange`, reads the request's fields, and writes one answer, whole or as a stream of events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cached_property, partial
+from typing import Any, Protocol
+from urllib.parse import parse_qsl
+
+from worker.frontdoor.answering import Asker
+from worker.frontdoor.errors import FieldRefused, Refused
+from worker.frontdoor.field_checks import printable
+from worker.frontdoor.http import COMMENT, INTERIM, Document, chunk, stream_head
+from worker.frontdoor.request_intake import AdmittedRequest
+from worker.frontdoor.request_reader import Head
+from worker.frontdoor.requests import parsed
+from worker.frontdoor.rewriting import AT_ONCE
+from worker.frontdoor.server import FrontDoor
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[["Exchange"], Awaitable[None]]
+
+_EVENTS = b"text/event-stream"
+
+
+class Client(Asker, Protocol):
+    """Connection of the client."""
+
+    def own_headers(self) -> bytes:
+        """Header lines that every answer has, each with its CRLF."""
+
+    def written(self, status: int, document: Document) -> bytes:
+        """Bytes of a whole answer."""
+
+    def refused(self, refused: Refused) -> None:
+        """Answer with an error; nothing of the answer has been sent."""
+
+
+class Exchange:
+    """One request, and the one answer to it; an `Answer` of the client's connection.
+
+    Args:
+        client: Connection of the client.
+        door: State that all connections share.
+        request: The admitted request.
+        body: Bytes of its body.
+
+    Attributes:
+        door: As above.
+        request: As above.
+        head: Request line and headers.
+        path: Target without the query.
+        names: Values of the placeholders in the path of the route, as ``{"id": "resp_1"}``.
+        owner: Label of the client: what one owner stores is invisible to others.
+        request_id: Value of ``x-request-id``, the client's own or a new one.
+        has_begun: Whether bytes of the answer have been written.
+    """
+
+    def __init__(self, client: Client, door: FrontDoor, request: AdmittedRequest, body: bytes) -> None:
+        self.door = door
+        self.head: Head = request.head
+        self.path = request.path
+        self.names: Mapping[str, str] = request.route.names(request.path)
+        self.owner = request.label.decode()
+        self.request_id = request.request_id.decode()
+        self.has_begun = False
+        self.body = body
+        self.request = request
+        self._client = client
+        self._is_chunked = request.has_version_1_1
+        self._is_event_stream = False
+        self._has_ended = False
+        self._may_send = asyncio.Event()
+        self._may_send.set()
+        self._task: asyncio.Task[None] | None = None
+
+    def run(self, handler: Handler) -> None:
+        """Begin to answer."""
+        self._task = asyncio.get_running_loop().create_task(self._run(handler))
+
+    async def _run(self, handler: Handler) -> None:
+        try:
+            if len(self.body) > AT_ONCE and not self._has_other_content:
+                self.__dict__["_fields"] = await self.door.rewriting.aside(partial(parsed, self.body))
+            await handler(self)
+            if not self._has_ended:
+                raise RuntimeError(f"the handler of {self.path} did not answer")
+        except Refused as refused:
+            self._fail(refused)
+        except Exception:  # the request's boundary
+            logger.exception("a request failed")
+            self._fail(Refused(500, "internal error", kind="server_error"))
+
+    def _fail(self, refused: Refused) -> None:
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if self.has_begun:
+            self._client.failed(True, refused.message)
+        else:
+            self._client.refused(refused)
+
+    @property
+    def _has_other_content(self) -> bool:
+        return not self.head.headers.get(b"content-type", b"application/json").startswith(b"application/json")
+
+    # The request.
+
+    @cached_property
+    def query(self) -> Mapping[str, str]:
+        """The parameters of the query, decoded.
+
+        Raises:
+            Refused: 400, one occurs twice.
+        """
+        text = self.head.target.partition(b"?")[2].decode("latin-1")
+        pairs = parse_qsl(text, keep_blank_values=True)
+        found = dict(pairs)
+        for name in found:
+            if sum(name == each for each, _ in pairs) > 1:
+                raise FieldRefused(printable(name), "occurs twice in the query")
+        return found
+
+    @cached_property
+    def _fields(self) -> dict[str, Any]:
+        return parsed(self.body)
+
+    def fields(self) -> dict[str, Any]:
+        """The body as a JSON object.
+
+        Raises:
+            Refused: 400, it is none, or one that two parsers may read in two ways.
+        """
+        return self._fields
+
+    # The answer.
+
+    async def answer(self, status: int, content: Any, *, content_type: bytes = b"application/json") -> None:
+        """Write a whole answer.
+
+        Args:
+            status: HTTP status.
+            content: Bytes, or what is encoded as JSON.
+            content_type: Value of that header.
+        """
+        body = content if isinstance(content, bytes) else encoded(content)
+        self.has_begun = self._has_ended = True
+        self._client.received(self._client.written(status, Document(content_type, body)))
+        self._client.answered(closes=False)
+
+    async def begin_events(self, content_type: bytes = _EVENTS) -> None:
+        """Write the head of an answer of unknown length, status 200."""
+        self.has_begun = True
+        self._is_event_stream = content_type == _EVENTS
+        self._client.received(stream_head(content_type, self._client.own_headers(), chunked=self._is_chunked))
+
+    async def send(self, data: bytes) -> None:
+        """Write bytes of the body, once the client keeps up."""
+        await self._may_send.wait()
+        self._client.received(chunk(data) if self._is_chunked else data)
+
+    async def end(self) -> None:
+        """End an answer of unknown length."""
+        self._has_ended = True
+        if self._is_chunked:
+            self._client.received(b"0\r\n\r\n")
+        self._client.answered(closes=not self._is_chunked)
+
+    # An `Answer` of the client's connection.
+
+    def pause(self) -> None:
+        """Write no more for now: the client does not keep up."""
+        self._may_send.clear()
+
+    def resume(self) -> None:
+        """Write again."""
+        self._may_send.set()
+
+    def abort(self) -> None:
+        """End the handler: the client has gone. Idempotent."""
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+
+    def filler(self) -> bytes | None:
+        """See `Answer.filler`."""
+        if not self.has_begun:
+            return INTERIM
+        if not self._is_event_stream:
+            return None
+        return chunk(COMMENT) if self._is_chunked else COMMENT
+
+
+def encoded(content: Any) -> bytes:
+    """JSON in UTF-8, without white space."""
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,10 @@
+"""The handlers of all paths that are answered by coroutines, by method and path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from worker.frontdoor.exchange import Handler
+
+HANDLERS: Mapping[tuple[str, str], Handler] = {}
+"""Each row of `ROUTES` that a handler answers has one per method; a test compares the two."""

@@ -1,0 +1,44 @@
+"""Ids of requests: a client's own or a new one, on every answer, and apart for each client.
+
+``x-request-id`` is what client and operator look an answer up by: each answer has it.
+``x-dynamo-request-id`` is the id under which workers keep a request's state, so that a client's
+choice gets its label in front: no client can name the request of another.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from worker.frontdoor.request_reader import Head
+
+REQUEST_ID = b"x-request-id"
+DYNAMO_ID = b"x-dynamo-request-id"
+ID_HEADERS = frozenset((DYNAMO_ID, REQUEST_ID))
+"""Headers in which a client may choose the id of its request."""
+
+_ID = re.compile(rb"[\x21-\x7e]{1,200}")
+
+
+def new_request_id() -> bytes:
+    """An id that no other request has."""
+    return uuid.uuid4().hex.encode()
+
+
+def request_id_of(head: Head) -> bytes:
+    """The client's ``x-request-id``, if it is up to 200 printable characters; else a new id."""
+    given = head.headers.get(REQUEST_ID, b"")
+    return given if _ID.fullmatch(given) else new_request_id()
+
+
+def id_lines(head: Head, request_id: bytes, label: bytes) -> bytes:
+    """The header lines with the ids of a request to a frontend, each with its CRLF.
+
+    Args:
+        head: Head of the client's request.
+        request_id: See `request_id_of`.
+        label: Label of the client.
+    """
+    lines = b"%b: %b\r\n" % (REQUEST_ID, request_id)
+    own = head.headers.get(DYNAMO_ID)
+    return lines if own is None else lines + b"%b: %b-%b\r\n" % (DYNAMO_ID, label, own)
