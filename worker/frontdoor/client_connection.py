@@ -164,7 +164,7 @@ class ClientConnection(WaitingProtocol):
             self._answer = summary = self._door.summary(self, request.route.path, self.written)
             summary.ask()
         elif by == "handler":
-            self._answer = exchange = Exchange(self, self._door, request, body)
+            self._answer = exchange = Exchange(self, self._door, request, body, self._intake.take_upload())
             self._intake.free_body()
             exchange.run(HANDLERS[request.head.method.decode(), request.route.path])
         elif by == "checked" and len(body) > AT_ONCE:

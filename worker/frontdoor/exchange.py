@@ -24,6 +24,7 @@ from worker.frontdoor.request_reader import Head
 from worker.frontdoor.requests import parsed
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.server import FrontDoor
+from worker.frontdoor.uploads import Upload
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Exchange:
         door: State that all connections share.
         request: The admitted request.
         body: Bytes of its body.
+        upload: The body of an upload instead; it is freed after the answer.
 
     Attributes:
         door: As above.
@@ -62,10 +64,13 @@ class Exchange:
         names: Values of the placeholders in the path of the route, as ``{"id": "resp_1"}``.
         owner: Label of the client: what one owner stores is invisible to others.
         request_id: Value of ``x-request-id``, the client's own or a new one.
+        upload: As above.
         has_begun: Whether bytes of the answer have been written.
     """
 
-    def __init__(self, client: Client, door: FrontDoor, request: AdmittedRequest, body: bytes) -> None:
+    def __init__(
+        self, client: Client, door: FrontDoor, request: AdmittedRequest, body: bytes, upload: Upload | None = None
+    ) -> None:
         self.door = door
         self.head: Head = request.head
         self.path = request.path
@@ -74,6 +79,7 @@ class Exchange:
         self.request_id = request.request_id.decode()
         self.has_begun = False
         self.body = body
+        self.upload = upload
         self.request = request
         self._client = client
         self._is_chunked = request.has_version_1_1
@@ -86,6 +92,9 @@ class Exchange:
     def run(self, handler: Handler) -> None:
         """Begin to answer."""
         self._task = asyncio.get_running_loop().create_task(self._run(handler))
+        if self.upload is not None:
+            upload = self.upload
+            self._task.add_done_callback(lambda _: upload.free())
 
     async def _run(self, handler: Handler) -> None:
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from worker.frontdoor.batch_handlers import BATCH_HANDLERS
 from worker.frontdoor.exchange import Handler
 
-HANDLERS: Mapping[tuple[str, str], Handler] = {}
+HANDLERS: Mapping[tuple[str, str], Handler] = {**BATCH_HANDLERS}
 """Each row of `ROUTES` that a handler answers has one per method; a test compares the two."""

@@ -23,6 +23,8 @@ By = Literal["checked", "frontend", "health", "metrics", "document", "handler"]
 
 CATALOGUE = "/v1/logits_processors"
 OPENAPI = "/openapi.json"
+FILES = "/v1/files"
+BATCHES = "/v1/batches"
 _READ = ("GET", "HEAD")
 _NAME = r"(?!\.\.?(?:/|$))[A-Za-z0-9._~%:@+-]+"
 """A part of a model's name in a path; none that leads elsewhere."""
@@ -43,6 +45,7 @@ class Route:
         needs_key: False for what a probe reads.
         pattern: Matches the path, if it stands for several.
         errors: Form of the bodies of errors.
+        takes_uploads: Whether the body of a POST goes to the disk as it comes, and may be larger.
     """
 
     path: str
@@ -52,6 +55,7 @@ class Route:
     needs_key: bool = True
     pattern: re.Pattern[str] | None = None
     errors: ErrorForm = "openai"
+    takes_uploads: bool = False
 
     def names(self, path: str) -> Mapping[str, str]:
         """The values that ``path`` has for the placeholders of the route's path."""
@@ -59,10 +63,17 @@ class Route:
         return {} if found is None else found.groupdict()
 
 
-def handled(path: str, methods: tuple[str, ...], summary: str, errors: ErrorForm = "openai") -> Route:
+def handled(
+    path: str,
+    methods: tuple[str, ...],
+    summary: str,
+    errors: ErrorForm = "openai",
+    *,
+    takes_uploads: bool = False,
+) -> Route:
     """The route of a path that a handler answers; ``{name}`` in it stands for an id."""
     pattern = re.compile(re.sub(r"\{(\w+)\}", rf"(?P<\1>{_ID})", path)) if "{" in path else None
-    return Route(path, methods, "handler", summary, pattern=pattern, errors=errors)
+    return Route(path, methods, "handler", summary, pattern=pattern, errors=errors, takes_uploads=takes_uploads)
 
 
 ROUTES: tuple[Route, ...] = (
@@ -79,6 +90,19 @@ ROUTES: tuple[Route, ...] = (
     Route(
         CATALOGUE, _READ, "document", "The processors that requests may name, with a JSON Schema of their arguments."
     ),
+    handled(
+        FILES,
+        ("GET", "POST"),
+        "The files of the client; POST uploads one, as OpenAI's, with the requests of a batch.",
+        takes_uploads=True,
+    ),
+    handled(f"{FILES}/{{id}}", ("GET", "DELETE"), "One of them; DELETE deletes it."),
+    handled(f"{FILES}/{{id}}/content", ("GET",), "Its content."),
+    handled(
+        BATCHES, ("GET", "POST"), "The batches of the client; POST begins one, as OpenAI's, of the requests in a file."
+    ),
+    handled(f"{BATCHES}/{{id}}", ("GET",), "One of them: how far it is."),
+    handled(f"{BATCHES}/{{id}}/cancel", ("POST",), "Ends it early, with the results that there are."),
     Route("/health", _READ, "health", "Whether models are served: the frontend's status.", needs_key=False),
     Route("/live", _READ, "frontend", "Whether the frontend lives.", needs_key=False),
     Route(

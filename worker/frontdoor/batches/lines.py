@@ -129,7 +129,9 @@ def request_of(line: Line, endpoint: str) -> LineRequest:
         raise BadLine("invalid_json_line", f"the line {error}") from None
     for name in found:
         if name not in FIELDS:
-            raise BadLine("unknown_parameter", f"{printable(name)}: no field of a line; it has {', '.join(FIELDS)}", name[:60])
+            raise BadLine(
+                "unknown_parameter", f"{printable(name)}: no field of a line; it has {', '.join(FIELDS)}", name[:60]
+            )
     for name in FIELDS:
         if name not in found:
             raise BadLine("missing_required_parameter", f"{name}: is missing", name)

@@ -7,9 +7,7 @@ import sqlite3
 from dataclasses import dataclass, fields
 from typing import Any, Generic, Literal, TypeVar
 
-Status = Literal[
-    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
-]
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 
 UNFINISHED: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 FINISHED: tuple[Status, ...] = ("failed", "completed", "expired", "cancelled")

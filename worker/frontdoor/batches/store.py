@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from worker.frontdoor.batches.database import Database
-from worker.frontdoor.batches.objects import OUTPUT, Status, StoredBatch
+from worker.frontdoor.batches.objects import INPUT, OUTPUT, Status, StoredBatch
+from worker.frontdoor.batches.requests import NewBatch
 from worker.frontdoor.batches.stored_batches import StoredBatches
 from worker.frontdoor.batches.stored_files import StoredFiles
+from worker.frontdoor.errors import FieldRefused
 
 
 class Store:
@@ -35,9 +37,26 @@ class Store:
         self.files.sweep()
         self.delete_old()
 
-    def begin(
-        self, batch_id: str, total: int, model: str | None, *, errors: str | None = None
-    ) -> StoredBatch | None:
+    def add_batch(self, owner: str, new: NewBatch) -> StoredBatch:
+        """Begin a batch.
+
+        Raises:
+            Refused: 404, the client has no such file; 429, it has too many batches.
+        """
+        file = self.files.get(owner, new.input_file_id)
+        if file.purpose != INPUT:
+            raise FieldRefused("input_file_id", f"{file.id} has the purpose {file.purpose}, not {INPUT}")
+        return self.batches.add(
+            owner,
+            endpoint=new.endpoint,
+            input_file_id=file.id,
+            completion_window=new.completion_window,
+            window_s=new.window_s,
+            metadata=new.metadata,
+            output_lifetime_s=new.output_lifetime_s,
+        )
+
+    def begin(self, batch_id: str, total: int, model: str | None, *, errors: str | None = None) -> StoredBatch | None:
         """Set a validated batch going, or let it fail.
 
         Args:
@@ -54,14 +73,14 @@ class Store:
         return self.batches.move(batch_id, ("validating",), "in_progress", total=total, model=model)
 
     def finish(
-        self, batch: StoredBatch, status: Status, *, outputs: Path | None, errors: Path | None, num_unanswered: int
+        self, batch: StoredBatch, status: Status, *, answers: Path | None, errors: Path | None, num_unanswered: int
     ) -> StoredBatch | None:
         """End a batch, with its results as files.
 
         Args:
             batch: The batch.
             status: The status that it ends with.
-            outputs: File of the answers in `StoredFiles.incoming`; None without any.
+            answers: File of the answers in `StoredFiles.incoming`; None without any.
             errors: File of the errors; None without any.
             num_unanswered: Lines that have an error since they were not run.
 
@@ -72,7 +91,7 @@ class Store:
         try:
             with self._database.transaction():
                 for column, name, content in (
-                    ("output_file_id", "output", outputs),
+                    ("output_file_id", "output", answers),
                     ("error_file_id", "error", errors),
                 ):
                     if content is not None:
@@ -80,9 +99,7 @@ class Store:
                         file = self.files.add(batch.owner, filename, OUTPUT, content, batch.output_lifetime_s)
                         added[column] = file.id
                 failed = self.batches.get(None, batch.id).failed + num_unanswered
-                finished = self.batches.move(
-                    batch.id, ("finalizing", "cancelling"), status, failed=failed, **added
-                )
+                finished = self.batches.move(batch.id, ("finalizing", "cancelling"), status, failed=failed, **added)
                 self.batches.delete_results(batch.id)
         except BaseException:
             for file_id in added.values():  # it will be tried again, with other ids

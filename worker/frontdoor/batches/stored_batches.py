@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from worker.frontdoor.batches.database import Database
@@ -73,7 +73,7 @@ class StoredBatches:
         return batch_of(row)
 
     def get(self, owner: str | None, batch_id: str) -> StoredBatch:
-        """A batch of ``owner``, None for any. Raises `Refused` (404) if there is none of this id."""
+        """A batch of ``owner``, None for any. Raises `Refused` (404) if there is none."""
         row = self._database.connection.execute(
             "SELECT * FROM batches WHERE id = ? AND (? IS NULL OR owner = ?)", (batch_id, owner, owner)
         ).fetchone()
@@ -148,36 +148,29 @@ class StoredBatches:
                 raise Refused(400, problem, "id", code="batch_not_cancellable")
         return moved
 
-    def add_results(self, batch_id: str, results: Sequence[Result]) -> None:
-        """Keep results of lines that have none yet."""
+    def add_result(self, batch_id: str, result: Result) -> None:
+        """Keep the result of a line that has none yet."""
         with self._database.transaction() as connection:
-            connection.executemany(
+            connection.execute(
                 "INSERT INTO results (batch_id, line, succeeded, status_code, request_id, body)"
                 " VALUES (?, ?, ?, ?, ?, ?)",
-                [
-                    (batch_id, each.line, each.succeeded, each.status_code, each.request_id, each.body)
-                    for each in results
-                ],
+                (batch_id, result.line, result.succeeded, result.status_code, result.request_id, result.body),
             )
-            completed = sum(each.succeeded for each in results)
-            connection.execute(
-                "UPDATE batches SET completed = completed + ?, failed = failed + ? WHERE id = ?",
-                (completed, len(results) - completed, batch_id),
-            )
+            column = "completed" if result.succeeded else "failed"
+            connection.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", (batch_id,))
 
     def answered(self, batch_id: str) -> set[int]:
         """Numbers of the lines that have a result."""
         rows = self._database.connection.execute("SELECT line FROM results WHERE batch_id = ?", (batch_id,))
         return {row["line"] for row in rows}
 
-    def results(self, batch_id: str, first: int, last: int) -> Iterator[Result]:
-        """The results of lines ``first`` to ``last``, in this order."""
+    def results(self, batch_id: str, first: int, last: int) -> dict[int, Result]:
+        """The results of lines ``first`` to ``last``, by the number of the line."""
         rows = self._database.connection.execute(
-            "SELECT line, status_code, request_id, body FROM results WHERE batch_id = ? AND line BETWEEN ? AND ?"
-            " ORDER BY line",
+            "SELECT line, status_code, request_id, body FROM results WHERE batch_id = ? AND line BETWEEN ? AND ?",
             (batch_id, first, last),
         )
-        return (Result(*row) for row in rows)
+        return {row["line"]: Result(*row) for row in rows}
 
     def delete_results(self, batch_id: str) -> None:
         """Delete the results of a batch: they are in its files."""

@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from worker.frontdoor.batches.database import Database
 from worker.frontdoor.batches.objects import INPUT, UNFINISHED, Page, StoredFile, file_of
@@ -75,7 +76,9 @@ class StoredFiles:
             raise Refused(404, f"there is no file {file_id[:60]}", "id", code="file_not_found")
         return file_of(row)
 
-    def page(self, owner: str, *, after: str | None, limit: int, descending: bool, purpose: str | None) -> Page[StoredFile]:
+    def page(
+        self, owner: str, *, after: str | None, limit: int, descending: bool, purpose: str | None
+    ) -> Page[StoredFile]:
         """A part of the files of ``owner``, in order of creation.
 
         Args:
@@ -119,6 +122,10 @@ class StoredFiles:
                 raise Refused(400, problem, "id", code="file_in_use")
             connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
         self.path(file_id).unlink(missing_ok=True)
+
+    def open_content(self, owner: str, file_id: str) -> BinaryIO:
+        """The content of a file of ``owner``. Raises `Refused` (404) if it has none of this id."""
+        return self.path(self.get(owner, file_id).id).open("rb")
 
     def path(self, file_id: str) -> Path:
         """Place of a file's content, by an id that was made here."""
