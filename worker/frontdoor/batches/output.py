@@ -109,4 +109,5 @@ def _written(batch: StoredBatch, line: Line, result: Result | None, status: Stat
         "response": response,
         "error": error,
     }
-    return json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    # in ASCII, since clients split texts into lines at more characters than JSON Lines does
+    return json.dumps(found, separators=(",", ":")).encode() + b"\n"

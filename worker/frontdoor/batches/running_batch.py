@@ -127,4 +127,4 @@ def _one_line(body: bytes) -> bytes:
     except ValueError:
         message = body.decode(errors="replace")[:1000]
         found = {"error": {"message": message, "type": "server_error", "param": None, "code": None}}
-    return json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+    return json.dumps(found, separators=(",", ":")).encode()
