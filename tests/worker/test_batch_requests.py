@@ -160,9 +160,12 @@ def test_the_fields_of_a_batch_are_honoured() -> None:
         ({"purpose": "fine-tune"}, "purpose"),
         ({"purpose": "batch", "expires_after[anchor]": "created_at"}, "expires_after.seconds"),
         ({"purpose": "batch", "expires_after[seconds]": "3600"}, "expires_after.anchor"),
-        ({"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "x"}, "expires_after.seconds"),
+        (
+            {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "x"},
+            "expires_after.seconds",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_bad_field_of_an_upload_is_named(texts: dict[str, str], param: str) -> None:
     with pytest.raises(FieldRefused) as refused:
         upload_lifetime_s(texts)
