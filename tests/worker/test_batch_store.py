@@ -178,7 +178,7 @@ class StoreMachine(RuleBasedStateMachine):
     def lists_are_those_of_the_model(self) -> None:
         for owner in ("owner-a", "owner-b"):
             expected = [each.id for each, _ in self.contents.values() if self.is_there(each, owner)]
-            found = []
+            found: list[str] = []
             for _ in range(len(expected) + 1):
                 page = self.store.files.page(
                     owner, after=found[-1] if found else None, limit=2, descending=False, purpose=None

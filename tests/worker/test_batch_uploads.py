@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from pathlib import Path
 
@@ -202,7 +203,7 @@ def test_a_full_disk_refuses_the_upload_alone(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(uploads_module.os, "write", full)
+        patched.setattr(os, "write", full)
         with pytest.raises(Refused) as refused:
             upload.add(b"x")
     assert refused.value.status == 507
