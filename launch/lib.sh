@@ -155,7 +155,8 @@ start_frontend() {
     start frontend env HOME="$scratch/home" DYN_HTTP_BODY_LIMIT_MB="$limit" "$python" -m dynamo.frontend \
         --http-host "$host" --http-port "$port" "$@"
     [[ $FRONT_DOOR == off ]] || start "front door" "$python" -m worker.frontdoor --host "$HTTP_HOST" --port "$HTTP_PORT" \
-        --upstream "$frontend_url" --body-limit-mib "$DYN_HTTP_BODY_LIMIT_MB" -- "${script_arguments[@]}"
+        --upstream "$frontend_url" --body-limit-mib "$DYN_HTTP_BODY_LIMIT_MB" \
+        --model-path "$MODEL_PATH" -- "${script_arguments[@]}"
 }
 
 # publish_metrics NAME...: the workers of these names get system ports on loopback, and the front door's /metrics has

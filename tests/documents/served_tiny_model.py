@@ -13,6 +13,7 @@ from document_pages import ROOT
 
 from adapters.catalog import ANNOTATION, Catalog, parse_selection
 from worker.engines.embedded import Engine
+from worker.frontdoor.error_forms import error_body
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.requests import rewritten
@@ -53,7 +54,7 @@ class ServedTinyModel:
         try:
             fields = sent_to_the_worker(request.url.path, request.content)
         except Refused as refused:
-            return httpx.Response(refused.status, content=refused.body())
+            return httpx.Response(refused.status, content=error_body(refused, "openai", ""))
         return httpx.Response(200, json=self._answer(request.url.path, fields))
 
     def _answer(self, path: str, fields: dict[str, Any]) -> dict[str, Any]:

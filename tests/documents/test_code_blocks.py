@@ -26,6 +26,7 @@ from served_tiny_model import CATALOG, ServedTinyModel, selection_of, sent_to_th
 
 from adapters.catalog import Policy, parse_selection
 from worker.engines.embedded import Engine
+from worker.frontdoor.error_forms import error_body
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES
 from worker.sampling import SamplingParams
@@ -89,7 +90,7 @@ def check_request(command: Command, shown: str, engine: Engine) -> None:
     try:
         fields = sent_to_the_worker(path, given["-d"].encode())
     except Refused as refused:
-        if refused.body().decode() not in shown.replace(" \n", " "):  # the page folds long lines
+        if error_body(refused, "openai", "").decode() not in shown.replace(" \n", " "):  # the page folds long lines
             raise
         return
     check_selection(fields, engine)

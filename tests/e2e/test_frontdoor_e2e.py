@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -90,6 +91,47 @@ def test_health_and_metrics(served: tuple[Stack, Worker, Door]) -> None:
     assert "dynamo_frontend" in text
     assert f'dlw_max_num_seqs{{worker="{url}",' in text
     assert text.count("# TYPE process_cpu_seconds_total ") <= 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": "Hello there"}, {"messages": [*MESSAGES, {"role": "assistant", "content": "é"}, *MESSAGES]}],
+    ids=["prompt", "chat"],
+)
+def test_tokens_are_those_that_a_request_has(
+    fields: dict[str, Any], served: tuple[Stack, Worker, Door], tiny_model: Path
+) -> None:
+    stack, _, _ = served
+    door = Door(stack, "--model-path", str(tiny_model))
+    status, text = http(f"{door.url}/tokenize", {"model": MODEL, "return_token_strs": True, **fields})
+    assert status == 200, text
+    found = json.loads(text)
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    usage = json.loads(http(door.url + path, {"model": MODEL, "max_tokens": 1, **fields})[1])["usage"]
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) == usage["prompt_tokens"]
+    status, text = http(f"{door.url}/detokenize", {"model": MODEL, "tokens": found["tokens"]})
+    assert (status, "Hello there" in json.loads(text)["prompt"]) == (200, True)
+    beyond = {"model": MODEL, "prompt": "Hello " * 100_000}
+    assert http(f"{door.url}/tokenize", beyond)[0] == 400
+
+
+def test_every_answer_has_an_id(served: tuple[Stack, Worker, Door]) -> None:
+    _, _, door = served
+    asked = [
+        ("POST", "/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": 1}),
+        ("POST", "/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": 1, "n": 2}),
+        ("POST", "/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": 1, "stream": True}),
+        ("POST", "/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": 1, "stream": True, "n": 2}),
+        ("POST", "/v1/completions", {"model": "other", "prompt": "a"}),
+        ("POST", "/v1/completions", {"model": MODEL, "prompt": "a", "x": 1}),
+        *(("GET", path, None) for path in ("/v1/models", "/health", "/metrics", "/version", "/x", "/openapi.json")),
+    ]
+    for method, path, body in asked:
+        for header in ({"x-request-id": "mine"}, {}):
+            answer = httpx.request(method, door.url + path, json=body, headers=header)
+            ids = answer.headers.get_list("x-request-id")
+            assert len(ids) == 1, (path, body, ids)
+            assert ids[0] == header.get("x-request-id", ids[0])
 
 
 async def test_a_client_that_leaves_frees_its_slot(served: tuple[Stack, Worker, Door]) -> None:

@@ -1,4 +1,4 @@
-"""Files and batches through the front door: stock clients, hostile ones, and a process that dies."""
+"""Files and batches through the front door: stock clients, hostile ones, a process that dies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import openai
 import pytest
@@ -22,9 +22,15 @@ from openai.types import Batch
 from ports import free_port
 from test_frontdoor_server import Frontend, House, error_of, get, house, post, say_ok
 
+from worker.frontdoor import routes
 from worker.frontdoor.__main__ import make_batches
-from worker.frontdoor.fields import CHAT, COMPLETIONS
+from worker.frontdoor.batch_lines import LineAnswers
+from worker.frontdoor.errors import FieldRefused, Refused
+from worker.frontdoor.exchange import Exchange
+from worker.frontdoor.routes import Routes, handled
 
+CHAT: Final = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
 TYPE = "Content-Type: multipart/form-data; boundary=xyz"
 
 
@@ -182,23 +188,24 @@ async def test_lists_come_in_pages(tmp_path: Path) -> None:
 
 
 async def test_clients_do_not_see_each_other(tmp_path: Path) -> None:
-    async with batch_house(tmp_path, EchoFrontend(), client_header="x-client") as at:
-        async with client_of(at.port, "a") as own, client_of(at.port, "b") as other:
-            batch = await finished(own, await submitted(own, jsonl([line("r")])))
-            assert batch.output_file_id is not None
-            assert (await other.files.list()).data == []
-            assert (await other.batches.list()).data == []
-            for asked in (
-                other.files.retrieve(batch.input_file_id),
-                other.files.content(batch.output_file_id),
-                other.files.delete(batch.input_file_id),
-                other.batches.retrieve(batch.id),
-                other.batches.cancel(batch.id),
-                other.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"),
-            ):
-                with pytest.raises(openai.NotFoundError):
-                    await asked
-            assert len((await own.files.list()).data) == 2
+    async with contextlib.AsyncExitStack() as stack:
+        at = await stack.enter_async_context(batch_house(tmp_path, EchoFrontend(), client_header="x-client"))
+        own, other = [await stack.enter_async_context(client_of(at.port, name)) for name in "ab"]
+        batch = await finished(own, await submitted(own, jsonl([line("r")])))
+        assert batch.output_file_id is not None
+        assert (await other.files.list()).data == []
+        assert (await other.batches.list()).data == []
+        for asked in (
+            other.files.retrieve(batch.input_file_id),
+            other.files.content(batch.output_file_id),
+            other.files.delete(batch.input_file_id),
+            other.batches.retrieve(batch.id),
+            other.batches.cancel(batch.id),
+            other.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await asked
+        assert len((await own.files.list()).data) == 2
 
 
 async def test_twenty_clients_at_once(tmp_path: Path) -> None:
@@ -328,6 +335,41 @@ async def test_rubbish_fails_its_batch(tmp_path: Path) -> None:
             assert done.errors is not None
             assert done.errors.data
             assert done.errors.data[0].code == code
+
+
+async def test_a_line_may_be_for_a_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that answers, one that refuses, and one that fails in the middle of a stream."""
+    path = "/v1/things"
+
+    async def handler(exchange: Exchange) -> None:
+        fields = exchange.fields()
+        if fields["do"] == "refuse":
+            raise FieldRefused("do", "must not")
+        if fields["do"] == "answer":
+            await exchange.answer(200, {"owner": exchange.owner, "id": exchange.request_id})
+            return
+        await exchange.begin_events()
+        await exchange.send(b"data: 1\n\n")
+        raise Refused(503, "gone")
+
+    monkeypatch.setattr(routes, "ROUTES", (*routes.ROUTES, handled(path, ("POST",), "Things.")))
+    async with house(say_ok) as at:
+        at.door.routes = Routes()
+        answers = LineAnswers(at.door, {("POST", path): handler})
+        status, body = await answers.ask("owner-a", path, {"do": "answer"}, "id-1")
+        assert (status, json.loads(body)) == (200, {"owner": "owner-a", "id": "id-1"})
+        status, body = await answers.ask("owner-a", path, {"do": "refuse"}, "id-1")
+        assert (status, json.loads(body)["error"]["param"]) == (400, "do")
+        assert (await answers.ask("owner-a", path, {"do": "stream"}, "id-1"))[0] == 502
+
+
+async def test_a_frontend_that_is_away_is_an_answer_to_try_again() -> None:
+    async with house(say_ok) as at:
+        await at.frontends[0].stop()
+        answers = LineAnswers(at.door, {})
+        assert await answers.models() == frozenset()
+        fields = {"model": "m", "prompt": "a"}
+        assert (await answers.ask("owner-a", COMPLETIONS, fields, "id-1"))[0] == 503
 
 
 async def test_switched_off_they_say_how_to_have_them() -> None:

@@ -11,8 +11,8 @@ from worker.frontdoor.exchange import Exchange, Handler
 from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.routes import BATCHES, FILES
 
-ENDPOINTS = (CHAT, COMPLETIONS)
-"""Paths that requests of batches may be for."""
+ENDPOINTS = (CHAT, COMPLETIONS, "/v1/responses")
+"""Paths that requests of batches may be for, where they are served."""
 
 READ_AT_ONCE = 256 * 1024
 """Bytes of a file that are in memory at a time."""
@@ -67,7 +67,8 @@ async def create_batch(exchange: Exchange) -> None:
     """POST /v1/batches."""
     service = exchange.door.batch_service()
     _check_query(exchange)
-    batch = await service.add_batch(exchange.owner, new_batch(exchange.fields(), ENDPOINTS))
+    endpoints = [path for path in ENDPOINTS if exchange.door.routes.at(path) is not None]
+    batch = await service.add_batch(exchange.owner, new_batch(exchange.fields(), endpoints))
     await exchange.answer(200, batch.as_json())
 
 

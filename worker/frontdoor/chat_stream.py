@@ -22,7 +22,7 @@ _LOST = "Internal server error"
 
 
 class Caller(Protocol):
-    """On whose behalf a frontend is asked: an `Exchange`, or a batch.
+    """Requester on whose behalf a frontend is asked: an `Exchange`, or a batch.
 
     Attributes:
         door: State that all connections share.
@@ -49,7 +49,7 @@ async def chat(caller: Caller, fields: dict[str, Any], *, path: str = CHAT) -> A
     """The chunks of the answer to a chat or completion, the last one with the usage.
 
     Args:
-        caller: On whose behalf it is asked.
+        caller: Requester on whose behalf it is asked.
         fields: The request as a client would write it. Its ``stream`` does not matter.
         path: `CHAT` or `COMPLETIONS`.
 

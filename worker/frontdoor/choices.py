@@ -30,11 +30,13 @@ class Choices:
         client: Receiver of the answer.
         requests: A request per choice, head and body.
         chunked: Whether the client reads a chunked body; else a stream ends with its connection.
+        added: Header lines to add to the answer, each with its CRLF.
     """
 
-    def __init__(self, client: Asker, requests: Sequence[bytes], *, chunked: bool) -> None:
+    def __init__(self, client: Asker, requests: Sequence[bytes], *, chunked: bool, added: bytes = b"") -> None:
         self._client = client
         self._chunked = chunked
+        self._added = added
         self._framed = chunk if chunked else _unframed
         self._requests = ChoiceRequests(self, requests, self._unreachable)
         self._merge = ChoiceMerge(len(requests))
@@ -75,7 +77,7 @@ class Choices:
             if answer.status == 200 and answer.is_stream:
                 self._begun = True
                 framing = b"transfer-encoding: chunked\r\n" if self._chunked else b"connection: close\r\n"
-                self._client.received(_head(200, answer.headers) + framing + b"\r\n")
+                self._client.received(_head(200, answer.headers) + self._added + framing + b"\r\n")
         if answer.status == 200:
             return
         if self._begun:
@@ -106,7 +108,7 @@ class Choices:
             self._client.received(self._framed(b"data: " + answer.body.replace(b"\n", b" ") + b"\n\n"))
             self.failed(answer, f"choice {answer.index} was answered with {answer.status}")
         elif self._first is not None and self._first.status != 200:
-            last = _whole(answer.status, answer.headers, answer.body)
+            last = self._whole(answer.status, answer.headers, answer.body)
         else:
             if self._begun and answer.body:  # an event without an empty line behind it
                 self._client.received(self._framed(self._merge.events(answer.index, [answer.body])))
@@ -140,7 +142,12 @@ class Choices:
         except (ValueError, KeyError, TypeError, AttributeError):
             self.failed(answer, "an answer is not in OpenAI's form")
             return None
-        return _whole(200, answers[0].headers, merged)
+        return self._whole(200, answers[0].headers, merged)
+
+    def _whole(self, status: int, headers: Mapping[bytes, bytes], body: bytes) -> bytes:
+        kind = {} if b"content-type" in headers else {b"content-type": b"application/json"}
+        head = _head(status, {**headers, **kind}) + self._added
+        return head + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
 def _unframed(data: bytes) -> bytes:
@@ -151,8 +158,3 @@ def _head(status: int, headers: Mapping[bytes, bytes]) -> bytes:
     """Status line and headers of an answer but those of one connection; no empty line."""
     kept = b"".join(b"%b: %b\r\n" % each for each in headers.items() if each[0] not in HOP_BY_HOP)
     return b"HTTP/1.1 %d \r\n" % status + kept
-
-
-def _whole(status: int, headers: Mapping[bytes, bytes], body: bytes) -> bytes:
-    kind = {} if b"content-type" in headers else {b"content-type": b"application/json"}
-    return _head(status, {**headers, **kind}) + b"content-length: %d\r\n\r\n" % len(body) + body

@@ -156,7 +156,11 @@ class ClientConnection(WaitingProtocol):
         if self._is_half_closed:
             self._probe.start(self._try_client)
         by = request.route.by
-        if by == "document":
+        if request.is_preflight:
+            lines = self._door.cors.preflight_lines(request.head, request.route.methods)
+            self.received(self.written(200, Document(b"text/plain", b"", lines)))
+            self.answered(closes=False)
+        elif by == "document":
             self.received(self.written(200, self._door.documents[request.path]))
             self.answered(closes=False)
         elif by in ("health", "metrics"):
@@ -193,16 +197,24 @@ class ClientConnection(WaitingProtocol):
         upstreams = self._door.upstreams
         if len(bodies) == 1:
             is_head = request.head.method == b"HEAD"
-            self._answer = forwarded = ForwardedRequest(self, upstreams, head_only=is_head, sent=self._intake.free_body)
+            added = self._door.cors.lines(request.head)
+            self._answer = forwarded = ForwardedRequest(
+                self, upstreams, head_only=is_head, sent=self._intake.free_body, added=added
+            )
             forwarded.ask(request.forwarded(bodies[0], is_last=self._door.draining))
         else:
             self._intake.free_body()
-            self._answer = choices = Choices(self, request.choices(bodies), chunked=request.has_version_1_1)
+            self._answer = choices = Choices(
+                self,
+                request.choices(bodies),
+                chunked=request.has_version_1_1,
+                added=self._door.cors.lines(request.head),
+            )
             choices.ask(upstreams)
 
     def own_headers(self) -> bytes:
         """Header lines that every answer of the front door's own has, each with its CRLF."""
-        return b"x-request-id: %b\r\n" % self._intake.request_id
+        return b"x-request-id: %b\r\n%b" % (self._intake.request_id, self._door.cors.lines(self._intake.head))
 
     def written(self, status: int, document: Document, *, keep_alive: bool | None = None) -> bytes:
         """An answer of the front door's own."""

@@ -27,7 +27,7 @@ def error_content(refused: Refused, form: ErrorForm, request_id: str) -> dict[st
 
     Args:
         refused: The error.
-        form: Whose API the client speaks.
+        form: Name of the API that the client speaks.
         request_id: Id of the request.
     """
     if form == "openai":

@@ -57,14 +57,14 @@ class Exchange:
         upload: The body of an upload instead; it is freed after the answer.
 
     Attributes:
-        door: As above.
-        request: As above.
+        door: State that all connections share.
+        request: The admitted request.
         head: Request line and headers.
         path: Target without the query.
         names: Values of the placeholders in the path of the route, as ``{"id": "resp_1"}``.
         owner: Label of the client: what one owner stores is invisible to others.
         request_id: Value of ``x-request-id``, the client's own or a new one.
-        upload: As above.
+        upload: The body of an upload, None of another request.
         has_begun: Whether bytes of the answer have been written.
     """
 

@@ -254,6 +254,3 @@ def tables(record: type[SamplingParams]) -> Mapping[str, Mapping[str, ClientFiel
 FIELDS = client_fields()
 TABLES = tables(SamplingParams)
 """The fields of the requests that are served."""
-
-UNCHECKED = ("/v1/responses", "/v1/messages", "/v1/generate")
-"""Endpoints of the frontend that generate text too, and drop fields that they do not know."""

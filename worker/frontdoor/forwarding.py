@@ -23,16 +23,21 @@ class ForwardedRequest:
         upstreams: The frontends.
         head_only: Whether the request is a HEAD.
         sent: Called when the request has been written to a connection.
+        added: Header lines to add to the answer, each with its CRLF.
 
     Attributes:
         connection: Connection that carries it, once there is one.
     """
 
-    def __init__(self, client: Asker, upstreams: Upstreams, *, head_only: bool, sent: Callable[[], None]) -> None:
+    def __init__(
+        self, client: Asker, upstreams: Upstreams, *, head_only: bool, sent: Callable[[], None], added: bytes = b""
+    ) -> None:
         self._client = client
         self._upstreams = upstreams
         self._head_only = head_only
         self._sent = sent
+        self._added = added
+        self._status_line = b""  # what has come of it, where lines are added behind it
         self._repeatable: bytes | None = None  # the request, if it may have to be sent again
         self._connecting: asyncio.Task[None] | None = None
         self.connection: UpstreamConnection | None = None
@@ -71,7 +76,18 @@ class ForwardedRequest:
     def received(self, data: bytes) -> None:
         """Hand on bytes of the answer."""
         self._repeatable = None
+        if self._added:
+            data = self._with_lines(self._status_line + data)
         self._client.received(data)
+
+    def _with_lines(self, data: bytes) -> bytes:
+        """``data``, which begins the answer, with the lines to add behind its first one."""
+        line, end, rest = data.partition(b"\r\n")
+        if not end:
+            self._status_line = data
+            return b""
+        added, self._added, self._status_line = self._added, b"", b""
+        return line + end + added + rest
 
     def answered(self, closes: bool) -> None:
         """The answer is complete; ``closes``: its end is that of the connection."""

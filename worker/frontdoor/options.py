@@ -69,6 +69,13 @@ def _call_format(text: str) -> str:
     return text
 
 
+def _origins(text: str) -> tuple[str, ...]:
+    origins = tuple(origin.strip().rstrip("/").lower() for origin in text.split(","))
+    if not all(re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._-]+(:[0-9]{1,5})?|null", origin) for origin in origins):
+        raise ValueError("origins such as https://example.com, separated by commas, or *")
+    return origins
+
+
 def _truth(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError("true or false")
@@ -131,6 +138,17 @@ class Options:
         f"How the models write tool calls, which are then held to their tools: {', '.join(FORMATS)}, or {NO_FORMAT}. "
         "By default the workers' --dyn-tool-call-parser.",
         parse=_call_format,
+    )
+    model_path: str | None = option(
+        None,
+        "Directory or GGUF file of the model that the workers serve, for its tokenizer; by default the workers' "
+        "--model-path.",
+        parse=text,
+    )
+    cors_origins: tuple[str, ...] = option(
+        (),
+        "Origins of web pages that may read answers (CORS), separated by commas, or * for all; none by default.",
+        parse=_origins,
     )
     playground: bool = option(
         False, "Serve a web page at /playground to try the model and its processors; true or false.", parse=_truth
@@ -198,10 +216,11 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
             values[one.name] = one.read(given[one.name], one.flag)
     if not values.get("upstream"):
         raise ConfigurationError("--upstream is required")
-    return Options(**values, **_of_workers(given["workers"], environ))
+    return Options(**_of_workers(given["workers"], environ) | values)
 
 
 _WORKERS = (
+    "model_path",
     "logits_processor",
     "allow_logits_processors",
     "dyn_tool_call_parser",

@@ -1,8 +1,9 @@
 """Ids of requests: a client's own or a new one, on every answer, and apart for each client.
 
 ``x-request-id`` is what client and operator look an answer up by: each answer has it.
-``x-dynamo-request-id`` is the id under which workers keep a request's state, so that a client's
-choice gets its label in front: no client can name the request of another.
+``x-dynamo-request-id``, a UUID, is the id under which workers keep a request's state. Where clients
+have API keys, the one that a client chooses is made another, of the key and it: no client can name
+the request of another.
 """
 
 from __future__ import annotations
@@ -31,14 +32,18 @@ def request_id_of(head: Head) -> bytes:
     return given if _ID.fullmatch(given) else new_request_id()
 
 
-def id_lines(head: Head, request_id: bytes, label: bytes) -> bytes:
+def id_lines(head: Head, request_id: bytes, key_label: bytes, choice: int = 0) -> bytes:
     """The header lines with the ids of a request to a frontend, each with its CRLF.
 
     Args:
         head: Head of the client's request.
         request_id: See `request_id_of`.
-        label: Label of the client.
+        key_label: Label of the client's API key; empty where there are no keys.
+        choice: Number of the choice that the request is for; the first has the id that the client
+            chose for the workers.
     """
     lines = b"%b: %b\r\n" % (REQUEST_ID, request_id)
-    own = head.headers.get(DYNAMO_ID)
-    return lines if own is None else lines + b"%b: %b-%b\r\n" % (DYNAMO_ID, label, own)
+    own = head.headers.get(DYNAMO_ID) if choice == 0 else None
+    if own is not None and key_label:
+        own = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{key_label.decode()} {own.decode('latin-1')}")).encode()
+    return lines if own is None else lines + b"%b: %b\r\n" % (DYNAMO_ID, own)

@@ -26,6 +26,8 @@ class AdmittedRequest:
         route: Row of the table of routes.
         label: Label of its client, for the workers.
         request_id: Value of ``x-request-id`` in its answer.
+        has_key: Whether the label is that of an API key.
+        is_preflight: Whether a browser asks what a page of another origin may send.
     """
 
     head: Head
@@ -33,6 +35,8 @@ class AdmittedRequest:
     route: Route
     label: bytes
     request_id: bytes
+    has_key: bool = False
+    is_preflight: bool = False
 
     @property
     def has_version_1_1(self) -> bool:
@@ -44,12 +48,12 @@ class AdmittedRequest:
         has_body = bool(body) or b"content-length" in self.head.headers
         close = is_last or not self.has_version_1_1
         num_bytes = len(body) if has_body else None
-        return self.head.sent_on(num_bytes, close=close, without=ID_HEADERS, added=self._added(with_ids=True)) + body
+        return self.head.sent_on(num_bytes, close=close, without=ID_HEADERS, added=self._added()) + body
 
     def choices(self, bodies: Sequence[bytes]) -> list[bytes]:
         """The requests of several choices; the client's id is that of the first."""
         return [
-            self.head.sent_on(len(body), close=True, without=ID_HEADERS, added=self._added(with_ids=choice == 0)) + body
+            self.head.sent_on(len(body), close=True, without=ID_HEADERS, added=self._added(choice)) + body
             for choice, body in enumerate(bodies)
         ]
 
@@ -62,13 +66,13 @@ class AdmittedRequest:
         """
         head = self.head.translated(path.encode())
         return [
-            head.sent_on(len(body), close=True, without=ID_HEADERS, added=self._added(with_ids=choice == 0)) + body
+            head.sent_on(len(body), close=True, without=ID_HEADERS, added=self._added(choice)) + body
             for choice, body in enumerate(bodies)
         ]
 
-    def _added(self, *, with_ids: bool) -> bytes:
+    def _added(self, choice: int = 0) -> bytes:
         label = b"%b: %b\r\n" % (CLIENT_HEADER, self.label)
-        return label + id_lines(self.head, self.request_id, self.label) if with_ids else label
+        return label + id_lines(self.head, self.request_id, self.label * self.has_key, choice)
 
 
 class RequestIntake:
@@ -139,7 +143,9 @@ class RequestIntake:
         path = head.target.partition(b"?")[0].decode("latin-1")
         self.error_form = self._door.error_form(path)
         route, label = self._door.admit(head, path, self.peer)
-        self._request = AdmittedRequest(head, path, route, label, self.request_id)
+        self._request = AdmittedRequest(
+            head, path, route, label, self.request_id, self._door.needs_keys, self._door.cors.is_preflight(head)
+        )
         bodies = self._door.uploads_for(route, head) or self._door.bodies
         if head.num_bytes > bodies.largest:
             raise Refused(413, f"the body has more than {bodies.largest} bytes")

@@ -85,7 +85,7 @@ def rewritten_fields(
     max_bytes: int | None = None,
     record: type[SamplingParams] = SamplingParams,
 ) -> tuple[bytes, ...]:
-    """As `rewritten`, of fields that have been parsed; they are changed.
+    """Bodies of `rewritten`, made of parsed fields, which are changed.
 
     Args:
         path: A key of `TABLES`.
@@ -93,7 +93,7 @@ def rewritten_fields(
         headers: See `rewritten`.
         catalog: See `rewritten`.
         calls: See `rewritten`.
-        body: Their encoding, which is sent on as it is if nothing is changed.
+        body: Encoding of the fields, which is sent on as it is if nothing is changed.
         carries_guides: See `rewritten`.
         max_bytes: See `rewritten`.
         record: See `rewritten`.

@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from adapters.catalog import Catalog
 from worker import __version__
+from worker.frontdoor.elsewhere import instead_of
 from worker.frontdoor.error_forms import ErrorForm
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.field_checks import printable
-from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES, UNCHECKED, ClientField
+from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES, ClientField
 
 By = Literal["checked", "frontend", "health", "metrics", "document", "handler"]
 
@@ -69,11 +70,12 @@ def handled(
     summary: str,
     errors: ErrorForm = "openai",
     *,
+    needs_key: bool = True,
     takes_uploads: bool = False,
 ) -> Route:
     """The route of a path that a handler answers; ``{name}`` in it stands for an id."""
     pattern = re.compile(re.sub(r"\{(\w+)\}", rf"(?P<\1>{_ID})", path)) if "{" in path else None
-    return Route(path, methods, "handler", summary, pattern=pattern, errors=errors, takes_uploads=takes_uploads)
+    return Route(path, methods, "handler", summary, needs_key, pattern, errors, takes_uploads)
 
 
 ROUTES: tuple[Route, ...] = (
@@ -103,6 +105,10 @@ ROUTES: tuple[Route, ...] = (
     ),
     handled(f"{BATCHES}/{{id}}", ("GET",), "One of them: how far it is."),
     handled(f"{BATCHES}/{{id}}/cancel", ("POST",), "Ends it early, with the results that there are."),
+    handled("/tokenize", ("POST",), "The token ids of a prompt or of a chat's messages, as vLLM's."),
+    handled("/detokenize", ("POST",), "The text of token ids, as vLLM's."),
+    handled("/version", ("GET",), "The version of this server, as vLLM's."),
+    handled("/ping", ("GET", "POST"), "An empty 200 where models are served.", needs_key=False),
     Route("/health", _READ, "health", "Whether models are served: the frontend's status.", needs_key=False),
     Route("/live", _READ, "frontend", "Whether the frontend lives.", needs_key=False),
     Route(
@@ -142,11 +148,10 @@ class Routes:
         Raises:
             Refused: 404 or 405, with the path's name.
         """
-        if route is None and path in UNCHECKED:
-            problem = f"{path} is not served: fields of its requests would be dropped; use {CHAT}"
-            raise Refused(404, problem, code="unsupported_endpoint")
         if route is None:
-            problem = f"{printable(path)} is not served here; {OPENAPI} lists what is"
+            instead = instead_of(path)
+            reason = "" if instead is None else f": {instead}"
+            problem = f"{printable(path)} is not served here{reason}; {OPENAPI} lists what is"
             raise Refused(404, problem, code="unsupported_endpoint")
         if method not in route.methods:
             allowed = ", ".join(route.methods)

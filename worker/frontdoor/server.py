@@ -15,6 +15,7 @@ from worker.frontdoor.answering import Asker
 from worker.frontdoor.batches import BatchService
 from worker.frontdoor.bodies import Bodies
 from worker.frontdoor.clients import Hosts, Keys, label_of
+from worker.frontdoor.cors import Cors
 from worker.frontdoor.error_forms import ErrorForm
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.http import Document
@@ -24,6 +25,7 @@ from worker.frontdoor.requests import rewritten, rewritten_fields
 from worker.frontdoor.rewriting import Rewriting
 from worker.frontdoor.routes import CATALOGUE, OPENAPI, Route, Routes, openapi
 from worker.frontdoor.summaries import Source, Summary, health, metrics
+from worker.frontdoor.texts import Texts
 from worker.frontdoor.uploads import Uploads
 from worker.frontdoor.upstreams import Upstreams
 
@@ -64,6 +66,8 @@ class FrontDoor:
             **{path: Document(b"application/json", json.dumps(each).encode()) for path, each in own.items()},
             **page,
         }
+        self.texts = Texts(options.model_path)
+        self.cors = Cors(options.cors_origins)
         self.connections: set[OpenConnection] = set()
         self.bodies = Bodies(self.max_body, options.body_rate_kib_s * 1024, options.body_timeout_s, time.monotonic)
         self.rewriting = Rewriting()
@@ -71,6 +75,11 @@ class FrontDoor:
         self.idle = asyncio.Event()
         self.idle.set()
         self.draining = False
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether requests need API keys."""
+        return bool(self._keys)
 
     @property
     def max_body(self) -> int:
@@ -111,6 +120,8 @@ class FrontDoor:
         """
         self._hosts.check(head)
         method, route = head.method.decode(), self.routes.at(path)
+        if route is not None and self.cors.is_preflight(head):  # a browser sends it without the page's key
+            return route, b""
         peer = head.headers.get(self._client_header, peer)
         key = b""
         if self._keys and (route is None or route.needs_key or method not in route.methods):
@@ -130,7 +141,7 @@ class FrontDoor:
         )
 
     def rewrite_fields(self, path: str, fields: dict[str, Any], head: Head) -> tuple[bytes, ...]:
-        """As `rewrite`, of fields that have been parsed; they are changed. Raises `Refused`."""
+        """Bodies of `rewrite`, made of parsed fields, which are changed. Raises `Refused`."""
         return rewritten_fields(
             path,
             fields,

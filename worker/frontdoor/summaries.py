@@ -86,7 +86,7 @@ class Summary:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
-        replies = await asyncio.gather(*(_Asking(self._upstreams, source).reply() for source in self._sources))
+        replies = await asyncio.gather(*(reply_of(self._upstreams, source) for source in self._sources))
         status, document = self._make(replies)
         self._client.received(self._answer(status, document))
         self._client.answered(False)
@@ -105,6 +105,11 @@ class Summary:
     def filler(self) -> bytes | None:
         """See `UpstreamConnection.filler`."""
         return INTERIM
+
+
+async def reply_of(upstreams: Upstreams, source: Source) -> Reply:
+    """The answer of a source."""
+    return await _Asking(upstreams, source).reply()
 
 
 class _Asking:

@@ -1,0 +1,150 @@
+"""Small paths of the front door, and what it says of paths that it does not serve."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_frontdoor_exchange import CHUNKS, STREAM_HEAD, event
+from test_frontdoor_server import House, chunked, error_of, get, house, post
+
+from worker import __version__
+from worker.frontdoor.elsewhere import ELSEWHERE, instead_of
+from worker.frontdoor.exchange import encoded
+from worker.frontdoor.routes import Routes
+from worker.tiny_model import write_tiny_model
+
+MODELS = encoded({"data": [{"id": "m", "context_window": 512}]})
+
+
+class Scripted:
+    """A frontend with one model; asked for token ids it says ``ids``."""
+
+    def __init__(self, ids: list[int] | None = None) -> None:
+        self.ids = ids
+        self.at: House
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = self.at.frontends[0].requests[-1]
+        if request.startswith(b"POST"):
+            writer.write(STREAM_HEAD)
+            if self.ids is not None:
+                writer.write(chunked(b"event: token_ids\n: " + encoded(json.dumps(self.ids)) + b"\n\n"))
+            writer.write(b"".join(map(event, CHUNKS)) + b"0\r\n\r\n")
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(MODELS), MODELS))
+        await writer.drain()
+
+
+def body_of(answer: bytes) -> Any:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 "), answer
+    return json.loads(body)
+
+
+def ask(path: str, **fields: Any) -> bytes:
+    return post(encoded(fields), path=path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_tiny_model(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": 1}}],
+    ids=["prompt", "chat"],
+)
+async def test_tokens_are_those_of_the_frontend(fields: dict[str, Any], model: Path) -> None:
+    frontend = Scripted([5, 6])
+    async with house(frontend, model_path=str(model)) as frontend.at:
+        found = body_of(await frontend.at.ask(ask("/tokenize", model="m", return_token_strs=True, **fields)))
+        sent = json.loads(frontend.at.frontends[0].requests[-1].partition(b"\r\n\r\n")[2])
+    texts = found.pop("token_strs")
+    assert found == {"count": 2, "max_model_len": 512, "tokens": [5, 6]}
+    assert len(texts) == 2
+    assert {**sent, **fields} == sent
+    assert sent["max_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": "m"}, 400, "prompt"),
+        ({"model": "m", "prompt": 3}, 400, "prompt"),
+        ({"prompt": "a"}, 400, "model"),
+        ({"model": "x", "prompt": "a"}, 404, "model"),
+        ({"model": "m", "prompt": "a", "b": 1}, 400, "b"),
+        ({"model": "m", "prompt": "a", "add_special_tokens": False}, 400, "add_special_tokens"),
+        (
+            {"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "messages[0].content[0]",
+        ),
+        ({"model": "m", "prompt": "a", "return_token_strs": 1}, 400, "return_token_strs"),
+        ({"model": "m", "prompt": "a"}, 502, None),
+    ],
+)
+async def test_a_bad_request_for_tokens_is_named(fields: dict[str, Any], status: int, param: str | None) -> None:
+    frontend = Scripted()
+    async with house(frontend) as frontend.at:
+        found, error = error_of(await frontend.at.ask(ask("/tokenize", **fields)))
+    assert (found, (error["param"] or "").startswith(param or "")) == (status, True)
+
+
+async def test_text_of_tokens(model: Path) -> None:
+    frontend = Scripted()
+    async with house(frontend, model_path=str(model)) as frontend.at:
+        texts = [
+            body_of(await frontend.at.ask(ask("/detokenize", model="m", tokens=ids)))["prompt"]
+            for ids in ([70, 71], [])
+        ]
+        for tokens in ([10**6], [-1], "a", [True], [1.0], None):
+            status, error = error_of(await frontend.at.ask(ask("/detokenize", model="m", tokens=tokens)))
+            assert (status, error["param"][:6]) == (400, "tokens")
+    assert texts[0]
+    assert texts[1] == ""
+
+
+async def test_text_of_tokens_needs_the_model(tmp_path: Path) -> None:
+    for options in ({}, {"model_path": str(tmp_path)}):
+        frontend = Scripted()
+        async with house(frontend, **options) as frontend.at:
+            status, error = error_of(await frontend.at.ask(ask("/detokenize", model="m", tokens=[1])))
+        assert status == 501
+        assert "--model-path" in error["message"]
+
+
+async def test_version_and_ping() -> None:
+    frontend = Scripted()
+    async with house(frontend) as frontend.at:
+        assert body_of(await frontend.at.ask(get("/version"))) == {"version": __version__}
+        assert (await frontend.at.ask(get("/ping"))).startswith(b"HTTP/1.1 200 ")
+        await frontend.at.frontends[0].stop()
+        assert (await frontend.at.ask(get("/ping"))).startswith(b"HTTP/1.1 503 ")
+
+
+async def test_what_others_serve_is_named(tmp_path: Path) -> None:
+    frontend = Scripted()
+    async with house(frontend) as frontend.at:
+        for path in ("/v1/embeddings", "/api/chat", "/v1/fine_tuning/jobs/a"):
+            status, error = error_of(await frontend.at.ask(ask(path)))
+            assert status == 404
+            assert str(instead_of(path)) in error["message"]
+        assert frontend.at.frontends[0].requests == []
+
+
+@pytest.mark.parametrize("path", sorted(ELSEWHERE))
+def test_nothing_is_both_served_and_elsewhere(path: str) -> None:
+    assert Routes().at(path) is None
+    assert instead_of(path + "/below") == ELSEWHERE[path]
+
+
+def test_a_path_that_nobody_serves() -> None:
+    assert instead_of("/v1/zzz") is None

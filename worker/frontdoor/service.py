@@ -1,0 +1,118 @@
+"""Handlers of the small paths that evaluation harnesses, clients and load balancers ask for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from worker import __version__
+from worker.frontdoor.errors import FieldRefused, Refused
+from worker.frontdoor.exchange import Exchange
+from worker.frontdoor.field_checks import printable
+from worker.frontdoor.fields import CHAT, COMPLETIONS
+from worker.frontdoor.summaries import Source, reply_of
+from worker.frontdoor.tokens import prompt_tokens
+
+_OF_PROMPTS = ("model", "prompt", "add_special_tokens", "return_token_strs")
+_OF_CHATS = (
+    "model",
+    "messages",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    "chat_template_args",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_token_strs",
+)
+_OF_TOKENS = ("model", "tokens")
+MAX_TOKENS = 1_000_000
+"""Token ids of one request to ``/detokenize``."""
+
+
+async def version(exchange: Exchange) -> None:
+    """Answer ``GET /version``, in vLLM's form."""
+    await exchange.answer(200, {"version": __version__})
+
+
+async def ping(exchange: Exchange) -> None:
+    """Answer ``/ping`` as SageMaker wants it: an empty 200 where models are served, else 503."""
+    reply = await reply_of(exchange.door.upstreams, _source(exchange, "/health"))
+    await exchange.answer(200 if reply.status == 200 else 503, b"")
+
+
+async def tokenize(exchange: Exchange) -> None:
+    """Answer ``POST /tokenize``, in vLLM's form: the token ids of a prompt, or of a chat.
+
+    Raises:
+        Refused: a field is refused.
+    """
+    fields = exchange.fields()
+    is_chat = "messages" in fields
+    _check_names(fields, _OF_CHATS if is_chat else _OF_PROMPTS, "/tokenize")
+    with_texts = fields.pop("return_token_strs", None) or False
+    if not isinstance(with_texts, bool):
+        raise FieldRefused("return_token_strs", "must be true or false")
+    if fields.pop("add_special_tokens", True) is False:
+        raise FieldRefused("add_special_tokens", "false is not supported: ids are those of a request with this prompt")
+    model = _model(fields)
+    entry = await _served(exchange, model)
+    if not is_chat and not isinstance(fields.get("prompt"), str):
+        raise FieldRefused("prompt", "must be a text; with messages, those of a chat are counted")
+    ids = [] if fields.get("prompt") == "" else await prompt_tokens(exchange, fields, CHAT if is_chat else COMPLETIONS)
+    texts = {"token_strs": await exchange.door.texts.token_texts(ids)} if with_texts else {}
+    await exchange.answer(
+        200,
+        {"count": len(ids), "max_model_len": entry.get("context_window"), "tokens": ids, "token_strs": None, **texts},
+    )
+
+
+async def detokenize(exchange: Exchange) -> None:
+    """Answer ``POST /detokenize``, in vLLM's form: the text of token ids, special ones among it.
+
+    Raises:
+        Refused: a field is refused.
+    """
+    fields = exchange.fields()
+    _check_names(fields, _OF_TOKENS, "/detokenize")
+    ids = fields.get("tokens")
+    if not isinstance(ids, list) or not all(type(each) is int for each in ids) or len(ids) > MAX_TOKENS:
+        raise FieldRefused("tokens", f"must be a list of at most {MAX_TOKENS} token ids")
+    await _served(exchange, _model(fields))
+    await exchange.answer(200, {"prompt": await exchange.door.texts.text(ids)})
+
+
+def _check_names(fields: dict[str, Any], known: tuple[str, ...], path: str) -> None:
+    for name in fields:
+        if name not in known:
+            raise FieldRefused(printable(name), f"is not a field of {path}", code="unknown_parameter")
+
+
+def _model(fields: dict[str, Any]) -> str:
+    model = fields.get("model")
+    if not isinstance(model, str) or not model:
+        raise FieldRefused("model", "must be the name of a model that is served")
+    return model
+
+
+async def _served(exchange: Exchange, model: str) -> dict[str, Any]:
+    """The entry of a model in the frontend's list.
+
+    Raises:
+        Refused: 404, it is not served; 503, the frontend does not answer.
+    """
+    reply = await reply_of(exchange.door.upstreams, _source(exchange, "/v1/models"))
+    try:
+        entries = json.loads(reply.body)["data"] if reply.status == 200 else None
+        found = None if entries is None else {entry["id"]: entry for entry in entries}
+    except (ValueError, KeyError, TypeError):
+        found = None
+    if found is None:
+        raise Refused(503, "the frontend does not say which models it serves", kind="server_error")
+    if model not in found:
+        raise Refused(404, f"model: {printable(model)} is not served", "model", code="model_not_found")
+    return dict(found[model])
+
+
+def _source(exchange: Exchange, path: str) -> Source:
+    return Source(exchange.door.upstreams.in_turn(), path, "The frontend")

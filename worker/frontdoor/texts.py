@@ -1,0 +1,63 @@
+"""The text of token ids, by the tokenizer of the model that the workers serve."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from worker.frontdoor.errors import FieldRefused, Refused
+from worker.models.checkpoint import find_gguf
+from worker.models.gguf_file import GgufFile
+from worker.models.tokenizer import GgufTokenizer
+
+
+class Texts:
+    """Turns token ids into text, with the tokenizer of the model that the workers serve.
+
+    Args:
+        model_path: Directory or GGUF file of the model, None if it is not known.
+    """
+
+    def __init__(self, model_path: str | None) -> None:
+        self._model_path = model_path
+        self._tokenizer: Tokenizer | None = None
+        self._loading = asyncio.Lock()
+
+    async def tokenizer(self) -> Tokenizer:
+        """The tokenizer, which is loaded when it is first needed.
+
+        Raises:
+            Refused: 501, the model's path is not known, or has no tokenizer that can be read.
+        """
+        async with self._loading:
+            if self._tokenizer is None:
+                if self._model_path is None:
+                    raise Refused(501, "needs the model's tokenizer: give the front door --model-path")
+                self._tokenizer = await asyncio.to_thread(_load, Path(self._model_path))
+        return self._tokenizer
+
+    async def text(self, ids: list[int]) -> str:
+        """The text of ``ids``, special tokens among it. Raises `Refused`."""
+        tokenizer = await self.tokenizer()
+        size = tokenizer.get_vocab_size()
+        for i, each in enumerate(ids):
+            if not 0 <= each < size:
+                raise FieldRefused(f"tokens[{i}]", f"must be a token id below {size}, got {each}")
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+    async def token_texts(self, ids: list[int]) -> list[str]:
+        """The vocabulary's text of each token. Raises `Refused`."""
+        tokenizer = await self.tokenizer()
+        return [tokenizer.id_to_token(each) or "" for each in ids]
+
+
+def _load(path: Path) -> Tokenizer:
+    try:
+        gguf = find_gguf(path)
+        if gguf is not None:
+            return Tokenizer.from_str(GgufTokenizer(GgufFile(gguf).metadata).files(0)["tokenizer.json"])
+        return Tokenizer.from_file(str(path / "tokenizer.json"))
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise Refused(501, f"--model-path {path}: no tokenizer.json or GGUF file that can be read: {error}") from None

@@ -1,0 +1,42 @@
+"""Token ids of prompts, as the frontend makes them.
+
+A prompt is turned into ids by the frontend that would serve it: it is asked for the request's
+``token_ids`` before it generates anything, and then left. So ids and counts are those of the
+request itself, chat template and all.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from worker.frontdoor.chat_stream import Caller, ask
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.fields import CHAT
+
+_IDS = "token_ids"
+
+
+async def prompt_tokens(caller: Caller, fields: dict[str, Any], path: str = CHAT) -> list[int]:
+    """The token ids of the prompt of a chat or completion.
+
+    Args:
+        caller: Requester on whose behalf the frontend is asked.
+        fields: The request as a client would write it; it is not answered.
+        path: `CHAT` or `COMPLETIONS`.
+
+    Raises:
+        Refused: a field is refused, or the frontend refuses the request: a prompt beyond the
+            model's context, for one.
+    """
+    chunks = await ask(caller, {**fields, "max_tokens": 1, "nvext": {"annotations": [_IDS]}}, path)
+    try:
+        async for _ in chunks:
+            break
+    finally:
+        chunks.close()
+    try:
+        ids = json.loads(chunks.annotations[_IDS])
+        return [int(each) for each in ids]
+    except (KeyError, ValueError, TypeError):
+        raise Refused(502, "the frontend does not tell the token ids of a prompt", kind="server_error") from None
