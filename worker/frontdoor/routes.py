@@ -190,8 +190,10 @@ def _operation(route: Route, catalog: Catalog) -> dict[str, Any]:
         "responses": {"200": {"description": "The answer"}, "default": failed},
         "security": [{"key": []}, {}] if route.needs_key else [{}],
     }
-    if route.pattern is not None:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    names = re.findall(r"\{(\w+)\}", route.path)
+    if names:
+        text = {"type": "string"}
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
     if route.by == "checked":
         operation["requestBody"] = {"required": True, "content": _json(_body(route.path, catalog))}
     return operation
