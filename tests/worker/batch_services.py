@@ -46,9 +46,15 @@ def form(
     return written + (f"--{boundary}--\r\n".encode() if end is None else end)
 
 
-async def echo(owner: str, url: str, fields: dict[str, Any], request_id: str) -> tuple[int, bytes]:
+def said(body: bytes) -> str:
+    """The text of the only message of a request."""
+    text: str = json.loads(body)["messages"][0]["content"]
+    return text
+
+
+async def echo(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
     """The text of the only message, as an answer."""
-    return 200, json.dumps({"said": fields["messages"][0]["content"]}).encode()
+    return 200, json.dumps({"said": said(body)}).encode()
 
 
 async def one_model() -> frozenset[str]:

@@ -24,6 +24,7 @@ from batch_services import (
     jsonl,
     line,
     results_of,
+    said,
     service,
     uploaded,
 )
@@ -55,8 +56,8 @@ class Scripted:
         self.came = asyncio.Event()
         self.under_way = self.most_under_way = 0
 
-    async def __call__(self, owner: str, url: str, fields: dict[str, Any], request_id: str) -> tuple[int, bytes]:
-        text = fields["messages"][0]["content"]
+    async def __call__(self, owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        text = said(body)
         self.asked.append(text)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
@@ -85,8 +86,8 @@ async def test_each_line_has_its_answer(tmp_path: Path) -> None:
 
 
 async def test_errors_are_in_a_file_of_their_own(tmp_path: Path) -> None:
-    async def ask(owner: str, url: str, fields: dict[str, Any], request_id: str) -> tuple[int, bytes]:
-        text = fields["messages"][0]["content"]
+    async def ask(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        text = said(body)
         return (400, b'{"error": {"message":\n"no"}}') if text == "bad" else (200, b"{}")
 
     async with service(tmp_path, ask) as at:
@@ -180,9 +181,9 @@ async def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
             await asyncio.sleep(0.001)
     again: list[str] = []
 
-    async def ask(owner: str, url: str, fields: dict[str, Any], request_id: str) -> tuple[int, bytes]:
-        again.append(fields["messages"][0]["content"])
-        return await echo(owner, url, fields, request_id)
+    async def ask(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        again.append(said(body))
+        return await echo(owner, url, body, request_id)
 
     async with service(tmp_path, ask) as at:
         done = await ended(at, batch)
@@ -239,14 +240,14 @@ class Stopping:
         self.asked = asked
         self.over = asyncio.Event()
 
-    async def __call__(self, owner: str, url: str, fields: dict[str, Any], request_id: str) -> tuple[int, bytes]:
+    async def __call__(self, owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
         if self.left is not None:
             self.left -= 1
             if self.left < 0:
                 self.over.set()
                 await asyncio.sleep(WAIT_S)
-        self.asked.append(fields["messages"][0]["content"])
-        return await echo(owner, url, fields, request_id)
+        self.asked.append(said(body))
+        return await echo(owner, url, body, request_id)
 
 
 async def first_of(*coroutines: Coroutine[Any, Any, Any]) -> None:
@@ -271,7 +272,7 @@ async def test_a_request_is_sent_again_where_it_may_help(
 ) -> None:
     left = list(statuses)
 
-    async def ask(owner: str, url: str, fields: dict[str, Any], request_id: str) -> tuple[int, bytes]:
+    async def ask(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
         return left.pop(0), b"{}"
 
     async with service(tmp_path, ask) as at:
@@ -288,7 +289,7 @@ async def test_a_model_that_is_away_is_waited_for(tmp_path: Path) -> None:
     async def models() -> frozenset[str]:
         return served.pop(0) if len(served) > 1 else served[0]
 
-    async def ask(owner: str, url: str, fields: dict[str, Any], request_id: str) -> tuple[int, bytes]:
+    async def ask(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
         nonlocal calls
         calls += 1
         served[:] = [frozenset()] if calls < 4 else [frozenset({"m"})]
@@ -317,7 +318,7 @@ async def test_a_full_disk_holds_a_batch_up(tmp_path: Path, monkeypatch: pytest.
 
 
 async def test_an_answer_that_is_no_json_is_an_error_of_text(tmp_path: Path) -> None:
-    async def ask(owner: str, url: str, fields: dict[str, Any], request_id: str) -> tuple[int, bytes]:
+    async def ask(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
         return 413, b"too large \xff"
 
     async with service(tmp_path, ask) as at:

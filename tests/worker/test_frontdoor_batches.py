@@ -356,11 +356,11 @@ async def test_a_line_may_be_for_a_handler(tmp_path: Path, monkeypatch: pytest.M
     async with house(say_ok) as at:
         at.door.routes = Routes()
         answers = LineAnswers(at.door, {("POST", path): handler})
-        status, body = await answers.ask("owner-a", path, {"do": "answer"}, "id-1")
+        status, body = await answers.ask("owner-a", path, b'{"do": "answer"}', "id-1")
         assert (status, json.loads(body)) == (200, {"owner": "owner-a", "id": "id-1"})
-        status, body = await answers.ask("owner-a", path, {"do": "refuse"}, "id-1")
+        status, body = await answers.ask("owner-a", path, b'{"do": "refuse"}', "id-1")
         assert (status, json.loads(body)["error"]["param"]) == (400, "do")
-        assert (await answers.ask("owner-a", path, {"do": "stream"}, "id-1"))[0] == 502
+        assert (await answers.ask("owner-a", path, b'{"do": "stream"}', "id-1"))[0] == 502
 
 
 async def test_a_frontend_that_is_away_is_an_answer_to_try_again() -> None:
@@ -368,8 +368,7 @@ async def test_a_frontend_that_is_away_is_an_answer_to_try_again() -> None:
         await at.frontends[0].stop()
         answers = LineAnswers(at.door, {})
         assert await answers.models() == frozenset()
-        fields = {"model": "m", "prompt": "a"}
-        assert (await answers.ask("owner-a", COMPLETIONS, fields, "id-1"))[0] == 503
+        assert (await answers.ask("owner-a", COMPLETIONS, b'{"model": "m", "prompt": "a"}', "id-1"))[0] == 503
 
 
 async def test_switched_off_they_say_how_to_have_them() -> None:

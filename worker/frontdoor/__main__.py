@@ -106,6 +106,8 @@ async def serve(options: Options) -> None:
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_DFL)
     server.close()
+    if door.batches is not None:
+        await door.batches.stop()
     await door.drain(options.drain_timeout_s)
     if door.batches is not None:
         await door.batches.close()

@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from worker.frontdoor.answering import Answer
 from worker.frontdoor.answers import ParsedAnswer
@@ -38,9 +37,8 @@ class LineAnswers:
     door: FrontDoor
     handlers: Mapping[tuple[str, str], Handler]
 
-    async def ask(self, owner: str, path: str, fields: dict[str, Any], request_id: str) -> tuple[int, bytes]:
+    async def ask(self, owner: str, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
         """The status and the body of the answer to a POST; see `Ask`."""
-        body = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
         return await self._answered(b"POST", owner, path, body, request_id)
 
     async def models(self) -> frozenset[str]:
@@ -94,7 +92,7 @@ class _WaitingClient:
         request: The request.
 
     Attributes:
-        answer: What answers it.
+        answer: Answer under way.
         found: The status and the body of its answer.
     """
 
@@ -144,7 +142,8 @@ class _WaitingClient:
     def data(self, answer: ParsedAnswer, data: bytes) -> None:
         """Bytes of the answer's body."""
         answer.body += data
-        if len(answer.body) > MAX_ANSWER:
+        if len(answer.body) > MAX_ANSWER and self.answer is not None:
+            self.answer.abort()
             self.failed(True, f"an answer beyond {MAX_ANSWER} bytes")
 
     def ended(self, answer: ParsedAnswer) -> None:
@@ -161,4 +160,4 @@ class _WaitingClient:
 
 
 def _nothing() -> None:
-    """Nothing is to be freed: the body is the batch's."""
+    """Free no body: it is the batch's."""

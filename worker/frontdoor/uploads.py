@@ -29,7 +29,7 @@ class Uploads:
     """Room for all uploads under way.
 
     Args:
-        directory: Where they are written.
+        directory: Place in which they are written.
         largest: Bytes of the largest body.
         least_rate: Bytes per second of an upload in any `WINDOW_S`.
         timeout_s: Seconds that each upload has, beside those at `RATE`.

@@ -29,7 +29,7 @@ class Line:
     """A line of a file.
 
     Attributes:
-        number: Its number, from 1; blank lines count.
+        number: Number of the line, from 1; blank lines count.
         data: Bytes of the line, without its end.
         end: Offset of the next line.
         is_too_long: Whether ``data`` is only the beginning.

@@ -22,7 +22,7 @@ class StoredFile:
 
     Attributes:
         number: Position in the order of creation.
-        id: Its id, which is also the name of the file on disk.
+        id: Id, which is also the name of the file on disk.
         owner: Label of the client that it belongs to.
         filename: Name that the client gave it; no path.
         purpose: `INPUT` or `OUTPUT`.
@@ -61,7 +61,7 @@ class StoredBatch:
 
     Attributes:
         number: Position in the order of creation.
-        id: Its id.
+        id: Id of the batch.
         owner: Label of the client that it belongs to.
         endpoint: Path that its requests are for.
         input_file_id: The file of its requests.

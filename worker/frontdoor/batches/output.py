@@ -45,7 +45,7 @@ async def write_output(store: StoreThread, batch: StoredBatch, status: Status, l
     """Write every line's result, in the order of the input.
 
     Args:
-        store: Where the results are.
+        store: Store with the results.
         batch: The batch.
         status: The status that it is about to end with.
         longest: Most bytes of a line of the input.

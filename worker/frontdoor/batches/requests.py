@@ -1,4 +1,4 @@
-"""What clients ask of files and batches, checked: every field is honoured, or refused by name."""
+"""Requests for files and batches, checked: every field is honoured, or refused by name."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class BatchService:
     """The files and batches of all clients.
 
     Args:
-        directory: Where they are kept.
-        limits: Their limits.
+        directory: Place of the store.
+        limits: Limits of files and batches.
         make_uploads: Makes the room for uploads in a directory.
         ask: Answers the request of a line.
         models: Names of the models that are served.
@@ -78,11 +78,15 @@ class BatchService:
             self._runner.begin(batch)
         self._deleting = asyncio.create_task(_delete_old(self._store))
 
+    async def stop(self) -> None:
+        """Ask for no more answers: those under way are given up."""
+        await self._runner.close()
+
     async def close(self) -> None:
-        """Stop; the batches that have not ended go on when the directory is used again."""
+        """End; the batches that have not ended go on when the directory is used again."""
         if self._deleting is not None:
             self._deleting.cancel()
-        await self._runner.close()
+        await self.stop()
         await self._store.close()
 
     async def add_file(self, owner: str, content_type: bytes, upload: Upload) -> StoredFile:

@@ -18,7 +18,7 @@ class Store:
     """Files and batches in one directory, for one thread at a time.
 
     Args:
-        directory: Where they are; made if it is missing.
+        directory: Place of both; made if it is missing.
         capacity: Bytes of all files together, beyond which uploads are refused.
         now: The clock, in seconds since the epoch.
 

@@ -22,7 +22,7 @@ class StoredBatches:
     """The batches of all clients.
 
     Args:
-        database: Where the rows are.
+        database: Database with the rows.
         now: The clock, in seconds since the epoch.
     """
 
@@ -117,7 +117,7 @@ class StoredBatches:
         Args:
             batch_id: Id of the batch.
             origins: Statuses that it may have had.
-            status: Its new status.
+            status: New status of the batch.
             values: Further columns, and their values.
 
         Returns:

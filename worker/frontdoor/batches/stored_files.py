@@ -23,8 +23,8 @@ class StoredFiles:
     row has its content; content without a row is deleted by `sweep`.
 
     Args:
-        database: Where the rows are.
-        directory: Where the contents are.
+        database: Database with the rows.
+        directory: Place of the contents.
         capacity: Bytes of all files together, beyond which uploads are refused.
         now: The clock, in seconds since the epoch.
     """
