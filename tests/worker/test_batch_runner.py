@@ -317,6 +317,24 @@ async def test_a_full_disk_holds_a_batch_up(tmp_path: Path, monkeypatch: pytest.
         assert len(await results_of(at, done)) == 6
 
 
+async def test_a_full_disk_holds_the_end_of_a_batch_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end, failures = StoredBatches.delete_results, 3
+
+    def full(self: StoredBatches, batch_id: str) -> None:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise OSError(28, "No space left on device")
+        end(self, batch_id)
+
+    monkeypatch.setattr(StoredBatches, "delete_results", full)
+    async with service(tmp_path) as at:
+        done = await ended(at, await begun(at, jsonl([line("a"), line("b")])))
+        assert (done.status, set(await results_of(at, done))) == ("completed", {"a", "b"})
+    on_disk = {path.name for path in (tmp_path / "files").rglob("*") if path.is_file()}
+    assert on_disk == {done.input_file_id, done.output_file_id}
+
+
 async def test_an_answer_that_is_no_json_is_an_error_of_text(tmp_path: Path) -> None:
     async def ask(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
         return 413, b"too large \xff"

@@ -40,6 +40,12 @@ class Output:
     errors: Path | None
     num_unanswered: int
 
+    def delete(self) -> None:
+        """Delete the files, as far as they have not been moved to their place."""
+        for path in (self.answers, self.errors):
+            if path is not None:
+                path.unlink(missing_ok=True)
+
 
 async def write_output(store: StoreThread, batch: StoredBatch, status: Status, longest: int) -> Output:
     """Write every line's result, in the order of the input.

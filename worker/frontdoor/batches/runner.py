@@ -151,11 +151,15 @@ class Runner:
             await self._store.do(self._store.batches.move, batch.id, (batch.status,), status)
             return
         output = await write_output(self._store, batch, status, self._longest)
-        await self._store.do(
-            self._store.store.finish,
-            batch,
-            status,
-            answers=output.answers,
-            errors=output.errors,
-            num_unanswered=output.num_unanswered,
-        )
+        try:
+            await self._store.do(
+                self._store.store.finish,
+                batch,
+                status,
+                answers=output.answers,
+                errors=output.errors,
+                num_unanswered=output.num_unanswered,
+            )
+        except (OSError, sqlite3.Error):  # it is tried again, with files of other names
+            output.delete()
+            raise
