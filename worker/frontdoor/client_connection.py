@@ -216,7 +216,7 @@ class ClientConnection(WaitingProtocol):
         self, request: AdmittedRequest, body: bytes, handler: Handler, fields: dict[str, Any] | None = None
     ) -> None:
         """Let a handler answer; ``fields``: the body, if it has been parsed."""
-        self._answer = exchange = Exchange(self, self._door, request, body, fields)
+        self._answer = exchange = Exchange(self, self._door, request, body, fields, self._intake.take_upload())
         self._intake.free_body()
         exchange.run(handler)
 

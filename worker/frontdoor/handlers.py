@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from worker.frontdoor import service
+from worker.frontdoor.batch_handlers import BATCH_HANDLERS
 from worker.frontdoor.chat_answers import answer_chat
 from worker.frontdoor.completions import answer_completion
 from worker.frontdoor.exchange import Handler
@@ -22,6 +23,7 @@ HANDLERS: Mapping[tuple[str, str], Handler] = {
     ("POST", "/ping"): service.ping,
     ("POST", "/tokenize"): service.tokenize,
     ("POST", "/detokenize"): service.detokenize,
+    **BATCH_HANDLERS,
 }
 """Each row of `ROUTES` that a handler answers has one per method; a test compares the two."""
 
