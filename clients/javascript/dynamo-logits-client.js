@@ -378,8 +378,12 @@ export class Client {
 
   async #whole(path, fields, options) {
     const call = this.#call(path, fields, false, options);
-    const body = await call.during(async (response) => response.text());
-    return JSON.parse(body);
+    const body = await call.during((response) => response.text()).finally(() => call.cancel());
+    try {
+      return JSON.parse(body);
+    } catch {
+      throw new ClientError(`expected a JSON object, got ${JSON.stringify(body.slice(0, 200))}`);
+    }
   }
 
   #stream(path, fields, options) {
