@@ -35,8 +35,8 @@ def shown(path: Path, *, tools: bool = False, **options: Any) -> str:
     [
         ({"tokenizer_config.json": {"chat_template": "a{{ bos_token }}", "bos_token": "<s>"}}, ("a<s>", "a<s>")),
         (
-            {"tokenizer_config.json": {"chat_template": "a{{ bos_token }}", "bos_token": {"content": "<b>"}}},
-            ("a<b>",) * 2,
+            {"tokenizer_config.json": {"chat_template": "{{ eos_token }}", "eos_token": {"content": "<b>"}}},
+            ("<b>",) * 2,
         ),
         (
             {
@@ -66,7 +66,8 @@ def test_a_checkpoint_without_a_template(tmp_path: Path) -> None:
     assert read_chat_template(tmp_path).template is None
     added = {"added_tokens_decoder": {"5": {"content": "[ARGS]"}, "6": {"content": 3}}}
     found = read_chat_template(checkpoint(tmp_path, {"tokenizer_config.json": added}))
-    assert (found.template, found.added_tokens) == (None, {"[ARGS]"})
+    assert found.template is None
+    assert found.added_tokens == {"[ARGS]"}
 
 
 @pytest.mark.parametrize(

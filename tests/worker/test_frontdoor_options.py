@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def test_third_party_processors_are_the_workers() -> None:
             {"DYN_TOOL_CALL_PARSER": "hermes"},
             CallFormat("hermes", "answer", frontend_parses=True),
         ),
-        (["--", "--dyn-tool-call-parser", "pythonic"], {}, None),
+        (["--", "--dyn-tool-call-parser", "kimi_k2"], {}, None),
+        (["--tool-call-format", "harmony", "--", "--dyn-reasoning-parser=gpt_oss"], {}, CallFormat("harmony")),
         (["--tool-call-format", "none", "--", "--dyn-tool-call-parser", "hermes"], {}, None),
         (
             ["--tool-call-format", "mistral"],
@@ -82,6 +84,40 @@ def test_the_format_of_calls_is_the_workers(
     assert parse_options([*UPSTREAM, *argv], environ).calls == expected
 
 
+def model(path: Path, template: str) -> str:
+    path.mkdir()
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return str(path)
+
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }} Write functools[...]{% endif %}" + PLAIN
+
+
+def test_the_format_of_calls_is_found_from_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain, tools = model(tmp_path / "plain", PLAIN), model(tmp_path / "tools", WITH_TOOLS)
+
+    def found(*argv: str, **environ: str) -> tuple[str, bool] | None:
+        calls = parse_options([*UPSTREAM, *argv], environ).calls
+        return None if calls is None else (calls.name, calls.support is not None and calls.support.tools)
+
+    assert found("--model-path", plain) == ("neutral", False)
+    assert found("--", "--model-path", tools, "--engine", "embedded") == ("phi4", True)
+    assert found("--model-path", plain, "--", "--model-path", tools) == ("neutral", False)
+    assert found(WORKER_MODEL_PATH=tools) == ("phi4", True)
+    assert found("--model-path", plain, "--tool-call-format", "hermes") == ("hermes", False)
+    assert found("--model-path", plain, "--tool-call-format", "none") is None
+    assert found("--model-path", tools, "--", "--dyn-tool-call-parser", "nemotron_deci") == ("nemotron_deci", True)
+    (tmp_path / "own.jinja").write_text(PLAIN)
+    own = ("--", "--custom-jinja-template", str(tmp_path / "own.jinja"))
+    assert found("--model-path", tools, *own) == ("neutral", False)
+    assert found("--tool-call-format", "neutral") == ("neutral", False)
+    assert not caplog.records
+    assert found("--model-path", str(tmp_path / "missing.gguf")) is None
+    assert found("--model-path", model(tmp_path / "broken", "{% if %}")) is None
+    assert "broken cannot be read" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("argv", "environ", "named"),
     [
@@ -93,7 +129,7 @@ def test_the_format_of_calls_is_the_workers(
         ([*UPSTREAM, "--body-limit-mib", "1" * 10], {}, "--body-limit-mib must be an integer of at least 1"),
         ([*UPSTREAM, "--max-connections", "1" * 10], {}, "--max-connections must be an integer of at least 1"),
         ([*UPSTREAM, "--send-timeout-s", "0"], {}, "--send-timeout-s must be a number of seconds above 0"),
-        ([*UPSTREAM, "--tool-call-format", "pythonic"], {}, "--tool-call-format must be one of hermes"),
+        ([*UPSTREAM, "--tool-call-format", "yaml"], {}, "--tool-call-format must be auto, none or one of hermes"),
         ([*UPSTREAM, "--playground", "on"], {}, "--playground must be true or false"),
         ([*UPSTREAM, "--zzz", "1"], {}, "--zzz"),
         (UPSTREAM, {"FRONT_DOOR_ZZZ": "1"}, "unknown environment variable FRONT_DOOR_ZZZ"),

@@ -26,7 +26,7 @@ WEATHER = {
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
 USER = {"role": "user", "content": "Is it warm in Paris?"}
-CALLED = {
+CALLED: dict[str, Any] = {
     "role": "assistant",
     "content": "",
     "tool_calls": [
@@ -34,12 +34,12 @@ CALLED = {
         {"id": "call_2", "type": "function", "function": {"name": "clock", "arguments": ""}},
     ],
 }
-RESULTS = [
+RESULTS: list[dict[str, Any]] = [
     {"role": "tool", "tool_call_id": "call_1", "content": "18 degrees"},
     {
         "role": "tool",
         "tool_call_id": "call_2",
-        "content": [{"type": "text", "text": "no"}, {"type": "text", "text": "on"}],
+        "content": [{"type": "text", "text": each} for each in ("no", "on")],
     },
 ]
 CALLS_TEXT = (
@@ -51,7 +51,7 @@ RESULTS_TEXT = "<tool_response>\nweather: 18 degrees\n</tool_response>\n<tool_re
 
 def written(support: ToolSupport, *messages: Any, choice: Any = None, **fields: Any) -> dict[str, Any]:
     """The fields that a chat becomes."""
-    body = json.loads(json.dumps({"messages": messages, **fields}))
+    body: dict[str, Any] = json.loads(json.dumps({"messages": messages, **fields}))
     before = json.loads(json.dumps(body))
     changed = write_tools_as_text(body, support, choice)
     assert changed is (body != before)
@@ -209,17 +209,12 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
+CALL = st.tuples(st.sampled_from(["weather", "clock"]), st.dictionaries(st.text(max_size=4), JSON, max_size=3))
 CHATML = Path(__file__).parents[1] / "adapters" / "calls" / "templates" / "chatml.jinja"
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["weather", "clock"]), st.dictionaries(st.text(max_size=4), JSON, max_size=3)),
-        min_size=1,
-        max_size=4,
-    )
-)
+@given(st.lists(CALL, min_size=1, max_size=4))
 def test_a_call_in_the_prompt_is_what_the_model_would_write(calls: list[tuple[str, dict[str, Any]]]) -> None:
     """The parser of answers reads the same calls out of it."""
     template = ChatTemplate({"default": CHATML.read_text()}, {})

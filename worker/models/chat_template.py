@@ -23,10 +23,10 @@ _CONFIG, _JINJA, _JSON, _FOLDER = (
 
 
 class FoundTemplate(NamedTuple):
-    """What a checkpoint says of its chats.
+    """Chat template of a checkpoint, with what it needs.
 
     Attributes:
-        template: Its chat template, None if it has none.
+        template: The chat template, None if there is none.
         added_tokens: Texts of the tokens that were added to the vocabulary.
     """
 
@@ -46,6 +46,7 @@ def read_chat_template(path: Path, override: Path | None = None) -> FoundTemplat
         OSError: it cannot be opened.
         StartupError: it is a directory with several GGUF files.
     """
+    path.stat()  # a checkpoint without any of its files is no checkpoint without a template
     file = find_gguf(path)
     name, sources, special, added = _of_directory(path) if file is None else _of_gguf(file)
     if override is not None:
