@@ -52,7 +52,7 @@ class TextReader:
         return self._text[start : self.position]
 
     def matched(self, pattern: re.Pattern[str]) -> str:
-        """What ``pattern`` matches here, of the text that has come; empty if it does not."""
+        """The match of ``pattern`` here in the text that has come, which is read; may be empty."""
         found = pattern.match(self._text, self.position)
         return "" if found is None else self.take(found.end() - found.start())
 
