@@ -37,9 +37,10 @@ class TextReader:
         self._text += text
 
     def forget(self) -> None:
-        """Keep no text before the position."""
-        self._text = self._text[self.position :]
-        self.position = 0
+        """Keep no text before the position, once that is most of it; positions change."""
+        if 2 * self.position >= len(self._text):
+            self._text = self._text[self.position :]
+            self.position = 0
 
     @property
     def ahead(self) -> str:
