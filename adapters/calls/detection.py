@@ -59,7 +59,7 @@ class ToolSupport:
 
     Attributes:
         format: Name of the format of calls.
-        evidence: What that was found by, for the operator.
+        evidence: Reason for that format, for the operator.
         tools: Whether the template tells the model which tools there are.
         calls: Whether it writes earlier calls.
         several: Whether it writes several calls of one message.
@@ -83,26 +83,24 @@ class ToolSupport:
         return self.tools and self.calls and self.several and self.results and not self.short_ids
 
 
-def tool_support(template: ChatTemplate | None, added_tokens: Collection[str] = ()) -> ToolSupport:
+def tool_support(
+    template: ChatTemplate | None, added_tokens: Collection[str] = (), wanted: str | None = None
+) -> ToolSupport:
     """The format of calls, and what the template knows of tools.
 
     Args:
         template: The checkpoint's template, None if it has none.
         added_tokens: Texts of the tokens that were added to the tokenizer's vocabulary.
+        wanted: Name of a format that is not to be looked for.
     """
     if template is None:
-        return ToolSupport(format=NEUTRAL, evidence="there is no chat template")
+        return ToolSupport(format=wanted or NEUTRAL, evidence="there is no chat template")
     system = _writes(template, [{"role": "system", "content": _SYSTEM}, _USER], _SYSTEM)
     if not _writes(template, [_USER], _TOOL, tools=True):
-        return ToolSupport(format=NEUTRAL, evidence="the chat template writes no tools", system=system)
+        return ToolSupport(format=wanted or NEUTRAL, evidence="the chat template writes no tools", system=system)
     shown, short_ids = _with_a_call(template)
-    found = _spelled_format(template, shown) if shown is not None else None
-    evidence = "the chat template writes a call so"
-    if found is None:
-        found = _marked_format(template, added_tokens)
-        evidence = "the chat template describes calls so"
-    if found is None:
-        evidence = "the chat template writes tools, in a format that is not known"
+    found, evidence = _format(template, shown, added_tokens) if wanted is None else (wanted, "it is named")
+    if found == NEUTRAL:
         return ToolSupport(format=NEUTRAL, evidence=evidence, system=system)
     return ToolSupport(
         format=found,
@@ -114,6 +112,17 @@ def tool_support(template: ChatTemplate | None, added_tokens: Collection[str] = 
         system=system,
         short_ids=short_ids,
     )
+
+
+def _format(template: ChatTemplate, shown: str | None, added_tokens: Collection[str]) -> tuple[str, str]:
+    """The format of a template that writes tools, and the reason."""
+    spelled = None if shown is None else _spelled_format(template, shown)
+    if spelled is not None:
+        return spelled, "the chat template writes a call so"
+    marked = _marked_format(template, added_tokens)
+    if marked is not None:
+        return marked, "the chat template describes calls so"
+    return NEUTRAL, "the chat template writes tools, in a format that is not known"
 
 
 def _writes(template: ChatTemplate, messages: Sequence[dict[str, Any]], word: str, *, tools: bool = False) -> bool:

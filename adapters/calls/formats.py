@@ -1,4 +1,4 @@
-"""How models write tool calls, format by format: all that a grammar or a parser needs to know.
+"""Spellings of tool calls by format: all that a grammar or a parser needs to know.
 
 An answer is text with blocks of calls in it. A block is
 
@@ -39,8 +39,8 @@ class Opening:
 
     Attributes:
         text: The beginning; empty where a call has a beginning of its own.
-        trigger: What tells a block from free text, which therefore never has it; one of the two
-            texts begins with the other. Empty: no less than all up to the name of a function and
+        trigger: Text that tells a block from free text, which therefore never has it; it or `text`
+            begins with the other. Empty: no less than all up to the name of a function and
             the character behind it, whatever the name (`CallFormat.triggers`).
         anywhere: Whether free text may be before it. Otherwise a block begins the answer, with
             nothing before it but `WHITE_SPACE`, and the same text later on is free text.
@@ -89,7 +89,7 @@ class CallFormat:
         closing: End of a block.
         again: Text between two blocks that follow each other.
         arguments: Notation of the arguments.
-        ends: Nothing but further calls follows a call: no text.
+        ends: Whether nothing but further calls follows a call: no text.
         special: Texts within the spelling that are special tokens where the tokenizer has them as
             such. An engine leaves those out of an answer unless it is asked for them
             (``skip_special_tokens: false``), and then no call can be found.

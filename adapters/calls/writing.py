@@ -14,7 +14,7 @@ def written_calls(wanted: CallFormat, calls: Iterable[tuple[str, Mapping[str, An
     """The text of ``calls``, of which there is at least one.
 
     Args:
-        wanted: Their format.
+        wanted: Format of the calls.
         calls: Name and arguments of each.
     """
     opening = wanted.openings[0].text

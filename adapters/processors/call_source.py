@@ -170,7 +170,7 @@ class CallSource:
         return f"/{_ANY}/" + (f" & ~/{_ANY}({'|'.join(found)}){_ANY}/" if found else "")
 
     def _not_first(self) -> str:
-        """What free text at the beginning of an answer must not begin with."""
+        """Expression of what free text at the beginning of an answer does not begin with."""
         found = self._patterns(anywhere=False)
         return f" & ~/{_SPACES}({'|'.join(found)}){_ANY}/" if found and not self._format.prose else ""
 

@@ -73,7 +73,7 @@ class ChannelSource:
         return f"({options})*"
 
     def _to_end(self) -> str:
-        """What a message says, and its end."""
+        """Source of the text of a message and of its end."""
         end, _ = self._texts.trigger(self._channels.end)
         if end.token:
             return f"{self._free()} {end.token}"

@@ -92,15 +92,51 @@ def test_a_choice(served: LaunchedScript) -> None:
     assert text_of(served, messages, extra_body=body) == "Paris"
 
 
-def test_a_tool_call_by_grammar(served: LaunchedScript) -> None:
-    grammar = r"""
-start: "<tool_call>{\"name\": \"get_weather\", \"arguments\": {\"city\": \"" CITY "\"}}</tool_call>"
-CITY: /[A-Z][a-z]{2,11}/
-"""
-    messages = [{"role": "user", "content": "What is the weather in Paris? Call get_weather."}]
-    answer = text_of(served, messages, max_tokens=48, extra_body={"guided_grammar": grammar})
-    call = json.loads(answer.removeprefix("<tool_call>").removesuffix("</tool_call>"))
-    assert call == {"name": "get_weather", "arguments": {"city": "Paris"}}
+CITY = {"type": "string", "pattern": "^[A-Z][a-z]{2,11}$"}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city.",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": CITY},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "get_time"}}
+ASKED = [{"role": "user", "content": "What is the weather in Paris? Call get_weather."}]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
+def test_a_tool_is_called_without_an_option(served: LaunchedScript, choice: Any) -> None:
+    """Although the model's chat template writes no tools: they are in the prompt nevertheless."""
+    options = {"tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 48}
+    answer = ask(served, ASKED, tools=[CLOCK, WEATHER], **options)
+    assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+    (call,) = answer.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
+
+
+def test_the_result_of_a_call_is_in_the_prompt(served: LaunchedScript) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    messages: list[Any] = [
+        {"role": "user", "content": "What is the temperature in Paris?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "The temperature in Paris is 17 degrees."},
+    ]
+    for options in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        assert "17" in text_of(served, messages, **options)
+
+
+def test_an_agent_may_ask_for_one_call_at_most(served: LaunchedScript) -> None:
+    """As the frameworks of agents do, with strict tools."""
+    answer = ask(served, FRANCE, tools=[WEATHER], parallel_tool_calls=False)
+    assert answer.finish_reason in ("stop", "length", "tool_calls")
+    assert len(answer.message.tool_calls or ()) <= 1
 
 
 def test_a_stop_string(served: LaunchedScript) -> None:

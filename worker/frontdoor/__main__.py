@@ -19,6 +19,7 @@ import uvloop
 
 from adapters.catalog import Catalog, CatalogError
 from worker.errors import ConfigurationError, StartupError
+from worker.frontdoor import call_formats
 from worker.frontdoor.batch_lines import LineAnswers
 from worker.frontdoor.batches import BatchService, Limits
 from worker.frontdoor.client_connection import protocol_factory
@@ -59,6 +60,8 @@ def make_front_door(options: Options) -> FrontDoor:
         catalog = Catalog.load(allow=options.allow_logits_processors, options=options.logits_processor)
     except CatalogError as error:
         raise StartupError(str(error)) from None
+    if options.calls is None:
+        logger.info("only tool calls that a request forces are held to their tools (--tool-call-format)")
     upstreams = Upstreams(options.upstream, options.connect_timeout_s)
     return FrontDoor(options, catalog, upstreams, api_keys(options.api_key_file))
 
@@ -116,7 +119,8 @@ async def serve(options: Options) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status; every failure is one line on stderr."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    logger.setLevel(logging.INFO)
+    for each in (logger, call_formats.logger):
+        each.setLevel(logging.INFO)
     try:
         options = parse_options(argv)
         uvloop.run(serve(options))

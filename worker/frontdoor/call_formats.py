@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +20,7 @@ AUTO, NONE = "auto", "none"
 
 
 class Model(NamedTuple):
-    """Where the chat template of the served models is.
+    """Place of the chat template of the served models.
 
     Attributes:
         path: Checkpoint or GGUF file, None if it is not known.
@@ -46,11 +45,9 @@ def support_of(wanted: str, model: Model) -> ToolSupport | None:
     found = None if model.path is None else _read(model.path, model.template)
     if found is None:
         return None if wanted == AUTO else _assumed(wanted)
-    support = tool_support(*found)
-    if wanted == AUTO:
-        logger.info("tool calls are written as %s: %s (--tool-call-format)", support.format, support.evidence)
-        return support
-    return replace(support, format=wanted, evidence="it is named")
+    support = tool_support(*found, None if wanted == AUTO else wanted)
+    logger.info("tool calls are written as %s: %s", support.format, support.evidence)
+    return support
 
 
 @lru_cache(16)

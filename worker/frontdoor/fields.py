@@ -136,16 +136,16 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         "tools",
         (CHAT,),
         "honoured",
-        "For the prompt. With a format of calls, which is found from the model, every call is held to its schema; without "
-        "one strict: true needs a forced call. Refused: custom tools.",
+        "For the prompt. With a format of calls, which is found from the model, every call is held to its schema; "
+        "without one strict: true needs a forced call. Refused: custom tools.",
         field_checks.tools,
     ),
     _row(
         "tool_choice",
         (CHAT,),
         "honoured",
-        "Runs as the processor tool_calls, a function as one call of it; without a format of calls a forced call runs as "
-        "json_schema, and none only leaves out the tools. Refused: allowed_tools, custom.",
+        "Runs as the processor tool_calls, a function as one call of it; without a format of calls a forced call runs "
+        "as json_schema, and none only leaves out the tools. Refused: allowed_tools, custom.",
         field_checks.tool_choice,
     ),
     _row(

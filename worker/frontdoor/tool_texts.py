@@ -18,7 +18,7 @@ from worker.frontdoor.field_checks import Body
 
 _SHORT_ID_LENGTH = 9
 _PART = "\n\n"
-"""What is between two texts that become one message."""
+"""Separator of two texts that become one message."""
 
 
 def write_tools_as_text(fields: Body, support: ToolSupport, choice: Any) -> bool:
@@ -27,7 +27,7 @@ def write_tools_as_text(fields: Body, support: ToolSupport, choice: Any) -> bool
 
     Args:
         fields: Fields of a chat, checked; their tools are functions with names.
-        support: What the template knows.
+        support: Abilities of the template.
         choice: The client's ``tool_choice``.
 
     Raises:
@@ -55,7 +55,7 @@ def write_tools_as_text(fields: Body, support: ToolSupport, choice: Any) -> bool
 
 
 def tools_text(fields: Body, wanted: CallFormat, choice: Any = "auto") -> str:
-    """What a model is told of the tools of a request, and of how to call them.
+    """Description of the tools of a request, and of how to call them, for the model.
 
     Args:
         fields: Fields of a chat with tools.

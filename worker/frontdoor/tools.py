@@ -33,8 +33,7 @@ class CallFormat:
         frontend_parses: Whether Dynamo's frontend would parse calls too, since the workers have a
             parser of theirs.
         special_tokens: Texts of the model's special tokens, if calls are marked by such.
-        support: What the chat template knows of tools; None if it writes them all, and every call
-            and result.
+        support: Abilities of the chat template; None if it writes all tools, calls and results.
     """
 
     name: str

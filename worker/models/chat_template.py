@@ -23,10 +23,10 @@ _CONFIG, _JINJA, _JSON, _FOLDER = (
 
 
 class FoundTemplate(NamedTuple):
-    """What a checkpoint says of its chats.
+    """Chat template of a checkpoint, with what it needs.
 
     Attributes:
-        template: Its chat template, None if it has none.
+        template: The chat template, None if there is none.
         added_tokens: Texts of the tokens that were added to the vocabulary.
     """
 

@@ -79,7 +79,7 @@ class _NamedArguments(Grammar):
     """The grammar of arguments that are written one by one."""
 
     separator: ClassVar[str]
-    """What is between two of them."""
+    """Source of what is between two of them."""
 
     def _root(self) -> str:
         goal = self._goals.root

@@ -32,7 +32,7 @@ class MemberSequence:
         extra: Sources of other members.
         shape: The object.
         place: Place of the object's schema, for errors.
-        separator: What is between two members; may be empty.
+        separator: Source of what is between two members; may be empty.
     """
 
     def __init__(

@@ -63,6 +63,15 @@ def test_a_token_tells_two_formats_of_one_template_apart() -> None:
     assert support(source, "[ARGS]", "[TOOL_CALLS]").format == "mistral_args"
 
 
+def test_a_format_that_is_named_is_not_looked_for() -> None:
+    """What the template writes counts nevertheless."""
+    kimi = ChatTemplate({"default": FORMS["kimi_k2"]}, TOKENS)
+    assert tool_support(kimi, (), "hermes").tools
+    assert not tool_support(kimi, (), "neutral").tools
+    plain = tool_support(ChatTemplate({"default": FORMS["chatml"]}, TOKENS), (), "hermes")
+    assert (plain.format, plain.tools, plain.calls) == ("hermes", False, False)
+
+
 def test_the_template_for_tools_is_used_with_tools() -> None:
     template = ChatTemplate({"default": FORMS["chatml"], "tool_use": FORMS["qwen_2_5"]}, TOKENS)
     assert tool_support(template).format == "hermes"
