@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.campaign, pytest.mark.real_model, pytest.mark.timeout(
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model without rows of padding, which have no probability here, and in the harness."""
+    """The tiny model without rows of padding, which have probability in the harness alone."""
     source, target = write_tiny_model(tmp_path_factory.mktemp("whole")), tmp_path_factory.mktemp("tiny")
     network: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     network.resize_token_embeddings(len(AutoTokenizer.from_pretrained(source)))

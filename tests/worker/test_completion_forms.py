@@ -123,9 +123,18 @@ def test_the_data_of_others_stays() -> None:
 def test_the_frontends_rounding_is_undone() -> None:
     """Harnesses compare the token's value with the highest of its alternatives."""
     top = [{"token": "a", "logprob": -2.4339818954467773}, {"token": "b", "logprob": -3.0}]
-    found = of_answer({"tokens": ["a"], "token_logprobs": [-2.433982], "top_logprobs": [top]}, "a", 4)
+    found = of_answer({"tokens": ["a"], "token_logprobs": [-2.433982], "top_logprobs": [top]}, 4)
     assert found["token_logprobs"] == [max(found["top_logprobs"][0].values())]
     assert found["text_offset"] == [4]
+
+
+def test_parts_of_characters_have_the_text_that_they_have_alone() -> None:
+    """The frontend withholds them, and gives them to the token that follows."""
+    tops = [[{"token": "\ufffd", "logprob": -1.0}], [{"token": "a", "logprob": -2.0}, {"token": "b", "logprob": -2.5}]]
+    found = of_answer({"tokens": ["", "\ufffda"], "token_logprobs": [-1.0, -2.0], "top_logprobs": tops}, 3)
+    assert found["tokens"] == ["\ufffd", "a"]
+    assert found["top_logprobs"] == [{"\ufffd": -1.0}, {"a": -2.0, "b": -2.5}]
+    assert found["text_offset"] == [3, 4]
 
 
 ASKED = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 2}

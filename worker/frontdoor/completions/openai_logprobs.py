@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 Alternatives = Iterable[tuple[str, float]]
@@ -59,28 +60,29 @@ def text_offsets(tokens: Iterable[bytes], start: int, end: int, lead: int = 0) -
     return offsets
 
 
-def of_answer(found: Mapping[str, Any], text: str, start: int) -> dict[str, list[Any]]:
+def of_answer(found: Mapping[str, Any], start: int) -> dict[str, list[Any]]:
     """Log probabilities of a frontend's chunk, whose alternatives are a list per token, or a map.
 
     Args:
         found: ``logprobs`` of the chunk's choice.
-        text: Text of the chunk.
-        start: Offset of that in the answer.
+        start: Offset of its first token. How tokens come together in chunks depends on the moment,
+            so that an offset is the length of the tokens before it, not of the chunks' texts.
     """
-    tokens = [str(token) for token in found.get("tokens") or ()]
-    rounded = found.get("token_logprobs") or [None] * len(tokens)
-    tops = found.get("top_logprobs") or [[]] * len(tokens)
-    logprobs, alternatives = [], []
-    for token, value, top in zip(tokens, rounded, tops, strict=True):
+    said = [str(token) for token in found.get("tokens") or ()]
+    rounded = found.get("token_logprobs") or [None] * len(said)
+    tops = found.get("top_logprobs") or [[]] * len(said)
+    tokens, logprobs, alternatives = [], [], []
+    for name, value, top in zip(said, rounded, tops, strict=True):
         others = _alternatives(top or ())
-        exact = _exact(token, value, others)
-        logprobs.append(exact)
-        alternatives.append(by_text(token, exact, others))
+        token, logprob = _exact(name, value, others)
+        tokens.append(token)
+        logprobs.append(logprob)
+        alternatives.append(by_text(token, logprob, others))
     return {
         "tokens": tokens,
         "token_logprobs": logprobs,
         "top_logprobs": alternatives,
-        "text_offset": text_offsets(map(str.encode, tokens), start, start + len(text)),
+        "text_offset": list(accumulate(map(len, tokens), initial=start))[:-1],
     }
 
 
@@ -91,12 +93,13 @@ def _alternatives(top: Any) -> list[tuple[str, float]]:
     return [(str(one["token"]), float(one["logprob"])) for one in top]
 
 
-def _exact(token: str, value: float | None, others: Sequence[tuple[str, float]]) -> float | None:
-    """The token's log probability with the digits that it has among the alternatives.
+def _exact(token: str, value: float | None, others: Sequence[tuple[str, float]]) -> tuple[str, float | None]:
+    """Text and log probability of a token as they are among its alternatives, if it is one of them.
 
-    The frontend rounds it elsewhere, so that the likeliest token would seem to be none of them.
+    Elsewhere the frontend rounds the number, so that the likeliest token would seem to be none of
+    them; and the text of a token that is part of a character depends on what came together with it.
     """
     if value is None:
-        return None
-    same = (other for text, other in others if text == token and math.isclose(other, value, rel_tol=1e-6, abs_tol=1e-6))
-    return next(same, value)
+        return token, None
+    same = [one for one in others if math.isclose(one[1], value, rel_tol=1e-6, abs_tol=1e-6)]
+    return next((one for one in same if one[0] == token), same[0] if same else (token, value))

@@ -22,7 +22,7 @@ class _Choice:
         scores: Log probabilities of its prompt, None until they have come.
         waiting: Chunks of it until then.
         end: The end token that is not shown, once it has come.
-        length: Characters of its text so far.
+        length: Characters of its prompt, if that is shown, and of its tokens so far.
         has_begun: Whether its first chunk has been made.
     """
 
@@ -92,9 +92,10 @@ class PromptAnswer:
             state.has_begun = True
             self._begin(choice, logprobs, state)
         if found:
-            extend(logprobs, of_answer(found, text, state.length))
+            own = of_answer(found, state.length)
+            extend(logprobs, own)
+            state.length += sum(map(len, own["tokens"]))
         choice["text"] += text
-        state.length += len(text)
         if asked.logprobs is not None and choice.get("finish_reason") and state.end is not None:
             extend(logprobs, state.end.in_openai_form(asked.logprobs, state.length))
         choice["logprobs"] = None if asked.logprobs is None else logprobs
