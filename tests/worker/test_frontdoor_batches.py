@@ -412,7 +412,7 @@ async def test_a_killed_process_loses_and_repeats_nothing(tmp_path: Path) -> Non
     echo.delay_s = 0.02
     await echo.frontend.start()
     batches: list[Batch] = []
-    num_kills, num_lines = 3, 300
+    num_kills, num_lines = 2, 200
     for _ in range(num_kills):
         async with front_door_process(port, echo.frontend.port, tmp_path) as process, client_of(port) as client:
             if not batches:
