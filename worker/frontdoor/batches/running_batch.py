@@ -48,7 +48,7 @@ class RunningBatch:
 
     Args:
         batch: The batch.
-        store: Where its results go.
+        store: Store for its results.
         ask: Answers the request of a line.
         models: Names of the models that are served.
         turns: Requests of all batches that may be under way.
