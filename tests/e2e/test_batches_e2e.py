@@ -52,7 +52,7 @@ def finished(client: openai.OpenAI, batch: Batch) -> Batch:
 
 
 def test_a_batch_waits_for_a_worker_that_died(stack: Stack, tmp_path: Path) -> None:
-    """Submitted before there is a worker, which is killed in the middle; another takes its place."""
+    """Submitted before there is a worker, which is killed; another takes its place."""
     door = Door(stack, "--batch-dir", str(tmp_path / "batches"))
     with door.client() as client:
         batch = submitted(client)

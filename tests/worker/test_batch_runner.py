@@ -260,7 +260,7 @@ async def first_of(*coroutines: Coroutine[Any, Any, Any]) -> None:
 @pytest.mark.parametrize(
     ("statuses", "expected", "num_asked"),
     [
-        ((503, 503, 429, 200), 200, 4),
+        ((503, 503, 429, 529, 200), 200, 5),
         ((502, 200), 200, 2),
         ((500, 500, 500, 500, 200), 500, running_batch.MOST_BROKEN),
         ((400, 200), 400, 1),

@@ -20,7 +20,7 @@ Ask = Callable[[str, str, bytes, str], Awaitable[tuple[int, bytes]]]
 and the JSON of the answer.
 """
 
-BUSY = frozenset((429, 503))
+BUSY = frozenset((429, 503, 529))
 """Statuses of requests that were not run: they are sent again for as long as the batch has."""
 
 BROKEN = frozenset((500, 502, 504))
@@ -48,7 +48,7 @@ class RunningBatch:
 
     Args:
         batch: The batch.
-        store: Where its results go.
+        store: Store for its results.
         ask: Answers the request of a line.
         models: Names of the models that are served.
         turns: Requests of all batches that may be under way.
