@@ -458,7 +458,22 @@ def structural_tag(*, format: TriggeredTags, scope: Literal["all", "answer"] = "
 
 def tool_calls(
     *,
-    format: Literal["hermes", "llama3_json", "mistral", "nemotron_deci", "phi4"],
+    format: Literal[
+        "hermes",
+        "llama3_json",
+        "pythonic",
+        "mistral",
+        "mistral_args",
+        "qwen3_coder",
+        "deepseek_v3",
+        "deepseek_v3_1",
+        "harmony",
+        "phi4",
+        "functionary_v3_1",
+        "functionary_v3_2",
+        "nemotron_deci",
+        "neutral",
+    ],
     tools: Sequence[Tool],
     choice: Literal["auto", "required", "none"] = "auto",
     tool: str | None = None,
