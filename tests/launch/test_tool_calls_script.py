@@ -29,26 +29,39 @@ NOW = {"type": "function", "function": {"name": "now", "parameters": NOTHING}}
 NAMED = {"type": "function", "function": {"name": "now"}}
 
 
-TEMPLATE = """{%- if tools %}[AVAILABLE_TOOLS]{{ tools|tojson }}{% endif -%}
+MISTRAL = """{%- if tools %}[AVAILABLE_TOOLS]{{ tools|tojson }}{% endif -%}
 {%- for message in messages %}{% if message.tool_calls %}[TOOL_CALLS][{% for call in message.tool_calls %}
 {%- if call.id|length != 9 %}{{ raise_exception("ids have nine characters") }}{% endif -%}
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments|tojson }}, "id": "{{ call.id }}"}
 {%- if not loop.last %}, {% endif %}{% endfor %}]{% else %}{{ message.role }}: {{ message.content }}
 {% endif %}{% endfor %}"""
+HERMES = """{%- if tools %}<|im_start|>system
+{{ tools|tojson }}<|im_end|>
+{% endif -%}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or () %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments|tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 MARKS = ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]")
 
 
-def with_special_marks(directory: Path) -> Path:
-    """A model whose calls begin with a special token, as Mistral's do."""
+def with_template(directory: Path, template: str) -> Path:
+    """A model with a chat template that knows tools, and whose marks are special tokens if they are
+    Mistral's.
+    """
     write_tiny_model(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    marks = [mark for mark in MARKS if mark in template]
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
     tokenizer.save(str(directory / "tokenizer.json"))
     file = directory / "tokenizer_config.json"
     config = json.loads(file.read_text())
     plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
-    config["added_tokens_decoder"] |= {str(tokenizer.token_to_id(mark)): {"content": mark, **plain} for mark in MARKS}
-    file.write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    config["added_tokens_decoder"] |= {str(tokenizer.token_to_id(mark)): {"content": mark, **plain} for mark in marks}
+    file.write_text(json.dumps({**config, "chat_template": template}))
     return directory
 
 
@@ -57,11 +70,12 @@ PARSERS = ("--dyn-tool-call-parser", "hermes", "--dyn-reasoning-parser", "qwen3"
 
 @pytest.fixture(scope="module", params=["neutral", "hermes", "mistral"])
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The format that is found without an option, one that a parser of the workers names, and one
-    whose marks are special tokens.
+    """The format that is found for a template without tools, one that a parser of the workers
+    names, and one whose marks are special tokens.
     """
     directory = tmp_path_factory.mktemp("tools")
-    path = with_special_marks(directory / "tiny-mistral") if request.param == "mistral" else "tiny"
+    template = {"hermes": HERMES, "mistral": MISTRAL}.get(request.param)
+    path = "tiny" if template is None else with_template(directory / f"tiny-{request.param}", template)
     arguments = PARSERS if request.param == "hermes" else ()
     with launched(directory, *arguments, variables={"MODEL_PATH": str(path)}) as script:
         script.wait_until_ready()
@@ -192,6 +206,16 @@ def test_no_token_s_log_probability_is_lost(stack: Served) -> None:
     choice = stack.whole(text, logprobs=True, top_logprobs=2)
     assert b"".join(bytes(one.bytes or ()) for one in choice.logprobs.content).decode() == text
     assert all(len(one.top_logprobs) >= 2 for one in choice.logprobs.content)
+
+
+def test_the_prompt_has_the_tools(stack: Served) -> None:
+    """Also where the frontend is told not to parse calls."""
+    with stack.script.client() as client:
+        lengths = [
+            client.chat.completions.create(**stack.fields("Hi.", **fields)).usage.prompt_tokens
+            for fields in ({"tools": openai.omit}, {}, {"parallel_tool_calls": False})
+        ]
+    assert lengths[0] + 50 < min(lengths[1:])
 
 
 def test_none_may_be_called(stack: Served) -> None:
