@@ -18,6 +18,9 @@ requests under way finish first. The first run makes .venv.
   FRONT_DOOR         off serves Dynamo's frontend alone, which drops some controls (default: on; docs/front-door.md)
   FRONT_DOOR_PLAYGROUND
                      false serves no page to try the model (default: true on loopback; docs/playground.md)
+  FRONT_DOOR_BATCH_DIR
+                     directory of files and batches, or off (default: on loopback, one below
+                     ~/.local/state/dynamo-logits-worker; docs/batches.md)
   DYN_LOG            log filter of frontend and worker (default: warnings)
   DYN_HTTP_BODY_LIMIT_MB
                      largest request that the frontend reads, MB (default: 2)
@@ -34,7 +37,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 check_http_port
 if [[ $HTTP_HOST == 127.* || $HTTP_HOST == ::1 || $HTTP_HOST == localhost ]]; then
     export FRONT_DOOR_PLAYGROUND=${FRONT_DOOR_PLAYGROUND:-true}
+    export FRONT_DOOR_BATCH_DIR=${FRONT_DOOR_BATCH_DIR:-$(batch_directory)}
 fi
+[[ ${FRONT_DOOR_BATCH_DIR:-off} != off ]] || unset FRONT_DOOR_BATCH_DIR
 prepare_environment
 prepare_runtime
 prepare_model

@@ -137,6 +137,13 @@ forget() {
     process_names=("${others[@]}")
 }
 
+# Where the files and batches of HTTP_PORT are kept, off where there is no such place. A port has one front door at a
+# time, as the directory needs it.
+batch_directory() {
+    local place=${XDG_STATE_HOME:-${HOME:-}/.local/state}/dynamo-logits-worker/batches-$HTTP_PORT
+    mkdir -p -m 700 "$place" 2> /dev/null && [[ -w $place ]] && echo "$place" || echo off
+}
+
 # The frontend, and the front door before it unless FRONT_DOOR is off.
 start_frontend() {
     local host=$HTTP_HOST port=$HTTP_PORT limit=$DYN_HTTP_BODY_LIMIT_MB

@@ -14,6 +14,10 @@ from hypothesis import settings
 import adapters.chain.chain
 from worker.engines.embedded.native import unavailable
 
+sys.path.append(
+    str(Path(__file__).parents[1] / "clients" / "python")
+)  # the client package, which is not installed here
+
 # The developer's own settings of the worker and of Dynamo are no part of a test.
 for name in list(os.environ):
     if name.startswith(("DYN_", "DYNAMO_", "WORKER_")):

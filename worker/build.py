@@ -59,6 +59,7 @@ def build(argv: Sequence[str] | None = None) -> Built:
     if arguments.runtime == "dynamo":
         check_ports(os.environ)
     arguments = with_checkpoint(arguments)
+    check_default_sampling(arguments)
     return Built(make_engine(arguments), arguments, seal, smoke)
 
 
@@ -93,6 +94,13 @@ def with_checkpoint(arguments: Arguments) -> Arguments:
 
     keeps_blocks = arguments.engine == "embedded" and arguments.quantization == "auto"
     return replace(arguments, model_path=str(convert_gguf(file, model_cache(os.environ), say, keeps_blocks)))
+
+
+def check_default_sampling(arguments: Arguments) -> None:
+    """Raises `StartupError` if the model's own sampling cannot be honoured."""
+    from worker.requests.sampling_defaults import SamplingDefaults
+
+    SamplingDefaults.load(arguments)
 
 
 def make_engine(arguments: Arguments) -> ServingEngine:

@@ -18,6 +18,7 @@ import documented_commands
 import httpx
 import openai
 import pytest
+import quickjs
 import yaml
 from document_pages import BLOCKS, PAGES, ROOT, Block, prose_of, text_of
 from documented_commands import Command
@@ -31,7 +32,7 @@ from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES
 from worker.sampling import SamplingParams
 
-LANGUAGES = {"python", "py", "sh", "console", "json", "yaml", "toml", "text"}
+LANGUAGES = {"python", "py", "js", "sh", "console", "json", "yaml", "toml", "text"}
 
 
 def blocks(*languages: str) -> pytest.MarkDecorator:
@@ -67,6 +68,13 @@ def test_programs_run(page: str, names: dict[str, Any], tiny_model: Path, tmp_pa
 @blocks("py")
 def test_fragments_are_python(block: Block) -> None:
     compile(block.text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@blocks("js")
+def test_fragments_are_javascript(block: Block) -> None:
+    """Their imports are left out; QuickJS reads the rest as the body of a function."""
+    body = re.sub(r"^import \{[^}]*\} from \S+;$", "", block.text, flags=re.MULTILINE)
+    quickjs.Context().eval(f"async () => {{\n{body}\n}}")
 
 
 @blocks("sh", "console")

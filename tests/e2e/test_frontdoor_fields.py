@@ -130,6 +130,11 @@ def has_two(path: str, plain: Answer, answer: Answer) -> None:
     assert text_of({"choices": [second]}) != text_of(answer)
 
 
+def repeats_the_prompt(path: str, plain: Answer, answer: Answer) -> None:
+    assert text_of(answer) == BASE[path]["prompt"] + text_of(plain)
+    assert answer["usage"] == plain["usage"]
+
+
 def is_of(model: str) -> Check:
     def check(path: str, plain: Answer, answer: Answer) -> None:
         assert answer["model"] == model
@@ -188,7 +193,7 @@ EFFECTS: dict[tuple[str, str], tuple[dict[str, Any], Check | object]] = {
             "prompt": ({"prompt": "Once upon a time"}, prompt_changes),
             "logprobs": ({"logprobs": 3}, has_logprobs(3)),
             "best_of": ({"best_of": 2}, REFUSED),
-            "echo": ({"echo": True}, REFUSED),
+            "echo": ({"echo": True}, repeats_the_prompt),
             "suffix": ({"suffix": "the end"}, REFUSED),
         },
     }.items()

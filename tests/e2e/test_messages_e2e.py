@@ -219,7 +219,7 @@ def test_a_last_message_is_continued_where_it_can_be(door: Door) -> None:
         ({"stop_sequences": ["a"], "ignore_eos": True}, "stop_sequences: "),
         ({"tools": [TOOL, TOOL]}, "tools[1].name: "),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name: "),
-        ({"messages": [{"role": "user", "content": "a " * 3000}]}, "context length"),
+        ({"messages": [{"role": "user", "content": "a " * 3000}]}, " context "),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
         ({"logits_processors": [{"name": "choice", "args": {"choices": []}}]}, "logits_processors[0].args.choices: "),
     ],

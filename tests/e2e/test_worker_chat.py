@@ -173,9 +173,12 @@ REFUSALS = {
     "n": ("chat", {"n": 2}, "sampling_options.n: more than one choice cannot be streamed"),
     "best_of": ("completions", {"best_of": 3}, "sampling_options.best_of: best_of above 1 is not supported"),
     "allowed": ("chat", {"allowed_token_ids": [99_999]}, "allowed_token_ids"),
-    "prompt logprobs": ("chat", {"prompt_logprobs": 1}, "output_options.prompt_logprobs: "),
-    "echo": ("completions", {"echo": True}, "output_options.prompt_logprobs: "),
-    "prompt logprobs of a completion": ("completions", {"prompt_logprobs": 1}, "output_options.prompt_logprobs: "),
+    "prompt logprobs": ("chat", {"prompt_logprobs": 101}, "output_options.prompt_logprobs: must be between 0 and 100"),
+    "too many of them": (
+        "completions",
+        {"prompt": [5] * 1500, "prompt_logprobs": 100},
+        "output_options.prompt_logprobs: a prompt of 1500 tokens with 100 alternatives",
+    ),
     "image": ("chat", {"messages": [{"role": "user", "content": IMAGE}]}, "multi_modal_data: this worker serves text"),
     "white space": (
         "chat",

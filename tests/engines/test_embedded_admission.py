@@ -34,7 +34,6 @@ NOT_SERVED: dict[str, dict[str, Any]] = {
     "top_p_reset_ids": {"top_p_reset_ids": 5},
     "top_p_decay": {"top_p_decay": 0.5},
     "prompt_ignore_length": {"prompt_ignore_length": 2},
-    "prompt_logprobs": {"prompt_logprobs": 1},
     "logprobs_simple_format": {"logprobs_simple_format": True, "logprobs": 0},
     "prompt_logprobs_simple_format": {"prompt_logprobs_simple_format": True},
     "return_context_logits": {"return_context_logits": True},

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from launched_script import LaunchedScript, launched
+from tokenizers import AddedToken, Tokenizer
 from written_calls import Call, written
+
+from worker.tiny_model import write_tiny_model
 
 MESSAGES: Any = [{"role": "user", "content": "What is the weather like?"}]
 PARIS, OSLO = Call("get_weather", {"city": "Paris", "days": 2}), Call("get_weather", {"city": "Tromsø 😀", "days": 1})
@@ -25,19 +29,57 @@ NOW = {"type": "function", "function": {"name": "now", "parameters": NOTHING}}
 NAMED = {"type": "function", "function": {"name": "now"}}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("neutral",),
-        ("hermes", "--dyn-tool-call-parser", "hermes", "--dyn-reasoning-parser", "qwen3"),
-    ],
-    ids=["default", "parsers"],
-)
+MISTRAL = """{%- if tools %}[AVAILABLE_TOOLS]{{ tools|tojson }}{% endif -%}
+{%- for message in messages %}{% if message.tool_calls %}[TOOL_CALLS][{% for call in message.tool_calls %}
+{%- if call.id|length != 9 %}{{ raise_exception("ids have nine characters") }}{% endif -%}
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments|tojson }}, "id": "{{ call.id }}"}
+{%- if not loop.last %}, {% endif %}{% endfor %}]{% else %}{{ message.role }}: {{ message.content }}
+{% endif %}{% endfor %}"""
+HERMES = """{%- if tools %}<|im_start|>system
+{{ tools|tojson }}<|im_end|>
+{% endif -%}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or () %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments|tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+MARKS = ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]")
+
+
+def with_template(directory: Path, template: str) -> Path:
+    """A model with a chat template that knows tools, and whose marks are special tokens if they are
+    Mistral's.
+    """
+    write_tiny_model(directory)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    marks = [mark for mark in MARKS if mark in template]
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    file = directory / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    config["added_tokens_decoder"] |= {str(tokenizer.token_to_id(mark)): {"content": mark, **plain} for mark in marks}
+    file.write_text(json.dumps({**config, "chat_template": template}))
+    return directory
+
+
+PARSERS = ("--dyn-tool-call-parser", "hermes", "--dyn-reasoning-parser", "qwen3")
+
+
+@pytest.fixture(scope="module", params=["neutral", "hermes", "mistral"])
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    spelling, *arguments = request.param
-    with launched(tmp_path_factory.mktemp("tools"), *arguments) as script:
+    """The format that is found for a template without tools, one that a parser of the workers
+    names, and one whose marks are special tokens.
+    """
+    directory = tmp_path_factory.mktemp("tools")
+    template = {"hermes": HERMES, "mistral": MISTRAL}.get(request.param)
+    path = "tiny" if template is None else with_template(directory / f"tiny-{request.param}", template)
+    arguments = PARSERS if request.param == "hermes" else ()
+    with launched(directory, *arguments, variables={"MODEL_PATH": str(path)}) as script:
         script.wait_until_ready()
-        yield Served(script, spelling)
+        yield Served(script, request.param)
 
 
 class Served:
@@ -110,6 +152,7 @@ def calls_of(choice: Any) -> list[Call]:
 def test_calls_and_text(stack: Served, before: str, calls: tuple[Call, ...]) -> None:
     choice = stack.whole(before + written(stack.spelling, *calls))
     assert calls_of(choice) == list(calls)
+    assert all(len(call.id) == (9 if stack.spelling == "mistral" else 29) for call in choice.message.tool_calls)
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", before or None)
 
 
@@ -163,6 +206,16 @@ def test_no_token_s_log_probability_is_lost(stack: Served) -> None:
     choice = stack.whole(text, logprobs=True, top_logprobs=2)
     assert b"".join(bytes(one.bytes or ()) for one in choice.logprobs.content).decode() == text
     assert all(len(one.top_logprobs) >= 2 for one in choice.logprobs.content)
+
+
+def test_the_prompt_has_the_tools(stack: Served) -> None:
+    """Also where the frontend is told not to parse calls."""
+    with stack.script.client() as client:
+        lengths = [
+            client.chat.completions.create(**stack.fields("Hi.", **fields)).usage.prompt_tokens
+            for fields in ({"tools": openai.omit}, {}, {"parallel_tool_calls": False})
+        ]
+    assert lengths[0] + 50 < min(lengths[1:])
 
 
 def test_none_may_be_called(stack: Served) -> None:

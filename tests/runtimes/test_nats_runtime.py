@@ -6,6 +6,7 @@ import ast
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,23 @@ async def test_processors_are_a_plain_field(client: WorkerClient) -> None:
     assert answer.choices[0].engine_data is not None
     names = [each["name"] for each in answer.choices[0].engine_data["logits_processors"]["processors"]]
     assert names == ["json_schema"]
+
+
+async def test_an_unset_temperature_is_the_models(nats_server: NatsServer, tiny_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    config = model / "generation_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "do_sample": True, "temperature": 0.6}))
+    asked = {**GREEDY, "logits_processors": {"receipt": True}}
+    async with running(model, nats_server.url, "sampled"), await connected(nats_server.url, "sampled") as client:
+        answer = await client.generate(**asked)
+        seeded, equal = [
+            (await client.generate(**{**asked, "sampling_options": {"seed": 7, **more}})).choices[0]
+            for more in ({}, {"temperature": 0.6})
+        ]
+    assert answer.choices[0].engine_data is not None
+    sampling = answer.choices[0].engine_data["logits_processors"]["sampling"]
+    assert sampling == {"temperature": {"value": 0.6, "from": "model"}}
+    assert seeded.token_ids == equal.token_ids
 
 
 async def test_choices_differ_and_equal_those_of_the_offline_engine(client: WorkerClient, tiny_model: Path) -> None:

@@ -97,9 +97,17 @@ OLD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "output_options.logprobs": ({"logprobs": 1}, ()),
 }
 
+BY_THE_OTHER_ENGINE = {"output_options.prompt_logprobs"}
+
 
 def test_every_honoured_row_is_here() -> None:
-    assert set(ROWS) == {row.path for row in FIELDS if row.fate == "honoured"}
+    assert set(ROWS) | BY_THE_OTHER_ENGINE == {row.path for row in FIELDS if row.fate == "honoured"}
+
+
+def test_prompt_logprobs_are_refused_by_name(version: str) -> None:
+    raw = {"token_ids": PROMPT, "output_options": {"prompt_logprobs": 1}}
+    with pytest.raises(InvalidRequest, match=r"sampling_params\.prompt_logprobs: .* embedded engine"):
+        native(version, parse_request(raw, RequestLimits(256, 1024, EOS)).params)
 
 
 @pytest.mark.parametrize("path", ROWS)

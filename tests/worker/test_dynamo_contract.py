@@ -73,6 +73,7 @@ def test_differences_between_the_versions() -> None:
 
 def test_worker_config() -> None:
     config = runtime.worker_config(ARGUMENTS)
+    assert config.exclude_tools_when_tool_choice_none is False
     assert (config.namespace, config.component, config.endpoint) == ("dynamo", "backend", "generate")
     assert (config.model_name, config.served_model_name) == ("/models/tiny", "tiny")
     assert (config.discovery_backend, config.request_plane, config.event_plane) == ("file", "tcp", None)

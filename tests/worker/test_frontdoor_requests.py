@@ -130,7 +130,16 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "null": ({"tool_choice": None, "parallel_tool_calls": None}, {"choice": "auto"}, {}),
     "none": ({"tool_choice": "none"}, {"choice": "none"}, {"tool_choice": "none"}),
     "required": ({"tool_choice": "required"}, {"choice": "required"}, {"tool_choice": "auto"}),
-    "named": ({"tool_choice": NAMED}, {"choice": "required", "tool": "f", "parallel": False}, {"tool_choice": "auto"}),
+    "named": (
+        {"tool_choice": NAMED},
+        {"choice": "required", "tool": "f", "parallel": False},
+        {"tool_choice": "auto"},
+    ),
+    "named, several": (
+        {"tool_choice": NAMED, "parallel_tool_calls": True},
+        {"choice": "required", "tool": "f"},
+        {"tool_choice": "auto"},
+    ),
     "one at a time": ({"parallel_tool_calls": False}, {"choice": "auto", "parallel": False}, {}),
     "json": (
         {"response_format": SCHEMA},

@@ -362,6 +362,7 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
         ("messages[0].content", "system"),
         ("messages[1]", "messages[0]"),
         ("messages[3].content[0]", "messages[2].content[0]"),
+        ("token_ids", "messages"),
         ("tools[0].function.parameters.type", "tools[0].input_schema.type"),
         ("tools[0].function.strict", "tools[0].strict"),
         ("tool_choice.function.name", "tool_choice.name"),

@@ -12,7 +12,7 @@ from test_frontdoor_exchange import CHUNKS, STREAM_HEAD, USAGE, WAIT_S, chunk_of
 from test_frontdoor_server import Script, chunked, house, post
 
 from worker.frontdoor.exchange import encoded
-from worker.frontdoor.messages import handlers
+from worker.frontdoor.messages import handlers, request
 from worker.frontdoor.routes import COUNT_TOKENS, MESSAGES
 
 FIELDS: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}
@@ -127,7 +127,7 @@ async def test_a_body_that_is_nested_too_deep_is_refused() -> None:
 
 async def test_a_large_request_is_translated_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = set()
-    translate = handlers.translated
+    translate = request.translated
 
     def watched(fields: Any, *, models_think: bool) -> Any:
         threads.add(threading.current_thread() is threading.main_thread())

@@ -74,3 +74,47 @@ def test_engine_data_is_passed_on() -> None:
 def test_an_error_finish_is_raised_never_sent() -> None:
     with pytest.raises(RequestFailed, match="processor Bad: raised"):
         builder(request()).chunk(TokenDelta([1], finish_reason="error", error="processor Bad: raised"))
+
+
+SCORES = [
+    None,
+    [TokenLogprob(2, -0.5, 1), TokenLogprob(2, -0.5, 1), TokenLogprob(9, -2.0, 2)],
+    [TokenLogprob(3, float("-inf"), 7), TokenLogprob(4, -0.25, 1)],
+]
+"""A token that is the likeliest itself, and one that cannot be sampled."""
+
+
+def test_scores_of_the_prompt_come_with_the_first_token() -> None:
+    made = builder(request(prompt_logprobs=2))
+    first = made.chunk(TokenDelta([7], prompt_logprobs=SCORES))
+    assert first["engine_data"] == {
+        "prompt_logprobs": [
+            None,
+            {"2": {"logprob": -0.5, "rank": 1}, "9": {"logprob": -2.0, "rank": 2}},
+            {"3": {"logprob": -9999.0, "rank": 7}, "4": {"logprob": -0.25, "rank": 1}},
+        ],
+        "prompt_tokens": [{"token_id": 1}, {"token_id": 2}, {"token_id": 3}],
+    }
+    assert "engine_data" not in made.chunk(TokenDelta([8], finish_reason="length"))
+
+
+def test_scores_come_again_with_data_that_would_replace_them() -> None:
+    """Of an answer that is not streamed the frontend keeps the last data alone."""
+    made = builder(request(prompt_logprobs=2))
+    first = made.chunk(TokenDelta([7], prompt_logprobs=SCORES))["engine_data"]
+    assert made.chunk(TokenDelta([8], engine_data={"receipt": 1}))["engine_data"] == {"receipt": 1}
+    last = made.chunk(TokenDelta([9], engine_data={"receipt": 2}, finish_reason="length"))
+    assert last["engine_data"] == {**first, "receipt": 2}
+
+
+def test_the_end_token_that_is_not_shown_has_its_log_probability() -> None:
+    end = [TokenLogprob(2, -1.0, 3), TokenLogprob(9, -0.5, 1)]
+    delta = TokenDelta([], finish_reason="stop", stop_reason=2, end_logprobs=end)
+    asked = request(logprobs=1)
+    assert builder(asked).chunk(delta)["engine_data"] == {
+        "end_token": {
+            "token_id": 2,
+            "logprobs": {"2": {"logprob": -1.0, "rank": 3}, "9": {"logprob": -0.5, "rank": 1}},
+        }
+    }
+    assert "engine_data" not in builder(request()).chunk(delta)

@@ -66,7 +66,7 @@ def test_the_number_of_responses_is_bounded_too(monkeypatch: pytest.MonkeyPatch)
     assert store.get("a", "r1") is None
 
 
-def test_shared_items_are_kept_once_until_the_last_one_is_dropped() -> None:
+def test_shared_items_are_kept_once_until_the_last_use_ends() -> None:
     store = ResponseStore(MIB)
     store.put("a", response("r1", item("o1", "x" * 1000)), [stored_item(item("i1", "y" * 1000))])
     first = store.get("a", "r1")

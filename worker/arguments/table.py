@@ -133,6 +133,12 @@ class Arguments:
         "plans with its part of the memory.",
         parse=positive,
     )
+    default_sampling: str = option(
+        "model",
+        "Values of temperature, top_p, top_k, min_p and repetition_penalty that a request leaves unset: those of the "
+        "checkpoint's generation_config.json, or greedy where it has none (model); or always greedy.",
+        choices=("model", "greedy"),
+    )
     max_queue: int = option(
         256, "Requests in the waiting queue at most; one more is refused.", parse=not_negative, engine=True
     )

@@ -143,11 +143,16 @@ class TokenDelta:
         num_preemptions: Preemptions of the request so far, None where the engine reports none.
         queue_times: Times at which the request left the waiting queue, None while it has not, and
             where the engine reports none.
+        prompt_logprobs: Log probabilities per token of the prompt, of the token itself and then of
+            the top-n, None for the first token; on the delta of the first token alone, and only if
+            they were asked for.
         engine_data: Cumulative extra data for the response (the receipt), or None.
         receipt: Record of the request's logits processors; on the last delta of a request that has
             any.
         failure: The processor that failed, where that is why the choice failed.
         kv: Handle of the leased KV, JSON data; on the last delta of a request with `KeepKv`.
+        end_logprobs: Log probabilities of the end token that is not among `token_ids`, as an entry
+            of `logprobs`; None where the engine reports none.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -159,10 +164,12 @@ class TokenDelta:
     num_cached_tokens: int = 0
     num_preemptions: int | None = None
     queue_times: QueueTimes | None = None
+    prompt_logprobs: list[list[TokenLogprob] | None] | None = None
     engine_data: dict[str, object] | None = None
     receipt: Receipt | None = None
     failure: ProcessorFailed | None = None
     kv: dict[str, Any] | None = None
+    end_logprobs: list[TokenLogprob] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -174,6 +181,7 @@ class TokenDelta:
         del self.token_ids[count:]
         if self.logprobs is not None:
             del self.logprobs[count:]
+        self.end_logprobs = None
         self.finish_reason, self.stop_reason, self.error = "stop", None, None
 
     def prepend(self, earlier: TokenDelta) -> None:
@@ -182,6 +190,8 @@ class TokenDelta:
         if earlier.logprobs is not None or self.logprobs is not None:
             self.logprobs = [*(earlier.logprobs or ()), *(self.logprobs or ())]
         self.num_cached_tokens = max(earlier.num_cached_tokens, self.num_cached_tokens)
+        if earlier.prompt_logprobs is not None:
+            self.prompt_logprobs = earlier.prompt_logprobs
         self.engine_data = self.engine_data if self.engine_data is not None else earlier.engine_data
 
 

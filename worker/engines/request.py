@@ -82,6 +82,8 @@ class EngineRequest:
         kv: The engine's part in a KV transfer, None where it computes the whole request.
         cache_salt: Requests share the KV of a common prefix only if they have the same salt.
         hints: Facts that change no token.
+        defaulted: Names of the fields of `params` whose values are the model's, since the request
+            leaves them unset.
     """
 
     id: str
@@ -94,6 +96,7 @@ class EngineRequest:
     kv: KvPart | None = None
     cache_salt: str | None = None
     hints: RequestHints = NO_HINTS
+    defaulted: frozenset[str] = frozenset()
 
     @property
     def token_ids(self) -> list[int]:

@@ -9,6 +9,10 @@ The connection: `client_connection` serves one client, `request_intake` admits i
 `request_reader` reads from bytes and whose memory `bodies` bounds; `clients` checks hosts and keys,
 `deadline` and `absence_probe` end waits. `server` is the state that all connections share.
 
+Files and batches: `uploads` bounds the bodies of uploads on the disk, `batches` keeps and runs
+them, `batch_handlers` has their paths, and `batch_lines` answers their requests as those of
+clients.
+
 The answer: `answering` has the protocols, `forwarding` hands on the answer of one frontend,
 `choices` and `summaries` make one answer of several; `upstreams` keeps connections to the
 frontends, `http` writes answers and finds the end of others'.

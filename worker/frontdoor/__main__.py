@@ -11,6 +11,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,14 +20,20 @@ import uvloop
 from adapters.catalog import Catalog, CatalogError
 from worker.errors import ConfigurationError, StartupError
 from worker.frontdoor import call_formats
+from worker.frontdoor.batch_lines import LineAnswers
+from worker.frontdoor.batches import BatchService, Limits
 from worker.frontdoor.client_connection import protocol_factory
+from worker.frontdoor.handlers import HANDLERS, TRANSLATORS
 from worker.frontdoor.options import Options, parse_options
 from worker.frontdoor.server import FrontDoor
+from worker.frontdoor.uploads import Uploads
 from worker.frontdoor.upstreams import Upstreams
 
 logger = logging.getLogger("worker.frontdoor.main")
 
 BACKLOG = 1024
+ROOM_OF_FORM = 64 * 1024
+"""Bytes of an upload beside its file."""
 
 
 def api_keys(path: str | None) -> list[str]:
@@ -59,6 +66,26 @@ def make_front_door(options: Options) -> FrontDoor:
     return FrontDoor(options, catalog, upstreams, api_keys(options.api_key_file))
 
 
+def make_batches(door: FrontDoor) -> BatchService | None:
+    """The files and batches of a front door, None where they are off. Raises `StartupError`."""
+    options = door.options
+    if options.batch_dir is None:
+        return None
+    limits = Limits(
+        file=options.batch_file_limit_mib * 2**20,
+        storage=options.batch_storage_mib * 2**20,
+        concurrency=options.batch_concurrency,
+        body=door.max_body,
+    )
+    answers = LineAnswers(door, HANDLERS, TRANSLATORS)
+
+    def uploads(directory: Path) -> Uploads:
+        largest = limits.file + ROOM_OF_FORM
+        return Uploads(directory, largest, options.body_rate_kib_s * 1024, options.body_timeout_s, time.monotonic)
+
+    return BatchService(Path(options.batch_dir), limits, uploads, answers.ask, answers.models)
+
+
 async def serve(options: Options) -> None:
     """Serve until a signal. Raises `StartupError`."""
     loop = asyncio.get_running_loop()
@@ -66,12 +93,15 @@ async def serve(options: Options) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     door = make_front_door(options)
+    door.batches = make_batches(door)
     gc.collect()
     gc.freeze()  # what is loaded stays, and a collection that looks at it would hold up every answer
     try:
         server = await loop.create_server(protocol_factory(door), options.host, options.port, backlog=BACKLOG)
     except (OSError, socket.gaierror) as error:
         raise StartupError(f"cannot serve on {options.host}:{options.port}: {error}") from None
+    if door.batches is not None:
+        await door.batches.start()
     port = server.sockets[0].getsockname()[1]
     logger.info("front door on %s:%d, before %s", options.host, port, ", ".join(map(str, options.upstream)))
     await stopping.wait()
@@ -79,7 +109,11 @@ async def serve(options: Options) -> None:
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_DFL)
     server.close()
+    if door.batches is not None:
+        await door.batches.stop()
     await door.drain(options.drain_timeout_s)
+    if door.batches is not None:
+        await door.batches.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

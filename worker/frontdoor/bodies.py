@@ -8,6 +8,7 @@ not get on is not waited for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from worker.frontdoor.errors import Refused
 
@@ -35,11 +36,12 @@ class Bodies:
     """
 
     def __init__(self, largest: int, least_rate: float, timeout_s: float, now: Callable[[], float]) -> None:
+        self.largest = largest
         self.least_rate = least_rate
         self.timeout_s = timeout_s
         self.now = now
-        self.small = _Room(SMALL_ROOM, now)
-        self.large = _Room(LARGE_AT_ONCE * max(largest, SMALL), now)
+        self.small = Room(SMALL_ROOM, now)
+        self.large = Room(LARGE_AT_ONCE * max(largest, SMALL), now)
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +66,7 @@ class Body:
     def __init__(self, bodies: Bodies, too_slow: Callable[[Refused], None]) -> None:
         self._bodies = bodies
         self._parts: bytes | bytearray = b""
-        self._room: _Room | None = None
+        self._room: Room | None = None
         self.too_slow = too_slow
         self.begun_s = bodies.now()
         self._mark = (self.begun_s, 0)  # when it had got on, and how far
@@ -115,7 +117,25 @@ class Body:
             self._room = None
 
 
-class _Room:
+class Coming(Protocol):
+    """A body that takes up room while it comes.
+
+    Attributes:
+        is_complete: Whether all of it has come.
+        too_slow: Ends its request.
+    """
+
+    is_complete: bool
+    too_slow: Callable[[Refused], None]
+
+    def rate(self, now: float) -> float:
+        """Bytes per second since it began."""
+
+    def free(self) -> None:
+        """Give its room back. Idempotent."""
+
+
+class Room:
     """Room for bodies of one kind.
 
     Args:
@@ -126,10 +146,10 @@ class _Room:
     def __init__(self, capacity: int, now: Callable[[], float]) -> None:
         self._capacity = capacity
         self._now = now
-        self._bodies: dict[Body, None] = {}  # in order of arrival
+        self._bodies: dict[Coming, None] = {}  # in order of arrival
         self.num_bytes = 0
 
-    def grow(self, body: Body, num_bytes: int) -> None:
+    def grow(self, body: Coming, num_bytes: int) -> None:
         """More of a body has come. Raises `Refused` (503) if it is the slowest of too many."""
         self._bodies[body] = None
         self.num_bytes += num_bytes
@@ -142,7 +162,7 @@ class _Room:
             slowest.too_slow(Refused(408, "the body came slower than others, which needed its room"))
             slowest.free()
 
-    def shrink(self, body: Body, num_bytes: int) -> None:
+    def shrink(self, body: Coming, num_bytes: int) -> None:
         """So much of a body is no longer there, and nothing is left of it."""
         self.num_bytes -= num_bytes
         self._bodies.pop(body, None)

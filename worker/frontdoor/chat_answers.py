@@ -1,4 +1,5 @@
-"""Chats whose answers are made of chunks: those with tools, and those a frontend would misread.
+"""Chats whose answers are made of chunks: those with tools, those with log probabilities of their
+prompt, and those that a frontend would misread.
 
 All other chats are forwarded byte for byte.
 """
@@ -11,6 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 from worker.frontdoor.chat_stream import AnswerFailed, assembled, chat
+from worker.frontdoor.completions.chat_scores import scored_request, with_scores
 from worker.frontdoor.exchange import Exchange, encoded
 
 
@@ -18,7 +20,8 @@ async def answer_chat(exchange: Exchange) -> None:
     """Answer a chat, as a stream of events or whole: both are made of the same chunks."""
     fields = exchange.fields()
     annotations: dict[str, Any] = {}
-    async with aclosing(chat(exchange, fields, annotations=annotations)) as chunks:
+    asked = chat(exchange, scored_request(fields), annotations=annotations)
+    async with aclosing(with_scores(asked, fields)) as chunks:
         if fields.get("stream"):
             await _stream(exchange, chunks, annotations, with_usage=_asks_for_usage(fields))
         else:

@@ -15,14 +15,13 @@ from typing import Any, cast
 
 from worker.frontdoor.absence_probe import AbsenceProbe
 from worker.frontdoor.answering import Answer
-from worker.frontdoor.chat_answers import answer_chat
 from worker.frontdoor.choices import Choices
 from worker.frontdoor.deadline import WaitingProtocol
 from worker.frontdoor.error_forms import error_body
 from worker.frontdoor.errors import Refused
-from worker.frontdoor.exchange import Exchange
+from worker.frontdoor.exchange import Exchange, Handler
 from worker.frontdoor.forwarding import ForwardedRequest
-from worker.frontdoor.handlers import HANDLERS
+from worker.frontdoor.handlers import HANDLERS, TRANSLATORS
 from worker.frontdoor.http import INTERIM, Document, answer
 from worker.frontdoor.request_intake import AdmittedRequest, RequestIntake
 from worker.frontdoor.rewriting import AT_ONCE
@@ -169,9 +168,7 @@ class ClientConnection(WaitingProtocol):
             self._answer = summary = self._door.summary(self, request.route.path, self.written)
             summary.ask()
         elif by == "handler":
-            self._answer = exchange = Exchange(self, self._door, request, body)
-            self._intake.free_body()
-            exchange.run(HANDLERS[request.head.method.decode(), request.route.path])
+            self._hand_over(request, body, HANDLERS[request.head.method.decode(), request.route.path])
         elif by == "checked" and len(body) > AT_ONCE:
             self._rewriting = self._loop.create_task(self._rewrite_aside(request, body))
         else:
@@ -197,9 +194,7 @@ class ClientConnection(WaitingProtocol):
         """Send the request on; each of several choices is one of its own."""
         upstreams = self._door.upstreams
         if isinstance(bodies, dict):
-            self._answer = exchange = Exchange(self, self._door, request, body, bodies)
-            self._intake.free_body()
-            exchange.run(answer_chat)
+            self._hand_over(request, body, TRANSLATORS[request.route.path], bodies)
         elif len(bodies) == 1:
             is_head = request.head.method == b"HEAD"
             added = self._door.cors.lines(request.head)
@@ -216,6 +211,14 @@ class ClientConnection(WaitingProtocol):
                 added=self._door.cors.lines(request.head),
             )
             choices.ask(upstreams)
+
+    def _hand_over(
+        self, request: AdmittedRequest, body: bytes, handler: Handler, fields: dict[str, Any] | None = None
+    ) -> None:
+        """Let a handler answer; ``fields``: the body, if it has been parsed."""
+        self._answer = exchange = Exchange(self, self._door, request, body, fields, self._intake.take_upload())
+        self._intake.free_body()
+        exchange.run(handler)
 
     def own_headers(self) -> bytes:
         """Header lines that every answer of the front door's own has, each with its CRLF."""

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from worker.frontdoor.request_reader import Head
 
-_EXPOSED = b"x-request-id, retry-after"
+_EXPOSED = b"x-request-id, request-id, retry-after"
 _MAX_AGE_S = 600
 
 

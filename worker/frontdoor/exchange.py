@@ -24,6 +24,7 @@ from worker.frontdoor.request_reader import Head
 from worker.frontdoor.requests import parsed
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.server import FrontDoor
+from worker.frontdoor.uploads import Upload
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Exchange:
         request: The admitted request.
         body: Bytes of its body.
         fields: The body's JSON object, if it has been parsed.
+        upload: The body of an upload instead; it is freed after the answer.
 
     Attributes:
         door: State that all connections share.
@@ -63,6 +65,7 @@ class Exchange:
         names: Values of the placeholders in the path of the route, as ``{"id": "resp_1"}``.
         owner: Label of the client: what one owner stores is invisible to others.
         request_id: Value of ``x-request-id``, the client's own or a new one.
+        upload: The body of an upload, None of another request.
         has_begun: Whether bytes of the answer have been written.
     """
 
@@ -73,6 +76,7 @@ class Exchange:
         request: AdmittedRequest,
         body: bytes,
         fields: dict[str, Any] | None = None,
+        upload: Upload | None = None,
     ) -> None:
         self.door = door
         self.head: Head = request.head
@@ -82,25 +86,28 @@ class Exchange:
         self.request_id = request.request_id.decode()
         self.has_begun = False
         self.body = body
+        self.upload = upload
         self.request = request
+        self._fields = fields
         self._client = client
         self._is_chunked = request.has_version_1_1
         self._is_event_stream = False
         self._has_ended = False
         self._may_send = asyncio.Event()
         self._may_send.set()
-        if fields is not None:
-            self.__dict__["_fields"] = fields
         self._task: asyncio.Task[None] | None = None
 
     def run(self, handler: Handler) -> None:
         """Begin to answer."""
         self._task = asyncio.get_running_loop().create_task(self._run(handler))
+        if self.upload is not None:
+            upload = self.upload
+            self._task.add_done_callback(lambda _: upload.free())
 
     async def _run(self, handler: Handler) -> None:
         try:
-            if len(self.body) > AT_ONCE and not self._has_other_content and "_fields" not in self.__dict__:
-                self.__dict__["_fields"] = await self.door.rewriting.aside(partial(parsed, self.body))
+            if len(self.body) > AT_ONCE and self._fields is None and not self._has_other_content:
+                self._fields = await self.door.rewriting.aside(partial(parsed, self.body))
             await handler(self)
             if not self._has_ended:
                 raise RuntimeError(f"the handler of {self.path} did not answer")
@@ -140,16 +147,14 @@ class Exchange:
                 raise FieldRefused(printable(name), "occurs twice in the query")
         return found
 
-    @cached_property
-    def _fields(self) -> dict[str, Any]:
-        return parsed(self.body)
-
     def fields(self) -> dict[str, Any]:
         """The body as a JSON object.
 
         Raises:
             Refused: 400, it is none, or one that two parsers may read in two ways.
         """
+        if self._fields is None:
+            self._fields = parsed(self.body)
         return self._fields
 
     # The answer.

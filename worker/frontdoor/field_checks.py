@@ -164,6 +164,19 @@ def top_logprobs(value: Any, body: Body) -> None:
         raise FieldRefused("top_logprobs", "needs logprobs: true")
 
 
+def echo(value: Any, body: Body) -> None:
+    # the handler of completions takes it out, so that here it would be lost
+    if value is not False:
+        raise FieldRefused("echo", "is served by POST /v1/completions alone")
+
+
+def prompt_logprobs(value: Any, body: Body) -> None:
+    # where no handler reads them from the worker's data they would be lost
+    nvext = body.get("nvext")
+    if not isinstance(nvext, dict) or "engine_data" not in (nvext.get("extra_fields") or ()):
+        raise FieldRefused("prompt_logprobs", "is served by POST /v1/completions and /v1/chat/completions alone")
+
+
 def one_guide(name: str) -> Check:
     def check(value: Any, body: Body) -> None:
         if value in ([], ""):

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from worker.frontdoor import service
+from worker.frontdoor.batch_handlers import BATCH_HANDLERS
+from worker.frontdoor.chat_answers import answer_chat
+from worker.frontdoor.completions import answer_completion
 from worker.frontdoor.exchange import Handler
+from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.messages.handlers import count_tokens, create_message
 from worker.frontdoor.responses import handlers as responses
 from worker.frontdoor.routes import COUNT_TOKENS, MESSAGES
@@ -19,5 +23,9 @@ HANDLERS: Mapping[tuple[str, str], Handler] = {
     ("POST", "/ping"): service.ping,
     ("POST", "/tokenize"): service.tokenize,
     ("POST", "/detokenize"): service.detokenize,
+    **BATCH_HANDLERS,
 }
 """Each row of `ROUTES` that a handler answers has one per method; a test compares the two."""
+
+TRANSLATORS: Mapping[str, Handler] = {CHAT: answer_chat, COMPLETIONS: answer_completion}
+"""Handlers of the requests for which `is_translated` says so; all others are forwarded."""

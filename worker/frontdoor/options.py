@@ -168,6 +168,16 @@ class Options:
     playground: bool = option(
         False, "Serve a web page at /playground to try the model and its processors; true or false.", parse=_truth
     )
+    batch_dir: str | None = option(
+        None,
+        "Directory in which files and batches are kept, for one front door at a time; without it they are off.",
+        parse=text,
+    )
+    batch_file_limit_mib: int = option(200, "Largest file of a batch, MiB; a larger one gets a 413.", parse=_count)
+    batch_storage_mib: int = option(
+        4096, "MiB of all files together, results among them, beyond which an upload gets a 413.", parse=_count
+    )
+    batch_concurrency: int = option(8, "Requests of all batches that are under way at a time.", parse=_count)
     logits_processor: tuple[str, ...] = ()
     allow_logits_processors: tuple[str, ...] = ()
     custom_jinja_template: str | None = None

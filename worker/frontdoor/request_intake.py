@@ -13,6 +13,7 @@ from worker.frontdoor.request_reader import CLIENT_HEADER, Head, RequestReader
 from worker.frontdoor.requests import METADATA_HEADER
 from worker.frontdoor.routes import Route
 from worker.frontdoor.server import FrontDoor
+from worker.frontdoor.uploads import Upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class AdmittedRequest:
         request_id: Value of ``x-request-id`` in its answer.
         has_key: Whether the label is that of an API key.
         is_preflight: Whether a browser asks what a page of another origin may send.
+        num_before: Choices of the same answer that others are asked for on its behalf.
     """
 
     head: Head
@@ -36,6 +38,7 @@ class AdmittedRequest:
     request_id: bytes
     has_key: bool = False
     is_preflight: bool = False
+    num_before: int = 0
 
     @property
     def has_version_1_1(self) -> bool:
@@ -71,7 +74,7 @@ class AdmittedRequest:
 
     def _added(self, choice: int = 0) -> bytes:
         label = b"%b: %b\r\n" % (CLIENT_HEADER, self.label)
-        return label + id_lines(self.head, self.request_id, self.label * self.has_key, choice)
+        return label + id_lines(self.head, self.request_id, self.label * self.has_key, self.num_before + choice)
 
 
 class RequestIntake:
@@ -92,7 +95,7 @@ class RequestIntake:
         self._door = door
         self._reader = RequestReader(door.max_body)
         self._request: AdmittedRequest | None = None
-        self._body: Body | None = None
+        self._body: Body | Upload | None = None
         self._awaits_continue = False
         self.peer = b""
         self.head: Head | None = None
@@ -145,10 +148,12 @@ class RequestIntake:
         self._request = AdmittedRequest(
             head, path, route, label, self.request_id, self._door.needs_keys, self._door.cors.is_preflight(head)
         )
-        if head.num_bytes > self._door.max_body:
-            raise Refused(413, f"the body has more than {self._door.max_body} bytes")
+        bodies = self._door.uploads_for(route, head) or self._door.bodies
+        if head.num_bytes > bodies.largest:
+            raise Refused(413, f"the body has more than {bodies.largest} bytes")
         head.check_connection_options()
-        self._body = self._door.bodies.begin(too_slow)
+        self._reader.allow(bodies.largest)
+        self._body = bodies.begin(too_slow)
         self._awaits_continue = head.awaits_continue
         if route.by != "checked":
             return
@@ -156,6 +161,13 @@ class RequestIntake:
             raise Refused(415, "a compressed body is not supported", "content-encoding")
         if len(head.values(METADATA_HEADER)) > 1:
             raise FieldRefused(METADATA_HEADER.decode(), "comes twice, and Dynamo's frontend drops the second")
+
+    def take_upload(self) -> Upload | None:
+        """The upload that the complete body is, which is the caller's to free; None for another."""
+        if not isinstance(self._body, Upload):
+            return None
+        upload, self._body = self._body, None
+        return upload
 
     def left_s(self) -> float | None:
         """Seconds until the body is too slow, None if none is being read."""

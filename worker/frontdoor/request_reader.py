@@ -28,6 +28,9 @@ MAX_CHUNK_LINE = 4096
 MAX_CHUNKS = 8192
 """Chunks that a body may come in: a large one byte by byte would keep the event loop busy."""
 
+BYTES_PER_CHUNK = 1024
+"""Bytes that the chunks of a large upload must have on the whole."""
+
 NO_HEADERS: frozenset[bytes] = frozenset()
 
 CLIENT_HEADER = b"x-dynamo-meta-" + METADATA_KEY.encode()
@@ -228,6 +231,11 @@ class RequestReader:
         """Bytes that have come and have not been read."""
         return len(self._pending) - self._position
 
+    def allow(self, max_body: int) -> None:
+        """Have the body be larger; between its head and its first part."""
+        if self._chunks is not None:
+            self._chunks.allow(max_body)
+
     def feed(self, data: bytes) -> None:
         """Take the next bytes."""
         self._pending = self.trailing + data if self._pending else data
@@ -292,11 +300,17 @@ class _Chunks:
 
     def __init__(self, max_body: int) -> None:
         self._max_body = max_body
+        self._max_chunks = MAX_CHUNKS
         self._num_bytes = 0
         self._num_chunks = 0
         self._in_chunk = False
         self._in_trailers: int | None = None  # bytes of the lines behind the last chunk
         self.is_complete = False
+
+    def allow(self, max_body: int) -> None:
+        """Have all chunks be larger together, and be as many more."""
+        self._max_body = max_body
+        self._max_chunks = max(MAX_CHUNKS, max_body // BYTES_PER_CHUNK)
 
     def step(self, data: bytes, position: int) -> tuple[int, int | None]:
         """Find the next chunk.
@@ -341,8 +355,8 @@ class _Chunks:
         self._num_bytes += size
         if self._num_bytes > self._max_body:
             raise Refused(413, f"the body has more than {self._max_body} bytes")
-        if self._num_chunks > MAX_CHUNKS:
-            raise Refused(413, f"the body comes in more than {MAX_CHUNKS} chunks")
+        if self._num_chunks > self._max_chunks:
+            raise Refused(413, f"the body comes in more than {self._max_chunks} chunks")
         if size == 0:
             self._in_trailers = 0
         return size

@@ -26,6 +26,8 @@ CATALOGUE = "/v1/logits_processors"
 OPENAPI = "/openapi.json"
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
+FILES = "/v1/files"
+BATCHES = "/v1/batches"
 _READ = ("GET", "HEAD")
 _NAME = r"(?!\.\.?(?:/|$))[A-Za-z0-9._~%:@+-]+"
 """A part of a model's name in a path; none that leads elsewhere."""
@@ -46,6 +48,7 @@ class Route:
         needs_key: False for what a probe reads.
         pattern: Matches the path, if it stands for several.
         errors: Form of the bodies of errors.
+        takes_uploads: Whether the body of a POST goes to the disk as it comes, and may be larger.
     """
 
     path: str
@@ -55,6 +58,7 @@ class Route:
     needs_key: bool = True
     pattern: re.Pattern[str] | None = None
     errors: ErrorForm = "openai"
+    takes_uploads: bool = False
 
     def names(self, path: str) -> Mapping[str, str]:
         """The values that ``path`` has for the placeholders of the route's path."""
@@ -63,11 +67,17 @@ class Route:
 
 
 def handled(
-    path: str, methods: tuple[str, ...], summary: str, errors: ErrorForm = "openai", *, needs_key: bool = True
+    path: str,
+    methods: tuple[str, ...],
+    summary: str,
+    errors: ErrorForm = "openai",
+    *,
+    needs_key: bool = True,
+    takes_uploads: bool = False,
 ) -> Route:
     """The route of a path that a handler answers; ``{name}`` in it stands for an id."""
     pattern = re.compile(re.sub(r"\{(\w+)\}", rf"(?P<\1>{_ID})", path)) if "{" in path else None
-    return Route(path, methods, "handler", summary, needs_key, pattern, errors)
+    return Route(path, methods, "handler", summary, needs_key, pattern, errors, takes_uploads)
 
 
 ROUTES: tuple[Route, ...] = (
@@ -93,6 +103,19 @@ ROUTES: tuple[Route, ...] = (
     Route(
         CATALOGUE, _READ, "document", "The processors that requests may name, with a JSON Schema of their arguments."
     ),
+    handled(
+        FILES,
+        ("GET", "POST"),
+        "The files of the client; POST uploads one, as OpenAI's, with the requests of a batch.",
+        takes_uploads=True,
+    ),
+    handled(f"{FILES}/{{id}}", ("GET", "DELETE"), "One of them; DELETE deletes it."),
+    handled(f"{FILES}/{{id}}/content", ("GET",), "Its content."),
+    handled(
+        BATCHES, ("GET", "POST"), "The batches of the client; POST begins one, as OpenAI's, of the requests in a file."
+    ),
+    handled(f"{BATCHES}/{{id}}", ("GET",), "One of them: how far it is."),
+    handled(f"{BATCHES}/{{id}}/cancel", ("POST",), "Ends it early, with the results that there are."),
     handled("/tokenize", ("POST",), "The token ids of a prompt or of a chat's messages, as vLLM's."),
     handled("/detokenize", ("POST",), "The text of token ids, as vLLM's."),
     handled("/version", ("GET",), "The version of this server, as vLLM's."),
@@ -178,8 +201,10 @@ def _operation(route: Route, catalog: Catalog) -> dict[str, Any]:
         "responses": {"200": {"description": "The answer"}, "default": failed},
         "security": [{"key": []}, {}] if route.needs_key else [{}],
     }
-    if route.pattern is not None:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    names = re.findall(r"\{(\w+)\}", route.path)
+    if names:
+        text = {"type": "string"}
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
     if route.by == "checked":
         operation["requestBody"] = {"required": True, "content": _json(_body(route.path, catalog))}
     return operation

@@ -12,10 +12,12 @@ from typing import Any, Protocol
 from adapters.catalog import Catalog
 from worker.frontdoor import playground
 from worker.frontdoor.answering import Asker
+from worker.frontdoor.batches import BatchService
 from worker.frontdoor.bodies import Bodies
 from worker.frontdoor.clients import Hosts, Keys, label_of
 from worker.frontdoor.cors import Cors
 from worker.frontdoor.error_forms import ErrorForm
+from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.http import Document
 from worker.frontdoor.options import Options
@@ -26,6 +28,8 @@ from worker.frontdoor.routes import CATALOGUE, OPENAPI, Route, Routes, openapi
 from worker.frontdoor.summaries import Source, Summary, health, metrics
 from worker.frontdoor.texts import Texts
 from worker.frontdoor.tool_reading import needs_chunks
+from worker.frontdoor.translated import is_translated
+from worker.frontdoor.uploads import Uploads
 from worker.frontdoor.upstreams import Upstreams
 
 logger = logging.getLogger(__name__)
@@ -70,6 +74,7 @@ class FrontDoor:
         self.connections: set[OpenConnection] = set()
         self.bodies = Bodies(self.max_body, options.body_rate_kib_s * 1024, options.body_timeout_s, time.monotonic)
         self.rewriting = Rewriting()
+        self.batches: BatchService | None = None
         self.idle = asyncio.Event()
         self.idle.set()
         self.draining = False
@@ -83,6 +88,21 @@ class FrontDoor:
     def max_body(self) -> int:
         """Bytes of the largest body."""
         return self.options.body_limit_mib * 2**20
+
+    def uploads_for(self, route: Route, head: Head) -> Uploads | None:
+        """Room for the body of a request for ``route``, None unless it is an upload.
+
+        Raises:
+            Refused: 404, no uploads are taken.
+        """
+        return self.batch_service().uploads if route.takes_uploads and head.method == b"POST" else None
+
+    def batch_service(self) -> BatchService:
+        """The files and batches. Raises `Refused` (404) where there are none."""
+        if self.batches is None:
+            problem = "files and batches are off; the front door's option --batch-dir names a directory for them"
+            raise Refused(404, problem, code="unsupported_endpoint")
+        return self.batches
 
     def error_form(self, path: str) -> ErrorForm:
         """Form of the errors of a path."""
@@ -112,10 +132,12 @@ class FrontDoor:
         return self.routes.check(route, method, path), label_of(key, peer)
 
     def rewrite(self, path: str, body: bytes, head: Head) -> tuple[bytes, ...] | dict[str, Any]:
-        """The bodies to send on for a chat or completion, or the fields of one whose answer is made
-        of chunks. Raises `Refused`.
+        """The bodies to send on for a chat or completion, or the fields of one that a handler of
+        `TRANSLATORS` answers. Raises `Refused`.
         """
         fields = parsed(body)
+        if is_translated(path, fields):
+            return fields
         if path == CHAT and needs_chunks(fields, self.options.calls, parses=self.options.frontend_misreads):
             return fields
         return self._rewritten(path, fields, head, body)

@@ -1,4 +1,4 @@
-"""How the calls in an answer are read: the format of the models, and the tools of the request."""
+"""Reading of the calls in an answer: by the format of the models and the tools of the request."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from worker.frontdoor.tools import CallFormat
 
 @dataclass(frozen=True, slots=True)
 class ToolReading:
-    """How the calls in one answer are read.
+    """Reading of the calls in one answer.
 
     Attributes:
         spelling: Format of calls.
-        tools: For each tool's name, the types of its arguments.
+        tools: Types of the arguments, by the tool's name.
         only_calls: Whether the answer is calls alone.
         hidden: Texts of special tokens, which the client does not get.
         short_ids: Whether the chat template refuses other ids of calls than short ones.
@@ -56,7 +56,7 @@ def needs_chunks(fields: Body, calls: CallFormat | None, *, parses: bool) -> boo
 
 
 def tool_reading(fields: Body, calls: CallFormat | None) -> ToolReading | None:
-    """How calls in the answer to a request are read; None if it has none for the front door.
+    """Reading of the calls in the answer to a request; None if the front door reads none.
 
     Args:
         fields: Fields of the client's request.

@@ -64,8 +64,8 @@ class _Choice:
     """One choice of an answer.
 
     Args:
-        parser: Its parser.
-        name: What no other choice of any request is called.
+        parser: Parser of its text.
+        name: Name that no other choice of any request has.
         short_ids: See `ToolStage`.
     """
 

@@ -10,6 +10,7 @@ from adapters.catalog import Selection
 from worker.replay.position import MODEL, SAMPLER, Position, Stage, sampler
 from worker.replay.run import LoadedModel, replay
 from worker.requests.request import RequestLimits, parse_request
+from worker.requests.sampling_defaults import SamplingDefaults
 from worker.sampling import SamplingParams
 from worker.sampling.field_processors import for_engine
 
@@ -94,7 +95,9 @@ def inspected_request(
     }
     request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size, info.eos_token_ids))
     selection = model.chains.select(request, {})
-    params = for_engine(request.params, seed=seed)
+    defaults = SamplingDefaults.load(model.arguments)
+    filled, _ = defaults.fill(request.params, {one.name for one in selection.processors})
+    params = for_engine(filled, seed=seed)
     return InspectedRequest("A", prompt, params, selection, num_tokens)
 
 

@@ -59,6 +59,14 @@ class RecordedLogprob(BaseModel):
     logprob: float
 
 
+class RecordedControl(BaseModel):
+    """Value of a sampling control, and where it came from."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    value: float
+    source: Literal["request", "model", "default"] = Field(alias="from")
+
+
 class RecordedReceipt(BaseModel):
     """A receipt, as `worker.requests.receipts.RequestReceipt.as_json` writes it."""
 
@@ -75,6 +83,7 @@ class RecordedReceipt(BaseModel):
     tokens: list[RecordedToken] = []
     tokens_left_out: int = 0
     processed_logprobs: list[RecordedLogprob] = []
+    sampling: dict[str, RecordedControl] = {}
     preemptions: int | None
     prompt_digest: str
     generated_tokens: int = Field(ge=1)

@@ -298,10 +298,6 @@ _OTHER_FIELDS: tuple[Field, ...] = (
         "include_stop",
     ),
     _no_effect("sampling_options.detokenize", "This worker sends token ids; the frontend makes the text."),
-    _refused(
-        "output_options.prompt_logprobs",
-        "log probabilities of the prompt are not supported (echo asks for them too)",
-    ),
     _frontend("output_options.skip_special_tokens", "The frontend makes the text.", boolean),
     _frontend("output_options.return_tokens_as_token_ids", "The frontend makes the text.", boolean),
     _frontend("output_options.no_stop_trim", "The frontend makes the text.", boolean),

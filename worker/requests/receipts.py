@@ -18,7 +18,9 @@ from worker.arguments import Arguments
 from worker.engines import EngineInfo, EngineRequest, TokenDelta
 from worker.engines.embedded.transfer import fingerprint_beside
 from worker.errors import StartupError
+from worker.requests.sampling_defaults import FROM_MODEL, same_control
 from worker.sampling import SamplingParams
+from worker.sampling.field_processors import is_sampled
 
 CHANNEL = "logits_processors"
 """Key of the receipt in ``engine_data``."""
@@ -34,7 +36,7 @@ OPTIONS_OF_BITS = (
 a KV page.
 """
 
-_UNRECORDED = frozenset({"logits_processor", "pad_id", "best_of", "detokenize"})
+_UNRECORDED = frozenset({"logits_processor", "pad_id", "best_of", "detokenize", "prompt_logprobs"})
 """Fields of `SamplingParams` that are recorded as processors, or change no token here."""
 
 
@@ -137,6 +139,7 @@ class RequestReceipt:
         self._prompt = TokenDigest(engine_request.prompt_token_ids)
         self._answer = TokenDigest(engine_request.generated_token_ids)
         self._num_preemptions: int | None = None
+        self._sampling = _sources(engine_request, selection)
         self._request = _recorded(engine_request.params, selection, smoke, engine_request.choice)
 
     def take(self, delta: TokenDelta) -> None:
@@ -153,6 +156,7 @@ class RequestReceipt:
             ends: The chunk has the finish reason.
         """
         data = {"version": report["version"], **self._server, **report}
+        data["sampling"] = self._sampling
         data["preemptions"] = self._num_preemptions
         data["prompt_digest"] = str(self._prompt)
         data["generated_tokens"] = self._answer.num_tokens
@@ -160,6 +164,24 @@ class RequestReceipt:
         if ends or len(self._request) <= MAX_REPEATED:
             data["request"] = self._request
         return data
+
+
+def _sources(request: EngineRequest, selection: Selection) -> dict[str, dict[str, Any]]:
+    """The controls of `FROM_MODEL` that count, each with its value and where that came from.
+
+    One that a processor has taken the place of is left out; the processors say where they are from.
+    """
+    named = {one.name for one in selection.processors}
+    found = {}
+    for name in FROM_MODEL:
+        value = getattr(request.params, name)
+        if same_control(name) & named:
+            continue
+        if value is not None:
+            found[name] = {"value": value, "from": "model" if name in request.defaulted else "request"}
+        elif name == "temperature":
+            found[name] = {"value": 1.0 if is_sampled(request.params, request.chain) else 0.0, "from": "default"}
+    return found
 
 
 def _recorded(params: SamplingParams, selection: Selection, smoke: bool, choice: int) -> str:

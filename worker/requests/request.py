@@ -20,6 +20,9 @@ _END_PATHS = (
     "eos_token_ids",
 )
 
+MAX_PROMPT_LOGPROBS = 131_072
+"""Log probabilities of one prompt, tokens times those of each: about 5 MB of JSON in one chunk."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
@@ -154,12 +157,23 @@ def _bounded(values: dict[str, Any], limits: RequestLimits, table: RequestTable)
             f"the prompt has {len(prompt)} tokens, but prompt and answer share a context of {limits.context_length}",
         )
     controls = {name: values.pop(name) for name in table.controls & values.keys()}
+    _check_scored(len(prompt), controls.get("prompt_logprobs"))
     controls["max_tokens"] = min(controls.get("max_tokens", room), room)
     if "min_tokens" in controls:
         controls["min_tokens"] = min(controls["min_tokens"], controls["max_tokens"])
     ends, shown_ids = _ends(values, controls.get("ignore_eos", False), limits)
     params = table.record(**controls, **ends, detokenize=False)
     return GenerationRequest(prompt_token_ids=prompt, params=params, shown_stop_token_ids=shown_ids, **values)
+
+
+def _check_scored(num_tokens: int, alternatives: int | None) -> None:
+    """Refuse more log probabilities of the prompt than one chunk may carry."""
+    if alternatives is not None and num_tokens * (1 + alternatives) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            "output_options.prompt_logprobs",
+            f"a prompt of {num_tokens} tokens with {alternatives} alternatives each has more than "
+            f"{MAX_PROMPT_LOGPROBS} log probabilities; ask for fewer alternatives, or score a shorter prompt",
+        )
 
 
 def _ends(values: dict[str, Any], ignore_eos: bool, limits: RequestLimits) -> tuple[dict[str, Any], frozenset[int]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from worker.engines import TokenDelta, TokenLogprob
 from worker.errors import RequestFailed
+from worker.requests.prompt_scores import TokenText, end_json, scores_json
 from worker.requests.receipts import CHANNEL, RequestReceipt
 from worker.requests.request import GenerationRequest
 
@@ -22,10 +23,15 @@ class ResponseBuilder:
     """
 
     def __init__(
-        self, request: GenerationRequest, hidden: frozenset[int], receipt: RequestReceipt | None = None
+        self,
+        request: GenerationRequest,
+        hidden: frozenset[int],
+        receipt: RequestReceipt | None = None,
+        token_text: TokenText | None = None,
     ) -> None:
         """``hidden`` are the stop tokens that end the answer without being part of it; ``receipt``
-        is the request's, None if it wants none.
+        is the request's, None if it wants none; ``token_text`` are the texts of tokens, for
+        log probabilities of the prompt.
         """
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_generated_tokens = self.num_replayed_tokens = len(request.generated_token_ids)
@@ -34,6 +40,9 @@ class ResponseBuilder:
         self._receipt = receipt
         self._logprobs = request.params.logprobs
         self._hidden = hidden
+        self._prompt = request.prompt_token_ids
+        self._token_text = token_text
+        self._scores: dict[str, Any] = {}
 
     def chunk(self, delta: TokenDelta) -> dict[str, Any]:
         """The chunk for ``delta``. The caller drops one without tokens, finish or engine data.
@@ -54,8 +63,9 @@ class ResponseBuilder:
         chunk: dict[str, Any] = {"token_ids": delta.token_ids[:shown], "index": delta.index}
         if self._logprobs is not None and delta.logprobs is not None:
             _add_logprobs(chunk, delta.logprobs[:shown], self._logprobs)
-        if delta.engine_data is not None:
-            chunk["engine_data"] = self._engine_data(delta.engine_data, ends=delta.finish_reason is not None)
+        data = self._data(delta, shown)
+        if data:
+            chunk["engine_data"] = data
         if delta.finish_reason is not None:
             chunk["finish_reason"] = delta.finish_reason
             chunk["completion_usage"] = self.usage()
@@ -69,6 +79,22 @@ class ResponseBuilder:
             "total_tokens": self.num_prompt_tokens + self.num_generated_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+
+    def _data(self, delta: TokenDelta, shown: int) -> dict[str, Any]:
+        """The chunk's data for the client beside tokens, empty if there are none."""
+        data: dict[str, Any] = {}
+        ends = delta.finish_reason is not None
+        if delta.prompt_logprobs is not None:
+            data = self._scores = scores_json(self._prompt, delta.prompt_logprobs, self._token_text)
+        hidden = (delta.logprobs or [])[shown:]
+        end = hidden[0] if hidden else delta.end_logprobs
+        if ends and end is not None and self._logprobs is not None:
+            data = {**data, **end_json(end, self._token_text)}
+        if delta.engine_data is not None:
+            data = {**data, **self._engine_data(delta.engine_data, ends=ends)}
+        if ends and data:  # of an answer that is not streamed the frontend keeps the last chunk's data alone
+            data = {**self._scores, **data}
+        return data
 
     def _engine_data(self, data: dict[str, object], *, ends: bool) -> dict[str, object]:
         """The engine's data, with what the worker has to say in the receipt."""

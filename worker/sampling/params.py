@@ -81,6 +81,8 @@ class GuidedDecodingParams:
 class SamplingParams:
     """Sampling controls of one request. Nothing set means greedy, as in TensorRT-LLM.
 
+    A worker fills in the model's own values before (`worker.requests.sampling_defaults`).
+
     Everything that is said of a field stands beside it (`worker.sampling.control`). Controls that
     run as processors stand in the order in which those of one stage are applied.
 
@@ -173,7 +175,7 @@ class SamplingParams:
         paths="sampling_options.temperature",
         client_form="forwarded",
         frontend_bounds=Number(0, 2),
-        summary="0 is greedy; nothing set is greedy too.",
+        summary="0 is greedy. Unset is the model's own temperature, or greedy where it has none (--default-sampling).",
     )
     min_p: float | None = control(
         RunsAs(MinP, "p"),
@@ -274,6 +276,12 @@ class SamplingParams:
         summary="Alternatives to report per token; 0 is the sampled token alone.",
     )
     logprobs_mode: str = control(default="raw")
+    prompt_logprobs: int | None = control(
+        bounds=Integer(0, MAX_LOGPROBS),
+        paths="output_options.prompt_logprobs",
+        client_form="derived",
+        summary="Alternatives to report per token of the prompt; 0 is the token itself alone.",
+    )
 
     # not served
     apply_batched_logits_processor: bool = control(default=False)
@@ -290,9 +298,6 @@ class SamplingParams:
     top_p_decay: float | None = refused(_DECAY, bounds=Number(0, 1, above_low=True), neutral=1, samples="if active")
     prompt_ignore_length: int | None = refused(
         "the presence and frequency penalties count generated tokens alone", bounds=Integer(0)
-    )
-    prompt_logprobs: int | None = refused(
-        "this worker reports log probabilities of generated tokens alone", bounds=Integer(0, MAX_LOGPROBS)
     )
     logprobs_simple_format: bool = refused(_OUTPUT, False)
     prompt_logprobs_simple_format: bool = refused(_OUTPUT, False)

@@ -19,6 +19,7 @@ from worker.processors.builder import ServedChainBuilder
 from worker.processors.smoke import SmokeTest
 from worker.requests.receipts import RequestReceipt, ServerRecord
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
+from worker.requests.sampling_defaults import SamplingDefaults
 from worker.sampling.field_processors import for_engine
 
 SEED_BITS = 53
@@ -38,7 +39,13 @@ class Preparation:
     """
 
     def __init__(
-        self, info: EngineInfo, chains: ServedChainBuilder, server: ServerRecord, role: str, smoke: SmokeTest | None
+        self,
+        info: EngineInfo,
+        chains: ServedChainBuilder,
+        server: ServerRecord,
+        role: str,
+        smoke: SmokeTest | None,
+        defaults: SamplingDefaults,
     ) -> None:
         """``server`` is the record of the worker in receipts; ``role`` its disaggregation mode."""
         self.info = info
@@ -46,6 +53,7 @@ class Preparation:
         self._server = server
         self._role = role
         self._smoke = smoke
+        self._defaults = defaults
         self._limits = RequestLimits(info.context_length, info.vocab_size, info.eos_token_ids)
         self._seeds = random.Random(secrets.randbits(128))  # SystemRandom would release the interpreter each time
 
@@ -77,11 +85,12 @@ class Preparation:
         try:
             server = await asyncio.to_thread(ServerRecord.of, info, arguments, digest)
             eos = info.eos_token_ids[0] if info.eos_token_ids else None
+            defaults = await asyncio.to_thread(SamplingDefaults.load, arguments)
             test = await asyncio.to_thread(SmokeTest, arguments.model_path, eos) if smoke else None
         except BaseException:
             await chains.close()
             raise
-        return cls(info, chains, server, arguments.disaggregation_mode, test)
+        return cls(info, chains, server, arguments.disaggregation_mode, test, defaults)
 
     def parse(self, raw: Mapping[str, Any]) -> GenerationRequest:
         """The typed request. Raises `InvalidRequest`."""
@@ -101,16 +110,18 @@ class Preparation:
         is_fixed = self.info.draws_by_seed or selection.receipt  # the seed in a receipt is that of its tokens
         callables = self._smoke.processors(len(request.prompt_token_ids)) if self._smoke else None
         own = seed if is_fixed else request.params.seed
+        params, defaulted = self._defaults.fill(request.params, {one.name for one in selection.processors})
         return EngineRequest(
             request_id,
             request.prompt_token_ids,
-            for_engine(request.params, seed=own, logits_processor=callables),
+            for_engine(params, seed=own, logits_processor=callables),
             generated_token_ids=request.generated_token_ids,
             seed=seed,
             choice=choice,
             kv=kv,
             cache_salt=request.cache_salt,
             hints=hints,
+            defaulted=defaulted,
         )
 
     async def with_chain(self, engine_request: EngineRequest, selection: Selection) -> EngineRequest:

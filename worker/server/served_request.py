@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from adapters.catalog import Selection
+from adapters.vocabulary import Vocabulary, byte_index
 from worker.disaggregation.serving import DisaggregatedServing
 from worker.engines import EngineRequest, ReadKv, TokenDelta
 from worker.errors import Draining, EngineBroken
@@ -15,6 +16,7 @@ from worker.migration.boundary_record import RequestRecord, UnrecordedRequest
 from worker.migration.records import BoundaryRecords
 from worker.processors.builder import ServedChainBuilder
 from worker.request_log import RequestEntry
+from worker.requests.prompt_scores import token_text
 from worker.requests.receipts import RequestReceipt
 from worker.requests.request import GenerationRequest
 from worker.requests.response import ResponseBuilder
@@ -100,7 +102,7 @@ class ServedRequest:
         engine_request: EngineRequest,
         selection: Selection,
         receipt: RequestReceipt | None,
-        token_bytes: TokenBytes | None,
+        vocabulary: Vocabulary,
         *,
         is_migratable: bool,
     ) -> None:
@@ -110,7 +112,7 @@ class ServedRequest:
             engine_request: The engine's request.
             selection: Processors of the request.
             receipt: Receipt of the request, None if it wants none.
-            token_bytes: Bytes of the vocabulary, None without a tokenizer: tokens are not text.
+            vocabulary: The model's vocabulary; without a tokenizer tokens are not text.
             is_migratable: Chunks end where text does, so that another worker can go on after any.
 
         Raises:
@@ -120,7 +122,8 @@ class ServedRequest:
         assert self.record is not None
         request, params = self.record.request, engine_request.params
         self.entry.seed, self.entry.params = params.seed, params
-        builder = ResponseBuilder(request, params.end_token_ids - request.shown_stop_token_ids, receipt)
+        hidden = params.end_token_ids - request.shown_stop_token_ids
+        builder = ResponseBuilder(request, hidden, receipt, token_text(vocabulary))
         if isinstance(engine_request.kv, ReadKv):
             builder.num_cached_tokens = min(engine_request.kv.num_cached_tokens, builder.num_prompt_tokens)
         self.entry.builder = builder
@@ -128,10 +131,10 @@ class ServedRequest:
         self._in_flight.grow(self._slot, len(request.token_ids))
         self._disaggregation.admit(self._slot, engine_request.kv)
         self._selection, self._builder = selection, builder
-        if token_bytes is not None:
+        if vocabulary.tokenizer is not None:
             stops_here = not self._disaggregation.only_prefills
             self._stop_text, self._safe_chunks = text_filters(
-                request, token_bytes, stops_here=stops_here, is_migratable=is_migratable
+                request, byte_index(vocabulary), stops_here=stops_here, is_migratable=is_migratable
             )
 
     async def aborted(self) -> AsyncGenerator[TokenDelta, None]:

@@ -9,7 +9,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
-from adapters.vocabulary import byte_index
 from worker.arguments import Arguments
 from worker.disaggregation.seal import Seal
 from worker.disaggregation.serving import DisaggregatedServing, TransferMetrics
@@ -207,9 +206,8 @@ class RequestServer:
         finally:
             if self._preparing.get(request_id) is served:
                 del self._preparing[request_id]
-        token_bytes = None if chains.vocabulary.tokenizer is None else byte_index(chains.vocabulary)
         receipt, is_migratable = preparation.receipt(engine_request, selection), self._boundaries is not None
-        served.begin(engine_request, selection, receipt, token_bytes, is_migratable=is_migratable)
+        served.begin(engine_request, selection, receipt, chains.vocabulary, is_migratable=is_migratable)
         deltas = self.engine.generate(engine_request)
         return deltas if selection.deadline is None else until(selection.deadline, deltas)
 

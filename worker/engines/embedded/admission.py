@@ -13,6 +13,7 @@ from adapters.vocabulary import Vocabulary
 from worker.engines.chain_members import begin, other_members
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling.chain_replay import resume
+from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
 from worker.engines.embedded.sampling.truncation import Controls
 from worker.engines.refusals import IRRELEVANT, REFUSED_EVERYWHERE, RUN_AS_PROCESSORS, check_refused
 from worker.engines.request import EngineRequest
@@ -34,6 +35,7 @@ _SERVED_HERE = frozenset(
         "logprobs_mode",
         "seed",
         "logprobs",
+        "prompt_logprobs",
         "ignore_eos",
     }
 )
@@ -98,8 +100,10 @@ def admit(
             client=engine_request.hints.client,
             speculates=chain is None or chain.speculates,
         )
-        if engine_request.generated_token_ids:
+        if engine_request.generated_token_ids:  # those of its prompt came with the first of these
             request.tap = resume(request, model)
+        elif params.prompt_logprobs is not None:
+            request.tap = LogitsCollector(prompt, top_n=params.prompt_logprobs, never=model.undecodable_ids)
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     if chain is not None:

@@ -34,6 +34,7 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     if token in request.end_ids:
         output.finish_reason, output.stop_reason = "stop", token
         if not request.params.include_stop_str_in_output:
+            output.end_logprobs = output.logprobs
             output.token_id = output.logprobs = None
     return output
 

@@ -384,6 +384,7 @@ class Output:
         is_too_short: Whether the answer must not end at this token, at a stop string either.
         chain: The request's processors, when it ends.
         kv: Handle of its leased KV, when it ends; see `handle.handle_as_json`.
+        end_logprobs: Log probabilities of the end token that it does not show.
     """
 
     request_id: str
@@ -398,3 +399,4 @@ class Output:
     engine_data: dict[str, object] | None = None
     chain: ProcessorChain | None = None
     kv: dict[str, Any] | None = None
+    end_logprobs: list[TokenLogprob] | None = None

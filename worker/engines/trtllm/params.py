@@ -29,6 +29,7 @@ REFUSED = {
     **REFUSED_EVERYWHERE,
     "apply_batched_logits_processor": "the PyTorch backend does not call batched logits processors",
     "lookahead_config": "the PyTorch backend does not look ahead",
+    "prompt_logprobs": "log probabilities of the prompt are served by the embedded engine alone",
 }
 """Fields that are not served, with the reason; refused when they differ from their default."""
 

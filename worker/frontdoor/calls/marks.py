@@ -49,7 +49,7 @@ def openings_by_mark(format: CallFormat, names: Collection[str], *, anywhere: bo
     Args:
         format: Spelling of calls.
         names: Names of the tools.
-        anywhere: Those that may follow text, or those that begin an answer.
+        anywhere: Openings that may follow text if true, those that begin an answer otherwise.
     """
     return {
         trigger: opening

@@ -22,8 +22,8 @@ class CallParser:
 
     Args:
         format: Spelling of calls.
-        tools: For each tool's name, the types of its arguments, which the notation ``xml`` needs. A
-            call of anything else is text.
+        tools: Types of the arguments, which the notation ``xml`` needs, by the tool's name. A call
+            of anything else is text.
         enforced: Whether a grammar holds the answer to ``format``. Otherwise a call is handed on
             once it is complete, and stays text if it is not one; a call that is cut by the end of
             the answer is what came of it if the answer was too long, and text otherwise.
@@ -127,7 +127,7 @@ class CallParser:
             yield
 
     def _marked(self, mark: str) -> Reading[None]:
-        """What begins with a mark, which stands here."""
+        """A block or a message that begins with ``mark``, which stands here."""
         reader, channels = self._reader, self._format.channels
         if mark in self._openings:
             yield from self._block_or_text(mark, self._openings[mark])

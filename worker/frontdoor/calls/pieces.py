@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TypeAlias
 
 
@@ -42,15 +43,16 @@ Piece: TypeAlias = TextPiece | ThinkingPiece | CallBegin | CallArguments
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
     """The same pieces, those of one kind that follow each other put together."""
-    found: list[Piece] = []
-    for piece in pieces:
-        last = found[-1] if found else None
-        if isinstance(piece, CallArguments) and isinstance(last, CallArguments) and piece.index == last.index:
-            found[-1] = replace(last, text=last.text + piece.text)
-        elif isinstance(piece, TextPiece) and isinstance(last, TextPiece):
-            found[-1] = TextPiece(last.text + piece.text)
-        elif isinstance(piece, ThinkingPiece) and isinstance(last, ThinkingPiece):
-            found[-1] = ThinkingPiece(last.text + piece.text)
-        else:
-            found.append(piece)
+    found = list[Piece]()
+    for _, group in groupby(pieces, key=_kind):
+        first, *others = group
+        if others and not isinstance(first, CallBegin):
+            texts = [each.text for each in (first, *others) if not isinstance(each, CallBegin)]
+            first = replace(first, text="".join(texts))
+        found.append(first)
     return found
+
+
+def _kind(piece: Piece) -> tuple[type, int]:
+    """Key that pieces of one text have in common; the beginning of each call has its own."""
+    return type(piece), piece.index if isinstance(piece, CallBegin | CallArguments) else 0

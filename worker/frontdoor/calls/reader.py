@@ -37,9 +37,10 @@ class TextReader:
         self._text += text
 
     def forget(self) -> None:
-        """Keep no text before the position."""
-        self._text = self._text[self.position :]
-        self.position = 0
+        """Keep no text before the position, once that is most of it; positions change."""
+        if 2 * self.position >= len(self._text):
+            self._text = self._text[self.position :]
+            self.position = 0
 
     @property
     def ahead(self) -> str:
@@ -52,7 +53,7 @@ class TextReader:
         return self._text[start : self.position]
 
     def matched(self, pattern: re.Pattern[str]) -> str:
-        """What ``pattern`` matches here, of the text that has come; empty if it does not."""
+        """The match of ``pattern`` here in the text that has come, which is read; may be empty."""
         found = pattern.match(self._text, self.position)
         return "" if found is None else self.take(found.end() - found.start())
 

@@ -48,6 +48,7 @@ class ChatPaths:
     def _rules(self) -> Sequence[_Rule]:
         rules: list[_Rule] = [
             (_MESSAGE, self._message),
+            (_PROMPT, lambda found: "messages"),
             (_PARAMETERS, lambda found: f"tools[{found[1]}].input_schema{found[2]}"),
             (_FUNCTION, lambda found: f"tools[{found[1]}]{found[2]}"),
             (_CHOICE, lambda found: f"tool_choice{found[1]}"),
@@ -87,6 +88,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 _MESSAGE = _compiled(r"messages\[(\d+)\].*")
+_PROMPT = _compiled(r"token_ids")
 _PARAMETERS = _compiled(r"tools\[(\d+)\]\.function\.parameters(.*)")
 _FUNCTION = _compiled(r"tools\[(\d+)\]\.function(.*)")
 _CHOICE = _compiled(r"tool_choice(?:\.function)?(.*)")

@@ -65,8 +65,8 @@ _OWN: tuple[ClientField, ...] = (
         "tools",
         _BOTH,
         "honoured",
-        "Custom tools with an input_schema, by which every call is held if strict says so, as in a chat. "
-        "Refused: tools of Anthropic's servers and those with a type, defer_loading, callers other than direct.",
+        "Custom tools with an input_schema, as the functions of a chat. Refused: tools of another type, which "
+        "Anthropic's servers run or know, defer_loading, and callers other than direct.",
     ),
     _row(
         "tool_choice",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing
 
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.responses.generation import Generation, as_sent
@@ -71,8 +72,9 @@ class BackgroundRun:
     async def _run(self) -> None:
         answer = self._generation.answer
         try:
-            async for events in self._generation.events():
-                self._take(events)
+            async with aclosing(self._generation.events()) as batches:
+                async for events in batches:
+                    self._take(events)
         except Refused as refused:
             self._take(answer.failed(refused))
         except asyncio.CancelledError:  # by a client, or at the end of the front door

@@ -36,7 +36,6 @@ ALLOWED = frozenset(
         "best_of",
         "stop",
         "truncate_prompt_tokens",
-        "prompt_logprobs",
         "logprobs_simple_format",
         "prompt_logprobs_simple_format",
         "return_context_logits",

@@ -26,6 +26,7 @@ from worker.engines.embedded.kv_cache import choose_kv_blocks
 from worker.engines.embedded.model import HfModel, check_first_pass, load_model
 from worker.engines.embedded.model.numerics import shown_threads
 from worker.engines.embedded.plan import Model, Request
+from worker.engines.embedded.sampling import LogitsCollector
 from worker.engines.embedded.serving.step_thread import Abort, Listen, StepThread, Stop, Submit
 from worker.engines.embedded.serving.streams import Streams
 from worker.engines.embedded.speculation import SpeculativeConfig
@@ -167,11 +168,14 @@ class EmbeddedEngine:
         is_first = streams.is_first_of(admitted.client)
         check_queue(len(streams), self.config.max_num_seqs, self.config.max_queue, is_first=is_first)
         stream = streams.open(admitted)
+        scores = admitted.tap if isinstance(admitted.tap, LogitsCollector) else None
         thread.tell(Submit(admitted, handle))
         try:
             while True:
                 delta = await stream.take()
                 streams.caught_up(stream)
+                if scores is not None and not delta.is_empty and not scores.wants_prompt:
+                    delta.prompt_logprobs, scores = scores.prompt_logprobs, None
                 yield delta
                 if delta.finish_reason is not None:
                     return

@@ -50,6 +50,7 @@ class Stream:
             delta.stop_reason = output.stop_reason
             delta.error = output.error
             delta.kv = output.kv
+            delta.end_logprobs = output.end_logprobs
             if output.chain is not None:
                 delta.receipt = output.chain.receipt
                 delta.failure = output.chain.failure

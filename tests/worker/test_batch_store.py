@@ -1,0 +1,302 @@
+"""The store of files and batches against a model of it, with restarts at any point."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_services import OWNER
+from effort import examples
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from worker.errors import StartupError
+from worker.frontdoor.batches.objects import INPUT, Result, StoredBatch, StoredFile
+from worker.frontdoor.batches.requests import new_batch
+from worker.frontdoor.batches.store import Store
+from worker.frontdoor.batches.stored_batches import KEPT_S, MOST_UNFINISHED
+from worker.frontdoor.errors import Refused
+
+CAPACITY = 40_000
+OWNERS = st.sampled_from(["owner-a", "owner-b"])
+CHAT = "/v1/chat/completions"
+
+
+def incoming(store: Store, content: bytes) -> Path:
+    path = store.files.incoming / "content"
+    path.write_bytes(content)
+    return path
+
+
+def begin(store: Store, owner: str, file_id: str) -> StoredBatch:
+    fields = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h", "metadata": {"a": "b"}}
+    return store.add_batch(owner, new_batch(fields, (CHAT,)))
+
+
+def result(line: int, status: int = 200) -> Result:
+    return Result(line, status, f"request-{line}", b'{"line":%d}' % line)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Every operation, on the store and on dictionaries; a restart changes nothing."""
+
+    files = Bundle("files")
+    batches = Bundle("batches")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp())
+        self.time = 1_000_000.0
+        self.store = self.opened()
+        self.contents: dict[str, tuple[StoredFile, bytes]] = {}
+        self.known: dict[str, StoredBatch] = {}
+        self.results: dict[str, dict[int, Result]] = {}
+
+    def opened(self) -> Store:
+        return Store(self.directory, CAPACITY, lambda: self.time)
+
+    @rule()
+    def restart(self) -> None:
+        self.forget_old()
+        self.store.close()
+        self.store = self.opened()
+
+    @rule(seconds=st.sampled_from([1, 3600, 20 * 24 * 3600]))
+    def wait(self, seconds: int) -> None:
+        self.time += seconds
+
+    @rule()
+    def delete_old(self) -> None:
+        self.forget_old()
+        self.store.delete_old()
+
+    def forget_old(self) -> None:
+        read = {each.input_file_id for each in self.known.values() if not each.is_finished}
+        for file_id, (file, _) in list(self.contents.items()):
+            if file.expires_at <= self.time and file_id not in read:
+                del self.contents[file_id]
+        for batch_id, batch in list(self.known.items()):
+            ended = batch.completed_at or batch.failed_at or batch.expired_at or batch.cancelled_at
+            if batch.is_finished and ended is not None and ended + KEPT_S <= self.time:
+                del self.known[batch_id], self.results[batch_id]
+
+    @rule(target=files, owner=OWNERS, content=st.binary(max_size=12_000), lifetime_s=st.sampled_from([3600, 10**6]))
+    def upload(self, owner: str, content: bytes, lifetime_s: int) -> Any:
+        used = sum(max(len(each), 4096) for _, each in self.contents.values())
+        if used + max(len(content), 4096) > CAPACITY:
+            with pytest.raises(Refused) as refused:
+                self.store.files.add(owner, "name", INPUT, incoming(self.store, content), lifetime_s)
+            assert refused.value.status == 413
+            return multiple()
+        file = self.store.files.add(owner, "name", INPUT, incoming(self.store, content), lifetime_s)
+        self.contents[file.id] = (file, content)
+        return file
+
+    def is_there(self, file: StoredFile, owner: str) -> bool:
+        return file.id in self.contents and file.owner == owner and file.expires_at > self.time
+
+    @rule(file=files, owner=OWNERS)
+    def read_file(self, file: StoredFile, owner: str) -> None:
+        if self.is_there(file, owner):
+            with self.store.files.open_content(owner, file.id) as content:
+                assert content.read() == self.contents[file.id][1]
+        else:
+            with pytest.raises(Refused):
+                self.store.files.get(owner, file.id)
+
+    @rule(file=files, owner=OWNERS)
+    def delete_file(self, file: StoredFile, owner: str) -> None:
+        is_read = any(each.input_file_id == file.id and not each.is_finished for each in self.known.values())
+        if self.is_there(file, owner) and not is_read:
+            self.store.files.delete(owner, file.id)
+            del self.contents[file.id]
+        else:
+            with pytest.raises(Refused):
+                self.store.files.delete(owner, file.id)
+
+    @rule(target=batches, file=files, owner=OWNERS)
+    def begin_batch(self, file: StoredFile, owner: str) -> Any:
+        if not self.is_there(file, owner):
+            with pytest.raises(Refused) as refused:
+                begin(self.store, owner, file.id)
+            assert refused.value.status == 404
+            return multiple()
+        batch = begin(self.store, owner, file.id)
+        self.known[batch.id], self.results[batch.id] = batch, {}
+        return batch
+
+    @rule(batch=batches, total=st.integers(1, 4), fails=st.booleans())
+    def validate(self, batch: StoredBatch, total: int, fails: bool) -> None:
+        known = self.known.get(batch.id)
+        changed = self.store.begin(batch.id, total, "m", errors="[]" if fails else None)
+        assert (changed is not None) == (known is not None and known.status == "validating")
+        if changed is not None:
+            assert changed.status == ("failed" if fails else "in_progress")
+            self.known[batch.id] = changed
+
+    @rule(batch=batches, line=st.integers(1, 4), status=st.sampled_from([200, 400]))
+    def answer_line(self, batch: StoredBatch, line: int, status: int) -> None:
+        known = self.known.get(batch.id)
+        if known is None or known.status != "in_progress" or line > known.total or line in self.results[batch.id]:
+            return
+        self.store.batches.add_result(batch.id, result(line, status))
+        self.results[batch.id][line] = result(line, status)
+        self.known[batch.id] = self.store.batches.get(known.owner, batch.id)
+
+    @rule(batch=batches, owner=OWNERS)
+    def cancel(self, batch: StoredBatch, owner: str) -> None:
+        known = self.known.get(batch.id)
+        if known is None or known.owner != owner or known.status not in ("validating", "in_progress", "cancelling"):
+            with pytest.raises(Refused):
+                self.store.batches.cancel(owner, batch.id)
+            return
+        self.known[batch.id] = self.store.batches.cancel(owner, batch.id)
+        assert self.known[batch.id].status == "cancelling"
+
+    @rule(batch=consumes(batches))
+    def finish(self, batch: StoredBatch) -> None:
+        known = self.known.get(batch.id)
+        if known is None or known.is_finished or known.in_progress_at is None:
+            return
+        if known.status == "in_progress":
+            self.store.batches.move(batch.id, ("in_progress",), "finalizing")
+        missing = known.total - len(self.results[batch.id])
+        answers = incoming(self.store, b"answers")
+        done = self.store.finish(known, "completed", answers=answers, errors=None, num_unanswered=missing)
+        assert done is not None
+        assert done.output_file_id is not None
+        assert done.completed + done.failed == done.total
+        self.known[batch.id], self.results[batch.id] = done, {}
+        self.contents[done.output_file_id] = (self.store.files.get(known.owner, done.output_file_id), b"answers")
+
+    @invariant()
+    def lists_are_those_of_the_model(self) -> None:
+        for owner in ("owner-a", "owner-b"):
+            expected = [each.id for each, _ in self.contents.values() if self.is_there(each, owner)]
+            found: list[str] = []
+            for _ in range(len(expected) + 1):
+                page = self.store.files.page(
+                    owner, after=found[-1] if found else None, limit=2, descending=False, purpose=None
+                )
+                found += [each.id for each in page.items]
+                if not page.has_more:
+                    break
+            assert found == expected
+            batches = [each for each in self.known.values() if each.owner == owner]
+            assert self.store.batches.page(owner, after=None, limit=100).items[::-1] == batches
+
+    @invariant()
+    def results_are_those_of_the_model(self) -> None:
+        for batch_id, expected in self.results.items():
+            assert self.store.batches.answered(batch_id) == set(expected)
+            assert self.store.batches.results(batch_id, 1, 2) == {n: expected[n] for n in (1, 2) if n in expected}
+            known = self.known[batch_id]
+            if not known.is_finished:
+                assert (known.completed, known.failed) == (
+                    sum(each.succeeded for each in expected.values()),
+                    sum(not each.succeeded for each in expected.values()),
+                )
+
+    @invariant()
+    def the_disk_has_the_known_files_alone(self) -> None:
+        on_disk = {path.name for path in (self.directory / "files").iterdir() if path.is_file()}
+        assert on_disk == set(self.contents)
+
+    def teardown(self) -> None:
+        self.store.close()
+        shutil.rmtree(self.directory)
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+
+
+def test_two_front_doors_cannot_share_a_directory(tmp_path: Path) -> None:
+    first = Store(tmp_path, CAPACITY)
+    with pytest.raises(StartupError, match="another front door uses it"):
+        Store(tmp_path, CAPACITY)
+    first.close()
+    Store(tmp_path, CAPACITY).close()
+
+
+def test_a_directory_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path, CAPACITY)
+    store._database.connection.execute("PRAGMA user_version = 99")
+    store.close()
+    with pytest.raises(StartupError, match="version 99"):
+        Store(tmp_path, CAPACITY)
+
+
+def test_what_a_crash_left_is_swept(tmp_path: Path) -> None:
+    store = Store(tmp_path, CAPACITY)
+    kept = store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 3600)
+    (tmp_path / "files/file-of-no-row").write_bytes(b"x")
+    incoming(store, b"half an upload")
+    store.close()
+    again = Store(tmp_path, CAPACITY)
+    assert [path.name for path in (tmp_path / "files").rglob("*") if path.is_file()] == [kept.id]
+    again.close()
+
+
+def test_a_failed_end_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path, CAPACITY)
+    file = store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 3600)
+    batch = begin(store, OWNER, file.id)
+    store.begin(batch.id, 1, "m")
+    store.batches.move(batch.id, ("in_progress",), "finalizing")
+
+    def full(batch_id: str) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.batches, "delete_results", full)
+        with pytest.raises(OSError, match="full"):
+            store.finish(batch, "completed", answers=incoming(store, b"y"), errors=None, num_unanswered=0)
+    assert store.batches.get(OWNER, batch.id).status == "finalizing"
+    assert [each.id for each in store.files.page(OWNER, after=None, limit=9, descending=True, purpose=None).items] == [
+        file.id
+    ]
+    assert {path.name for path in (tmp_path / "files").iterdir()} == {file.id, "incoming"}
+    done = store.finish(batch, "completed", answers=incoming(store, b"y"), errors=None, num_unanswered=0)
+    assert done is not None
+    assert done.status == "completed"
+    store.close()
+
+
+def test_a_client_cannot_begin_batches_without_end(tmp_path: Path) -> None:
+    store = Store(tmp_path, CAPACITY)
+    file = store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 3600)
+    other = store.files.add("owner-b", "a", INPUT, incoming(store, b"x"), 3600)
+    for _ in range(MOST_UNFINISHED):
+        last = begin(store, OWNER, file.id)
+    with pytest.raises(Refused) as refused:
+        begin(store, OWNER, file.id)
+    assert refused.value.status == 429
+    begin(store, "owner-b", other.id)
+    store.begin(last.id, 0, None, errors="[]")
+    begin(store, OWNER, file.id)
+    store.close()
+
+
+def test_pages_join_to_the_whole_list(tmp_path: Path) -> None:
+    store = Store(tmp_path, 10**6)
+    ids = [store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 3600).id for _ in range(7)]
+    for descending, limit in itertools.product((True, False), (1, 2, 7, 8)):
+        found: list[str] = []
+        while True:
+            page = store.files.page(
+                OWNER, after=found[-1] if found else None, limit=limit, descending=descending, purpose=INPUT
+            )
+            found += [each.id for each in page.items]
+            if not page.has_more:
+                break
+        assert found == (ids[::-1] if descending else ids)
+    assert store.files.page(OWNER, after=None, limit=9, descending=True, purpose="batch_output").items == []
+    with pytest.raises(Refused, match="after"):
+        store.files.page("owner-b", after=ids[0], limit=9, descending=True, purpose=None)
+    store.close()

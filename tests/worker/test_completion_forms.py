@@ -1,0 +1,234 @@
+"""Log probabilities in the forms of OpenAI's completions and of vLLM, whatever a worker sends."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters.vocabulary import Vocabulary
+from worker.engines import TokenLogprob
+from worker.frontdoor.completions.asked import MAX_PROMPTS, Asked
+from worker.frontdoor.completions.openai_logprobs import by_text, of_answer, text_offsets
+from worker.frontdoor.completions.prompt_answer import PromptAnswer
+from worker.frontdoor.completions.prompt_scores import WorkerData
+from worker.frontdoor.errors import FieldRefused, Refused
+from worker.frontdoor.fields import CHAT, COMPLETIONS
+from worker.frontdoor.translated import is_translated
+from worker.requests.prompt_scores import LEAST_LOGPROB, end_json, scores_json, token_text
+
+TEXTS = st.text(max_size=20)
+BYTES = 256
+
+
+@st.composite
+def cut(draw: st.DrawFn, texts: st.SearchStrategy[str] = TEXTS) -> tuple[str, list[bytes]]:
+    """A text, and tokens that it is cut into anywhere, within characters too."""
+    text = draw(texts)
+    data = text.encode()
+    cuts = sorted(draw(st.sets(st.integers(0, len(data)), max_size=10)))
+    return text, [data[start:stop] for start, stop in pairwise([0, *cuts, len(data)])]
+
+
+@settings(max_examples=examples(300))
+@given(cut(), st.integers(0, 9))
+def test_an_offset_is_that_of_the_tokens_character(found: tuple[str, list[bytes]], start: int) -> None:
+    text, tokens = found
+    offsets = text_offsets(tokens, start, start + len(text))
+    before = 0
+    for token, offset in zip(tokens, offsets, strict=True):
+        assert offset - start == len(text.encode()[:before].decode(errors="ignore"))
+        before += len(token)
+
+
+@given(st.text(min_size=1, max_size=8), cut(st.text(min_size=1, max_size=20)))
+def test_what_the_text_begins_without_takes_no_place(lead: str, found: tuple[str, list[bytes]]) -> None:
+    text, tokens = found
+    offsets = text_offsets([lead.encode(), *tokens], 0, len(text), len(lead))
+    assert offsets == [0, *text_offsets(tokens, 0, len(text))]
+
+
+LOGPROBS = st.floats(-50, 0)
+
+
+@given(st.text(max_size=3), LOGPROBS, st.lists(st.tuples(st.text(max_size=1), LOGPROBS), max_size=6))
+def test_equal_texts_have_the_likeliest_ones_entry(token: str, own: float, others: list[tuple[str, float]]) -> None:
+    found = by_text(token, own, others)
+    assert next(iter(found)) == token
+    for text, value in found.items():
+        assert value == max(v for t, v in [(token, own), *others] if t == text)
+
+
+def scored(prompt: list[int], top: int, text: Any = None) -> dict[str, Any]:
+    """What the worker sends of a prompt, as it arrives; token i has rank i + 1 everywhere."""
+    positions = [None if place == 0 else [entry(token), *map(entry, range(top))] for place, token in enumerate(prompt)]
+    sent = scores_json(prompt, positions, text)
+    return {"choices": [], "nvext": {"engine_data": json.loads(json.dumps(sent))}}
+
+
+def entry(token: int) -> TokenLogprob:
+    return TokenLogprob(token, -1.0 - token, token + 1)
+
+
+@settings(max_examples=examples(100))
+@given(st.lists(st.integers(0, BYTES - 1), min_size=1, max_size=12), st.integers(0, 6), st.integers(0, 6))
+def test_forms_of_a_prompt(prompt: list[int], sent: int, count: int) -> None:
+    """Tokens are bytes, so that a prompt is any text, and no text at all."""
+    text = bytes(prompt).decode(errors="replace")
+    found = WorkerData.taken_from(scored(prompt, max(sent, count), lambda token: bytes([token]))).scores
+    assert found is not None
+    assert found.text() == text
+    likeliest = range(count)
+    for place, (token, shown) in enumerate(zip(prompt, found.in_vllm_form(count), strict=True)):
+        if place == 0:
+            assert shown is None
+            continue
+        assert shown is not None
+        assert next(iter(shown)) == str(token)
+        assert set(shown) == {str(token), *map(str, likeliest)}
+        assert shown[str(token)] == {
+            "logprob": -1.0 - token,
+            "rank": token + 1,
+            "decoded_token": bytes([token]).decode(errors="replace"),
+        }
+    form = found.in_openai_form(count, text)
+    assert form["token_logprobs"] == [None, *(-1.0 - token for token in prompt[1:])]
+    assert form["top_logprobs"][0] is None
+    assert all(0 < len(top) <= count + 1 for top in form["top_logprobs"][1:])
+    assert form["text_offset"] == text_offsets([bytes([token]) for token in prompt], 0, len(text))
+
+
+def test_the_least_log_probability_is_json() -> None:
+    sent = scores_json([1, 2], [None, [TokenLogprob(2, float("-inf"), 5)]], None)
+    assert sent["prompt_logprobs"][1] == {"2": {"logprob": LEAST_LOGPROB, "rank": 5}}
+    assert token_text(Vocabulary(8)) is None
+
+
+def test_the_data_of_others_stays() -> None:
+    chunk = scored([1, 2], 0)
+    chunk["nvext"]["engine_data"]["logits_processors"] = {"seed": 1}
+    assert WorkerData.taken_from(chunk).scores is not None
+    assert chunk["nvext"] == {"engine_data": {"logits_processors": {"seed": 1}}}
+    assert WorkerData.taken_from(chunk) == WorkerData()
+    plain: dict[str, Any] = scored([1], 0)
+    assert WorkerData.taken_from(plain).scores is not None
+    assert "nvext" not in plain
+
+
+def test_the_frontends_rounding_is_undone() -> None:
+    """Harnesses compare the token's value with the highest of its alternatives."""
+    top = [{"token": "a", "logprob": -2.4339818954467773}, {"token": "b", "logprob": -3.0}]
+    found = of_answer({"tokens": ["a"], "token_logprobs": [-2.433982], "top_logprobs": [top]}, 4)
+    assert found["token_logprobs"] == [max(found["top_logprobs"][0].values())]
+    assert found["text_offset"] == [4]
+
+
+def test_parts_of_characters_have_the_text_that_they_have_alone() -> None:
+    """The frontend withholds them, and gives them to the token that follows."""
+    tops = [[{"token": "\ufffd", "logprob": -1.0}], [{"token": "a", "logprob": -2.0}, {"token": "b", "logprob": -2.5}]]
+    found = of_answer({"tokens": ["", "\ufffda"], "token_logprobs": [-1.0, -2.0], "top_logprobs": tops}, 3)
+    assert found["tokens"] == ["\ufffd", "a"]
+    assert found["top_logprobs"] == [{"\ufffd": -1.0}, {"a": -2.0, "b": -2.5}]
+    assert found["text_offset"] == [3, 4]
+
+
+ASKED = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 2}
+
+
+def answer(fields: dict[str, Any], *chunks: dict[str, Any]) -> list[dict[str, Any]]:
+    made = PromptAnswer(Asked.completion({**ASKED, **fields}), 0)
+    found = [one for chunk in chunks for one in made.take(chunk)]
+    made.check_complete()
+    return [one["choices"][0] for one in found]
+
+
+def text_chunk(text: str, **choice: Any) -> dict[str, Any]:
+    logprobs = {"tokens": [text], "token_logprobs": [-1.0], "top_logprobs": [[{"token": text, "logprob": -1.0}]]}
+    return {"id": "c", "choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": None, **choice}]}
+
+
+def test_chunks_wait_for_the_prompts_scores() -> None:
+    with_scores = {**text_chunk("b"), "nvext": scored([65, 66, 67], 1, lambda token: bytes([token]))["nvext"]}
+    found = answer({"echo": True, "logprobs": 1}, text_chunk("a"), with_scores, text_chunk("c"))
+    assert [choice["text"] for choice in found] == ["ABCa", "b", "c"]
+    offsets = [offset for choice in found for offset in choice["logprobs"]["text_offset"]]
+    assert offsets == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_worker_that_says_nothing_of_the_prompt() -> None:
+    with pytest.raises(Refused, match="no log probabilities of the prompt") as caught:
+        answer({"echo": True}, text_chunk("a", finish_reason="length"))
+    assert caught.value.status == 502
+
+
+def test_the_end_token_takes_no_place_in_the_text() -> None:
+    end = end_json([entry(2), entry(0)], lambda token: b"</s>")
+    last = {**text_chunk("", finish_reason="stop", logprobs=None), "nvext": {"engine_data": end}}
+    (first, second) = answer({"logprobs": 1}, text_chunk("abc"), last)
+    assert first["logprobs"]["text_offset"] == [0]
+    assert second["logprobs"] == {
+        "tokens": ["</s>"],
+        "token_logprobs": [-3.0],
+        "top_logprobs": [{"</s>": -1.0}],
+        "text_offset": [3],
+    }
+
+
+PROMPTS: dict[str, tuple[Any, int]] = {
+    "text": ("a", 1),
+    "ids": ([1, 2], 1),
+    "texts": (["a", "b"], 2),
+    "lists of ids": ([[1], [2, 3]], 2),
+    "one list of ids": ([[1, 2]], 1),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_of_a_request(name: str) -> None:
+    prompt, count = PROMPTS[name]
+    asked = Asked.completion({**ASKED, "prompt": prompt, "echo": True})
+    assert len(asked.prompts) == count
+    sent = asked.request(asked.prompts[0])
+    assert "echo" not in sent
+    assert ("prompt_logprobs" in sent) == isinstance(asked.prompts[0], list)
+
+
+@pytest.mark.parametrize("prompt", [5, {}, [True], [[True]], ["a", 1], [[]], [], None, ["a"] * (MAX_PROMPTS + 1)])
+def test_what_is_no_prompt_is_named(prompt: Any) -> None:
+    with pytest.raises(FieldRefused, match=r"^prompt(\[\d\])?: must "):
+        Asked.completion({**ASKED, "prompt": prompt})
+
+
+@pytest.mark.parametrize("nvext", [None, {}, {"extra_fields": None}, {"extra_fields": ["timing", "engine_data"]}])
+def test_the_workers_data_is_asked_for(nvext: Any) -> None:
+    sent = Asked.completion({**ASKED, "logprobs": 1, "nvext": nvext}).request("a")
+    assert "engine_data" in sent["nvext"]["extra_fields"]
+    assert sent["nvext"]["extra_fields"].count("engine_data") == 1
+
+
+@pytest.mark.parametrize("nvext", [[], "x", {"extra_fields": "engine_data"}])
+def test_what_is_no_extension_is_left_to_the_checks(nvext: Any) -> None:
+    assert Asked.completion({**ASKED, "logprobs": 1, "nvext": nvext}).request("a")["nvext"] == nvext
+
+
+TRANSLATED: tuple[tuple[str, dict[str, Any], bool], ...] = (
+    (COMPLETIONS, {}, False),
+    (COMPLETIONS, {"echo": False, "logprobs": None, "max_tokens": 1}, False),
+    (COMPLETIONS, {"logprobs": 0}, True),
+    (COMPLETIONS, {"echo": True}, True),
+    (COMPLETIONS, {"max_tokens": 0}, True),
+    (COMPLETIONS, {"prompt_logprobs": 0}, True),
+    (CHAT, {"logprobs": True, "max_tokens": 0}, False),
+    (CHAT, {"prompt_logprobs": 1}, True),
+    ("/v1/other", {"echo": True}, False),
+)
+
+
+@pytest.mark.parametrize(("path", "fields", "expected"), TRANSLATED)
+def test_which_requests_are_translated(path: str, fields: dict[str, Any], expected: bool) -> None:
+    assert is_translated(path, fields) == expected

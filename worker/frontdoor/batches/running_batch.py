@@ -1,0 +1,151 @@
+"""One batch whose lines are run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from worker.frontdoor.batches.lines import BadLine, lines_of, request_of
+from worker.frontdoor.batches.objects import Result, StoredBatch
+from worker.frontdoor.batches.store_thread import StoreThread
+from worker.frontdoor.error_forms import error_body
+from worker.frontdoor.errors import Refused
+
+Ask = Callable[[str, str, bytes, str], Awaitable[tuple[int, bytes]]]
+"""Answers a request: the label of the client, the path, the body and the request id make the status
+and the JSON of the answer.
+"""
+
+BUSY = frozenset((429, 503, 529))
+"""Statuses of requests that were not run: they are sent again for as long as the batch has."""
+
+BROKEN = frozenset((500, 502, 504))
+"""Statuses of requests in whose middle something died: they are sent again a few times, since the
+request itself may be what kills it.
+"""
+
+MOST_BROKEN = 4
+"""Times that a request is sent that ends with one of `BROKEN`."""
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0
+"""Seconds before a request is sent again; each time doubles them."""
+
+
+class _Place(NamedTuple):
+    """Place of a line in its file."""
+
+    number: int
+    offset: int
+    end: int
+
+
+class RunningBatch:
+    """The lines of a batch on their way to their results.
+
+    Args:
+        batch: The batch.
+        store: Store for its results.
+        ask: Answers the request of a line.
+        models: Names of the models that are served.
+        turns: Requests of all batches that may be under way.
+        longest: Most bytes of a line.
+    """
+
+    def __init__(
+        self,
+        batch: StoredBatch,
+        store: StoreThread,
+        ask: Ask,
+        models: Callable[[], Awaitable[Collection[str]]],
+        turns: asyncio.Semaphore,
+        longest: int,
+    ) -> None:
+        self._batch = batch
+        self._store = store
+        self._ask = ask
+        self._models = models
+        self._turns = turns
+        self._longest = longest
+
+    async def run(self, concurrency: int) -> None:
+        """Run the lines that have no result; so many at a time wait for a turn, or have one.
+
+        Raises:
+            Exception: a result cannot be kept; the other lines under way are given up.
+        """
+        answered = await self._store.do(self._store.batches.answered, self._batch.id)
+        places = asyncio.Semaphore(concurrency)
+        offset, number = 0, 1
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    await places.acquire()
+                    place = await asyncio.to_thread(self._next, offset, number, answered)
+                    if place is None:
+                        break
+                    group.create_task(self._run_line(place)).add_done_callback(lambda _: places.release())
+                    offset, number = place.end, place.number + 1
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    def _next(self, offset: int, number: int, answered: Collection[int]) -> _Place | None:
+        """The first line from ``offset`` on that has no result."""
+        for line in lines_of(self._path, self._longest, offset, number):
+            if not line.is_blank and line.number not in answered:
+                return _Place(line.number, offset, line.end)
+            offset = line.end
+        return None
+
+    async def _run_line(self, place: _Place) -> None:
+        wait_s, num_broken = FIRST_WAIT_S, 0
+        while True:
+            request_id = secrets.token_hex(16)
+            async with self._turns:  # until the result is kept: a crash repeats no more than have a turn
+                model, status, body = await self._ask_once(place, request_id)
+                num_broken += status in BROKEN
+                if not await self._is_to_repeat(model, status, num_broken):
+                    result = Result(place.number, status, request_id, await asyncio.to_thread(_one_line, body))
+                    await self._store.do(self._store.batches.add_result, self._batch.id, result)
+                    return
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    async def _ask_once(self, place: _Place, request_id: str) -> tuple[str, int, bytes]:
+        """Model, and status and body of the answer. The line is in memory for no longer."""
+        try:
+            model, body = await asyncio.to_thread(self._read, place)
+        except BadLine as error:  # a later version takes fewer lines than the one that validated them
+            refused = Refused(400, error.message, error.param, code=error.code)
+            return "", refused.status, error_body(refused, "openai", "")
+        return model, *await self._ask(self._batch.owner, self._batch.endpoint, body, request_id)
+
+    def _read(self, place: _Place) -> tuple[str, bytes]:
+        """Model and body of the request in a line. Raises `BadLine`."""
+        line = next(lines_of(self._path, self._longest, place.offset, place.number))
+        request = request_of(line, self._batch.endpoint)
+        return request.body["model"], json.dumps(request.body, ensure_ascii=False, separators=(",", ":")).encode()
+
+    @property
+    def _path(self) -> Path:
+        return self._store.files.path(self._batch.input_file_id)
+
+    async def _is_to_repeat(self, model: str, status: int, num_broken: int) -> bool:
+        """Whether an answer is none for good: the frontend or the worker is not there right now."""
+        if status in BUSY or (status in BROKEN and num_broken < MOST_BROKEN):
+            return True
+        # the model was served when the batch was validated: its worker is about to come back
+        return status == 404 and model not in await self._models()
+
+
+def _one_line(body: bytes) -> bytes:
+    """JSON without line ends; a text that is no JSON as OpenAI's error."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        message = body.decode(errors="replace")[:1000]
+        found = {"error": {"message": message, "type": "server_error", "param": None, "code": None}}
+    return json.dumps(found, separators=(",", ":")).encode()

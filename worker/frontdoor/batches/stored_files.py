@@ -1,0 +1,169 @@
+"""Files of clients: a row in the database, and the content beside it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from worker.frontdoor.batches.database import Database
+from worker.frontdoor.batches.objects import INPUT, UNFINISHED, Page, StoredFile, file_of
+from worker.frontdoor.errors import Refused
+
+SMALLEST = 4096
+"""Bytes that each file counts for at least: a file of one byte takes a block, and a row."""
+
+
+class StoredFiles:
+    """The files of all clients.
+
+    Content is on the disk before its row is, and the row is gone before the content, so that each
+    row has its content; content without a row is deleted by `sweep`.
+
+    Args:
+        database: Database with the rows.
+        directory: Place of the contents.
+        capacity: Bytes of all files together, beyond which uploads are refused.
+        now: The clock, in seconds since the epoch.
+    """
+
+    def __init__(self, database: Database, directory: Path, capacity: int, now: Callable[[], float]) -> None:
+        self._database = database
+        self._directory = directory
+        self._capacity = capacity
+        self._now = now
+        self.incoming = directory / "incoming"
+        self.incoming.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def add(self, owner: str, filename: str, purpose: str, content: Path, lifetime_s: int) -> StoredFile:
+        """Keep a file.
+
+        Args:
+            owner: Label of its client.
+            filename: Name that the client gives it.
+            purpose: See `StoredFile`.
+            content: File in `incoming`, which moves to its place.
+            lifetime_s: Seconds until it expires.
+
+        Raises:
+            Refused: 413, uploads have used up the capacity.
+        """
+        size = content.stat().st_size
+        now = int(self._now())
+        file_id = f"file-{secrets.token_hex(12)}"
+        with self._database.transaction() as connection:
+            if purpose == INPUT and self.num_bytes() + max(size, SMALLEST) > self._capacity:
+                problem = f"all files together have more than {self._capacity} bytes; delete files that are not needed"
+                raise Refused(413, problem, "file", code="storage_full")
+            added = connection.execute(
+                "INSERT INTO files (id, owner, filename, purpose, bytes, created_at, expires_at)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING *",
+                (file_id, owner, filename, purpose, size, now, now + lifetime_s),
+            ).fetchone()
+            _sync(content)
+            os.replace(content, self.path(file_id))
+            _sync(self._directory)
+        return file_of(added)
+
+    def get(self, owner: str, file_id: str) -> StoredFile:
+        """A file of ``owner``. Raises `Refused` (404) if it has none of this id."""
+        row = self._database.connection.execute(
+            "SELECT * FROM files WHERE id = ? AND owner = ? AND expires_at > ?", (file_id, owner, int(self._now()))
+        ).fetchone()
+        if row is None:
+            raise Refused(404, f"there is no file {file_id[:60]}", "id", code="file_not_found")
+        return file_of(row)
+
+    def page(
+        self, owner: str, *, after: str | None, limit: int, descending: bool, purpose: str | None
+    ) -> Page[StoredFile]:
+        """A part of the files of ``owner``, in order of creation.
+
+        Args:
+            owner: Label of the client.
+            after: Id of the file before the first one.
+            limit: Most files of this part.
+            descending: Whether the newest is the first.
+            purpose: Purpose of the files; None for any.
+
+        Raises:
+            Refused: 400, there is no file ``after``.
+        """
+        connection, now = self._database.connection, int(self._now())
+        number = None
+        if after is not None:
+            row = connection.execute("SELECT number FROM files WHERE id = ? AND owner = ?", (after, owner)).fetchone()
+            if row is None:
+                raise Refused(400, f"after: there is no file {after[:60]}", "after")
+            number = row["number"]
+        sign, order = ("<", "DESC") if descending else (">", "ASC")
+        rows = connection.execute(
+            f"SELECT * FROM files WHERE owner = ? AND expires_at > ? AND (? IS NULL OR number {sign} ?)"
+            f" AND (? IS NULL OR purpose = ?) ORDER BY number {order} LIMIT ?",
+            (owner, now, number, number, purpose, purpose, limit + 1),
+        ).fetchall()
+        return Page([file_of(row) for row in rows[:limit]], len(rows) > limit)
+
+    def delete(self, owner: str, file_id: str) -> None:
+        """Delete a file of ``owner``.
+
+        Raises:
+            Refused: 404, there is none of this id; 400, an unfinished batch reads it.
+        """
+        with self._database.transaction() as connection:
+            self.get(owner, file_id)
+            reader = connection.execute(
+                f"SELECT id FROM batches WHERE input_file_id = ? AND status IN {_UNFINISHED}", (file_id,)
+            ).fetchone()
+            if reader is not None:
+                problem = f"{file_id} is the input of {reader['id']}, which has not ended; cancel the batch first"
+                raise Refused(400, problem, "id", code="file_in_use")
+            connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
+        self.path(file_id).unlink(missing_ok=True)
+
+    def open_content(self, owner: str, file_id: str) -> BinaryIO:
+        """The content of a file of ``owner``. Raises `Refused` (404) if it has none of this id."""
+        return self.path(self.get(owner, file_id).id).open("rb")
+
+    def path(self, file_id: str) -> Path:
+        """Place of a file's content, by an id that was made here."""
+        return self._directory / file_id
+
+    def num_bytes(self) -> int:
+        """Bytes of all files together, each of at least `SMALLEST`."""
+        (total,) = self._database.connection.execute("SELECT sum(max(bytes, ?)) FROM files", (SMALLEST,)).fetchone()
+        return total or 0
+
+    def delete_expired(self) -> None:
+        """Delete the files whose time is over, but those that an unfinished batch reads."""
+        with self._database.transaction() as connection:
+            expired = connection.execute(
+                "DELETE FROM files WHERE expires_at <= ? AND id NOT IN"
+                f" (SELECT input_file_id FROM batches WHERE status IN {_UNFINISHED}) RETURNING id",
+                (int(self._now()),),
+            ).fetchall()
+        for row in expired:
+            self.path(row["id"]).unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Delete contents without a row: what a crash has left. Before anything else is done."""
+        known = {row["id"] for row in self._database.connection.execute("SELECT id FROM files")}
+        for path in self._directory.iterdir():
+            if path.is_file() and path.name not in known:
+                path.unlink()
+        for path in self.incoming.iterdir():
+            path.unlink()
+
+
+_UNFINISHED = "('" + "', '".join(UNFINISHED) + "')"
+
+
+def _sync(path: Path) -> None:
+    """Have a file's content, or a directory's names, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,45 @@
+"""Log probabilities of a chat's prompt (``prompt_logprobs``), in vLLM's form."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+
+from worker.frontdoor.chat_stream import AnswerFailed
+from worker.frontdoor.completions.asked import num_prompt_logprobs, with_engine_data
+from worker.frontdoor.completions.prompt_answer import Chunk, no_scores
+from worker.frontdoor.completions.prompt_scores import WorkerData
+from worker.frontdoor.field_checks import Body
+
+
+def scored_request(fields: Body) -> Body:
+    """The fields of a chat that asks the worker for what ``prompt_logprobs`` needs.
+
+    Raises:
+        FieldRefused: ``prompt_logprobs`` is no number of alternatives.
+    """
+    if num_prompt_logprobs(fields) is None:
+        return fields
+    return {**fields, "nvext": with_engine_data(fields.get("nvext"))}
+
+
+async def with_scores(chunks: AsyncGenerator[Chunk, None], fields: Body) -> AsyncGenerator[Chunk, None]:
+    """The chunks of a chat; the one with the prompt's log probabilities has ``prompt_logprobs``.
+
+    Args:
+        chunks: Chunks of the answer to `scored_request`.
+        fields: The client's fields.
+
+    Raises:
+        AnswerFailed: no chunk has the log probabilities that were asked for.
+    """
+    count = num_prompt_logprobs(fields)
+    is_scored = count is None
+    async with contextlib.aclosing(chunks):
+        async for chunk in chunks:
+            scores = None if count is None else WorkerData.taken_from(chunk).scores
+            if scores is not None and count is not None and not is_scored:
+                chunk["prompt_logprobs"], is_scored = scores.in_vllm_form(count), True
+            yield chunk
+    if not is_scored:
+        raise AnswerFailed(no_scores())

@@ -1,0 +1,168 @@
+"""Handlers of completions and chats that Dynamo's frontend would answer in another form, or not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from worker.frontdoor.chat_stream import AnswerFailed, Caller, chat
+from worker.frontdoor.completions.asked import Asked
+from worker.frontdoor.completions.openai_logprobs import extend
+from worker.frontdoor.completions.prompt_answer import Chunk, PromptAnswer
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.exchange import Exchange, encoded
+from worker.frontdoor.fields import COMPLETIONS
+
+AT_ONCE = 32
+"""Prompts of one request that are with the frontends at a time."""
+
+Take = Callable[[Chunk], Awaitable[None]]
+
+
+async def answer_completion(exchange: Exchange) -> None:
+    """``POST /v1/completions`` with one of the fields of `is_translated`."""
+    asked = Asked.completion(exchange.fields())
+    if not asked.is_streamed:
+        await exchange.answer(200, await _whole(exchange, asked))
+        return
+    async with _events(exchange) as send:
+        usage = await _each_chunk(exchange, asked, send)
+        if asked.has_usage:
+            await send({"choices": [], "usage": usage})
+
+
+async def whole_completion(caller: Caller, fields: dict[str, Any]) -> dict[str, Any]:
+    """The whole answer to a completion, with all fields that the endpoint honours.
+
+    Args:
+        caller: Request on whose behalf a frontend is asked.
+        fields: The request as a client writes it; its ``stream`` does not matter.
+
+    Returns:
+        OpenAI's ``text_completion``.
+
+    Raises:
+        Refused: a field is refused, or there is no answer.
+    """
+    fields = {name: value for name, value in fields.items() if name not in ("stream", "stream_options")}
+    return await _whole(caller, Asked.completion(fields))
+
+
+@contextlib.asynccontextmanager
+async def _events(exchange: Exchange) -> AsyncIterator[Take]:
+    """Function that sends a chunk as an event; the stream begins with the first.
+
+    Its id, time and model are those of the first chunk. An error is the answer, or the last event.
+    """
+    same: dict[str, Any] = {}
+
+    async def send(chunk: Chunk) -> None:
+        if not exchange.has_begun:
+            same.update({name: value for name, value in chunk.items() if name not in ("choices", "usage", "nvext")})
+            same.pop("prompt_logprobs", None)
+            await exchange.begin_events()
+        first = {name: same[name] for name in ("id", "created") if name in same}
+        await exchange.send(_event(same | chunk | first))
+
+    try:
+        yield send
+    except AnswerFailed as failed:
+        if not exchange.has_begun:
+            raise failed.refused from None
+        await exchange.send(_event(failed.refused.content()))
+    except Refused as refused:
+        if not exchange.has_begun:
+            raise
+        await exchange.send(_event(refused.content()))
+    else:
+        await exchange.send(b"data: [DONE]\n\n")
+    await exchange.end()
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + encoded(content) + b"\n\n"
+
+
+async def _whole(caller: Caller, asked: Asked) -> dict[str, Any]:
+    answer: dict[str, Any] = {}
+    choices: dict[int, dict[str, Any]] = {}
+    extensions: dict[int, Any] = {}
+
+    async def take(chunk: Chunk) -> None:
+        (choice,) = chunk.pop("choices")
+        if chunk.get("nvext"):
+            extensions[choice["index"]] = {**extensions.get(choice["index"], {}), **chunk.pop("nvext")}
+        if not answer:
+            answer.update(chunk)
+        _join(choices.setdefault(choice["index"], {}), choice)
+
+    try:
+        answer["usage"] = await _each_chunk(caller, asked, take)
+    except AnswerFailed as failed:
+        raise failed.refused from None
+    answer["choices"] = [choices[index] for index in sorted(choices)]
+    if extensions and len(choices) > 1:
+        answer["nvext"] = {"choices": [extensions.get(index) for index in sorted(choices)]}
+    elif extensions:
+        answer["nvext"] = next(iter(extensions.values()))
+    return answer
+
+
+def _join(whole: dict[str, Any], choice: dict[str, Any]) -> None:
+    """Add what a chunk has of a choice."""
+    if not whole:
+        whole.update(choice)
+        return
+    whole["text"] += choice["text"]
+    whole["finish_reason"] = choice.get("finish_reason") or whole.get("finish_reason")
+    if whole["logprobs"] is not None:
+        extend(whole["logprobs"], choice["logprobs"])
+
+
+async def _each_chunk(caller: Caller, asked: Asked, take: Take) -> dict[str, Any]:
+    """Ask for all prompts of a completion, and give each chunk to `take`; returns the usage.
+
+    Raises:
+        Refused, AnswerFailed: one of them failed, and the others have been given up.
+    """
+    answers = [PromptAnswer(asked, index) for index in range(len(asked.prompts))]
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def follow(index: int, answer: PromptAnswer) -> None:
+        async with limit:
+            own = _Part(caller, index * asked.num_choices)
+            chunks = chat(own, asked.request(asked.prompts[index]), path=COMPLETIONS)
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    for made in answer.take(chunk):
+                        await take(made)
+            answer.check_complete()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index, answer in enumerate(answers):
+                group.create_task(follow(index, answer))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return _sum([answer.usage for answer in answers])
+
+
+class _Part:
+    """A `Caller` for some of the choices; the first has the id that its client chose."""
+
+    def __init__(self, caller: Caller, num_before: int) -> None:
+        self.door = caller.door
+        self.request = replace(caller.request, num_before=num_before)
+
+
+def _sum(usages: list[dict[str, Any]]) -> dict[str, Any]:
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    summed = {**usages[0], **{name: sum(one.get(name) or 0 for one in usages) for name in names}}
+    details = [one.get("prompt_tokens_details") for one in usages]
+    if all(details):
+        cached = sum((one or {}).get("cached_tokens") or 0 for one in details)
+        summed["prompt_tokens_details"] = {**(details[0] or {}), "cached_tokens": cached}
+    return summed

@@ -1,0 +1,143 @@
+"""`WorkerData`: what the worker says beside tokens, in the forms in which clients get it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from worker.frontdoor.completions.openai_logprobs import by_text, text_offsets
+from worker.requests.prompt_scores import END_TOKEN, PROMPT_LOGPROBS, PROMPT_TOKENS
+
+Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerData:
+    """Part of the worker's data in a chunk that is for the front door.
+
+    Attributes:
+        scores: Log probabilities of the prompt, None if they are in another chunk.
+        end: The end token of the answer, which it does not show; None if there is none.
+    """
+
+    scores: PromptScores | None = None
+    end: EndToken | None = None
+
+    @classmethod
+    def taken_from(cls, chunk: dict[str, Any]) -> WorkerData:
+        """The data of a chunk, which then is without them."""
+        nvext = chunk.get("nvext") or {}
+        data = nvext.get("engine_data") or {}
+        positions, tokens = data.pop(PROMPT_LOGPROBS, None), data.pop(PROMPT_TOKENS, None)
+        end = data.pop(END_TOKEN, None)
+        if "engine_data" in nvext and not data:
+            del nvext["engine_data"]
+        if "nvext" in chunk and not nvext:
+            del chunk["nvext"]
+        scores = None if positions is None or tokens is None else PromptScores(tokens, positions)
+        return cls(scores, None if end is None else EndToken(end))
+
+
+@dataclass(frozen=True, slots=True)
+class EndToken:
+    """The end token of an answer.
+
+    Attributes:
+        token: ``token_id``, ``decoded_token`` and its ``logprobs`` as those of a prompt's token.
+    """
+
+    token: Entry
+
+    def in_openai_form(self, count: int, end: int) -> dict[str, list[Any]]:
+        """The form of OpenAI's completions, in which it takes no place in the text.
+
+        Args:
+            count: Alternatives.
+            end: Length of the text.
+        """
+        (entries,) = _within([self.token], [self.token["logprobs"]], count)
+        assert entries is not None
+        logprob, top = _of_position(self.token, entries)
+        text = str(self.token.get("decoded_token", ""))
+        return {"tokens": [text], "token_logprobs": [logprob], "top_logprobs": [top], "text_offset": [end]}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """The tokens of a prompt and their log probabilities.
+
+    Attributes:
+        tokens: ``token_id``, ``decoded_token`` and, for parts of characters, ``bytes`` of each.
+        positions: Token id, as text → ``logprob``, ``rank`` and text, of each token itself and of
+            its alternatives; None for the first.
+    """
+
+    tokens: Sequence[Entry]
+    positions: Sequence[Mapping[str, Entry] | None]
+
+    def in_vllm_form(self, count: int) -> list[dict[str, Entry] | None]:
+        """A list with null first, then token id → ``logprob``, ``rank`` and ``decoded_token``.
+
+        Args:
+            count: Alternatives per token.
+        """
+        return [
+            None
+            if entries is None
+            else {
+                token_id: {"logprob": one["logprob"], "rank": one["rank"], "decoded_token": one.get("decoded_token")}
+                for token_id, one in entries.items()
+            }
+            for entries in _within(self.tokens, self.positions, count)
+        ]
+
+    def in_openai_form(self, count: int, text: str) -> dict[str, list[Any]]:
+        """The form of OpenAI's completions; the first token's log probability is null.
+
+        Args:
+            count: Alternatives per token.
+            text: Text of the prompt.
+        """
+        tokens = [str(one.get("decoded_token", "")) for one in self.tokens]
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float | None] | None] = []
+        for here, entries in zip(self.tokens, _within(self.tokens, self.positions, count), strict=True):
+            logprob, top = (None, None) if entries is None else _of_position(here, entries)
+            logprobs.append(logprob)
+            tops.append(top)
+        whole = self.text()
+        lead = len(whole) - len(text) if whole.endswith(text) else 0
+        offsets = text_offsets(map(_bytes, self.tokens), 0, len(text), lead)
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+    def text(self) -> str:
+        """The text of all tokens."""
+        return b"".join(map(_bytes, self.tokens)).decode(errors="replace")
+
+
+def _within(
+    tokens: Sequence[Entry], positions: Sequence[Mapping[str, Entry] | None], count: int
+) -> list[dict[str, Entry] | None]:
+    """The positions with `count` alternatives each, the token itself first."""
+    found: list[dict[str, Entry] | None] = []
+    for here, entries in zip(tokens, positions, strict=True):
+        if entries is None:
+            found.append(None)
+            continue
+        own = str(here["token_id"])
+        ranked = sorted(entries.items(), key=lambda item: (item[0] != own, item[1]["rank"]))
+        found.append({token_id: one for token_id, one in ranked if token_id == own or one["rank"] <= count})
+    return found
+
+
+def _of_position(here: Entry, entries: Mapping[str, Entry]) -> tuple[float, dict[str, float | None]]:
+    """Log probability of a token, and its entry of ``top_logprobs``."""
+    logprob = float(entries[str(here["token_id"])]["logprob"])
+    others = ((str(one.get("decoded_token", "")), float(one["logprob"])) for one in entries.values())
+    return logprob, by_text(str(here.get("decoded_token", "")), logprob, others)
+
+
+def _bytes(token: Entry) -> bytes:
+    parts = token.get("bytes")
+    return str(token.get("decoded_token", "")).encode() if parts is None else bytes(parts)

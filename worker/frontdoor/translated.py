@@ -1,0 +1,29 @@
+"""Chats and completions that are not forwarded byte for byte: a handler translates the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from worker.frontdoor.fields import CHAT, COMPLETIONS
+
+
+def is_translated(path: str, fields: Mapping[str, Any]) -> bool:
+    """Whether Dynamo's frontend would answer a request in another form than clients know, or not at
+    all.
+
+    Args:
+        path: `CHAT` or `COMPLETIONS`.
+        fields: The client's fields.
+    """
+    if path == CHAT:
+        return fields.get("prompt_logprobs") is not None
+    if path != COMPLETIONS:
+        return False
+    asks = any(fields.get(name) is not None for name in ("logprobs", "prompt_logprobs"))
+    return asks or bool(fields.get("echo")) or is_zero(fields.get("max_tokens"))
+
+
+def is_zero(value: Any) -> bool:
+    """Whether a value is the integer 0."""
+    return type(value) is int and value == 0
