@@ -56,8 +56,8 @@ class ToolCalls(GrammarProcessor):
     alone, at least one; with ``none`` it is free text without a call. With ``answer`` an automatic
     choice is between calls alone and what ``answer`` describes. ``tool`` names the only one that
     may be called. Without ``parallel`` there is at most one call, and nothing behind it. The
-    arguments of a call are an object, whether or not the schema says so; where a format writes it
-    as keyword arguments or as tags, only arguments that the schema names are written.
+    arguments of a call are an object, whether or not the schema says so, and where ``properties``
+    names arguments, only those are written.
     """
 
     name = "tool_calls"
@@ -131,4 +131,32 @@ def _arguments(tool: Tool, wanted: CallFormat, source: StructuralSource) -> str:
     if "object" not in (types if isinstance(types, list) else [types]):
         raise ArgumentError("tools", f"expected the arguments of {tool.name} to be an object")
     schema = {**schema, "type": "object"}
-    return source.json(schema, of) if wanted.arguments == "json" else source.arguments(schema, wanted.arguments, of)
+    if wanted.arguments != "json":
+        return source.arguments(schema, wanted.arguments, of)
+    return source.json(_closed(schema), of)
+
+
+_OPEN = frozenset(
+    ("$ref", "additionalProperties", "allOf", "anyOf", "dependentSchemas", "if", "oneOf", "patternProperties")
+)
+"""Keywords by which an object may have properties that ``properties`` does not name."""
+
+
+def _closed(schema: Any) -> Any:
+    """The schema, of whose objects none has properties that are not named.
+
+    Most clients do not say ``additionalProperties: false``, and a small model then invents
+    properties without an end. What is generated is valid for the schema that was given all the same.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    named = schema.get("properties")
+    if isinstance(named, dict):
+        closed["properties"] = {name: _closed(each) for name, each in named.items()}
+        required = schema.get("required", [])
+        if not _OPEN & schema.keys() and isinstance(required, list) and set(required) <= named.keys():
+            closed["additionalProperties"] = False
+    if isinstance(schema.get("items"), dict):
+        closed["items"] = _closed(schema["items"])
+    return closed

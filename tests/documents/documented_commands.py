@@ -39,7 +39,10 @@ _SHELL_VARIABLES = {"PATH", "PWD", "OLDPWD", "SHLVL", "_"}
 
 ELLIPSES = ("...", "…")
 
-OTHERS_COMMANDS = {"base64", "curl", "docker", "fold", "head", "kubectl", "nats", "od", "openssl", "pip", "sed", "tr"}
+OTHERS_COMMANDS = {
+    *("base64", "cat", "curl", "docker", "fold", "head", "kubectl", "litellm", "llm", "nats", "od", "openssl", "pip"),
+    *("sed", "tr"),
+}
 """Commands that are not ours, and that have no parser here."""
 
 _WORKER_VARIABLES = {option.env for option in OPTIONS}

@@ -17,6 +17,7 @@ from document_pages import BLOCKS
 from adapters.testing import kit_vocabulary
 
 RUN_ELSEWHERE = {
+    "docs/clients.md": "tests/clients/test_clients.py",
     "docs/nats.md": "tests/runtimes/test_nats_runtime.py",
     "docs/writing-processors.md": "tests/adapters/conformance/test_kit_from_outside.py",
 }

@@ -313,3 +313,16 @@ def test_a_value_between_tags_is_read_as_it_was_meant(value: Any) -> None:
         return
     assert followed == "complete"
     assert read == value or (isinstance(value, str) and not isinstance(read, str))
+
+
+def test_arguments_are_those_that_properties_name() -> None:
+    """Unless the schema says that there may be others."""
+    inner = {"type": "object", "properties": {"c": {"type": "integer"}}}
+    silent = {"type": "object", "properties": {"a": {"type": "integer"}, "b": inner}, "required": ["a"]}
+    closed = calls("hermes", tools=[{"name": "f", "parameters": silent}], choice="required", parallel=False)
+    assert follow(closed, written("hermes", Call("f", {"a": 1, "b": {"c": 2}}))) == "complete"
+    assert "stopped" in follow(closed, written("hermes", Call("f", {"a": 1, "z": 2})))
+    assert "stopped" in follow(closed, written("hermes", Call("f", {"a": 1, "b": {"d": 2}})))
+    open_ = {**silent, "additionalProperties": {"type": "integer"}}
+    others = calls("hermes", tools=[{"name": "f", "parameters": open_}], choice="required", parallel=False)
+    assert follow(others, written("hermes", Call("f", {"a": 1, "z": 2}))) == "complete"
