@@ -13,7 +13,7 @@ import openai
 import pytest
 from document_pages import BLOCKS, ROOT
 from documented_commands import Command, commands_of
-from documented_programs import PROGRAMS, files_in, run_programs, taken_for_granted
+from documented_programs import PROGRAMS, RUN_ELSEWHERE, files_in, run_programs, taken_for_granted
 from launched_script import LaunchedScript, launched
 from served_tiny_model import MAX_TOKENS, sent_to_the_worker
 
@@ -26,7 +26,7 @@ CLIENTS = [page for page in PROGRAMS if any(one.page == page and "client" in one
 ASKED = [
     pytest.param(command, id=f"{block}-{number}")
     for block in BLOCKS
-    if block.language in ("sh", "console") and not block.page.startswith("k8s/")
+    if block.language in ("sh", "console") and not block.page.startswith("k8s/") and block.page not in RUN_ELSEWHERE
     for number, command in enumerate(commands_of(block))
     if command.arguments[0] == "curl"
 ]
