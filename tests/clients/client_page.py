@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import time
 import urllib.error
@@ -85,11 +87,12 @@ def _serving(program: Program, text: str, port: str, directory: Path) -> Iterato
         return
     with (directory / "server.log").open("w") as log:
         process = subprocess.Popen(
-            ["bash", "-euc", f"exec {text.lstrip()}"],
+            ["bash", "-euc", text],
             env=settings_of(program.client, directory),
             cwd=directory,
             stdout=log,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             while not _answers(f"http://127.0.0.1:{port}/v1/models"):
@@ -97,7 +100,7 @@ def _serving(program: Program, text: str, port: str, directory: Path) -> Iterato
                 time.sleep(0.2)
             yield
         finally:
-            process.terminate()
+            os.killpg(process.pid, signal.SIGTERM)
             process.wait()
 
 

@@ -1,7 +1,7 @@
 """Writes benchmarks/results/clients.md: runs the clients against ``launch/agg.sh``.
 
-``scripts/clients --report [NAME ...]`` makes their environments first; with names it prints their
-rows alone and writes nothing.
+``scripts/clients --report [NAME ...]`` makes their environments first; with names it runs these
+rows and renews these alone.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 for _folder in ("", "launch"):
@@ -48,7 +50,7 @@ def _tried(what: str, action: Callable[[], object]) -> str:
 
 
 def cells(client: str, served: LaunchedScript, checkpoint: Path) -> dict[str, str]:
-    """What is in each column of a client's row."""
+    """What is in each column of a client's row, which is run."""
     passed: Counter[str] = Counter()
     total: Counter[str] = Counter()
 
@@ -88,14 +90,26 @@ def cells(client: str, served: LaunchedScript, checkpoint: Path) -> dict[str, st
     }
 
 
-def table(rows: dict[str, dict[str, str]]) -> str:
-    """The table in Markdown."""
-    columns = {**CASES, "page": "page"}
-    lines = [f"| client | version | {' | '.join(columns.values())} |", "| --- " * (len(columns) + 2) + "|"]
-    for client, row in rows.items():
-        version = version_of(client) if client in REQUIREMENTS else ""
-        lines.append(f"| {client} | {version} | " + " | ".join(row.get(case, "") for case in columns) + " |")
-    return "\n".join(lines)
+COLUMNS = {**CASES, "page": "page"}
+
+
+def written_rows() -> dict[str, str]:
+    """Lines of the table as it is, by client."""
+    found = re.findall(r"^\| ([\w-]+) \| .*$", RESULTS.read_text(encoding="utf-8"), re.MULTILINE)
+    lines = RESULTS.read_text(encoding="utf-8").splitlines()
+    return {name: line for name in found for line in lines if line.startswith(f"| {name} |")}
+
+
+def row_of(client: str, found: dict[str, str]) -> str:
+    """The line of a client."""
+    version = version_of(client) if client in REQUIREMENTS else ""
+    return f"| {client} | {version} | " + " | ".join(found.get(case, "") for case in COLUMNS) + " |"
+
+
+def table(rows: dict[str, str]) -> str:
+    """The table in Markdown, with the lines in the order of the requirements."""
+    head = [f"| client | version | {' | '.join(COLUMNS.values())} |", "| --- " * (len(COLUMNS) + 2) + "|"]
+    return "\n".join([*head, *(rows[client] for client in [*REQUIREMENTS, "curl"] if client in rows)])
 
 
 def main(wanted: list[str]) -> int:
@@ -107,17 +121,16 @@ def main(wanted: list[str]) -> int:
         launched(Path(directory), *WORKER, variables=variables) as served,
     ):
         served.wait_until_ready()
-        rows = {client: cells(client, served, model) for client in wanted or [*REQUIREMENTS, "curl"]}
+        found = {client: cells(client, served, model) for client in wanted or [*REQUIREMENTS, "curl"]}
         served.press_ctrl_c()
         served.finish()
-    print(table(rows))
-    if not wanted:
-        from importlib.metadata import version
-
-        day = datetime.datetime.now(datetime.UTC).date()
-        made = f"{day}, ai-dynamo {version('ai-dynamo')}, Python {platform.python_version()}, CPU."
-        RESULTS.write_text(f"{HEAD}\n{table(rows)}\n\n{made}\n", encoding="utf-8")
-    return int(any("of" in cell for row in rows.values() for cell in row.values()))
+    made = {client: row_of(client, row) for client, row in found.items()}
+    rows = {**(written_rows() if wanted else {}), **made}
+    print("\n".join(made.values()))
+    day = datetime.datetime.now(datetime.UTC).date()
+    where = f"{day}, ai-dynamo {version('ai-dynamo')}, Python {platform.python_version()}, two cores of a CPU."
+    RESULTS.write_text(f"{HEAD}\n{table(rows)}\n\n{where}\n", encoding="utf-8")
+    return int(any("of" in cell for row in found.values() for cell in row.values()))
 
 
 if __name__ == "__main__":
