@@ -72,15 +72,12 @@ class Film:
         first.save(path, save_all=True, append_images=others, duration=durations, loop=0, optimize=True)
 
 
-def add(film: Film, name: str, label: str, value: str) -> None:
-    """Add a processor and type its argument, in three frames."""
+def add(film: Film, name: str, value: str) -> None:
+    """Add a processor and type its first argument."""
     film.page.get_by_label("Add a logits processor").select_option(name)
     card = film.page.locator(".card").last
     card.scroll_into_view_if_needed()
     film.take(500)
-    entry = card.get_by_role("button", name=f"+ {label} entry")
-    if entry.count():
-        entry.click()
     typed = card.locator("input[type=text], textarea").first
     for end in range(1, len(value) + 1, 3):
         typed.fill(value[:end])
@@ -111,8 +108,8 @@ def play(page: Page) -> Film:
     page.get_by_label("max_tokens").fill("40")
     page.locator("#settings").evaluate("element => element.scrollTo(0, 0)")
     ask(film, 0)
-    add(film, "forced_prefix", "text", "Ahoy!")
-    add(film, "phrase_ban", "phrases", "purr")
+    add(film, "forced_prefix", "Ahoy!")
+    add(film, "phrase_ban", "purr")
     page.get_by_role("button", name="New chat").click()
     film.take(400)
     ask(film, 0)

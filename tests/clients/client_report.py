@@ -17,8 +17,9 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-for _folder in ("", "launch"):
-    sys.path.append(str(Path(__file__).parents[1] / _folder))
+_REPOSITORY = Path(__file__).parents[2]
+sys.path[:0] = [str(_REPOSITORY), str(_REPOSITORY / "tests" / "clients")]  # tests/worker is not the worker
+sys.path += [str(_REPOSITORY / "tests" / each) for each in ("", "launch")]
 
 from benchmark_clients import BENCHMARKS, run_benchmark  # noqa: E402  # what pytest's conftest finds for tests
 from client_checks import CASES, CHECKED, case_of, run_checks  # noqa: E402
