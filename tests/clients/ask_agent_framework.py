@@ -6,7 +6,7 @@ import sys
 from typing import Any, Literal
 
 from agent_framework.openai import OpenAIChatClient, OpenAIChatCompletionClient
-from checks import ADA, OSLO, run, writing
+from checks import ADA, OSLO, run
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
@@ -76,12 +76,6 @@ async def check_tools_streamed(url: str, model: str) -> None:
     options = {"tool_choice": "required", "allow_multiple_tool_calls": False}
     await streamed(url, model, "chat", OSLO, [weather.get_weather], **options)
     assert weather.asked
-
-
-async def check_parallel(url: str, model: str) -> None:
-    weather = Weather()
-    await answer(url, model, "chat", OSLO, [weather.get_weather], extra_body=writing("Oslo", "Paris"))
-    assert weather.asked[:2] == ["Oslo", "Paris"]
 
 
 async def check_required(url: str, model: str) -> None:

@@ -141,7 +141,11 @@ def check_messages_tools_there_and_back(url: str, model: str) -> None:
     turns: Any = list(OSLO)
     with connected(url) as client:
         called = client.messages.create(
-            model=model, max_tokens=80, messages=turns, tools=[WEATHER], tool_choice={"type": "any", "disable_parallel_tool_use": True}
+            model=model,
+            max_tokens=80,
+            messages=turns,
+            tools=[WEATHER],
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
         )
         assert called.stop_reason == "tool_use"
         calls = [each for each in called.content if each.type == "tool_use"]
@@ -172,7 +176,11 @@ def check_messages_a_coding_agent(url: str, model: str) -> None:
     ran: list[str] = []
     with connected(url) as client:
         for step in range(4):
-            choice: Any = {"type": "any", "disable_parallel_tool_use": True} if step == 0 else {"type": "auto" if step < 3 else "none"}
+            choice: Any = (
+                {"type": "any", "disable_parallel_tool_use": True}
+                if step == 0
+                else {"type": "auto" if step < 3 else "none"}
+            )
             with client.messages.stream(
                 model=model,
                 max_tokens=80,

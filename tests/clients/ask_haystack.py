@@ -96,7 +96,9 @@ def check_round_trip(url: str, model: str) -> None:
 
 
 def check_round_trip_agent(url: str, model: str) -> None:
-    agent = Agent(chat_generator=connected(url, model, extra_body=writing("Oslo")), tools=[get_weather], max_agent_steps=2)
+    agent = Agent(
+        chat_generator=connected(url, model, extra_body=writing("Oslo")), tools=[get_weather], max_agent_steps=2
+    )
     messages = agent.run([ChatMessage.from_user(OSLO)])["messages"]
     assert any(message.tool_call_results for message in messages)
 

@@ -122,7 +122,11 @@ def check_parallel(url: str, model: str) -> None:
 
 def check_round_trip(url: str, model: str) -> None:
     given = {**fields(url, model), "tools": [WEATHER], "max_tokens": 60}
-    message = litellm.completion(messages=ASKED, tool_choice="required", parallel_tool_calls=False, **given).choices[0].message
+    message = (
+        litellm.completion(messages=ASKED, tool_choice="required", parallel_tool_calls=False, **given)
+        .choices[0]
+        .message
+    )
     results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls]
     answer = litellm.completion(messages=[*ASKED, message, *results], tool_choice="none", **given)
     assert answer.choices[0].message.content

@@ -36,7 +36,9 @@ def forced() -> dict[str, Any]:
 
 def check_required(url: str, model: str) -> None:
     """Commands that the model writes by itself."""
-    asked = agent(url, LitellmModel, f"hosted_vllm/{model}", tool_choice="required", parallel_tool_calls=False, max_tokens=200)
+    asked = agent(
+        url, LitellmModel, f"hosted_vllm/{model}", tool_choice="required", parallel_tool_calls=False, max_tokens=200
+    )
     asked.config.step_limit = 1
     asked.run("Print the name of the current directory.")
     assert any(message.get("tool_calls") for message in asked.messages)
@@ -44,7 +46,9 @@ def check_required(url: str, model: str) -> None:
 
 def check_round_trip(url: str, model: str) -> None:
     """A whole task, by chat completions."""
-    made = agent(url, LitellmModel, f"hosted_vllm/{model}", extra_body=forced(), parallel_tool_calls=False, max_tokens=200)
+    made = agent(
+        url, LitellmModel, f"hosted_vllm/{model}", extra_body=forced(), parallel_tool_calls=False, max_tokens=200
+    )
     done = made.run("Submit the answer.")
     assert (done["exit_status"], done["submission"].strip()) == ("Submitted", "42")
 

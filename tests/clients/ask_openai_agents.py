@@ -5,8 +5,16 @@ from __future__ import annotations
 import sys
 from typing import Any, Literal
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, RunConfig, Runner
-from agents import function_tool, set_tracing_disabled
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    RunConfig,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
 from checks import OSLO, run, writing
 from openai import AsyncOpenAI
 from pydantic import BaseModel

@@ -79,12 +79,8 @@ async def check_tools_streamed(url: str, model: str) -> None:
 
 
 async def check_required(url: str, model: str) -> None:
-    wanted = FunctionChoiceBehavior.Required(
-        auto_invoke=False, filters={"included_functions": ["Weather-get_weather"]}
-    )
-    (message,) = await answers(
-        url, model, OSLO, Weather(), function_choice_behavior=wanted, parallel_tool_calls=False
-    )
+    wanted = FunctionChoiceBehavior.Required(auto_invoke=False, filters={"included_functions": ["Weather-get_weather"]})
+    (message,) = await answers(url, model, OSLO, Weather(), function_choice_behavior=wanted, parallel_tool_calls=False)
     assert [item.name for item in message.items if item.content_type == "function_call"] == ["Weather-get_weather"]
 
 

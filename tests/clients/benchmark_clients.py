@@ -25,8 +25,10 @@ def run_benchmark(client: str, url: str, model: str, checkpoint: Path, directory
         AssertionError: it failed, or one of its requests did.
     """
     address = url.removesuffix("/v1")
-    made = _aiperf(address, model, checkpoint, directory) if client == "aiperf" else _guidellm(
-        address, model, checkpoint, directory
+    made = (
+        _aiperf(address, model, checkpoint, directory)
+        if client == "aiperf"
+        else _guidellm(address, model, checkpoint, directory)
     )
     program = str(environment_of(client) / "bin" / client)
     # offline aiperf takes a directory for the name of a repository, and ends

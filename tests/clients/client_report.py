@@ -82,9 +82,7 @@ def cells(client: str, served: LaunchedScript, checkpoint: Path) -> dict[str, st
                 count("page", _tried(f"{client}, docs/clients.md", runs))
     if client in BENCHMARKS:
         with tempfile.TemporaryDirectory() as directory:
-            wrong = _tried(
-                client, lambda: run_benchmark(client, served.url, served.model, checkpoint, Path(directory))
-            )
+            wrong = _tried(client, lambda: run_benchmark(client, served.url, served.model, checkpoint, Path(directory)))
         count("plain", wrong)
     return {
         case: str(total[case]) if passed[case] == total[case] else f"{passed[case]} of {total[case]}" for case in total

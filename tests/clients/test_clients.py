@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from benchmark_clients import BENCHMARKS, run_benchmark
-from client_checks import CHECKED, CASES, run_checks
+from client_checks import CASES, CHECKED, run_checks
 from client_environments import REPOSITORY, REQUIREMENTS, version_of
 from client_page import PAGE, Program, programs, run_program
 from launched_script import LaunchedScript, launched
