@@ -179,7 +179,7 @@ async def check_messages_tools(url: str, model: str) -> None:
             tools=[tool],
             tool_choice={"type": "any", "disable_parallel_tool_use": True},
         )
-        assert [block["type"] for block in answer["content"]] == ["tool_use"], provider
+        assert {block["type"] for block in answer["content"]} == {"tool_use"}, provider
 
 
 def check_messages_of_a_completion(url: str, model: str) -> None:
