@@ -45,7 +45,7 @@ def version_of(client: str) -> str:
 @cache
 def environment_of(client: str) -> Path:
     """The client's environment, which is made if there is none."""
-    command = [REPOSITORY / "scripts" / "clients", client]
+    command = [str(REPOSITORY / "scripts" / "clients"), client]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return Path(done.stdout.strip()) / client
 

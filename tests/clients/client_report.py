@@ -33,10 +33,11 @@ RESULTS = REPOSITORY / "benchmarks" / "results" / "clients.md"
 WORKER = ("--device", "cpu", "--context-length", "4096")
 HEAD = """# Clients
 
-`tests/clients/` runs clients that people have against `launch/agg.sh` as it comes, with the default model (SmolLM2-135M-Instruct, float32);
-`scripts/clients --report` makes their environments, runs them, and writes this table. No client has a patch or a setting for this worker. A
-number is that of the checks of a case that pass, "2 of 3" where one does not; "page" is the client's programs in
-[docs/clients.md](../../docs/clients.md). The benchmarks ask for 24 streamed chats, 100 tokens in and 32 out, 4 at a time.
+`tests/clients/` runs clients that people have against `launch/agg.sh` as it comes, with the default model
+(SmolLM2-135M-Instruct, float32); `scripts/clients --report` makes their environments, runs them, and writes this table.
+No client has a patch or a setting for this worker. A number is that of the checks of a case that pass, "2 of 3" where
+one does not; "page" is the client's programs in [docs/clients.md](../../docs/clients.md). The benchmarks ask for 24
+streamed chats, 100 tokens in and 32 out, 4 at a time.
 """
 
 
