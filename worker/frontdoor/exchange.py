@@ -141,10 +141,11 @@ class Exchange:
         """
         text = self.head.target.partition(b"?")[2].decode("latin-1")
         pairs = parse_qsl(text, keep_blank_values=True)
-        found = dict(pairs)
-        for name in found:
-            if sum(name == each for each, _ in pairs) > 1:
+        found: dict[str, str] = {}
+        for name, value in pairs:
+            if name in found:
                 raise FieldRefused(printable(name), "occurs twice in the query")
+            found[name] = value
         return found
 
     def fields(self) -> dict[str, Any]:

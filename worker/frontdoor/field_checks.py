@@ -94,8 +94,14 @@ annotations are part of an answer that a client sends back, breakpoints are hint
 def messages(value: Any, body: Body) -> None:
     for i, message in enumerate(value if isinstance(value, list) else ()):
         path = f"messages[{i}]"
+        if not isinstance(message, dict):
+            raise FieldRefused(path, f"must be an object, got {type(message).__name__}")
         _known_keys(path, message, _MESSAGE_KEYS)
-        content = message.get("content") if isinstance(message, dict) else None
+        _must_be(f"{path}.role", message.get("role"), str, "a text")
+        content = message.get("content")
+        if not isinstance(content, str | list | None):
+            raise FieldRefused(f"{path}.content", f"must be a text or a list of parts, got {type(content).__name__}")
+        _calls(f"{path}.tool_calls", message.get("tool_calls"))
         if content == []:
             raise FieldRefused(f"{path}.content", "must have at least one part")
         for j, part in enumerate(content if isinstance(content, list) else ()):
@@ -103,6 +109,27 @@ def messages(value: Any, body: Body) -> None:
             if kind != "text":
                 raise FieldRefused(f"{path}.content[{j}]", f"must be of type text, got {printable(str(kind))}")
             _known_keys(f"{path}.content[{j}]", part, _PART_KEYS)
+
+
+def _calls(path: str, value: Any) -> None:
+    """Check the calls of a message, which may become text before the frontend sees them."""
+    _must_be(path, value, list, "a list of calls")
+    for i, call in enumerate(value or ()):
+        if not isinstance(call, dict):
+            raise FieldRefused(f"{path}[{i}]", f"must be an object, got {type(call).__name__}")
+        kind, function = call.get("type"), call.get("function")
+        if kind not in (None, "function"):
+            raise FieldRefused(f"{path}[{i}].type", f"must be function, got {printable(str(kind))}")
+        _must_be(f"{path}[{i}].id", call.get("id"), str, "a text")
+        _must_be(f"{path}[{i}].function", function, dict, "an object")
+        for key in ("name", "arguments"):
+            _must_be(f"{path}[{i}].function.{key}", (function or {}).get(key), str, "a text")
+
+
+def _must_be(path: str, value: Any, kind: type, what: str) -> None:
+    """Refuse a value of another type, unless it is null."""
+    if value is not None and not isinstance(value, kind):
+        raise FieldRefused(path, f"must be {what}, got {type(value).__name__}")
 
 
 _FORMATS: Mapping[str, tuple[str, ...]] = {
@@ -136,13 +163,18 @@ def stream_options(value: Any, body: Body) -> None:
 
 
 def tools(value: Any, body: Body) -> None:
-    for i, tool in enumerate(value if isinstance(value, list) else ()):
+    _must_be("tools", value, list, "a list of tools")
+    for i, tool in enumerate(value):
         path = f"tools[{i}]"
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind != "function":
             raise FieldRefused(f"{path}.type", f"must be function, got {printable(str(kind))}")
         _known_keys(path, tool, ("type", "function"))
-        _known_keys(f"{path}.function", tool.get("function"), ("name", "description", "parameters", "strict"))
+        function = tool.get("function")
+        _known_keys(f"{path}.function", function, ("name", "description", "parameters", "strict"))
+        if isinstance(function, dict):
+            _must_be(f"{path}.function.description", function.get("description"), str, "a text")
+            _must_be(f"{path}.function.strict", function.get("strict"), bool, "true or false")
 
 
 def forces_call(body: Body) -> bool:

@@ -155,10 +155,10 @@ class RequestIntake:
         self._reader.allow(bodies.largest)
         self._body = bodies.begin(too_slow)
         self._awaits_continue = head.awaits_continue
-        if route.by != "checked":
-            return
         if head.headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise Refused(415, "a compressed body is not supported", "content-encoding")
+        if route.by != "checked":
+            return
         if len(head.values(METADATA_HEADER)) > 1:
             raise FieldRefused(METADATA_HEADER.decode(), "comes twice, and Dynamo's frontend drops the second")
 

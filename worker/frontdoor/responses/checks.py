@@ -87,7 +87,8 @@ def include(value: Any, body: Body) -> None:
 def top_logprobs(value: Any, body: Body) -> None:
     """Refuse alternatives of log probabilities that are not asked for."""
     count("top_logprobs", 0)(value, body)
-    if value and LOGPROBS not in (body.get("include") or ()):
+    included = body.get("include")
+    if value and LOGPROBS not in (included if isinstance(included, list) else ()):
         raise FieldRefused("top_logprobs", f"needs {LOGPROBS} in include")
 
 

@@ -27,7 +27,7 @@ def chat_tools(tools: Any, choice: Any) -> tuple[dict[str, Any], Mapping[str, st
     Raises:
         FieldRefused: naming what cannot be kept.
     """
-    given = [_function(f"tools[{i}]", tool) for i, tool in enumerate(list_at("tools", tools or []))]
+    given = [_function(f"tools[{i}]", tool) for i, tool in enumerate(list_at("tools", [] if tools is None else tools))]
     allowed: Sequence[int] = range(len(given))
     chosen: Any = choice
     if isinstance(choice, dict):

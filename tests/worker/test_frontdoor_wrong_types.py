@@ -1,0 +1,85 @@
+"""Values of a wrong type: each is a 400 that names its field, before anything is asked behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_frontdoor_exchange import CHUNKS, says
+from test_frontdoor_server import error_of, get, house, post
+
+from worker.frontdoor.exchange import encoded
+
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+USER = {"role": "user", "content": "a"}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [USER], **fields}
+
+
+def called(**call: Any) -> dict[str, Any]:
+    return chat(messages=[USER, {"role": "assistant", "tool_calls": [{**CALL, **call}]}])
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return chat(tools=[{**TOOL, "function": {**TOOL["function"], **fields}}])
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (chat(tools=True), "tools"),
+        (chat(tools=0), "tools"),
+        (chat(messages=[5]), "messages[0]"),
+        (chat(messages=[{"role": 1, "content": "a"}]), "messages[0].role"),
+        (chat(messages=[{"role": "user", "content": 5}], tools=[TOOL]), "messages[0].content"),
+        (chat(messages=[{"role": "user", "content": {}}], tools=[TOOL]), "messages[0].content"),
+        (chat(messages=[{"role": "assistant", "tool_calls": 0}]), "messages[0].tool_calls"),
+        (called(type="custom"), "messages[1].tool_calls[0].type"),
+        (called(id=5), "messages[1].tool_calls[0].id"),
+        (called(function="f"), "messages[1].tool_calls[0].function"),
+        (called(function={"name": "f", "arguments": {}}), "messages[1].tool_calls[0].function.arguments"),
+        (function(description=5), "tools[0].function.description"),
+        (function(strict="yes"), "tools[0].function.strict"),
+    ],
+)
+async def test_a_chat(body: dict[str, Any], param: str) -> None:
+    async with house(says(*CHUNKS)) as at:
+        status, error = error_of(await at.ask(post(encoded(body))))
+        assert at.frontends[0].requests == []
+    assert (status, error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 1, "include": 5}, "top_logprobs"),
+        ({"tools": 0}, "tools"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "function", "name": "f", "description": 5}]}, "tools[0].description"),
+        ({"tools": [{"type": "function", "name": "f", "strict": "yes"}]}, "tools[0].strict"),
+    ],
+)
+async def test_a_response(fields: dict[str, Any], param: str) -> None:
+    async with house(says(*CHUNKS)) as at:
+        body = encoded({"model": "m", "input": "a", **fields})
+        status, error = error_of(await at.ask(post(body, path="/v1/responses")))
+        assert at.frontends[0].requests == []
+    assert (status, error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"])
+async def test_a_compressed_body(path: str) -> None:
+    async with house(says(*CHUNKS)) as at:
+        status, error = error_of(await at.ask(post(b"\x1f\x8b", "Content-Encoding: gzip", path=path)))
+    assert status == 415
+    assert "compressed" in error["message"]
+
+
+async def test_a_parameter_twice_among_thousands() -> None:
+    query = "&".join(f"a{i}" for i in range(3000))
+    async with house(says(*CHUNKS)) as at:
+        status, error = error_of(await at.ask(get(f"/v1/responses/r?{query}&a2999")))
+    assert (status, error["param"]) == (400, "a2999")
