@@ -146,7 +146,7 @@ def _closed(schema: Any) -> Any:
     """The schema, of whose objects none has properties that are not named.
 
     Most clients do not say ``additionalProperties: false``, and a small model then invents
-    properties without an end. What is generated is valid for the schema that was given all the same.
+    properties without an end. What is generated is valid for the given schema all the same.
     """
     if not isinstance(schema, dict):
         return schema

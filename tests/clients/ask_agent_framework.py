@@ -1,4 +1,4 @@
-"""Microsoft's Agent Framework: agents by the Responses API, its default, and by chat completions."""
+"""Microsoft's Agent Framework: agents by the Responses API, its default, and by chats."""
 
 from __future__ import annotations
 

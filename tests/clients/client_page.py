@@ -45,7 +45,7 @@ class Program:
 
 
 def programs() -> list[Program]:
-    """All of the page, in its order; of a section's shell blocks all but the last start a server."""
+    """All of the page, in its order; the first of a section's two shell blocks starts a server."""
     found = []
     for client, body in _SECTION.findall(PAGE.read_text(encoding="utf-8")):
         fences = _FENCE.findall(body)

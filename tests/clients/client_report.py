@@ -23,7 +23,7 @@ sys.path += [str(_REPOSITORY / "tests" / each) for each in ("", "launch")]
 
 from benchmark_clients import BENCHMARKS, run_benchmark  # noqa: E402  # what pytest's conftest finds for tests
 from client_checks import CASES, CHECKED, case_of, run_checks  # noqa: E402
-from client_environments import REPOSITORY, REQUIREMENTS, version_of  # noqa: E402
+from client_environments import REPOSITORY, REQUIREMENTS, TESTED_ELSEWHERE, version_of  # noqa: E402
 from client_page import programs, run_program  # noqa: E402
 from launched_script import LaunchedScript, launched  # noqa: E402
 
@@ -33,10 +33,11 @@ RESULTS = REPOSITORY / "benchmarks" / "results" / "clients.md"
 WORKER = ("--device", "cpu", "--context-length", "4096")
 HEAD = """# Clients
 
-`tests/clients/` runs clients that people have against `launch/agg.sh` as it comes, with the default model (SmolLM2-135M-Instruct, float32);
-`scripts/clients --report` makes their environments, runs them, and writes this table. No client has a patch or a setting for this worker. A
-number is that of the checks of a case that pass, "2 of 3" where one does not; "page" is the client's programs in
-[docs/clients.md](../../docs/clients.md). The benchmarks ask for 24 streamed chats, 100 tokens in and 32 out, 4 at a time.
+`tests/clients/` runs clients that people have against `launch/agg.sh` as it comes, with the default model
+(SmolLM2-135M-Instruct, float32); `scripts/clients --report` makes their environments, runs them, and writes this table.
+No client has a patch or a setting for this worker. A number is that of the checks of a case that pass, "2 of 3" where
+one does not; "page" is the client's programs in [docs/clients.md](../../docs/clients.md). The benchmarks ask for 24
+streamed chats, 100 tokens in and 32 out, 4 at a time.
 """
 
 
@@ -45,7 +46,7 @@ def _tried(what: str, action: Callable[[], object]) -> str:
     try:
         action()
     except Exception as error:  # the boundary of a client: the others are run too
-        print(f"clients: {what}: {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"clients: {what}: {error}\n")
         return str(error) or repr(error)
     return ""
 
@@ -70,7 +71,7 @@ def cells(client: str, served: LaunchedScript, checkpoint: Path) -> dict[str, st
     for name, wrong in results.items():
         count(case_of(name), wrong)
         if wrong:
-            print(f"clients: {client}: {name}: {wrong}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"clients: {client}: {name}: {wrong}\n")
     for program in programs():
         if program.client == client:
             with tempfile.TemporaryDirectory() as directory:
@@ -89,6 +90,7 @@ def cells(client: str, served: LaunchedScript, checkpoint: Path) -> dict[str, st
     }
 
 
+TABLE = [*(client for client in REQUIREMENTS if client not in TESTED_ELSEWHERE), "curl"]
 COLUMNS = {**CASES, "page": "page"}
 
 
@@ -108,7 +110,7 @@ def row_of(client: str, found: dict[str, str]) -> str:
 def table(rows: dict[str, str]) -> str:
     """The table in Markdown, with the lines in the order of the requirements."""
     head = [f"| client | version | {' | '.join(COLUMNS.values())} |", "| --- " * (len(COLUMNS) + 2) + "|"]
-    return "\n".join([*head, *(rows[client] for client in [*REQUIREMENTS, "curl"] if client in rows)])
+    return "\n".join([*head, *(rows[client] for client in TABLE if client in rows)])
 
 
 def main(wanted: list[str]) -> int:
@@ -120,12 +122,12 @@ def main(wanted: list[str]) -> int:
         launched(Path(directory), *WORKER, variables=variables) as served,
     ):
         served.wait_until_ready()
-        found = {client: cells(client, served, model) for client in wanted or [*REQUIREMENTS, "curl"]}
+        found = {client: cells(client, served, model) for client in wanted or TABLE}
         served.press_ctrl_c()
         served.finish()
     made = {client: row_of(client, row) for client, row in found.items()}
     rows = {**(written_rows() if wanted else {}), **made}
-    print("\n".join(made.values()))
+    sys.stdout.write("\n".join(made.values()) + "\n")
     day = datetime.datetime.now(datetime.UTC).date()
     where = f"{day}, ai-dynamo {version('ai-dynamo')}, Python {platform.python_version()}, two cores of a CPU."
     RESULTS.write_text(f"{HEAD}\n{table(rows)}\n\n{where}\n", encoding="utf-8")

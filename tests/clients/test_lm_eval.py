@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from client_environments import HERE, environment_of, output_of
 from launched_script import launched
-from test_clients import HERE, environment_of, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from worker.models import model_cache, prepare_default_model
@@ -36,11 +36,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compared(checkpoint: Path, directory: Path) -> dict[str, Any]:
     """What the harness gets of the served model and of its own."""
-    python = str(environment_of("lm-eval") / "python")
+    python = str(environment_of("lm-eval") / "bin" / "python")
     variables = {"MODEL_PATH": str(checkpoint), "WORKER_DTYPE": "float32"}
     with launched(directory, *WORKER, variables=variables, script="agg.sh") as script:
         script.wait_until_ready()
-        output = run([python, str(HERE / "compare_lm_eval.py"), script.url, script.model, str(checkpoint)], directory)
+        output = output_of(
+            "lm-eval", [python, str(HERE / "compare_lm_eval.py"), script.url, script.model, str(checkpoint)], directory
+        )
         script.press_ctrl_c()
         assert script.finish() == 0, script.output
     found: dict[str, Any] = json.loads(output[output.index("{") :])

@@ -48,6 +48,13 @@ def test_programs_that_run_elsewhere_do() -> None:
         assert Path(page).name in (ROOT / test).read_text(encoding="utf-8")
 
 
+def test_the_agent_of_the_quickstart_is_a_client_that_runs() -> None:
+    run = [block.text for block in BLOCKS if block.page == "docs/clients.md" and block.language == "python"]
+    shown = [block.text for block in BLOCKS if block.page == "docs/quickstart.md" and block.language == "py"]
+    assert len(shown) == 1
+    assert shown[0] in run
+
+
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Engine:
     return Engine(tiny_model, catalog=CATALOG)
