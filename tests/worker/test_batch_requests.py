@@ -39,6 +39,7 @@ def problems(tmp_path: Path, content: bytes) -> list[tuple[int | None, str, str 
         ({"body": {}}, "missing_required_parameter", "body.model"),
         ({"body": {"model": "other"}}, "model_not_found", "body.model"),
         ({"body": {"model": "m", "stream": True}}, "unsupported_parameter", "body.stream"),
+        ({"body": {"model": "m", "background": True}}, "unsupported_parameter", "body.background"),
         ({"nonsense": 1}, "unknown_parameter", "nonsense"),
     ],
 )

@@ -283,6 +283,14 @@ def test_a_client_cannot_begin_batches_without_end(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_batch_of_no_file_names_the_field(tmp_path: Path) -> None:
+    store = Store(tmp_path, 1 << 30)
+    with pytest.raises(Refused) as refused:
+        begin(store, "a", "file-none")
+    assert (refused.value.status, refused.value.param) == (404, "input_file_id")
+    store.close()
+
+
 def test_pages_join_to_the_whole_list(tmp_path: Path) -> None:
     store = Store(tmp_path, 10**6)
     ids = [store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 3600).id for _ in range(7)]

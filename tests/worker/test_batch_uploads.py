@@ -154,6 +154,18 @@ def test_a_boundary_may_be_quoted() -> None:
     assert boundary_of(b'multipart/form-data; boundary="a b:c"; charset=utf-8') == b"a b:c"
 
 
+@pytest.mark.parametrize("charset", ["idna", "punycode", "undefined", "a%00b", "hex", ""])
+def test_a_filename_names_no_codec_of_python(charset: str) -> None:
+    body = form(FILE).replace(b'filename="in.jsonl"', f"filename*={charset}''a%80".encode())
+    assert b"filename*=" in body
+    assert "a filename in a charset that is none of utf-8" in refusal(body)
+
+
+def test_a_filename_in_utf_8_may_be_escaped() -> None:
+    body = form(FILE).replace(b'filename="in.jsonl"', b"filename*=UTF-8''anf%C3%BChrung.jsonl")
+    assert read(body)[0].files["file"].filename == "anf\u00fchrung.jsonl"
+
+
 def room(tmp_path: Path, largest: int, clock: list[float]) -> Uploads:
     return Uploads(tmp_path, largest, 1024, 60, lambda: clock[0])
 

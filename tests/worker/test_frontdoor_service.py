@@ -82,6 +82,8 @@ async def test_tokens_are_those_of_the_frontend(fields: dict[str, Any], model: P
         ({"model": "x", "prompt": "a"}, 404, "model"),
         ({"model": "m", "prompt": "a", "b": 1}, 400, "b"),
         ({"model": "m", "prompt": "a", "add_special_tokens": False}, 400, "add_special_tokens"),
+        ({"model": "m", "prompt": "a", "add_special_tokens": 0}, 400, "add_special_tokens"),
+        ({"model": "m", "prompt": "a", "return_token_strs": []}, 400, "return_token_strs"),
         (
             {"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             400,

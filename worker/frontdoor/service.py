@@ -50,10 +50,8 @@ async def tokenize(exchange: Exchange) -> None:
     fields = exchange.fields()
     is_chat = "messages" in fields
     _check_names(fields, _OF_CHATS if is_chat else _OF_PROMPTS, "/tokenize")
-    with_texts = fields.pop("return_token_strs", None) or False
-    if not isinstance(with_texts, bool):
-        raise FieldRefused("return_token_strs", "must be true or false")
-    if fields.pop("add_special_tokens", True) is False:
+    with_texts = _flag(fields, "return_token_strs", default=False)
+    if not _flag(fields, "add_special_tokens", default=True):
         raise FieldRefused("add_special_tokens", "false is not supported: ids are those of a request with this prompt")
     model = _model(fields)
     entry = await _served(exchange, model)
@@ -86,6 +84,16 @@ def _check_names(fields: dict[str, Any], known: tuple[str, ...], path: str) -> N
     for name in fields:
         if name not in known:
             raise FieldRefused(printable(name), f"is not a field of {path}", code="unknown_parameter")
+
+
+def _flag(fields: dict[str, Any], name: str, *, default: bool) -> bool:
+    """Take a flag out of ``fields``. Raises `FieldRefused`."""
+    value = fields.pop(name, None)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise FieldRefused(name, "must be true or false")
+    return value
 
 
 def _model(fields: dict[str, Any]) -> str:

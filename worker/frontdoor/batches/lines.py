@@ -148,6 +148,9 @@ def request_of(line: Line, endpoint: str) -> LineRequest:
         raise BadLine("missing_required_parameter", "body.model: must be the name of a model", "body.model")
     if body.get("stream") not in (None, False):
         raise BadLine("unsupported_parameter", "body.stream: must be false: the answer comes in a file", "body.stream")
+    if body.get("background") not in (None, False):
+        problem = "body.background: must be false: its answer would be a response that has not begun"
+        raise BadLine("unsupported_parameter", problem, "body.background")
     return LineRequest(custom_id, endpoint, body)
 
 

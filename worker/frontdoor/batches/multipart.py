@@ -29,6 +29,9 @@ MAX_FILENAME = 255
 
 BLOCK = 1 << 20
 _BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
+_CHARSETS = ("utf-8", "iso-8859-1", "us-ascii")
+"""Charsets of a ``filename*``: with others, Python's codecs of any kind would be run."""
+
 _MALFORMED = "the body is not the multipart/form-data that it should be: "
 
 
@@ -156,6 +159,9 @@ def _disposition(head: bytes) -> tuple[str, str | None]:
     name = headers.get_param("name", header="content-disposition")
     if not isinstance(name, str) or not name:
         raise Refused(400, _MALFORMED + "a part without a name")
+    filename = headers.get_param("filename", header="content-disposition")
+    if isinstance(filename, tuple) and (filename[0] or "").lower() not in _CHARSETS:
+        raise Refused(400, _MALFORMED + f"a filename in a charset that is none of {', '.join(_CHARSETS)}")
     return name, headers.get_filename()
 
 

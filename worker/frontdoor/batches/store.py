@@ -43,7 +43,7 @@ class Store:
         Raises:
             Refused: 404, the client has no such file; 429, it has too many batches.
         """
-        file = self.files.get(owner, new.input_file_id)
+        file = self.files.get(owner, new.input_file_id, field="input_file_id")
         if file.purpose != INPUT:
             raise FieldRefused("input_file_id", f"{file.id} has the purpose {file.purpose}, not {INPUT}")
         return self.batches.add(

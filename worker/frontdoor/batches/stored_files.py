@@ -67,13 +67,22 @@ class StoredFiles:
             _sync(self._directory)
         return file_of(added)
 
-    def get(self, owner: str, file_id: str) -> StoredFile:
-        """A file of ``owner``. Raises `Refused` (404) if it has none of this id."""
+    def get(self, owner: str, file_id: str, *, field: str = "id") -> StoredFile:
+        """A file of ``owner``.
+
+        Args:
+            owner: Label of the client.
+            file_id: Id of the file.
+            field: Field of the request that has the id, which the refusal names.
+
+        Raises:
+            Refused: 404, the client has no file of this id.
+        """
         row = self._database.connection.execute(
             "SELECT * FROM files WHERE id = ? AND owner = ? AND expires_at > ?", (file_id, owner, int(self._now()))
         ).fetchone()
         if row is None:
-            raise Refused(404, f"there is no file {file_id[:60]}", "id", code="file_not_found")
+            raise Refused(404, f"there is no file {file_id[:60]}", field, code="file_not_found")
         return file_of(row)
 
     def page(
