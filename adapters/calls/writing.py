@@ -10,12 +10,13 @@ from adapters.calls.formats import CallFormat
 from adapters.calls.xml_values import CLOSE, OPEN, OPENED
 
 
-def written_calls(wanted: CallFormat, calls: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+def written_calls(wanted: CallFormat, calls: Iterable[tuple[str, Mapping[str, Any] | str]]) -> str:
     """The text of ``calls``, of which there is at least one.
 
     Args:
         wanted: Format of the calls.
-        calls: Name and arguments of each.
+        calls: Name and arguments of each; arguments that are no object, as of a call that was cut,
+            are a text, which is written as it is.
     """
     opening = wanted.openings[0].text
     spelled = [
@@ -27,7 +28,9 @@ def written_calls(wanted: CallFormat, calls: Iterable[tuple[str, Mapping[str, An
     return wanted.again.join(f"{opening}{call}{wanted.closing}" for call in spelled)
 
 
-def _arguments(wanted: CallFormat, arguments: Mapping[str, Any]) -> str:
+def _arguments(wanted: CallFormat, arguments: Mapping[str, Any] | str) -> str:
+    if isinstance(arguments, str):
+        return arguments
     if wanted.arguments == "python":
         return ", ".join(f"{name}={_python(value)}" for name, value in arguments.items())
     if wanted.arguments == "xml":

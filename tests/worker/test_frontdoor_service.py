@@ -150,3 +150,23 @@ def test_nothing_is_both_served_and_elsewhere(path: str) -> None:
 
 def test_a_path_that_nobody_serves() -> None:
     assert instead_of("/v1/zzz") is None
+
+
+async def test_a_refused_prompt_has_the_workers_message() -> None:
+    """1.4.2 leaves it out of streams."""
+    lost = {"error": {"message": "Internal server error", "type": "internal_server_error", "code": 500}}
+    refusal = b'{"message": "stop: too long", "type": "Bad Request", "code": 400}'
+
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = at.frontends[0].requests[-1]
+        if b'"stream":true' in request:
+            writer.write(STREAM_HEAD + event(lost) + b"0\r\n\r\n")
+        elif request.startswith(b"POST"):
+            writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n%b" % (len(refusal), refusal))
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(MODELS), MODELS))
+        await writer.drain()
+
+    async with house(say) as at:
+        status, error = error_of(await at.ask(ask("/tokenize", model="m", prompt="a")))
+    assert (status, error["param"]) == (400, "stop")

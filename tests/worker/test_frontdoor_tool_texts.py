@@ -176,11 +176,7 @@ def test_a_template_of_short_ids() -> None:
         ({"role": "assistant", "tool_calls": "x"}, "messages[1].tool_calls[0].function"),
         ({"role": "assistant", "tool_calls": [{"id": "a"}]}, "messages[1].tool_calls[0].function"),
         (
-            {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[1]"}}]},
-            "messages[1].tool_calls[0].function.arguments",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}]},
+            {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": 3}}]},
             "messages[1].tool_calls[0].function.arguments",
         ),
         ({"role": "tool", "tool_call_id": "a", "content": "x"}, "messages[1].tool_call_id"),
@@ -192,6 +188,13 @@ def test_a_call_or_result_that_cannot_be_written_is_named(message: dict[str, Any
     with pytest.raises(FieldRefused) as refused:
         written(NOTHING, USER, message)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Par', "[1]", "warm", "{" * 100_000])
+def test_arguments_of_a_call_that_was_cut_are_written(arguments: str) -> None:
+    call = {"id": "a", "function": {"name": "f", "arguments": arguments}}
+    *_, last = written(NOTHING, USER, {"role": "assistant", "tool_calls": [call]})["messages"]
+    assert last["content"] == f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
 
 
 @pytest.mark.parametrize(

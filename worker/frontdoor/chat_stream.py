@@ -80,7 +80,7 @@ async def chat(
     except Refused as refused:
         if has_begun:
             raise AnswerFailed(refused) from None
-        raise await _with_message(caller, fields, path, refused) from None
+        raise await with_message(caller, fields, path, refused) from None
     finally:
         chunks.close()
 
@@ -112,16 +112,22 @@ async def _bodies(caller: Caller, fields: dict[str, Any], path: str) -> tuple[by
         raise Refused(400, TOO_DEEP) from None
 
 
-async def _with_message(caller: Caller, fields: dict[str, Any], path: str, refused: Refused) -> Refused:
-    """``refused``, or with the message of the worker's where the frontend leaves it out.
+async def with_message(caller: Caller, fields: dict[str, Any], path: str, refused: Refused) -> Refused:
+    """The error of a request to `ask`, with the worker's message where the frontend leaves it out.
 
     1.4.2 has the message in answers that are not streamed, and without tools. A request that is
-    refused computes nothing, so that it can be asked again.
+    refused computes nothing, so that it can be asked again, with its own limits.
+
+    Args:
+        caller: Requester on whose behalf the frontend was asked.
+        fields: Fields of the request.
+        path: `CHAT` or `COMPLETIONS`.
+        refused: Error that the frontend answered with.
     """
     if refused.status != 500 or refused.message != _LOST:
         return refused
     again = {name: value for name, value in fields.items() if name not in ("stream_options", "n")}
-    again |= {"stream": False, "max_tokens": 1}
+    again["stream"] = False
     bodies = await _bodies(caller, again, path)
     chunks = Chunks(caller.door.upstreams, caller.request.translated(path, [_without_tools(bodies[0])]))
     try:

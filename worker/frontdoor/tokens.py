@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from worker.frontdoor.chat_stream import Caller, ask
+from worker.frontdoor.chat_stream import Caller, ask, with_message
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
 
@@ -29,10 +29,13 @@ async def prompt_tokens(caller: Caller, fields: dict[str, Any], path: str = CHAT
         Refused: a field is refused, or the frontend refuses the request: a prompt beyond the
             model's context, for one.
     """
-    chunks = await ask(caller, {**fields, "max_tokens": 1, "nvext": {"annotations": [_IDS]}}, path)
+    asked = {**fields, "max_tokens": 1, "nvext": {"annotations": [_IDS]}}
+    chunks = await ask(caller, asked, path)
     try:
         async for _ in chunks:
             break
+    except Refused as refused:
+        raise await with_message(caller, asked, path, refused) from None
     finally:
         chunks.close()
     try:

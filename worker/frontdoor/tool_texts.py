@@ -148,7 +148,7 @@ def _as_text(messages: list[dict[str, Any]], wanted: CallFormat) -> Iterator[dic
         yield {"role": "user", "content": "\n".join(results)}
 
 
-def _named_calls(calls: Any, names: dict[str, str], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _named_calls(calls: Any, names: dict[str, str], path: str) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """Name and arguments of each call; ``names`` gets the name by the id."""
     for index, call in enumerate(calls if isinstance(calls, list) else [None]):
         function = call.get("function") if isinstance(call, dict) else None
@@ -159,14 +159,15 @@ def _named_calls(calls: Any, names: dict[str, str], path: str) -> Iterator[tuple
         yield function["name"], _arguments(function.get("arguments"), f"{path}[{index}].function.arguments")
 
 
-def _arguments(text: Any, path: str) -> dict[str, Any]:
+def _arguments(text: Any, path: str) -> dict[str, Any] | str:
+    """The arguments of an earlier call; of one that was cut, the text that there is."""
+    if text is not None and not isinstance(text, str):
+        raise FieldRefused(path, f"must be a text, got {type(text).__name__}")
     try:
         found = json.loads(text) if text else {}
-    except (TypeError, ValueError):
+    except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, dict):
-        raise FieldRefused(path, "must be the text of a JSON object")
-    return found
+    return found if isinstance(found, dict) else text or ""
 
 
 def _result(message: dict[str, Any], names: dict[str, str], path: str) -> str:
