@@ -137,9 +137,25 @@ def _arguments(tool: Tool, wanted: CallFormat, source: StructuralSource) -> str:
 
 
 _OPEN = frozenset(
-    ("$ref", "additionalProperties", "allOf", "anyOf", "dependentSchemas", "if", "oneOf", "patternProperties")
+    (
+        "$ref",
+        "additionalProperties",
+        "allOf",
+        "anyOf",
+        "const",
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+        "enum",
+        "if",
+        "minProperties",
+        "not",
+        "oneOf",
+        "patternProperties",
+        "unevaluatedProperties",
+    )
 )
-"""Keywords by which an object may have properties that ``properties`` does not name."""
+"""Keywords by which an object may have, or need, properties that ``properties`` does not name."""
 
 
 def _closed(schema: Any) -> Any:
