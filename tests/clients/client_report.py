@@ -35,8 +35,8 @@ HEAD = """# Clients
 
 `tests/clients/` runs clients that people have against `launch/agg.sh` as it comes, with the default model
 (SmolLM2-135M-Instruct, float32); `scripts/clients --report` makes their environments, runs them, and writes this table.
-No client has a patch. The small model seldom calls a tool by itself: checks of automatic calls make it write the call with forced_prefix,
-and so prove parsing, streams and protocol. A number is that of the checks of a case that pass, "2 of 3" where
+No client has a patch. The small model seldom calls a tool by itself: checks of automatic calls make it write the call
+with forced_prefix, and so prove parsing, streams and protocol. A number is that of checks that pass, "2 of 3" where
 one does not; "page" is the client's programs in [docs/clients.md](../../docs/clients.md). The benchmarks ask for 24
 streamed chats, 100 tokens in and 32 out, 4 at a time.
 """
