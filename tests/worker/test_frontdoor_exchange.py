@@ -97,6 +97,20 @@ async def test_a_bad_request_is_refused(
     assert (status, error["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("line", [b"", b"Content-Type: text/plain\r\n", b"Content-Type: application/jso\r\n"])
+async def test_a_body_of_another_type_is_refused(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of any origin may send one without asking first."""
+
+    async def handle(exchange: Exchange) -> None:
+        await exchange.answer(200, exchange.fields())
+
+    async with serving(handle, monkeypatch) as at:
+        asked = thing().replace(b"Content-Type: application/json\r\n", line)
+        status, error = error_of(await at.ask(asked))
+        assert (await at.ask(thing().replace(b"/json", b"/JSON; charset=utf-8"))).startswith(b"HTTP/1.1 200 ")
+    assert (status, error["param"]) == (415, "content-type")
+
+
 async def test_errors_have_the_form_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
     async def handle(exchange: Exchange) -> None:
         raise FieldRefused("a", "is bad")

@@ -128,7 +128,7 @@ class Exchange:
 
     @property
     def _has_other_content(self) -> bool:
-        return not self.head.headers.get(b"content-type", b"application/json").startswith(b"application/json")
+        return not self.head.headers.get(b"content-type", b"").lower().startswith(b"application/json")
 
     # The request.
 
@@ -152,8 +152,11 @@ class Exchange:
         """The body as a JSON object.
 
         Raises:
-            Refused: 400, it is none, or one that two parsers may read in two ways.
+            Refused: 400, it is none, or one that two parsers may read in two ways; 415, its content
+                type is another than JSON's, which a web page of any origin may send.
         """
+        if self._has_other_content:
+            raise Refused(415, "the body must have the content type application/json", "content-type")
         if self._fields is None:
             self._fields = parsed(self.body)
         return self._fields
