@@ -170,8 +170,11 @@ def test_calls_are_blocks(door: Door) -> None:
 
 def test_a_single_call_ends_the_turn(door: Door) -> None:
     choice = {"type": "any", "disable_parallel_tool_use": True}
-    message = ask(door, tools=[TOOL], tool_choice=choice, max_tokens=200, seed=1, temperature=1.0)
+    properties = {"a": {"type": "string", "maxLength": 8}}  # random weights end no text by themselves
+    tool = {**TOOL, "input_schema": {"type": "object", "properties": properties, "required": ["a"]}}
+    message = ask(door, tools=[tool], tool_choice=choice, max_tokens=200, seed=1, temperature=1.0)
     assert [each["type"] for each in message["content"]] == ["tool_use"]
+    assert message["stop_reason"] == "tool_use"
 
 
 def test_the_prompt_has_calls_and_results(door: Door) -> None:
