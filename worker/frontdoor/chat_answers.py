@@ -13,7 +13,7 @@ from typing import Any
 
 from worker.frontdoor.chat_stream import AnswerFailed, assembled, chat
 from worker.frontdoor.completions.chat_scores import scored_request, with_scores
-from worker.frontdoor.exchange import Exchange, encoded
+from worker.frontdoor.exchange import Exchange, server_sent
 
 
 async def answer_chat(exchange: Exchange) -> None:
@@ -46,9 +46,9 @@ async def _stream(
                 for name, value in annotations.items():
                     await exchange.send(f"event: {name}\n: {json.dumps(value)}\n\n".encode())
             if with_usage or chunk.get("choices"):
-                await exchange.send(_event(chunk))
+                await exchange.send(server_sent(chunk))
     except AnswerFailed as failed:
-        await exchange.send(_event(failed.refused.content()))
+        await exchange.send(server_sent(failed.refused.content()))
     else:
         if not exchange.has_begun:
             await exchange.begin_events()
@@ -59,7 +59,3 @@ async def _stream(
 def _asks_for_usage(fields: Mapping[str, Any]) -> bool:
     options = fields.get("stream_options")
     return isinstance(options, dict) and options.get("include_usage") is True
-
-
-def _event(content: Any) -> bytes:
-    return b"data: " + encoded(content) + b"\n\n"

@@ -7,7 +7,7 @@ answer is the same.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from worker.frontdoor.chunks import Chunks
@@ -168,11 +168,19 @@ def assembled(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
             extensions[index] = {**extensions.get(index, {}), **chunk["nvext"]}
     answer["object"] = "chat.completion"
     answer["choices"] = [choices[index] for index in sorted(choices)]
+    return answer | joined_extensions(extensions, choices)
+
+
+def joined_extensions(extensions: Mapping[int, Any], choices: Collection[int]) -> dict[str, Any]:
+    """The field ``nvext`` of a whole answer; empty if no choice has one.
+
+    Args:
+        extensions: ``nvext`` by choice.
+        choices: Numbers of all choices.
+    """
     if extensions and len(choices) > 1:
-        answer["nvext"] = {"choices": [extensions.get(index) for index in sorted(choices)]}
-    elif extensions:
-        answer["nvext"] = next(iter(extensions.values()))
-    return answer
+        return {"nvext": {"choices": [extensions.get(index) for index in sorted(choices)]}}
+    return {"nvext": next(iter(extensions.values()))} if extensions else {}
 
 
 def _empty_choice(index: int) -> dict[str, Any]:

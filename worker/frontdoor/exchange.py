@@ -221,3 +221,14 @@ class Exchange:
 def encoded(content: Any) -> bytes:
     """JSON in UTF-8, without white space."""
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def server_sent(content: Any, name: str | None = None) -> bytes:
+    """A server-sent event with JSON as its data.
+
+    Args:
+        content: The data.
+        name: Type of the event, None for one without.
+    """
+    line = b"" if name is None else b"event: %b\n" % name.encode()
+    return b"%bdata: %b\n\n" % (line, encoded(content))

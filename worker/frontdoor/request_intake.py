@@ -54,10 +54,7 @@ class AdmittedRequest:
 
     def choices(self, bodies: Sequence[bytes]) -> list[bytes]:
         """The requests of several choices; the client's id is that of the first."""
-        return [
-            self.head.sent_on(len(body), close=True, without=ID_HEADERS, added=self._added(choice)) + body
-            for choice, body in enumerate(bodies)
-        ]
+        return self._of_choices(self.head, bodies)
 
     def translated(self, path: str, bodies: Sequence[bytes]) -> list[bytes]:
         """The requests of several choices for another path than the client's.
@@ -66,7 +63,9 @@ class AdmittedRequest:
             path: Path at the frontend.
             bodies: Body of the request for each choice.
         """
-        head = self.head.translated(path.encode())
+        return self._of_choices(self.head.translated(path.encode()), bodies)
+
+    def _of_choices(self, head: Head, bodies: Sequence[bytes]) -> list[bytes]:
         return [
             head.sent_on(len(body), close=True, without=ID_HEADERS, added=self._added(choice)) + body
             for choice, body in enumerate(bodies)

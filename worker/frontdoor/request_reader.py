@@ -41,7 +41,6 @@ out.
 _DROPPED = HOP_BY_HOP | {CLIENT_HEADER}
 _END_TO_END = frozenset((b"host", b"authorization", b"content-type", b"traceparent", b"tracestate", b"baggage"))
 _END_TO_END_PREFIXES = (b"x-dynamo-", b"x-tenant-", b"x-request-id")
-_OF_CONTENT = frozenset((b"content-type",))
 _BAD = "this is not HTTP/1.1 as it should be: "
 
 
@@ -134,7 +133,7 @@ class Head(NamedTuple):
 
 
 def _is_kept(name: bytes) -> bool:
-    return (name in _END_TO_END and name not in _OF_CONTENT) or name.startswith(_END_TO_END_PREFIXES)
+    return (name in _END_TO_END and name != b"content-type") or name.startswith(_END_TO_END_PREFIXES)
 
 
 def read_head(head: bytes) -> Head:

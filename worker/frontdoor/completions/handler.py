@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from worker.frontdoor.chat_stream import AnswerFailed, Caller, chat
+from worker.frontdoor.chat_stream import AnswerFailed, Caller, chat, joined_extensions
 from worker.frontdoor.completions.asked import Asked
 from worker.frontdoor.completions.openai_logprobs import extend
 from worker.frontdoor.completions.prompt_answer import Chunk, PromptAnswer
 from worker.frontdoor.errors import Refused
-from worker.frontdoor.exchange import Exchange, encoded
+from worker.frontdoor.exchange import Exchange, server_sent
 from worker.frontdoor.fields import COMPLETIONS
 
 AT_ONCE = 32
@@ -55,7 +55,8 @@ async def whole_completion(caller: Caller, fields: dict[str, Any]) -> dict[str, 
 async def _events(exchange: Exchange) -> AsyncIterator[Take]:
     """Function that sends a chunk as an event; the stream begins with the first.
 
-    Its id, time and model are those of the first chunk. An error is the answer, or the last event.
+    The stream has the id, time and model of the first chunk. An error is the answer, or the last
+    event.
     """
     same: dict[str, Any] = {}
 
@@ -65,25 +66,21 @@ async def _events(exchange: Exchange) -> AsyncIterator[Take]:
             same.pop("prompt_logprobs", None)
             await exchange.begin_events()
         first = {name: same[name] for name in ("id", "created") if name in same}
-        await exchange.send(_event(same | chunk | first))
+        await exchange.send(server_sent(same | chunk | first))
 
     try:
         yield send
     except AnswerFailed as failed:
         if not exchange.has_begun:
             raise failed.refused from None
-        await exchange.send(_event(failed.refused.content()))
+        await exchange.send(server_sent(failed.refused.content()))
     except Refused as refused:
         if not exchange.has_begun:
             raise
-        await exchange.send(_event(refused.content()))
+        await exchange.send(server_sent(refused.content()))
     else:
         await exchange.send(b"data: [DONE]\n\n")
     await exchange.end()
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + encoded(content) + b"\n\n"
 
 
 async def _whole(caller: Caller, asked: Asked) -> dict[str, Any]:
@@ -104,11 +101,7 @@ async def _whole(caller: Caller, asked: Asked) -> dict[str, Any]:
     except AnswerFailed as failed:
         raise failed.refused from None
     answer["choices"] = [choices[index] for index in sorted(choices)]
-    if extensions and len(choices) > 1:
-        answer["nvext"] = {"choices": [extensions.get(index) for index in sorted(choices)]}
-    elif extensions:
-        answer["nvext"] = next(iter(extensions.values()))
-    return answer
+    return answer | joined_extensions(extensions, choices)
 
 
 def _join(whole: dict[str, Any], choice: dict[str, Any]) -> None:

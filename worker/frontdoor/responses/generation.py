@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from worker.frontdoor.chat_stream import AnswerFailed, Caller, chat
 from worker.frontdoor.errors import Refused
-from worker.frontdoor.exchange import encoded
+from worker.frontdoor.exchange import server_sent
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.responses.answer import Answer
 from worker.frontdoor.responses.outputs import Event
@@ -86,4 +86,4 @@ class Generation:
 
 def as_sent(event: Event) -> bytes:
     """An event as a server-sent event."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encoded(event))
+    return server_sent(event, event["type"])
