@@ -27,6 +27,7 @@ WORKER = "dynamo-logits-worker"
 TRTLLM_BASE: dict[str, str | None] = {
     "ai-dynamo": "1.4.2",
     "ai-dynamo-runtime": "1.4.2",
+    "jinja2": None,
     "llguidance": "0.7.29",
     "numpy": "1.26.4",
     "prometheus-client": None,
@@ -41,8 +42,8 @@ TRTLLM_BASE: dict[str, str | None] = {
     "uvloop": None,
 }
 """What the base image of the TensorRT-LLM stage has, with the version where TensorRT-LLM's
-requirements.txt or one that it names fixes it; uvloop is added by Dynamo's own build of that
-image."""
+requirements.txt or one that it names fixes it; torch requires jinja2, and uvloop is added by Dynamo's
+own build of that image."""
 
 
 @pytest.fixture(scope="module")

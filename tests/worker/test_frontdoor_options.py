@@ -95,6 +95,7 @@ WITH_TOOLS = "{% if tools %}{{ tools | tojson }} Write functools[...]{% endif %}
 
 
 def test_the_format_of_calls_is_found_from_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")
     plain, tools = model(tmp_path / "plain", PLAIN), model(tmp_path / "tools", WITH_TOOLS)
 
     def found(*argv: str, **environ: str) -> tuple[str, bool] | None:
