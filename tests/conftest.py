@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if NO_KERNELS is not None:
         config.hook.pytest_deselected(items=[item for item in items if _needs_kernels(item)])
         items[:] = [item for item in items if not _needs_kernels(item)]
+
+
+@pytest.fixture(autouse=True)
+def level_of_the_log() -> Iterator[None]:
+    """Each test begins at the level at which the first one did: Dynamo's runtime and our own commands set it."""
+    level = logging.root.level
+    yield
+    logging.root.setLevel(level)
 
 
 def pytest_collection_finish() -> None:
