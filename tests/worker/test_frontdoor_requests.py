@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from rewritten_requests import rewritten
 
 from adapters.catalog import ANNOTATION, Catalog, parse_selection
 from worker.frontdoor import field_checks
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, FIELDS, TABLES
-from worker.frontdoor.requests import METADATA_HEADER, rewritten
+from worker.frontdoor.requests import METADATA_HEADER
 from worker.frontdoor.tool_reading import needs_chunks
-from worker.frontdoor.tools import CallFormat
+from worker.frontdoor.tools import ToolCallSettings
 
 CATALOG = Catalog.default()
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -33,11 +34,11 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type":
 MIN_TOKENS = {"name": "min_tokens", "args": {"n": 3}}
 
 
-HERMES = CallFormat("hermes")
+HERMES = ToolCallSettings("hermes")
 
 
 def sent(
-    path: str = CHAT, headers: dict[bytes, bytes] | None = None, calls: CallFormat | None = None, **fields: Any
+    path: str = CHAT, headers: dict[bytes, bytes] | None = None, calls: ToolCallSettings | None = None, **fields: Any
 ) -> Any:
     """What the frontend gets of a request with these fields beside the required ones."""
     body = json.dumps({**BASE[path], **fields}).encode()
@@ -46,7 +47,7 @@ def sent(
 
 
 def refusal(
-    path: str = CHAT, headers: dict[bytes, bytes] | None = None, calls: CallFormat | None = None, **fields: Any
+    path: str = CHAT, headers: dict[bytes, bytes] | None = None, calls: ToolCallSettings | None = None, **fields: Any
 ) -> Refused:
     with pytest.raises(Refused) as caught:
         sent(path, headers, calls, **fields)
@@ -170,7 +171,7 @@ def test_tools_become_the_processor(name: str) -> None:
 
 
 def test_tools_of_a_model_that_thinks_bind_its_answer() -> None:
-    (processor,) = selected(sent(calls=CallFormat("mistral", "answer"), tools=[TOOL]))["processors"]
+    (processor,) = selected(sent(calls=ToolCallSettings("mistral", "answer"), tools=[TOOL]))["processors"]
     assert processor["args"]["scope"] == "answer"
     assert processor["args"]["format"] == "mistral"
 
@@ -178,7 +179,7 @@ def test_tools_of_a_model_that_thinks_bind_its_answer() -> None:
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}], ids=str)
 def test_a_frontend_with_a_parser_leaves_calls_as_text(choice: Any) -> None:
     """None keeps it from parsing the stream; the processor has the client's choice."""
-    format = CallFormat("hermes", frontend_parses=True)
+    format = ToolCallSettings("hermes", frontend_parses=True)
     body = sent(calls=format, tools=[TOOL], tool_choice=choice)
     assert (body["tool_choice"], body["tools"]) == ("none", [TOOL])
     (processor,) = selected(body)["processors"]
@@ -191,9 +192,11 @@ def test_tools_that_may_not_be_called_are_not_shown() -> None:
 
 
 def test_marks_that_are_special_tokens_stay_in_the_text() -> None:
-    assert sent(calls=CallFormat("mistral"), tools=[TOOL])["skip_special_tokens"] is False
-    assert sent(calls=CallFormat("mistral"), tools=[TOOL], skip_special_tokens=True)["skip_special_tokens"] is False
-    assert "skip_special_tokens" not in sent(calls=CallFormat("mistral"), tools=[TOOL], tool_choice="none")
+    assert sent(calls=ToolCallSettings("mistral"), tools=[TOOL])["skip_special_tokens"] is False
+    assert (
+        sent(calls=ToolCallSettings("mistral"), tools=[TOOL], skip_special_tokens=True)["skip_special_tokens"] is False
+    )
+    assert "skip_special_tokens" not in sent(calls=ToolCallSettings("mistral"), tools=[TOOL], tool_choice="none")
     assert "skip_special_tokens" not in sent(calls=HERMES, tools=[TOOL])
 
 
@@ -212,7 +215,7 @@ def test_marks_that_are_special_tokens_stay_in_the_text() -> None:
     ],
 )
 def test_which_chats_are_made_of_chunks(
-    fields: dict[str, Any], calls: CallFormat | None, parses: bool, expected: bool
+    fields: dict[str, Any], calls: ToolCallSettings | None, parses: bool, expected: bool
 ) -> None:
     assert needs_chunks(fields, calls, parses=parses) is expected
 
@@ -553,7 +556,7 @@ JSON = st.recursive(
 
 
 @given(path=st.sampled_from(sorted(TABLES)), calls=st.sampled_from([None, HERMES]), data=st.data())
-def test_any_request_is_refused_or_sent_on(path: str, calls: CallFormat | None, data: st.DataObject) -> None:
+def test_any_request_is_refused_or_sent_on(path: str, calls: ToolCallSettings | None, data: st.DataObject) -> None:
     """Nothing is lost: what is not sent on under its name is selected, or asked for nothing."""
     fields = data.draw(st.dictionaries(st.sampled_from(sorted(TABLES[path])) | st.text(max_size=4), JSON, max_size=4))
     try:

@@ -17,7 +17,7 @@ from worker.frontdoor.fields import ClientField, tables
 from worker.frontdoor.guides import guide_as_processor
 from worker.frontdoor.tool_texts import write_tools_as_text
 from worker.frontdoor.tools import (
-    CallFormat,
+    ToolCallSettings,
     check_without_format,
     structural_tag_as_processor,
     tools_as_processor,
@@ -33,12 +33,13 @@ TOO_DEEP = "the body is nested too deep"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
-def rewritten(
+def rewritten_fields(
     path: str,
-    body: bytes,
+    fields: Body,
     headers: Mapping[bytes, bytes],
     catalog: Catalog,
-    calls: CallFormat | None = None,
+    calls: ToolCallSettings | None = None,
+    body: bytes | None = None,
     *,
     carries_guides: bool = False,
     max_bytes: int | None = None,
@@ -48,10 +49,11 @@ def rewritten(
 
     Args:
         path: A key of `TABLES`.
-        body: Bytes that the client sent.
+        fields: The client's fields, which are changed.
         headers: Headers of the request, names in lower case.
         catalog: The processors that requests may name.
-        calls: Format in which the models write tool calls, None if that is not known.
+        calls: Settings of the models' tool calls, None if their format is not known.
+        body: Encoding of the fields, which is sent on as it is if nothing is changed.
         carries_guides: Guides become processors, so that the frontend migrates the request.
         max_bytes: Limit for the bodies of several choices together.
         record: Class whose controls are fields of requests.
@@ -59,47 +61,6 @@ def rewritten(
     Raises:
         Refused: 400, naming the field, for what would be dropped or would fail behind; 413 beyond
             ``max_bytes``.
-    """
-    return rewritten_fields(
-        path,
-        parsed(body),
-        headers,
-        catalog,
-        calls,
-        body,
-        carries_guides=carries_guides,
-        max_bytes=max_bytes,
-        record=record,
-    )
-
-
-def rewritten_fields(
-    path: str,
-    fields: Body,
-    headers: Mapping[bytes, bytes],
-    catalog: Catalog,
-    calls: CallFormat | None = None,
-    body: bytes | None = None,
-    *,
-    carries_guides: bool = False,
-    max_bytes: int | None = None,
-    record: type[SamplingParams] = SamplingParams,
-) -> tuple[bytes, ...]:
-    """Bodies of `rewritten`, made of parsed fields, which are changed.
-
-    Args:
-        path: A key of `TABLES`.
-        fields: The client's fields.
-        headers: See `rewritten`.
-        catalog: See `rewritten`.
-        calls: See `rewritten`.
-        body: Encoding of the fields, which is sent on as it is if nothing is changed.
-        carries_guides: See `rewritten`.
-        max_bytes: See `rewritten`.
-        record: See `rewritten`.
-
-    Raises:
-        Refused: see `rewritten`.
     """
     try:
         _check(path, tables(record)[path], fields)
@@ -125,7 +86,7 @@ def _rewrite(
     fields: Body,
     headers: Mapping[bytes, bytes],
     catalog: Catalog,
-    calls: CallFormat | None,
+    calls: ToolCallSettings | None,
     carries_guides: bool,
 ) -> bool:
     """Make ``fields`` those of the frontend; whether that changed them."""
@@ -140,7 +101,7 @@ def _rewrite(
 
 
 def _as_processors(
-    table: Mapping[str, ClientField], fields: Body, calls: CallFormat | None, carries_guides: bool
+    table: Mapping[str, ClientField], fields: Body, calls: ToolCallSettings | None, carries_guides: bool
 ) -> list[FieldProcessor]:
     """The processors of ``fields``; what the frontend no longer needs of them is taken out."""
     if calls is None:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from adapters.calls import FORMATS
-from adapters.calls import CallFormat as Spelling
+from adapters.calls import FORMATS, CallFormat
 from adapters.grammars.json_schema import SchemaRefused, argument_kinds
 from worker.frontdoor.calls import CallParser, Kinds
 from worker.frontdoor.field_checks import Body, forces_call
 from worker.frontdoor.tool_stage import ToolStage
-from worker.frontdoor.tools import CallFormat
+from worker.frontdoor.tools import ToolCallSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class ToolReading:
         short_ids: Whether the chat template refuses other ids of calls than short ones.
     """
 
-    spelling: Spelling
+    spelling: CallFormat
     tools: Mapping[str, Kinds]
     only_calls: bool
     hidden: frozenset[str]
@@ -40,7 +39,7 @@ class ToolReading:
         return ToolStage(parser, short_ids=self.short_ids)
 
 
-def needs_chunks(fields: Body, calls: CallFormat | None, *, parses: bool) -> bool:
+def needs_chunks(fields: Body, calls: ToolCallSettings | None, *, parses: bool) -> bool:
     """Whether the answer to a chat is made of chunks, rather than forwarded byte for byte.
 
     Args:
@@ -55,7 +54,7 @@ def needs_chunks(fields: Body, calls: CallFormat | None, *, parses: bool) -> boo
     return parses and not fields.get("stream")
 
 
-def tool_reading(fields: Body, calls: CallFormat | None) -> ToolReading | None:
+def tool_reading(fields: Body, calls: ToolCallSettings | None) -> ToolReading | None:
     """Reading of the calls in the answer to a request; None if the front door reads none.
 
     Args:
@@ -79,7 +78,7 @@ def tool_reading(fields: Body, calls: CallFormat | None) -> ToolReading | None:
     return ToolReading(spelling, kinds, forces_call(fields), hidden, short_ids)
 
 
-def _kinds(schema: Any, spelling: Spelling) -> Kinds:
+def _kinds(schema: Any, spelling: CallFormat) -> Kinds:
     if spelling.arguments != "xml" or not isinstance(schema, dict):
         return {}
     try:

@@ -55,6 +55,13 @@ def one_of(path: str, value: Any, known: Collection[str]) -> str:
     return value
 
 
+def object_within(path: str, value: Any, known: Collection[str]) -> Object:
+    """``value``, an object with known keys alone. Raises `FieldRefused`."""
+    found = object_of(path, value)
+    keys_within(path, found, known)
+    return found
+
+
 def keys_within(path: str, value: Mapping[str, Any], known: Collection[str]) -> None:
     """Raises `FieldRefused` for a key of an object that has no meaning here, unless it is null."""
     for key, each in value.items():
