@@ -33,7 +33,9 @@ class RegexContent(ProcessorArgs):
     """Text that a regular expression matches as a whole."""
 
     type: Literal["regex"]
-    pattern: str = Field(min_length=1, max_length=MAX_SOURCE, description="In the syntax of Rust's regex crate.")
+    pattern: str = Field(
+        min_length=1, max_length=MAX_SOURCE, description="Regular expression in the syntax of Rust's regex crate."
+    )
 
 
 @dataclass(frozen=True, slots=True)
