@@ -5,15 +5,16 @@ refuse, or fail on it.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from adapters.catalog import MAX_CHOICES
 from worker.frontdoor.errors import FieldRefused
+from worker.frontdoor.tool_choice import allowed_places, forces_call, is_allowed_tools
+from worker.frontdoor.values import Object, keys_within, printable
 from worker.sampling import Control
 
-Body = dict[str, Any]
+Body = Object
 Check = Callable[[Any, Body], None]
 """Raises `FieldRefused` for a value, given the whole request."""
 
@@ -62,15 +63,7 @@ def stops(name: str) -> Check:
 def _known_keys(path: str, value: Any, known: tuple[str, ...]) -> None:
     """Refuse the keys of an object that the frontend would drop."""
     if isinstance(value, dict):
-        for key, each in value.items():
-            if key not in known and each is not None:
-                raise FieldRefused(f"{path}.{printable(key)}", f"unknown field; known are {', '.join(known)}")
-
-
-def printable(key: str) -> str:
-    """A client's key or value for a message: at most 60 characters of printable ASCII."""
-    text = json.dumps(key)[1:-1]
-    return text if len(text) <= 60 else text[:57] + "..."
+        keys_within(path, value, known)
 
 
 _PART_KEYS = ("type", "text", "prompt_cache_breakpoint")
@@ -177,16 +170,14 @@ def tools(value: Any, body: Body) -> None:
             _must_be(f"{path}.function.strict", function.get("strict"), bool, "true or false")
 
 
-def forces_call(body: Body) -> bool:
-    """Whether ``tool_choice`` asks for a call, of any tool or of one."""
-    choice = body.get("tool_choice")
-    return choice == "required" or isinstance(choice, dict)
-
-
 def tool_choice(value: Any, body: Body) -> None:
-    if isinstance(value, dict) and value.get("type") != "function":
-        raise FieldRefused("tool_choice.type", f"must be function, got {printable(str(value.get('type')))}")
-    _known_keys("tool_choice", value, ("type", "function"))
+    if is_allowed_tools(value):
+        allowed_places(body)
+    elif isinstance(value, dict):
+        if value.get("type") != "function":
+            kind = printable(str(value.get("type")))
+            raise FieldRefused("tool_choice.type", f"must be function or allowed_tools, got {kind}")
+        keys_within("tool_choice", value, ("type", "function"))
     if forces_call(body) and not body.get("tools"):
         raise FieldRefused("tool_choice", "forces a call, and there are no tools")
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from adapters.catalog import ANNOTATION, MAX_CHOICES, METADATA_KEY, Catalog, Selection, SelectionError, parse_selection
 from adapters.strict_json import RepeatedKey, read_object
 from worker.errors import InvalidRequest
 from worker.frontdoor.errors import FieldRefused, Refused
-from worker.frontdoor.field_checks import Body, printable
+from worker.frontdoor.field_checks import Body
 from worker.frontdoor.field_processors import FieldProcessor, bias_as_processor, controls_as_processors
 from worker.frontdoor.fields import ClientField, tables
 from worker.frontdoor.guides import guide_as_processor
+from worker.frontdoor.tool_choice import allowed_places, with_allowed_tools
 from worker.frontdoor.tool_texts import write_tools_as_text
 from worker.frontdoor.tools import (
     ToolCallSettings,
@@ -22,6 +24,7 @@ from worker.frontdoor.tools import (
     structural_tag_as_processor,
     tools_as_processor,
 )
+from worker.frontdoor.values import printable
 from worker.requests.fields import client_annotations
 from worker.sampling import SamplingParams
 
@@ -64,9 +67,14 @@ def rewritten_fields(
     """
     try:
         _check(path, tables(record)[path], fields)
-        changed = _rewrite(
-            tables(record)[path], fields, headers, catalog, calls, carries_guides and METADATA_HEADER not in headers
-        )
+        allowed = allowed_places(fields)
+        if allowed is not None:
+            fields.update(with_allowed_tools(fields))
+        guided = carries_guides and METADATA_HEADER not in headers
+        try:
+            changed = _rewrite(tables(record)[path], fields, headers, catalog, calls, guided) or allowed is not None
+        except FieldRefused as refused:
+            raise refused.renamed(partial(_among_all_tools, allowed)) from None
         changed |= "n" in fields
         num_choices = fields.pop("n", 1)
         first = _encoded(fields) if changed or body is None else body
@@ -79,6 +87,15 @@ def rewritten_fields(
         return (first, *map(_encoded, _other_choices(fields, num_choices)))
     except RecursionError:
         raise Refused(400, TOO_DEEP) from None
+
+
+_TOOL = re.compile(r"tools\[(\d+)\](.*)", re.DOTALL)
+
+
+def _among_all_tools(allowed: Sequence[int] | None, path: str) -> str:
+    """The path of a tool in the client's request, for that among the allowed ones."""
+    found = _TOOL.fullmatch(path)
+    return path if found is None or allowed is None else f"tools[{allowed[int(found[1])]}]{found[2]}"
 
 
 def _rewrite(

@@ -10,7 +10,8 @@ from typing import Any
 from adapters.calls import FORMATS, CallFormat
 from adapters.grammars.json_schema import SchemaRefused, argument_kinds
 from worker.frontdoor.calls import CallParser, Kinds
-from worker.frontdoor.field_checks import Body, forces_call
+from worker.frontdoor.field_checks import Body
+from worker.frontdoor.tool_choice import forces_call, with_allowed_tools
 from worker.frontdoor.tool_stage import ToolStage
 from worker.frontdoor.tools import ToolCallSettings
 
@@ -60,10 +61,13 @@ def tool_reading(fields: Body, calls: ToolCallSettings | None) -> ToolReading | 
     Args:
         fields: Fields of the client's request.
         calls: Format in which the models write calls, None if it is not known.
+
+    Raises:
+        FieldRefused: ``tool_choice`` allows tools that there are not.
     """
-    tools = fields.get("tools")
-    if calls is None or not isinstance(tools, list) or fields.get("tool_choice") == "none":
+    if calls is None or not isinstance(fields.get("tools"), list) or fields.get("tool_choice") == "none":
         return None
+    tools = with_allowed_tools(fields)["tools"]
     functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
     spelling = FORMATS[calls.name]
     kinds = {

@@ -19,8 +19,9 @@ from adapters.client import from_openai_tools, processor
 from adapters.contract import Scope
 from adapters.processors.structural import format_of
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import Body, forces_call
+from worker.frontdoor.field_checks import Body
 from worker.frontdoor.field_processors import FieldProcessor
+from worker.frontdoor.tool_choice import forces_call
 
 
 @dataclass(frozen=True, slots=True)

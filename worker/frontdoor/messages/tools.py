@@ -6,8 +6,7 @@ from typing import Any
 
 from worker.frontdoor import values
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import printable
-from worker.frontdoor.values import Object
+from worker.frontdoor.values import Object, printable
 
 _KEYS = (
     "type",

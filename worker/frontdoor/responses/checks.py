@@ -7,8 +7,9 @@ from typing import Any
 
 from worker.frontdoor import values
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import Body, Check, printable
+from worker.frontdoor.field_checks import Body, Check
 from worker.frontdoor.responses.kinds import FORMATS, INCLUDES, LOGPROBS, kind_at
+from worker.frontdoor.values import printable
 
 _NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})
 

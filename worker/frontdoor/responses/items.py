@@ -9,9 +9,9 @@ from typing import Any
 
 from worker.frontdoor import values
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import printable
 from worker.frontdoor.responses.checks import refuse_unless
 from worker.frontdoor.responses.kinds import ITEMS, PARTS, kind_at
+from worker.frontdoor.values import printable
 
 Item = dict[str, Any]
 Found = Callable[[str], Item | None]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from worker.frontdoor.errors import FieldRefused, Refused
-from worker.frontdoor.field_checks import Body, printable
+from worker.frontdoor.field_checks import Body
 from worker.frontdoor.responses.background import BackgroundRun
 from worker.frontdoor.responses.generation import Generation
 from worker.frontdoor.responses.items import Item, PlacedItem, input_items
@@ -15,6 +15,7 @@ from worker.frontdoor.responses.response import Response
 from worker.frontdoor.responses.store import ResponseStore, StoredItem, StoredResponse, not_found, stored_item
 from worker.frontdoor.responses.translation import PREVIOUS, ChatRequest, as_chat
 from worker.frontdoor.server import FrontDoor
+from worker.frontdoor.values import printable
 
 MAX_RUNNING = 256
 """Background responses at a time."""

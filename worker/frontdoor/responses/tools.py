@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from worker.frontdoor import values
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import printable
 from worker.frontdoor.responses.checks import refuse_unless
 from worker.frontdoor.responses.kinds import TOOL_CHOICES, TOOLS, kind_at
 
 Tool = dict[str, Any]
-_MODES = ("auto", "required")
+_CHAT_ALLOWED = "tool_choice.allowed_tools"
 
 
 def chat_tools(tools: Any, choice: Any) -> tuple[dict[str, Any], Mapping[str, str]]:
@@ -31,20 +30,19 @@ def chat_tools(tools: Any, choice: Any) -> tuple[dict[str, Any], Mapping[str, st
     given = [
         _function(f"tools[{i}]", tool) for i, tool in enumerate(values.list_of("tools", [] if tools is None else tools))
     ]
-    allowed: Sequence[int] = range(len(given))
     chosen: Any = choice
+    origins = {f"tools[{i}].function": f"tools[{i}]" for i in range(len(given))}
     if isinstance(choice, dict):
         chosen = _named(choice)
         if choice["type"] == "allowed_tools":
-            allowed, chosen = _allowed(choice, given), choice["mode"]
+            chosen, more = _allowed(choice)
+            origins |= more
     elif choice is not None:
         kind_at("tool_choice", choice, {name: row for name, row in TOOL_CHOICES.items() if not row.keys})
-    fields: dict[str, Any] = {"tools": [given[i] for i in allowed]} if given else {}
+    fields: dict[str, Any] = {"tools": given} if given else {}
     if chosen is not None and (given or chosen not in ("auto", "none")):
         fields["tool_choice"] = chosen
-    return fields, {f"tools[{new}].function": f"tools[{old}]" for new, old in enumerate(allowed)} | {
-        f"tools[{new}]": f"tools[{old}]" for new, old in enumerate(allowed)
-    }
+    return fields, origins
 
 
 def _function(path: str, tool: Any) -> Tool:
@@ -75,21 +73,13 @@ def _is_object(name: str) -> bool:
     return name not in ("none", "auto", "required")
 
 
-def _allowed(choice: Mapping[str, Any], given: Sequence[Tool]) -> list[int]:
-    """Indices of the tools that a choice of type ``allowed_tools`` has."""
-    mode = choice.get("mode")
-    if mode not in _MODES:
-        raise FieldRefused("tool_choice.mode", f"must be one of {', '.join(_MODES)}, got {printable(str(mode))}")
-    places = {tool["function"]["name"]: i for i, tool in enumerate(given)}
-    found: set[int] = set()
+def _allowed(choice: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """Chat's form of a choice of type ``allowed_tools``, and where its parts come from."""
+    entries, origins = [], {_CHAT_ALLOWED: "tool_choice"}
     for i, entry in enumerate(values.list_of("tool_choice.tools", choice.get("tools"))):
         path = f"tool_choice.tools[{i}]"
         values.object_within(path, entry, ("type", "name"))
         kind_at(f"{path}.type", entry.get("type"), TOOLS)
-        name = values.text(f"{path}.name", entry.get("name"))
-        if name not in places:
-            raise FieldRefused(f"{path}.name", "is the name of none of the tools")
-        found.add(places[name])
-    if not found:
-        raise FieldRefused("tool_choice.tools", "must have at least one tool")
-    return sorted(found)
+        entries.append({"type": "function", "function": {"name": values.text(f"{path}.name", entry.get("name"))}})
+        origins[f"{_CHAT_ALLOWED}.tools[{i}].function"] = path
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": entries}}, origins
