@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from adapters.catalog import MAX_CHOICES
@@ -21,6 +22,7 @@ Check = Callable[[Any, Body], None]
 GUIDES = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 
 
+@cache
 def is_before_1_6(version: str | None = None) -> bool:
     """Whether Dynamo's frontend is older than 1.6; False where it is not installed.
 
