@@ -11,6 +11,7 @@ from typing import Any, Literal
 from llguidance import LLMatcher
 from pydantic import Field
 
+from adapters.calls.xml_values import TagNotation
 from adapters.contract import ArgumentError, ProcessorArgs
 from adapters.grammars.json_schema import MAX_GRAMMAR, literal
 from adapters.processors.grammar import MAX_SOURCE, JsonSchema, arguments_of_call
@@ -151,7 +152,7 @@ class StructuralSource:
             raise ArgumentError(self._argument, f"{of}: {error.problem}") from error
         return self._added(made)
 
-    def arguments(self, schema: dict[str, Any], notation: Literal["python", "xml"], of: str) -> str:
+    def arguments(self, schema: dict[str, Any], notation: Literal["python"] | TagNotation, of: str) -> str:
         """Lark expression of the arguments of a call that are written one by one.
 
         Args:

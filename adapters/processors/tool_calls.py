@@ -35,6 +35,7 @@ _FormatName: TypeAlias = Literal[
     "mistral",
     "mistral_args",
     "qwen3_coder",
+    "glm45",
     "deepseek_v3",
     "deepseek_v3_1",
     "harmony",

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from adapters.calls import FORMATS, CallFormat
+from adapters.calls.xml_values import TAGS
 from adapters.grammars.json_schema import SchemaRefused, argument_kinds
 from worker.frontdoor.calls import CallParser, Kinds
 from worker.frontdoor.field_checks import Body
@@ -83,7 +84,7 @@ def tool_reading(fields: Body, calls: ToolCallSettings | None) -> ToolReading | 
 
 
 def _kinds(schema: Any, spelling: CallFormat) -> Kinds:
-    if spelling.arguments != "xml" or not isinstance(schema, dict):
+    if spelling.arguments not in TAGS or not isinstance(schema, dict):
         return {}
     try:
         return argument_kinds({**schema, "type": "object"})

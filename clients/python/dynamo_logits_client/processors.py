@@ -466,6 +466,7 @@ def tool_calls(
         "mistral",
         "mistral_args",
         "qwen3_coder",
+        "glm45",
         "deepseek_v3",
         "deepseek_v3_1",
         "harmony",
