@@ -52,7 +52,7 @@ LONGEST = (
 """Files that take longest, and begin first: none of them is then left for one worker at the end."""
 
 NO_KERNELS = unavailable(torch.float32)
-"""Why there are no native kernels; None if there are."""
+"""The reason for which there are no native kernels, None if there are."""
 
 
 def pytest_report_header() -> str | None:
@@ -74,7 +74,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def level_of_the_log() -> Iterator[None]:
-    """Each test begins at the level at which the first one did: Dynamo's runtime and our own commands set it."""
+    """Each test begins at the level at which the first one did: Dynamo's runtime and our own
+    commands set it.
+    """
     level = logging.root.level
     yield
     logging.root.setLevel(level)

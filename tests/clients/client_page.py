@@ -61,7 +61,7 @@ def programs() -> list[Program]:
 
 
 def run_program(program: Program, url: str, directory: Path) -> str:
-    """What a program prints when the worker is at ``url``.
+    """The output of a program when the worker is at ``url``.
 
     Raises:
         AssertionError: it fails, with what it printed.

@@ -1,4 +1,4 @@
-"""What the manifests say holds for the worker as it is: command lines, ports, grace periods,
+"""The manifests fit the worker as it is: command lines, ports, grace periods,
 images.
 """
 
@@ -78,7 +78,7 @@ def test_the_front_door_is_what_others_reach(component: Component) -> None:
 
 @each_frontend
 def test_the_frontend_refuses_large_bodies(component: Component) -> None:
-    """As with the launch scripts; `test_k8s_processes.py` sees it refuse one."""
+    """The limit is the launch scripts'; `test_k8s_processes.py` sees a body refused."""
     launched = re.search(r"DYN_HTTP_BODY_LIMIT_MB:-(\d+)", (REPOSITORY / "launch/lib.sh").read_text())
     assert launched is not None
     assert door_options(component).body_limit_mib == int(launched[1])
@@ -111,7 +111,7 @@ def test_the_grace_period_covers_the_drain(component: Component) -> None:
 
 
 def parse_drain_timeout(component: Component) -> float:
-    """Of the command line without its role, which has no part in it."""
+    """The drain's timeout on the command line; the role has no part in it."""
     args = component.main["args"]
     if "--disaggregation-mode" in args:
         at = args.index("--disaggregation-mode")
