@@ -48,7 +48,7 @@ def _byte_level(*, nfc: bool = False, special: tuple[str, ...] = (), size: int =
 
 
 def _byte_fallback(special: tuple[str, ...], plain: tuple[str, ...], *, first_space: bool) -> Tokenizer:
-    """A tokenizer like that of Llama 2, Mistral or Gemma: pieces of characters, then a byte each."""
+    """A tokenizer like that of Llama 2, Mistral or Gemma: pieces of characters, and bytes."""
     learned = Tokenizer(models.BPE())
     learned.pre_tokenizer = pre_tokenizers.Metaspace()
     learned.train_from_iterator(CORPUS[:2], trainers.BpeTrainer(vocab_size=150, show_progress=False))
