@@ -96,7 +96,8 @@ def messages(value: Any, body: Body) -> None:
         content = message.get("content")
         if not isinstance(content, str | list | None):
             raise FieldRefused(f"{path}.content", f"must be a text or a list of parts, got {type(content).__name__}")
-        _calls(f"{path}.tool_calls", message.get("tool_calls"))
+        if message.get("tool_calls") is not None:
+            _calls(f"{path}.tool_calls", message["tool_calls"])
         if content == []:
             raise FieldRefused(f"{path}.content", "must have at least one part")
         for j, part in enumerate(content if isinstance(content, list) else ()):
@@ -109,7 +110,7 @@ def messages(value: Any, body: Body) -> None:
 def _calls(path: str, value: Any) -> None:
     """Check the calls of a message, which may become text before the frontend sees them."""
     _must_be(path, value, list, "a list of calls")
-    for i, call in enumerate(value or ()):
+    for i, call in enumerate(value):
         if not isinstance(call, dict):
             raise FieldRefused(f"{path}[{i}]", f"must be an object, got {type(call).__name__}")
         kind, function = call.get("type"), call.get("function")
