@@ -74,6 +74,8 @@ def rewritten_fields(
         try:
             changed = _rewrite(tables(record)[path], fields, headers, catalog, calls, guided) or allowed is not None
         except FieldRefused as refused:
+            if allowed is None:
+                raise
             raise refused.renamed(partial(_among_all_tools, allowed)) from None
         changed |= "n" in fields
         num_choices = fields.pop("n", 1)
@@ -92,10 +94,10 @@ def rewritten_fields(
 _TOOL = re.compile(r"tools\[(\d+)\](.*)", re.DOTALL)
 
 
-def _among_all_tools(allowed: Sequence[int] | None, path: str) -> str:
+def _among_all_tools(allowed: Sequence[int], path: str) -> str:
     """The path of a tool in the client's request, for that among the allowed ones."""
     found = _TOOL.fullmatch(path)
-    return path if found is None or allowed is None else f"tools[{allowed[int(found[1])]}]{found[2]}"
+    return path if found is None else f"tools[{allowed[int(found[1])]}]{found[2]}"
 
 
 def _rewrite(
