@@ -1,4 +1,4 @@
-"""What `mkdocs.yml` runs: pages that lie outside of `docs/` join the site, and links follow."""
+"""Hooks of `mkdocs.yml`: pages that lie outside of `docs/` join the site, and links follow."""
 
 from __future__ import annotations
 

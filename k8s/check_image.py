@@ -22,7 +22,7 @@ DISTRIBUTION = "dynamo-logits-worker"
 
 
 def problems(extras: Iterable[str], modules: Iterable[str]) -> Iterator[str]:
-    """What is missing, too old or too new, and what cannot be imported, one line each."""
+    """One line for each package that is missing, too old or too new, or cannot be imported."""
     for text in importlib.metadata.requires(DISTRIBUTION) or ():
         requirement = Requirement(text)
         if not any(requirement.marker is None or requirement.marker.evaluate({"extra": one}) for one in ("", *extras)):
@@ -41,7 +41,7 @@ def problems(extras: Iterable[str], modules: Iterable[str]) -> Iterator[str]:
 
 
 def distribution_problem(name: str) -> str | None:
-    """Why a distribution is not usable as far as a build can tell; None if nothing is wrong."""
+    """The reason for which a distribution cannot be used, as far as a build can tell, or None."""
     try:
         importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -51,7 +51,7 @@ def distribution_problem(name: str) -> str | None:
 
 
 def import_problem(name: str) -> str | None:
-    """Why a module cannot be imported; None if it can."""
+    """The error of a module's import, None if it can be imported."""
     try:
         importlib.import_module(name)
     except Exception as error:  # whatever an import runs into
@@ -60,7 +60,7 @@ def import_problem(name: str) -> str | None:
 
 
 def kernels_problem() -> str | None:
-    """Why there are no native kernels; None if there are."""
+    """The reason for which there are no native kernels, None if there are."""
     import torch
 
     from worker.engines.embedded import native

@@ -18,7 +18,7 @@ POLL_S = 0.2
 
 
 async def served_model(url: str) -> str:
-    """Of the first worker that answers."""
+    """The name of the model that the first worker to answer serves."""
     client = await connect(ConnectionOptions(url=url), "await_nats")
     try:
         while True:

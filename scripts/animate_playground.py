@@ -44,7 +44,7 @@ class Film:
     """Screenshots of a page, each with the time for which it is shown.
 
     Attributes:
-        page: What is filmed.
+        page: The page that is filmed.
         frames: Pictures in PNG, and milliseconds.
     """
 

@@ -47,7 +47,7 @@ def problems(wheel: Path) -> Iterator[str]:
 
 
 def library_problems(file: BinaryIO, newest: tuple[int, int]) -> Iterator[str]:
-    """Of one shared library."""
+    """Problems of one shared library."""
     elf = ELFFile(file)
     needed = {tag.needed for tag in elf.get_section_by_name(".dynamic").iter_tags() if tag.entry.d_tag == "DT_NEEDED"}
     for other in sorted(needed - LIBRARIES):

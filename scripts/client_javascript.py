@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from client_arguments import Argument, Described, Spelling, objects, processors
 
 from adapters.catalog import Catalog
+from adapters.catalog.render import with_section
 
 BEGIN = "// Section of the catalogue's processors, written by scripts/generate_clients.py; do not edit."
 END = "// End of the section."
@@ -25,17 +26,9 @@ TYPESCRIPT = Spelling(
 )
 
 
-def with_section(text: str, section: str) -> str:
-    """A file with its section of processors written anew.
-
-    Raises:
-        ValueError: the file lacks one of the markers.
-    """
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"expected the lines {BEGIN!r} and {END!r}")
-    return f"{head}{BEGIN}\n{section}{END}{tail}"
+def with_processors(text: str, section: str) -> str:
+    """A file with its section of processors written anew. Raises `ValueError` without markers."""
+    return with_section(text, f"\n{section}", BEGIN, END)
 
 
 def javascript_section(catalog: Catalog, version: str) -> str:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from client_javascript import javascript_section, typescript_section, with_section
+from client_javascript import javascript_section, typescript_section, with_processors
 from client_python import python_module
 
 import worker
@@ -39,10 +39,10 @@ def generated() -> Mapping[Path, str]:
         PYTHON / "selections.py": COPIED + (ROOT / "adapters" / "client.py").read_text(encoding="utf-8"),
         PYTHON / "version.py": VERSION.format(worker.__version__),
         JAVASCRIPT / "package.json": json.dumps({**package, "version": worker.__version__}, indent=2) + "\n",
-        module: with_section(
+        module: with_processors(
             (ROOT / module).read_text(encoding="utf-8"), javascript_section(catalog, worker.__version__)
         ),
-        types: with_section((ROOT / types).read_text(encoding="utf-8"), typescript_section(catalog)),
+        types: with_processors((ROOT / types).read_text(encoding="utf-8"), typescript_section(catalog)),
     }
 
 

@@ -50,7 +50,7 @@ LARGE = 4_000_000
 
 AT_A_TIME = 4
 ATTEMPTS = 10
-"""To go on with a file, one after another without a byte."""
+"""Attempts to go on with a file, one after another without a byte."""
 
 TIMEOUT_S = 30.0
 PATIENCE_S = 1.0
@@ -120,7 +120,7 @@ def run(command: Sequence[str], log: Path, each_line: Callable[[str], None] = la
 
 
 def say_phase(line: str) -> None:
-    """What pip does now, where it takes long."""
+    """Say a phase of pip's that takes long, found in a line of its output."""
     if re.match(r"\s*Building editable .*: started", line):
         say("building this package ...")
     elif line.startswith("Installing collected packages:"):
@@ -128,7 +128,7 @@ def say_phase(line: str) -> None:
 
 
 def planned(report: Mapping[str, Any]) -> list[Download]:
-    """What pip's installation report names, but for directories on this machine."""
+    """Downloads that pip's installation report names; directories on this machine are none."""
     found = []
     for one in report["install"]:
         source = one["download_info"]
@@ -139,7 +139,7 @@ def planned(report: Mapping[str, Any]) -> list[Download]:
 
 
 def cache_directory() -> Path:
-    """Where large files are kept; the environment itself, if the user's cache cannot be written."""
+    """Directory of large files; the environment itself, if the user's cache cannot be written."""
     base = os.environ.get("XDG_CACHE_HOME") or (os.environ.get("HOME") and f"{os.environ['HOME']}/.cache")
     for directory in [Path(base, "dynamo-logits-worker", "wheels")] if base else []:
         with contextlib.suppress(OSError):

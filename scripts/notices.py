@@ -27,8 +27,8 @@ HEAD = "| --- | --- | --- |\n"
 
 
 def pinned() -> dict[str, Distribution]:
-    """What is installed for the worker, of what ``constraints.txt`` has, by canonical name; without
-    what PyTorch's CUDA build brings, which has a section of its own.
+    """The installed distributions that ``constraints.txt`` pins for the worker, by canonical name;
+    without those of PyTorch's CUDA build, which have a section of their own.
     """
     lines = NOTICES.with_name("constraints.txt").read_text(encoding="utf-8").splitlines()
     names = {canonicalize_name(line.partition("==")[0]) for line in lines if not line.startswith("#")}
@@ -56,7 +56,7 @@ def closure() -> dict[str, Distribution]:
 
 
 def licence(distribution: Distribution) -> str:
-    """In one line. Raises `LookupError` if its metadata do not say."""
+    """The licence in one line. Raises `LookupError` if the metadata do not say."""
     metadata = distribution.metadata
     if metadata["License-Expression"]:
         return str(metadata["License-Expression"])

@@ -25,7 +25,7 @@ START_S = 300.0
 STOP_S = 90.0
 MODEL = "tiny-model"
 LOG_CHARACTERS = 8000
-"""Of the processes' output, shown if it fails."""
+"""Characters of the processes' output that a failure shows."""
 
 
 class Failed(Exception):
@@ -33,7 +33,7 @@ class Failed(Exception):
 
 
 def free_ports(number: int) -> list[int]:
-    """Of loopback, all different."""
+    """Free ports of loopback, all different."""
     sockets = [socket.socket() for _ in range(number)]
     try:
         for each in sockets:
@@ -69,7 +69,7 @@ def environ_in(directory: Path) -> dict[str, str]:
 
 
 def commands(directory: Path, door: int, frontend: int) -> dict[str, list[str]]:
-    """What to start, by name."""
+    """Commands of the processes to start, by name."""
     host = ["--host", "127.0.0.1", "--port", str(door)]
     model = ["--model-path", str(directory / MODEL), "--device", "cpu", "--kv-blocks", "512"]
     return {

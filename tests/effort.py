@@ -1,4 +1,4 @@
-"""How much the tests try: ``DLW_EFFORT`` is ``fast`` (`scripts/test`), ``ci`` (the default) or
+"""The effort of the tests: ``DLW_EFFORT`` is ``fast`` (`scripts/test`), ``ci`` (the default) or
 ``nightly`` (`scripts/test --all`).
 """
 

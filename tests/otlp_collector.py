@@ -14,10 +14,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 @dataclass
 class Collector:
-    """What came, in order.
+    """Requests with spans, in order.
 
     Attributes:
-        url: Where spans are sent.
+        url: Address that spans are sent to.
         received: Each request.
     """
 

@@ -28,10 +28,10 @@ class ServerProcess:
     """A server that is started, killed and started again at the same place.
 
     Args:
-        directory: For state and log.
+        directory: Folder of state and log.
 
     Attributes:
-        port: That clients connect to.
+        port: Port that clients connect to.
     """
 
     port: int
@@ -42,7 +42,7 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def command(self) -> list[str]:
-        """What to run."""
+        """The command line of the server."""
         raise NotImplementedError
 
     def is_ready(self) -> bool:
@@ -87,7 +87,7 @@ class NatsServer(ServerProcess):
     """nats-server with JetStream.
 
     Args:
-        directory: For state and log.
+        directory: Folder of state and log.
         arguments: Further ones.
         config: Text of a configuration file.
     """
@@ -124,7 +124,7 @@ class EtcdServer(ServerProcess):
     """A single etcd.
 
     Args:
-        directory: For state and log.
+        directory: Folder of state and log.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -29,11 +29,11 @@ CORPUS = [
     '{"name":"one","arguments":{"a":1,"b":[true,null,"x"]}} the quick brown fox, the answer: yes or no?',
     "def f(x):\n    return x + 1  # a < b > c [INST] [/INST] Привет, мир! 中文 é 😀😁 \t 0123456789",
 ] * 8
-"""What the tokenizers of `MODELS` are trained on."""
+"""Text that the tokenizers of `MODELS` are trained on."""
 
 
 def _byte_level(*, nfc: bool = False, special: tuple[str, ...] = (), size: int = 420) -> Tokenizer:
-    """As Qwen, Llama 3, DeepSeek and GPT-OSS have: bytes, and pieces that end in a character."""
+    """A tokenizer like that of Qwen, Llama 3, DeepSeek or GPT-OSS: bytes, and pieces of them."""
     tokenizer = Tokenizer(models.BPE())
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -48,7 +48,7 @@ def _byte_level(*, nfc: bool = False, special: tuple[str, ...] = (), size: int =
 
 
 def _byte_fallback(special: tuple[str, ...], plain: tuple[str, ...], *, first_space: bool) -> Tokenizer:
-    """As Llama 2, Mistral and Gemma have: pieces of characters, then a piece for each byte."""
+    """A tokenizer like that of Llama 2, Mistral or Gemma: pieces of characters, and bytes."""
     learned = Tokenizer(models.BPE())
     learned.pre_tokenizer = pre_tokenizers.Metaspace()
     learned.train_from_iterator(CORPUS[:2], trainers.BpeTrainer(vocab_size=150, show_progress=False))
@@ -83,7 +83,7 @@ class Model(NamedTuple):
         make: Makes the tokenizer without its added tokens.
         special: Texts of the special tokens, the end tokens first.
         plain: Texts of added tokens that are not special.
-        num_ends: How many of `special` end an answer.
+        num_ends: Number of those of `special` that end an answer.
         padding: Ids of the row behind the highest one.
     """
 

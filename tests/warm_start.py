@@ -43,9 +43,9 @@ class WarmProcess:
     """A process that was started here, with the part of `subprocess.Popen` that tests need.
 
     Args:
-        argv: As after ``python``.
+        argv: Arguments behind ``python``.
         environ: The whole environment.
-        log: Where it writes; by default with this process.
+        log: File of its output; by default that of this process.
         fds: File descriptors that it inherits; their numbers there are added to `argv`.
     """
 

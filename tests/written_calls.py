@@ -35,6 +35,7 @@ _SPELLED = {
     "mistral": ("[TOOL_CALLS][", '{"name": "%s", "arguments": %s}', ", ", "]"),
     "mistral_args": ("", "[TOOL_CALLS]%s[ARGS]%s", "", ""),
     "qwen3_coder": ("", "<tool_call>\n<function=%s>\n%s</function>\n</tool_call>", "\n", ""),
+    "glm45": ("", "<tool_call>%s\n%s</tool_call>", "\n", ""),
     "deepseek_v3": (_CALLS_BEGIN, _DEEPSEEK_3, "\n", _CALLS_END),
     "deepseek_v3_1": (_CALLS_BEGIN, _DEEPSEEK_3_1, "", _CALLS_END),
     "harmony": (
@@ -88,6 +89,9 @@ def _arguments(spelling: str, arguments: dict[str, Any]) -> str:
         return ", ".join(f"{name}={_python(value)}" for name, value in arguments.items())
     if spelling == "qwen3_coder":
         return "".join(f"<parameter={name}>\n{_raw(value)}\n</parameter>\n" for name, value in arguments.items())
+    if spelling == "glm45":
+        pairs = ((name, _raw(value)) for name, value in arguments.items())
+        return "".join(f"<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>\n" for name, value in pairs)
     return _json(arguments)
 
 
@@ -116,16 +120,23 @@ def read_one(spelling: str, text: str, schema: dict[str, Any]) -> Call:
     return Call(found[1], _read_arguments(spelling, found[2], schema))
 
 
+_ARGUMENT = {
+    "qwen3_coder": r"<parameter=(.*?)>\n(.*?)\n</parameter>\n",
+    "glm45": r"<arg_key>(.*?)</arg_key>\n<arg_value>(.*?)</arg_value>\n",
+}
+"""Regular expressions of one argument between tags."""
+
+
 def _read_arguments(spelling: str, text: str, schema: dict[str, Any]) -> dict[str, Any]:
     if spelling == "pythonic":
         call = ast.parse(f"f({text})", mode="eval").body
         assert isinstance(call, ast.Call)
         assert not call.args
         return {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-    if spelling == "qwen3_coder":
+    if spelling in _ARGUMENT:
         kinds = argument_kinds(schema)
-        found = re.findall(r"<parameter=(.*?)>\n(.*?)\n</parameter>\n", text, re.S)
-        assert "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in found) == text
+        found = re.findall(_ARGUMENT[spelling], text, re.S)
+        assert re.fullmatch(f"(?:{_ARGUMENT[spelling]})*", text, re.S)
         return {name: value_of(value, kinds[name]) for name, value in found}
     read: dict[str, Any] = json.loads(text)
     return read

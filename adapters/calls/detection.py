@@ -15,6 +15,7 @@ from typing import Any
 from adapters.calls.formats import FORMATS, NEUTRAL, CallFormat
 from adapters.calls.template import ChatTemplate, TemplateFailed
 from adapters.calls.writing import written_calls
+from adapters.calls.xml_values import TAGS
 
 _TOOL, _KEY, _VALUE, _RESULT, _SYSTEM = "zqtool", "zqkey", "zqvalue", "zqresult", "zqsystem"
 """Words that no template has of its own."""
@@ -174,16 +175,20 @@ def _spelled_format(template: ChatTemplate, shown: str) -> str | None:
         for wanted in FORMATS.values()
         if wanted.name != NEUTRAL
         for head in _heads(wanted, before)
-        if head in text
+        if head in text and (wanted.arguments not in TAGS or _beginning(wanted) in shown)
     }
     return found[max(found, key=len)] if found else None
 
 
+def _beginning(wanted: CallFormat) -> str:
+    """Beginning of the sentinel's call, with the white space that tells some formats apart."""
+    call = written_calls(wanted, [(_TOOL, {_KEY: _VALUE})])
+    return call[: call.index(_VALUE)] + _VALUE
+
+
 def _heads(wanted: CallFormat, before: str) -> list[str]:
     """Beginnings of the sentinel's call, without white space."""
-    call = written_calls(wanted, [(_TOOL, {_KEY: _VALUE})])
-    behind = call.removeprefix(wanted.openings[0].text)
-    behind = _squeezed(behind[: behind.index(_VALUE)] + _VALUE)
+    behind = _squeezed(_beginning(wanted).removeprefix(wanted.openings[0].text))
     if wanted.channels is not None:  # a template writes the recipient before the channel
         return [f"assistantto=functions.{_TOOL}{wanted.channels.channel}commentary"]
     return [

@@ -15,12 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Notation: TypeAlias = Literal["json", "python", "xml"]
+Notation: TypeAlias = Literal["json", "python", "xml", "pairs"]
 """Notation of arguments.
 
 ``json``: one compact JSON object. ``python``: keyword arguments as in ``a=1, b="x"``, whose values
 are Python literals: JSON with ``None``, ``True`` and ``False``. ``xml``: for each argument
-``<parameter=KEY>\\nVALUE\\n</parameter>\\n``, see `adapters.calls.xml_values`.
+``<parameter=KEY>\\nVALUE\\n</parameter>\\n``. ``pairs``: for each argument
+``<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>\\n``; see `adapters.calls.xml_values`.
 """
 
 NAME = "[A-Za-z0-9_.-]{1,64}"
@@ -176,6 +177,14 @@ _ALL = (
         call_suffix="</function>",
         closing="\n</tool_call>",
         arguments="xml",
+    ),
+    CallFormat(
+        name="glm45",
+        openings=(Opening("<tool_call>", "<tool_call>"),),
+        name_prefix="",
+        name_suffix="\n",
+        call_suffix="</tool_call>",
+        arguments="pairs",
     ),
     CallFormat(
         name="deepseek_v3",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from adapters.calls.formats import CallFormat
-from adapters.calls.xml_values import CLOSE, OPEN, OPENED
+from adapters.calls.xml_values import TAGS
 
 
 def written_calls(wanted: CallFormat, calls: Iterable[tuple[str, Mapping[str, Any] | str]]) -> str:
@@ -33,8 +33,9 @@ def _arguments(wanted: CallFormat, arguments: Mapping[str, Any] | str) -> str:
         return arguments
     if wanted.arguments == "python":
         return ", ".join(f"{name}={_python(value)}" for name, value in arguments.items())
-    if wanted.arguments == "xml":
-        return "".join(f"{OPEN}{name}{OPENED}{_raw(value)}{CLOSE}" for name, value in arguments.items())
+    tags = TAGS.get(wanted.arguments)
+    if tags is not None:
+        return "".join(f"{tags.open}{name}{tags.opened}{_raw(value)}{tags.close}" for name, value in arguments.items())
     return _json(arguments)
 
 

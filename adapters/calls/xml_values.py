@@ -1,9 +1,8 @@
-"""Arguments between tags, as Qwen3-Coder writes them: text for strings, JSON for all else.
+"""Arguments between tags, as Qwen3-Coder and GLM write them: text for strings, JSON for all else.
 
-``<parameter=KEY>\\nVALUE\\n</parameter>\\n`` for each argument; a value never holds
-``\\n</parameter>``. Where a schema allows strings beside other types, the text is that of another
-type if it can be, and a string otherwise; a string that would be read as something else cannot be
-written, so that what was written is always known.
+A value never holds the tag behind it. Where a schema allows strings beside other types, the text is
+that of another type if it can be, and a string otherwise; a string that would be read as something
+else cannot be written, so that what was written is always known.
 """
 
 from __future__ import annotations
@@ -11,15 +10,40 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Set
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 Kind: TypeAlias = Literal["null", "boolean", "number", "string", "array", "object"]
 
-OPEN, OPENED, CLOSE = "<parameter=", ">\n", "\n</parameter>\n"
-"""Texts before a key, behind it, and behind its value."""
 
-STOP = "\n</parameter>"
-"""Text that no value holds."""
+class Tags(NamedTuple):
+    """Texts around the key and the value of each argument.
+
+    Attributes:
+        open: Text before the key.
+        opened: Text between the key and the value.
+        stop: Text behind the value, which no value holds.
+        rest: Text behind `stop`.
+    """
+
+    open: str
+    opened: str
+    stop: str
+    rest: str
+
+    @property
+    def close(self) -> str:
+        """All that is behind the value."""
+        return self.stop + self.rest
+
+
+TagNotation: TypeAlias = Literal["xml", "pairs"]
+"""Notations of arguments between tags."""
+
+TAGS: dict[str, Tags] = {
+    "xml": Tags("<parameter=", ">\n", "\n</parameter>", "\n"),
+    "pairs": Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "\n"),
+}
+"""Tags by notation."""
 
 _PATTERNS: dict[Kind, str] = {
     "null": "null",

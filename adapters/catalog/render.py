@@ -59,16 +59,21 @@ def table(catalog: Catalog) -> str:
 
 
 def with_table(page: str, catalog: Catalog) -> str:
-    """``page`` with its table of processors written anew.
+    """``page`` with its table of processors written anew. Raises `ValueError` as `with_section`."""
+    return with_section(page, f"\n\n{table(catalog)}\n", TABLE_BEGIN, TABLE_END)
+
+
+def with_section(text: str, section: str, begin: str, end: str) -> str:
+    """``text`` with another section between two markers, of which it has the first ones.
 
     Raises:
-        ValueError: the page lacks one of the markers.
+        ValueError: it lacks one of the markers.
     """
-    head, begin, rest = page.partition(TABLE_BEGIN)
-    _, end, tail = rest.partition(TABLE_END)
-    if not begin or not end:
-        raise ValueError(f"expected the lines {TABLE_BEGIN!r} and {TABLE_END!r}")
-    return f"{head}{TABLE_BEGIN}\n\n{table(catalog)}\n{TABLE_END}{tail}"
+    head, first, rest = text.partition(begin)
+    _, last, tail = rest.partition(end)
+    if not first or not last:
+        raise ValueError(f"expected the lines {begin!r} and {end!r}")
+    return f"{head}{begin}{section}{end}{tail}"
 
 
 def arguments(entry: Entry, *, scope: bool = True) -> list[tuple[str, str, str, str]]:

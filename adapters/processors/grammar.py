@@ -19,6 +19,7 @@ import numpy as np
 from llguidance import LLMatcher
 from pydantic import Field
 
+from adapters.calls.xml_values import TagNotation
 from adapters.contract import (
     Allow,
     ArgumentError,
@@ -277,7 +278,7 @@ def _kept_grammar(schema: str, compact: bool) -> str:
     return as_grammar(lark_grammar(json.loads(schema), compact=compact))
 
 
-def arguments_of_call(schema: Any, notation: Literal["python", "xml"]) -> str:
+def arguments_of_call(schema: Any, notation: Literal["python"] | TagNotation) -> str:
     """The grammar, in llguidance's JSON form, of arguments that are written one by one.
 
     Raises:

@@ -48,7 +48,7 @@ class NoRepeatNgram(SteeringProcessor):
         n: Annotated[int, Field(ge=1, le=256, description="Length of the n-gram in tokens.")]
         over: Annotated[
             Literal["prompt_and_generated", "generated"],
-            Field(description="Where the first occurrence may be."),
+            Field(description="Text in which the first occurrence may be."),
         ] = "prompt_and_generated"
 
     def __init__(self, args: Args, context: Context) -> None:

@@ -33,7 +33,9 @@ class Xtc(ShapingProcessor):
 
     class Args(ProcessorArgs):
         threshold: float = Field(default=0.1, ge=0.0, le=1.0, description="Least probability of a top choice.")
-        probability: float = Field(ge=0.0, le=1.0, description="How often the top choices are excluded.")
+        probability: float = Field(
+            ge=0.0, le=1.0, description="Share of the steps at which the top choices are excluded."
+        )
 
     def __init__(self, args: Args, context: Context) -> None:
         self.threshold = args.threshold

@@ -83,7 +83,7 @@ class StructuralTag(GrammarProcessor):
     argument = "format"
 
     class Args(ProcessorArgs):
-        format: TriggeredTags = Field(description="As in XGrammar's structural tags.")
+        format: TriggeredTags = Field(description="Triggers and tags, named as XGrammar's structural tags name them.")
 
     @classmethod
     def grammar(cls, args: Args, vocabulary: Vocabulary) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from llguidance import LLMatcher
 from pydantic import Field
 
+from adapters.calls.xml_values import TagNotation
 from adapters.contract import ArgumentError, ProcessorArgs
 from adapters.grammars.json_schema import MAX_GRAMMAR, literal
 from adapters.processors.grammar import MAX_SOURCE, JsonSchema, arguments_of_call
@@ -33,7 +34,9 @@ class RegexContent(ProcessorArgs):
     """Text that a regular expression matches as a whole."""
 
     type: Literal["regex"]
-    pattern: str = Field(min_length=1, max_length=MAX_SOURCE, description="In the syntax of Rust's regex crate.")
+    pattern: str = Field(
+        min_length=1, max_length=MAX_SOURCE, description="Regular expression in the syntax of Rust's regex crate."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ class StructuralSource:
             raise ArgumentError(self._argument, f"{of}: {error.problem}") from error
         return self._added(made)
 
-    def arguments(self, schema: dict[str, Any], notation: Literal["python", "xml"], of: str) -> str:
+    def arguments(self, schema: dict[str, Any], notation: Literal["python"] | TagNotation, of: str) -> str:
         """Lark expression of the arguments of a call that are written one by one.
 
         Args:

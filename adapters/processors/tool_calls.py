@@ -35,6 +35,7 @@ _FormatName: TypeAlias = Literal[
     "mistral",
     "mistral_args",
     "qwen3_coder",
+    "glm45",
     "deepseek_v3",
     "deepseek_v3_1",
     "harmony",
@@ -64,7 +65,7 @@ class ToolCalls(GrammarProcessor):
     argument = "tools"
 
     class Args(ProcessorArgs):
-        format: _FormatName = Field(description="How the model writes calls.")
+        format: _FormatName = Field(description="Format in which the model writes calls.")
         tools: list[Tool] = Field(min_length=1, max_length=MAX_TAGS, description="The functions.")
         choice: Literal["auto", "required", "none"] = Field(
             default="auto", description="Whether the model may or must call."
@@ -74,7 +75,7 @@ class ToolCalls(GrammarProcessor):
         )
         parallel: bool = Field(default=True, description="More than one call is allowed.")
         answer: JsonContent | RegexContent | None = Field(
-            default=None, description="What an answer without calls is; by default free text."
+            default=None, description="Format of an answer without calls; by default free text."
         )
 
         @model_validator(mode="after")

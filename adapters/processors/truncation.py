@@ -118,7 +118,7 @@ class TopK(_RowWise):
     stage = Stage.TRUNCATION
 
     class Args(ProcessorArgs):
-        k: int = Field(ge=-1, le=MAX_INT, description="How many tokens to keep; 0 or -1 keeps all, 1 is greedy.")
+        k: int = Field(ge=-1, le=MAX_INT, description="Number of tokens to keep; 0 or -1 keeps all, 1 is greedy.")
 
     def __init__(self, args: Args, context: Context) -> None:
         self.k = max(args.k, 0)

@@ -31,7 +31,7 @@ export interface JsonContent {
 export interface RegexContent {
   /** type */
   type: "regex";
-  /** In the syntax of Rust's regex crate (text of 1 to 1048576 characters). */
+  /** Regular expression in the syntax of Rust's regex crate (text of 1 to 1048576 characters). */
   pattern: string;
 }
 
@@ -211,7 +211,7 @@ export interface BanScriptsArguments {
 export interface NoRepeatNgramArguments {
   /** Length of the n-gram in tokens (integer 1 to 256). */
   n: number;
-  /** Where the first occurrence may be. Default "prompt_and_generated". */
+  /** Text in which the first occurrence may be. Default "prompt_and_generated". */
   over?: "prompt_and_generated" | "generated";
   /** Part of the generation that it applies to. Default "all". */
   scope?: "all" | "thinking" | "answer";
@@ -271,7 +271,7 @@ export interface GrammarArguments {
 
 /** Lets the model write freely, and holds it to a grammar wherever it starts a tag. */
 export interface StructuralTagArguments {
-  /** As in XGrammar's structural tags (TriggeredTags). */
+  /** Triggers and tags, named as XGrammar's structural tags name them (TriggeredTags). */
   format: TriggeredTags;
   /** Part of the generation that it applies to. Default "all". */
   scope?: "all" | "answer";
@@ -279,8 +279,8 @@ export interface StructuralTagArguments {
 
 /** Holds every tool call to the name of a tool and to the JSON Schema of its parameters. */
 export interface ToolCallsArguments {
-  /** How the model writes calls. */
-  format: "hermes" | "llama3_json" | "pythonic" | "mistral" | "mistral_args" | "qwen3_coder" | "deepseek_v3" | "deepseek_v3_1" | "harmony" | "phi4" | "functionary_v3_1" | "functionary_v3_2" | "nemotron_deci" | "neutral";
+  /** Format in which the model writes calls. */
+  format: "hermes" | "llama3_json" | "pythonic" | "mistral" | "mistral_args" | "qwen3_coder" | "glm45" | "deepseek_v3" | "deepseek_v3_1" | "harmony" | "phi4" | "functionary_v3_1" | "functionary_v3_2" | "nemotron_deci" | "neutral";
   /** The functions (list of 1 to 128 Tool). */
   tools: ReadonlyArray<Tool>;
   /** Whether the model may or must call. Default "auto". */
@@ -289,7 +289,7 @@ export interface ToolCallsArguments {
   tool?: string | null;
   /** More than one call is allowed. Default true. */
   parallel?: boolean;
-  /** What an answer without calls is; by default free text (JsonContent or RegexContent). */
+  /** Format of an answer without calls; by default free text (JsonContent or RegexContent). */
   answer?: JsonContent | RegexContent | null;
   /** Part of the generation that it applies to. Default "all". */
   scope?: "all" | "answer";
@@ -387,7 +387,7 @@ export interface DynamicTemperatureArguments {
 
 /** Keeps the k tokens with the highest logits. */
 export interface TopKArguments {
-  /** How many tokens to keep; 0 or -1 keeps all, 1 is greedy (integer -1 to 2147483647). */
+  /** Number of tokens to keep; 0 or -1 keeps all, 1 is greedy (integer -1 to 2147483647). */
   k: number;
   /** Part of the generation that it applies to. Default "all". */
   scope?: "all" | "thinking" | "answer";
@@ -453,7 +453,7 @@ export interface EtaCutoffArguments {
 export interface XtcArguments {
   /** Least probability of a top choice (number 0 to 1). Default 0.1. */
   threshold?: number;
-  /** How often the top choices are excluded (number 0 to 1). */
+  /** Share of the steps at which the top choices are excluded (number 0 to 1). */
   probability: number;
   /** Part of the generation that it applies to. Default "all". */
   scope?: "all" | "thinking" | "answer";

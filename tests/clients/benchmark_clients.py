@@ -16,10 +16,10 @@ def run_benchmark(client: str, url: str, model: str, checkpoint: Path, directory
 
     Args:
         client: One of `BENCHMARKS`.
-        url: Where the worker's API is, with ``/v1``.
-        model: Its name there.
+        url: Address of the worker's API, with ``/v1``.
+        model: Name of the model that the worker serves.
         checkpoint: Directory with its tokenizer.
-        directory: Where it may write.
+        directory: Folder in which the benchmark may write.
 
     Raises:
         AssertionError: it failed, or one of its requests did.

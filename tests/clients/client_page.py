@@ -30,10 +30,10 @@ class Program:
     """A program of the page.
 
     Attributes:
-        client: Whose it is.
-        suffix: Of the file that it becomes.
-        text: Its source.
-        output: What the page says that it prints; None if the page does not say.
+        client: Name of the client.
+        suffix: Suffix of the program's file.
+        text: Source of the program.
+        output: Text that the page says it prints; None if the page does not say.
         server: Commands that start what it asks, if that is not the worker.
     """
 
@@ -61,7 +61,7 @@ def programs() -> list[Program]:
 
 
 def run_program(program: Program, url: str, directory: Path) -> str:
-    """What a program prints when the worker is at ``url``.
+    """The output of a program when the worker is at ``url``.
 
     Raises:
         AssertionError: it fails, with what it printed.

@@ -43,7 +43,7 @@ streamed chats, 100 tokens in and 32 out, 4 at a time.
 
 
 def _tried(what: str, action: Callable[[], object]) -> str:
-    """What went wrong, which is said; empty if nothing did."""
+    """The failures, which are said; empty if nothing went wrong."""
     try:
         action()
     except Exception as error:  # the boundary of a client: the others are run too
@@ -53,7 +53,7 @@ def _tried(what: str, action: Callable[[], object]) -> str:
 
 
 def cells(client: str, served: LaunchedScript, checkpoint: Path) -> dict[str, str]:
-    """What is in each column of a client's row, which is run."""
+    """The cells of a client's row; the client is run."""
     passed: Counter[str] = Counter()
     total: Counter[str] = Counter()
 

@@ -35,7 +35,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compared(checkpoint: Path, directory: Path) -> dict[str, Any]:
-    """What the harness gets of the served model and of its own."""
+    """The harness's results with the served model and with its own."""
     python = str(environment_of("lm-eval") / "bin" / "python")
     variables = {"MODEL_PATH": str(checkpoint), "WORKER_DTYPE": "float32"}
     with launched(directory, *WORKER, variables=variables, script="agg.sh") as script:

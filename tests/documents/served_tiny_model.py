@@ -10,20 +10,20 @@ from typing import Any
 
 import httpx
 from document_pages import ROOT
+from rewritten_requests import rewritten
 
 from adapters.catalog import ANNOTATION, Catalog, parse_selection
 from worker.engines.embedded import Engine
 from worker.frontdoor.error_forms import error_body
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
-from worker.frontdoor.requests import rewritten
-from worker.frontdoor.tools import CallFormat
+from worker.frontdoor.tools import ToolCallSettings
 from worker.sampling import SamplingParams
 
 MAX_TOKENS = 200
 sys.path.append(str(ROOT / "examples" / "custom_processor"))
 CATALOG = Catalog.load(options=["acme/digit_limit=acme_processors:DigitLimit"])
-CALLS = CallFormat("hermes")
+CALLS = ToolCallSettings("hermes")
 
 
 def sent_to_the_worker(path: str, body: bytes) -> dict[str, Any]:

@@ -66,6 +66,18 @@ def test_a_call_that_must_come(door: Door) -> None:
     assert calls_of(ask(door, tools=TOOLS, tool_choice=named, parallel_tool_calls=False)) == ["weather_tomorrow"]
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("name", list(CITIES))
+def test_a_call_of_an_allowed_tool(door: Door, name: str) -> None:
+    for mode, begun in (("required", {}), ("auto", BEGUN)):
+        choice = ask(door, tools=TOOLS, tool_choice=allowed(mode, name), parallel_tool_calls=False, extra_body=begun)
+        assert calls_of(choice) == [name]
+
+
 def test_a_call_in_a_stream(door: Door) -> None:
     with door.client() as client:
         stream = client.chat.completions.create(  # type: ignore[call-overload]
@@ -74,14 +86,15 @@ def test_a_call_in_a_stream(door: Door) -> None:
             max_tokens=120,
             stream=True,
             tools=TOOLS,
-            tool_choice="required",
+            tool_choice=allowed("required", "weather_tomorrow"),
             parallel_tool_calls=False,
         )
         deltas = [chunk.choices[0].delta for chunk in stream if chunk.choices]
     calls = [call for delta in deltas for call in delta.tool_calls or ()]
     names = [call.function.name for call in calls if call.function and call.function.name]
     arguments = "".join(call.function.arguments or "" for call in calls if call.function)
-    assert [json.loads(arguments)["where"]["city"]] == [CITIES[name] for name in names]
+    assert names == ["weather_tomorrow"]
+    assert json.loads(arguments)["where"]["city"] == CITIES["weather_tomorrow"]
     assert "tool_call" not in "".join(delta.content or "" for delta in deltas)
 
 

@@ -1,4 +1,4 @@
-"""What `k8s/Dockerfile` installs, and an environment of just that."""
+"""The packages that `k8s/Dockerfile` installs, and an environment of just those."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stage(name: str) -> list[str]:
 
 
 def commands(name: str) -> list[str]:
-    """What the stage's RUN instructions run, one by one."""
+    """The commands of the stage's RUN instructions, one by one."""
     runs = [line.removeprefix("RUN ") for line in stage(name) if line.startswith("RUN ")]
     return [command.strip() for run in runs for command in run.split("&&")]
 
@@ -42,12 +42,12 @@ def install_command(name: str) -> str:
 
 
 def extras(name: str) -> set[str]:
-    """Of the worker, which the stage installs."""
+    """Extras of the worker that the stage installs."""
     return {extra for found in re.findall(r"\[([\w,-]+)\]", install_command(name)) for extra in found.split(",")}
 
 
 def requirements(names: Iterable[str]) -> list[Requirement]:
-    """Of the worker, with these extras."""
+    """Requirements of the worker, with these extras."""
     texts = [*PROJECT["dependencies"], *(text for one in names for text in PROJECT["optional-dependencies"][one])]
     return [Requirement(text) for text in texts]
 

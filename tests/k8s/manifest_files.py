@@ -27,7 +27,7 @@ OPERATOR_ENVIRON = {
 }
 
 SECRETS = {("dlw-pool", "secret"): "7" * 64}
-"""What is in the Secrets that k8s/README.md has one make, by name and key."""
+"""Contents of the Secrets that k8s/README.md has one make, by name and key."""
 
 
 def load_schema() -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Component:
 
 
 def components(*types: str) -> list[Component]:
-    """Of all graphs, those of the given types."""
+    """The components of the given types, of all graphs."""
     found = []
     for name in GRAPHS:
         spec = load_graph(name)["spec"]

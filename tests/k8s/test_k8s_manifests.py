@@ -1,4 +1,4 @@
-"""What the manifests say holds for the worker as it is: command lines, ports, grace periods,
+"""The manifests fit the worker as it is: command lines, ports, grace periods,
 images.
 """
 
@@ -78,7 +78,7 @@ def test_the_front_door_is_what_others_reach(component: Component) -> None:
 
 @each_frontend
 def test_the_frontend_refuses_large_bodies(component: Component) -> None:
-    """As with the launch scripts; `test_k8s_processes.py` sees it refuse one."""
+    """The limit is the launch scripts'; `test_k8s_processes.py` sees a body refused."""
     launched = re.search(r"DYN_HTTP_BODY_LIMIT_MB:-(\d+)", (REPOSITORY / "launch/lib.sh").read_text())
     assert launched is not None
     assert door_options(component).body_limit_mib == int(launched[1])
@@ -111,7 +111,7 @@ def test_the_grace_period_covers_the_drain(component: Component) -> None:
 
 
 def parse_drain_timeout(component: Component) -> float:
-    """Of the command line without its role, which has no part in it."""
+    """The drain's timeout on the command line; the role has no part in it."""
     args = component.main["args"]
     if "--disaggregation-mode" in args:
         at = args.index("--disaggregation-mode")
@@ -136,12 +136,29 @@ def test_replicas_are_spread_over_nodes(component: Component) -> None:
 
 @each_component
 def test_what_is_mounted_is_there(component: Component) -> None:
-    mounts = {mount["name"]: mount["mountPath"] for mount in component.main["volumeMounts"]}
-    assert mounts.keys() == {volume["name"] for volume in component.pod["volumes"]}
-    assert component.environ["HOME"] == mounts["tmp"] == "/tmp"
-    if component.type in WORKERS:
-        model = component.main["args"][component.main["args"].index("--model-path") + 1]
-        assert Path(model).parent == Path(mounts["models"])
+    mounted = [mounts(container) for container in component.pod["containers"]]
+    assert set().union(*mounted) == {volume["name"] for volume in component.pod["volumes"]}
+    assert component.environ["HOME"] == "/tmp"
+    assert {each["tmp"]["mountPath"] for each in mounted} == {"/tmp"}
+
+
+def mounts(container: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {mount["name"]: mount for mount in container["volumeMounts"]}
+
+
+@each_worker
+def test_the_worker_and_the_front_door_read_the_same_model(component: Component) -> None:
+    """The front door finds the format of tool calls in the model's chat template."""
+    (frontend,) = (each for each in components("frontend") if each.graph == component.graph)
+    model = door_options(frontend).model_path
+    assert model == worker_arguments(component).model_path
+    for part, container in ((component, component.main), (frontend, frontend.door)):
+        mount = mounts(container)["models"]
+        assert Path(mount["mountPath"]) == Path(str(model)).parent
+        assert mount["readOnly"] is True
+        (claim,) = (one["persistentVolumeClaim"] for one in part.pod["volumes"] if one["name"] == "models")
+        assert claim["claimName"] == models()[0]["metadata"]["name"]
+    assert mounts(component.main)["models"] == mounts(frontend.door)["models"]
 
 
 @each_component

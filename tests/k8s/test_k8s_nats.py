@@ -40,7 +40,7 @@ OF_OTHERS = {"ScaledObject", "PodMonitor", "PrometheusRule"}
 NAME, PART_OF = "app.kubernetes.io/name", "app.kubernetes.io/part-of"
 WORKERS = ("dlw-worker", "dlw-batch-worker")
 PASSWORDS = {"worker": "p1e5", "app": "p2e5", "batch": "p3e5"}
-"""What is in the Secret that k8s/README.md has one make; numbers they are not."""
+"""Contents of the Secret that k8s/README.md has one make: texts, not numbers."""
 
 each_worker = pytest.mark.parametrize("name", WORKERS)
 

@@ -20,6 +20,7 @@ import yaml
 from manifest_files import FOLDER, REPOSITORY, WORKERS, Component, load_graph, load_schema
 
 from worker.arguments import parse_arguments
+from worker.frontdoor.options import parse_options
 from worker.metrics import OUTCOMES
 
 OVERLAYS = {"cpu": ("embedded", "cpu"), "gpu": ("embedded", "cuda"), "trtllm": ("trtllm", "auto")}
@@ -88,8 +89,9 @@ def test_kubernetes_refuses_a_misspelt_field() -> None:
 
 @each_overlay
 def test_the_worker_reads_its_command_line(overlay: str) -> None:
-    _, worker = components(overlay)
+    frontend, worker = components(overlay)
     arguments = parse_arguments(worker.main["args"], worker.environ)
+    assert parse_options(frontend.door["args"], {}).model_path == arguments.model_path
     assert (arguments.engine, arguments.device) == OVERLAYS[overlay]
     assert worker.main["resources"]["limits"].get("nvidia.com/gpu") == (None if overlay == "cpu" else "1")
     assert ("scalingAdapter" in worker.fields) == (overlay != "trtllm")

@@ -73,6 +73,8 @@ def test_probes_answer_and_the_pod_ends_in_time(stack: Stack) -> None:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
         status, answer = http(f"{stack.url}/v1/chat/completions", body)
         assert (status, "Hello world!" in answer) == (200, True), answer
+        status, answer = http(f"{stack.url}/detokenize", {"model": MODEL, "tokens": [5]})
+        assert (status, "prompt" in answer) == (200, True), answer  # the front door has the model's files
         assert http(f"{stack.url}/v1/chat/completions", {**body, "user": "a" * 2**21})[0] == 413
         assert http(f"{stack.url}/v1/chat/completions", {**body, "suffix": "a"})[0] == 400
         worker.signal(signal.SIGTERM)

@@ -11,6 +11,7 @@ import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rewritten_requests import rewritten
 from test_frontdoor_server import CATALOG, CHAT_BODY, WAIT_S, error_of, get, house, post, say_ok
 
 from adapters.contract import MAX_LIST
@@ -211,7 +212,7 @@ async def test_large_bodies_are_read_beside_the_event_loop(monkeypatch: pytest.M
 
 def refused(body: bytes) -> Refused:
     with pytest.raises(Refused) as found:
-        requests.rewritten(CHAT, body, {}, CATALOG)
+        rewritten(CHAT, body, {}, CATALOG)
     return found.value
 
 

@@ -11,7 +11,7 @@ import pytest
 from worker.errors import ConfigurationError, StartupError
 from worker.frontdoor.__main__ import api_keys, make_front_door
 from worker.frontdoor.options import OPTIONS, parse_options
-from worker.frontdoor.tools import CallFormat
+from worker.frontdoor.tools import ToolCallSettings
 
 UPSTREAM = ("--upstream", "http://127.0.0.1:1, http://[::1]:2/")
 
@@ -57,29 +57,29 @@ def test_third_party_processors_are_the_workers() -> None:
     ("argv", "environ", "expected"),
     [
         ([], {}, None),
-        (["--", "--dyn-tool-call-parser", "hermes"], {}, CallFormat("hermes", frontend_parses=True)),
+        (["--", "--dyn-tool-call-parser", "hermes"], {}, ToolCallSettings("hermes", frontend_parses=True)),
         (
             ["--", "--dyn-tool-call-parser=a", "--dyn-tool-call-parser", "phi4"],
             {},
-            CallFormat("phi4", frontend_parses=True),
+            ToolCallSettings("phi4", frontend_parses=True),
         ),
         (
             ["--", "--dyn-reasoning-parser=qwen3"],
             {"DYN_TOOL_CALL_PARSER": "hermes"},
-            CallFormat("hermes", "answer", frontend_parses=True),
+            ToolCallSettings("hermes", "answer", frontend_parses=True),
         ),
         (["--", "--dyn-tool-call-parser", "kimi_k2"], {}, None),
-        (["--tool-call-format", "harmony", "--", "--dyn-reasoning-parser=gpt_oss"], {}, CallFormat("harmony")),
+        (["--tool-call-format", "harmony", "--", "--dyn-reasoning-parser=gpt_oss"], {}, ToolCallSettings("harmony")),
         (["--tool-call-format", "none", "--", "--dyn-tool-call-parser", "hermes"], {}, None),
         (
             ["--tool-call-format", "mistral"],
             {"DYN_TOOL_CALL_PARSER": "hermes"},
-            CallFormat("mistral", frontend_parses=True),
+            ToolCallSettings("mistral", frontend_parses=True),
         ),
     ],
 )
 def test_the_format_of_calls_is_the_workers(
-    argv: list[str], environ: dict[str, str], expected: CallFormat | None
+    argv: list[str], environ: dict[str, str], expected: ToolCallSettings | None
 ) -> None:
     assert parse_options([*UPSTREAM, *argv], environ).calls == expected
 

@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from rewritten_requests import rewritten
 
 from adapters.catalog import ANNOTATION, Catalog, parse_selection
 from worker.frontdoor import field_checks
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, FIELDS, TABLES
-from worker.frontdoor.requests import METADATA_HEADER, rewritten
-from worker.frontdoor.tool_reading import needs_chunks
-from worker.frontdoor.tools import CallFormat
+from worker.frontdoor.requests import METADATA_HEADER
+from worker.frontdoor.tool_reading import needs_chunks, tool_reading
+from worker.frontdoor.tools import ToolCallSettings
 
 CATALOG = Catalog.default()
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -33,11 +34,11 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type":
 MIN_TOKENS = {"name": "min_tokens", "args": {"n": 3}}
 
 
-HERMES = CallFormat("hermes")
+HERMES = ToolCallSettings("hermes")
 
 
 def sent(
-    path: str = CHAT, headers: dict[bytes, bytes] | None = None, calls: CallFormat | None = None, **fields: Any
+    path: str = CHAT, headers: dict[bytes, bytes] | None = None, calls: ToolCallSettings | None = None, **fields: Any
 ) -> Any:
     """What the frontend gets of a request with these fields beside the required ones."""
     body = json.dumps({**BASE[path], **fields}).encode()
@@ -46,7 +47,7 @@ def sent(
 
 
 def refusal(
-    path: str = CHAT, headers: dict[bytes, bytes] | None = None, calls: CallFormat | None = None, **fields: Any
+    path: str = CHAT, headers: dict[bytes, bytes] | None = None, calls: ToolCallSettings | None = None, **fields: Any
 ) -> Refused:
     with pytest.raises(Refused) as caught:
         sent(path, headers, calls, **fields)
@@ -125,6 +126,13 @@ def test_a_structural_tag_becomes_the_processor(wanted: Any) -> None:
 
 NAMED = {"type": "function", "function": {"name": "f"}}
 OTHER = {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}}
+ENTRY = {"type": "function", "function": {"name": "g"}}
+
+
+def allowing(allowed: Any) -> dict[str, Any]:
+    return {"tools": [TOOL, OTHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+
+
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "auto": ({}, {"choice": "auto"}, {}),
     "null": ({"tool_choice": None, "parallel_tool_calls": None}, {"choice": "auto"}, {}),
@@ -169,8 +177,42 @@ def test_tools_become_the_processor(name: str) -> None:
     assert {key: value for key, value in body.items() if key == "tool_choice"} == kept
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("calls", [HERMES, None], ids=str)
+def test_allowed_tools_are_the_only_ones(mode: str, calls: ToolCallSettings | None) -> None:
+    fields = allowing({"mode": mode, "tools": [ENTRY]})
+    body = sent(calls=calls, **fields)
+    assert body["tools"] == [OTHER]
+    if calls is None:
+        assert body["tool_choice"] == mode
+        return
+    (processor,) = selected(body)["processors"]
+    assert [each["name"] for each in processor["args"]["tools"]] == ["g"]
+    assert processor["args"]["choice"] == mode
+    reading = tool_reading({**BASE[CHAT], **fields}, calls)
+    assert reading is not None
+    assert (list(reading.tools), reading.only_calls) == (["g"], mode == "required")
+
+
+def test_paths_are_those_among_all_tools() -> None:
+    bad = {"type": "function", "function": {"name": "g", "parameters": 5}}
+    found = refusal(calls=HERMES, **{**allowing({"mode": "auto", "tools": [ENTRY]}), "tools": [TOOL, bad]})
+    assert str(found.param).startswith("tools[1].function.parameters")
+    assert found.message.startswith(f"{found.param}: ")
+
+
+@given(st.permutations(["a", "b", "c", "d"]), st.lists(st.sampled_from("abcd"), min_size=1), st.booleans())
+def test_any_choice_of_tools_leaves_them_in_order(names: list[str], allowed: list[str], required: bool) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    listed = [{"type": "function", "function": {"name": name}} for name in allowed]
+    choice = {"mode": "required" if required else "auto", "tools": listed}
+    body = sent(tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": choice})
+    assert body["tools"] == [tool for tool in tools if tool in listed]
+    assert body["tool_choice"] == choice["mode"]
+
+
 def test_tools_of_a_model_that_thinks_bind_its_answer() -> None:
-    (processor,) = selected(sent(calls=CallFormat("mistral", "answer"), tools=[TOOL]))["processors"]
+    (processor,) = selected(sent(calls=ToolCallSettings("mistral", "answer"), tools=[TOOL]))["processors"]
     assert processor["args"]["scope"] == "answer"
     assert processor["args"]["format"] == "mistral"
 
@@ -178,7 +220,7 @@ def test_tools_of_a_model_that_thinks_bind_its_answer() -> None:
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}], ids=str)
 def test_a_frontend_with_a_parser_leaves_calls_as_text(choice: Any) -> None:
     """None keeps it from parsing the stream; the processor has the client's choice."""
-    format = CallFormat("hermes", frontend_parses=True)
+    format = ToolCallSettings("hermes", frontend_parses=True)
     body = sent(calls=format, tools=[TOOL], tool_choice=choice)
     assert (body["tool_choice"], body["tools"]) == ("none", [TOOL])
     (processor,) = selected(body)["processors"]
@@ -191,9 +233,11 @@ def test_tools_that_may_not_be_called_are_not_shown() -> None:
 
 
 def test_marks_that_are_special_tokens_stay_in_the_text() -> None:
-    assert sent(calls=CallFormat("mistral"), tools=[TOOL])["skip_special_tokens"] is False
-    assert sent(calls=CallFormat("mistral"), tools=[TOOL], skip_special_tokens=True)["skip_special_tokens"] is False
-    assert "skip_special_tokens" not in sent(calls=CallFormat("mistral"), tools=[TOOL], tool_choice="none")
+    assert sent(calls=ToolCallSettings("mistral"), tools=[TOOL])["skip_special_tokens"] is False
+    assert (
+        sent(calls=ToolCallSettings("mistral"), tools=[TOOL], skip_special_tokens=True)["skip_special_tokens"] is False
+    )
+    assert "skip_special_tokens" not in sent(calls=ToolCallSettings("mistral"), tools=[TOOL], tool_choice="none")
     assert "skip_special_tokens" not in sent(calls=HERMES, tools=[TOOL])
 
 
@@ -212,7 +256,7 @@ def test_marks_that_are_special_tokens_stay_in_the_text() -> None:
     ],
 )
 def test_which_chats_are_made_of_chunks(
-    fields: dict[str, Any], calls: CallFormat | None, parses: bool, expected: bool
+    fields: dict[str, Any], calls: ToolCallSettings | None, parses: bool, expected: bool
 ) -> None:
     assert needs_chunks(fields, calls, parses=parses) is expected
 
@@ -396,10 +440,35 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"response_format": {"type": "structural_tag", "structures": [], "triggers": ["a"]}},
         "response_format.tags",
     ),
-    "allowed tools": (
+    "choice's type": (CHAT, {"tools": [TOOL], "tool_choice": {"type": "custom", "name": "f"}}, "tool_choice.type"),
+    "allowed tools": (CHAT, allowing(None), "tool_choice.allowed_tools"),
+    "Responses' allowed tools": (
         CHAT,
-        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
-        "tool_choice.type",
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+        "tool_choice.mode",
+    ),
+    "mode of allowed tools": (CHAT, allowing({"mode": "none", "tools": [ENTRY]}), "tool_choice.allowed_tools.mode"),
+    "no tool allowed": (CHAT, allowing({"mode": "auto", "tools": []}), "tool_choice.allowed_tools.tools"),
+    "a schema in an allowed tool": (
+        CHAT,
+        allowing({"mode": "auto", "tools": [OTHER]}),
+        "tool_choice.allowed_tools.tools[0].function.parameters",
+    ),
+    "an unknown allowed tool": (
+        CHAT,
+        allowing({"mode": "required", "tools": [ENTRY, {"type": "function", "function": {"name": "h"}}]}),
+        "tool_choice.allowed_tools.tools[1].function.name",
+    ),
+    "allowed tools of none": (
+        CHAT,
+        {**allowing({"mode": "auto", "tools": [ENTRY]}), "tools": []},
+        "tool_choice.allowed_tools.tools[0].function.name",
+    ),
+    "allowed tools of no list": (CHAT, {**allowing({"mode": "auto", "tools": [ENTRY]}), "tools": 5}, "tools"),
+    "JSON beside allowed tools that must be called": (
+        CHAT,
+        {**allowing({"mode": "required", "tools": [ENTRY]}), "response_format": {"type": "json_object"}},
+        "response_format",
     ),
     "one call at a time": (CHAT, {"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
     "obfuscation": (CHAT, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
@@ -553,7 +622,7 @@ JSON = st.recursive(
 
 
 @given(path=st.sampled_from(sorted(TABLES)), calls=st.sampled_from([None, HERMES]), data=st.data())
-def test_any_request_is_refused_or_sent_on(path: str, calls: CallFormat | None, data: st.DataObject) -> None:
+def test_any_request_is_refused_or_sent_on(path: str, calls: ToolCallSettings | None, data: st.DataObject) -> None:
     """Nothing is lost: what is not sent on under its name is selected, or asked for nothing."""
     fields = data.draw(st.dictionaries(st.sampled_from(sorted(TABLES[path])) | st.text(max_size=4), JSON, max_size=4))
     try:

@@ -56,6 +56,26 @@ async def test_usage_comes_as_the_client_asks(options: Any) -> None:
     assert has_usage == ([USAGE] if options and options["include_usage"] else [])
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_only_calls_of_allowed_tools_are_read(stream: bool) -> None:
+    """A call of another tool is free text to the grammar of this format, and so to the reader."""
+    other = {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}}
+    text = "<function=f>{}</function><function=g>{}</function>"
+    chunks = [*map(chunk_of, text), *CHUNKS[-2:]]
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]}
+    fields = {**TOOLS, "tools": [TOOL, other], "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+    async with house(says(*chunks), tool_call_format="functionary_v3_1") as at:
+        answer = await at.ask(post(encoded({**fields, "stream": stream})))
+        assert body_of(at)["tools"] == [other]
+    if stream:
+        found = [each["choices"][0]["delta"] for each in events(answer)[:-1] if each["choices"]]
+    else:
+        found = [json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["message"]]
+    calls = [call["function"]["name"] for each in found for call in each.get("tool_calls") or () if call.get("id")]
+    assert calls == ["g"]
+    assert "".join(each.get("content") or "" for each in found) == "<function=f>{}</function>"
+
+
 async def test_a_forced_call_is_the_processor_s_alone() -> None:
     """The frontend is told nothing that it would parse."""
     for extra, choice in (([], "auto"), (["--dyn-tool-call-parser", "hermes"], "none")):

@@ -17,6 +17,8 @@ from worker.__main__ import main
 from worker.models import DEFAULT_MODEL, model_cache
 from worker.models.checkpoint import FORMAT
 from worker.models.default_model import _GGUF_SHA256
+from worker.replay.prompt import read_prompt
+from worker.replay.recorded import RecordedReceipt
 from worker.requests.receipts import TokenDigest
 from worker.tiny_model import write_tiny_model
 
@@ -241,6 +243,41 @@ async def test_prompts_as_text_and_as_a_request_body(
     assert await files.replay(answer.receipt, text) == 0
     assert await files.replay(answer.receipt, "Hello you") == 2
     assert "error: prompt_digest: the receipt is of another prompt" in capsys.readouterr().err
+
+
+TEMPLATE_VARIABLES = ("style", "a", "reasoning_effort", "thinking", "enable_thinking", "thinking_mode")
+VARIABLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "kwargs": ({"chat_template_kwargs": {"style": "terse"}}, {"style": "terse"}),
+    "args": ({"chat_template_args": {"style": "terse"}}, {"style": "terse"}),
+    "effort": ({"chat_template_kwargs": {"a": 1}, "reasoning_effort": "low"}, {"a": 1, "reasoning_effort": "low"}),
+    "no thinking": (
+        {"thinking": {"type": "disabled"}},
+        {"thinking": False, "enable_thinking": False, "thinking_mode": "disabled"},
+    ),
+    "thinking": ({"thinking": True}, {"thinking": True, "enable_thinking": True, "thinking_mode": "enabled"}),
+    "adaptive": ({"thinking": {"type": "adaptive"}}, {"thinking_mode": "adaptive"}),
+}
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+async def test_a_body_is_rendered_with_the_variables_of_its_request(
+    name: str, receipt: dict[str, Any], tmp_path: Path, model: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    fields, variables = VARIABLES[name]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "".join(f"{name}={{{{ {name} | default('unset') }}}} " for name in TEMPLATE_VARIABLES)
+        + "{{ messages[0].content }}"
+    )
+    messages = [{"role": "user", "content": "Hello there"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
+    assert not any(f"{variable}=unset" in text for variable in variables)
+    prompt = tokenizer.encode(text, add_special_tokens=False)
+    (tmp_path / "body.json").write_text(json.dumps({"messages": messages, **fields}))
+    record = RecordedReceipt.model_validate({**receipt, "prompt_digest": str(TokenDigest(prompt))})
+    assert read_prompt(tmp_path / "body.json", record, tokenizer) == prompt
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from responses_requests import CALL, OTHER, REASONING, RESULT, SCHEMA, TOOL, said, translated, user
+from rewritten_requests import rewritten
 
 from adapters.catalog import Catalog
 from worker.frontdoor.chunks import error_of
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.fields import CHAT
-from worker.frontdoor.requests import rewritten
 from worker.frontdoor.responses.kinds import LOGPROBS
 
 CATALOG = Catalog.default()
@@ -109,14 +109,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
         "tool_choice.function",
     ),
-    "mode of tools": (
-        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "none", "tools": []}},
-        "tool_choice.mode",
-    ),
-    "no tool allowed": (
-        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
-        "tool_choice.tools",
-    ),
     "another tool allowed": (
         {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [OTHER]}},
         "tool_choice.tools[0].description",
@@ -133,6 +125,11 @@ def test_refusals_name_the_path(name: str) -> None:
     assert caught.value.message.startswith(f"{param}: ")
 
 
+def allowing(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "name": name} for name in names]
+    return {"tools": [TOOL, OTHER], "tool_choice": {"type": "allowed_tools", "mode": mode, "tools": tools}}
+
+
 IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": 3}, "logit_bias"),
     ({"input": [{"role": "user", "content": []}]}, "input[0].content"),
@@ -140,6 +137,9 @@ IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL], "tool_choice": "required", "text": {"format": {"type": "json_object"}}}, "text.format"),
     ({"logits_processors": [{"name": "no_such"}]}, "logits_processors[0].name"),
     ({"nvext": {"use_raw_prompt": True}}, "nvext.use_raw_prompt"),
+    (allowing("none", "f"), "tool_choice.mode"),
+    (allowing("auto"), "tool_choice.tools"),
+    (allowing("auto", "f", "h"), "tool_choice.tools[1].name"),
 ]
 
 

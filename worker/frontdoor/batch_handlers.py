@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from worker.frontdoor.batches.requests import batch_listing, file_listing, new_batch
+from worker.frontdoor.batches.service import BatchService
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.exchange import Exchange, Handler
 from worker.frontdoor.fields import CHAT, COMPLETIONS
@@ -20,8 +21,7 @@ READ_AT_ONCE = 256 * 1024
 
 async def upload_file(exchange: Exchange) -> None:
     """POST /v1/files."""
-    service = exchange.door.batch_service()
-    _check_query(exchange)
+    service = _service(exchange)
     assert exchange.upload is not None
     content_type = exchange.head.headers.get(b"content-type", b"")
     file = await service.add_file(exchange.owner, content_type, exchange.upload)
@@ -37,16 +37,14 @@ async def list_files(exchange: Exchange) -> None:
 
 async def get_file(exchange: Exchange) -> None:
     """GET /v1/files/{id}."""
-    service = exchange.door.batch_service()
-    _check_query(exchange)
+    service = _service(exchange)
     file = await service.file(exchange.owner, exchange.names["id"])
     await exchange.answer(200, file.as_json())
 
 
 async def delete_file(exchange: Exchange) -> None:
     """DELETE /v1/files/{id}."""
-    service = exchange.door.batch_service()
-    _check_query(exchange)
+    service = _service(exchange)
     file_id = exchange.names["id"]
     await service.delete_file(exchange.owner, file_id)
     await exchange.answer(200, {"id": file_id, "object": "file", "deleted": True})
@@ -54,8 +52,7 @@ async def delete_file(exchange: Exchange) -> None:
 
 async def get_content(exchange: Exchange) -> None:
     """GET /v1/files/{id}/content."""
-    service = exchange.door.batch_service()
-    _check_query(exchange)
+    service = _service(exchange)
     with await service.open_content(exchange.owner, exchange.names["id"]) as content:
         await exchange.begin_events(b"application/octet-stream")
         while block := await asyncio.to_thread(content.read, READ_AT_ONCE):
@@ -65,8 +62,7 @@ async def get_content(exchange: Exchange) -> None:
 
 async def create_batch(exchange: Exchange) -> None:
     """POST /v1/batches."""
-    service = exchange.door.batch_service()
-    _check_query(exchange)
+    service = _service(exchange)
     endpoints = [path for path in ENDPOINTS if exchange.door.routes.at(path) is not None]
     batch = await service.add_batch(exchange.owner, new_batch(exchange.fields(), endpoints))
     await exchange.answer(200, batch.as_json())
@@ -81,16 +77,14 @@ async def list_batches(exchange: Exchange) -> None:
 
 async def get_batch(exchange: Exchange) -> None:
     """GET /v1/batches/{id}."""
-    service = exchange.door.batch_service()
-    _check_query(exchange)
+    service = _service(exchange)
     batch = await service.batch(exchange.owner, exchange.names["id"])
     await exchange.answer(200, batch.as_json())
 
 
 async def cancel_batch(exchange: Exchange) -> None:
     """POST /v1/batches/{id}/cancel."""
-    service = exchange.door.batch_service()
-    _check_query(exchange)
+    service = _service(exchange)
     if exchange.body and exchange.fields():
         raise Refused(400, "a cancellation has no fields")
     batch = await service.cancel_batch(exchange.owner, exchange.names["id"])
@@ -110,7 +104,9 @@ BATCH_HANDLERS: Mapping[tuple[str, str], Handler] = {
 }
 
 
-def _check_query(exchange: Exchange) -> None:
-    """Raises `FieldRefused` for parameters where there are none."""
+def _service(exchange: Exchange) -> BatchService:
+    """The service of a path without parameters. Raises `FieldRefused` if there are any."""
+    service = exchange.door.batch_service()
     for name in exchange.query:
         raise FieldRefused(name[:60], "no parameter of this path")
+    return service

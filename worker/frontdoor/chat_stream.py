@@ -66,7 +66,7 @@ async def chat(
         Refused: no chunk has come: a field is refused, or the frontend answers with an error.
         AnswerFailed: the answer ended before its end.
     """
-    reading = tool_reading(fields, caller.door.options.calls)
+    reading = tool_reading(fields, caller.door.calls)
     stage = None if reading is None or path != CHAT else reading.stage()
     chunks = await ask(caller, fields, path)
     has_begun = False

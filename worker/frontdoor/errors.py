@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 INVALID = "invalid_request_error"
@@ -36,6 +37,18 @@ class Refused(Exception):
         self.kind = kind
         self.code = code
         self.headers = headers
+
+    def renamed(self, path: Callable[[str], str]) -> Refused:
+        """The refusal of a request in which the field has another path.
+
+        Args:
+            path: Function from `param` to that path.
+        """
+        if self.param is None:
+            return self
+        param = path(self.param)
+        message = self.message.replace(self.param, param, 1)
+        return Refused(self.status, message, param, kind=self.kind, code=self.code, headers=self.headers)
 
     def content(self) -> dict[str, Any]:
         """The answer's JSON object, in OpenAI's form."""

@@ -17,7 +17,6 @@ from urllib.parse import parse_qsl
 
 from worker.frontdoor.answering import Asker
 from worker.frontdoor.errors import FieldRefused, Refused
-from worker.frontdoor.field_checks import printable
 from worker.frontdoor.http import COMMENT, INTERIM, Document, chunk, stream_head
 from worker.frontdoor.request_intake import AdmittedRequest
 from worker.frontdoor.request_reader import Head
@@ -25,6 +24,7 @@ from worker.frontdoor.requests import parsed
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.server import FrontDoor
 from worker.frontdoor.uploads import Upload
+from worker.frontdoor.values import printable
 
 logger = logging.getLogger(__name__)
 

@@ -5,21 +5,24 @@ refuse, or fail on it.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from adapters.catalog import MAX_CHOICES
 from worker.frontdoor.errors import FieldRefused
+from worker.frontdoor.tool_choice import allowed_places, forces_call, is_allowed_tools
+from worker.frontdoor.values import Object, keys_within, printable
 from worker.sampling import Control
 
-Body = dict[str, Any]
+Body = Object
 Check = Callable[[Any, Body], None]
 """Raises `FieldRefused` for a value, given the whole request."""
 
 GUIDES = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 
 
+@cache
 def is_before_1_6(version: str | None = None) -> bool:
     """Whether Dynamo's frontend is older than 1.6; False where it is not installed.
 
@@ -62,15 +65,7 @@ def stops(name: str) -> Check:
 def _known_keys(path: str, value: Any, known: tuple[str, ...]) -> None:
     """Refuse the keys of an object that the frontend would drop."""
     if isinstance(value, dict):
-        for key, each in value.items():
-            if key not in known and each is not None:
-                raise FieldRefused(f"{path}.{printable(key)}", f"unknown field; known are {', '.join(known)}")
-
-
-def printable(key: str) -> str:
-    """A client's key or value for a message: at most 60 characters of printable ASCII."""
-    text = json.dumps(key)[1:-1]
-    return text if len(text) <= 60 else text[:57] + "..."
+        keys_within(path, value, known)
 
 
 _PART_KEYS = ("type", "text", "prompt_cache_breakpoint")
@@ -101,7 +96,8 @@ def messages(value: Any, body: Body) -> None:
         content = message.get("content")
         if not isinstance(content, str | list | None):
             raise FieldRefused(f"{path}.content", f"must be a text or a list of parts, got {type(content).__name__}")
-        _calls(f"{path}.tool_calls", message.get("tool_calls"))
+        if message.get("tool_calls") is not None:
+            _calls(f"{path}.tool_calls", message["tool_calls"])
         if content == []:
             raise FieldRefused(f"{path}.content", "must have at least one part")
         for j, part in enumerate(content if isinstance(content, list) else ()):
@@ -114,7 +110,7 @@ def messages(value: Any, body: Body) -> None:
 def _calls(path: str, value: Any) -> None:
     """Check the calls of a message, which may become text before the frontend sees them."""
     _must_be(path, value, list, "a list of calls")
-    for i, call in enumerate(value or ()):
+    for i, call in enumerate(value):
         if not isinstance(call, dict):
             raise FieldRefused(f"{path}[{i}]", f"must be an object, got {type(call).__name__}")
         kind, function = call.get("type"), call.get("function")
@@ -177,16 +173,14 @@ def tools(value: Any, body: Body) -> None:
             _must_be(f"{path}.function.strict", function.get("strict"), bool, "true or false")
 
 
-def forces_call(body: Body) -> bool:
-    """Whether ``tool_choice`` asks for a call, of any tool or of one."""
-    choice = body.get("tool_choice")
-    return choice == "required" or isinstance(choice, dict)
-
-
 def tool_choice(value: Any, body: Body) -> None:
-    if isinstance(value, dict) and value.get("type") != "function":
-        raise FieldRefused("tool_choice.type", f"must be function, got {printable(str(value.get('type')))}")
-    _known_keys("tool_choice", value, ("type", "function"))
+    if is_allowed_tools(value):
+        allowed_places(body)
+    elif isinstance(value, dict):
+        if value.get("type") != "function":
+            kind = printable(str(value.get("type")))
+            raise FieldRefused("tool_choice.type", f"must be function or allowed_tools, got {kind}")
+        keys_within("tool_choice", value, ("type", "function"))
     if forces_call(body) and not body.get("tools"):
         raise FieldRefused("tool_choice", "forces a call, and there are no tools")
 

@@ -145,7 +145,8 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         (CHAT,),
         "honoured",
         "Runs as the processor tool_calls, a function as one call of it; without a format of calls a forced call runs "
-        "as json_schema, and none only leaves out the tools. Refused: allowed_tools, custom.",
+        "as json_schema, and none only leaves out the tools. allowed_tools leaves out the others, with the mode auto "
+        "or required. Refused: custom.",
         field_checks.tool_choice,
     ),
     _row(

@@ -18,7 +18,7 @@ from worker.arguments.values import matching, text
 from worker.errors import ConfigurationError
 from worker.frontdoor.call_formats import AUTO, NONE, Model, special_tokens_of, support_of
 from worker.frontdoor.field_checks import is_before_1_6
-from worker.frontdoor.tools import CallFormat
+from worker.frontdoor.tools import ToolCallSettings
 from worker.frontdoor.upstreams import Upstream
 
 ENVIRONMENT_PREFIX = "FRONT_DOOR_"
@@ -200,7 +200,7 @@ class Options:
         return self.dyn_tool_call_parser == "hermes" and is_before_1_6()
 
     @property
-    def calls(self) -> CallFormat | None:
+    def calls(self) -> ToolCallSettings | None:
         """Format in which the models write tool calls, None if calls are not held to anything."""
         wanted = self.tool_call_format
         if wanted == AUTO and self.dyn_tool_call_parser is not None:
@@ -211,7 +211,7 @@ class Options:
         has_channels = FORMATS[support.format].channels is not None  # of which one has the thinking
         scope: Scope = "answer" if self.dyn_reasoning_parser and not has_channels else "all"
         left_out = None if support.is_whole else support
-        return CallFormat(
+        return ToolCallSettings(
             support.format,
             scope,
             frontend_parses=self.dyn_tool_call_parser is not None,

@@ -8,6 +8,7 @@ the request of another.
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
 
@@ -23,13 +24,13 @@ _ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
 def new_request_id() -> bytes:
     """An id that no other request has."""
-    return uuid.uuid4().hex.encode()
+    return os.urandom(16).hex().encode()
 
 
-def request_id_of(head: Head) -> bytes:
-    """The client's ``x-request-id``, if it is up to 200 printable characters; else a new id."""
-    given = head.headers.get(REQUEST_ID, b"")
-    return given if _ID.fullmatch(given) else new_request_id()
+def request_id_of(head: Head, otherwise: bytes) -> bytes:
+    """The client's ``x-request-id`` if it is up to 200 printable characters, else ``otherwise``."""
+    given = head.headers.get(REQUEST_ID)
+    return otherwise if given is None or _ID.fullmatch(given) is None else given
 
 
 def id_lines(head: Head, request_id: bytes, key_label: bytes, choice: int = 0) -> bytes:

@@ -138,7 +138,7 @@ class RequestIntake:
         return None
 
     def _begin(self, head: Head, too_slow: Callable[[Refused], None]) -> None:
-        self.head, self.request_id = head, request_id_of(head)
+        self.head, self.request_id = head, request_id_of(head, self.request_id)
         if not head.target.startswith(b"/"):
             raise Refused(400, "the request's target must be a path")
         path = head.target.partition(b"?")[0].decode("latin-1")

@@ -5,23 +5,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from adapters.catalog import ANNOTATION, MAX_CHOICES, METADATA_KEY, Catalog, Selection, SelectionError, parse_selection
 from adapters.strict_json import RepeatedKey, read_object
 from worker.errors import InvalidRequest
 from worker.frontdoor.errors import FieldRefused, Refused
-from worker.frontdoor.field_checks import Body, printable
+from worker.frontdoor.field_checks import Body
 from worker.frontdoor.field_processors import FieldProcessor, bias_as_processor, controls_as_processors
 from worker.frontdoor.fields import ClientField, tables
 from worker.frontdoor.guides import guide_as_processor
+from worker.frontdoor.tool_choice import allowed_places, with_allowed_tools
 from worker.frontdoor.tool_texts import write_tools_as_text
 from worker.frontdoor.tools import (
-    CallFormat,
+    ToolCallSettings,
     check_without_format,
     structural_tag_as_processor,
     tools_as_processor,
 )
+from worker.frontdoor.values import printable
 from worker.requests.fields import client_annotations
 from worker.sampling import SamplingParams
 
@@ -33,12 +36,13 @@ TOO_DEEP = "the body is nested too deep"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
-def rewritten(
+def rewritten_fields(
     path: str,
-    body: bytes,
+    fields: Body,
     headers: Mapping[bytes, bytes],
     catalog: Catalog,
-    calls: CallFormat | None = None,
+    calls: ToolCallSettings | None = None,
+    body: bytes | None = None,
     *,
     carries_guides: bool = False,
     max_bytes: int | None = None,
@@ -48,10 +52,11 @@ def rewritten(
 
     Args:
         path: A key of `TABLES`.
-        body: Bytes that the client sent.
+        fields: The client's fields, which are changed.
         headers: Headers of the request, names in lower case.
         catalog: The processors that requests may name.
-        calls: Format in which the models write tool calls, None if that is not known.
+        calls: Settings of the models' tool calls, None if their format is not known.
+        body: Encoding of the fields, which is sent on as it is if nothing is changed.
         carries_guides: Guides become processors, so that the frontend migrates the request.
         max_bytes: Limit for the bodies of several choices together.
         record: Class whose controls are fields of requests.
@@ -60,52 +65,18 @@ def rewritten(
         Refused: 400, naming the field, for what would be dropped or would fail behind; 413 beyond
             ``max_bytes``.
     """
-    return rewritten_fields(
-        path,
-        parsed(body),
-        headers,
-        catalog,
-        calls,
-        body,
-        carries_guides=carries_guides,
-        max_bytes=max_bytes,
-        record=record,
-    )
-
-
-def rewritten_fields(
-    path: str,
-    fields: Body,
-    headers: Mapping[bytes, bytes],
-    catalog: Catalog,
-    calls: CallFormat | None = None,
-    body: bytes | None = None,
-    *,
-    carries_guides: bool = False,
-    max_bytes: int | None = None,
-    record: type[SamplingParams] = SamplingParams,
-) -> tuple[bytes, ...]:
-    """Bodies of `rewritten`, made of parsed fields, which are changed.
-
-    Args:
-        path: A key of `TABLES`.
-        fields: The client's fields.
-        headers: See `rewritten`.
-        catalog: See `rewritten`.
-        calls: See `rewritten`.
-        body: Encoding of the fields, which is sent on as it is if nothing is changed.
-        carries_guides: See `rewritten`.
-        max_bytes: See `rewritten`.
-        record: See `rewritten`.
-
-    Raises:
-        Refused: see `rewritten`.
-    """
     try:
         _check(path, tables(record)[path], fields)
-        changed = _rewrite(
-            tables(record)[path], fields, headers, catalog, calls, carries_guides and METADATA_HEADER not in headers
-        )
+        allowed = allowed_places(fields)
+        if allowed is not None:
+            fields.update(with_allowed_tools(fields))
+        guided = carries_guides and METADATA_HEADER not in headers
+        try:
+            changed = _rewrite(tables(record)[path], fields, headers, catalog, calls, guided) or allowed is not None
+        except FieldRefused as refused:
+            if allowed is None:
+                raise
+            raise refused.renamed(partial(_among_all_tools, allowed)) from None
         changed |= "n" in fields
         num_choices = fields.pop("n", 1)
         first = _encoded(fields) if changed or body is None else body
@@ -120,12 +91,21 @@ def rewritten_fields(
         raise Refused(400, TOO_DEEP) from None
 
 
+_TOOL = re.compile(r"tools\[(\d+)\](.*)", re.DOTALL)
+
+
+def _among_all_tools(allowed: Sequence[int], path: str) -> str:
+    """The path of a tool in the client's request, for that among the allowed ones."""
+    found = _TOOL.fullmatch(path)
+    return path if found is None else f"tools[{allowed[int(found[1])]}]{found[2]}"
+
+
 def _rewrite(
     table: Mapping[str, ClientField],
     fields: Body,
     headers: Mapping[bytes, bytes],
     catalog: Catalog,
-    calls: CallFormat | None,
+    calls: ToolCallSettings | None,
     carries_guides: bool,
 ) -> bool:
     """Make ``fields`` those of the frontend; whether that changed them."""
@@ -140,7 +120,7 @@ def _rewrite(
 
 
 def _as_processors(
-    table: Mapping[str, ClientField], fields: Body, calls: CallFormat | None, carries_guides: bool
+    table: Mapping[str, ClientField], fields: Body, calls: ToolCallSettings | None, carries_guides: bool
 ) -> list[FieldProcessor]:
     """The processors of ``fields``; what the frontend no longer needs of them is taken out."""
     if calls is None:

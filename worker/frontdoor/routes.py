@@ -17,8 +17,8 @@ from worker import __version__
 from worker.frontdoor.elsewhere import instead_of
 from worker.frontdoor.error_forms import ErrorForm
 from worker.frontdoor.errors import Refused
-from worker.frontdoor.field_checks import printable
 from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES, ClientField
+from worker.frontdoor.values import printable
 
 By = Literal["checked", "frontend", "health", "metrics", "document", "handler"]
 

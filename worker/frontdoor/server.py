@@ -70,6 +70,7 @@ class FrontDoor:
             **page,
         }
         self.texts = Texts(options.model_path)
+        self.calls = options.calls
         self.cors = Cors(options.cors_origins)
         self.connections: set[OpenConnection] = set()
         self.bodies = Bodies(self.max_body, options.body_rate_kib_s * 1024, options.body_timeout_s, time.monotonic)
@@ -138,7 +139,7 @@ class FrontDoor:
         fields = parsed(body)
         if is_translated(path, fields):
             return fields
-        if path == CHAT and needs_chunks(fields, self.options.calls, parses=self.options.frontend_misreads):
+        if path == CHAT and needs_chunks(fields, self.calls, parses=self.options.frontend_misreads):
             return fields
         return self._rewritten(path, fields, head, body)
 
@@ -152,7 +153,7 @@ class FrontDoor:
             fields,
             head.headers,
             self._catalog,
-            self.options.calls,
+            self.calls,
             body,
             carries_guides=self.options.carries_guides,
             max_bytes=self.max_body,

@@ -8,10 +8,10 @@ from typing import Any
 from worker import __version__
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.exchange import Exchange
-from worker.frontdoor.field_checks import printable
 from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.summaries import Source, reply_of
 from worker.frontdoor.tokens import prompt_tokens
+from worker.frontdoor.values import printable
 
 _OF_PROMPTS = ("model", "prompt", "add_special_tokens", "return_token_strs")
 _OF_CHATS = (

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from adapters.calls import FORMATS
-from adapters.calls import CallFormat as Spelling
+from adapters.calls import FORMATS, CallFormat
+from adapters.calls.xml_values import TAGS
 from adapters.grammars.json_schema import SchemaRefused, argument_kinds
 from worker.frontdoor.calls import CallParser, Kinds
-from worker.frontdoor.field_checks import Body, forces_call
+from worker.frontdoor.field_checks import Body
+from worker.frontdoor.tool_choice import forces_call, with_allowed_tools
 from worker.frontdoor.tool_stage import ToolStage
-from worker.frontdoor.tools import CallFormat
+from worker.frontdoor.tools import ToolCallSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class ToolReading:
         short_ids: Whether the chat template refuses other ids of calls than short ones.
     """
 
-    spelling: Spelling
+    spelling: CallFormat
     tools: Mapping[str, Kinds]
     only_calls: bool
     hidden: frozenset[str]
@@ -40,7 +41,7 @@ class ToolReading:
         return ToolStage(parser, short_ids=self.short_ids)
 
 
-def needs_chunks(fields: Body, calls: CallFormat | None, *, parses: bool) -> bool:
+def needs_chunks(fields: Body, calls: ToolCallSettings | None, *, parses: bool) -> bool:
     """Whether the answer to a chat is made of chunks, rather than forwarded byte for byte.
 
     Args:
@@ -55,16 +56,19 @@ def needs_chunks(fields: Body, calls: CallFormat | None, *, parses: bool) -> boo
     return parses and not fields.get("stream")
 
 
-def tool_reading(fields: Body, calls: CallFormat | None) -> ToolReading | None:
+def tool_reading(fields: Body, calls: ToolCallSettings | None) -> ToolReading | None:
     """Reading of the calls in the answer to a request; None if the front door reads none.
 
     Args:
         fields: Fields of the client's request.
         calls: Format in which the models write calls, None if it is not known.
+
+    Raises:
+        FieldRefused: ``tool_choice`` allows tools that there are not.
     """
-    tools = fields.get("tools")
-    if calls is None or not isinstance(tools, list) or fields.get("tool_choice") == "none":
+    if calls is None or not isinstance(fields.get("tools"), list) or fields.get("tool_choice") == "none":
         return None
+    tools = with_allowed_tools(fields)["tools"]
     functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
     spelling = FORMATS[calls.name]
     kinds = {
@@ -79,8 +83,8 @@ def tool_reading(fields: Body, calls: CallFormat | None) -> ToolReading | None:
     return ToolReading(spelling, kinds, forces_call(fields), hidden, short_ids)
 
 
-def _kinds(schema: Any, spelling: Spelling) -> Kinds:
-    if spelling.arguments != "xml" or not isinstance(schema, dict):
+def _kinds(schema: Any, spelling: CallFormat) -> Kinds:
+    if spelling.arguments not in TAGS or not isinstance(schema, dict):
         return {}
     try:
         return argument_kinds({**schema, "type": "object"})

@@ -19,16 +19,17 @@ from adapters.client import from_openai_tools, processor
 from adapters.contract import Scope
 from adapters.processors.structural import format_of
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import Body, forces_call
+from worker.frontdoor.field_checks import Body
 from worker.frontdoor.field_processors import FieldProcessor
+from worker.frontdoor.tool_choice import forces_call
 
 
 @dataclass(frozen=True, slots=True)
-class CallFormat:
-    """Format in which the served models write tool calls.
+class ToolCallSettings:
+    """Settings of the served models' tool calls: how they are written, and what else reads them.
 
     Attributes:
-        name: ``format`` of the processor ``tool_calls``.
+        name: Name of the format in `FORMATS`, ``format`` of the processor ``tool_calls``.
         scope: ``answer`` for models that think.
         frontend_parses: Whether Dynamo's frontend would parse calls too, since the workers have a
             parser of theirs.
@@ -66,7 +67,7 @@ def check_without_format(fields: Body) -> None:
             )
 
 
-def tools_as_processor(fields: Body, format: CallFormat) -> FieldProcessor | None:
+def tools_as_processor(fields: Body, format: ToolCallSettings) -> FieldProcessor | None:
     """The processor that holds calls to ``tools``; None without tools.
 
     What the processor now does is taken out of ``fields``: a ``tool_choice`` that forces a call, in
@@ -97,7 +98,7 @@ def tools_as_processor(fields: Body, format: CallFormat) -> FieldProcessor | Non
     return FieldProcessor(made, _client_path)
 
 
-def _leave_calls_as_text(fields: Body, format: CallFormat) -> None:
+def _leave_calls_as_text(fields: Body, format: ToolCallSettings) -> None:
     """Have the frontend leave calls in the text, special tokens among them.
 
     A forced call would be a JSON Schema of its own to the frontend. ``none`` keeps it from parsing
@@ -115,7 +116,7 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _scope(format: CallFormat) -> dict[str, Any]:
+def _scope(format: ToolCallSettings) -> dict[str, Any]:
     return {} if format.scope == "all" else {"scope": format.scope}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,36 @@ def _encodings(content: str, tokenizer: Any) -> list[Sequence[int]]:
     if isinstance(data, dict) and isinstance(data.get("prompt"), str):
         texts = [data["prompt"]]
     elif isinstance(data, dict) and isinstance(data.get("messages"), list):
-        options = {"tools": data.get("tools"), **(data.get("chat_template_args") or {})}
         try:
             made = tokenizer.apply_chat_template(
-                data["messages"], add_generation_prompt=True, tokenize=False, **options
+                data["messages"],
+                tools=data.get("tools"),
+                add_generation_prompt=True,
+                tokenize=False,
+                **_template_variables(data),
             )
         except Exception as error:  # the boundary of the checkpoint's chat template
             raise ConfigurationError(f"--prompt-file: the chat template failed: {error}") from None
         texts = [made]
     return [tokenizer.encode(text, add_special_tokens=special) for text in texts for special in (False, True)]
+
+
+def _template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat template's own variables, as Dynamo's frontend makes them of a body's fields."""
+    variables = dict(body.get("chat_template_args") or body.get("chat_template_kwargs") or {})
+    thinking = body.get("thinking")
+    mode = (
+        thinking.get("type")
+        if isinstance(thinking, dict)
+        else {True: "enabled", False: "disabled", None: None}[thinking]
+    )
+    if mode in ("enabled", "disabled"):
+        variables |= dict.fromkeys(("thinking", "enable_thinking"), mode == "enabled")
+    if mode is not None:
+        variables["thinking_mode"] = mode
+    if body.get("reasoning_effort") is not None:
+        variables["reasoning_effort"] = body["reasoning_effort"]
+    return variables
 
 
 def _are_ids(data: object) -> bool:

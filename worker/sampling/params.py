@@ -9,9 +9,8 @@ the engine.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from adapters.contract import MAX_INT
@@ -20,7 +19,7 @@ from adapters.processors.length import MinTokens
 from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens
 from adapters.processors.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
 from adapters.processors.repetition import NoRepeatNgram
-from adapters.processors.structural import StructuralTag, format_of
+from adapters.processors.structural import StructuralTag
 from adapters.processors.thinking import ThinkingBudget
 from adapters.processors.truncation import MinP, Temperature, TopK, TopP
 from worker.sampling.control import (
@@ -34,6 +33,7 @@ from worker.sampling.control import (
     refused,
     sampling_controls,
 )
+from worker.sampling.guides import GuidedDecodingParams, structural_format
 
 MAX_LOGPROBS = 100
 """Largest top-n of log probabilities, TensorRT-LLM's limit."""
@@ -43,38 +43,6 @@ _BEAMS = "this worker has no beam search"
 _OUTPUT = "this worker returns token ids and log probabilities only"
 _TEXT = "the engine works on token ids; the runtime applies it"
 _DECAY = "this worker does not decay top_p"
-
-
-def structural_format(tag: Any) -> Any:
-    """The argument of `StructuralTag` for a structural tag: JSON text, or its data.
-
-    Raises:
-        ValueError, RecursionError: it is text that is not JSON.
-    """
-    return format_of(json.loads(tag) if isinstance(tag, str) else tag)
-
-
-@dataclass(slots=True, kw_only=True)
-class GuidedDecodingParams:
-    """A grammar for the answer; at most one field may be set. TensorRT-LLM's, with `choice`."""
-
-    json: str | dict[str, Any] | bool | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool = False
-    structural_tag: str | dict[str, Any] | None = None
-
-    @property
-    def given(self) -> list[str]:
-        """Names of the fields that are set."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        return [name for name, value in values.items() if value is not None and (name == "json" or value is not False)]
-
-    def validate(self) -> None:
-        """Raises `ValueError` if more than one kind of guide is set."""
-        if len(self.given) > 1:
-            raise ValueError(f"guided_decoding takes one guide, got {' and '.join(self.given)}")
 
 
 @dataclass(slots=True, kw_only=True)

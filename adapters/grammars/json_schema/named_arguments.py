@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from adapters.calls.xml_values import CLOSE, OPEN, OPENED, STOP, Kind, no_strings
+from adapters.calls.xml_values import TAGS, Kind, TagNotation, Tags, no_strings
 from adapters.grammars.json_schema.decimals import Numbers
 from adapters.grammars.json_schema.emission import MAX_WORK, Grammar
 from adapters.grammars.json_schema.goals import ReachableGoals
@@ -16,7 +16,7 @@ from adapters.grammars.json_schema.sequences import MemberSequence
 from adapters.grammars.json_schema.shapes import TRUE, Booleans, Goal, Items, Null, SchemaRefused, Texts
 from adapters.grammars.json_schema.terminals import literal, literal_terminal, terminal
 
-Notation: TypeAlias = Literal["python", "xml"]
+Notation: TypeAlias = Literal["python"] | TagNotation
 
 _KINDS: dict[type[GrammarShape], Kind] = {
     Null: "null",
@@ -37,15 +37,16 @@ def arguments_grammar(schema: Any, notation: Notation) -> str:
 
     Args:
         schema: A JSON Schema, as Python's `json` reads it.
-        notation: ``python``: ``a=1, b="x"``; ``xml``: see `adapters.calls.xml_values`.
+        notation: ``python``: ``a=1, b="x"``; ``xml``, ``pairs``: see `adapters.calls.xml_values`.
 
     Raises:
         SchemaRefused: it is malformed, or cannot be enforced exactly in this notation.
     """
-    kind = {"python": _PythonArguments, "xml": _XmlArguments}[notation]
     try:
         with limited(MAX_WORK):
-            return kind(schema, compact=True).lark()
+            if notation == "python":
+                return _PythonArguments(schema, compact=True).lark()
+            return _TaggedArguments(schema, TAGS[notation]).lark()
     except TooComplex as error:
         raise SchemaRefused(f"#: a pattern {error}") from None
     except RecursionError:
@@ -119,36 +120,37 @@ class _PythonArguments(_NamedArguments):
         return f"{self._source.terminal(literal_terminal(f'{name}='))} {self._rule(value)}"
 
 
-class _XmlArguments(_NamedArguments):
+class _TaggedArguments(_NamedArguments):
     """Arguments between tags."""
 
     separator: ClassVar = ""
 
-    def __init__(self, schema: Any, compact: bool) -> None:
-        super().__init__(schema, compact)
+    def __init__(self, schema: Any, tags: Tags) -> None:
+        super().__init__(schema, compact=True)
+        self._tags = tags
         self._kinds = _kinds_of(self._goals)
 
     def _member(self, name: str, value: Goal, place: str) -> str:
         if set(name) & set(">\n"):
             raise SchemaRefused(f"{place}/properties: {name!r} cannot be written in a tag")
-        opening = self._source.terminal(literal_terminal(f"{OPEN}{name}{OPENED}"))
+        opening = self._source.terminal(literal_terminal(f"{self._tags.open}{name}{self._tags.opened}"))
         return f"{opening} ({' | '.join(self._values(name, value))})"
 
     def _values(self, name: str, goal: Goal) -> Iterator[str]:
         """Sources of the values of an argument, each with the end of the tag."""
         place, kinds = self._goals.place(goal), self._kinds[name]
         if "string" not in kinds:
-            yield f"{self._rule(goal)} {self._source.terminal(literal_terminal(CLOSE))}"
+            yield f"{self._rule(goal)} {self._source.terminal(literal_terminal(self._tags.close))}"
             return
-        closing = self._source.terminal(literal_terminal(CLOSE))
+        closing = self._source.terminal(literal_terminal(self._tags.close))
         if goal == TRUE:
             self._uses_any = True
             yield f"(any_array | any_object) {closing}"
-        texts = [_raw(ANYTHING, kinds)] if goal == TRUE else list[str]()
+        texts = [_raw(ANYTHING, kinds, self._tags.stop)] if goal == TRUE else list[str]()
         texts += ["ANY_OTHER"] if goal == TRUE else []
         for shape in filter(self._productive.has_value, self._goals.shapes(goal)):
             if isinstance(shape, Texts):
-                texts.append(_raw(shape.as_language(), kinds))
+                texts.append(_raw(shape.as_language(), kinds, self._tags.stop))
             elif isinstance(shape, Object):
                 yield f"{self._object(shape, place)} {closing}"
             elif isinstance(shape, Items):
@@ -160,7 +162,7 @@ class _XmlArguments(_NamedArguments):
         if texts:
             # One lexeme, which ends at the first end of a tag: a number may also begin a text.
             whole = " | ".join(f"({text})" for text in texts)
-            yield self._lazy(f"({whole}) {literal_terminal(CLOSE)}")
+            yield self._lazy(f"({whole}) {literal_terminal(self._tags.close)}")
 
     def _lazy(self, source: str) -> str:
         (name,) = self._source.names(1)
@@ -168,7 +170,7 @@ class _XmlArguments(_NamedArguments):
         return name
 
 
-def _raw(language: Language, kinds: frozenset[Kind]) -> str:
+def _raw(language: Language, kinds: frozenset[Kind], stop: str) -> str:
     other = no_strings(kinds)
     without = f" & ~/{other}/" if other else ""
-    return f"({terminal(language, raw=True)}) & ~/(?s:.*){literal(STOP)}(?s:.*)/{without}"
+    return f"({terminal(language, raw=True)}) & ~/(?s:.*){literal(stop)}(?s:.*)/{without}"

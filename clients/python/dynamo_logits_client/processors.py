@@ -95,7 +95,8 @@ class RegexContent(_RegexContent, total=False):
     """Text that a regular expression matches as a whole.
 
     Attributes:
-        pattern: In the syntax of Rust's regex crate (text of 1 to 1048576 characters).
+        pattern: Regular expression in the syntax of Rust's regex crate (text of 1 to 1048576
+            characters).
     """
 
 
@@ -372,7 +373,7 @@ def no_repeat_ngram(
 
     Args:
         n: Length of the n-gram in tokens (integer 1 to 256).
-        over: Where the first occurrence may be.
+        over: Text in which the first occurrence may be.
         scope: Part of the generation that it applies to.
     """
     return _entry("no_repeat_ngram", {"n": n}, over=(over, "prompt_and_generated"), scope=(scope, "all"))
@@ -450,7 +451,7 @@ def structural_tag(*, format: TriggeredTags, scope: Literal["all", "answer"] = "
     """Lets the model write freely, and holds it to a grammar wherever it starts a tag.
 
     Args:
-        format: As in XGrammar's structural tags (TriggeredTags).
+        format: Triggers and tags, named as XGrammar's structural tags name them (TriggeredTags).
         scope: Part of the generation that it applies to.
     """
     return _entry("structural_tag", {"format": format}, scope=(scope, "all"))
@@ -465,6 +466,7 @@ def tool_calls(
         "mistral",
         "mistral_args",
         "qwen3_coder",
+        "glm45",
         "deepseek_v3",
         "deepseek_v3_1",
         "harmony",
@@ -484,12 +486,13 @@ def tool_calls(
     """Holds every tool call to the name of a tool and to the JSON Schema of its parameters.
 
     Args:
-        format: How the model writes calls.
+        format: Format in which the model writes calls.
         tools: The functions (list of 1 to 128 Tool).
         choice: Whether the model may or must call.
         tool: The only function that may be called (text of 1 to 64 characters).
         parallel: More than one call is allowed.
-        answer: What an answer without calls is; by default free text (JsonContent or RegexContent).
+        answer: Format of an answer without calls; by default free text (JsonContent or
+            RegexContent).
         scope: Part of the generation that it applies to.
     """
     return _entry(
@@ -649,7 +652,7 @@ def top_k(*, k: int, scope: Literal["all", "thinking", "answer"] = "all") -> dic
     """Keeps the k tokens with the highest logits.
 
     Args:
-        k: How many tokens to keep; 0 or -1 keeps all, 1 is greedy (integer -1 to 2147483647).
+        k: Number of tokens to keep; 0 or -1 keeps all, 1 is greedy (integer -1 to 2147483647).
         scope: Part of the generation that it applies to.
     """
     return _entry("top_k", {"k": k}, scope=(scope, "all"))
@@ -732,7 +735,7 @@ def xtc(
 
     Args:
         threshold: Least probability of a top choice (number 0 to 1).
-        probability: How often the top choices are excluded (number 0 to 1).
+        probability: Share of the steps at which the top choices are excluded (number 0 to 1).
         scope: Part of the generation that it applies to.
     """
     return _entry("xtc", {"probability": probability}, threshold=(threshold, 0.1), scope=(scope, "all"))

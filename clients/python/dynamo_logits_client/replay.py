@@ -46,13 +46,19 @@ class ReplayRequest:
         return ["replay", str(folder / RECEIPT), "--prompt-file", str(folder / PROMPT)]
 
 
+_FIELDS = (
+    *("messages", "tools", "chat_template_args", "chat_template_kwargs", "thinking", "reasoning_effort", "prompt"),
+)
+"""Fields of a body that its prompt is made of."""
+
+
 def replay_request(answer: Any, prompt: str | Sequence[int] | Mapping[str, Any], choice: int = 0) -> ReplayRequest:
     """The replay of one choice of an answer.
 
     Args:
         answer: Whole answer with a receipt, or the last chunk of a stream that has one.
         prompt: Token ids, the text of a completion's prompt, or the body of the request, of which
-            ``messages``, ``tools`` and ``chat_template_args``, or ``prompt``, are taken.
+            ``prompt``, or ``messages`` and what else the prompt is made of, are taken.
         choice: Index of the choice.
 
     Raises:
@@ -67,8 +73,7 @@ def replay_request(answer: Any, prompt: str | Sequence[int] | Mapping[str, Any],
     if isinstance(prompt, str):
         return ReplayRequest(receipt.raw, {"prompt": prompt})
     if isinstance(prompt, Mapping):
-        names = ("messages", "tools", "chat_template_args", "prompt")
-        return ReplayRequest(receipt.raw, {name: prompt[name] for name in names if prompt.get(name) is not None})
+        return ReplayRequest(receipt.raw, {name: prompt[name] for name in _FIELDS if prompt.get(name) is not None})
     if digest(prompt) != receipt.prompt_digest:
         raise ValueError(
             f"the receipt is of another prompt: it had {receipt.prompt_length} tokens of digest "

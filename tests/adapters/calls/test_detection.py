@@ -25,6 +25,8 @@ def support(source: str, *added: str) -> ToolSupport:
         ("phi_4_mini", "neutral", ("system",)),
         ("qwen_2_5", "hermes", WHOLE),
         ("qwen_3_coder", "qwen3_coder", WHOLE),
+        ("glm_4_5", "glm45", WHOLE),
+        ("glm_4_7", "neutral", ("system",)),
         ("llama_3_1", "llama3_json", ("tools", "calls", "results", "system")),
         ("llama_python_tag", "llama3_json", ("tools", "calls", "results", "system")),
         ("pythonic", "pythonic", WHOLE),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from engine_doubles import ScriptedModel, request, run_alone
+from rewritten_requests import rewritten
 
 from adapters.catalog import ANNOTATION, Catalog, ModelPolicy, Selection, SelectionError, parse_selection
 from adapters.contract import Context
@@ -26,7 +27,6 @@ from worker.errors import InvalidRequest
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, client_fields
 from worker.frontdoor.playground import PAGE, documents
-from worker.frontdoor.requests import rewritten
 from worker.replay.position import sampler
 from worker.requests.fields import request_fields
 from worker.requests.request import RequestLimits, RequestTable, parse_request

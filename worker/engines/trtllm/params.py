@@ -29,7 +29,8 @@ REFUSED = {
     **REFUSED_EVERYWHERE,
     "apply_batched_logits_processor": "the PyTorch backend does not call batched logits processors",
     "lookahead_config": "the PyTorch backend does not look ahead",
-    "prompt_logprobs": "log probabilities of the prompt are served by the embedded engine alone",
+    "prompt_logprobs": "TensorRT-LLM scores a prompt's tokens without those of a prefix hit, and pairs the scores with "
+    "the wrong tokens then; the embedded engine serves log probabilities of the prompt",
 }
 """Fields that are not served, with the reason; refused when they differ from their default."""
 

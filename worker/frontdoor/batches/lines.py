@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from adapters.strict_json import read_object
-from worker.frontdoor.field_checks import printable
+from worker.frontdoor.values import printable
 
 FIELDS = ("custom_id", "method", "url", "body")
 MAX_LINES = 50_000

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from worker.frontdoor.errors import FieldRefused, Refused
-from worker.frontdoor.field_checks import printable
+from worker.frontdoor.values import printable
 
 MAX_PARTS = 16
 MAX_HEADERS = 16 * 1024

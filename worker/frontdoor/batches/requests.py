@@ -9,7 +9,7 @@ from typing import Any
 
 from worker.frontdoor.batches.objects import INPUT, OUTPUT
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import printable
+from worker.frontdoor.values import printable
 
 WINDOWS_S = {"24h": 24 * 3600}
 """Completion windows, and their seconds."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from typing import TypeAlias
 
 from adapters.calls import Notation
-from adapters.calls.xml_values import CLOSE, OPEN, OPENED, STOP, Kind, value_of
+from adapters.calls.xml_values import TAGS, Kind, Tags, value_of
 from worker.frontdoor.calls.json_text import PYTHON_WORDS, Emit, json_object, json_value
 from worker.frontdoor.calls.reader import Cut, Mismatch, Reading, TextReader
 
@@ -23,7 +23,7 @@ def arguments(notation: Notation, reader: TextReader, emit: Emit, end: str, kind
         reader: Stands before them, and afterwards behind them.
         emit: Takes parts of the JSON.
         end: Text behind the arguments, which stays unread.
-        kinds: Types of the arguments, for ``xml``.
+        kinds: Types of the arguments, for notations with tags.
 
     Raises:
         Mismatch: they are not in this notation.
@@ -34,7 +34,7 @@ def arguments(notation: Notation, reader: TextReader, emit: Emit, end: str, kind
     elif notation == "python":
         yield from _python(reader, emit, end)
     else:
-        yield from _xml(reader, emit, end, kinds)
+        yield from _tagged(reader, emit, end, kinds, TAGS[notation])
 
 
 def _python(reader: TextReader, emit: Emit, end: str) -> Reading[None]:
@@ -51,18 +51,18 @@ def _python(reader: TextReader, emit: Emit, end: str) -> Reading[None]:
     emit("}")
 
 
-def _xml(reader: TextReader, emit: Emit, end: str, kinds: Kinds) -> Reading[None]:
+def _tagged(reader: TextReader, emit: Emit, end: str, kinds: Kinds, tags: Tags) -> Reading[None]:
     separator = "{"
-    while (yield from _follows(reader, OPEN, end)):
-        key = yield from _until(reader, OPENED)
+    while (yield from _follows(reader, tags.open, end)):
+        key = yield from _until(reader, tags.opened)
         emit(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         separator = ", "
         allowed = kinds.get(key, frozenset[Kind]())
         if allowed == {"string"}:
-            yield from _xml_string(reader, emit)
+            yield from _tagged_string(reader, emit, tags.stop)
         else:
-            emit(_json_of((yield from _until(reader, STOP)), allowed))
-        yield from reader.one_of([CLOSE.removeprefix(STOP)])
+            emit(_json_of((yield from _until(reader, tags.stop)), allowed))
+        yield from reader.one_of([tags.rest])
     emit("{}" if separator == "{" else "}")
 
 
@@ -74,17 +74,17 @@ def _follows(reader: TextReader, text: str, end: str) -> Reading[bool]:
     return found == text
 
 
-def _xml_string(reader: TextReader, emit: Emit) -> Reading[None]:
-    """Text up to `STOP`, as a JSON string that is handed on as it comes."""
+def _tagged_string(reader: TextReader, emit: Emit, stop: str) -> Reading[None]:
+    """Text up to ``stop``, as a JSON string that is handed on as it comes."""
     emit('"')
-    while (at := reader.ahead.find(STOP)) < 0:
+    while (at := reader.ahead.find(stop)) < 0:
         if reader.ended:
             raise Cut
-        held = next(n for n in range(len(STOP) - 1, -1, -1) if reader.ahead.endswith(STOP[:n]))
+        held = next(n for n in range(len(stop) - 1, -1, -1) if reader.ahead.endswith(stop[:n]))
         emit(_escaped(reader.take(len(reader.ahead) - held)))
         yield
     emit(_escaped(reader.take(at)) + '"')
-    reader.take(len(STOP))
+    reader.take(len(stop))
 
 
 def _escaped(text: str) -> str:

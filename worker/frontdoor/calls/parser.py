@@ -22,7 +22,7 @@ class CallParser:
 
     Args:
         format: Spelling of calls.
-        tools: Types of the arguments, which the notation ``xml`` needs, by the tool's name. A call
+        tools: Types of the arguments, which notations with tags need, by the tool's name. A call
             of anything else is text.
         enforced: Whether a grammar holds the answer to ``format``. Otherwise a call is handed on
             once it is complete, and stays text if it is not one; a call that is cut by the end of

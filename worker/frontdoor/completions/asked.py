@@ -7,8 +7,9 @@ from typing import Any
 
 from worker.frontdoor import field_checks
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import Body, printable
+from worker.frontdoor.field_checks import Body
 from worker.frontdoor.translated import is_zero
+from worker.frontdoor.values import printable
 from worker.sampling import MAX_LOGPROBS
 
 MAX_COMPLETION_LOGPROBS = 5

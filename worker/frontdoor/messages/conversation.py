@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from worker.frontdoor import values
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.messages import values
 from worker.frontdoor.messages.thinking import thought_of
-from worker.frontdoor.messages.values import Object
+from worker.frontdoor.values import Object
 
 _TEXT_ONLY = "this worker serves text only"
 _TEXT_KEYS = ("type", "text", "cache_control", "citations")
@@ -91,8 +91,7 @@ def _turns(messages: Sequence[Any]) -> list[_Turn]:
     turns: list[_Turn] = []
     for i, each in enumerate(messages):
         path = f"messages[{i}]"
-        message = values.object_of(path, each)
-        values.keys_within(path, message, ("role", "content"))
+        message = values.object_within(path, each, ("role", "content"))
         role = values.one_of(f"{path}.role", message.get("role"), _ROLES)
         blocks = _blocks(f"{path}.content", message.get("content"), _ROLES[role])
         if not blocks and role != "assistant":  # an answer may be empty, and comes back

@@ -9,7 +9,7 @@ from worker.frontdoor.errors import Refused
 from worker.frontdoor.messages.held_text import HeldText
 from worker.frontdoor.messages.request import TranslatedRequest
 from worker.frontdoor.messages.thinking import signature_of
-from worker.frontdoor.messages.values import Object
+from worker.frontdoor.values import Object
 
 Event = Object
 """An event's data, with the ``type`` that is its name, too."""

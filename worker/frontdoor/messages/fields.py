@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import printable
 from worker.frontdoor.fields import CHAT, TABLES, ClientField, Fate
 from worker.frontdoor.routes import COUNT_TOKENS, MESSAGES
+from worker.frontdoor.values import printable
 from worker.sampling import SamplingParams, sampling_controls
 
 _BOTH = (MESSAGES, COUNT_TOKENS)

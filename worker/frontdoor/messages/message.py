@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from worker.frontdoor.messages.events import Event
-from worker.frontdoor.messages.values import Object
+from worker.frontdoor.values import Object
 
 
 def whole_message(events: Iterable[Event]) -> Object:

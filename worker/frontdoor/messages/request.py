@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from worker.frontdoor import values
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.field_checks import is_before_1_6
 from worker.frontdoor.messages import fields as table
-from worker.frontdoor.messages import values
 from worker.frontdoor.messages.chat_paths import ChatPaths
 from worker.frontdoor.messages.conversation import Conversation, conversation
 from worker.frontdoor.messages.fields import SENT_AS_THEY_ARE
 from worker.frontdoor.messages.thinking import thinking_of
 from worker.frontdoor.messages.tools import add_tools
-from worker.frontdoor.messages.values import Object
 from worker.frontdoor.routes import COUNT_TOKENS, MESSAGES
+from worker.frontdoor.values import Object
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 """Values of ``output_config.effort``."""
@@ -124,8 +124,7 @@ def _stop_sequences(fields: Object) -> tuple[str, ...]:
 def _check_metadata(given: Any) -> None:
     if given is None:
         return
-    metadata = values.object_of("metadata", given)
-    values.keys_within("metadata", metadata, ("user_id",))
+    metadata = values.object_within("metadata", given, ("user_id",))
     if metadata.get("user_id") is not None:
         values.text("metadata.user_id", metadata["user_id"])
 

@@ -13,9 +13,9 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from worker.frontdoor import values
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.messages import values
-from worker.frontdoor.messages.values import Object
+from worker.frontdoor.values import Object
 
 _DIGEST = "dlw.digest."
 _OMITTED = "dlw.text."

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from worker.frontdoor import values
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import printable
-from worker.frontdoor.messages import values
-from worker.frontdoor.messages.values import Object
+from worker.frontdoor.values import Object, printable
 
 _KEYS = (
     "type",

@@ -5,42 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from worker.frontdoor import values
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import Body, Check, printable
+from worker.frontdoor.field_checks import Body, Check
 from worker.frontdoor.responses.kinds import FORMATS, INCLUDES, LOGPROBS, kind_at
+from worker.frontdoor.values import printable
 
 _NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of ``reasoning.effort``: those that Dynamo's frontend knows."""
-
-
-def object_at(path: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
-    """``value``, if it is an object with known fields alone.
-
-    Raises:
-        FieldRefused: it is not.
-    """
-    if not isinstance(value, dict):
-        raise FieldRefused(path, f"must be an object, got {type(value).__name__}")
-    for key, each in value.items():
-        if key not in known and each is not None:
-            raise FieldRefused(f"{path}.{printable(key)}", f"unknown field; known are {', '.join(known)}")
-    return value
-
-
-def text_at(path: str, value: Any) -> str:
-    """``value``, if it is a text. Raises `FieldRefused` otherwise."""
-    if not isinstance(value, str):
-        raise FieldRefused(path, f"must be a text, got {type(value).__name__}")
-    return value
-
-
-def list_at(path: str, value: Any) -> list[Any]:
-    """``value``, if it is a list. Raises `FieldRefused` otherwise."""
-    if not isinstance(value, list):
-        raise FieldRefused(path, f"must be a list, got {type(value).__name__}")
-    return value
 
 
 def refuse_unless(path: str, value: Any, neutral: Sequence[Any], why: str) -> None:
@@ -53,7 +27,7 @@ def text(name: str) -> Check:
     """The check of a field that is a text."""
 
     def check(value: Any, body: Body) -> None:
-        text_at(name, value)
+        values.text(name, value)
 
     return check
 
@@ -80,7 +54,7 @@ def count(name: str, least: int) -> Check:
 
 def include(value: Any, body: Body) -> None:
     """Refuse a list of ``include`` with values that cannot be included."""
-    for i, each in enumerate(list_at("include", value)):
+    for i, each in enumerate(values.list_of("include", value)):
         kind_at(f"include[{i}]", each, INCLUDES)
 
 
@@ -102,7 +76,7 @@ def metadata(value: Any, body: Body) -> None:
         path = f"metadata.{printable(key)}"
         if len(key) > 64:
             raise FieldRefused(path, f"must have a key of at most 64 characters, got {len(key)}")
-        if len(text_at(path, each)) > 512:
+        if len(values.text(path, each)) > 512:
             raise FieldRefused(path, f"must have at most 512 characters, got {len(each)}")
 
 
@@ -115,7 +89,7 @@ def background(value: Any, body: Body) -> None:
 
 def background_options(value: Any, body: Body) -> None:
     """Refuse all but a background response that begins at once."""
-    given = object_at("background_options", value, ("completion_window", "continuation_id"))
+    given = values.object_within("background_options", value, ("completion_window", "continuation_id"))
     refuse_unless(
         "background_options.completion_window",
         given.get("completion_window"),
@@ -127,13 +101,13 @@ def background_options(value: Any, body: Body) -> None:
 
 def stream_options(value: Any, body: Body) -> None:
     """Refuse obfuscation, and unknown keys."""
-    given = object_at("stream_options", value, ("include_obfuscation",))
+    given = values.object_within("stream_options", value, ("include_obfuscation",))
     refuse_unless("stream_options.include_obfuscation", given.get("include_obfuscation"), (), "is not supported")
 
 
 def reasoning(value: Any, body: Body) -> None:
     """Refuse settings of reasoning that would be lost."""
-    given = object_at("reasoning", value, ("effort", "summary", "generate_summary", "context", "mode"))
+    given = values.object_within("reasoning", value, ("effort", "summary", "generate_summary", "context", "mode"))
     effort = given.get("effort")
     if effort is not None and effort not in EFFORTS:
         problem = f"must be one of {', '.join(EFFORTS)}, got {printable(str(effort))}"
@@ -150,7 +124,7 @@ def reasoning(value: Any, body: Body) -> None:
 
 def text_config(value: Any, body: Body) -> None:
     """Refuse a ``text`` whose format or verbosity would be lost."""
-    given = object_at("text", value, ("format", "verbosity"))
+    given = values.object_within("text", value, ("format", "verbosity"))
     refuse_unless("text.verbosity", given.get("verbosity"), ("medium",), "is not supported")
     wanted = given.get("format")
     if wanted is None:
@@ -158,8 +132,8 @@ def text_config(value: Any, body: Body) -> None:
     if not isinstance(wanted, dict):
         raise FieldRefused("text.format", f"must be an object, got {type(wanted).__name__}")
     kind = kind_at("text.format.type", wanted.get("type"), FORMATS)
-    object_at("text.format", wanted, kind.keys)
+    values.object_within("text.format", wanted, kind.keys)
     if kind.name == "json_schema":
-        text_at("text.format.name", wanted.get("name"))
+        values.text("text.format.name", wanted.get("name"))
         if not isinstance(wanted.get("schema"), dict):
             raise FieldRefused("text.format.schema", "must be a JSON Schema")

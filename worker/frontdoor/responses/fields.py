@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import Body, Check, printable
+from worker.frontdoor.field_checks import Body, Check
 from worker.frontdoor.fields import CHAT, TABLES, ClientField, Fate
 from worker.frontdoor.responses import checks
 from worker.frontdoor.responses.kinds import LOGPROBS
+from worker.frontdoor.values import printable
 
 RESPONSES = "/v1/responses"
 INPUT_TOKENS = "/v1/responses/input_tokens"

@@ -9,7 +9,7 @@ from functools import partial
 
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.exchange import Exchange, Handler, encoded
-from worker.frontdoor.field_checks import Body, printable
+from worker.frontdoor.field_checks import Body
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.responses.answer import Answer
 from worker.frontdoor.responses.fields import INPUT_TOKENS, RESPONSES, check_fields
@@ -22,6 +22,7 @@ from worker.frontdoor.responses.store import StoredItem, is_stored, not_found
 from worker.frontdoor.responses.translation import PREVIOUS
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.tokens import prompt_tokens
+from worker.frontdoor.values import printable
 
 ONE = RESPONSES + "/{id}"
 CANCEL = ONE + "/cancel"

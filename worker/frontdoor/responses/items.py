@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from worker.frontdoor import values
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import printable
-from worker.frontdoor.responses.checks import list_at, object_at, refuse_unless, text_at
+from worker.frontdoor.responses.checks import refuse_unless
 from worker.frontdoor.responses.kinds import ITEMS, PARTS, kind_at
+from worker.frontdoor.values import printable
 
 Item = dict[str, Any]
 Found = Callable[[str], Item | None]
@@ -62,9 +63,9 @@ def _placed(path: str, item: Any, found: Found) -> PlacedItem:
     if not isinstance(item, dict):
         raise FieldRefused(path, f"must be an object, got {type(item).__name__}")
     kind = kind_at(f"{path}.type", _type_of(item), ITEMS)
-    object_at(path, item, kind.keys)
+    values.object_within(path, item, kind.keys)
     if kind.name == "item_reference":
-        stored = found(text_at(f"{path}.id", item.get("id")))
+        stored = found(values.text(f"{path}.id", item.get("id")))
         if stored is None:
             raise FieldRefused(f"{path}.id", f"no stored item has the id {printable(item['id'])}")
         return PlacedItem(path, stored)
@@ -85,7 +86,7 @@ def _with_id(path: str, item: Mapping[str, Any], kind: str, **fields: Any) -> It
     if status not in _STATUSES:
         raise FieldRefused(f"{path}.status", f"must be one of {', '.join(_STATUSES)}, got {printable(str(status))}")
     return {
-        "id": new_id(kind) if given is None else text_at(f"{path}.id", given),
+        "id": new_id(kind) if given is None else values.text(f"{path}.id", given),
         "type": kind,
         "status": status,
         **fields,
@@ -116,8 +117,8 @@ def _part(path: str, part: Any, allowed: Sequence[str]) -> Item:
     kind = kind_at(f"{path}.type", part.get("type"), PARTS)
     if kind.name not in allowed:
         raise FieldRefused(f"{path}.type", f"must be {' or '.join(allowed)} here, got {kind.name}")
-    object_at(path, part, kind.keys)
-    text_at(f"{path}.{_text_key(part)}", part.get(_text_key(part)))
+    values.object_within(path, part, kind.keys)
+    values.text(f"{path}.{_text_key(part)}", part.get(_text_key(part)))
     return {key: value for key, value in part.items() if value is not None}
 
 
@@ -139,20 +140,20 @@ def _as_output(part: Item) -> Item:
 
 
 def _function_call(path: str, item: Mapping[str, Any]) -> Item:
-    named = {key: text_at(f"{path}.{key}", item.get(key)) for key in ("call_id", "name", "arguments")}
+    named = {key: values.text(f"{path}.{key}", item.get(key)) for key in ("call_id", "name", "arguments")}
     _refuse_callers(path, item)
     refuse_unless(f"{path}.async", item.get("async"), (), "calls are not asynchronous")
     return _with_id(path, item, "function_call", **named)
 
 
 def _function_call_output(path: str, item: Mapping[str, Any]) -> Item:
-    call_id = text_at(f"{path}.call_id", item.get("call_id"))
+    call_id = values.text(f"{path}.call_id", item.get("call_id"))
     _refuse_callers(path, item)
     output = item.get("output")
     if not isinstance(output, str):
-        parts = list_at(f"{path}.output", output)
+        parts = values.list_of(f"{path}.output", output)
         output = [_part(f"{path}.output[{i}]", part, ("input_text",)) for i, part in enumerate(parts)]
-    name = {} if item.get("name") is None else {"name": text_at(f"{path}.name", item["name"])}
+    name = {} if item.get("name") is None else {"name": values.text(f"{path}.name", item["name"])}
     return _with_id(path, item, "function_call_output", call_id=call_id, output=output, **name)
 
 
@@ -170,12 +171,12 @@ def _reasoning(path: str, item: Mapping[str, Any]) -> Item:
 
 
 def _texts(path: str, value: Any, kind: str) -> list[Item]:
-    parts = [] if value is None else list_at(path, value)
+    parts = [] if value is None else values.list_of(path, value)
     for i, part in enumerate(parts):
-        object_at(f"{path}[{i}]", part, ("type", "text"))
+        values.object_within(f"{path}[{i}]", part, ("type", "text"))
         if part.get("type") != kind:
             raise FieldRefused(f"{path}[{i}].type", f"must be {kind}, got {printable(str(part.get('type')))}")
-        text_at(f"{path}[{i}].text", part.get("text"))
+        values.text(f"{path}[{i}].text", part.get("text"))
     return parts
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import printable
 from worker.frontdoor.fields import Fate
+from worker.frontdoor.values import printable
 
 
 @dataclass(frozen=True, slots=True)

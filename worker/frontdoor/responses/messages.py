@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import printable
 from worker.frontdoor.responses.items import Item, PlacedItem, text_of
+from worker.frontdoor.values import printable
 
 Message = dict[str, Any]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from worker.frontdoor.responses.items import Item, new_id
 
@@ -38,99 +38,97 @@ def _done(output: OutputItem, status: str) -> Event:
     return {"type": "response.output_item.done", "output_index": output.index, "item": output.item(status)}
 
 
-class MessageOutput:
-    """A message of the assistant's: one part, its text.
+class _TextOutput:
+    """An item whose content is one part, a text.
 
     Args:
         index: See `OutputItem`.
     """
 
+    _kind: ClassVar[str]
+    _part_kind: ClassVar[str]
+
     def __init__(self, index: int) -> None:
         self.index = index
-        self._id = new_id("message")
+        self._id = new_id(self._kind)
         self._texts: list[str] = []
-        self._logprobs: list[Item] = []
 
     def item(self, status: str) -> Item:
         """See `OutputItem.item`."""
         return self._item(status, [self._part()])
 
     def _item(self, status: str, content: list[Item]) -> Item:
-        return {"id": self._id, "type": "message", "status": status, "role": "assistant", "content": content}
+        return {"id": self._id, "type": self._kind, "status": status, **self._fields(), "content": content}
+
+    def _fields(self) -> Item:
+        """Further fields of the item."""
+        return {}
 
     def _part(self) -> Item:
-        text = "".join(self._texts)
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
+        return {"type": self._part_kind, "text": "".join(self._texts), **self._part_fields()}
+
+    def _part_fields(self) -> Item:
+        """Further fields of the part."""
+        return {}
 
     def _event(self, kind: str, **fields: Any) -> Event:
         place = {"item_id": self._id, "output_index": self.index, "content_index": 0}
         return {"type": f"response.{kind}", **place, **fields}
+
+    def _added_text(self, text: str, **fields: Any) -> Event:
+        self._texts.append(text)
+        return self._event(f"{self._part_kind}.delta", delta=text, **fields)
 
     def begin(self) -> Iterator[Event]:
         """See `OutputItem.begin`."""
         yield _added(self, self._item("in_progress", []))
         yield self._event("content_part.added", part=self._part())
 
+    def end(self, status: str) -> Iterator[Event]:
+        """See `OutputItem.end`."""
+        part = self._part()
+        said = {name: value for name, value in part.items() if name in ("text", "logprobs")}
+        yield self._event(f"{self._part_kind}.done", **said)
+        yield self._event("content_part.done", part=part)
+        yield _done(self, status)
+
+
+class MessageOutput(_TextOutput):
+    """A message of the assistant's, with the log probabilities of its tokens."""
+
+    _kind, _part_kind = "message", "output_text"
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self._logprobs: list[Item] = []
+
+    def _fields(self) -> Item:
+        return {"role": "assistant"}
+
+    def _part_fields(self) -> Item:
+        return {"annotations": [], "logprobs": list(self._logprobs)}
+
     def add(self, text: str, logprobs: Sequence[Item]) -> Iterator[Event]:
         """Add text and the log probabilities of its tokens."""
-        self._texts.append(text)
         self._logprobs += logprobs
-        yield self._event("output_text.delta", delta=text, logprobs=list(logprobs))
+        yield self._added_text(text, logprobs=list(logprobs))
 
     def add_logprobs(self, logprobs: Sequence[Item]) -> None:
         """Add the log probabilities of tokens without a text, at the end."""
         self._logprobs += logprobs
 
-    def end(self, status: str) -> Iterator[Event]:
-        """See `OutputItem.end`."""
-        part = self._part()
-        yield self._event("output_text.done", text=part["text"], logprobs=part["logprobs"])
-        yield self._event("content_part.done", part=part)
-        yield _done(self, status)
 
+class ReasoningOutput(_TextOutput):
+    """The reasoning before an answer."""
 
-class ReasoningOutput:
-    """The reasoning before an answer: one part, its text.
+    _kind, _part_kind = "reasoning", "reasoning_text"
 
-    Args:
-        index: See `OutputItem`.
-    """
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self._id = new_id("reasoning")
-        self._texts: list[str] = []
-
-    def item(self, status: str) -> Item:
-        """See `OutputItem.item`."""
-        return self._item(status, [self._part()])
-
-    def _item(self, status: str, content: list[Item]) -> Item:
-        return {"id": self._id, "type": "reasoning", "status": status, "summary": [], "content": content}
-
-    def _part(self) -> Item:
-        return {"type": "reasoning_text", "text": "".join(self._texts)}
-
-    def _event(self, kind: str, **fields: Any) -> Event:
-        place = {"item_id": self._id, "output_index": self.index, "content_index": 0}
-        return {"type": f"response.{kind}", **place, **fields}
-
-    def begin(self) -> Iterator[Event]:
-        """See `OutputItem.begin`."""
-        yield _added(self, self._item("in_progress", []))
-        yield self._event("content_part.added", part=self._part())
+    def _fields(self) -> Item:
+        return {"summary": []}
 
     def add(self, text: str) -> Iterator[Event]:
         """Add text."""
-        self._texts.append(text)
-        yield self._event("reasoning_text.delta", delta=text)
-
-    def end(self, status: str) -> Iterator[Event]:
-        """See `OutputItem.end`."""
-        part = self._part()
-        yield self._event("reasoning_text.done", text=part["text"])
-        yield self._event("content_part.done", part=part)
-        yield _done(self, status)
+        yield self._added_text(text)
 
 
 class CallOutput:

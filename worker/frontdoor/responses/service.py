@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from worker.frontdoor.errors import FieldRefused, Refused
-from worker.frontdoor.field_checks import Body, printable
+from worker.frontdoor.field_checks import Body
 from worker.frontdoor.responses.background import BackgroundRun
 from worker.frontdoor.responses.generation import Generation
 from worker.frontdoor.responses.items import Item, PlacedItem, input_items
 from worker.frontdoor.responses.response import Response
-from worker.frontdoor.responses.store import ResponseStore, StoredItem, not_found, stored_item
+from worker.frontdoor.responses.store import ResponseStore, StoredItem, StoredResponse, not_found, stored_item
 from worker.frontdoor.responses.translation import PREVIOUS, ChatRequest, as_chat
 from worker.frontdoor.server import FrontDoor
+from worker.frontdoor.values import printable
 
 MAX_RUNNING = 256
 """Background responses at a time."""
@@ -102,23 +103,18 @@ class Responses:
 
     def response(self, owner: str, response_id: str) -> Response:
         """A response, as far as it has been generated. Raises `Refused`: 404."""
-        run = self.running(owner, response_id)
-        if run is not None:
-            return run.response
-        stored = self.store.get(owner, response_id)
-        if stored is None:
-            raise not_found(response_id)
-        return stored.read()
+        found = self._found(owner, response_id)
+        return found.response if isinstance(found, BackgroundRun) else found.read()
 
     def context(self, owner: str, response_id: str) -> Sequence[StoredItem]:
         """The items before the output of a response. Raises `Refused`: 404."""
-        run = self.running(owner, response_id)
-        if run is not None:
-            return run.context
-        stored = self.store.get(owner, response_id)
-        if stored is None:
+        return self._found(owner, response_id).context
+
+    def _found(self, owner: str, response_id: str) -> BackgroundRun | StoredResponse:
+        found = self.running(owner, response_id) or self.store.get(owner, response_id)
+        if found is None:
             raise not_found(response_id)
-        return stored.context
+        return found
 
     async def delete(self, owner: str, response_id: str) -> None:
         """Drop a response, whether it has ended or not. Raises `Refused`: 404."""

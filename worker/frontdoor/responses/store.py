@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker.frontdoor.errors import FieldRefused, Refused
-from worker.frontdoor.field_checks import printable
 from worker.frontdoor.responses.items import Item
 from worker.frontdoor.responses.response import Response
+from worker.frontdoor.values import printable
 
 MAX_RESPONSES = 65536
 _OVERHEAD = 512

@@ -24,7 +24,7 @@ from worker.engines.embedded.sampling import LogitsCollector
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
 from worker.sampling.field_processors import for_engine, processor_controls
-from worker.sampling.params import structural_format
+from worker.sampling.guides import structural_format
 from worker.text.answer_text import AnswerText
 
 Named = Mapping[str, Any]

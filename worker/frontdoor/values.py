@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import printable
 
 Object = dict[str, Any]
 
@@ -55,6 +55,13 @@ def one_of(path: str, value: Any, known: Collection[str]) -> str:
     return value
 
 
+def object_within(path: str, value: Any, known: Collection[str]) -> Object:
+    """``value``, an object with known keys alone. Raises `FieldRefused`."""
+    found = object_of(path, value)
+    keys_within(path, found, known)
+    return found
+
+
 def keys_within(path: str, value: Mapping[str, Any], known: Collection[str]) -> None:
     """Raises `FieldRefused` for a key of an object that has no meaning here, unless it is null."""
     for key, each in value.items():
@@ -67,6 +74,12 @@ def cache_control(path: str, value: Mapping[str, Any]) -> None:
     given = value.get("cache_control")
     if given is not None:
         object_of(f"{path}.cache_control", given)
+
+
+def printable(key: str) -> str:
+    """A client's key or value for a message: at most 60 characters of printable ASCII."""
+    text = json.dumps(key)[1:-1]
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def kind_of(value: Any) -> str:

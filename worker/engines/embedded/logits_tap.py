@@ -1,0 +1,38 @@
+"""Observers of the logits of a request: what prompt scores, replays and tests see them with."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class LogitsTap(Protocol):
+    """Observer of a request's logits as the model computed them, before any control.
+
+    It must not keep or change the tensors. What it raises ends its own request with an error, and
+    nothing else.
+
+    Attributes:
+        wants_generated: Whether it is shown the row of each token that is sampled.
+        first_wanted: The first token whose row `see_prompt` wants.
+    """
+
+    wants_generated: bool
+    first_wanted: int
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether rows of prompt tokens are still wanted; until then, no prefix hit leads further
+        than `first_wanted`.
+        """
+
+    def see_prompt(self, start: int, logits: torch.Tensor) -> None:
+        """Rows ``[n, V]`` of the tokens from `start` on, few at a time.
+
+        Rows before `first_wanted` may be left out. After a preemption they come from the first
+        token again, and continue beyond the prompt where the tokens of a step do.
+        """
+
+    def see_generated(self, position: int, logits: torch.Tensor) -> None:
+        """The row ``[V]`` from which the token at `position` is sampled."""
