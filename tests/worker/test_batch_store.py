@@ -235,8 +235,8 @@ def test_a_directory_of_a_newer_version_is_refused(tmp_path: Path) -> None:
 def test_what_a_crash_left_is_swept(tmp_path: Path) -> None:
     store = Store(tmp_path, CAPACITY)
     kept = store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 3600)
-    (tmp_path / "files/file-of-no-row").write_bytes(b"x")
-    incoming(store, b"half an upload")
+    for name in (f"file-{'0' * 24}", f"incoming/{'0' * 32}", f"incoming/{'0' * 32}.answers"):
+        (tmp_path / "files" / name).write_bytes(b"x")
     store.close()
     again = Store(tmp_path, CAPACITY)
     assert [path.name for path in (tmp_path / "files").rglob("*") if path.is_file()] == [kept.id]
