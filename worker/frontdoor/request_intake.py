@@ -161,12 +161,10 @@ class RequestIntake:
         if len(head.values(METADATA_HEADER)) > 1:
             raise FieldRefused(METADATA_HEADER.decode(), "comes twice, and Dynamo's frontend drops the second")
 
-    def take_upload(self) -> Upload | None:
-        """The upload that the complete body is, which is the caller's to free; None for another."""
-        if not isinstance(self._body, Upload):
-            return None
-        upload, self._body = self._body, None
-        return upload
+    def take_body(self) -> Body | Upload | None:
+        """The complete body, which is the caller's to free."""
+        body, self._body = self._body, None
+        return body
 
     def left_s(self) -> float | None:
         """Seconds until the body is too slow, None if none is being read."""
