@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.frontdoor.batches import lines as lines_module
-from worker.frontdoor.batches.lines import checked, lines_of, request_of
+from worker.frontdoor.batches.lines import BadLine, checked, lines_of, request_of
 from worker.frontdoor.batches.requests import batch_listing, file_listing, new_batch, upload_lifetime_s
 from worker.frontdoor.errors import FieldRefused
 

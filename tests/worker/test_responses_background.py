@@ -87,7 +87,7 @@ async def test_a_response_may_be_cancelled_before_it_begins() -> None:
 async def test_a_large_background_response_keeps_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "HELD_AT_ONCE", 1)
     slow = Slow(*HELLO)
-    large = {"model": "m", "input": "Hi", "background": True, "user": "x" * 700_000}
+    large: Any = {"model": "m", "input": "Hi", "background": True, "user": "x" * 700_000}
     async with served(slow, body_limit_mib=1) as (at, client):
         made = await client.responses.create(**large)
         with pytest.raises(openai.InternalServerError, match="too many bodies") as caught:

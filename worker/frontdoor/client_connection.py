@@ -216,12 +216,9 @@ class ClientConnection(WaitingProtocol):
         self, request: AdmittedRequest, body: bytes, handler: Handler, fields: dict[str, Any] | None = None
     ) -> None:
         """Let a handler answer; ``fields``: the body, if it has been parsed."""
-        held = self._intake.take_body()
         try:
-            if held is not None:
-                held.hold()
+            held = self._intake.hold_body()
         except Refused as refused:
-            held.free()
             self._refuse(refused)
             return
         self._answer = exchange = Exchange(self, self._door, request, body, fields, held)

@@ -161,8 +161,14 @@ class RequestIntake:
         if len(head.values(METADATA_HEADER)) > 1:
             raise FieldRefused(METADATA_HEADER.decode(), "comes twice, and Dynamo's frontend drops the second")
 
-    def take_body(self) -> Body | Upload | None:
-        """The complete body, which is the caller's to free."""
+    def hold_body(self) -> Body | Upload | None:
+        """The complete body, which is the caller's to free once the request is answered.
+
+        Raises:
+            Refused: 503, too many bodies are held so.
+        """
+        if self._body is not None:
+            self._body.hold()
         body, self._body = self._body, None
         return body
 
