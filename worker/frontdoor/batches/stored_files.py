@@ -151,7 +151,10 @@ class StoredFiles:
 
     def damage(self, file_id: str) -> str | None:
         """One sentence on the content of a file that has not its size; None for a sound one."""
-        (size,) = self._database.connection.execute("SELECT bytes FROM files WHERE id = ?", (file_id,)).fetchone()
+        row = self._database.connection.execute("SELECT bytes FROM files WHERE id = ?", (file_id,)).fetchone()
+        if row is None:
+            return f"there is no file {file_id} any more"
+        size = row["bytes"]
         try:
             found = self.path(file_id).stat().st_size
         except FileNotFoundError:
