@@ -78,9 +78,9 @@ class StoredBatch:
         failed: Number of requests that have an error.
         input_tokens: Tokens of the prompts of its answers; None, as of the next ones, if they
             were not counted from its beginning.
-        cached_tokens: Those of them that were cached.
+        cached_tokens: Tokens of the prompts that were cached.
         output_tokens: Tokens of its answers.
-        reasoning_tokens: Those of them that are reasoning.
+        reasoning_tokens: Tokens of the answers that are reasoning.
     """
 
     number: int
