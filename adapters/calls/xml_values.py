@@ -69,9 +69,12 @@ def value_of(text: str, kinds: Set[Kind]) -> Any:
         kinds: Types that the schema of the argument allows.
 
     Raises:
-        ValueError: it is no value of such a type.
+        ValueError: it is no value of such a type, or nested too deep.
     """
     other = no_strings(kinds)
     if "string" in kinds and (other is None or re.fullmatch(other, text) is None):
         return text
-    return json.loads(text)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("is nested too deep") from None

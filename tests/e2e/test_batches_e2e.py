@@ -72,6 +72,10 @@ def test_a_batch_waits_for_a_worker_that_died(stack: Stack, tmp_path: Path) -> N
         assert done.output_file_id is not None
         lines = client.files.content(done.output_file_id).text.splitlines()
         assert [json.loads(each)["custom_id"] for each in lines] == [f"r{n}" for n in range(NUM_LINES)]
+        used = [json.loads(each)["response"]["body"]["usage"] for each in lines]
+        assert done.usage is not None
+        assert done.usage.output_tokens == sum(each["completion_tokens"] for each in used) == 100 * NUM_LINES
+        assert done.usage.total_tokens == sum(each["total_tokens"] for each in used)
 
 
 def test_a_batch_waits_for_a_frontend_that_died(stack: Stack, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ TRTLLM_BASE: dict[str, str | None] = {
     "transformers": "4.57.1",
     "uvloop": None,
 }
-"""What the base image of the TensorRT-LLM stage has, with the version where TensorRT-LLM's
+"""Packages of the base image of the TensorRT-LLM stage, with the version where TensorRT-LLM's
 requirements.txt or one that it names fixes it; torch requires jinja2, and uvloop is added by
 Dynamo's own build of that image."""
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.frontdoor.batches import lines as lines_module
-from worker.frontdoor.batches.lines import checked, lines_of, request_of
+from worker.frontdoor.batches.lines import BadLine, checked, lines_of, request_of
 from worker.frontdoor.batches.requests import batch_listing, file_listing, new_batch, upload_lifetime_s
 from worker.frontdoor.errors import FieldRefused
 
@@ -106,6 +106,18 @@ def test_lines_can_be_read_from_any_line_on(
     first = begin.draw(st.integers(0, len(texts)))
     offset = found[first - 1].end if first else 0
     assert list(lines_of(path, 10, offset, first + 1)) == found[first:]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "input"
+    mark = "\ufeff".encode()
+    path.write_bytes(mark + jsonl([line("a"), line("b")]))
+    first, second = lines_of(path, LONGEST)
+    assert [request_of(each, CHAT).custom_id for each in (first, second)] == ["a", "b"]
+    assert list(lines_of(path, LONGEST, first.end, 2)) == [second]
+    path.write_bytes(jsonl([line("a")]) + mark + jsonl([line("b")]))
+    with pytest.raises(BadLine, match="not JSON"):  # it has no meaning elsewhere
+        request_of(list(lines_of(path, LONGEST))[1], CHAT)
 
 
 def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -300,6 +300,89 @@ async def test_a_model_that_is_away_is_waited_for(tmp_path: Path) -> None:
         assert (done.status, done.completed, calls) == ("completed", 1, 4)
 
 
+async def test_a_model_may_be_away_while_others_are_served(tmp_path: Path) -> None:
+    served = [frozenset({"other"})] * 3 + [frozenset({"other", "m"})]
+
+    async def models() -> frozenset[str]:
+        return served.pop(0) if len(served) > 1 else served[0]
+
+    async with service(tmp_path, models=models) as at:
+        assert (await ended(at, await begun(at, jsonl([line("a")])))).status == "completed"
+
+
+async def test_a_model_that_stays_away_fails_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "AWAY_S", 0.05)
+    async with service(tmp_path) as at:
+        done = await ended(at, await begun(at, jsonl([line("a", model="other"), line("b")])))
+        (problem,) = done.as_json()["errors"]["data"]
+        assert (done.status, problem["code"], problem["line"]) == ("failed", "model_not_found", 1)
+
+
+COUNTS = st.fixed_dictionaries({}, optional=dict.fromkeys(("cached_tokens", "reasoning_tokens"), st.integers(0, 9)))
+
+
+@given(st.integers(0, 99), st.integers(0, 99), COUNTS, COUNTS)
+def test_usage_has_one_meaning_in_all_forms(prompt: int, answer: int, of_prompt: Any, of_answer: Any) -> None:
+    counts = running_batch.token_counts(
+        {
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": answer,
+                "prompt_tokens_details": of_prompt,
+                "completion_tokens_details": of_answer or None,
+            }
+        }
+    )
+    assert counts == running_batch.token_counts(
+        {
+            "usage": {
+                "input_tokens": prompt,
+                "output_tokens": answer,
+                "input_tokens_details": of_prompt,
+                "output_tokens_details": of_answer,
+            }
+        }
+    )
+    assert (counts.input_tokens, counts.output_tokens) == (prompt, answer)
+    assert counts.cached_tokens == of_prompt.get("cached_tokens", 0)
+    assert counts.reasoning_tokens == of_answer.get("reasoning_tokens", 0)
+
+
+async def test_usage_is_that_of_all_answers(tmp_path: Path) -> None:
+    async def ask(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        text = said(body)
+        if text == "bad":
+            return 400, b'{"error": {"message": "no"}}'
+        return 200, json.dumps({"usage": {"prompt_tokens": len(text), "completion_tokens": 2}}).encode()
+
+    async with service(tmp_path, ask) as at:
+        done = await ended(at, await begun(at, jsonl([line("a"), line("bad"), line("abc")])))
+        assert done.as_json()["usage"] == {
+            "input_tokens": 4,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": 4,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": 8,
+        }
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_batch_without_its_input_fails(cancelled: bool, tmp_path: Path) -> None:
+    ask = Scripted()
+    async with service(tmp_path, ask) as at:
+        batch = await begun(at, jsonl(line(f"r{n}") for n in range(9)))
+        await ask.came.wait()
+        (tmp_path / "files" / batch.input_file_id).unlink()
+        if cancelled:
+            await at.cancel_batch(OWNER, batch.id)
+        for _ in range(9):
+            ask.open.release()
+        done = await ended(at, batch)
+        (problem,) = done.as_json()["errors"]["data"]
+        assert (done.status, problem["code"]) == ("failed", "input_file_damaged")
+        assert batch.input_file_id in problem["message"]
+
+
 async def test_a_full_disk_holds_a_batch_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep, failures = StoredBatches.add_result, 3
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
+import sqlite3
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from worker.errors import StartupError
-from worker.frontdoor.batches.objects import INPUT, Result, StoredBatch, StoredFile
+from worker.frontdoor.batches.objects import INPUT, Result, StoredBatch, StoredFile, TokenCounts
 from worker.frontdoor.batches.requests import new_batch
 from worker.frontdoor.batches.store import Store
 from worker.frontdoor.batches.stored_batches import KEPT_S, MOST_UNFINISHED
 from worker.frontdoor.errors import Refused
 
 CAPACITY = 40_000
+TOKENS = TokenCounts(input_tokens=7, cached_tokens=4, output_tokens=5, reasoning_tokens=2)
 OWNERS = st.sampled_from(["owner-a", "owner-b"])
 CHAT = "/v1/chat/completions"
 
@@ -232,11 +235,116 @@ def test_a_directory_of_a_newer_version_is_refused(tmp_path: Path) -> None:
         Store(tmp_path, CAPACITY)
 
 
+def garbled(path: Path) -> None:
+    path.write_bytes(bytes(range(256)) * 64)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5000])
+
+
+def overwritten(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:8192] + b"x" * 8192 + content[16384:])
+
+
+def of_other_tables(path: Path) -> None:
+    execute(path, "ALTER TABLE files RENAME COLUMN owner TO holder")
+
+
+def of_another_program(path: Path) -> None:
+    path.unlink()
+    execute(path, "CREATE TABLE files (id)")
+
+
+def a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def beside_no_directory(path: Path) -> None:
+    shutil.rmtree(path.with_name("files"))
+    path.with_name("files").write_bytes(b"")
+
+
+def execute(path: Path, statements: str) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript(statements)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (garbled, "batches.sqlite is damaged"),
+        (cut, "batches.sqlite is damaged"),
+        (overwritten, "batches.sqlite is damaged"),
+        (of_other_tables, "has other tables than those of this worker"),
+        (of_another_program, "has other tables than those of this worker"),
+        (a_directory, "Is a directory"),
+        (beside_no_directory, "File exists"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_a_directory_that_is_unusable_says_why(change: Any, problem: str, tmp_path: Path) -> None:
+    Store(tmp_path, CAPACITY).close()
+    change(tmp_path / "batches.sqlite")
+    for _ in range(2):  # and its lock is given back
+        with pytest.raises(StartupError, match=problem) as error:
+            Store(tmp_path, CAPACITY)
+        assert str(error.value).startswith(f"--batch-dir {tmp_path}: ")
+        assert "another front door" not in str(error.value)
+
+
+def test_the_files_of_others_are_not_swept(tmp_path: Path) -> None:
+    others = [tmp_path / name for name in ("files/thesis.txt", "files/file-1", "files/incoming/a", "files/a/b")]
+    for each in others:
+        each.parent.mkdir(parents=True, exist_ok=True)
+        each.write_bytes(b"x")
+    Store(tmp_path, CAPACITY).close()
+    assert all(each.exists() for each in others)
+
+
+def test_contents_are_readable_by_their_user_alone(tmp_path: Path) -> None:
+    Store(tmp_path, CAPACITY).close()
+    for name in ("files", "files/incoming"):
+        assert (tmp_path / name).stat().st_mode & 0o77 == 0
+
+
+def test_tables_of_version_1_are_taken_over(tmp_path: Path) -> None:
+    store = Store(tmp_path, CAPACITY)
+    file = store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 3600)
+    before = begin(store, OWNER, file.id)
+    store.close()
+    counts = ("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")
+    columns = ";".join(f"ALTER TABLE batches DROP COLUMN {name}" for name in counts)
+    execute(tmp_path / "batches.sqlite", f"{columns}; PRAGMA user_version = 1")
+    for _ in range(2):
+        store = Store(tmp_path, CAPACITY)
+        store.batches.add_result(before.id, result(1 + store.batches.get(OWNER, before.id).completed), TOKENS)
+        assert store.batches.get(OWNER, before.id).as_json()["usage"] is None  # not that of the rest alone
+        after = begin(store, OWNER, file.id)
+        store.batches.add_result(after.id, result(1), TOKENS)
+        assert store.batches.get(OWNER, after.id).as_json()["usage"]["total_tokens"] == 12
+        store.close()
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_bytes(b"xy")], ids=["missing", "cut"])
+def test_a_damaged_content_is_an_error_of_its_own(change: Any, tmp_path: Path) -> None:
+    store = Store(tmp_path, CAPACITY)
+    file = store.files.add(OWNER, "a", INPUT, incoming(store, b"xyz"), 3600)
+    change(store.files.path(file.id))
+    with pytest.raises(Refused, match=f"the content of {file.id}") as refused:
+        store.files.open_content(OWNER, file.id)
+    assert (refused.value.status, refused.value.code) == (500, "file_damaged")
+    store.files.delete(OWNER, file.id)
+    store.close()
+
+
 def test_what_a_crash_left_is_swept(tmp_path: Path) -> None:
     store = Store(tmp_path, CAPACITY)
     kept = store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 3600)
-    (tmp_path / "files/file-of-no-row").write_bytes(b"x")
-    incoming(store, b"half an upload")
+    for name in (f"file-{'0' * 24}", f"incoming/{'0' * 32}", f"incoming/{'0' * 32}.answers"):
+        (tmp_path / "files" / name).write_bytes(b"x")
     store.close()
     again = Store(tmp_path, CAPACITY)
     assert [path.name for path in (tmp_path / "files").rglob("*") if path.is_file()] == [kept.id]

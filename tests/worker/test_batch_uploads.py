@@ -142,6 +142,9 @@ def test_a_form_has_a_limit_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         (b"multipart/form-data; boundary=" + b"x" * 71, 400),
         (b'multipart/form-data; boundary="a\xc3\xa9"', 400),
         (b"multipart/mixed; boundary=x", 415),
+        (b"multipart/form-data; boundary=x; boundary=y", 400),
+        (b"multipart/form-data; boundary=x; Boundary=x", 400),
+        (b"multipart/form-data; boundary*0=x; boundary=y", 400),
     ],
 )
 def test_a_content_type_without_a_boundary_is_refused(content_type: bytes, status: int) -> None:

@@ -25,6 +25,7 @@ from test_frontdoor_server import Frontend, House, error_of, get, house, post, s
 from worker.frontdoor import routes
 from worker.frontdoor.__main__ import make_batches
 from worker.frontdoor.batch_lines import LineAnswers
+from worker.frontdoor.batches import runner
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.exchange import Exchange
 from worker.frontdoor.routes import Routes, handled
@@ -321,7 +322,8 @@ async def test_all_files_together_have_a_limit(tmp_path: Path) -> None:
         await client.files.create(file=("in", content), purpose="batch")
 
 
-async def test_rubbish_fails_its_batch(tmp_path: Path) -> None:
+async def test_rubbish_fails_its_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "AWAY_S", 0.0)
     async with batch_house(tmp_path, EchoFrontend()) as at, client_of(at.port) as client:
         for content, code in (
             (random.Random(2).randbytes(200_000), "invalid_json_line"),

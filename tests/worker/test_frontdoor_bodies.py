@@ -16,7 +16,7 @@ from test_frontdoor_server import CATALOG, CHAT_BODY, WAIT_S, error_of, get, hou
 
 from adapters.contract import MAX_LIST
 from worker.frontdoor import bodies, client_connection, field_processors, requests
-from worker.frontdoor.bodies import LARGE_AT_ONCE, SMALL, WINDOW_S, Bodies, Body
+from worker.frontdoor.bodies import HELD_AT_ONCE, LARGE_AT_ONCE, SMALL, WINDOW_S, Bodies, Body
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
 
@@ -91,6 +91,30 @@ def test_complete_bodies_are_not_taken_back() -> None:
     again = Coming(at)
     again.send(SMALL + 1)
     assert again.refused is None
+
+
+def test_answered_bodies_have_room_of_their_own() -> None:
+    at = room([0.0])
+    small, *held = [Coming(at) for _ in range(HELD_AT_ONCE + 2)]
+    small.send(SMALL)
+    for each in held[:-1]:
+        each.send(LARGEST)
+        each.body.take()
+        each.body.hold()
+    held[-1].send(LARGEST)
+    assert held[-1].refused is None  # those that come have theirs
+    for each in (held[-1], small):
+        each.body.take()
+    small.body.hold()
+    with pytest.raises(Refused, match="too many bodies"):
+        held[-1].body.hold()
+    held[0].body.free()
+    held[-1].body.free()
+    held[0].send(LARGEST)
+    held[0].body.hold()
+    for each in (small, *held):
+        each.body.free()
+    assert at.num_bytes == 0
 
 
 def test_a_body_that_does_not_get_on_is_late() -> None:

@@ -203,6 +203,11 @@ def test_the_input_of_a_call_that_was_cut(text: str, expected: Any) -> None:
     assert input_of(text) == expected
 
 
+def test_an_input_that_is_too_deep_for_json_is_no_other() -> None:
+    with pytest.raises(Refused, match="nested too deep"):
+        input_of('{"a":' * 50_000 + "1" + "}" * 50_000)
+
+
 def test_events_are_sent_with_their_names() -> None:
     assert server_sent([{"type": "ping"}, {"type": "a", "b": "é\n"}]) == (
         b'event: ping\ndata: {"type":"ping"}\n\nevent: a\ndata: {"type":"a","b":"\\u00e9\\n"}\n\n'

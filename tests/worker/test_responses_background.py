@@ -11,6 +11,7 @@ from responses_frontend import HELLO, WAIT_S, Slow, refused, served
 from responses_oracle import check_stream, checked_response
 from test_frontdoor_exchange import refuse
 
+from worker.frontdoor import bodies
 from worker.frontdoor.responses import service
 from worker.frontdoor.responses.service import responses_of
 
@@ -63,6 +64,40 @@ async def test_a_background_response_is_cancelled() -> None:
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(plain.id)
         assert responses_of(at.door)._running == {}
+
+
+async def test_a_response_may_be_cancelled_before_it_begins() -> None:
+    async with served(Slow(*HELLO)) as (at, client):
+        service_, make = responses_of(at.door), responses_of(at.door).run
+
+        def cancelled(*given: Any, **named: Any) -> Any:
+            run = make(*given, **named)
+            run._task.cancel()
+            return run
+
+        service_.run = cancelled  # type: ignore[method-assign]
+        stream = await client.responses.create(model="m", input="Hi", background=True, stream=True)
+        events = [each async for each in stream]
+        assert events[-1].type == "error"
+        found = await client.responses.retrieve(events[0].response.id)  # type: ignore[union-attr]
+        assert found.status == "cancelled"
+        assert service_._running == {}
+
+
+async def test_a_large_background_response_keeps_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "HELD_AT_ONCE", 1)
+    slow = Slow(*HELLO)
+    large: Any = {"model": "m", "input": "Hi", "background": True, "user": "x" * 700_000}
+    async with served(slow, body_limit_mib=1) as (at, client):
+        made = await client.responses.create(**large)
+        with pytest.raises(openai.InternalServerError, match="too many bodies") as caught:
+            await client.responses.create(**large)
+        assert caught.value.status_code == 503
+        assert (await client.responses.create(model="m", input="Hi", background=True)).status == "queued"
+        await client.responses.cancel(made.id)
+        assert at.door.bodies.num_bytes == 0
+        made = await client.responses.create(**large)
+        await client.responses.delete(made.id)
 
 
 async def test_a_background_response_is_streamed_again() -> None:

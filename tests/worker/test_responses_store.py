@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.responses import store as stores
-from worker.frontdoor.responses.store import ResponseStore, StoredItem, is_stored, stored_item
+from worker.frontdoor.responses.store import ResponseStore, StoredItem, StoredResponse, is_stored, stored_item
 
 MIB = 2**20
 
@@ -116,7 +116,8 @@ def test_without_a_store_what_needs_it_is_refused(fields: dict[str, Any]) -> Non
     assert "--response-store-mib" in caught.value.message
 
 
-OWNERS = st.sampled_from(["a", "b"])
+OWNERS_ = ("a", "b")
+OWNERS = st.sampled_from(OWNERS_)
 NAMES = st.sampled_from(["r1", "r2", "r3", "r4"])
 STEPS = st.lists(
     st.tuples(st.sampled_from(["put", "continue", "get", "delete"]), OWNERS, NAMES, NAMES, st.integers(0, 400)),
@@ -147,15 +148,45 @@ def test_the_bytes_are_those_of_what_is_kept(steps: list[tuple[str, str, str, st
             made = response(name, item(f"out-{name}", "y" * size))
             is_kept = store.put(owner, made, context)
             kept.pop((owner, name), None)
-            kept[owner, name] = (context, made)
-            while list(kept) and not all(store._responses.get(key) for key in kept):
-                kept.pop(next(iter(kept)))  # the oldest, and no other
-            assert is_kept == ((owner, name) in kept)
-        assert list(kept) == list(store._responses)
+            if is_kept:
+                kept[owner, name] = (context, made)
+            for each in OWNERS_:  # of an owner the oldest goes, and no other
+                while any(key[0] == each and key not in stored(store) for key in kept):
+                    kept.pop(next(key for key in kept if key[0] == each))
+        responses = stored(store)
+        for each in OWNERS_:
+            assert [key for key in kept if key[0] == each] == [key for key in responses if key[0] == each]
         assert store.num_bytes <= max_bytes
-        own = sum(each.num_bytes for each in store._responses.values())
-        unique = {id(each): each for stored in store._responses.values() for each in stored.items()}
+        assert len(store) == len(responses)
+        own = sum(each.num_bytes for each in responses.values())
+        unique = {id(each): each for found in responses.values() for each in found.items()}
         assert store.num_bytes == own + sum(len(each.data) + stores._OVERHEAD for each in unique.values())
     for owner, name in list(kept):
         store.delete(owner, name)
-    assert (store.num_bytes, store._items) == (0, {})
+    assert (store.num_bytes, store._owners) == (0, {})
+
+
+def stored(store: ResponseStore) -> dict[tuple[str, str], StoredResponse]:
+    return {(owner, name): each for owner, owned in store._owners.items() for name, each in owned.responses.items()}
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(1, 8000)), max_size=40))
+def test_no_owner_takes_the_share_of_another(puts: list[tuple[str, int]]) -> None:
+    store = ResponseStore(30_000)
+    for number, (owner, size) in enumerate(puts):
+        before = {each: owned.num_bytes for each, owned in store._owners.items()}
+        assert store.put(owner, response(f"r{number}", item(f"o{number}", "x" * size)), [])
+        assert store.get(owner, f"r{number}") is not None
+        now = {each: owned.num_bytes for each, owned in store._owners.items()}
+        for each, num_bytes in before.items():
+            if each != owner and num_bytes <= 10_000:  # a third
+                assert now[each] == num_bytes
+
+
+def test_a_response_larger_than_the_store_drops_no_other() -> None:
+    store = ResponseStore(4000)
+    store.put("a", response("r1"), [])
+    store.put("b", response("r1"), [])
+    assert not store.put("a", response("r2", item("o", "x" * 5000)), [])
+    assert len(store) == 2

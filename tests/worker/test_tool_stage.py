@@ -312,6 +312,25 @@ def test_special_tokens_are_no_text() -> None:
         assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"text": "</s>"}
 
 
+@pytest.mark.parametrize("spelling", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("last", ["a", "call"])
+def test_white_space_waits_however_long_it_is(spelling: str, last: str) -> None:
+    """It is text before a text, and nothing before a call."""
+    blank = "\n \t" * 1000
+    for sizes in ([], [1] * len(blank), [7, 1, 2] * 400):
+        text = blank + (written(spelling, Call("f", {"text": "b"})) if last == "call" else last)
+        message = whole(spelling, list(text), sizes, "stop")["choices"][0]["message"]
+        assert message["content"] == (None if last == "call" else text)
+        assert len(message.get("tool_calls", ())) == (last == "call")
+
+
+def test_arguments_nested_too_deep_are_no_call() -> None:
+    for text in ("[" * 50_000, '{"a":' * 50_000):
+        answer = written("qwen3_coder", Call("f", {"many": "XYZ"})).replace("XYZ", text)
+        (choice,) = assembled(staged(stage("qwen3_coder", enforced=False), chunks_of([answer], [], "stop")))["choices"]
+        assert choice["message"] == {"role": "assistant", "content": answer}
+
+
 def test_channels_are_thinking_and_text() -> None:
     text = (
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Wait.<|end|>"

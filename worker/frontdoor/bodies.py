@@ -21,6 +21,9 @@ SMALL_ROOM = 64 * 2**20
 LARGE_AT_ONCE = 16
 """Bodies of the largest size that are in memory at a time, beside the small ones."""
 
+HELD_AT_ONCE = 64
+"""Bodies of the largest size that are in memory at a time while handlers answer their requests."""
+
 WINDOW_S = 10.0
 """Seconds in which a body must get on by as many bytes as the least rate asks for."""
 
@@ -42,11 +45,12 @@ class Bodies:
         self.now = now
         self.small = Room(SMALL_ROOM, now)
         self.large = Room(LARGE_AT_ONCE * max(largest, SMALL), now)
+        self.held = Room(HELD_AT_ONCE * max(largest, SMALL), now)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all bodies that are in memory."""
-        return self.small.num_bytes + self.large.num_bytes
+        return self.small.num_bytes + self.large.num_bytes + self.held.num_bytes
 
     def begin(self, too_slow: Callable[[Refused], None]) -> Body:
         """A body of which nothing has come; ``too_slow`` ends its request to make room."""
@@ -94,6 +98,17 @@ class Body:
         self.is_complete = True
         whole, self._parts = bytes(self._parts), b""
         return whole
+
+    def hold(self) -> None:
+        """Stay in memory until `free`, while its request is answered; a small one needs no room.
+
+        Raises:
+            Refused: 503, too many stay.
+        """
+        self._leave(self.num_bytes)
+        if self.num_bytes > SMALL:
+            self._room = self._bodies.held
+            self._room.grow(self, self.num_bytes)
 
     def free(self) -> None:
         """Give its room back. Idempotent."""
@@ -156,7 +171,7 @@ class Room:
         while self.num_bytes > self._capacity:
             coming = [each for each in self._bodies if not each.is_complete]
             now = self._now()
-            slowest = min(coming, key=lambda each: each.rate(now))
+            slowest = min(coming, key=lambda each: each.rate(now), default=body)
             if slowest is body:
                 raise Refused(503, "too many bodies at a time", kind="server_error")
             slowest.too_slow(Refused(408, "the body came slower than others, which needed its room"))

@@ -49,6 +49,7 @@ class Chunks:
         self._is_paused = False
         self._news = asyncio.Event()
         self.annotations: dict[str, Any] = {}
+        upstreams.reads(self)
         self._requests.ask(upstreams)
 
     def __aiter__(self) -> Chunks:
@@ -76,6 +77,11 @@ class Chunks:
     def close(self) -> None:
         """End the requests. Idempotent."""
         self._requests.abort()
+
+    def end(self, refused: Refused) -> None:
+        """End the requests, with an error for their reader."""
+        if not self._is_complete:
+            self._fail(refused)
 
     # A `Whole` of the choices' answers.
 

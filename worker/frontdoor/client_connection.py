@@ -216,8 +216,12 @@ class ClientConnection(WaitingProtocol):
         self, request: AdmittedRequest, body: bytes, handler: Handler, fields: dict[str, Any] | None = None
     ) -> None:
         """Let a handler answer; ``fields``: the body, if it has been parsed."""
-        self._answer = exchange = Exchange(self, self._door, request, body, fields, self._intake.take_upload())
-        self._intake.free_body()
+        try:
+            held = self._intake.hold_body()
+        except Refused as refused:
+            self._refuse(refused)
+            return
+        self._answer = exchange = Exchange(self, self._door, request, body, fields, held)
         exchange.run(handler)
 
     def own_headers(self) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
 from worker.frontdoor.answering import Asker
+from worker.frontdoor.bodies import Body
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.http import COMMENT, INTERIM, Document, chunk, stream_head
 from worker.frontdoor.request_intake import AdmittedRequest
@@ -55,7 +56,7 @@ class Exchange:
         request: The admitted request.
         body: Bytes of its body.
         fields: The body's JSON object, if it has been parsed.
-        upload: The body of an upload instead; it is freed after the answer.
+        held: Room that the body takes up; it is freed after the answer.
 
     Attributes:
         door: State that all connections share.
@@ -76,7 +77,7 @@ class Exchange:
         request: AdmittedRequest,
         body: bytes,
         fields: dict[str, Any] | None = None,
-        upload: Upload | None = None,
+        held: Body | Upload | None = None,
     ) -> None:
         self.door = door
         self.head: Head = request.head
@@ -86,9 +87,10 @@ class Exchange:
         self.request_id = request.request_id.decode()
         self.has_begun = False
         self.body = body
-        self.upload = upload
+        self.upload = held if isinstance(held, Upload) else None
         self.request = request
         self._fields = fields
+        self._held = held
         self._client = client
         self._is_chunked = request.has_version_1_1
         self._is_event_stream = False
@@ -100,9 +102,12 @@ class Exchange:
     def run(self, handler: Handler) -> None:
         """Begin to answer."""
         self._task = asyncio.get_running_loop().create_task(self._run(handler))
-        if self.upload is not None:
-            upload = self.upload
-            self._task.add_done_callback(lambda _: upload.free())
+        self._task.add_done_callback(lambda _: self.take_room()())
+
+    def take_room(self) -> Callable[[], None]:
+        """The room of the body is held beyond the answer, until the result is called."""
+        held, self._held = self._held, None
+        return _nothing if held is None else held.free
 
     async def _run(self, handler: Handler) -> None:
         try:
@@ -216,6 +221,10 @@ class Exchange:
         if not self._is_event_stream:
             return None
         return chunk(COMMENT) if self._is_chunked else COMMENT
+
+
+def _nothing() -> None:
+    """Free no room."""
 
 
 def encoded(content: Any) -> bytes:

@@ -150,8 +150,8 @@ class Options:
     )
     response_store_mib: int = option(
         64,
-        "Memory for stored responses of /v1/responses, MiB; the one that has not been used for longest is dropped. "
-        "0 stores none.",
+        "Memory for stored responses of /v1/responses, MiB; the client with most of it loses what it has not used for "
+        "longest. 0 stores none.",
         parse=_size,
     )
     model_path: str | None = option(

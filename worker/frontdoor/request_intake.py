@@ -161,12 +161,16 @@ class RequestIntake:
         if len(head.values(METADATA_HEADER)) > 1:
             raise FieldRefused(METADATA_HEADER.decode(), "comes twice, and Dynamo's frontend drops the second")
 
-    def take_upload(self) -> Upload | None:
-        """The upload that the complete body is, which is the caller's to free; None for another."""
-        if not isinstance(self._body, Upload):
-            return None
-        upload, self._body = self._body, None
-        return upload
+    def hold_body(self) -> Body | Upload | None:
+        """The complete body, which is the caller's to free once the request is answered.
+
+        Raises:
+            Refused: 503, too many bodies are held so.
+        """
+        if self._body is not None:
+            self._body.hold()
+        body, self._body = self._body, None
+        return body
 
     def left_s(self) -> float | None:
         """Seconds until the body is too slow, None if none is being read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -33,6 +34,9 @@ from worker.frontdoor.uploads import Uploads
 from worker.frontdoor.upstreams import Upstreams
 
 logger = logging.getLogger(__name__)
+
+LAST_S = 1.0
+"""Seconds that answers get to end with an error, after the time that they had to finish."""
 
 
 class OpenConnection(Protocol):
@@ -188,6 +192,9 @@ class FrontDoor:
             await asyncio.wait_for(self.idle.wait(), timeout_s)
         except TimeoutError:
             logger.warning("%d connections closed before their answers ended", len(self.connections))
+            if self.upstreams.end(Refused(503, "the server shuts down", kind="server_error")):
+                with contextlib.suppress(TimeoutError):  # for as long as it takes to say so
+                    await asyncio.wait_for(self.idle.wait(), LAST_S)
         for connection in list(self.connections):
             connection.abort()
         self.upstreams.close()

@@ -98,6 +98,9 @@ class Upload:
         self._close()
         return b""
 
+    def hold(self) -> None:
+        """Stay on the disk until `free`, in the room that it has."""
+
     def free(self) -> None:
         """Give its room back, and delete the file. Idempotent."""
         self._close()

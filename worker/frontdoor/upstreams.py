@@ -13,11 +13,13 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Protocol, cast
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 from worker.frontdoor.answering import Client
 from worker.frontdoor.deadline import WaitingProtocol
+from worker.frontdoor.errors import Refused
 from worker.frontdoor.http import COMMENT, INTERIM, AnswerEnd, BadAnswer
 
 logger = logging.getLogger(__name__)
@@ -119,6 +121,13 @@ class Upstream:
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
+class Reader(Protocol):
+    """Reader of answers of frontends, which makes an answer of its own of them."""
+
+    def end(self, refused: Refused) -> None:
+        """The answers end before their end."""
+
+
 class Upstreams:
     """Frontends in turn, the dead and the silent ones last.
 
@@ -135,6 +144,7 @@ class Upstreams:
         self._connect_timeout_s = connect_timeout_s
         self._now = now
         self._num_requests = 0
+        self._readers: WeakSet[Reader] = WeakSet()
 
     def in_turn(self) -> list[Upstream]:
         """All of them, in the order in which the next request tries them."""
@@ -165,6 +175,17 @@ class Upstreams:
                 connection.upstream = upstream
                 return
         raise NoUpstream
+
+    def reads(self, reader: Reader) -> None:
+        """Note who reads answers, to be told of the end of the front door."""
+        self._readers.add(reader)
+
+    def end(self, refused: Refused) -> bool:
+        """End the answers that are not passed on byte for byte; whether there were any."""
+        readers = list(self._readers)
+        for reader in readers:
+            reader.end(refused)
+        return bool(readers)
 
     def close(self) -> None:
         """Close the connections without a request."""

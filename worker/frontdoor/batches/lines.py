@@ -20,6 +20,9 @@ MAX_ID = 512
 SHOWN_PROBLEMS = 50
 """Problems of one file that a batch names; one more says how many there are."""
 
+_MARK = b"\xef\xbb\xbf"
+"""Byte order mark with which some editors begin a file in UTF-8 (RFC 8259: it may be ignored)."""
+
 ROOM_BESIDE_BODY = 64 * 1024
 """Bytes of a line beside the body of its request."""
 
@@ -115,7 +118,8 @@ def lines_of(path: Path, longest: int, offset: int = 0, number: int = 1) -> Iter
             while is_too_long and rest and not rest.endswith(b"\n"):
                 rest = file.readline(longest)
                 offset += len(rest)
-            yield Line(number, data.rstrip(b"\r\n"), offset, is_too_long)
+            text = data.removeprefix(_MARK) if offset == len(data) else data
+            yield Line(number, text.rstrip(b"\r\n"), offset, is_too_long)
             number += 1
 
 
@@ -167,6 +171,12 @@ class Checked:
     total: int
     model: str | None
     problems: list[Problem]
+
+    @property
+    def lacks_models_alone(self) -> bool:
+        """Whether nothing is wrong but that models are not served, as far as problems are named."""
+        codes = {problem.code for problem in self.problems}
+        return "model_not_found" in codes and codes <= {"model_not_found", "too_many_errors"}
 
 
 def checked(path: Path, endpoint: str, longest: int, models: Collection[str]) -> Checked:

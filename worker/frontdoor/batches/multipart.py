@@ -72,6 +72,9 @@ def boundary_of(content_type: bytes) -> bytes:
     header = _headers(b"content-type: " + content_type)
     if header.get_content_type() != "multipart/form-data":
         raise Refused(415, "an upload must be multipart/form-data", "content-type")
+    names = [name for name, _ in header.get_params() or ()]
+    if len(set(names)) < len(names):
+        raise Refused(400, _MALFORMED + "the content type has a parameter twice", "content-type")
     boundary = header.get_param("boundary")
     if not isinstance(boundary, str) or not _BOUNDARY.fullmatch(boundary):
         raise Refused(400, _MALFORMED + "the content type has no boundary", "content-type")

@@ -76,6 +76,11 @@ class StoredBatch:
         total: Number of requests.
         completed: Number of requests that have an answer.
         failed: Number of requests that have an error.
+        input_tokens: Tokens of the prompts of its answers; None, as of the next ones, if they
+            were not counted from its beginning.
+        cached_tokens: Tokens of the prompts that were cached.
+        output_tokens: Tokens of its answers.
+        reasoning_tokens: Tokens of the answers that are reasoning.
     """
 
     number: int
@@ -94,6 +99,10 @@ class StoredBatch:
     total: int
     completed: int
     failed: int
+    input_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int | None
+    reasoning_tokens: int | None
     created_at: int
     expires_at: int
     in_progress_at: int | None
@@ -125,11 +134,34 @@ class StoredBatch:
             "error_file_id": self.error_file_id,
             **{name: getattr(self, name) for name in _TIMES},
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "usage": self._usage(),
             "metadata": None if self.metadata is None else json.loads(self.metadata),
+        }
+
+    def _usage(self) -> dict[str, Any] | None:
+        """OpenAI's usage of all answers together."""
+        if self.input_tokens is None or self.output_tokens is None:
+            return None
+        return {
+            "input_tokens": self.input_tokens,
+            "input_tokens_details": {"cached_tokens": self.cached_tokens},
+            "output_tokens": self.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "total_tokens": self.input_tokens + self.output_tokens,
         }
 
 
 _TIMES = tuple(field.name for field in fields(StoredBatch) if field.name.endswith("_at"))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """The tokens of an answer; see `StoredBatch`."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

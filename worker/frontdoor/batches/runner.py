@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
 
-from worker.frontdoor.batches.lines import ROOM_BESIDE_BODY, checked
+from worker.frontdoor.batches.lines import ROOM_BESIDE_BODY, Checked, checked
 from worker.frontdoor.batches.objects import Status, StoredBatch
 from worker.frontdoor.batches.output import write_output
 from worker.frontdoor.batches.running_batch import Ask, RunningBatch
@@ -28,6 +28,11 @@ RETRY_S = 5.0
 
 POLL_S = 0.5
 """Seconds between two questions whether a model is served, before a batch is validated."""
+
+AWAY_S = 60.0
+"""Seconds for which a model may be away before a batch that names it fails: its only worker may be
+about to come back, while others serve other models.
+"""
 
 Models = Callable[[], Awaitable[Collection[str]]]
 
@@ -88,6 +93,8 @@ class Runner:
     async def _advance(self, batch_id: str) -> None:
         """Take a batch to its end, from the status that it has in the store."""
         batch = await self._get(batch_id)
+        if await self._store.do(self._store.store.fail_if_damaged, batch):
+            return
         if batch.status in ("validating", "in_progress"):
             await self._until_stopped(batch, self._work(batch))
             batch = await self._get(batch_id)
@@ -130,16 +137,29 @@ class Runner:
 
     async def _validate(self, batch: StoredBatch) -> StoredBatch | None:
         """The batch once its lines have been looked at; None if it has been cancelled."""
-        models = await self._models()
-        while not models:
-            await asyncio.sleep(POLL_S)
-            models = await self._models()
-        path = self._store.files.path(batch.input_file_id)
-        async with self._validating:
-            found = await asyncio.to_thread(checked, path, batch.endpoint, self._longest, models)
+        found = await self._checked(batch)
         problems = [problem.as_json() for problem in found.problems]
         errors = json.dumps(problems) if problems else None
         return await self._store.do(self._store.store.begin, batch.id, found.total, found.model, errors=errors)
+
+    async def _checked(self, batch: StoredBatch) -> Checked:
+        """The lines of a batch, looked at again as other models are served, if that may help."""
+        path, end_s = self._store.files.path(batch.input_file_id), time.monotonic() + AWAY_S
+        models: Collection[str] = ()
+        while True:
+            models = await self._other_models(models, end_s)
+            async with self._validating:
+                found = await asyncio.to_thread(checked, path, batch.endpoint, self._longest, models)
+            if not found.lacks_models_alone or time.monotonic() >= end_s:
+                return found
+
+    async def _other_models(self, models: Collection[str], end_s: float) -> Collection[str]:
+        """The models that are served, once they are others than ``models``, or it is ``end_s``."""
+        while True:
+            served = await self._models()
+            if served and (served != models or time.monotonic() >= end_s):
+                return served
+            await asyncio.sleep(POLL_S)
 
     async def _finish(self, batch: StoredBatch) -> None:
         status: Status = "completed"

@@ -7,10 +7,10 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from worker.frontdoor.batches.lines import BadLine, lines_of, request_of
-from worker.frontdoor.batches.objects import Result, StoredBatch
+from worker.frontdoor.batches.objects import Result, StoredBatch, TokenCounts
 from worker.frontdoor.batches.store_thread import StoreThread
 from worker.frontdoor.error_forms import error_body
 from worker.frontdoor.errors import Refused
@@ -108,8 +108,9 @@ class RunningBatch:
                 model, status, body = await self._ask_once(place, request_id)
                 num_broken += status in BROKEN
                 if not await self._is_to_repeat(model, status, num_broken):
-                    result = Result(place.number, status, request_id, await asyncio.to_thread(_one_line, body))
-                    await self._store.do(self._store.batches.add_result, self._batch.id, result)
+                    written, counts = await asyncio.to_thread(_kept, body)
+                    result = Result(place.number, status, request_id, written)
+                    await self._store.do(self._store.batches.add_result, self._batch.id, result, counts)
                     return
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
@@ -141,11 +142,25 @@ class RunningBatch:
         return status == 404 and model not in await self._models()
 
 
-def _one_line(body: bytes) -> bytes:
-    """JSON without line ends; a text that is no JSON as OpenAI's error."""
+def _kept(body: bytes) -> tuple[bytes, TokenCounts]:
+    """JSON without line ends, of a text that is no JSON OpenAI's error; and the tokens it names."""
     try:
         found = json.loads(body)
     except ValueError:
         message = body.decode(errors="replace")[:1000]
         found = {"error": {"message": message, "type": "server_error", "param": None, "code": None}}
-    return json.dumps(found, separators=(",", ":")).encode()
+    return json.dumps(found, separators=(",", ":")).encode(), token_counts(found)
+
+
+def token_counts(answer: Any) -> TokenCounts:
+    """The tokens that ``usage`` of an answer names, that of a chat, a completion or a response."""
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    if not isinstance(usage, dict):
+        return TokenCounts()
+    prompt, completion = ("input", "output") if "input_tokens" in usage else ("prompt", "completion")
+    return TokenCounts(
+        input_tokens=usage.get(f"{prompt}_tokens") or 0,
+        cached_tokens=(usage.get(f"{prompt}_tokens_details") or {}).get("cached_tokens") or 0,
+        output_tokens=usage.get(f"{completion}_tokens") or 0,
+        reasoning_tokens=(usage.get(f"{completion}_tokens_details") or {}).get("reasoning_tokens") or 0,
+    )

@@ -112,26 +112,29 @@ class BatchService:
 
     async def files(self, owner: str, listing: Listing) -> Page[StoredFile]:
         """A part of the files of a client. Raises `Refused` (400)."""
-        return await self._store.do(
-            self._store.files.page,
-            owner,
-            after=listing.after,
-            limit=listing.limit,
-            descending=listing.descending,
-            purpose=listing.purpose,
-        )
+        with _errors_of_the_disk(unreadable):
+            return await self._store.do(
+                self._store.files.page,
+                owner,
+                after=listing.after,
+                limit=listing.limit,
+                descending=listing.descending,
+                purpose=listing.purpose,
+            )
 
     async def file(self, owner: str, file_id: str) -> StoredFile:
         """A file of a client. Raises `Refused` (404)."""
-        return await self._store.do(self._store.files.get, owner, file_id)
+        with _errors_of_the_disk(unreadable):
+            return await self._store.do(self._store.files.get, owner, file_id)
 
     async def open_content(self, owner: str, file_id: str) -> BinaryIO:
         """The content of a file of a client, which may be deleted while it is read.
 
         Raises:
-            Refused: 404, there is none.
+            Refused: 404, there is none; 500, it is damaged.
         """
-        return await self._store.do(self._store.files.open_content, owner, file_id)
+        with _errors_of_the_disk(unreadable):
+            return await self._store.do(self._store.files.open_content, owner, file_id)
 
     async def delete_file(self, owner: str, file_id: str) -> None:
         """Delete a file of a client. Raises `Refused` (404, or 400 while a batch reads it)."""
@@ -152,11 +155,13 @@ class BatchService:
 
     async def batches(self, owner: str, listing: Listing) -> Page[StoredBatch]:
         """A part of the batches of a client. Raises `Refused` (400)."""
-        return await self._store.do(self._store.batches.page, owner, after=listing.after, limit=listing.limit)
+        with _errors_of_the_disk(unreadable):
+            return await self._store.do(self._store.batches.page, owner, after=listing.after, limit=listing.limit)
 
     async def batch(self, owner: str, batch_id: str) -> StoredBatch:
         """A batch of a client. Raises `Refused` (404)."""
-        return await self._store.do(self._store.batches.get, owner, batch_id)
+        with _errors_of_the_disk(unreadable):
+            return await self._store.do(self._store.batches.get, owner, batch_id)
 
     async def cancel_batch(self, owner: str, batch_id: str) -> StoredBatch:
         """End a batch of a client early. Raises `Refused` (404, or 400 if it has ended)."""
@@ -194,10 +199,17 @@ def _content(body: Path, content_type: bytes) -> tuple[Path, str, int]:
     return content, file.filename, lifetime_s
 
 
+def unreadable(error: Exception) -> Refused:
+    """The refusal of a request for what the disk, or the database, does not give back."""
+    logger.error("files and batches cannot be read: %s", error)
+    problem = "the server's disk does not give back its files and batches; its log says why"
+    return Refused(500, problem, kind="server_error", code="storage_failed")
+
+
 @contextlib.contextmanager
-def _errors_of_the_disk() -> Iterator[None]:
+def _errors_of_the_disk(refusal: Callable[[Exception], Refused] = no_room) -> Iterator[None]:
     """Errors of the disk as a refusal of the one request that met them."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
-        raise no_room(error) from None
+        raise refusal(error) from None

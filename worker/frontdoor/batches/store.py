@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from worker.frontdoor.batches.database import Database
-from worker.frontdoor.batches.objects import INPUT, OUTPUT, Status, StoredBatch
+from worker.frontdoor.batches.database import Database, unusable
+from worker.frontdoor.batches.lines import Problem
+from worker.frontdoor.batches.objects import INPUT, OUTPUT, UNFINISHED, Status, StoredBatch
 from worker.frontdoor.batches.requests import NewBatch
 from worker.frontdoor.batches.stored_batches import StoredBatches
 from worker.frontdoor.batches.stored_files import StoredFiles
@@ -27,15 +30,19 @@ class Store:
         batches: The batches.
 
     Raises:
-        StartupError: the directory cannot be used, or another process uses it.
+        StartupError: the directory cannot be used, is damaged, or another process uses it.
     """
 
     def __init__(self, directory: Path, capacity: int, now: Callable[[], float] = time.time) -> None:
         self._database = Database(directory)
-        self.files = StoredFiles(self._database, directory / "files", capacity, now)
         self.batches = StoredBatches(self._database, now)
-        self.files.sweep()
-        self.delete_old()
+        try:
+            self.files = StoredFiles(self._database, directory / "files", capacity, now)
+            self.files.sweep()
+            self.delete_old()
+        except (OSError, sqlite3.Error) as error:
+            self._database.close()
+            raise unusable(directory, error) from None
 
     def add_batch(self, owner: str, new: NewBatch) -> StoredBatch:
         """Begin a batch.
@@ -71,6 +78,20 @@ class Store:
         if errors is not None:
             return self.batches.move(batch_id, ("validating",), "failed", total=total, errors=errors)
         return self.batches.move(batch_id, ("validating",), "in_progress", total=total, model=model)
+
+    def fail_if_damaged(self, batch: StoredBatch) -> bool:
+        """Let a batch fail whose input file is not as it was uploaded; whether it is so.
+
+        Results so far are lost: they can be assigned to no request any more.
+        """
+        damage = self.files.damage(batch.input_file_id)
+        if damage is None:
+            return False
+        problem = Problem("input_file_damaged", damage).as_json()
+        with self._database.transaction():
+            self.batches.move(batch.id, UNFINISHED, "failed", errors=json.dumps([problem]))
+            self.batches.delete_results(batch.id)
+        return True
 
     def finish(
         self, batch: StoredBatch, status: Status, *, answers: Path | None, errors: Path | None, num_unanswered: int

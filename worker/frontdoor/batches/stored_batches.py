@@ -5,12 +5,23 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from worker.frontdoor.batches.database import Database
-from worker.frontdoor.batches.objects import FINISHED, UNFINISHED, Page, Result, Status, StoredBatch, batch_of
+from worker.frontdoor.batches.objects import (
+    FINISHED,
+    UNFINISHED,
+    Page,
+    Result,
+    Status,
+    StoredBatch,
+    TokenCounts,
+    batch_of,
+)
 from worker.frontdoor.errors import Refused
 
+NO_TOKENS = TokenCounts()
 MOST_UNFINISHED = 100
 """Batches of one client that may be unfinished at a time."""
 
@@ -148,8 +159,8 @@ class StoredBatches:
                 raise Refused(400, problem, "id", code="batch_not_cancellable")
         return moved
 
-    def add_result(self, batch_id: str, result: Result) -> None:
-        """Keep the result of a line that has none yet."""
+    def add_result(self, batch_id: str, result: Result, counts: TokenCounts = NO_TOKENS) -> None:
+        """Keep the result of a line that has none yet, and count its tokens."""
         with self._database.transaction() as connection:
             connection.execute(
                 "INSERT INTO results (batch_id, line, succeeded, status_code, request_id, body)"
@@ -157,7 +168,11 @@ class StoredBatches:
                 (batch_id, result.line, result.succeeded, result.status_code, result.request_id, result.body),
             )
             column = "completed" if result.succeeded else "failed"
-            connection.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", (batch_id,))
+            added = {column: 1, **asdict(counts)}
+            connection.execute(
+                f"UPDATE batches SET {', '.join(f'{name} = {name} + ?' for name in added)} WHERE id = ?",
+                (*added.values(), batch_id),
+            )
 
     def answered(self, batch_id: str) -> set[int]:
         """Numbers of the lines that have a result."""

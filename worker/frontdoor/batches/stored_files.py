@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import BinaryIO
 from worker.frontdoor.batches.database import Database
 from worker.frontdoor.batches.objects import INPUT, UNFINISHED, Page, StoredFile, file_of
 from worker.frontdoor.errors import Refused
+
+_OWN = re.compile(r"file-[0-9a-f]{24}|[0-9a-f]{32}(\.[a-z]+)?")
+"""Names of files that are made here: contents, and what has not come to its place."""
 
 SMALLEST = 4096
 """Bytes that each file counts for at least: a file of one byte takes a block, and a row."""
@@ -35,7 +39,8 @@ class StoredFiles:
         self._capacity = capacity
         self._now = now
         self.incoming = directory / "incoming"
-        self.incoming.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for each in (directory, self.incoming):
+            each.mkdir(exist_ok=True, mode=0o700)
 
     def add(self, owner: str, filename: str, purpose: str, content: Path, lifetime_s: int) -> StoredFile:
         """Keep a file.
@@ -133,8 +138,28 @@ class StoredFiles:
         self.path(file_id).unlink(missing_ok=True)
 
     def open_content(self, owner: str, file_id: str) -> BinaryIO:
-        """The content of a file of ``owner``. Raises `Refused` (404) if it has none of this id."""
-        return self.path(self.get(owner, file_id).id).open("rb")
+        """The content of a file of ``owner``.
+
+        Raises:
+            Refused: 404, the client has no file of this id; 500, its content is damaged.
+        """
+        file = self.get(owner, file_id)
+        damage = self.damage(file.id)
+        if damage is not None:
+            raise Refused(500, damage, "id", kind="server_error", code="file_damaged")
+        return self.path(file.id).open("rb")
+
+    def damage(self, file_id: str) -> str | None:
+        """One sentence on the content of a file that has not its size; None for a sound one."""
+        row = self._database.connection.execute("SELECT bytes FROM files WHERE id = ?", (file_id,)).fetchone()
+        if row is None:
+            return f"there is no file {file_id} any more"
+        size = row["bytes"]
+        try:
+            found = self.path(file_id).stat().st_size
+        except FileNotFoundError:
+            return f"the content of {file_id} is missing on the server's disk"
+        return None if found == size else f"the content of {file_id} has {found} bytes on the server's disk, not {size}"
 
     def path(self, file_id: str) -> Path:
         """Place of a file's content, by an id that was made here."""
@@ -157,13 +182,14 @@ class StoredFiles:
             self.path(row["id"]).unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Delete contents without a row: what a crash has left. Before anything else is done."""
+        """Delete contents without a row: what a crash has left. Before anything else is done.
+
+        Files with other names than those that are made here are someone's, and stay.
+        """
         known = {row["id"] for row in self._database.connection.execute("SELECT id FROM files")}
-        for path in self._directory.iterdir():
-            if path.is_file() and path.name not in known:
+        for path in (*self._directory.iterdir(), *self.incoming.iterdir()):
+            if path.name not in known and _OWN.fullmatch(path.name) and path.is_file():
                 path.unlink()
-        for path in self.incoming.iterdir():
-            path.unlink()
 
 
 _UNFINISHED = "('" + "', '".join(UNFINISHED) + "')"

@@ -41,11 +41,11 @@ class Output:
         if self.thinks:
             self._add(ThinkingPiece(text), text)
             return
-        if self._blank is not None:
-            text = self._blank + text
-            self._blank = None if text.strip(WHITE_SPACE) else text
-        if self._blank is None:
-            self._add(TextPiece(text), text)
+        if self._blank is not None and not text.strip(WHITE_SPACE):
+            self._blank += text
+            return
+        text, self._blank = (self._blank or "") + text, None
+        self._add(TextPiece(text), text)
 
     def begin_call(self, name: str) -> None:
         """Begin a call of the function ``name``."""

@@ -87,10 +87,13 @@ class CallParser:
     def _beginning(self) -> Reading[None]:
         """White space, and what may stand only behind it, or before free text."""
         reader, marks = self._reader, Marks(self._first)
+        blank = 0  # characters of white space so far, which are looked at once
         while True:
-            ahead = reader.ahead.lstrip(WHITE_SPACE)
+            new = reader.ahead[blank:]
+            ahead = new.lstrip(WHITE_SPACE)
+            blank += len(new) - len(ahead)
             if mark := marks.at_start_of(ahead):
-                self._say(reader.take(len(reader.ahead) - len(ahead)))
+                self._say(reader.take(blank))
                 yield from self._block_or_text(mark, self._first[mark])
                 return
             if not self._first or not marks.may_begin(ahead):

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from worker.frontdoor.errors import Refused
 from worker.frontdoor.messages.events import Event
 from worker.frontdoor.values import Object
 
@@ -49,9 +50,15 @@ def _grow(block: Object, delta: Object, inputs: dict[int, str], index: int) -> N
 def input_of(text: str) -> Any:
     """The input of a call; of one that was cut, what of it is complete, as the client's library
     makes it of a stream.
+
+    Raises:
+        Refused: 500, it is nested too deep.
     """
     try:
         return json.loads(text)
+    except RecursionError:
+        problem = "the input of a call is nested too deep for JSON; a stream has it as text"
+        raise Refused(500, problem, kind="server_error") from None
     except ValueError:
         pass
     try:

@@ -37,6 +37,7 @@ class BackgroundRun:
         self.events: list[bytes] = []
         self._take(generation.answer.created())
         self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(lambda _: self._end())
 
     @property
     def response(self) -> Response:
@@ -82,6 +83,10 @@ class BackgroundRun:
         except Exception:  # the request's boundary
             logger.exception("a background response failed")
             self._take(answer.failed(Refused(500, "internal error", kind="server_error")))
+
+    def _end(self) -> None:
+        if not self._generation.answer.is_over:  # it was cancelled before it began
+            self._take(self._generation.answer.cancelled())
         self._is_over = True
         self._news.set()
         self._ended()

@@ -89,7 +89,7 @@ async def _create_in_background(exchange: Exchange, generation: Generation, fiel
     """Answer with the response as it begins, or stream it; it is generated in any case."""
     await _check_chat(exchange, generation)
     is_streamed = fields.get("stream") is True
-    run = responses_of(exchange.door).run(generation, keeps_events=is_streamed)
+    run = responses_of(exchange.door).run(generation, exchange.take_room, keeps_events=is_streamed)
     if is_streamed:
         await _send(exchange, run.follow())
     else:

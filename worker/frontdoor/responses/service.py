@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -82,8 +82,15 @@ class Responses:
             raise not_found(response_id, PREVIOUS)
         return (*stored.context, *stored.output)
 
-    def run(self, generation: Generation, *, keeps_events: bool) -> BackgroundRun:
+    def run(
+        self, generation: Generation, take_room: Callable[[], Callable[[], None]], *, keeps_events: bool
+    ) -> BackgroundRun:
         """Generate a response in the background.
+
+        Args:
+            generation: The response.
+            take_room: See `Exchange.take_room`.
+            keeps_events: Whether it can be streamed again later.
 
         Raises:
             Refused: 429, too many are generated.
@@ -92,9 +99,13 @@ class Responses:
             problem = f"{MAX_RUNNING} background responses are being generated; try again later"
             raise Refused(429, problem, "background", kind="rate_limit_error", code="rate_limit_exceeded")
         key = (generation.owner, generation.answer.response["id"])
-        self._running[key] = BackgroundRun(
-            generation, keeps_events=keeps_events, ended=lambda: self._running.pop(key, None)
-        )
+        free = take_room()
+
+        def ended() -> None:
+            self._running.pop(key, None)
+            free()
+
+        self._running[key] = BackgroundRun(generation, keeps_events=keeps_events, ended=ended)
         return self._running[key]
 
     def running(self, owner: str, response_id: str) -> BackgroundRun | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,11 @@ class StoredItem:
         """The item."""
         item: Item = json.loads(self.data)
         return item
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes."""
+        return len(self.data) + _OVERHEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +84,47 @@ def stored_item(item: Item) -> StoredItem:
     return StoredItem(item["id"], _ENCODER.encode(item).encode())
 
 
+class _Owned:
+    """The stored responses of one owner.
+
+    Attributes:
+        responses: Responses by id, the one that has not been used for longest first.
+        num_bytes: Bytes of all of them, with their items once each.
+    """
+
+    def __init__(self) -> None:
+        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.items: dict[str, StoredItem] = {}
+        self.num_bytes = 0
+
+    def add(self, response_id: str, stored: StoredResponse) -> None:
+        """Store a response that is not there."""
+        self.responses[response_id] = stored
+        self.num_bytes += stored.num_bytes
+        for item in stored.items():
+            if item.uses == 0:
+                self.num_bytes += item.num_bytes
+            item.uses += 1
+            self.items[item.item_id] = item
+
+    def remove(self, response_id: str) -> bool:
+        """Drop a response; whether there was one."""
+        stored = self.responses.pop(response_id, None)
+        if stored is None:
+            return False
+        self.num_bytes -= stored.num_bytes
+        for item in stored.items():
+            item.uses -= 1
+            if item.uses == 0:
+                self.num_bytes -= item.num_bytes
+                if self.items.get(item.item_id) is item:
+                    del self.items[item.item_id]
+        return True
+
+
 class ResponseStore:
-    """The stored responses of all owners; the one that has not been used for longest is dropped.
+    """The stored responses of all owners. Where room is short, the owner with the most bytes loses
+    the response that has not been used for longest.
 
     Items that several responses have, because one continues the other, are kept once. What one
     owner has stored does not exist for another.
@@ -90,9 +135,9 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
+        self._owners: dict[str, _Owned] = {}
         self.num_bytes = 0
-        self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
-        self._items: dict[tuple[str, str], StoredItem] = {}
+        self._num_responses = 0
 
     @property
     def is_on(self) -> bool:
@@ -100,20 +145,22 @@ class ResponseStore:
         return self.max_bytes > 0
 
     def __len__(self) -> int:
-        return len(self._responses)
+        return self._num_responses
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
         """A response of this owner's, which is thereby used; None if there is none."""
-        found = self._responses.get((owner, response_id))
-        if found is not None:
-            self._responses.move_to_end((owner, response_id))
+        owned = self._owners.get(owner)
+        found = None if owned is None else owned.responses.get(response_id)
+        if owned is not None and found is not None:
+            owned.responses.move_to_end(response_id)
         return found
 
     def item(self, owner: str, item_id: str) -> StoredItem | None:
         """The item of this owner's responses with an id, the most recent one if clients gave it
         to several; None if there is none.
         """
-        return self._items.get((owner, item_id))
+        owned = self._owners.get(owner)
+        return None if owned is None else owned.items.get(item_id)
 
     def put(
         self,
@@ -125,43 +172,41 @@ class ResponseStore:
         """Store a response, in place of the one with its id.
 
         Returns:
-            Whether it is stored: False if it is larger than the store.
+            Whether it is stored: False if it is larger than the store, which drops no other.
         """
         output = tuple(stored_item(item) for item in response["output"])
         data = _ENCODER.encode({**response, "output": []}).encode()
         stored = StoredResponse(data, tuple(context), output, tuple(events))
         self.delete(owner, response["id"])
-        self._responses[owner, response["id"]] = stored
-        self.num_bytes += stored.num_bytes
-        for item in stored.items():
-            self._keep(owner, item)
-        while self._responses and (self.num_bytes > self.max_bytes or len(self._responses) > MAX_RESPONSES):
-            (oldest_owner, oldest_id) = next(iter(self._responses))
-            self.delete(oldest_owner, oldest_id)
-        return (owner, response["id"]) in self._responses
+        if stored.num_bytes + sum(item.num_bytes for item in set(stored.items())) > self.max_bytes:
+            return False
+        with self._changed(owner) as owned:
+            owned.add(response["id"], stored)
+        while self.num_bytes > self.max_bytes or self._num_responses > MAX_RESPONSES:
+            self._make_room(owner)
+        return True
+
+    def _make_room(self, owner: str) -> None:
+        """Drop a response other than the last one of ``owner``, which has just come."""
+        spare = (each for each, owned in self._owners.items() if each != owner or len(owned.responses) > 1)
+        largest = max(spare, key=lambda each: self._owners[each].num_bytes)
+        self.delete(largest, next(iter(self._owners[largest].responses)))
 
     def delete(self, owner: str, response_id: str) -> bool:
         """Drop a response; whether there was one."""
-        stored = self._responses.pop((owner, response_id), None)
-        if stored is None:
-            return False
-        self.num_bytes -= stored.num_bytes
-        for item in stored.items():
-            self._release(owner, item)
-        return True
+        with self._changed(owner) as owned:
+            return owned.remove(response_id)
 
-    def _keep(self, owner: str, item: StoredItem) -> None:
-        if item.uses == 0:
-            self.num_bytes += len(item.data) + _OVERHEAD
-        item.uses += 1
-        self._items[owner, item.item_id] = item
-
-    def _release(self, owner: str, item: StoredItem) -> None:
-        item.uses -= 1
-        if item.uses == 0:
-            self.num_bytes -= len(item.data) + _OVERHEAD
-            if self._items.get((owner, item.item_id)) is item:
-                del self._items[owner, item.item_id]
+    @contextlib.contextmanager
+    def _changed(self, owner: str) -> Iterator[_Owned]:
+        """An owner's responses, which are counted again afterwards."""
+        owned = self._owners.setdefault(owner, _Owned())
+        before = (owned.num_bytes, len(owned.responses))
+        yield owned
+        self.num_bytes += owned.num_bytes - before[0]
+        self._num_responses += len(owned.responses) - before[1]
+        if not owned.responses:
+            del self._owners[owner]
 
 
 def is_stored(fields: Mapping[str, Any], store: ResponseStore) -> bool:
