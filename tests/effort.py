@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 FACTORS = {"fast": 0.1, "ci": 0.5, "nightly": 5.0}
-"""Examples of a property, of its number: the first ones, the same each time, but for ``nightly``."""
+"""Share of a property's examples that is tried: the same ones each time, except ``nightly``."""
 
 EFFORT = os.environ.get("DLW_EFFORT", "ci")
 if EFFORT not in FACTORS:
