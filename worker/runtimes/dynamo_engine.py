@@ -20,6 +20,7 @@ from worker.disaggregation.seal import Seal
 from worker.engines import ServingEngine
 from worker.errors import ServingError
 from worker.processors.builder import make_chain_builder
+from worker.requests.refusals import refusal_chunk
 from worker.runtimes import dynamo as runtime
 from worker.runtimes.file_discovery import entries_of, keep_registered
 from worker.server import RequestServer
@@ -79,7 +80,10 @@ class WorkerEngine(LLMEngine):
                 async for chunk in chunks:
                     yield chunk
         except ServingError as error:
-            raise runtime.to_dynamo(error) from error.__cause__
+            refusal = refusal_chunk(request, error)
+            if refusal is None:
+                raise runtime.to_dynamo(error) from error.__cause__
+            yield refusal
 
     async def abort(self, context: Any) -> None:
         """Called by the runtime when the client is gone."""
