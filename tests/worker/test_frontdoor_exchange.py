@@ -12,7 +12,8 @@ import pytest
 from test_frontdoor_server import House, Script, chunked, error_of, get, house, post
 
 from worker.frontdoor import client_connection, routes
-from worker.frontdoor.chat_stream import AnswerFailed, ask, assembled, chat
+from worker.frontdoor.asking import ask
+from worker.frontdoor.chat_stream import AnswerFailed, assembled, chat
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.exchange import Exchange, Handler, encoded
 from worker.frontdoor.routes import Routes, handled

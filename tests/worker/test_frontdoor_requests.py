@@ -16,9 +16,10 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from adapters.catalog import ANNOTATION, Catalog, parse_selection
 from worker.frontdoor import field_checks
+from worker.frontdoor.client_names import METADATA_HEADER
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, FIELDS, TABLES
-from worker.frontdoor.requests import METADATA_HEADER, rewritten
+from worker.frontdoor.requests import rewritten
 from worker.frontdoor.tool_reading import needs_chunks
 from worker.frontdoor.tools import CallFormat
 

@@ -10,9 +10,9 @@ import pytest
 from responses_requests import CALL, OTHER, REASONING, RESULT, SCHEMA, TOOL, said, translated, user
 
 from adapters.catalog import Catalog
-from worker.frontdoor.chunks import error_of
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.fields import CHAT
+from worker.frontdoor.frontend_errors import error_of
 from worker.frontdoor.requests import rewritten
 from worker.frontdoor.responses.kinds import LOGPROBS
 

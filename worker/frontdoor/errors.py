@@ -37,6 +37,15 @@ class Refused(Exception):
         self.code = code
         self.headers = headers
 
+    def renamed(self, param: str | None) -> Refused:
+        """The same error about the field ``param``, which the message names in place of its own."""
+        message = self.message
+        if param is not None and self.param is not None and message.startswith(f"{self.param}: "):
+            message = param + message.removeprefix(self.param)
+        elif param is not None and param != self.param and param not in message:
+            message = f"{param}: {message}"
+        return Refused(self.status, message, param, kind=self.kind, code=self.code, headers=self.headers)
+
     def content(self) -> dict[str, Any]:
         """The answer's JSON object, in OpenAI's form."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}

@@ -157,6 +157,11 @@ class Exchange:
         """
         if self._has_other_content:
             raise Refused(415, "the body must have the content type application/json", "content-type")
+        return self.json
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The body as a JSON object, whatever its content type. Raises `Refused` (400)."""
         if self._fields is None:
             self._fields = parsed(self.body)
         return self._fields

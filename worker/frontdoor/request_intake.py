@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from worker.frontdoor.bodies import Body
+from worker.frontdoor.client_names import METADATA_HEADER
 from worker.frontdoor.error_forms import ErrorForm
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.request_ids import ID_HEADERS, id_lines, new_request_id, request_id_of
 from worker.frontdoor.request_reader import CLIENT_HEADER, Head, RequestReader
-from worker.frontdoor.requests import METADATA_HEADER
 from worker.frontdoor.routes import Route
 from worker.frontdoor.server import FrontDoor
 from worker.frontdoor.uploads import Upload

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from adapters.catalog import ANNOTATION, MAX_CHOICES, METADATA_KEY, Catalog, Selection, SelectionError, parse_selection
+from adapters.catalog import ANNOTATION, MAX_CHOICES, Catalog, Selection, SelectionError, parse_selection
 from adapters.strict_json import RepeatedKey, read_object
 from worker.errors import InvalidRequest
+from worker.frontdoor.client_names import METADATA_HEADER, SELECTION_FIELD, Naming, selection_names, worker_names
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.field_checks import Body, printable
 from worker.frontdoor.field_processors import FieldProcessor, bias_as_processor, controls_as_processors
@@ -25,10 +25,6 @@ from worker.frontdoor.tools import (
 from worker.requests.fields import client_annotations
 from worker.sampling import SamplingParams
 
-METADATA_HEADER = b"x-dynamo-meta-" + METADATA_KEY.encode()
-"""The header in which a selection of processors may come instead."""
-
-_SELECTION_FIELD = "logits_processors"
 TOO_DEEP = "the body is nested too deep"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -139,6 +135,31 @@ def _rewrite(
     return _without_idle_fields(table, fields) or given or selected or len(fields) != num_fields
 
 
+def names_of(
+    path: str,
+    fields: Body,
+    headers: Mapping[bytes, bytes],
+    calls: CallFormat | None = None,
+    *,
+    carries_guides: bool = False,
+) -> Naming:
+    """Function from a path in an error of the worker to that of the client's field.
+
+    Args:
+        path: A key of `TABLES`.
+        fields: The client's fields, which `rewritten` takes.
+        headers: See `rewritten`.
+        calls: See `rewritten`.
+        carries_guides: See `rewritten`.
+    """
+    chosen = fields.get(SELECTION_FIELD)
+    places = [text for text in _annotations(fields.get("nvext")) if text.startswith(ANNOTATION)]
+    selection = json.loads(places[0][len(ANNOTATION) :]) if places else _selection_of(chosen)
+    carries_guides = carries_guides and METADATA_HEADER not in headers
+    made = _as_processors(tables(SamplingParams)[path], dict(fields), calls, carries_guides)
+    return worker_names(path, fields, selection_names(selection.get("processors", ()), made, chosen))
+
+
 def _as_processors(
     table: Mapping[str, ClientField], fields: Body, calls: CallFormat | None, carries_guides: bool
 ) -> list[FieldProcessor]:
@@ -231,13 +252,13 @@ def _with_selection(
 
     The selection is checked as far as that needs no model, wherever it came from.
     """
-    chosen = fields.pop(_SELECTION_FIELD, None)
+    chosen = fields.pop(SELECTION_FIELD, None)
     annotations = _annotations(fields.get("nvext"))
     places = [text for text in annotations if text.startswith(ANNOTATION)]
     header = headers.get(METADATA_HEADER)
     if len(places) + (header is not None) + bool(chosen) > 1:
         raise FieldRefused(
-            _SELECTION_FIELD, "processors are selected more than once; give one field, annotation or header"
+            SELECTION_FIELD, "processors are selected more than once; give one field, annotation or header"
         )
     if header is not None and made:
         raise FieldRefused(made[0].client_path(""), f"cannot be given beside the header {METADATA_HEADER.decode()}")
@@ -256,7 +277,7 @@ def _with_selection(
         each.refuse_named_too(listed)
     selection["processors"] = listed + [each.entry for each in made]
     text = json.dumps(selection, separators=(",", ":"))
-    name = _naming(listed, made, chosen)
+    name = selection_names(listed, made, chosen)
     receipt = _checked(text, catalog, name).receipt
     _annotate(fields, places, ANNOTATION + text, bool(receipt), name)
     return True
@@ -282,7 +303,7 @@ def _selection_of(chosen: Any) -> dict[str, Any]:
         return {"version": 1, "processors": chosen}
     if isinstance(chosen, dict) and isinstance(chosen.get("processors", []), list):
         return {"version": 1, **chosen}
-    raise FieldRefused(_SELECTION_FIELD, "must be a list of processors, or an object that has one as processors")
+    raise FieldRefused(SELECTION_FIELD, "must be a list of processors, or an object that has one as processors")
 
 
 def _other_choices(fields: Body, num_choices: int) -> Iterator[Body]:
@@ -296,35 +317,8 @@ def _other_choices(fields: Body, num_choices: int) -> Iterator[Body]:
     for choice in range(first + 1, last + 1):
         found = dict(fields)
         text = json.dumps({**selection, "choice": choice}, separators=(",", ":"))
-        _annotate(found, places, ANNOTATION + text, False, lambda path: _SELECTION_FIELD)
+        _annotate(found, places, ANNOTATION + text, False, lambda path: SELECTION_FIELD)
         yield found
-
-
-_ENTRY = re.compile(r"processors\[(\d+)\](.*)", re.DOTALL)
-
-
-def _naming(listed: Sequence[Any], made: Sequence[FieldProcessor], chosen: Any) -> Callable[[str], str]:
-    """Function from a path in the selection to that of the client's field.
-
-    Args:
-        listed: Processors of the selection that the client wrote itself.
-        made: Processors of other fields, which follow them.
-        chosen: The field that selects processors, if there is one.
-    """
-
-    def name(path: str) -> str:
-        entry = _ENTRY.fullmatch(path)
-        if entry and len(listed) <= int(entry[1]) < len(listed) + len(made):
-            return made[int(entry[1]) - len(listed)].client_path(entry[2])
-        if not path and made:  # all of it is at fault: it is too large
-            largest = max(made, key=lambda each: len(json.dumps(each.entry)))
-            if len(json.dumps(largest.entry)) > len(json.dumps(listed)):
-                return largest.client_path("")
-        if isinstance(chosen, list) and path.startswith("processors"):
-            return _SELECTION_FIELD + path.removeprefix("processors")
-        return f"{_SELECTION_FIELD}.{path}" if path else _SELECTION_FIELD
-
-    return name
 
 
 def _checked(text: str, catalog: Catalog, name: Callable[[str], str]) -> Selection:

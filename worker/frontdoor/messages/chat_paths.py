@@ -28,14 +28,7 @@ class ChatPaths:
 
     def renamed(self, refused: Refused) -> Refused:
         """An error of the chat as one of the request."""
-        if refused.param is None:
-            return refused
-        param = self.path(refused.param)
-        begun = f"{refused.param}: "
-        message = refused.message
-        if message.startswith(begun):
-            message = f"{param}: {message.removeprefix(begun)}"
-        return Refused(refused.status, message, param, kind=refused.kind, code=refused.code, headers=refused.headers)
+        return refused if refused.param is None else refused.renamed(self.path(refused.param))
 
     def path(self, path: str) -> str:
         """The path of the request for one of the chat."""

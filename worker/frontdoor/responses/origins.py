@@ -57,8 +57,4 @@ class Origins:
 
     def of_client(self, refused: Refused) -> Refused:
         """The refusal of a chat request as one of the client's request."""
-        if refused.param is None:
-            return refused
-        param = self.client_path(refused.param)
-        message = refused.message.replace(refused.param, param, 1)
-        return Refused(refused.status, message, param, kind=refused.kind, code=refused.code, headers=refused.headers)
+        return refused if refused.param is None else refused.renamed(self.client_path(refused.param))
