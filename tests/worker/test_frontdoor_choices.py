@@ -160,13 +160,14 @@ async def test_what_did_not_end_does_not_end() -> None:
 async def test_a_refusal_is_the_answer() -> None:
     error = {"error": {"message": "top_p: no", "type": "invalid_request_error"}}
     response, body = read(await ask(Frontends(*([json_answer(error, b"400 Bad Request")] for _ in range(3)))))
-    assert (response.status_code, json.loads(body)) == (400, error)
+    expected = {"message": "top_p: no", "type": "invalid_request_error", "param": "top_p", "code": None}
+    assert (response.status_code, json.loads(body)) == (400, {"error": expected})
 
 
 async def test_one_that_fails_ends_the_others() -> None:
     refused = json_answer({"error": {"message": "busy"}}, b"503 Service Unavailable")
     response, body = read(await ask(Frontends([json_answer(answer_to(0))], [json_answer(answer_to(1))], [refused])))
-    assert (response.status_code, json.loads(body)) == (503, {"error": {"message": "busy"}})
+    assert (response.status_code, json.loads(body)["error"]["message"]) == (503, "busy")
 
 
 async def test_an_error_behind_the_beginning_of_a_stream_is_an_event() -> None:

@@ -486,7 +486,6 @@ KEPT: dict[str, dict[str, Any]] = {
         "tool_choice": {"type": "function", "function": {"name": "f"}},
         "parallel_tool_calls": False,
     },
-    "odd types are the frontend's to refuse": {"messages": 3, "stop": 5, "nvext": []},
 }
 
 

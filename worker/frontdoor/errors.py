@@ -39,11 +39,14 @@ class Refused(Exception):
 
     def renamed(self, param: str | None) -> Refused:
         """The same error about the field ``param``, which the message names in place of its own."""
-        message = self.message
-        if param is not None and self.param is not None and message.startswith(f"{self.param}: "):
-            message = param + message.removeprefix(self.param)
-        elif param is not None and param != self.param and param not in message:
-            message = f"{param}: {message}"
+        message, old = self.message, self.param
+        if param is not None and param != old:
+            if old is not None and message.startswith(f"{old}: "):
+                message = param + message.removeprefix(old)
+            elif old is not None and f"`{old}`" in message:
+                message = message.replace(f"`{old}`", f"`{param}`", 1)
+            elif param not in message:
+                message = f"{param}: {message}"
         return Refused(self.status, message, param, kind=self.kind, code=self.code, headers=self.headers)
 
     def content(self) -> dict[str, Any]:

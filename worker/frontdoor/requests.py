@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from adapters.catalog import ANNOTATION, MAX_CHOICES, Catalog, Selection, SelectionError, parse_selection
-from adapters.strict_json import RepeatedKey, read_object
+from adapters.strict_json import LoneSurrogate, RepeatedKey, read_object
 from worker.errors import InvalidRequest
 from worker.frontdoor.client_names import METADATA_HEADER, SELECTION_FIELD, Naming, selection_names, worker_names
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.field_checks import Body, printable
 from worker.frontdoor.field_processors import FieldProcessor, bias_as_processor, controls_as_processors
-from worker.frontdoor.fields import ClientField, tables
+from worker.frontdoor.field_types import is_one_of
+from worker.frontdoor.fields import CHAT, ClientField, tables
 from worker.frontdoor.guides import guide_as_processor
 from worker.frontdoor.tool_texts import write_tools_as_text
 from worker.frontdoor.tools import (
@@ -25,6 +26,7 @@ from worker.frontdoor.tools import (
 from worker.requests.fields import client_annotations
 from worker.sampling import SamplingParams
 
+_NO_SELECTION: tuple[Any, ...] = ([], {})
 TOO_DEEP = "the body is nested too deep"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -188,6 +190,8 @@ def parsed(body: bytes) -> Body:
         return read_object(body)
     except RepeatedKey as error:
         raise FieldRefused(printable(error.key), "occurs twice in one object") from None
+    except LoneSurrogate as error:
+        raise FieldRefused(error.path, "has half of a surrogate pair") from None
     except ValueError as error:
         raise Refused(400, f"the body {error}") from None
 
@@ -209,6 +213,9 @@ def _check(path: str, table: Mapping[str, ClientField], fields: Body) -> None:
             raise FieldRefused(name, field.why, code="unsupported_parameter")
         if field.check is not None and value is not None:
             field.check(value, fields)
+    for name in ("model", "messages" if path == CHAT else "prompt"):
+        if fields.get(name) is None:
+            raise FieldRefused(name, "must be given", code="missing_required_parameter")
 
 
 def _with_texts(fields: Body) -> bool:
@@ -256,7 +263,7 @@ def _with_selection(
     annotations = _annotations(fields.get("nvext"))
     places = [text for text in annotations if text.startswith(ANNOTATION)]
     header = headers.get(METADATA_HEADER)
-    if len(places) + (header is not None) + bool(chosen) > 1:
+    if len(places) + (header is not None) + (not is_one_of(chosen, _NO_SELECTION)) > 1:
         raise FieldRefused(
             SELECTION_FIELD, "processors are selected more than once; give one field, annotation or header"
         )
@@ -268,7 +275,7 @@ def _with_selection(
         raise FieldRefused(METADATA_HEADER.decode(), "must be ASCII: Dynamo's frontend drops any other value")
     if header is not None:
         _checked(header.decode("latin-1"), catalog, lambda path: f"{METADATA_HEADER.decode()}: {path}")
-    if not chosen and not made:
+    if is_one_of(chosen, _NO_SELECTION) and not made:
         return False
 
     selection = json.loads(places[0][len(ANNOTATION) :]) if places else _selection_of(chosen)
@@ -297,7 +304,7 @@ def _selection_of(chosen: Any) -> dict[str, Any]:
     """The selection that the field stands for: a list is one of processors, an object may leave
     out its version.
     """
-    if not chosen:
+    if is_one_of(chosen, _NO_SELECTION):
         return {"version": 1}
     if isinstance(chosen, list):
         return {"version": 1, "processors": chosen}

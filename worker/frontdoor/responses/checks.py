@@ -6,76 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import Body, Check, printable
+from worker.frontdoor.field_checks import Body, printable
+from worker.frontdoor.field_types import count, is_one_of, list_at, object_at, text_at, truth
 from worker.frontdoor.responses.kinds import FORMATS, INCLUDES, LOGPROBS, kind_at
-
-_NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of ``reasoning.effort``: those that Dynamo's frontend knows."""
 
 
-def object_at(path: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
-    """``value``, if it is an object with known fields alone.
-
-    Raises:
-        FieldRefused: it is not.
-    """
-    if not isinstance(value, dict):
-        raise FieldRefused(path, f"must be an object, got {type(value).__name__}")
-    for key, each in value.items():
-        if key not in known and each is not None:
-            raise FieldRefused(f"{path}.{printable(key)}", f"unknown field; known are {', '.join(known)}")
-    return value
-
-
-def text_at(path: str, value: Any) -> str:
-    """``value``, if it is a text. Raises `FieldRefused` otherwise."""
-    if not isinstance(value, str):
-        raise FieldRefused(path, f"must be a text, got {type(value).__name__}")
-    return value
-
-
-def list_at(path: str, value: Any) -> list[Any]:
-    """``value``, if it is a list. Raises `FieldRefused` otherwise."""
-    if not isinstance(value, list):
-        raise FieldRefused(path, f"must be a list, got {type(value).__name__}")
-    return value
-
-
 def refuse_unless(path: str, value: Any, neutral: Sequence[Any], why: str) -> None:
-    """Raise `FieldRefused` for a value that is none of ``neutral`` and asks for something."""
-    if value not in (*_NEUTRAL, *neutral):
+    """Raise `FieldRefused` for a value that is neither null nor one of ``neutral``."""
+    if not is_one_of(value, neutral):
         raise FieldRefused(path, why, code="unsupported_parameter")
-
-
-def text(name: str) -> Check:
-    """The check of a field that is a text."""
-
-    def check(value: Any, body: Body) -> None:
-        text_at(name, value)
-
-    return check
-
-
-def truth(name: str) -> Check:
-    """The check of a field that is true or false."""
-
-    def check(value: Any, body: Body) -> None:
-        if not isinstance(value, bool):
-            raise FieldRefused(name, f"must be true or false, got {printable(str(value))}")
-
-    return check
-
-
-def count(name: str, least: int) -> Check:
-    """The check of a field that is an integer of at least ``least``."""
-
-    def check(value: Any, body: Body) -> None:
-        if type(value) is not int or value < least:
-            raise FieldRefused(name, f"must be an integer of at least {least}, got {printable(str(value))}")
-
-    return check
 
 
 def include(value: Any, body: Body) -> None:
@@ -128,7 +70,7 @@ def background_options(value: Any, body: Body) -> None:
 def stream_options(value: Any, body: Body) -> None:
     """Refuse obfuscation, and unknown keys."""
     given = object_at("stream_options", value, ("include_obfuscation",))
-    refuse_unless("stream_options.include_obfuscation", given.get("include_obfuscation"), (), "is not supported")
+    refuse_unless("stream_options.include_obfuscation", given.get("include_obfuscation"), (False,), "is not supported")
 
 
 def reasoning(value: Any, body: Body) -> None:
