@@ -49,14 +49,12 @@ MAX_STOPS = stop_limit()
 
 def stops(name: str) -> Check:
     def check(value: Any, body: Body) -> None:
-        entry, what = (int, "a token id") if name == "stop_token_ids" else (str, "a text")
-        if not isinstance(value, list) and (entry is int or not isinstance(value, str)):
-            raise FieldRefused(name, f"must be {_A_LIST[entry]}, got {type(value).__name__}")
-        for i, each in enumerate(value if isinstance(value, list) else ()):
-            if type(each) is not entry or not (0 <= each < 2**32 if entry is int else each):
-                raise FieldRefused(f"{name}[{i}]", f"must be {what}, got {printable(str(each))}")
+        if name == "stop_token_ids":
+            _entries(name, value, lambda each: type(each) is int and 0 <= each < 2**32, "a token id")
+        elif not isinstance(value, str):
+            _entries(name, value, lambda each: isinstance(each, str) and bool(each), "a text that is not empty")
         if not value:
-            if entry is str:
+            if name == "stop":
                 raise FieldRefused(name, "must not be empty")
             return
         if body.get("ignore_eos") is True:
@@ -65,6 +63,15 @@ def stops(name: str) -> Check:
             raise FieldRefused(name, f"must have at most {MAX_STOPS} entries, got {len(value)}")
 
     return check
+
+
+def _entries(path: str, value: Any, is_entry: Callable[[Any], bool], what: str) -> None:
+    """Refuse what is no list of such entries."""
+    if not isinstance(value, list):
+        raise FieldRefused(path, f"must be a list, each {what}, got {_shown(value)}")
+    for i, each in enumerate(value):
+        if not is_entry(each):
+            raise FieldRefused(f"{path}[{i}]", f"must be {what}, got {_shown(each)}")
 
 
 def _known_keys(path: str, value: Any, known: tuple[str, ...]) -> None:
@@ -81,7 +88,6 @@ def printable(key: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-_A_LIST: Mapping[type, str] = {int: "a list of token ids", str: "a text or a list of texts"}
 _ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 _CHOICES = ("none", "auto", "required")
 _GUIDE_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
@@ -110,8 +116,8 @@ annotations are part of an answer that a client sends back, breakpoints are hint
 
 
 def messages(value: Any, body: Body) -> None:
-    if not isinstance(value, list) or not value:
-        raise FieldRefused("messages", f"must be a list of at least one message, got {_shown(value)}")
+    if not isinstance(value, list):
+        raise FieldRefused("messages", f"must be a list of messages, got {_shown(value)}")
     for i, message in enumerate(value):
         path = f"messages[{i}]"
         if not isinstance(message, dict):
@@ -293,9 +299,8 @@ def one_guide(name: str) -> Check:
         types, what = _GUIDE_TYPES[name]
         if not isinstance(value, types):
             raise FieldRefused(name, f"must be {what}, got {_shown(value)}")
-        for i, choice in enumerate(value if isinstance(value, list) else ()):
-            if not isinstance(choice, str) or not choice:
-                raise FieldRefused(f"{name}[{i}]", f"must be a text that is not empty, got {_shown(choice)}")
+        if isinstance(value, list):
+            _entries(name, value, lambda each: isinstance(each, str) and bool(each), "a text that is not empty")
         guides = [other for other in GUIDES if body.get(other) is not None]
         if isinstance(body.get("response_format"), dict) and body["response_format"].get("type") != "text":
             guides.append("response_format")
@@ -315,10 +320,8 @@ def guide_backend(value: Any, body: Body) -> None:
 def nvext(value: Any, body: Body) -> None:
     _must_be("nvext", value, dict, "an object")
     for key in ("annotations", "extra_fields"):
-        _must_be(f"nvext.{key}", value.get(key), list, "a list of texts")
-        for i, each in enumerate(value.get(key) or ()):
-            if not isinstance(each, str):
-                raise FieldRefused(f"nvext.{key}[{i}]", f"must be a text, got {_shown(each)}")
+        if value.get(key) is not None:
+            _entries(f"nvext.{key}", value[key], lambda each: isinstance(each, str), "a text")
     _must_be("nvext.use_raw_prompt", value.get("use_raw_prompt"), bool, "true or false")
     if value.get("use_raw_prompt"):
         raise FieldRefused(
