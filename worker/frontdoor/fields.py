@@ -107,7 +107,7 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         (CHAT,),
         "honoured",
         "As max_tokens, over which it wins.",
-        field_types.count("max_completion_tokens", 1),
+        field_types.count("max_completion_tokens", 1, 2**31 - 1),
     ),
     _row(
         "stop",

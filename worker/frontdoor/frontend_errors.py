@@ -66,6 +66,11 @@ def field_in(message: str, path: str, fields: Body) -> str | None:
     """
     if message.startswith("This model's maximum context length"):
         return "messages" if path == CHAT else "prompt"
+    if "recursion limit" in message:
+        place = max((place for place, _, _ in _values(fields)), key=lambda each: each.count(".") + each.count("["))
+        return re.split(r"[.\[]", place, maxsplit=1)[0]
+    if "number out of range" in message:
+        return next((place for place, _, value in _values(fields) if _is_beyond_float(value)), None)
     enum, missing, key = _ENUM.search(message), _MISSING.search(message), _KEY.search(message)
     if enum:
         return _ENUMS.get(enum[1], "messages" if "Message" in enum[1] else None)
@@ -108,12 +113,18 @@ def _values(fields: Body) -> Iterator[tuple[str, str, Any]]:
             waiting += [(f"{place}[{i}]", name, each) for i, each in enumerate(value)]
 
 
+def _is_beyond_float(value: Any) -> bool:
+    return type(value) is int and value.bit_length() > 1024
+
+
 def _is_shown(value: Any, shown: re.Match[str]) -> bool:
     """Whether a value is the one that an error shows."""
     if shown["kind"]:
         return isinstance(value, dict if shown["kind"] == "map" else list)
     if shown["scalar"]:
-        return isinstance(value, int | float) and json.dumps(value) == shown["scalar"]
+        if isinstance(value, bool) or not isinstance(value, int | float) or _is_beyond_float(value):
+            return json.dumps(value) == shown["scalar"] if isinstance(value, bool) else False
+        return json.dumps(value) == shown["scalar"] or repr(float(value)) == shown["scalar"]
     text = shown["variant"]
     if text is None:
         try:
