@@ -45,7 +45,7 @@ class Refused(Exception):
                 message = param + message.removeprefix(old)
             elif old is not None and f"`{old}`" in message:
                 message = message.replace(f"`{old}`", f"`{param}`", 1)
-            elif param not in message:
+            elif not message.startswith(f"{param}: "):
                 message = f"{param}: {message}"
         return Refused(self.status, message, param, kind=self.kind, code=self.code, headers=self.headers)
 

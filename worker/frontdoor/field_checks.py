@@ -191,7 +191,9 @@ def response_format(value: Any, body: Body) -> None:
             ("description", str, "a text"),
             ("strict", bool, "a boolean"),
         ):
-            _must_be(f"response_format.json_schema.{key}", (schema or {}).get(key), type_, what)
+            _must_be(
+                f"response_format.json_schema.{key}", schema.get(key) if isinstance(schema, dict) else None, type_, what
+            )
         if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
             raise FieldRefused("response_format.json_schema.schema", "must be a JSON Schema")
     if kind != "text" and body.get("tools") and forces_call(body):

@@ -52,7 +52,7 @@ def error_of(status: int, body: bytes) -> Refused:
     kind = kind if isinstance(kind, str) and "_" in kind else default
     code = code if isinstance(code, str) else None
     if status == 404 and message == "Model not found":
-        param, code = "model", "model_not_found"
+        message, param, code = f"model: {message}", "model", "model_not_found"
     return Refused(status, message, param, kind=kind, code=code)
 
 
