@@ -59,13 +59,13 @@ class Slow:
 async def served(
     *scripts: Script, key: str = "none", **options: Any
 ) -> AsyncIterator[tuple[House, openai.AsyncOpenAI]]:
-    async with house(*(_after_checks(script, lambda: at) for script in scripts), **options) as at:
-        async with client_of(at, key) as client:
-            yield at, client
+    checked = [_after_checks(script, lambda: at) for script in scripts]
+    async with house(*checked, **options) as at, client_of(at, key) as client:
+        yield at, client
 
 
 def _after_checks(script: Script, at: Callable[[], House]) -> Script:
-    """A script that answers what is only to be checked by itself, as a worker that refuses nothing."""
+    """A script before which each check is answered, as by a worker that refuses nothing."""
 
     async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         is_check = any(_is_check(frontend.requests[-1]) for frontend in at().frontends if frontend.requests)
