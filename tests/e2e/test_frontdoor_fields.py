@@ -280,7 +280,7 @@ def test_a_bad_field_is_a_400_that_names_it(door: Door, odd: tuple[str, bytes]) 
 
 REFUSED_BY_THE_WORKER: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": [10**6]}, "prompt"),
-    (COMPLETIONS, {"prompt": ["a", "\0"]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["\0"]}, "prompt"),
     (COMPLETIONS, {"guided_regex": "("}, "guided_regex"),
     (COMPLETIONS, {"n": 2, "guided_json": {"type": 5}}, "guided_json"),
     (COMPLETIONS, {"logits_processors": [{"name": "banned_tokens", "args": {"token_ids": [10**6]}}]},
