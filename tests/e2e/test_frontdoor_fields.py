@@ -4,14 +4,18 @@ whose effect shows, or that is refused by name.
 
 from __future__ import annotations
 
+import http.client
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_stack import running_stack
+from e2e_stack import MODEL, running_stack
+from effort import examples
 from front_door_process import Door
+from hypothesis import given, settings
+from mutated_requests import mutated_requests, problem
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
@@ -260,3 +264,40 @@ def test_a_refusal_of_choices_is_that_of_one(door: Door) -> None:
     assert alone[0] == 400
     status, text = door.post("chat/completions", **refused, n=3)
     assert (status, json.loads(text)) == (400, json.loads(alone[1]))
+
+
+@given(odd=mutated_requests(MODEL, without=("/detokenize", "/v1/batches")))
+@settings(max_examples=examples(150), deadline=None)
+def test_a_bad_field_is_a_400_that_names_it(door: Door, odd: tuple[str, bytes]) -> None:
+    path, body = odd
+    connection = http.client.HTTPConnection("127.0.0.1", door.port, timeout=60)
+    connection.request("POST", path, body, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    assert problem(answer.status, text) is None, (path, body, answer.status, text)
+
+
+REFUSED_BY_THE_WORKER: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"prompt": [10**6]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["\0"]}, "prompt"),
+    (COMPLETIONS, {"guided_regex": "("}, "guided_regex"),
+    (COMPLETIONS, {"n": 2, "guided_json": {"type": 5}}, "guided_json"),
+    (COMPLETIONS, {"logits_processors": [{"name": "banned_tokens", "args": {"token_ids": [10**6]}}]},
+     "logits_processors[0].args.token_ids"),
+    (CHAT, {"guided_json": {"type": 5}}, "guided_json"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": 5}}}},
+     "response_format.json_schema.schema"),
+    (CHAT, {"n": 2, "logits_processors": {"processors": [{"name": "banned_tokens", "args": {"token_ids": [10**6]}}]}},
+     "logits_processors.processors[0].args.token_ids"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "fields", "param"), REFUSED_BY_THE_WORKER)
+def test_the_worker_s_refusal_is_a_400(door: Door, path: str, fields: dict[str, Any], param: str, stream: bool) -> None:
+    """Dynamo's frontend alone makes a 500 of it, or an error in a stream without its reason."""
+    status, text = door.post(path.removeprefix("/v1/"), **{**BASE[path], **fields, "stream": stream})
+    error = json.loads(text)["error"]
+    assert (status, error["param"]) == (400, param)
+    assert error["message"].startswith(f"{param}: ")

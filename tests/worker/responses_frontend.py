@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import openai
 from test_frontdoor_exchange import STREAM_HEAD, event, says
 from test_frontdoor_server import House, Script, house
 from test_responses_events import call, chunk, usage
+
+from worker.requests.refusals import ONLY_CHECKED
 
 WAIT_S = 100.0
 HELLO = [chunk(content="Hel"), chunk("stop", content="lo"), usage()]
@@ -57,8 +59,23 @@ class Slow:
 async def served(
     *scripts: Script, key: str = "none", **options: Any
 ) -> AsyncIterator[tuple[House, openai.AsyncOpenAI]]:
-    async with house(*scripts, **options) as at, client_of(at, key) as client:
+    checked = [_after_checks(script, lambda: at) for script in scripts]
+    async with house(*checked, **options) as at, client_of(at, key) as client:
         yield at, client
+
+
+def _after_checks(script: Script, at: Callable[[], House]) -> Script:
+    """A script before which each check is answered, as by a worker that refuses nothing."""
+
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_check = any(_is_check(frontend.requests[-1]) for frontend in at().frontends if frontend.requests)
+        await (says(chunk("stop")) if is_check else script)(reader, writer)
+
+    return say
+
+
+def _is_check(request: bytes) -> bool:
+    return ONLY_CHECKED.encode() in request
 
 
 def client_of(at: House, key: str) -> openai.AsyncOpenAI:
@@ -67,7 +84,7 @@ def client_of(at: House, key: str) -> openai.AsyncOpenAI:
 
 def bodies(at: House) -> list[Any]:
     """What the frontend has been asked."""
-    return [json.loads(each.partition(b"\r\n\r\n")[2]) for each in at.frontends[0].requests]
+    return [json.loads(each.partition(b"\r\n\r\n")[2]) for each in at.frontends[0].requests if not _is_check(each)]
 
 
 def refused(error: openai.APIStatusError) -> tuple[int, str | None]:

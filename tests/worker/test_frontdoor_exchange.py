@@ -12,10 +12,12 @@ import pytest
 from test_frontdoor_server import House, Script, chunked, error_of, get, house, post
 
 from worker.frontdoor import client_connection, routes
-from worker.frontdoor.chat_stream import AnswerFailed, ask, assembled, chat
+from worker.frontdoor.asking import ask
+from worker.frontdoor.chat_stream import AnswerFailed, assembled, chat
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.exchange import Exchange, Handler, encoded
 from worker.frontdoor.routes import Routes, handled
+from worker.requests.refusals import REFUSAL, WANTS_REFUSAL
 
 PATH = "/v1/things/{id}"
 FIELDS = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
@@ -179,9 +181,20 @@ async def test_chunks_make_the_whole_answer() -> None:
 
 async def test_a_refused_field_reaches_no_frontend(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(stream_chat, monkeypatch, says(*CHUNKS)) as at:
-        status, error = error_of(await at.ask(thing({**FIELDS, "top_k": "a", "x": 1})))
+        status, error = error_of(await at.ask(thing({**FIELDS, "top_k": 5, "x": 1})))
         assert at.frontends[0].requests == []
     assert (status, error["param"]) == (400, "x")
+
+
+def as_refused(asked: Any, field: str, problem: str) -> Any:
+    """The first chunk of a request that the worker refuses: an error that says nothing, unless it
+    is asked for as data.
+    """
+    if WANTS_REFUSAL not in (asked.get("nvext") or {}).get("annotations", ()):
+        return {"error": {"message": "Internal server error", "type": "internal_server_error", "code": 500}}
+    refusal = {"field": field, "message": f"{field}: {problem}"}
+    choice = {"index": 0, "delta": {}, "text": "", "finish_reason": "stop"}
+    return {"id": "c", "choices": [choice], "nvext": {"engine_data": {REFUSAL: refusal}}}
 
 
 async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -197,19 +210,18 @@ async def test_an_error_of_the_frontend_is_the_answer(monkeypatch: pytest.Monkey
 
 
 async def test_a_message_that_streams_lose_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As 1.4.2 does: streamed, an internal error; not streamed, the worker's message."""
+    """1.4.2 makes an internal error of it, unless the worker is asked to say it as data."""
     bodies: list[Any] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         bodies.append(json.loads(at.frontends[0].requests[-1].partition(b"\r\n\r\n")[2]))
-        lost = {"error": {"message": "Internal server error", "type": "internal_server_error", "code": 500}}
-        await (says(lost) if bodies[-1]["stream"] else refuse)(reader, writer)
+        await says(as_refused(bodies[-1], "token_ids", "is too long"))(reader, writer)
 
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     async with serving(stream_chat, monkeypatch, answer) as at:
         status, error = error_of(await at.ask(thing({**FIELDS, "tools": tools})))
-    assert (status, error["param"]) == (400, "messages")
-    assert [body.get("tools") for body in bodies] == [tools, None]
+    assert (status, error["param"], error["message"]) == (400, "messages", "messages: is too long")
+    assert [body.get("tools") for body in bodies] == [tools, tools]
 
 
 async def test_an_answer_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:

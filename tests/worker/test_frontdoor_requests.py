@@ -17,9 +17,9 @@ from rewritten_requests import rewritten
 
 from adapters.catalog import ANNOTATION, Catalog, parse_selection
 from worker.frontdoor import field_checks
+from worker.frontdoor.client_names import METADATA_HEADER
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, FIELDS, TABLES
-from worker.frontdoor.requests import METADATA_HEADER
 from worker.frontdoor.tool_reading import needs_chunks, tool_reading
 from worker.frontdoor.tools import ToolCallSettings
 
@@ -554,7 +554,6 @@ KEPT: dict[str, dict[str, Any]] = {
         "tool_choice": {"type": "function", "function": {"name": "f"}},
         "parallel_tool_calls": False,
     },
-    "odd types are the frontend's to refuse": {"messages": 3, "stop": 5, "nvext": []},
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_frontdoor_exchange import CHUNKS, STREAM_HEAD, event
+from test_frontdoor_exchange import CHUNKS, STREAM_HEAD, as_refused, event
 from test_frontdoor_server import House, chunked, error_of, get, house, post
 
 from worker import __version__
@@ -154,19 +154,16 @@ def test_a_path_that_nobody_serves() -> None:
 
 async def test_a_refused_prompt_has_the_workers_message() -> None:
     """1.4.2 leaves it out of streams."""
-    lost = {"error": {"message": "Internal server error", "type": "internal_server_error", "code": 500}}
-    refusal = b'{"message": "stop: too long", "type": "Bad Request", "code": 400}'
 
     async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = at.frontends[0].requests[-1]
-        if b'"stream":true' in request:
-            writer.write(STREAM_HEAD + event(lost) + b"0\r\n\r\n")
-        elif request.startswith(b"POST"):
-            writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n%b" % (len(refusal), refusal))
+        if request.startswith(b"POST"):
+            asked = json.loads(request.partition(b"\r\n\r\n")[2])
+            writer.write(STREAM_HEAD + event(as_refused(asked, "token_ids", "is empty")) + b"0\r\n\r\n")
         else:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(MODELS), MODELS))
         await writer.drain()
 
     async with house(say) as at:
         status, error = error_of(await at.ask(ask("/tokenize", model="m", prompt="a")))
-    assert (status, error["param"]) == (400, "stop")
+    assert (status, error["param"], error["message"]) == (400, "prompt", "prompt: is empty")

@@ -43,6 +43,16 @@ def function(**fields: Any) -> dict[str, Any]:
         (called(function={"name": "f", "arguments": {}}), "messages[1].tool_calls[0].function.arguments"),
         (function(description=5), "tools[0].function.description"),
         (function(strict="yes"), "tools[0].function.strict"),
+        (chat(logits_processors=0), "logits_processors"),
+        (chat(logits_processors=False), "logits_processors"),
+        (chat(modalities=""), "modalities"),
+        (chat(store=0), "store"),
+        (chat(guided_json=False), "guided_json"),
+        (chat(stream_options={"include_obfuscation": 0}), "stream_options.include_obfuscation"),
+        (chat(nvext={"use_raw_prompt": 0}), "nvext.use_raw_prompt"),
+        (chat(response_format={"type": "json_schema", "json_schema": 5}), "response_format.json_schema.schema"),
+        ({"messages": [USER]}, "model"),
+        ({"model": "m"}, "messages"),
     ],
 )
 async def test_a_chat(body: dict[str, Any], param: str) -> None:
@@ -56,6 +66,9 @@ async def test_a_chat(body: dict[str, Any], param: str) -> None:
     ("fields", "param"),
     [
         ({"top_logprobs": 1, "include": 5}, "top_logprobs"),
+        ({"text": {"verbosity": 0}}, "text.verbosity"),
+        ({"reasoning": {"summary": 0}}, "reasoning.summary"),
+        ({"conversation": False}, "conversation"),
         ({"tools": 0}, "tools"),
         ({"tools": {}}, "tools"),
         ({"tools": [{"type": "function", "name": "f", "description": 5}]}, "tools[0].description"),
@@ -76,6 +89,18 @@ async def test_a_compressed_body(path: str) -> None:
         status, error = error_of(await at.ask(post(b"\x1f\x8b", "Content-Encoding: gzip", path=path)))
     assert status == 415
     assert "compressed" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/ping", "/tokenize"],
+)
+async def test_an_unknown_parameter(path: str) -> None:
+    async with house(says(*CHUNKS)) as at:
+        status, error = error_of(await at.ask(post(encoded(chat()), path=f"{path}?beta=true&x=1")))
+        assert at.frontends[0].requests == []
+    assert status == 400
+    assert error["message"].startswith("x: " if path == "/v1/messages" else "beta: ")
 
 
 async def test_a_parameter_twice_among_thousands() -> None:

@@ -24,6 +24,7 @@ from worker.engines.chain_builder import model_context
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
 from worker.metrics import OUTCOMES
 from worker.processors.builder import ServedChainBuilder
+from worker.requests.refusals import ONLY_CHECKED, REFUSAL, WANTS_REFUSAL
 from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.sampling import SamplingParams
 
@@ -253,6 +254,39 @@ async def test_a_failed_request_is_an_error() -> None:
     with pytest.raises(exceptions.InvalidArgument, match="processor Bad raised"):
         await collect(worker, request())
     assert outcome(worker, "failed") == 1
+
+
+WANTED: dict[str, Any] = {"annotations": [WANTS_REFUSAL]}
+
+
+async def test_a_refusal_is_data_where_it_is_asked_for() -> None:
+    worker, _, _ = await started(raising(Overloaded("queue full")))
+    (chunk,) = await collect(worker, request(token_ids=[50], **WANTED))
+    message = "token_ids: token id 50 is not in the vocabulary of 50"
+    assert chunk["engine_data"] == {REFUSAL: {"field": "token_ids", "message": message}}
+    assert (chunk["token_ids"], chunk["finish_reason"]) == ([], "stop")
+    assert outcome(worker, "refused") == 1
+    with pytest.raises(exceptions.HttpError, match="queue full"):  # may be tried elsewhere
+        await collect(worker, request(**WANTED))
+
+
+async def test_an_error_behind_the_first_chunk_is_no_data() -> None:
+    worker, _, _ = await started(raising(InvalidRequest("top_p", "is bad"), 2))
+    with pytest.raises(exceptions.InvalidArgument, match="top_p: is bad"):
+        await collect(worker, request(**WANTED))
+
+
+async def test_what_is_only_checked_is_not_computed() -> None:
+    async def unreachable(request_id: str, params: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+        raise AssertionError("the engine was called")
+        yield
+
+    worker, _, _ = await started(unreachable)
+    (chunk,) = await collect(worker, request(annotations=[WANTS_REFUSAL, ONLY_CHECKED]))
+    assert (chunk["token_ids"], "engine_data" in chunk) == ([], False)
+    (chunk,) = await collect(worker, request(token_ids=[50], annotations=[WANTS_REFUSAL, ONLY_CHECKED]))
+    assert chunk["engine_data"][REFUSAL]["field"] == "token_ids"
+    assert len(worker.server.in_flight) == 0
 
 
 async def test_unknown_errors_hide_details_and_many_break_the_engine() -> None:

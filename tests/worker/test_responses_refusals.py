@@ -11,9 +11,9 @@ from responses_requests import CALL, OTHER, REASONING, RESULT, SCHEMA, TOOL, sai
 from rewritten_requests import rewritten
 
 from adapters.catalog import Catalog
-from worker.frontdoor.chunks import error_of
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.fields import CHAT
+from worker.frontdoor.frontend_errors import error_of
 from worker.frontdoor.responses.kinds import LOGPROBS
 
 CATALOG = Catalog.default()

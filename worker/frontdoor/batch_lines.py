@@ -17,6 +17,7 @@ from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import Exchange, Handler
 from worker.frontdoor.forwarding import ForwardedRequest
 from worker.frontdoor.http import Document, answer
+from worker.frontdoor.refusal_reading import explaining
 from worker.frontdoor.request_intake import AdmittedRequest
 from worker.frontdoor.request_reader import Head
 from worker.frontdoor.rewriting import AT_ONCE
@@ -76,7 +77,13 @@ class LineAnswers:
     async def _forward(self, waiting: _WaitingClient, request: AdmittedRequest, body: bytes) -> None:
         """Send a request on, after all checks. Raises `Refused`."""
         bodies: tuple[bytes, ...] | dict[str, Any] = (body,)
-        if request.route.by == "checked":
+        is_checked = request.route.by == "checked"
+
+        def explain(refused: Refused) -> None:
+            waiting.answer = exchange = Exchange(waiting, self.door, request, body)
+            exchange.run(explaining(refused))
+
+        if is_checked:
             rewrite = partial(self.door.rewrite, request.path, body, request.head)
             bodies = rewrite() if len(body) <= AT_ONCE else await self.door.rewriting.aside(rewrite)
         upstreams = self.door.upstreams
@@ -84,10 +91,12 @@ class LineAnswers:
             waiting.answer = exchange = Exchange(waiting, self.door, request, body, bodies)
             exchange.run(self.translators[request.path])
         elif len(bodies) == 1:
-            waiting.answer = forwarded = ForwardedRequest(waiting, upstreams, head_only=False, sent=_nothing)
+            waiting.answer = forwarded = ForwardedRequest(
+                waiting, upstreams, head_only=False, sent=_nothing, refused=explain if is_checked else None
+            )
             forwarded.ask(request.forwarded(bodies[0], is_last=False))
         else:
-            waiting.answer = choices = Choices(waiting, request.choices(bodies), chunked=True)
+            waiting.answer = choices = Choices(waiting, request.choices(bodies), chunked=True, refused=explain)
             choices.ask(upstreams)
 
 

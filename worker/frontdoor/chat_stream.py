@@ -6,33 +6,14 @@ answer is the same.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from worker.frontdoor.chunks import Chunks
+from worker.frontdoor.asking import Caller, ask
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
-from worker.frontdoor.request_intake import AdmittedRequest
-from worker.frontdoor.requests import TOO_DEEP
-from worker.frontdoor.rewriting import AT_ONCE
-from worker.frontdoor.server import FrontDoor
+from worker.frontdoor.refusal_reading import explained
 from worker.frontdoor.tool_reading import tool_reading
-
-_LOST = "Internal server error"
-"""Message that Dynamo's frontend 1.4.2 puts in the place of that of a refusal, in a stream."""
-
-
-class Caller(Protocol):
-    """Requester on whose behalf a frontend is asked: an `Exchange`, or a batch.
-
-    Attributes:
-        door: State that all connections share.
-        request: The request whose headers are sent on.
-    """
-
-    door: FrontDoor
-    request: AdmittedRequest
 
 
 class AnswerFailed(Exception):
@@ -80,69 +61,9 @@ async def chat(
     except Refused as refused:
         if has_begun:
             raise AnswerFailed(refused) from None
-        raise await with_message(caller, fields, path, refused) from None
+        raise await explained(caller, fields, path, refused) from None
     finally:
         chunks.close()
-
-
-async def ask(caller: Caller, fields: dict[str, Any], path: str = CHAT) -> Chunks:
-    """Send a chat or completion to a frontend, after all checks; the caller closes the chunks.
-
-    Raises:
-        Refused: a field is refused.
-    """
-    options = fields.get("stream_options")
-    if options is None or isinstance(options, dict):  # otherwise it is refused
-        options = {**(options or {}), "include_usage": True}
-    streamed = {**fields, "stream": True, "stream_options": options}
-    return Chunks(caller.door.upstreams, caller.request.translated(path, await _bodies(caller, streamed, path)))
-
-
-async def _bodies(caller: Caller, fields: dict[str, Any], path: str) -> tuple[bytes, ...]:
-    """The bodies of the requests for each choice. Raises `Refused`."""
-    try:
-        # `fields` may be large, and are changed
-        text = json.dumps(fields).encode()
-        if len(text) <= AT_ONCE:
-            return caller.door.rewrite_fields(path, json.loads(text), caller.request.head)
-        return await caller.door.rewriting.aside(
-            lambda: caller.door.rewrite_fields(path, json.loads(text), caller.request.head)
-        )
-    except RecursionError:
-        raise Refused(400, TOO_DEEP) from None
-
-
-async def with_message(caller: Caller, fields: dict[str, Any], path: str, refused: Refused) -> Refused:
-    """The error of a request to `ask`, with the worker's message where the frontend leaves it out.
-
-    1.4.2 has the message in answers that are not streamed, and without tools. A request that is
-    refused computes nothing, so that it can be asked again, with its own limits.
-
-    Args:
-        caller: Requester on whose behalf the frontend was asked.
-        fields: Fields of the request.
-        path: `CHAT` or `COMPLETIONS`.
-        refused: Error that the frontend answered with.
-    """
-    if refused.status != 500 or refused.message != _LOST:
-        return refused
-    again = {name: value for name, value in fields.items() if name not in ("stream_options", "n")}
-    again["stream"] = False
-    bodies = await _bodies(caller, again, path)
-    chunks = Chunks(caller.door.upstreams, caller.request.translated(path, [_without_tools(bodies[0])]))
-    try:
-        async for _ in chunks:
-            break
-    except Refused as found:
-        return found if 400 <= found.status < 500 else refused
-    finally:
-        chunks.close()
-    return refused
-
-
-def _without_tools(body: bytes) -> bytes:
-    fields = json.loads(body)
-    return json.dumps({name: fields[name] for name in fields if name not in ("tools", "tool_choice")}).encode()
 
 
 def assembled(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -7,13 +7,16 @@ own random numbers (`Selection.choice`) and its own migration; their prompts sha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from worker.frontdoor.answering import Asker
 from worker.frontdoor.answers import ParsedAnswer
 from worker.frontdoor.choice_merge import ChoiceMerge
 from worker.frontdoor.choice_requests import ChoiceRequests
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.frontend_errors import error_of
 from worker.frontdoor.http import COMMENT, HOP_BY_HOP, INTERIM, chunk
+from worker.frontdoor.opening import begins_with_error, streamed_error
 from worker.frontdoor.upstreams import Upstreams
 
 MAX_ANSWER = 64 * 2**20
@@ -31,11 +34,21 @@ class Choices:
         requests: A request per choice, head and body.
         chunked: Whether the client reads a chunked body; else a stream ends with its connection.
         added: Header lines to add to the answer, each with its CRLF.
+        refused: Is told of the error that the answer is, which the client then does not get.
     """
 
-    def __init__(self, client: Asker, requests: Sequence[bytes], *, chunked: bool, added: bytes = b"") -> None:
+    def __init__(
+        self,
+        client: Asker,
+        requests: Sequence[bytes],
+        *,
+        chunked: bool,
+        refused: Callable[[Refused], None],
+        added: bytes = b"",
+    ) -> None:
         self._client = client
         self._chunked = chunked
+        self._refused = refused
         self._added = added
         self._framed = chunk if chunked else _unframed
         self._requests = ChoiceRequests(self, requests, self._unreachable)
@@ -74,10 +87,6 @@ class Choices:
         """The head of an answer has come."""
         if self._first is None:
             self._first = answer
-            if answer.status == 200 and answer.is_stream:
-                self._begun = True
-                framing = b"transfer-encoding: chunked\r\n" if self._chunked else b"connection: close\r\n"
-                self._client.received(_head(200, answer.headers) + self._added + framing + b"\r\n")
         if answer.status == 200:
             return
         if self._begun:
@@ -86,12 +95,29 @@ class Choices:
             self._first = answer
             self._requests.keep(answer)
 
+    def _begins(self, answer: ParsedAnswer) -> bool:
+        """Whether the client's stream has begun, as it does with the first event; an error before
+        it is the answer.
+        """
+        if not self._begun:
+            found = begins_with_error(answer.body)
+            if found:
+                answer.collects, answer.status = True, 500
+                self._first = answer
+                self._requests.keep(answer)
+            if found is not False:
+                return False
+            self._begun = True
+            framing = b"transfer-encoding: chunked\r\n" if self._chunked else b"connection: close\r\n"
+            self._client.received(_head(200, answer.headers) + self._added + framing + b"\r\n")
+        return True
+
     def data(self, answer: ParsedAnswer, data: bytes) -> None:
         """Bytes of an answer's body."""
         if self._over:
             return
         answer.body += data
-        if self._begun and not answer.collects:
+        if answer.status == 200 and answer.is_stream and not answer.collects and self._begins(answer):
             *events, answer.body = answer.body.split(b"\n\n")
             self._client.received(self._framed(self._merge.events(answer.index, events)))
         self._num_bytes += len(data)
@@ -104,11 +130,12 @@ class Choices:
         if self._over:
             return
         last: bytes | None = None
-        if answer.collects:
+        if self._first is not None and self._first.status != 200:
+            self.abort()
+            self._refused(streamed_error(answer.body) if answer.collects else error_of(answer.status, answer.body))
+        elif answer.collects:
             self._client.received(self._framed(b"data: " + answer.body.replace(b"\n", b" ") + b"\n\n"))
             self.failed(answer, f"choice {answer.index} was answered with {answer.status}")
-        elif self._first is not None and self._first.status != 200:
-            last = self._whole(answer.status, answer.headers, answer.body)
         else:
             if self._begun and answer.body:  # an event without an empty line behind it
                 self._client.received(self._framed(self._merge.events(answer.index, [answer.body])))

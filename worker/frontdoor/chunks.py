@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from worker.frontdoor.answers import ParsedAnswer
 from worker.frontdoor.choice_merge import ChoiceMerge
 from worker.frontdoor.choice_requests import ChoiceRequests
 from worker.frontdoor.errors import Refused
-from worker.frontdoor.fields import TABLES
+from worker.frontdoor.frontend_errors import error_of
 from worker.frontdoor.upstreams import Upstreams
 
 MAX_EVENT = 64 * 2**20
@@ -23,7 +22,6 @@ MAX_AHEAD = 256
 """Chunks that wait for their reader before the frontends are read no further."""
 
 _DATA = b"data:"
-_VALIDATION = "Validation: "
 
 
 class Chunks:
@@ -164,42 +162,6 @@ class Chunks:
         if len(self._waiting) > MAX_AHEAD and not self._is_paused:
             self._is_paused = True
             self._requests.pause()
-
-
-def error_of(status: int, body: bytes) -> Refused:
-    """The error that a frontend answered with, in its form or in OpenAI's.
-
-    Args:
-        status: HTTP status, unless the body has another one as ``code``.
-        body: The answer's body.
-    """
-    try:
-        found = json.loads(body)
-        error = found.get("error", found)
-        message, code = error["message"], error.get("code")
-        kind, param = error.get("type"), error.get("param")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return Refused(status if status >= 400 else 502, body.decode(errors="replace")[:1000] or "no answer")
-    status = code if isinstance(code, int) and 400 <= code < 600 else max(status, 400)
-    param = _field_of(str(message)) if param is None else param
-    default = "invalid_request_error" if status < 500 else "server_error"
-    kind = kind if isinstance(kind, str) and "_" in kind else default
-    return Refused(status, str(message), param, kind=kind, code=code if isinstance(code, str) else None)
-
-
-def _field_of(message: str) -> str | None:
-    """The field that an error's message is about, None if it says none.
-
-    The frontend's own checks name it in backquotes, or write out its name: "Max tokens must be".
-    """
-    if message.startswith(_VALIDATION):
-        quoted = re.search(r"`([\w.\[\]]+)`", message)
-        if quoted:
-            return quoted[1]
-        written_out = message.removeprefix(_VALIDATION).partition(" must ")[0].lower().replace(" ", "_")
-        return written_out if any(written_out in table for table in TABLES.values()) else None
-    field, colon, _ = message.partition(": ")
-    return field if colon and " " not in field else None
 
 
 def _bad_answer(reason: str) -> Refused:

@@ -23,6 +23,7 @@ from worker.frontdoor.exchange import Exchange, Handler
 from worker.frontdoor.forwarding import ForwardedRequest
 from worker.frontdoor.handlers import HANDLERS, TRANSLATORS
 from worker.frontdoor.http import INTERIM, Document, answer
+from worker.frontdoor.refusal_reading import explaining
 from worker.frontdoor.request_intake import AdmittedRequest, RequestIntake
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.server import FrontDoor
@@ -199,7 +200,12 @@ class ClientConnection(WaitingProtocol):
             is_head = request.head.method == b"HEAD"
             added = self._door.cors.lines(request.head)
             self._answer = forwarded = ForwardedRequest(
-                self, upstreams, head_only=is_head, sent=self._intake.free_body, added=added
+                self,
+                upstreams,
+                head_only=is_head,
+                sent=self._intake.free_body,
+                added=added,
+                refused=partial(self._explain, request, body) if request.route.by == "checked" else None,
             )
             forwarded.ask(request.forwarded(bodies[0], is_last=self._door.draining))
         else:
@@ -208,6 +214,7 @@ class ClientConnection(WaitingProtocol):
                 self,
                 request.choices(bodies),
                 chunked=request.has_version_1_1,
+                refused=partial(self._explain, request, body),
                 added=self._door.cors.lines(request.head),
             )
             choices.ask(upstreams)
@@ -223,6 +230,10 @@ class ClientConnection(WaitingProtocol):
             return
         self._answer = exchange = Exchange(self, self._door, request, body, fields, held)
         exchange.run(handler)
+
+    def _explain(self, request: AdmittedRequest, body: bytes, refused: Refused) -> None:
+        """Answer with the error of a frontend, once its reason and the client's field are found."""
+        self._hand_over(request, body, explaining(refused))
 
     def own_headers(self) -> bytes:
         """Header lines that every answer of the front door's own has, each with its CRLF."""

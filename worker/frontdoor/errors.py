@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 INVALID = "invalid_request_error"
@@ -38,16 +37,16 @@ class Refused(Exception):
         self.code = code
         self.headers = headers
 
-    def renamed(self, path: Callable[[str], str]) -> Refused:
-        """The refusal of a request in which the field has another path.
-
-        Args:
-            path: Function from `param` to that path.
-        """
-        if self.param is None:
-            return self
-        param = path(self.param)
-        message = self.message.replace(self.param, param, 1)
+    def renamed(self, param: str | None) -> Refused:
+        """The same error about the field ``param``, which the message names in place of its own."""
+        message, old = self.message, self.param
+        if param is not None and param != old:
+            if old is not None and message.startswith(f"{old}: "):
+                message = param + message.removeprefix(old)
+            elif old is not None and f"`{old}`" in message:
+                message = message.replace(f"`{old}`", f"`{param}`", 1)
+            elif not message.startswith(f"{param}: "):
+                message = f"{param}: {message}"
         return Refused(self.status, message, param, kind=self.kind, code=self.code, headers=self.headers)
 
     def content(self) -> dict[str, Any]:

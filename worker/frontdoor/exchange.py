@@ -13,19 +13,18 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property, partial
 from typing import Any, Protocol
-from urllib.parse import parse_qsl
 
 from worker.frontdoor.answering import Asker
 from worker.frontdoor.bodies import Body
-from worker.frontdoor.errors import FieldRefused, Refused
+from worker.frontdoor.errors import Refused
 from worker.frontdoor.http import COMMENT, INTERIM, Document, chunk, stream_head
+from worker.frontdoor.query import query_of
 from worker.frontdoor.request_intake import AdmittedRequest
 from worker.frontdoor.request_reader import Head
 from worker.frontdoor.requests import parsed
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.server import FrontDoor
 from worker.frontdoor.uploads import Upload
-from worker.frontdoor.values import printable
 
 logger = logging.getLogger(__name__)
 
@@ -144,14 +143,7 @@ class Exchange:
         Raises:
             Refused: 400, one occurs twice.
         """
-        text = self.head.target.partition(b"?")[2].decode("latin-1")
-        pairs = parse_qsl(text, keep_blank_values=True)
-        found: dict[str, str] = {}
-        for name, value in pairs:
-            if name in found:
-                raise FieldRefused(printable(name), "occurs twice in the query")
-            found[name] = value
-        return found
+        return query_of(self.head.target)
 
     def fields(self) -> dict[str, Any]:
         """The body as a JSON object.
@@ -162,6 +154,11 @@ class Exchange:
         """
         if self._has_other_content:
             raise Refused(415, "the body must have the content type application/json", "content-type")
+        return self.json
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The body as a JSON object, whatever its content type. Raises `Refused` (400)."""
         if self._fields is None:
             self._fields = parsed(self.body)
         return self._fields

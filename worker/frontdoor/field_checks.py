@@ -13,7 +13,7 @@ from adapters.catalog import MAX_CHOICES
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.tool_choice import allowed_places, forces_call, is_allowed_tools
 from worker.frontdoor.values import Object, keys_within, printable
-from worker.sampling import Control
+from worker.sampling import MAX_LOGPROBS
 
 Body = Object
 Check = Callable[[Any, Body], None]
@@ -52,8 +52,14 @@ MAX_STOPS = stop_limit()
 
 def stops(name: str) -> Check:
     def check(value: Any, body: Body) -> None:
-        if not isinstance(value, list | str) or not value:
-            return  # the frontend refuses it
+        if name == "stop_token_ids":
+            _entries(name, value, lambda each: type(each) is int and 0 <= each < 2**32, "a token id")
+        elif not isinstance(value, str):
+            _entries(name, value, lambda each: isinstance(each, str) and bool(each), "a text that is not empty")
+        if not value:
+            if name == "stop":
+                raise FieldRefused(name, "must not be empty")
+            return
         if body.get("ignore_eos") is True:
             raise FieldRefused(name, "cannot be given beside ignore_eos, which makes Dynamo's frontend drop it")
         if MAX_STOPS is not None and isinstance(value, list) and len(value) > MAX_STOPS:
@@ -62,11 +68,29 @@ def stops(name: str) -> Check:
     return check
 
 
+def _entries(path: str, value: Any, is_entry: Callable[[Any], bool], what: str) -> None:
+    """Refuse what is no list of such entries."""
+    if not isinstance(value, list):
+        raise FieldRefused(path, f"must be a list, each {what}, got {_shown(value)}")
+    for i, each in enumerate(value):
+        if not is_entry(each):
+            raise FieldRefused(f"{path}[{i}]", f"must be {what}, got {_shown(each)}")
+
+
 def _known_keys(path: str, value: Any, known: tuple[str, ...]) -> None:
     """Refuse the keys of an object that the frontend would drop."""
     if isinstance(value, dict):
         keys_within(path, value, known)
 
+
+_ROLES = ("developer", "system", "user", "assistant", "tool", "function")
+_CHOICES = ("none", "auto", "required")
+_GUIDE_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "guided_json": ((dict, str), "a JSON Schema: an object, or a text with one"),
+    "guided_regex": ((str,), "a text"),
+    "guided_grammar": ((str,), "a text"),
+    "guided_choice": ((list,), "a list of texts"),
+}
 
 _PART_KEYS = ("type", "text", "prompt_cache_breakpoint")
 _MESSAGE_KEYS = (
@@ -87,12 +111,18 @@ annotations are part of an answer that a client sends back, breakpoints are hint
 
 
 def messages(value: Any, body: Body) -> None:
-    for i, message in enumerate(value if isinstance(value, list) else ()):
+    if not isinstance(value, list):
+        raise FieldRefused("messages", f"must be a list of messages, got {_shown(value)}")
+    for i, message in enumerate(value):
         path = f"messages[{i}]"
         if not isinstance(message, dict):
             raise FieldRefused(path, f"must be an object, got {type(message).__name__}")
         _known_keys(path, message, _MESSAGE_KEYS)
-        _must_be(f"{path}.role", message.get("role"), str, "a text")
+        role = message.get("role")
+        if role not in _ROLES:
+            raise FieldRefused(f"{path}.role", f"must be one of {', '.join(_ROLES)}, got {_shown(role)}")
+        for key in ("name", "tool_call_id", "refusal", "reasoning_content"):
+            _must_be(f"{path}.{key}", message.get(key), str, "a text")
         content = message.get("content")
         if not isinstance(content, str | list | None):
             raise FieldRefused(f"{path}.content", f"must be a text or a list of parts, got {type(content).__name__}")
@@ -104,6 +134,8 @@ def messages(value: Any, body: Body) -> None:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
                 raise FieldRefused(f"{path}.content[{j}]", f"must be of type text, got {printable(str(kind))}")
+            if not isinstance(part.get("text"), str):
+                raise FieldRefused(f"{path}.content[{j}].text", f"must be a text, got {_shown(part.get('text'))}")
             _known_keys(f"{path}.content[{j}]", part, _PART_KEYS)
 
 
@@ -120,6 +152,11 @@ def _calls(path: str, value: Any) -> None:
         _must_be(f"{path}[{i}].function", function, dict, "an object")
         for key in ("name", "arguments"):
             _must_be(f"{path}[{i}].function.{key}", (function or {}).get(key), str, "a text")
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: its type where it has parts."""
+    return type(value).__name__ if isinstance(value, list | dict) else printable(str(value))
 
 
 def _must_be(path: str, value: Any, kind: type, what: str) -> None:
@@ -145,6 +182,14 @@ def response_format(value: Any, body: Body) -> None:
     if kind == "json_schema":
         schema = value.get("json_schema")
         _known_keys("response_format.json_schema", schema, ("name", "description", "schema", "strict"))
+        for key, type_, what in (
+            ("name", str, "a text"),
+            ("description", str, "a text"),
+            ("strict", bool, "a boolean"),
+        ):
+            _must_be(
+                f"response_format.json_schema.{key}", schema.get(key) if isinstance(schema, dict) else None, type_, what
+            )
         if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
             raise FieldRefused("response_format.json_schema.schema", "must be a JSON Schema")
     if kind != "text" and body.get("tools") and forces_call(body):
@@ -153,8 +198,11 @@ def response_format(value: Any, body: Body) -> None:
 
 def stream_options(value: Any, body: Body) -> None:
     known = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+    _must_be("stream_options", value, dict, "an object")
     _known_keys("stream_options", value, known)
-    if isinstance(value, dict) and value.get("include_obfuscation"):
+    for key in known:
+        _must_be(f"stream_options.{key}", value.get(key), bool, "true or false")
+    if value.get("include_obfuscation"):
         raise FieldRefused("stream_options.include_obfuscation", "is not supported")
 
 
@@ -167,10 +215,14 @@ def tools(value: Any, body: Body) -> None:
             raise FieldRefused(f"{path}.type", f"must be function, got {printable(str(kind))}")
         _known_keys(path, tool, ("type", "function"))
         function = tool.get("function")
+        if not isinstance(function, dict):
+            raise FieldRefused(f"{path}.function", f"must be an object, got {_shown(function)}")
         _known_keys(f"{path}.function", function, ("name", "description", "parameters", "strict"))
-        if isinstance(function, dict):
-            _must_be(f"{path}.function.description", function.get("description"), str, "a text")
-            _must_be(f"{path}.function.strict", function.get("strict"), bool, "true or false")
+        if not isinstance(function.get("name"), str):
+            raise FieldRefused(f"{path}.function.name", f"must be a text, got {_shown(function.get('name'))}")
+        _must_be(f"{path}.function.description", function.get("description"), str, "a text")
+        _must_be(f"{path}.function.strict", function.get("strict"), bool, "true or false")
+        _must_be(f"{path}.function.parameters", function.get("parameters"), dict, "a JSON Schema, an object")
 
 
 def tool_choice(value: Any, body: Body) -> None:
@@ -181,22 +233,54 @@ def tool_choice(value: Any, body: Body) -> None:
             kind = printable(str(value.get("type")))
             raise FieldRefused("tool_choice.type", f"must be function or allowed_tools, got {kind}")
         keys_within("tool_choice", value, ("type", "function"))
+        function = value.get("function")
+        _known_keys("tool_choice.function", function, ("name",))
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise FieldRefused("tool_choice.function.name", f"must be a text, got {_shown(name)}")
+    elif value not in _CHOICES:
+        raise FieldRefused("tool_choice", f"must be one of {', '.join(_CHOICES)}, or an object, got {_shown(value)}")
     if forces_call(body) and not body.get("tools"):
         raise FieldRefused("tool_choice", "forces a call, and there are no tools")
 
 
+def prompt(value: Any, body: Body) -> None:
+    is_list = isinstance(value, list) and not (value and all(type(one) is int for one in value))
+    if is_list and not value:
+        raise FieldRefused("prompt", "must not be empty")
+    for i, one in enumerate(value if is_list else [value]):
+        path = f"prompt[{i}]" if is_list else "prompt"
+        if not isinstance(one, str | list) or one == []:
+            raise FieldRefused(path, f"must be a text, or a list of token ids that is not empty, got {_shown(one)}")
+        for j, token in enumerate(one if isinstance(one, list) else ()):
+            if type(token) is not int or not 0 <= token < 2**32:
+                raise FieldRefused(f"{path}[{j}]", f"must be a token id, got {_shown(token)}")
+
+
+def logprobs(value: Any, body: Body) -> None:
+    if "messages" in body:
+        _must_be("logprobs", value, bool, "true or false")
+    elif type(value) is not int or value < 0:
+        raise FieldRefused("logprobs", f"must be an integer of at least 0, got {_shown(value)}")
+
+
 def top_logprobs(value: Any, body: Body) -> None:
+    if type(value) is not int or not 0 <= value <= MAX_LOGPROBS:
+        raise FieldRefused("top_logprobs", f"must be an integer from 0 to {MAX_LOGPROBS}, got {_shown(value)}")
     if value and body.get("logprobs") is not True:
         raise FieldRefused("top_logprobs", "needs logprobs: true")
 
 
 def echo(value: Any, body: Body) -> None:
+    _must_be("echo", value, bool, "true or false")
     # the handler of completions takes it out, so that here it would be lost
     if value is not False:
         raise FieldRefused("echo", "is served by POST /v1/completions alone")
 
 
 def prompt_logprobs(value: Any, body: Body) -> None:
+    if type(value) is not int or not 0 <= value <= MAX_LOGPROBS:
+        raise FieldRefused("prompt_logprobs", f"must be an integer from 0 to {MAX_LOGPROBS}, got {_shown(value)}")
     # where no handler reads them from the worker's data they would be lost
     nvext = body.get("nvext")
     if not isinstance(nvext, dict) or "engine_data" not in (nvext.get("extra_fields") or ()):
@@ -207,6 +291,11 @@ def one_guide(name: str) -> Check:
     def check(value: Any, body: Body) -> None:
         if value in ([], ""):
             raise FieldRefused(name, "must not be empty")
+        types, what = _GUIDE_TYPES[name]
+        if not isinstance(value, types):
+            raise FieldRefused(name, f"must be {what}, got {_shown(value)}")
+        if isinstance(value, list):
+            _entries(name, value, lambda each: isinstance(each, str) and bool(each), "a text that is not empty")
         guides = [other for other in GUIDES if body.get(other) is not None]
         if isinstance(body.get("response_format"), dict) and body["response_format"].get("type") != "text":
             guides.append("response_format")
@@ -224,7 +313,12 @@ def guide_backend(value: Any, body: Body) -> None:
 
 
 def nvext(value: Any, body: Body) -> None:
-    if isinstance(value, dict) and value.get("use_raw_prompt"):
+    _must_be("nvext", value, dict, "an object")
+    for key in ("annotations", "extra_fields"):
+        if value.get(key) is not None:
+            _entries(f"nvext.{key}", value[key], lambda each: isinstance(each, str), "a text")
+    _must_be("nvext.use_raw_prompt", value.get("use_raw_prompt"), bool, "true or false")
+    if value.get("use_raw_prompt"):
         raise FieldRefused(
             "nvext.use_raw_prompt", "is not supported: Dynamo's frontend applies the chat template anyway"
         )
@@ -233,16 +327,3 @@ def nvext(value: Any, body: Body) -> None:
 def num_choices(value: Any, body: Body) -> None:
     if type(value) is not int or not 1 <= value <= MAX_CHOICES:
         raise FieldRefused("n", f"must be an integer from 1 to {MAX_CHOICES}, got {printable(str(value))}")
-
-
-def within_bounds(control: Control) -> Check:
-    """The check of a control that Dynamo's frontend does not know."""
-
-    def check(value: Any, body: Body) -> None:
-        try:
-            if control.client_bounds is not None:
-                control.client_bounds.check(value)
-        except ValueError as error:
-            raise FieldRefused(control.name, str(error)) from None
-
-    return check

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from adapters.catalog import MAX_CHOICES
-from worker.frontdoor import field_checks
+from worker.frontdoor import field_checks, field_types
 from worker.frontdoor.field_checks import GUIDES, Check
+from worker.frontdoor.field_types import is_one_of
 from worker.sampling import Control, SamplingParams, sampling_controls
 from worker.sampling.control import cached
 
@@ -53,14 +54,13 @@ class ClientField:
 
     def asks_for_nothing(self, value: Any) -> bool:
         """Whether ``value`` is as good as absent, for a refused field."""
-        return value is None or any(type(value) is type(each) and value == each for each in self.neutral)
+        return is_one_of(value, self.neutral)
 
 
 _BOTH = (CHAT, COMPLETIONS)
 _TEXT_ONLY = "this worker serves text only"
 _OLD = "is deprecated; use tools and tool_choice"
 _TEMPLATE = "For the chat template."
-_NOTHING: tuple[Any, ...] = (False, "", [], {})
 _ONE_GUIDE = "At most one guide per request."
 
 
@@ -68,12 +68,22 @@ def _row(name: str, paths: tuple[str, ...], fate: Fate, why: str, check: Check |
     return ClientField(name, paths, fate, why, check=check)
 
 
+def _switch(name: str, paths: tuple[str, ...], fate: Fate, why: str) -> ClientField:
+    return ClientField(name, paths, fate, why, check=field_types.truth(name))
+
+
 def _refused(name: str, paths: tuple[str, ...], why: str, *neutral: Any) -> ClientField:
-    return ClientField(name, paths, "refused", why, (*_NOTHING, *neutral), removed=True)
+    return ClientField(name, paths, "refused", why, neutral, removed=True)
 
 
 _PROMPT_FIELDS: tuple[ClientField, ...] = (
-    _row("model", _BOTH, "frontend", "Which model answers; a name that is not served is a 404."),
+    _row(
+        "model",
+        _BOTH,
+        "frontend",
+        "Which model answers; a name that is not served is a 404.",
+        field_types.given_text("model"),
+    ),
     _row(
         "messages",
         (CHAT,),
@@ -82,11 +92,23 @@ _PROMPT_FIELDS: tuple[ClientField, ...] = (
         f"text. Parts other than text: {_TEXT_ONLY}.",
         field_checks.messages,
     ),
-    _row("prompt", (COMPLETIONS,), "honoured", "The prompt: text, token ids, or a list of either, one choice each."),
+    _row(
+        "prompt",
+        (COMPLETIONS,),
+        "honoured",
+        "The prompt: text, token ids, or a list of either, one choice each.",
+        field_checks.prompt,
+    ),
 )
 
 _OTHER_FIELDS: tuple[ClientField, ...] = (
-    _row("max_completion_tokens", (CHAT,), "honoured", "As max_tokens, over which it wins."),
+    _row(
+        "max_completion_tokens",
+        (CHAT,),
+        "honoured",
+        "As max_tokens, over which it wins.",
+        field_types.count("max_completion_tokens", 1, 2**31 - 1),
+    ),
     _row(
         "stop",
         _BOTH,
@@ -94,7 +116,7 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         "Ends the answer. Refused: more than 4 with a frontend of 1.4.2, and beside ignore_eos.",
         field_checks.stops("stop"),
     ),
-    _row("stream", _BOTH, "frontend", "Server-sent events."),
+    _row("stream", _BOTH, "frontend", "Server-sent events.", field_types.truth("stream")),
     _row(
         "stream_options",
         _BOTH,
@@ -116,6 +138,7 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         _BOTH,
         "honoured",
         "Log probabilities of the answer, of a completion with echo of the prompt too, with up to 5 alternatives.",
+        field_checks.logprobs,
     ),
     _row(
         "top_logprobs",
@@ -154,8 +177,9 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         (CHAT,),
         "honoured",
         "Without a format of calls false is refused, unless there are no tools, none may be called, or one is named.",
+        field_types.truth("parallel_tool_calls"),
     ),
-    _row("reasoning_effort", (CHAT,), "frontend", _TEMPLATE),
+    _row("reasoning_effort", (CHAT,), "frontend", _TEMPLATE, field_types.given_text("reasoning_effort")),
     _row(
         "n",
         _BOTH,
@@ -172,31 +196,51 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         check=field_checks.echo,
         removed=True,
     ),
-    _refused("suffix", (COMPLETIONS,), "text after the answer is not supported; Dynamo's frontend drops it"),
-    _refused("modalities", (CHAT,), _TEXT_ONLY, ["text"]),
-    _refused("audio", (CHAT,), _TEXT_ONLY),
+    _refused("suffix", (COMPLETIONS,), "text after the answer is not supported; Dynamo's frontend drops it", ""),
+    _refused("modalities", (CHAT,), _TEXT_ONLY, [], ["text"]),
+    _refused("audio", (CHAT,), _TEXT_ONLY, {}),
     ClientField(
         "web_search_options", (CHAT,), "refused", "there is no web search; Dynamo's frontend drops it", removed=True
     ),
-    _refused("moderation", (CHAT,), "there is no moderation"),
+    _refused("moderation", (CHAT,), "there is no moderation", {}),
     _refused("verbosity", (CHAT,), "is not supported"),
-    _refused("functions", (CHAT,), _OLD),
+    _refused("functions", (CHAT,), _OLD, []),
     _refused("function_call", (CHAT,), _OLD, "none", "auto"),
-    _refused("store", (CHAT,), "answers are not stored"),
+    _refused("store", (CHAT,), "answers are not stored", False),
     _refused("service_tier", (CHAT,), "there is one tier", "auto", "default"),
-    _refused("prompt_cache_options", (CHAT,), "the prefix cache has no options"),
+    _refused("prompt_cache_options", (CHAT,), "the prefix cache has no options", {}),
     _refused("prompt_cache_retention", (CHAT,), "the prefix cache keeps nothing for a stated time"),
     ClientField(
         "prompt_cache_key",
         (CHAT,),
         "no effect",
         "A hint: the prefix cache finds equal beginnings by itself.",
+        check=field_types.text("prompt_cache_key"),
         removed=True,
     ),
-    ClientField("safety_identifier", (CHAT,), "no effect", "Says who asks.", removed=True),
-    _row("user", _BOTH, "no effect", "Says who asks."),
-    _row("metadata", _BOTH, "no effect", "Labels for stored answers, and none is stored."),
-    _row("prediction", (CHAT,), "no effect", "A hint for speed: it changes no token."),
+    ClientField(
+        "safety_identifier",
+        (CHAT,),
+        "no effect",
+        "Says who asks.",
+        check=field_types.text("safety_identifier"),
+        removed=True,
+    ),
+    _row("user", _BOTH, "no effect", "Says who asks.", field_types.given_text("user")),
+    _row(
+        "metadata",
+        _BOTH,
+        "no effect",
+        "Labels for stored answers, and none is stored.",
+        field_types.an_object("metadata"),
+    ),
+    _row(
+        "prediction",
+        (CHAT,),
+        "no effect",
+        "A hint for speed: it changes no token.",
+        field_types.an_object("prediction"),
+    ),
     # What Dynamo adds.
     _row(
         "nvext",
@@ -208,7 +252,13 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
     _row(
         "stop_token_ids", _BOTH, "honoured", "End the answer. Refused as stop is.", field_checks.stops("stop_token_ids")
     ),
-    _row("include_stop_str_in_output", _BOTH, "honoured", "Shows what ended the answer."),
+    _row(
+        "include_stop_str_in_output",
+        _BOTH,
+        "honoured",
+        "Shows what ended the answer.",
+        field_types.truth("include_stop_str_in_output"),
+    ),
     *(
         _row(name, _BOTH, "honoured", f"Runs as the processor {processor}. {_ONE_GUIDE}", field_checks.one_guide(name))
         for name, processor in zip(GUIDES, ("json_schema", "regex", "grammar", "choice"), strict=True)
@@ -220,17 +270,23 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         "Refused: another one than llguidance.",
         field_checks.guide_backend,
     ),
-    _refused("guided_whitespace_pattern", _BOTH, "is not supported"),
-    _row("skip_special_tokens", _BOTH, "frontend", "The frontend makes the text."),
-    _row("return_tokens_as_token_ids", _BOTH, "frontend", "The frontend makes the text."),
-    _row("no_stop_trim", _BOTH, "frontend", "The frontend makes the text; 1.4.2 refuses it."),
-    _row("detokenize", _BOTH, "no effect", "The frontend makes the text."),
-    _row("cache_salt", _BOTH, "honoured", "Requests share the KV of common beginnings only if their salt is the same."),
+    _refused("guided_whitespace_pattern", _BOTH, "is not supported", ""),
+    _switch("skip_special_tokens", _BOTH, "frontend", "The frontend makes the text."),
+    _switch("return_tokens_as_token_ids", _BOTH, "frontend", "The frontend makes the text."),
+    _switch("no_stop_trim", _BOTH, "frontend", "The frontend makes the text; 1.4.2 refuses it."),
+    _switch("detokenize", _BOTH, "no effect", "The frontend makes the text."),
+    _row(
+        "cache_salt",
+        _BOTH,
+        "honoured",
+        "Requests share the KV of common beginnings only if their salt is the same.",
+        field_types.text("cache_salt"),
+    ),
     _row("thinking", (CHAT,), "frontend", _TEMPLATE),
-    _row("chat_template_args", (CHAT,), "frontend", _TEMPLATE),
-    _row("chat_template_kwargs", (CHAT,), "frontend", _TEMPLATE),
-    _row("add_generation_prompt", (CHAT,), "frontend", f"{_TEMPLATE} 1.4.2 refuses it."),
-    _row("continue_final_message", (CHAT,), "frontend", f"{_TEMPLATE} 1.4.2 refuses it."),
+    _row("chat_template_args", (CHAT,), "frontend", _TEMPLATE, field_types.an_object("chat_template_args")),
+    _row("chat_template_kwargs", (CHAT,), "frontend", _TEMPLATE, field_types.an_object("chat_template_kwargs")),
+    _switch("add_generation_prompt", (CHAT,), "frontend", f"{_TEMPLATE} 1.4.2 refuses it."),
+    _switch("continue_final_message", (CHAT,), "frontend", f"{_TEMPLATE} 1.4.2 refuses it."),
     _row(
         "prompt_logprobs",
         _BOTH,
@@ -239,8 +295,8 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         field_checks.prompt_logprobs,
     ),
     _refused("prompt_embeds", (COMPLETIONS,), "prompts are text or token ids here"),
-    _refused("mm_processor_kwargs", (CHAT,), _TEXT_ONLY),
-    _refused("media_io_kwargs", (CHAT,), _TEXT_ONLY),
+    _refused("mm_processor_kwargs", (CHAT,), _TEXT_ONLY, {}),
+    _refused("media_io_kwargs", (CHAT,), _TEXT_ONLY, {}),
 )
 
 
@@ -252,9 +308,9 @@ _FRONTEND_NOTES = {"thinking_token_budget": "1.4.2 refuses it."}
 
 def _control_row(control: Control) -> ClientField:
     why = " ".join(filter(None, (control.summary, _FRONTEND_NOTES.get(control.name))))
+    check = field_types.of_control(control)
     if control.client_form == "forwarded":
-        return _row(control.name, _BOTH, "honoured", why)
-    check = field_checks.within_bounds(control)
+        return _row(control.name, _BOTH, "honoured", why, check)
     return ClientField(control.name, _BOTH, "honoured", why, check=check, removed=True, control=control)
 
 

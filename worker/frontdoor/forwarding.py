@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from worker.frontdoor.answering import Asker
+from worker.frontdoor.errors import Refused
 from worker.frontdoor.http import INTERIM, AnswerEnd
+from worker.frontdoor.opening import Opening
 from worker.frontdoor.upstreams import NoUpstream, Upstream, UpstreamConnection, Upstreams
 
 REPEATABLE = 64 * 1024
@@ -24,19 +26,30 @@ class ForwardedRequest:
         head_only: Whether the request is a HEAD.
         sent: Called when the request has been written to a connection.
         added: Header lines to add to the answer, each with its CRLF.
+        refused: Is told of the error that the answer is, which the client then does not get; None
+            hands errors on too.
 
     Attributes:
         connection: Connection that carries it, once there is one.
     """
 
     def __init__(
-        self, client: Asker, upstreams: Upstreams, *, head_only: bool, sent: Callable[[], None], added: bytes = b""
+        self,
+        client: Asker,
+        upstreams: Upstreams,
+        *,
+        head_only: bool,
+        sent: Callable[[], None],
+        added: bytes = b"",
+        refused: Callable[[Refused], None] | None = None,
     ) -> None:
         self._client = client
         self._upstreams = upstreams
         self._head_only = head_only
         self._sent = sent
         self._added = added
+        self._refused = refused
+        self._opening = None if refused is None else Opening()
         self._status_line = b""  # what has come of it, where lines are added behind it
         self._repeatable: bytes | None = None  # the request, if it may have to be sent again
         self._connecting: asyncio.Task[None] | None = None
@@ -76,6 +89,10 @@ class ForwardedRequest:
     def received(self, data: bytes) -> None:
         """Hand on bytes of the answer."""
         self._repeatable = None
+        if self._opening is not None:
+            if not self._opening.take(data):
+                return
+            data, self._opening, self._refused = self._opening.held, None, None
         if self._added:
             data = self._with_lines(self._status_line + data)
         self._client.received(data)
@@ -92,6 +109,12 @@ class ForwardedRequest:
     def answered(self, closes: bool) -> None:
         """The answer is complete; ``closes``: its end is that of the connection."""
         self.connection = None
+        opening, refused = self._opening, self._refused
+        if opening is not None and refused is not None and opening.is_error:
+            refused(opening.error())
+            return
+        if opening is not None:
+            self._client.received(opening.held)
         self._client.answered(closes)
 
     def failed(self, begun: bool, reason: str) -> None:
@@ -101,7 +124,7 @@ class ForwardedRequest:
         if frontend is not None and data is not None and not begun:
             self._connect([frontend], data)
         else:
-            self._client.failed(begun, reason)
+            self._client.failed(begun and self._opening is None, reason)
 
     def pause(self) -> None:
         """Read no more for now."""
@@ -123,4 +146,5 @@ class ForwardedRequest:
 
     def filler(self) -> bytes | None:
         """See `Answer.filler`."""
-        return INTERIM if self.connection is None else self.connection.filler()
+        is_held = self._opening is not None
+        return INTERIM if self.connection is None or is_held else self.connection.filler()

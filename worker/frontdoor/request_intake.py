@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from worker.frontdoor.bodies import Body
+from worker.frontdoor.client_names import METADATA_HEADER
 from worker.frontdoor.error_forms import ErrorForm
 from worker.frontdoor.errors import FieldRefused, Refused
+from worker.frontdoor.query import check_query
 from worker.frontdoor.request_ids import ID_HEADERS, id_lines, new_request_id, request_id_of
 from worker.frontdoor.request_reader import CLIENT_HEADER, Head, RequestReader
-from worker.frontdoor.requests import METADATA_HEADER
 from worker.frontdoor.routes import Route
 from worker.frontdoor.server import FrontDoor
 from worker.frontdoor.uploads import Upload
@@ -144,6 +145,8 @@ class RequestIntake:
         path = head.target.partition(b"?")[0].decode("latin-1")
         self.error_form = self._door.error_form(path)
         route, label = self._door.admit(head, path, self.peer)
+        if route.query is not None:
+            check_query(head.target, route.query)
         self._request = AdmittedRequest(
             head, path, route, label, self.request_id, self._door.needs_keys, self._door.cors.is_preflight(head)
         )

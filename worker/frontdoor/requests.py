@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
-from adapters.catalog import ANNOTATION, MAX_CHOICES, METADATA_KEY, Catalog, Selection, SelectionError, parse_selection
-from adapters.strict_json import RepeatedKey, read_object
+from adapters.catalog import ANNOTATION, MAX_CHOICES, Catalog, Selection, SelectionError, parse_selection
+from adapters.strict_json import LoneSurrogate, RepeatedKey, read_object
 from worker.errors import InvalidRequest
+from worker.frontdoor.client_names import METADATA_HEADER, SELECTION_FIELD, Naming, selection_names, worker_names
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.field_processors import FieldProcessor, bias_as_processor, controls_as_processors
-from worker.frontdoor.fields import ClientField, tables
+from worker.frontdoor.field_types import is_one_of
+from worker.frontdoor.fields import CHAT, ClientField, tables
 from worker.frontdoor.guides import guide_as_processor
 from worker.frontdoor.tool_choice import allowed_places, with_allowed_tools
 from worker.frontdoor.tool_texts import write_tools_as_text
@@ -28,10 +29,7 @@ from worker.frontdoor.values import printable
 from worker.requests.fields import client_annotations
 from worker.sampling import SamplingParams
 
-METADATA_HEADER = b"x-dynamo-meta-" + METADATA_KEY.encode()
-"""The header in which a selection of processors may come instead."""
-
-_SELECTION_FIELD = "logits_processors"
+_NO_SELECTION: tuple[Any, ...] = ([], {})
 TOO_DEEP = "the body is nested too deep"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -74,9 +72,9 @@ def rewritten_fields(
         try:
             changed = _rewrite(tables(record)[path], fields, headers, catalog, calls, guided) or allowed is not None
         except FieldRefused as refused:
-            if allowed is None:
+            if allowed is None or refused.param is None:
                 raise
-            raise refused.renamed(partial(_among_all_tools, allowed)) from None
+            raise refused.renamed(_among_all_tools(allowed, refused.param)) from None
         changed |= "n" in fields
         num_choices = fields.pop("n", 1)
         first = _encoded(fields) if changed or body is None else body
@@ -119,6 +117,33 @@ def _rewrite(
     return _without_idle_fields(table, fields) or given or selected or len(fields) != num_fields
 
 
+def names_of(
+    path: str,
+    fields: Body,
+    headers: Mapping[bytes, bytes],
+    calls: ToolCallSettings | None = None,
+    *,
+    carries_guides: bool = False,
+) -> Naming:
+    """Function from a path in an error of the worker to that of the client's field.
+
+    Args:
+        path: A key of `TABLES`.
+        fields: The client's fields, which `rewritten` takes.
+        headers: See `rewritten`.
+        calls: See `rewritten`.
+        carries_guides: See `rewritten`.
+    """
+    chosen = fields.get(SELECTION_FIELD)
+    places = [text for text in _annotations(fields.get("nvext")) if text.startswith(ANNOTATION)]
+    selection = json.loads(places[0][len(ANNOTATION) :]) if places else _selection_of(chosen)
+    carries_guides = carries_guides and METADATA_HEADER not in headers
+    allowed = allowed_places(fields)
+    made = _as_processors(tables(SamplingParams)[path], dict(with_allowed_tools(fields)), calls, carries_guides)
+    named = worker_names(path, fields, selection_names(selection.get("processors", ()), made, chosen))
+    return named if allowed is None else lambda worker_path: _among_all_tools(allowed, named(worker_path))
+
+
 def _as_processors(
     table: Mapping[str, ClientField], fields: Body, calls: ToolCallSettings | None, carries_guides: bool
 ) -> list[FieldProcessor]:
@@ -147,6 +172,8 @@ def parsed(body: bytes) -> Body:
         return read_object(body)
     except RepeatedKey as error:
         raise FieldRefused(printable(error.key), "occurs twice in one object") from None
+    except LoneSurrogate as error:
+        raise FieldRefused(error.path, "has half of a surrogate pair") from None
     except ValueError as error:
         raise Refused(400, f"the body {error}") from None
 
@@ -168,6 +195,9 @@ def _check(path: str, table: Mapping[str, ClientField], fields: Body) -> None:
             raise FieldRefused(name, field.why, code="unsupported_parameter")
         if field.check is not None and value is not None:
             field.check(value, fields)
+    for name in ("model", "messages" if path == CHAT else "prompt"):
+        if fields.get(name) is None:
+            raise FieldRefused(name, "must be given", code="missing_required_parameter")
 
 
 def _with_texts(fields: Body) -> bool:
@@ -211,13 +241,13 @@ def _with_selection(
 
     The selection is checked as far as that needs no model, wherever it came from.
     """
-    chosen = fields.pop(_SELECTION_FIELD, None)
+    chosen = fields.pop(SELECTION_FIELD, None)
     annotations = _annotations(fields.get("nvext"))
     places = [text for text in annotations if text.startswith(ANNOTATION)]
     header = headers.get(METADATA_HEADER)
-    if len(places) + (header is not None) + bool(chosen) > 1:
+    if len(places) + (header is not None) + (not is_one_of(chosen, _NO_SELECTION)) > 1:
         raise FieldRefused(
-            _SELECTION_FIELD, "processors are selected more than once; give one field, annotation or header"
+            SELECTION_FIELD, "processors are selected more than once; give one field, annotation or header"
         )
     if header is not None and made:
         raise FieldRefused(made[0].client_path(""), f"cannot be given beside the header {METADATA_HEADER.decode()}")
@@ -227,7 +257,7 @@ def _with_selection(
         raise FieldRefused(METADATA_HEADER.decode(), "must be ASCII: Dynamo's frontend drops any other value")
     if header is not None:
         _checked(header.decode("latin-1"), catalog, lambda path: f"{METADATA_HEADER.decode()}: {path}")
-    if not chosen and not made:
+    if is_one_of(chosen, _NO_SELECTION) and not made:
         return False
 
     selection = json.loads(places[0][len(ANNOTATION) :]) if places else _selection_of(chosen)
@@ -236,7 +266,7 @@ def _with_selection(
         each.refuse_named_too(listed)
     selection["processors"] = listed + [each.entry for each in made]
     text = json.dumps(selection, separators=(",", ":"))
-    name = _naming(listed, made, chosen)
+    name = selection_names(listed, made, chosen)
     receipt = _checked(text, catalog, name).receipt
     _annotate(fields, places, ANNOTATION + text, bool(receipt), name)
     return True
@@ -256,13 +286,13 @@ def _selection_of(chosen: Any) -> dict[str, Any]:
     """The selection that the field stands for: a list is one of processors, an object may leave
     out its version.
     """
-    if not chosen:
+    if is_one_of(chosen, _NO_SELECTION):
         return {"version": 1}
     if isinstance(chosen, list):
         return {"version": 1, "processors": chosen}
     if isinstance(chosen, dict) and isinstance(chosen.get("processors", []), list):
         return {"version": 1, **chosen}
-    raise FieldRefused(_SELECTION_FIELD, "must be a list of processors, or an object that has one as processors")
+    raise FieldRefused(SELECTION_FIELD, "must be a list of processors, or an object that has one as processors")
 
 
 def _other_choices(fields: Body, num_choices: int) -> Iterator[Body]:
@@ -276,35 +306,8 @@ def _other_choices(fields: Body, num_choices: int) -> Iterator[Body]:
     for choice in range(first + 1, last + 1):
         found = dict(fields)
         text = json.dumps({**selection, "choice": choice}, separators=(",", ":"))
-        _annotate(found, places, ANNOTATION + text, False, lambda path: _SELECTION_FIELD)
+        _annotate(found, places, ANNOTATION + text, False, lambda path: SELECTION_FIELD)
         yield found
-
-
-_ENTRY = re.compile(r"processors\[(\d+)\](.*)", re.DOTALL)
-
-
-def _naming(listed: Sequence[Any], made: Sequence[FieldProcessor], chosen: Any) -> Callable[[str], str]:
-    """Function from a path in the selection to that of the client's field.
-
-    Args:
-        listed: Processors of the selection that the client wrote itself.
-        made: Processors of other fields, which follow them.
-        chosen: The field that selects processors, if there is one.
-    """
-
-    def name(path: str) -> str:
-        entry = _ENTRY.fullmatch(path)
-        if entry and len(listed) <= int(entry[1]) < len(listed) + len(made):
-            return made[int(entry[1]) - len(listed)].client_path(entry[2])
-        if not path and made:  # all of it is at fault: it is too large
-            largest = max(made, key=lambda each: len(json.dumps(each.entry)))
-            if len(json.dumps(largest.entry)) > len(json.dumps(listed)):
-                return largest.client_path("")
-        if isinstance(chosen, list) and path.startswith("processors"):
-            return _SELECTION_FIELD + path.removeprefix("processors")
-        return f"{_SELECTION_FIELD}.{path}" if path else _SELECTION_FIELD
-
-    return name
 
 
 def _checked(text: str, catalog: Catalog, name: Callable[[str], str]) -> Selection:

@@ -31,6 +31,8 @@ BATCHES = "/v1/batches"
 _READ = ("GET", "HEAD")
 _NAME = r"(?!\.\.?(?:/|$))[A-Za-z0-9._~%:@+-]+"
 """A part of a model's name in a path; none that leads elsewhere."""
+_BETA = ("beta",)
+"""Parameter that Anthropic's clients send with every request of their beta; it changes nothing."""
 _ID = r"[A-Za-z0-9_-]{1,128}"
 
 
@@ -49,6 +51,7 @@ class Route:
         pattern: Matches the path, if it stands for several.
         errors: Form of the bodies of errors.
         takes_uploads: Whether the body of a POST goes to the disk as it comes, and may be larger.
+        query: Parameters of the query, None where the handler or the frontend reads them.
     """
 
     path: str
@@ -59,6 +62,7 @@ class Route:
     pattern: re.Pattern[str] | None = None
     errors: ErrorForm = "openai"
     takes_uploads: bool = False
+    query: tuple[str, ...] | None = None
 
     def names(self, path: str) -> Mapping[str, str]:
         """The values that ``path`` has for the placeholders of the route's path."""
@@ -74,24 +78,29 @@ def handled(
     *,
     needs_key: bool = True,
     takes_uploads: bool = False,
+    query: tuple[str, ...] | None = None,
 ) -> Route:
     """The route of a path that a handler answers; ``{name}`` in it stands for an id."""
     pattern = re.compile(re.sub(r"\{(\w+)\}", rf"(?P<\1>{_ID})", path)) if "{" in path else None
-    return Route(path, methods, "handler", summary, needs_key, pattern, errors, takes_uploads)
+    return Route(path, methods, "handler", summary, needs_key, pattern, errors, takes_uploads, query)
 
 
 ROUTES: tuple[Route, ...] = (
-    Route(CHAT, ("POST",), "checked", "Chat, as OpenAI's; every field is honoured or refused."),
-    Route(COMPLETIONS, ("POST",), "checked", "Completion, as OpenAI's; every field is honoured or refused."),
-    handled("/v1/responses", ("POST",), "Responses, as OpenAI's ([responses](responses.md))."),
-    handled("/v1/responses/input_tokens", ("POST",), "The number of tokens of a response's prompt."),
+    Route(CHAT, ("POST",), "checked", "Chat, as OpenAI's; every field is honoured or refused.", query=()),
+    Route(COMPLETIONS, ("POST",), "checked", "Completion, as OpenAI's; every field is honoured or refused.", query=()),
+    handled("/v1/responses", ("POST",), "Responses, as OpenAI's ([responses](responses.md)).", query=()),
+    handled("/v1/responses/input_tokens", ("POST",), "The number of tokens of a response's prompt.", query=()),
     handled("/v1/responses/{id}", ("GET", "DELETE"), "A stored response."),
     handled("/v1/responses/{id}/cancel", ("POST",), "Ends a background response."),
     handled("/v1/responses/{id}/input_items", ("GET",), "The items before a stored response's output."),
     handled(
-        MESSAGES, ("POST",), "Chat, as Anthropic's Messages; every field is honoured or refused.", errors="anthropic"
+        MESSAGES,
+        ("POST",),
+        "Chat, as Anthropic's Messages; every field is honoured or refused.",
+        errors="anthropic",
+        query=_BETA,
     ),
-    handled(COUNT_TOKENS, ("POST",), "Tokens of the prompt of such a request.", errors="anthropic"),
+    handled(COUNT_TOKENS, ("POST",), "Tokens of the prompt of such a request.", errors="anthropic", query=_BETA),
     Route("/v1/models", _READ, "frontend", "The models that are served."),
     Route(
         "/v1/models/{model}",
@@ -116,10 +125,10 @@ ROUTES: tuple[Route, ...] = (
     ),
     handled(f"{BATCHES}/{{id}}", ("GET",), "One of them: how far it is."),
     handled(f"{BATCHES}/{{id}}/cancel", ("POST",), "Ends it early, with the results that there are."),
-    handled("/tokenize", ("POST",), "The token ids of a prompt or of a chat's messages, as vLLM's."),
-    handled("/detokenize", ("POST",), "The text of token ids, as vLLM's."),
-    handled("/version", ("GET",), "The version of this server, as vLLM's."),
-    handled("/ping", ("GET", "POST"), "An empty 200 where models are served.", needs_key=False),
+    handled("/tokenize", ("POST",), "The token ids of a prompt or of a chat's messages, as vLLM's.", query=()),
+    handled("/detokenize", ("POST",), "The text of token ids, as vLLM's.", query=()),
+    handled("/version", ("GET",), "The version of this server, as vLLM's.", query=()),
+    handled("/ping", ("GET", "POST"), "An empty 200 where models are served.", needs_key=False, query=()),
     Route("/health", _READ, "health", "Whether models are served: the frontend's status.", needs_key=False),
     Route("/live", _READ, "frontend", "Whether the frontend lives.", needs_key=False),
     Route(

@@ -15,6 +15,7 @@ from worker.frontdoor import playground
 from worker.frontdoor.answering import Asker
 from worker.frontdoor.batches import BatchService
 from worker.frontdoor.bodies import Bodies
+from worker.frontdoor.client_names import Naming
 from worker.frontdoor.clients import Hosts, Keys, label_of
 from worker.frontdoor.cors import Cors
 from worker.frontdoor.error_forms import ErrorForm
@@ -23,7 +24,7 @@ from worker.frontdoor.fields import CHAT
 from worker.frontdoor.http import Document
 from worker.frontdoor.options import Options
 from worker.frontdoor.request_reader import Head
-from worker.frontdoor.requests import parsed, rewritten_fields
+from worker.frontdoor.requests import names_of, parsed, rewritten_fields
 from worker.frontdoor.rewriting import Rewriting
 from worker.frontdoor.routes import CATALOGUE, OPENAPI, Route, Routes, openapi
 from worker.frontdoor.summaries import Source, Summary, health, metrics
@@ -150,6 +151,10 @@ class FrontDoor:
     def rewrite_fields(self, path: str, fields: dict[str, Any], head: Head) -> tuple[bytes, ...]:
         """The bodies to send on for parsed fields, which are changed. Raises `Refused`."""
         return self._rewritten(path, fields, head)
+
+    def names_of(self, path: str, fields: dict[str, Any], head: Head) -> Naming:
+        """Names of a client's fields for the paths in errors of the worker; see `names_of`."""
+        return names_of(path, fields, head.headers, self.options.calls, carries_guides=self.options.carries_guides)
 
     def _rewritten(self, path: str, fields: dict[str, Any], head: Head, body: bytes | None = None) -> tuple[bytes, ...]:
         return rewritten_fields(

@@ -48,8 +48,11 @@ class Texts:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
 
     async def token_texts(self, ids: list[int]) -> list[str]:
-        """The vocabulary's text of each token. Raises `Refused`."""
-        tokenizer = await self.tokenizer()
+        """The vocabulary's text of each token. Raises `FieldRefused`: there is no tokenizer."""
+        try:
+            tokenizer = await self.tokenizer()
+        except Refused as refused:
+            raise FieldRefused("return_token_strs", refused.message) from None
         return [tokenizer.id_to_token(each) or "" for each in ids]
 
 

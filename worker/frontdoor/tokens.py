@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from worker.frontdoor.chat_stream import Caller, ask, with_message
+from worker.frontdoor.asking import Caller, ask
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
+from worker.frontdoor.nvext import with_annotations
+from worker.frontdoor.refusal_reading import explained
 
 _IDS = "token_ids"
 
@@ -29,13 +31,13 @@ async def prompt_tokens(caller: Caller, fields: dict[str, Any], path: str = CHAT
         Refused: a field is refused, or the frontend refuses the request: a prompt beyond the
             model's context, for one.
     """
-    asked = {**fields, "max_tokens": 1, "nvext": {"annotations": [_IDS]}}
+    asked = {**fields, "max_tokens": 1, "nvext": with_annotations(fields.get("nvext"), _IDS)}
     chunks = await ask(caller, asked, path)
     try:
         async for _ in chunks:
             break
     except Refused as refused:
-        raise await with_message(caller, asked, path, refused) from None
+        raise await explained(caller, asked, path, refused) from None
     finally:
         chunks.close()
     try:

@@ -39,11 +39,12 @@ def truth(path: str, value: Any) -> bool:
     return bool(value)
 
 
-def integer(path: str, value: Any, least: int) -> int:
-    """``value``, an integer of at least ``least``. Raises `FieldRefused`."""
-    if type(value) is not int or value < least:
+def integer(path: str, value: Any, least: int, most: int | None = None) -> int:
+    """``value``, an integer within bounds. Raises `FieldRefused`."""
+    if type(value) is not int or value < least or (most is not None and value > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
         shown = value if type(value) is int else kind_of(value)
-        raise FieldRefused(path, f"must be an integer of at least {least}, got {shown}")
+        raise FieldRefused(path, f"must be an integer {bounds}, got {shown}")
     return value
 
 

@@ -231,10 +231,15 @@ _PARSERS: dict[str, Parser] = {
 """Parsers of the controls that are no numbers."""
 
 
+def control_parser(control: Control) -> Parser:
+    """The parser of the values of a control that clients may send."""
+    return _PARSERS.get(control.name) or within_bounds(control)
+
+
 def control_rows(record: type[SamplingParams]) -> list[Field]:
     """The rows of the controls that a request may set."""
     return [
-        _honoured(path, _PARSERS.get(control.name) or within_bounds(control), control.summary, control.name)
+        _honoured(path, control_parser(control), control.summary, control.name)
         for control in sampling_controls(record)
         for path in control.paths
     ]

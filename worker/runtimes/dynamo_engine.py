@@ -20,6 +20,7 @@ from worker.disaggregation.seal import Seal
 from worker.engines import ServingEngine
 from worker.errors import ServingError
 from worker.processors.builder import make_chain_builder
+from worker.requests.refusals import refusal_chunk
 from worker.runtimes import dynamo as runtime
 from worker.runtimes.file_discovery import entries_of, keep_registered
 from worker.server import RequestServer
@@ -72,14 +73,19 @@ class WorkerEngine(LLMEngine):
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """One request. Everything that can refuse it does so before the first chunk."""
+        has_begun = False
         try:
             trace = runtime.trace_headers(context)
             serving = self.server.serve(context.id(), request, context.metadata or {}, trace=trace)
             async with contextlib.aclosing(serving) as chunks:
                 async for chunk in chunks:
+                    has_begun = True
                     yield chunk
         except ServingError as error:
-            raise runtime.to_dynamo(error) from error.__cause__
+            refusal = None if has_begun else refusal_chunk(request, error)
+            if refusal is None:
+                raise runtime.to_dynamo(error) from error.__cause__
+            yield refusal
 
     async def abort(self, context: Any) -> None:
         """Called by the runtime when the client is gone."""

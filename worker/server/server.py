@@ -30,6 +30,7 @@ from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.requests.client import client_of
 from worker.requests.deadline import until
 from worker.requests.receipts import digest_of_model
+from worker.requests.refusals import ONLY_CHECKED, asks, empty_chunk
 from worker.server.kv_load import KvLoad
 from worker.server.preparation import MakeChains, Preparation
 from worker.server.reports import RequestReports
@@ -150,6 +151,11 @@ class RequestServer:
         shows_empty = bool(self.arguments.keepalive_s)
         try:
             async with contextlib.aclosing(await self._begin(served, request, metadata, choice, trace or {})) as deltas:
+                if asks(request, ONLY_CHECKED):
+                    served.entry.finish_reason = "stop"
+                    yield empty_chunk()
+                    served.end()
+                    return
                 async for delta in deltas:
                     chunk = await served.chunk(delta, self.chains, shows_empty=shows_empty)
                     if chunk is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from worker.frontdoor import field_checks
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.field_checks import Body
+from worker.frontdoor.nvext import with_engine_data
 from worker.frontdoor.translated import is_zero
 from worker.frontdoor.values import printable
 from worker.sampling import MAX_LOGPROBS
@@ -89,14 +90,6 @@ class Asked:
 def num_prompt_logprobs(fields: Body) -> int | None:
     """The field ``prompt_logprobs``. Raises `FieldRefused`."""
     return _count("prompt_logprobs", fields, MAX_LOGPROBS)
-
-
-def with_engine_data(nvext: Any) -> Any:
-    """``nvext`` that asks for the worker's data; what is no object is left to the checks."""
-    extra = (nvext or {}).get("extra_fields") if isinstance(nvext, dict | None) else 0
-    if not isinstance(extra, list | None) or (extra and "engine_data" in extra):
-        return nvext
-    return {**(nvext or {}), "extra_fields": [*(extra or ()), "engine_data"]}
 
 
 def _flag(name: str, fields: Body) -> bool:

@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from worker.frontdoor.chat_stream import AnswerFailed
-from worker.frontdoor.completions.asked import num_prompt_logprobs, with_engine_data
+from worker.frontdoor.completions.asked import num_prompt_logprobs
 from worker.frontdoor.completions.prompt_answer import Chunk, no_scores
 from worker.frontdoor.completions.prompt_scores import WorkerData
 from worker.frontdoor.field_checks import Body
+from worker.frontdoor.nvext import with_engine_data
 
 
 def scored_request(fields: Body) -> Body:

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from worker.frontdoor.chat_stream import AnswerFailed, Caller, chat, joined_extensions
+from worker.frontdoor.asking import Caller
+from worker.frontdoor.chat_stream import AnswerFailed, chat, joined_extensions
 from worker.frontdoor.completions.asked import Asked
 from worker.frontdoor.completions.openai_logprobs import extend
 from worker.frontdoor.completions.prompt_answer import Chunk, PromptAnswer

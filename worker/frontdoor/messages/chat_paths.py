@@ -28,7 +28,7 @@ class ChatPaths:
 
     def renamed(self, refused: Refused) -> Refused:
         """An error of the chat as one of the request."""
-        return refused.renamed(self.path)
+        return refused if refused.param is None else refused.renamed(self.path(refused.param))
 
     def path(self, path: str) -> str:
         """The path of the request for one of the chat."""

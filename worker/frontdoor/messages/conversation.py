@@ -125,7 +125,7 @@ def _blocks(path: str, content: Any, known: Sequence[str]) -> list[tuple[str, Ob
 
 def _text(path: str, block: Object) -> str:
     values.keys_within(path, block, _TEXT_KEYS)
-    if block.get("citations"):
+    if block.get("citations") not in (None, []):
         raise FieldRefused(f"{path}.citations", "is not supported; leave it out")
     return values.text(f"{path}.text", block.get("text"))
 

@@ -22,7 +22,6 @@ _ANSWER = (MESSAGES,)
 _CODES = {"thread": "thread_unsupported_request"}
 """Codes of refusals on which Anthropic's client goes on without the field."""
 
-_NOTHING: tuple[Any, ...] = (False, "", [], {})
 _KEEPS_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}
 """Edit of the context that removes nothing; coding agents send it."""
 _HEADER = "Clients send it as a header, which is accepted and changes nothing."
@@ -33,7 +32,7 @@ def _row(name: str, paths: tuple[str, ...], fate: Fate, why: str) -> ClientField
 
 
 def _refused(name: str, paths: tuple[str, ...], why: str, *neutral: Any) -> ClientField:
-    return ClientField(name, paths, "refused", why, (*_NOTHING, *neutral))
+    return ClientField(name, paths, "refused", why, neutral)
 
 
 _OWN: tuple[ClientField, ...] = (
@@ -96,17 +95,22 @@ _OWN: tuple[ClientField, ...] = (
     _row("workspace_id", _BOTH, "no effect", _HEADER),
     _refused("service_tier", _ANSWER, "there is one tier", "auto", "standard_only"),
     _refused("speed", _BOTH, "there is one speed", "standard"),
-    _refused("inference_geo", _ANSWER, "where this server stands is not known here"),
-    _refused("container", _ANSWER, "there are no containers"),
-    _refused("mcp_servers", _BOTH, "there is no client of MCP servers; offer their tools as tools"),
+    _refused("inference_geo", _ANSWER, "where this server stands is not known here", ""),
+    _refused("container", _ANSWER, "there are no containers", ""),
+    _refused("mcp_servers", _BOTH, "there is no client of MCP servers; offer their tools as tools", []),
     _refused(
-        "context_management", _BOTH, "the context is what the messages say", {"edits": []}, {"edits": [_KEEPS_THOUGHTS]}
+        "context_management",
+        _BOTH,
+        "the context is what the messages say",
+        {},
+        {"edits": []},
+        {"edits": [_KEEPS_THOUGHTS]},
     ),
-    _refused("compaction", _BOTH, "the context is what the messages say"),
-    _refused("thread", _ANSWER, "messages are not stored; clients then send all of them again"),
-    _refused("diagnostics", _ANSWER, "messages are not stored", {"previous_message_id": None}),
-    _refused("billing_policy", _BOTH, "nothing is billed"),
-    _refused("fallbacks", _ANSWER, "no other model answers in the place of one"),
+    _refused("compaction", _BOTH, "the context is what the messages say", {}),
+    _refused("thread", _ANSWER, "messages are not stored; clients then send all of them again", {}),
+    _refused("diagnostics", _ANSWER, "messages are not stored", {}, {"previous_message_id": None}),
+    _refused("billing_policy", _BOTH, "nothing is billed", {}),
+    _refused("fallbacks", _ANSWER, "no other model answers in the place of one", []),
     _refused("fallback_credit_token", _ANSWER, "no other model answers in the place of one"),
 )
 

@@ -91,7 +91,7 @@ def _parameters(path: str, tool: Object) -> Object:
     """The schema; examples of inputs go into it under JSON Schema's name for them."""
     schema = values.object_of(f"{path}.input_schema", tool.get("input_schema"))
     examples = tool.get("input_examples")
-    if not examples:
+    if examples is None or examples == []:
         return schema
     for i, example in enumerate(values.list_of(f"{path}.input_examples", examples)):
         values.object_of(f"{path}.input_examples[{i}]", example)

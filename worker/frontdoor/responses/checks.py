@@ -7,49 +7,19 @@ from typing import Any
 
 from worker.frontdoor import values
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.field_checks import Body, Check
+from worker.frontdoor.field_checks import Body
+from worker.frontdoor.field_types import count, is_one_of, truth
 from worker.frontdoor.responses.kinds import FORMATS, INCLUDES, LOGPROBS, kind_at
 from worker.frontdoor.values import printable
-
-_NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of ``reasoning.effort``: those that Dynamo's frontend knows."""
 
 
 def refuse_unless(path: str, value: Any, neutral: Sequence[Any], why: str) -> None:
-    """Raise `FieldRefused` for a value that is none of ``neutral`` and asks for something."""
-    if value not in (*_NEUTRAL, *neutral):
+    """Raise `FieldRefused` for a value that is neither null nor one of ``neutral``."""
+    if not is_one_of(value, neutral):
         raise FieldRefused(path, why, code="unsupported_parameter")
-
-
-def text(name: str) -> Check:
-    """The check of a field that is a text."""
-
-    def check(value: Any, body: Body) -> None:
-        values.text(name, value)
-
-    return check
-
-
-def truth(name: str) -> Check:
-    """The check of a field that is true or false."""
-
-    def check(value: Any, body: Body) -> None:
-        if not isinstance(value, bool):
-            raise FieldRefused(name, f"must be true or false, got {printable(str(value))}")
-
-    return check
-
-
-def count(name: str, least: int) -> Check:
-    """The check of a field that is an integer of at least ``least``."""
-
-    def check(value: Any, body: Body) -> None:
-        if type(value) is not int or value < least:
-            raise FieldRefused(name, f"must be an integer of at least {least}, got {printable(str(value))}")
-
-    return check
 
 
 def include(value: Any, body: Body) -> None:
@@ -102,7 +72,7 @@ def background_options(value: Any, body: Body) -> None:
 def stream_options(value: Any, body: Body) -> None:
     """Refuse obfuscation, and unknown keys."""
     given = values.object_within("stream_options", value, ("include_obfuscation",))
-    refuse_unless("stream_options.include_obfuscation", given.get("include_obfuscation"), (), "is not supported")
+    refuse_unless("stream_options.include_obfuscation", given.get("include_obfuscation"), (False,), "is not supported")
 
 
 def reasoning(value: Any, body: Body) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from worker.frontdoor import field_types
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.field_checks import Body, Check
 from worker.frontdoor.fields import CHAT, TABLES, ClientField, Fate
@@ -21,7 +22,6 @@ INPUT_TOKENS = "/v1/responses/input_tokens"
 
 _ONE = (RESPONSES,)
 _BOTH = (RESPONSES, INPUT_TOKENS)
-_NOTHING: tuple[Any, ...] = (False, "", [], {})
 
 
 def _row(name: str, fate: Fate, why: str, check: Check | None = None, paths: tuple[str, ...] = _ONE) -> ClientField:
@@ -29,31 +29,37 @@ def _row(name: str, fate: Fate, why: str, check: Check | None = None, paths: tup
 
 
 def _refused(name: str, why: str, *neutral: Any, paths: tuple[str, ...] = _ONE) -> ClientField:
-    return ClientField(name, paths, "refused", why, (*_NOTHING, *neutral))
+    return ClientField(name, paths, "refused", why, neutral)
 
 
 OWN: tuple[ClientField, ...] = (
-    _row("model", "frontend", "Which model answers; a name that is not served is a 404.", checks.text("model"), _BOTH),
+    _row(
+        "model",
+        "frontend",
+        "Which model answers; a name that is not served is a 404.",
+        field_types.text("model"),
+        _BOTH,
+    ),
     _row("input", "honoured", "The prompt: a text, or the items below.", paths=_BOTH),
     _row(
         "instructions",
         "honoured",
         "A system message before the input. Those of a previous response do not carry over.",
-        checks.text("instructions"),
+        field_types.text("instructions"),
         _BOTH,
     ),
     _row(
         "previous_response_id",
         "honoured",
         "The input of a stored response and its output come before the input.",
-        checks.text("previous_response_id"),
+        field_types.text("previous_response_id"),
         _BOTH,
     ),
     _row(
         "max_output_tokens",
         "honoured",
         "Tokens to generate at most, those of reasoning included.",
-        checks.count("max_output_tokens", 1),
+        field_types.count("max_output_tokens", 1),
     ),
     _row("include", "honoured", f"Values are below; {LOGPROBS} reports log probabilities.", checks.include),
     _row(
@@ -65,8 +71,8 @@ OWN: tuple[ClientField, ...] = (
     _row("text", "honoured", "format is below. Refused: verbosity, unless it is medium.", checks.text_config, _BOTH),
     _row("tools", "honoured", "Types are below.", paths=_BOTH),
     _row("tool_choice", "honoured", "Values are below.", paths=_BOTH),
-    _row("parallel_tool_calls", "honoured", "As in chat.", checks.truth("parallel_tool_calls"), _BOTH),
-    _row("max_tool_calls", "no effect", "Concerns built-in tools alone.", checks.count("max_tool_calls", 1)),
+    _row("parallel_tool_calls", "honoured", "As in chat.", field_types.truth("parallel_tool_calls"), _BOTH),
+    _row("max_tool_calls", "no effect", "Concerns built-in tools alone.", field_types.count("max_tool_calls", 1)),
     _row(
         "reasoning",
         "honoured",
@@ -75,13 +81,13 @@ OWN: tuple[ClientField, ...] = (
         checks.reasoning,
         _BOTH,
     ),
-    _row("stream", "honoured", "Server-sent events.", checks.truth("stream")),
+    _row("stream", "honoured", "Server-sent events.", field_types.truth("stream")),
     _row("stream_options", "honoured", "Refused: include_obfuscation, and unknown keys.", checks.stream_options),
     _row(
         "store",
         "honoured",
         "Whether the response can be fetched and continued later; true by default, unless the store is off.",
-        checks.truth("store"),
+        field_types.truth("store"),
     ),
     _row(
         "background",
@@ -96,25 +102,25 @@ OWN: tuple[ClientField, ...] = (
         checks.background_options,
     ),
     _row("metadata", "honoured", "Kept with the response.", checks.metadata),
-    _row("user", "no effect", "Says who asks.", checks.text("user")),
-    _row("safety_identifier", "no effect", "Says who asks.", checks.text("safety_identifier")),
+    _row("user", "no effect", "Says who asks.", field_types.text("user")),
+    _row("safety_identifier", "no effect", "Says who asks.", field_types.text("safety_identifier")),
     _row(
         "prompt_cache_key",
         "no effect",
         "A hint: the prefix cache finds equal beginnings by itself.",
-        checks.text("prompt_cache_key"),
+        field_types.text("prompt_cache_key"),
     ),
-    _refused("conversation", "there are no conversations; use previous_response_id", paths=_BOTH),
+    _refused("conversation", "there are no conversations; use previous_response_id", "", {}, paths=_BOTH),
     _refused("truncation", "inputs are not cut", "disabled", paths=_BOTH),
-    _refused("personality", "is not supported", paths=(INPUT_TOKENS,)),
-    _refused("prompt", "there are no stored prompts; use instructions and input"),
+    _refused("personality", "is not supported", "", paths=(INPUT_TOKENS,)),
+    _refused("prompt", "there are no stored prompts; use instructions and input", {}),
     _refused("service_tier", "there is one tier", "auto", "default"),
-    _refused("prompt_cache_options", "the prefix cache has no options"),
+    _refused("prompt_cache_options", "the prefix cache has no options", {}),
     _refused("prompt_cache_retention", "the prefix cache keeps nothing for a stated time"),
-    _refused("context_management", "contexts are not compacted here"),
-    _refused("moderation", "there is no moderation"),
-    _refused("image", "this worker serves text only"),
-    _refused("access_programs", "there are no access programs"),
+    _refused("context_management", "contexts are not compacted here", []),
+    _refused("moderation", "there is no moderation", {}),
+    _refused("image", "this worker serves text only", {}),
+    _refused("access_programs", "there are no access programs", []),
 )
 """The fields of OpenAI's requests."""
 

@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from worker.frontdoor.chat_stream import AnswerFailed, Caller, chat
+from worker.frontdoor.asking import Caller
+from worker.frontdoor.chat_stream import AnswerFailed, chat
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import server_sent
 from worker.frontdoor.field_checks import Body

@@ -142,7 +142,7 @@ def _as_output(part: Item) -> Item:
 def _function_call(path: str, item: Mapping[str, Any]) -> Item:
     named = {key: values.text(f"{path}.{key}", item.get(key)) for key in ("call_id", "name", "arguments")}
     _refuse_callers(path, item)
-    refuse_unless(f"{path}.async", item.get("async"), (), "calls are not asynchronous")
+    refuse_unless(f"{path}.async", item.get("async"), (False,), "calls are not asynchronous")
     return _with_id(path, item, "function_call", **named)
 
 
@@ -159,7 +159,7 @@ def _function_call_output(path: str, item: Mapping[str, Any]) -> Item:
 
 def _refuse_callers(path: str, item: Mapping[str, Any]) -> None:
     refuse_unless(f"{path}.caller", item.get("caller"), ({"type": "direct"},), "tools are called by the model alone")
-    refuse_unless(f"{path}.namespace", item.get("namespace"), (), "tools have no namespaces here")
+    refuse_unless(f"{path}.namespace", item.get("namespace"), ("",), "tools have no namespaces here")
 
 
 def _reasoning(path: str, item: Mapping[str, Any]) -> Item:

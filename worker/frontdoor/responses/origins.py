@@ -57,4 +57,4 @@ class Origins:
 
     def of_client(self, refused: Refused) -> Refused:
         """The refusal of a chat request as one of the client's request."""
-        return refused.renamed(self.client_path)
+        return refused if refused.param is None else refused.renamed(self.client_path(refused.param))

@@ -51,11 +51,11 @@ def _function(path: str, tool: Any) -> Tool:
     kind = kind_at(f"{path}.type", tool.get("type"), TOOLS)
     values.object_within(path, tool, kind.keys)
     refuse_unless(
-        f"{path}.allowed_callers", tool.get("allowed_callers"), (["direct"],), "tools are called by the model alone"
+        f"{path}.allowed_callers", tool.get("allowed_callers"), ([], ["direct"]), "tools are called by the model alone"
     )
-    refuse_unless(f"{path}.defer_loading", tool.get("defer_loading"), (), "all tools are in the prompt")
-    refuse_unless(f"{path}.output_schema", tool.get("output_schema"), (), "results of calls are not checked")
-    refuse_unless(f"{path}.async", tool.get("async"), (), "calls are not asynchronous")
+    refuse_unless(f"{path}.defer_loading", tool.get("defer_loading"), (False,), "all tools are in the prompt")
+    refuse_unless(f"{path}.output_schema", tool.get("output_schema"), ({},), "results of calls are not checked")
+    refuse_unless(f"{path}.async", tool.get("async"), (False,), "calls are not asynchronous")
     values.text(f"{path}.name", tool.get("name"))
     keys = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {key: tool[key] for key in keys if tool.get(key) is not None}}

@@ -1,0 +1,53 @@
+"""Requests of the front door's own to a frontend, on behalf of a client's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+from worker.frontdoor.chunks import Chunks
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.fields import CHAT
+from worker.frontdoor.request_intake import AdmittedRequest
+from worker.frontdoor.requests import TOO_DEEP
+from worker.frontdoor.rewriting import AT_ONCE
+from worker.frontdoor.server import FrontDoor
+
+
+class Caller(Protocol):
+    """Requester on whose behalf a frontend is asked: an `Exchange`, or a batch.
+
+    Attributes:
+        door: State that all connections share.
+        request: The request whose headers are sent on.
+    """
+
+    door: FrontDoor
+    request: AdmittedRequest
+
+
+async def ask(caller: Caller, fields: dict[str, Any], path: str = CHAT) -> Chunks:
+    """Send a chat or completion to a frontend, after all checks; the caller closes the chunks.
+
+    Raises:
+        Refused: a field is refused.
+    """
+    options = fields.get("stream_options")
+    if options is None or isinstance(options, dict):  # otherwise it is refused
+        options = {**(options or {}), "include_usage": True}
+    streamed = {**fields, "stream": True, "stream_options": options}
+    return Chunks(caller.door.upstreams, caller.request.translated(path, await _bodies(caller, streamed, path)))
+
+
+async def _bodies(caller: Caller, fields: dict[str, Any], path: str) -> tuple[bytes, ...]:
+    """The bodies of the requests for each choice. Raises `Refused`."""
+    try:
+        # `fields` may be large, and are changed
+        text = json.dumps(fields).encode()
+        if len(text) <= AT_ONCE:
+            return caller.door.rewrite_fields(path, json.loads(text), caller.request.head)
+        return await caller.door.rewriting.aside(
+            lambda: caller.door.rewrite_fields(path, json.loads(text), caller.request.head)
+        )
+    except RecursionError:
+        raise Refused(400, TOO_DEEP) from None

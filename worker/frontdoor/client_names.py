@@ -1,0 +1,96 @@
+"""Names of a chat's or completion's fields for the paths in errors: those of the selection of
+processors, which other fields become part of, and those of the worker's request.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from adapters.catalog import METADATA_KEY
+from worker.frontdoor.field_checks import GUIDES, Body
+from worker.frontdoor.field_processors import FieldProcessor
+from worker.frontdoor.fields import CHAT, TABLES
+
+SELECTION_FIELD = "logits_processors"
+METADATA_HEADER = b"x-dynamo-meta-" + METADATA_KEY.encode()
+"""The header in which a selection of processors may come instead."""
+
+Naming = Callable[[str], str]
+"""Function from a path to that of the client's field."""
+
+_ENTRY = re.compile(r"processors\[(\d+)\](.*)", re.DOTALL)
+_IN_SECTION = re.compile(
+    r"(?:(?:extra_args\.)?(?:sampling_options|stop_conditions|output_options|routing|nvext)|sampling_params)"
+    r"\.(\w+)(.*)",
+    re.DOTALL,
+)
+_PROMPT = ("token_ids", "prompt_token_ids")
+_BY_ANOTHER_NAME = {
+    "max_tokens": "max_completion_tokens",
+    "max_thinking_tokens": "thinking_token_budget",
+    "stop_token_ids_visible": "stop_token_ids",
+    "stop_token_ids_hidden": "stop_token_ids",
+}
+"""Fields of the worker's request → fields of the client's that they may be made of."""
+
+
+def selection_names(listed: Sequence[Any], made: Sequence[FieldProcessor], chosen: Any) -> Naming:
+    """Function from a path in the selection to that of the client's field.
+
+    Args:
+        listed: Processors of the selection that the client wrote itself.
+        made: Processors of other fields, which follow them.
+        chosen: The field that selects processors, if there is one.
+    """
+
+    def name(path: str) -> str:
+        entry = _ENTRY.fullmatch(path)
+        if entry and len(listed) <= int(entry[1]) < len(listed) + len(made):
+            return made[int(entry[1]) - len(listed)].client_path(entry[2])
+        if not path and made:  # all of it is at fault: it is too large
+            largest = max(made, key=lambda each: len(json.dumps(each.entry)))
+            if len(json.dumps(largest.entry)) > len(json.dumps(listed)):
+                return largest.client_path("")
+        if isinstance(chosen, list) and path.startswith("processors"):
+            return SELECTION_FIELD + path.removeprefix("processors")
+        return f"{SELECTION_FIELD}.{path}" if path else SELECTION_FIELD
+
+    return name
+
+
+def worker_names(endpoint: str, fields: Body, of_selection: Naming) -> Naming:
+    """Function from a path in the worker's request to that of the client's field.
+
+    Args:
+        endpoint: `CHAT` or `COMPLETIONS`.
+        fields: The client's fields.
+        of_selection: Names of paths in the selection.
+    """
+
+    def name(path: str) -> str:
+        if path == SELECTION_FIELD or path.startswith(f"{SELECTION_FIELD}."):
+            return of_selection(path.removeprefix(SELECTION_FIELD).removeprefix("."))
+        if path in _PROMPT:
+            return "messages" if endpoint == CHAT else "prompt"
+        found = _IN_SECTION.fullmatch(path)
+        if found is None:
+            return path
+        own, rest = found[1], found[2]
+        if own == "guided_decoding":
+            return _guide(fields)
+        other = _BY_ANOTHER_NAME.get(own, own)
+        own = other if fields.get(other) is not None else own
+        return own + rest if own in TABLES[endpoint] else path
+
+    return name
+
+
+def _guide(fields: Body) -> str:
+    """The field that is a guide to the worker."""
+    wanted = fields.get("response_format")
+    if isinstance(wanted, dict) and wanted.get("type") != "text":
+        return "response_format.json_schema.schema" if "json_schema" in wanted else "response_format"
+    return next((name for name in GUIDES if fields.get(name) is not None), "tools")

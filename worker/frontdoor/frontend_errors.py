@@ -1,0 +1,135 @@
+"""Errors of Dynamo's frontend, in OpenAI's form and with the field that they are about."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.field_checks import Body
+from worker.frontdoor.fields import CHAT, TABLES
+from worker.frontdoor.values import printable
+
+_VALIDATION = "Validation: "
+_ENUMS = {"Stop": "stop", "Prompt": "prompt", "ChatCompletionToolChoiceOption": "tool_choice"}
+"""Types of the frontend that have several forms, and the fields that are of them."""
+
+_KEY = re.compile(r"unknown field `([^`]*)`")
+_MISSING = re.compile(r"missing field `([^`]*)`")
+_ENUM = re.compile(r"untagged enum (\w+)")
+_VALUE = re.compile(
+    r"unknown variant `(?P<variant>[^`]*)`|invalid (?:type|value): "
+    r"(?:(?:integer|floating point|boolean) `(?P<scalar>[^`]*)`|(?P<kind>map|sequence)"
+    r'|string (?P<text>"(?:[^"\\]|\\.)*"))'
+)
+_CONTAINERS = {"include_usage": "stream_options.include_usage"}
+"""Fields that are required in an object, by name."""
+
+_MOST_VALUES = 100_000
+"""Values of a body among which the one that an error shows is looked for."""
+
+
+def error_of(status: int, body: bytes) -> Refused:
+    """The error that a frontend answered with, in its form or in OpenAI's.
+
+    Args:
+        status: HTTP status, unless the body has another one as ``code``.
+        body: The answer's body.
+    """
+    try:
+        found = json.loads(body)
+        error = found.get("error", found)
+        message, code = error["message"], error.get("code")
+        kind, param = error.get("type"), error.get("param")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Refused(status if status >= 400 else 502, body.decode(errors="replace")[:1000] or "no answer")
+    status = code if isinstance(code, int) and 400 <= code < 600 else max(status, 400)
+    message = str(message)
+    param = _field_of(message) if param is None else param
+    default = "invalid_request_error" if status < 500 else "server_error"
+    kind = kind if isinstance(kind, str) and "_" in kind else default
+    code = code if isinstance(code, str) else None
+    if status == 404 and message == "Model not found":
+        message, param, code = f"model: {message}", "model", "model_not_found"
+    return Refused(status, message, param, kind=kind, code=code)
+
+
+def field_in(message: str, path: str, fields: Body) -> str | None:
+    """The field of a request that the frontend's error is about, None if it cannot be told.
+
+    Args:
+        message: Message of an error without ``param``.
+        path: `CHAT` or `COMPLETIONS`.
+        fields: The request that was sent.
+    """
+    if message.startswith("This model's maximum context length"):
+        return "messages" if path == CHAT else "prompt"
+    if "recursion limit" in message:
+        place = max((place for place, _, _ in _values(fields)), key=lambda each: each.count(".") + each.count("["))
+        return re.split(r"[.\[]", place, maxsplit=1)[0]
+    if "number out of range" in message:
+        return next((place for place, _, value in _values(fields) if _is_beyond_float(value)), None)
+    enum, missing, key = _ENUM.search(message), _MISSING.search(message), _KEY.search(message)
+    if enum:
+        return _ENUMS.get(enum[1], "messages" if "Message" in enum[1] else None)
+    if missing:
+        return _CONTAINERS.get(missing[1], missing[1])
+    if key:
+        return next((place for place, name, _ in _values(fields) if name == key[1]), key[1])
+    shown = _VALUE.search(message)
+    places = [] if shown is None else [place for place, _, value in _values(fields) if _is_shown(value, shown)]
+    return places[0] if len(set(places)) == 1 else None
+
+
+def _field_of(message: str) -> str | None:
+    """The field that an error's message is about, None if it says none.
+
+    The frontend's own checks name it in quotes, or write out its name: "Max tokens must be".
+    """
+    if message.startswith(_VALIDATION):
+        quoted = re.search(r"[`']([\w.\[\]]+)[`']", message)
+        if quoted:
+            return quoted[1]
+        written_out = message.removeprefix(_VALIDATION).lower().replace(" ", "_")
+        names = {name for table in TABLES.values() for name in table if written_out.startswith(name)}
+        return max(names, key=len, default=None)
+    field, colon, _ = message.partition(": ")
+    return field if colon and " " not in field else None
+
+
+def _values(fields: Body) -> Iterator[tuple[str, str, Any]]:
+    """Path, key and value of everything in a request, up to `_MOST_VALUES`."""
+    waiting = deque((printable(name), name, value) for name, value in fields.items())
+    for _ in range(_MOST_VALUES):
+        if not waiting:
+            return
+        place, name, value = waiting.popleft()
+        yield place, name, value
+        if isinstance(value, dict):
+            waiting += [(f"{place}.{printable(key)}", key, each) for key, each in value.items()]
+        elif isinstance(value, list):
+            waiting += [(f"{place}[{i}]", name, each) for i, each in enumerate(value)]
+
+
+def _is_beyond_float(value: Any) -> bool:
+    return type(value) is int and value.bit_length() > 1024
+
+
+def _is_shown(value: Any, shown: re.Match[str]) -> bool:
+    """Whether a value is the one that an error shows."""
+    if shown["kind"]:
+        return isinstance(value, dict if shown["kind"] == "map" else list)
+    if shown["scalar"]:
+        if isinstance(value, bool) or not isinstance(value, int | float) or _is_beyond_float(value):
+            return json.dumps(value) == shown["scalar"] if isinstance(value, bool) else False
+        return json.dumps(value) == shown["scalar"] or repr(float(value)) == shown["scalar"]
+    text = shown["variant"]
+    if text is None:
+        try:
+            text = json.loads(shown["text"])
+        except ValueError:
+            return False
+    return bool(value == text)

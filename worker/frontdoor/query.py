@@ -1,0 +1,31 @@
+"""Parameters of a request's query."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from urllib.parse import parse_qsl
+
+from worker.frontdoor.errors import FieldRefused
+from worker.frontdoor.values import printable
+
+
+def query_of(target: bytes) -> Mapping[str, str]:
+    """The parameters in a request's target, decoded.
+
+    Raises:
+        FieldRefused: one occurs twice.
+    """
+    text = target.partition(b"?")[2].decode("latin-1")
+    found: dict[str, str] = {}
+    for name, value in parse_qsl(text, keep_blank_values=True):
+        if name in found:
+            raise FieldRefused(printable(name), "occurs twice in the query")
+        found[name] = value
+    return found
+
+
+def check_query(target: bytes, known: Collection[str]) -> None:
+    """Raises `FieldRefused` for a parameter that the path does not have."""
+    for name in query_of(target) if b"?" in target else ():
+        if name not in known:
+            raise FieldRefused(printable(name), "is not a parameter of this path", code="unknown_parameter")

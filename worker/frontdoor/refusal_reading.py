@@ -1,0 +1,95 @@
+"""Refusals of the frontend and of the worker as a client gets them: with the reason, which the
+frontend loses in streams and in completions, and with the client's own field.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from worker.frontdoor.asking import Caller, ask
+from worker.frontdoor.errors import INVALID, Refused
+from worker.frontdoor.exchange import Exchange, Handler
+from worker.frontdoor.fields import COMPLETIONS
+from worker.frontdoor.frontend_errors import field_in
+from worker.frontdoor.nvext import with_annotations, with_engine_data
+from worker.requests.refusals import ONLY_CHECKED, REFUSAL, WANTS_REFUSAL
+
+_MOST_PROMPTS = 64
+"""Prompts of a refused completion among which the refused one is looked for."""
+
+_NOT_ASKED_AGAIN = ("stream_options", "n")
+
+
+def explaining(refused: Refused) -> Handler:
+    """The handler of a chat or completion that a frontend has answered with an error."""
+
+    async def answer(exchange: Exchange) -> None:
+        raise await explained(exchange, exchange.json, exchange.path, refused)
+
+    return answer
+
+
+async def explained(caller: Caller, fields: dict[str, Any], path: str, refused: Refused) -> Refused:
+    """The error of a request that a frontend has refused before its answer began.
+
+    Args:
+        caller: Requester on whose behalf the frontend was asked.
+        fields: The request as a client would write it.
+        path: `CHAT` or `COMPLETIONS`.
+        refused: Error that the frontend answered with.
+    """
+    if refused.status == 500:
+        refused = await _reason(caller, fields, path) or refused
+    if refused.status >= 500:
+        return refused
+    if refused.param is None:
+        return refused.renamed(field_in(refused.message, path, fields))
+    return refused.renamed(caller.door.names_of(path, fields, caller.request.head)(refused.param))
+
+
+async def checked(caller: Caller, fields: dict[str, Any], path: str) -> None:
+    """Have a worker prepare a request that is to be answered later.
+
+    Raises:
+        Refused: the frontend or the worker refuses it. Another failure is left to the answer.
+    """
+    try:
+        refused = await _refusal(caller, fields, path, ONLY_CHECKED)
+    except Refused as error:
+        refused = error
+    if refused is not None and refused.status < 500:
+        raise await explained(caller, fields, path, refused)
+
+
+async def _reason(caller: Caller, fields: dict[str, Any], path: str) -> Refused | None:
+    """The worker's refusal of a request, which is asked again: it computes nothing for one that it
+    refuses. None if it does not refuse it.
+    """
+    prompts = fields.get("prompt")
+    several = path == COMPLETIONS and isinstance(prompts, list) and not any(type(one) is int for one in prompts)
+    try:
+        for prompt in prompts[:_MOST_PROMPTS] if several and prompts else [prompts]:
+            found = await _refusal(caller, {**fields, "prompt": prompt} if several else fields, path)
+            if found is not None:
+                return found
+    except Refused as refused:
+        return refused if refused.status < 500 else None
+    return None
+
+
+async def _refusal(caller: Caller, fields: dict[str, Any], path: str, *annotations: str) -> Refused | None:
+    """The refusal in the first chunk of an answer.
+
+    Raises:
+        Refused: the answer is another error.
+    """
+    again = {name: value for name, value in fields.items() if name not in _NOT_ASKED_AGAIN}
+    again["nvext"] = with_annotations(with_engine_data(fields.get("nvext")), WANTS_REFUSAL, *annotations)
+    chunks = await ask(caller, again, path)
+    try:
+        async for chunk in chunks:
+            found = ((chunk.get("nvext") or {}).get("engine_data") or {}).get(REFUSAL)
+            return None if found is None else Refused(400, found["message"], found["field"], kind=INVALID)
+    finally:
+        chunks.close()
+    return None
