@@ -40,7 +40,7 @@ def written_call(tool: str, arguments: str) -> str:
 
 
 def writing(*cities: str, tool: str = "get_weather") -> dict[str, Any]:
-    """The further field by which the model calls the tool for these cities, then goes on by itself."""
+    """The further field by which the model calls the tool for these cities, then goes on itself."""
     return beginning("\n".join(written_call(tool, f'{{"city":"{city}"}}') for city in cities))
 
 
