@@ -13,6 +13,7 @@ import pytest
 import quickjs
 from dynamo_logits_client import (
     AnswerFailed,
+    Chunk,
     Receipt,
     StreamReader,
     digest,
@@ -245,3 +246,24 @@ def test_javascript_replays_no_rounded_seed(module: quickjs.Context) -> None:
         module.eval(f"replayRequest({json.dumps(answer(RECEIPT))}, [1])")
     with pytest.raises(quickjs.JSException, match=r"choices\[0\].seed: expected number, got"):
         module.eval(f"receiptOf({json.dumps(answer({**RECEIPT, 'seed': '7'}))})")
+
+
+def test_receipts_of_a_streams_chunks_are_by_choice() -> None:
+    """As chunks of the package, and as their data."""
+    digests = [digest([number]) for number in range(3)]
+    chunks = [
+        {
+            "choices": [{"index": number % 3, "text": "a"}],
+            "nvext": {"engine_data": {"logits_processors": {**RECEIPT, "answer_digest": digests[number % 3]}}},
+        }
+        for number in range(6)
+    ]
+    for given_ in (chunks, [Chunk(each) for each in chunks]):
+        found = {choice: each.answer_digest for choice, each in last_receipts(given_).items()}
+        assert found == dict(enumerate(digests))
+
+
+@pytest.mark.parametrize("data", [None, "x", [1]])
+def test_no_receipt_is_a_value_error(data: Any) -> None:
+    with pytest.raises(ValueError, match="logits_processors: expected an object"):
+        parse_receipt(data)

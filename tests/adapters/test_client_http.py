@@ -216,7 +216,9 @@ async def test_what_is_no_request(ask: Asking, fields: dict[str, Any], kind: typ
             await ask("http://127.0.0.1:9/v1", method, {**FIELDS, **fields})
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000/v1", "ftp://a/v1", "http:///v1", "http://a/v1?b=c", ""])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000/v1", "ftp://a/v1", "http:///v1", "http://a/v1?b=c", "http://a:99999/v1", ""]
+)
 def test_what_is_no_address(url: str) -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(ValueError, match="base_url: expected http://host:port/v1"):
@@ -235,6 +237,20 @@ async def test_an_httpx_client_of_the_callers_own() -> None:
             assert (await client.complete(**FIELDS)).texts == ["", "b"]
         assert not http.is_closed
     assert str(seen[0].url) == "https://example.org/v1/completions"
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectError("elsewhere"), httpx.ReadTimeout("elsewhere")])
+async def test_a_callers_own_error_is_not_the_servers(error: httpx.TransportError) -> None:
+    """One of httpx, raised within the block of a stream."""
+
+    async def fail(url: str) -> None:
+        async with AsyncClient(url) as client, client.stream_completion(**FIELDS) as stream:
+            async for _ in stream:
+                raise error
+
+    async with serving(chunked(CHUNK, CHUNK, b"data: [DONE]\n\n")) as (_, url):
+        with pytest.raises(type(error), match="elsewhere"):
+            await fail(url)
 
 
 async def test_a_stream_is_read_within_its_block() -> None:

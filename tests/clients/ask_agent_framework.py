@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
+from agent_framework import ChatContext, chat_middleware
 from agent_framework.openai import OpenAIChatClient, OpenAIChatCompletionClient
-from checks import ADA, OSLO, run
+from checks import ADA, OSLO, run, writing
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
@@ -31,7 +33,10 @@ class Weather:
 
 async def answer(url: str, model: str, api: str, prompt: str, tools: Any = (), **options: Any) -> Any:
     async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
-        agent = CLIENTS[api](model=model, async_client=client).as_agent(name="a", tools=list(tools))
+        middleware = options.pop("middleware", ())
+        agent = CLIENTS[api](model=model, async_client=client, middleware=middleware).as_agent(
+            name="a", tools=list(tools)
+        )
         return await agent.run(prompt, options={**GREEDY, **options})
 
 
@@ -39,6 +44,25 @@ async def streamed(url: str, model: str, api: str, prompt: str, tools: Any = (),
     async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
         agent = CLIENTS[api](model=model, async_client=client).as_agent(name="a", tools=list(tools))
         return "".join([part.text async for part in agent.run(prompt, stream=True, options={**GREEDY, **options})])
+
+
+@chat_middleware
+async def calls_at_first(context: ChatContext, call_next: Callable[[], Awaitable[None]]) -> None:
+    """Make the model call for two cities before it has seen a result."""
+    if all(message.role != "tool" for message in context.messages):
+        context.options = {**(context.options or {}), "extra_body": writing("Oslo", "Paris")}
+    await call_next()
+
+
+async def parallel(url: str, model: str, api: str) -> None:
+    weather = Weather()
+    options = {"middleware": [calls_at_first], "allow_multiple_tool_calls": True, "max_tokens": 100}
+    answered = await answer(url, model, api, OSLO, [weather.get_weather], **options)
+    contents = [content for message in answered.messages for content in message.contents]
+    called = [content.call_id for content in contents if content.type == "function_call"]
+    assert weather.asked[:2] == ["Oslo", "Paris"]
+    assert len(set(called)) == len(called) == len(weather.asked)
+    assert [content.call_id for content in contents if content.type == "function_result"] == called
 
 
 async def plain(url: str, model: str, api: str) -> None:
@@ -78,6 +102,10 @@ async def check_tools_streamed(url: str, model: str) -> None:
     assert weather.asked
 
 
+async def check_parallel(url: str, model: str) -> None:
+    await parallel(url, model, "chat")
+
+
 async def check_required(url: str, model: str) -> None:
     await required(url, model, "chat")
 
@@ -92,6 +120,10 @@ async def check_responses_structured(url: str, model: str) -> None:
 
 async def check_responses_tools(url: str, model: str) -> None:
     assert (await answer(url, model, "responses", OSLO, [Weather().get_weather])).text
+
+
+async def check_responses_parallel(url: str, model: str) -> None:
+    await parallel(url, model, "responses")
 
 
 async def check_responses_required(url: str, model: str) -> None:

@@ -6,6 +6,9 @@ import sys
 from typing import Any, Literal
 
 from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.conditions import MaxMessageTermination
+from autogen_agentchat.messages import HandoffMessage
+from autogen_agentchat.teams import Swarm
 from autogen_core.models import (
     AssistantMessage,
     CreateResult,
@@ -15,7 +18,7 @@ from autogen_core.models import (
 )
 from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from checks import ADA, OSLO, run, writing
+from checks import ADA, OSLO, beginning, run, writing, written_call
 from pydantic import BaseModel
 
 INFO: Any = {
@@ -119,6 +122,19 @@ async def check_round_trip_agent(url: str, model: str) -> None:
     result = await agent.run(task=OSLO)
     await client.close()
     assert result.messages[-1].source == "weather"
+
+
+async def check_round_trip_handoff(url: str, model: str) -> None:
+    """One agent calls the function that hands the task to another one, which answers."""
+    handing = connected(url, model, extra_body=beginning(written_call("transfer_to_weather", "{}")))
+    answering = connected(url, model)
+    agents: Any = [AssistantAgent("triage", handing, handoffs=["weather"]), AssistantAgent("weather", answering)]
+    result = await Swarm(agents, termination_condition=MaxMessageTermination(3)).run(task=OSLO)
+    for client in (handing, answering):
+        await client.close()
+    (handoff,) = [message for message in result.messages if isinstance(message, HandoffMessage)]
+    assert (handoff.source, handoff.target) == ("triage", "weather")
+    assert (result.messages[-1].source, bool(result.messages[-1].content)) == ("weather", True)  # type: ignore[union-attr]
 
 
 if __name__ == "__main__":

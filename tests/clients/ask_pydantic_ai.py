@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any, Literal
 
-from checks import OSLO, run, writing
+from checks import OSLO, beginning, run, writing
 from pydantic import BaseModel
-from pydantic_ai import Agent, NativeOutput, ToolOutput
+from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.messages import ToolCallPart
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -62,6 +62,17 @@ async def check_structured(url: str, model: str) -> None:
     assert (await agent.run(ADA)).output == Person(name="Ada", age=36)
 
 
+async def prompted(model: Any) -> None:
+    """The schema is in the instructions, and the API is asked for any object."""
+    settings = GREEDY | {"extra_body": beginning('{"name":"Ada","age":36}')}
+    agent = Agent(model, output_type=PromptedOutput(Person), model_settings=settings, retries=0)
+    assert (await agent.run(ADA)).output == Person(name="Ada", age=36)
+
+
+async def check_structured_prompted(url: str, model: str) -> None:
+    await prompted(connected(url, model))
+
+
 async def check_required_output_function(url: str, model: str) -> None:
     settings = GREEDY | {"parallel_tool_calls": False}
     agent = Agent(connected(url, model), output_type=ToolOutput(Person), model_settings=settings, retries=0)
@@ -100,6 +111,10 @@ async def check_responses(url: str, model: str) -> None:
     assert (await Agent(responses, model_settings=GREEDY).run("What is the capital of France?")).output
     person = await Agent(responses, output_type=NativeOutput(Person), model_settings=GREEDY).run(ADA)
     assert person.output == Person(name="Ada", age=36)
+
+
+async def check_responses_prompted(url: str, model: str) -> None:
+    await prompted(OpenAIResponsesModel(model, provider=OpenAIProvider(base_url=url, api_key="none")))
 
 
 async def check_responses_round_trip(url: str, model: str) -> None:

@@ -25,13 +25,23 @@ def get_weather(city: str) -> str:
     return f"It is raining in {city}."
 
 
-def writing(*cities: str, tool: str = "get_weather") -> dict[str, Any]:
-    """The further field by which the model calls the tool for these cities, then goes on by itself.
+def beginning(text: str) -> dict[str, Any]:
+    """The further field by which an answer begins with the text, and goes on by itself.
 
-    A small model seldom calls a tool unless it must; what is tested is what becomes of a call.
+    A small model seldom calls a tool unless it must, and seldom keeps to a schema that it is told;
+    what is tested is what becomes of an answer that does.
     """
-    calls = (f'<tool_call>{{"name": "{tool}", "arguments": {{"city":"{city}"}}}}</tool_call>' for city in cities)
-    return {"logits_processors": [{"name": "forced_prefix", "args": {"text": "\n".join(calls)}}]}
+    return {"logits_processors": [{"name": "forced_prefix", "args": {"text": text}}]}
+
+
+def written_call(tool: str, arguments: str) -> str:
+    """A call as the model writes it; ``arguments`` are JSON."""
+    return f'<tool_call>{{"name": "{tool}", "arguments": {arguments}}}</tool_call>'
+
+
+def writing(*cities: str, tool: str = "get_weather") -> dict[str, Any]:
+    """The further field by which the model calls the tool for these cities, then goes on itself."""
+    return beginning("\n".join(written_call(tool, f'{{"city":"{city}"}}') for city in cities))
 
 
 def refusal(kind: type[Exception], call: Callable[..., Any], **fields: Any) -> str:

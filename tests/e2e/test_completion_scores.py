@@ -15,6 +15,7 @@ import openai
 import pytest
 from e2e_stack import MODEL, http, running_stack
 from front_door_process import Door
+from scored_completions import in_vllm_form
 
 from worker.engines.embedded.offline import Engine
 from worker.sampling import SamplingParams
@@ -127,17 +128,8 @@ def test_logprobs_of_an_answer_alone(door: Door) -> None:
     assert [len(top) for top in choice.logprobs.top_logprobs] == [1] * 5
 
 
-def in_vllm_form(engine: Engine, prompt: Any, count: int) -> list[Any]:
-    text = engine.tokenizer.decode
-    return [
-        None
-        if entries is None
-        else {
-            str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": text([one.token_id])}
-            for one in entries
-        }
-        for entries in scores(engine, prompt, count)
-    ]
+def vllm_form(engine: Engine, prompt: Any, count: int) -> list[Any]:
+    return in_vllm_form(engine, scores(engine, prompt, count))
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -148,7 +140,7 @@ def test_prompt_logprobs_of_a_completion(door: Door, engine: Engine, count: int,
         answer = client.completions.create(**asked, extra_body={"prompt_logprobs": count})
         first, *rest = list(answer) if is_streamed else [answer]
     assert all("prompt_logprobs" not in chunk.choices[0].model_extra for chunk in rest)
-    assert first.choices[0].prompt_logprobs == in_vllm_form(engine, IDS, count)
+    assert first.choices[0].prompt_logprobs == vllm_form(engine, IDS, count)
     assert first.choices[0].logprobs is None
     assert "nvext" not in first.model_extra
 
@@ -165,7 +157,7 @@ def test_prompt_logprobs_of_a_chat(door: Door, engine: Engine, is_streamed: bool
         )
         chunks = list(answer) if is_streamed else [answer]
     (found,) = [one.prompt_logprobs for one in chunks if "prompt_logprobs" in one.model_extra]
-    assert found == in_vllm_form(engine, ids, 1)
+    assert found == vllm_form(engine, ids, 1)
     assert "prompt_logprobs" in chunks[0].model_extra
     assert "processors" in json.dumps(chunks[-1 if not is_streamed else -2].model_extra["nvext"])
     for index, choice in enumerate(plain.choices):

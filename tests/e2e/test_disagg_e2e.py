@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 from e2e_stack import MODEL, Stack, Worker, running_stack, wait_for
+from front_door_process import Door
 from processor_requests import KEY, PATIENT, THIRD_PARTIES, chat, send, with_third_parties
+from scored_completions import PROMPTS, computed, scored
 from test_processors_e2e import BUILT_INS
 
 from worker.engines.embedded import Engine
@@ -214,3 +216,20 @@ async def test_many_streams_at_once_are_the_same(both: tuple[Stack, Stack]) -> N
     texts = [await asyncio.gather(*(one(stack, number) for number in range(24))) for stack in (alone, apart)]
     assert texts[0] == texts[1]
     settled(*apart.workers)
+
+
+async def test_scores_are_those_of_one_worker(both: tuple[Stack, Stack], tiny_model: Path) -> None:
+    """Alone, disaggregated, and among twenty clients: no bit differs."""
+    engine = Engine(tiny_model, device="cpu", dtype="float32", numerics="exact")
+    expected = computed(engine, PROMPTS, 12)
+    prefill = both[1].workers[0]
+    before = prefill.metric("dlw_kv_transfers_total", outcome="released")
+    for stack in both:
+        door = await asyncio.to_thread(Door, stack)
+        async with door.async_client() as client:
+            first = await scored(client, PROMPTS[0], 12)
+            found = await asyncio.gather(*(scored(client, prompt, 12) for prompt in PROMPTS))
+        assert found[0] == first
+        assert [(one.token_logprobs, one.prompt_logprobs) for one in found] == expected
+    settled(*both[1].workers)
+    assert prefill.metric("dlw_kv_transfers_total", outcome="released") == before + len(PROMPTS) + 1

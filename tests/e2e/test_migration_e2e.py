@@ -13,9 +13,11 @@ import openai
 import pytest
 from e2e_stack import MODEL, Stack, Worker, running_stack, wait_for
 from front_door_process import Door
+from scored_completions import PROMPTS, Scored, computed, scored
 from servers import EtcdServer, NatsServer
 
 from adapters.client import processor, selection
+from worker.engines.embedded.offline import Engine
 
 pytestmark = pytest.mark.timeout(300)  # two rounds of many streams
 
@@ -58,10 +60,11 @@ def pool(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
         yield stack
 
 
-def two_workers(stack: Stack, store: str | None = None) -> tuple[Worker, Worker]:
+def two_workers(stack: Stack, *arguments: str, store: str | None = None) -> tuple[Worker, Worker]:
     """Two that go on exactly, by default with a boundary store of files."""
     migration = ["--migration", "on", "--boundary-store", store or f"file:{stack.directory / 'boundaries'}"]
-    return stack.start_worker(*EXACT, *migration), stack.start_worker(*EXACT, *migration)
+    first, second = (stack.start_worker(*EXACT, *migration, *arguments) for _ in range(2))
+    return first, second
 
 
 async def ask(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event, **given: Any) -> Reply:
@@ -130,7 +133,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.campaign
 async def test_a_killed_workers_answers_are_unchanged(pool: Stack, store: str) -> None:
-    first, second = await asyncio.to_thread(two_workers, pool, store)
+    first, second = await asyncio.to_thread(two_workers, pool, store=store)
     expected = await ask_all(pool)
     found = await ask_all(pool, kills=first)
     wrong = [name for name in expected if found[name].same() != expected[name].same()]
@@ -220,3 +223,31 @@ async def test_guides_migrate_through_the_front_door_alone(pool: Stack) -> None:
     assert after == by_door
     assert any(isinstance(text, openai.APIError) for text in lost)
     assert all(isinstance(text, openai.APIError) or text == by_door[number] for number, text in enumerate(lost))
+
+
+async def test_scores_survive_preemption_and_a_migration(pool: Stack, tiny_model: Path) -> None:
+    """Clients whose KV does not fit, then without half of their workers."""
+    prompts = PROMPTS[:12]
+    engine = Engine(tiny_model, device="cpu", dtype="float32", numerics="exact")
+    expected = computed(engine, prompts, 80)
+    victim, survivor = await asyncio.to_thread(two_workers, pool, "--kv-blocks", "64")
+    door = await asyncio.to_thread(Door, pool, "--", "--migration", "on")
+
+    async def ask_scored(kills: Worker | None) -> list[Scored]:
+        async with door.async_client() as client:
+            begun = [asyncio.Event() for _ in prompts]
+            asking = [
+                asyncio.create_task(scored(client, prompt, 80, event))
+                for prompt, event in zip(prompts, begun, strict=True)
+            ]
+            if kills is not None:
+                await asyncio.gather(*(event.wait() for event in begun[:4]))
+                kills.signal(signal.SIGKILL)
+            return await asyncio.gather(*asking)
+
+    crowded = await ask_scored(None)
+    assert [(one.token_logprobs, one.prompt_logprobs) for one in crowded] == expected
+    assert victim.metric("dlw_preemptions_total") > 0
+    assert survivor.metric("dlw_preemptions_total") > 0
+    assert await ask_scored(victim) == crowded
+    assert survivor.metric("dlw_continued_requests_total") > 0

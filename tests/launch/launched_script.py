@@ -12,10 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 import openai
 import psutil
@@ -27,23 +29,54 @@ READY = re.compile(r"ready\. (?P<model>\S+) answers at (?P<url>\S+);")
 
 @dataclass
 class ScriptOutput:
-    """A script at work, and the lines that it has printed so far."""
+    """A script at work, and the lines of its output that a test has read so far.
+
+    A thread takes them from the pipe: a frontend that logs each request would fill it, and wait.
+    """
 
     process: subprocess.Popen[str]
     lines: list[str]
+
+    def __post_init__(self) -> None:
+        self._unread: SimpleQueue[str | None] = SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as output:
+            for line in output:
+                self._unread.put(line)
+        self._unread.put(None)
 
     @property
     def output(self) -> str:
         return "".join(self.lines)
 
+    def read_line(self) -> str | None:
+        """The next line; None at the end of the output."""
+        line = self._unread.get()
+        if line is None:
+            self._unread.put(None)
+        else:
+            self.lines.append(line)
+        return line
+
     def read_until(self, text: str) -> str:
         """Read what it prints up to a line with ``text``; that line."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
+        while (line := self.read_line()) is not None:
             if text in line:
                 return line
         raise AssertionError(f"ended with {self.process.wait()}:\n{self.output}")
+
+    def read_rest(self) -> None:
+        """Read what it prints until its end."""
+        while self.read_line() is not None:
+            pass
+
+    def join(self) -> None:
+        """Wait for the end of its output, which then is closed."""
+        self._reader.join()
 
 
 @dataclass
@@ -93,8 +126,7 @@ class LaunchedScript(ScriptOutput):
 
     def finish(self) -> int:
         """Read what it still prints; its exit status."""
-        assert self.process.stdout is not None
-        self.lines.extend(self.process.stdout)
+        self.read_rest()
         return self.process.wait()
 
     def assert_nothing_left(self, children: list[psutil.Process]) -> None:
@@ -140,8 +172,7 @@ def launched(
         yield running
     finally:
         _kill(process)
-        assert process.stdout is not None
-        process.stdout.close()
+        running.join()
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

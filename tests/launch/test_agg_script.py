@@ -56,10 +56,9 @@ def test_serves_on_loopback_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
 def test_the_printed_curl_works(tmp_path: Path) -> None:
     with launched(tmp_path) as script:
         script.wait_until_ready()
-        assert script.process.stdout is not None
         command = ""
         while not command.endswith("}'\n"):
-            line = script.process.stdout.readline()
+            line = script.read_line()
             assert line, "ended"
             command += line
         done = subprocess.run(["bash", "-c", f"{command.strip()} -sf"], capture_output=True, text=True, check=True)

@@ -63,11 +63,13 @@ def running(directory: Path, max_restarts: int) -> Iterator[Script]:
         stderr=subprocess.STDOUT,
         text=True,
     )
+    started = Script(process, [])
     try:
-        yield Script(process, [])
+        yield started
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.wait(timeout=60)
+        started.join()
 
 
 def by_role(script: Script) -> dict[str, list[int]]:

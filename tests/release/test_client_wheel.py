@@ -33,9 +33,10 @@ assert alien <= {"dynamo_logits_client", "__main__", "_distutils_hack", "sitecus
 try:
     from dynamo_logits_client import AsyncClient
 except ModuleNotFoundError as error:
-    assert error.name == "httpx", error
+    assert (error.name, "pip install" in str(error)) == ("httpx", True), error
 else:
     raise AssertionError("there is no httpx here")
+from dynamo_logits_client import *
 """
 
 

@@ -30,13 +30,12 @@ from dynamo_logits_client.selections import (
 from dynamo_logits_client.version import __version__
 
 if TYPE_CHECKING:
-    from dynamo_logits_client.async_client import AsyncClient, AsyncStream
+    from dynamo_logits_client.async_client import AsyncClient as AsyncClient
+    from dynamo_logits_client.async_client import AsyncStream as AsyncStream
 
 __all__ = [
     "Answer",
     "AnswerFailed",
-    "AsyncClient",
-    "AsyncStream",
     "Chunk",
     "Client",
     "ClientError",
@@ -65,9 +64,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """`AsyncClient` and `AsyncStream`, which import httpx."""
+    """`AsyncClient` and `AsyncStream`, which import httpx; ``import *`` leaves them out."""
     if name not in ("AsyncClient", "AsyncStream"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dynamo_logits_client import async_client
-
+    try:
+        from dynamo_logits_client import async_client
+    except ModuleNotFoundError as error:
+        if error.name != "httpx":
+            raise
+        problem = f"{name} needs httpx: pip install 'dynamo-logits-client[httpx]'"
+        raise ModuleNotFoundError(problem, name="httpx") from None
     return getattr(async_client, name)

@@ -102,11 +102,16 @@ class AsyncClient:
         """The answer to a streamed request, whose body has not been read."""
         url, body = self._server.url(path), body_of(fields, stream=True)
         headers = self._server.request_headers(has_body=True)
+        request = self._http.build_request("POST", url, content=body, headers=headers)
         with _broken(url):
-            async with self._http.stream("POST", url, content=body, headers=headers) as response:
-                if response.status_code != 200:
+            response = await self._http.send(request, stream=True)
+        try:
+            if response.status_code != 200:
+                with _broken(url):
                     raise Refused(response.status_code, await response.aread())
-                yield response
+            yield response
+        finally:
+            await response.aclose()
 
 
 class AsyncStream:
@@ -135,9 +140,10 @@ class AsyncStream:
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         if self._response is None:
             raise RuntimeError("expected to be read within its async with block")
-        async for piece in self._response.aiter_bytes():
-            for chunk in self.read.feed(piece):
-                yield chunk
+        with _broken(str(self._response.url)):
+            async for piece in self._response.aiter_bytes():
+                for chunk in self.read.feed(piece):
+                    yield chunk
         self.read.end()
 
 

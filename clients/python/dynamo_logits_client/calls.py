@@ -38,8 +38,7 @@ class Server:
     headers: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        if not _is_address(self.base_url):
             raise ValueError(f"base_url: expected http://host:port/v1 or https://host:port/v1, got {self.base_url!r}")
 
     def url(self, path: str) -> str:
@@ -54,6 +53,15 @@ class Server:
         if self.api_key is not None:
             found["authorization"] = f"Bearer {self.api_key}"
         return {**found, **{name.lower(): value for name, value in (self.headers or {}).items()}}
+
+
+def _is_address(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        has_host = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number up to 65535
+        return False
+    return has_host and parts.scheme in ("http", "https") and not parts.query and not parts.fragment
 
 
 def body_of(fields: Mapping[str, Any], *, stream: bool) -> bytes:

@@ -151,19 +151,21 @@ def parse_receipt(data: Mapping[str, Any]) -> Receipt:
     Raises:
         ValueError: it is none; the message names the field.
     """
-    return _record(Receipt, {**data, "raw": dict(data)}, "logits_processors")
+    raw = {"raw": dict(data)} if isinstance(data, Mapping) else {}
+    return _record(Receipt, {**data, **raw} if raw else data, "logits_processors")
 
 
 def receipts_of(answer: Any) -> tuple[Receipt | None, ...]:
     """Receipts by choice, of a whole answer or of one chunk of a stream.
 
     Args:
-        answer: JSON data, or an object of the ``openai`` package, whose extra fields are kept.
+        answer: JSON data, an `Answer` or a `Chunk`, or an object of the ``openai`` package, whose
+            extra fields are kept.
 
     Raises:
         ValueError: a receipt is malformed; the message names the field.
     """
-    nvext = _nvext(answer)
+    nvext = _field(answer, "nvext")
     if not isinstance(nvext, Mapping):
         return ()
     choices = nvext.get("choices")
@@ -200,17 +202,17 @@ def last_receipts(chunks: Iterable[Any]) -> dict[int, Receipt]:
 
 def choice_of(chunk: Any) -> int:
     """Index of the choice that a chunk of a stream belongs to."""
-    choices = chunk.get("choices") if isinstance(chunk, Mapping) else getattr(chunk, "choices", None)
+    choices = _field(chunk, "choices")
     if not choices:
         return 0
     first = choices[0]
     return int(first.get("index", 0) if isinstance(first, Mapping) else first.index)
 
 
-def _nvext(answer: Any) -> Any:
-    """The field ``nvext`` of JSON data, or of an answer of this package or the openai package."""
+def _field(answer: Any, name: str) -> Any:
+    """A field of JSON data, or of an answer or chunk of this package or the openai package."""
     data = answer if isinstance(answer, Mapping) else getattr(answer, "data", None)
-    return data.get("nvext") if isinstance(data, Mapping) else getattr(answer, "nvext", None)
+    return data.get(name) if isinstance(data, Mapping) else getattr(answer, name, None)
 
 
 def _find(data: Any, *path: str) -> Any:

@@ -161,7 +161,7 @@ def logits_processors(
     annotation = ANNOTATION + selection(
         *processors, receipt=receipt, deadline=deadline, order=order, speculation=speculation
     )
-    fields["annotations"] = [*fields.get("annotations", ()), annotation]
+    fields["annotations"] = [*(fields.get("annotations") or ()), annotation]
     if receipt:
-        fields["extra_fields"] = list(dict.fromkeys([*fields.get("extra_fields", ()), "engine_data"]))
+        fields["extra_fields"] = list(dict.fromkeys([*(fields.get("extra_fields") or ()), "engine_data"]))
     return {"nvext": fields}
