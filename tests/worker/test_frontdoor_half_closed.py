@@ -156,7 +156,7 @@ def test_one_that_left_ends_its_request_wherever_it_is(run: Run, begin: bytes, n
             writer.write(post(body))
             while len(at.frontends[0].requests) < n:
                 await asyncio.sleep(0.001)
-            if begin:
+            if begin.endswith(chunked(EVENTS[0])):  # the head goes on with the first event
                 await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WAIT_S)
             writer.close()
             await writer.wait_closed()

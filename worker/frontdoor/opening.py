@@ -20,6 +20,9 @@ _COMMENT = re.compile(rb"\A(?:[0-9a-fA-F]+\r\n)?:")
 _EVENT = re.compile(rb"(?:\A|\n)(?:data: *(?P<data>[^\n]{0,8})(?P<end>\n?)|(?P<error>event: *error))")
 _ERROR = b'{"error"'
 
+MOST_HELD = 2**20
+"""Bytes of an answer that are held back at most; those of a longer beginning go on."""
+
 
 def begins_with_error(body: bytes) -> bool | None:
     """Whether the first event of a stream is an error; None if more of it is needed.
@@ -60,6 +63,8 @@ class Opening:
         return False
 
     def _found(self) -> bool | None:
+        if len(self.held) > MOST_HELD:
+            return False
         end = self.held.find(b"\r\n\r\n")
         status = _STATUS.match(self.held)
         if end < 0 or status is None:
