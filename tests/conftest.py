@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def level_of_the_log() -> Iterator[None]:
-    """Each test begins at the level at which the first one did: Dynamo's runtime and our own commands set it."""
+    """Every test has the level of the first one, though commands and Dynamo's runtime set it."""
     level = logging.root.level
     yield
     logging.root.setLevel(level)

@@ -42,8 +42,8 @@ TRTLLM_BASE: dict[str, str | None] = {
     "uvloop": None,
 }
 """What the base image of the TensorRT-LLM stage has, with the version where TensorRT-LLM's
-requirements.txt or one that it names fixes it; torch requires jinja2, and uvloop is added by Dynamo's
-own build of that image."""
+requirements.txt or one that it names fixes it; torch requires jinja2, and uvloop is added by
+Dynamo's own build of that image."""
 
 
 @pytest.fixture(scope="module")
