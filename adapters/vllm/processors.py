@@ -31,6 +31,10 @@ class _Listed:
     prompt: list[int]
     output: list[int]
 
+    def token_at(self, position: int) -> int:
+        """The token at a position of the answer."""
+        return self.output[position - len(self.prompt)]
+
 
 class Processors(BatchProcessor, SlotProcessor):
     """The project's logits processors in vLLM, one chain per request.
@@ -75,8 +79,15 @@ class Processors(BatchProcessor, SlotProcessor):
         process_dict_updates(self._listed, batch_update, self._new)
 
     def _new(self, params: SamplingParams, prompt: list[int] | None, output: list[int]) -> _Listed | None:
-        row = self._builder.row_of(params)
-        return None if row is None else _Listed(row, prompt or [], output)
+        def is_same(row: Row) -> bool:
+            return row.output is output or (row.output == output and row not in standing)
+
+        standing = [listed.row for listed in self._listed.values()]
+        row = self._builder.row_of(params, is_same)
+        if row is None:
+            return None
+        row.output = output
+        return _Listed(row, prompt or [], output)
 
     def _apply_listed(self, logits: torch.Tensor) -> None:
         standing = []
@@ -85,7 +96,7 @@ class Processors(BatchProcessor, SlotProcessor):
             if not row.has_failed:
                 try:
                     chain = row.chain_after(listed.prompt)
-                    follow(chain, len(listed.prompt), listed.output)
+                    follow(chain, len(listed.prompt) + len(listed.output), listed.token_at)
                     standing.append((index, row, chain))
                 except ProcessorFailed as error:
                     row.fail(error)

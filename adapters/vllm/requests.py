@@ -29,7 +29,7 @@ SELECTION = "logits_processors"
 """Key of the selection in ``extra_args``, which clients of the server write as ``vllm_xargs``."""
 
 REPORT = "logits_processors_report"
-"""Key in ``extra_args`` of the name under which `adapters.vllm.reports` keeps failure and receipt."""
+"""Key in ``extra_args`` of the name under which failure and receipt are kept (`reports`)."""
 
 _SEEDS = 2**64
 

@@ -6,7 +6,7 @@ failure is reported. Nothing is raised in vLLM's step, and other rows keep their
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -27,8 +27,8 @@ from adapters.vllm.model import ServedModel
 from adapters.vllm.reports import REPORTS
 from adapters.vllm.requests import Params, chain_of, read
 
-ROW = "logits_processors_row"
-"""Key in ``extra_args`` of a request's row, which lives as long as vLLM keeps the request."""
+ROWS = "logits_processors_rows"
+"""Key in ``extra_args`` of requests' rows, which live as long as vLLM keeps the parameters."""
 
 NUM_BUILDERS = 4
 """Threads that build chains while the prompt is computed."""
@@ -46,6 +46,7 @@ class Row:
         has_failed: Whether the chain failed: every row of the request is then the end token.
         draws: Whether the chain draws the token; known once `chain_after` has returned.
         chain: The chain, None until then.
+        output: The list in which vLLM's first interface keeps the answer, newly made at times.
     """
 
     def __init__(self, built: Future[tuple[ProcessorChain, bool]], end_id: int, report: str | None = None) -> None:
@@ -53,6 +54,7 @@ class Row:
         self.has_failed = False
         self.draws = False
         self._built = built
+        self.output: list[int] | None = None
         self._report = report
         self.chain: ProcessorChain | None = None
 
@@ -81,22 +83,28 @@ class Row:
         self.has_failed = True
 
 
-def follow(chain: ProcessorChain, prompt_length: int, output: Sequence[int]) -> None:
-    """Bring a chain to the end of an answer, which grows, or is shorter after a rejected draft.
+def follow(chain: ProcessorChain, end: int, token_at: Callable[[int], int]) -> None:
+    """Bring a chain to the end of the tokens, which grow, or are fewer after a rejected draft.
 
     Args:
         chain: A chain that was started after the prompt.
-        prompt_length: Number of tokens of the prompt.
-        output: Tokens of the answer so far; those that the chain has are not compared.
+        end: Number of tokens, prompt and answer.
+        token_at: The token at a position; asked for those that the chain does not have.
 
     Raises:
-        ProcessorFailed: a backtracking processor raised.
+        ProcessorFailed: a token was sampled without the chain and its state depends on that, or
+            vLLM does not show the token yet.
     """
-    end = prompt_length + len(output)
     if chain.position > end:
         chain.rewind(end)
+    if chain.observes_logits and end - chain.position > 1:
+        raise chain.fail("chain", "skipped", "lost what it knew of the logits when vLLM started the request anew")
     for position in range(chain.position, end):
-        chain.accept(output[position - prompt_length], position)
+        token_id = token_at(position)
+        if token_id < 0:
+            problem = "the newest token is not known: name adapters.vllm:Processors with --logits-processors"
+            raise chain.fail("chain", "skipped", problem)
+        chain.accept(token_id, position)
 
 
 class Builder:
@@ -110,11 +118,17 @@ class Builder:
         self._model = model
         self._threads = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-builder")
 
-    def row_of(self, params: Params) -> Row | None:
-        """The row of a request, the same after a preemption; None where nothing is asked for."""
-        known = (params.extra_args or {}).get(ROW)
-        if isinstance(known, Row):
-            return known
+    def row_of(self, params: Params, is_same: Callable[[Row], bool]) -> Row | None:
+        """The row of a request: an earlier one of the same, or a new one; None if nothing is asked.
+
+        Args:
+            params: Parameters of the request, which requests for several answers may share.
+            is_same: Whether an earlier row with these parameters is this request's, preempted.
+        """
+        known: tuple[Row, ...] = (params.extra_args or {}).get(ROWS, ())
+        for row in known:
+            if is_same(row):
+                return row
         some_end = min(self._model.context.vocabulary.eos_token_ids, default=0)
         try:
             asked = read(params, self._model)
@@ -127,7 +141,7 @@ class Builder:
         end_id = asked.context.end_token_id
         built = self._threads.submit(chain_of, asked, params, self._model)
         row = Row(built, some_end if end_id is None else end_id, asked.report)
-        params.extra_args = {**(params.extra_args or {}), ROW: row}
+        params.extra_args = {**(params.extra_args or {}), ROWS: (*known, row)}
         return row
 
 

@@ -10,7 +10,7 @@ import torch
 
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.vllm.requests import Params
-from adapters.vllm.rows import Builder, Row, RowEditor, end
+from adapters.vllm.rows import Builder, Row, RowEditor, end, follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,15 @@ class Slots:
         self._rows: dict[int, Row] = {}
 
     def add(self, slot: int, params: Params) -> bool:
-        """Begin a request in a slot, whatever was in it; whether it has processors."""
-        row = self._builder.row_of(params)
+        """Begin a request in a slot, or go on with one; whether it has processors."""
+        prefilled = int(self._states.prefill_len.np[slot])
+        is_resumed = prefilled > int(self._states.prompt_len.np[slot])
+
+        def is_same(row: Row) -> bool:
+            is_here = row.chain is not None and row.chain.position == prefilled
+            return is_resumed and is_here and not row.has_failed and row not in self._rows.values()
+
+        row = self._builder.row_of(params, is_same)
         if row is None:
             self._rows.pop(slot, None)
             return False
@@ -91,16 +98,12 @@ class Slots:
 
     def _followed(self, slot: int, row: Row, prompt_length: int, first: _LogitsRow) -> ProcessorChain:
         """The chain at the first row's token. All tokens are read where more than one is new."""
-        chain = row.chain if row.chain is not None else row.chain_after(self._tokens(slot, prompt_length))
+        chain = row.chain_after(self._tokens(slot, prompt_length) if row.chain is None else ())
         end_of_history = first.position + 1
-        if chain.position > end_of_history:
-            chain.rewind(end_of_history)
-        if chain.position == first.position:
-            chain.accept(first.fed, first.position)
-        elif chain.position < first.position:
-            tokens = self._tokens(slot, end_of_history)
-            for position in range(chain.position, end_of_history):
-                chain.accept(tokens[position], position)
+        if end_of_history - chain.position > 1:
+            follow(chain, end_of_history, self._tokens(slot, end_of_history).__getitem__)
+        else:
+            follow(chain, end_of_history, lambda position: first.fed)
         return chain
 
     def _tokens(self, slot: int, count: int) -> list[int]:
