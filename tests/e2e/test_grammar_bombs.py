@@ -168,8 +168,8 @@ def test_a_heavy_grammar_hurts_nobody(served: Shared, name: str) -> None:
 def test_slow_grammars_starve_nobody(served: Shared) -> None:
     stack, worker = served
     alone = chat(stack, max_tokens=60, ignore_eos=True).token_ids
-    with ThreadPoolExecutor(15) as pool:
-        bombs = [pool.submit(chat, stack, **multiple_of(number)) for number in range(1, 15)]
+    with ThreadPoolExecutor(8) as pool:
+        bombs = [pool.submit(chat, stack, **multiple_of(number)) for number in range(1, 9)]
         wait_for(lambda: worker.metric("dlw_grammars_running") > 0, "the first bomb")
         assert worker.metric("dlw_in_flight_requests") > 0
         for word in ("one", "two", "three"):
