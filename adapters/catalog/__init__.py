@@ -2,12 +2,14 @@
 
 `catalog` has the entries (`entry`; those of third parties come by `loading`) and builds chains;
 `selection` reads what a request selects, as bounded JSON data (`schema` is its JSON Schema);
-`policy` is what the operator mandates, defaults and forbids; `render` writes the catalogue as text.
+`model` makes what all requests to a model share; `policy` is what the operator mandates, defaults
+and forbids; `render` writes the catalogue as text.
 """
 
 from adapters.catalog.catalog import Catalog, RuledOut
 from adapters.catalog.entry import BUILT_IN, BuildFailed, Entry
 from adapters.catalog.loading import CatalogError, load_class
+from adapters.catalog.model import model_context, precompute
 from adapters.catalog.policy import FieldValue, ModelPolicy, Policy, PolicyError
 from adapters.catalog.render import TABLE_BEGIN, TABLE_END, describe, render_entry, render_list, table, with_table
 from adapters.catalog.schema import selection_schema
@@ -55,7 +57,9 @@ __all__ = [
     "describe",
     "from_channels",
     "load_class",
+    "model_context",
     "parse_selection",
+    "precompute",
     "render_entry",
     "render_list",
     "selection_schema",

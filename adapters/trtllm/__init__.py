@@ -1,9 +1,8 @@
 """Logits processors as TensorRT-LLM logits-processor callables.
 
 `adapter` makes the callables (`create_trtllm_adapters`); `side_channel` reports what they did when
-TensorRT-LLM runs them in another process; `seeded_sampler` is the sampler as the last processor of
-a chain; `native_controls` has the processors that no request can name: dense biases and third-party
-callables.
+TensorRT-LLM runs them in another process; `native_controls` has the processors that no request can
+name: dense biases and third-party callables.
 """
 
 from adapters.trtllm.adapter import (

@@ -35,9 +35,9 @@ from adapters.contract import (
 from adapters.processors.length import MinTokens
 from adapters.processors.masks import AllowedTokens
 from adapters.processors.penalties import FrequencyPenalty
+from adapters.processors.seeded_sampler import SeededSampler
 from adapters.processors.truncation import MinP
 from adapters.trtllm.native_controls import EmbeddingBias, ThirdPartyCallable
-from adapters.trtllm.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
 
 VOCAB = 40

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.contract import SAMPLE, uniform
-from adapters.trtllm.seeded_sampler import SeededSampler
+from adapters.processors.seeded_sampler import SeededSampler
 
 
 def token(draw: SeededSampler, logits: torch.Tensor) -> int:

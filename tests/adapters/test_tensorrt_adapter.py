@@ -16,8 +16,8 @@ from adapters import Failure, ForcedSequenceProcessor, TemperatureProcessor, cre
 from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.processors.masks import BannedTokens
+from adapters.processors.seeded_sampler import SeededSampler
 from adapters.trtllm import ChainAdapter, Step
-from adapters.trtllm.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
 
 VOCAB = 16

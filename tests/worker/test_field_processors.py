@@ -14,13 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from adapters.catalog import Catalog, ModelPolicy, Origin, Policy, Requested, Selection
+from adapters.catalog import Catalog, ModelPolicy, Origin, Policy, Requested, Selection, model_context
 from adapters.chain import ProcessorChain, apply_chain
 from adapters.contract import Context, Stage
 from adapters.processors import BUILTINS
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
-from worker.engines.chain_builder import model_context
 from worker.engines.embedded.admission import SAMPLED
 from worker.errors import InvalidRequest
 from worker.processors.builder import ServedChainBuilder

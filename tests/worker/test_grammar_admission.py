@@ -16,13 +16,12 @@ from prometheus_client import CollectorRegistry
 from test_llm_engine import ARGUMENTS, Context, FakeEngine, outcomes, two_tokens
 from test_llm_engine import request as raw_request
 
-from adapters.catalog import Catalog, Policy
+from adapters.catalog import Catalog, Policy, model_context
 from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavailable
 from adapters.processors.grammar import grammar_cache, tokenizer_tables
 from adapters.vocabulary import Vocabulary
 from worker.arguments import Arguments, parse_arguments
 from worker.engines import EngineInfo, EngineRequest
-from worker.engines.chain_builder import model_context
 from worker.errors import GrammarsUnavailable, InvalidRequest, Overloaded, StartupError
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.requests.request import GenerationRequest

@@ -15,12 +15,11 @@ from dynamo.common.backend.engine import GenerateRequest
 from dynamo.llm import exceptions
 from prometheus_client import CollectorRegistry
 
-from adapters.catalog import Catalog, Policy
+from adapters.catalog import Catalog, Policy, model_context
 from adapters.vocabulary import Vocabulary
 from worker.arguments import Arguments, parse_arguments
 from worker.disaggregation.seal import Seal
 from worker.engines import EngineInfo, EngineRequest, RequestHints, TokenDelta
-from worker.engines.chain_builder import model_context
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
 from worker.metrics import OUTCOMES
 from worker.processors.builder import ServedChainBuilder

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from adapters.catalog import Catalog, Policy, PolicyError
+from adapters.catalog import Catalog, Policy, PolicyError, model_context
 from adapters.chain import ProcessorFailed, ProcessorRecord, Receipt
 from adapters.contract import Context, is_allowed
 from adapters.vocabulary import Vocabulary, thinking_tags
 from worker.engines import EngineRequest, TokenDelta
-from worker.engines.chain_builder import model_context
 from worker.engines.embedded.admission import SAMPLED
 from worker.errors import InvalidRequest, ProcessorUnavailable
 from worker.processors.builder import ServedChainBuilder

@@ -30,6 +30,8 @@ from adapters.catalog import (
     Selection,
     SelectionError,
     from_channels,
+    model_context,
+    precompute,
 )
 from adapters.chain import ProcessorFailed
 from adapters.contract import Context
@@ -41,7 +43,7 @@ from adapters.processors.grammar import grammar_cache, tokenizer_tables
 from adapters.vocabulary import Vocabulary
 from worker.arguments import Arguments
 from worker.engines import EngineInfo, EngineRequest, TokenDelta
-from worker.engines.chain_builder import ChainBuilder, model_context, precompute
+from worker.engines.chain_builder import ChainBuilder
 from worker.errors import GrammarsUnavailable, InvalidRequest, Overloaded, StartupError
 from worker.models.tokenizer_copy import load_vocabulary
 from worker.processors.breaker import Breaker

@@ -22,6 +22,7 @@ from adapters.pipe import LogitsPipe, Sample, TensorType
 from adapters.pipe import Temperature as TemperatureOp
 from adapters.pipe import TopK as TopKOp
 from adapters.pipe import TopP as TopPOp
+from adapters.processors.seeded_sampler import SeededSampler
 from adapters.processors.stochastic import Xtc
 from adapters.processors.truncation import (
     DynamicTemperature,
@@ -39,7 +40,6 @@ from adapters.sampling.prefixes import beyond_prefix, prefix_of_mass, prefix_of_
 from adapters.sampling.truncation import keep_top_p
 from adapters.sampling.weights import share_of_one, weigh, weight_bits, weights_of
 from adapters.sampling.whole_row import TorchRow
-from adapters.trtllm.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded import native
 from worker.engines.embedded.native import weights as native_weights

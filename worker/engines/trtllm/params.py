@@ -15,8 +15,8 @@ from typing import Any
 
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import Context
+from adapters.processors.seeded_sampler import SeededSampler
 from adapters.trtllm import ChainAdapter
-from adapters.trtllm.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
 from worker.engines.chain_members import begin, dense_bias, other_members
 from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused

@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from adapters.catalog import Catalog, Selection, SelectionError, parse_selection
+from adapters.catalog import Catalog, Selection, SelectionError, model_context, parse_selection
 from adapters.chain import ProcessorChain
 from adapters.trtllm import ChainAdapter, DynamoAdapter
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
-from worker.engines.chain_builder import ChainBuilder, model_context
+from worker.engines.chain_builder import ChainBuilder
 from worker.engines.embedded.admission import admit, end_ids_of
 from worker.engines.embedded.offline.results import Answer, RequestGroup
 from worker.engines.embedded.plan import Model, Request

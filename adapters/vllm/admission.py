@@ -1,0 +1,53 @@
+"""Admission, in the process of vLLM's frontend: what cannot be kept is refused before it runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from adapters.catalog import SelectionError
+from adapters.vllm.model import ModelFacts, served_model
+from adapters.vllm.requests import REPORT, SELECTION, Params, chain_of, read
+
+
+def check(params: Params) -> None:
+    """Build the chain of a request once, so that every problem is found: grammars are compiled.
+
+    Raises:
+        ValueError: the request cannot be kept; the message has the JSON path.
+    """
+    config = _config_of_caller()
+    if config is None:
+        raise RuntimeError("validate_params was not called by a part of vLLM that has a vllm_config")
+    model = served_model(ModelFacts.of(config))
+    try:
+        asked = read(params, model, drawn_seed=0)
+        if asked is None:
+            return
+        if model.catalog.has_grammars(asked.selection):
+            model.guard_grammars()
+        chain_of(asked, params, model)
+    except SelectionError as error:
+        raise ValueError(_told(error, params)) from None
+
+
+def _told(error: SelectionError, params: Params) -> str:
+    """The error; paths in the selection come with the key of ``extra_args`` that holds it."""
+    if error.path.partition(".")[0] in (REPORT, *params.__annotations__):
+        return str(error)
+    return f"{SELECTION}.{error}" if error.path else f"{SELECTION}: {error.problem}"
+
+
+def _config_of_caller() -> Any:
+    """The configuration of the engine whose frontend validates parameters, None if there is none.
+
+    vLLM calls a class method with the parameters alone; the ``InputProcessor`` that asks, a few
+    frames up, has the configuration. One process may hold several engines.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        config = getattr(frame.f_locals.get("self"), "vllm_config", None)
+        if config is not None:
+            return config
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

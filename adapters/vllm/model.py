@@ -1,0 +1,144 @@
+"""`ServedModel`: what all requests to the model that vLLM serves share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from adapters.catalog import Catalog, ModelPolicy, Policy, Selection, model_context, precompute
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
+from adapters.grammars.sandbox import GrammarSandbox
+from adapters.processors.grammar import grammar_cache, tokenizer_tables
+from adapters.vocabulary import Vocabulary
+
+POLICY = "DLW_PROCESSOR_POLICY"
+"""Environment variable: YAML file of mandatory, default and forbidden processors."""
+
+THIRD_PARTY = "DLW_LOGITS_PROCESSOR"
+"""Environment variable: third-party processors, ``NAME=module:Class``, separated by commas."""
+
+ALLOWED = "DLW_ALLOW_LOGITS_PROCESSORS"
+"""Environment variable: installed third-party processors that may be named, with commas between."""
+
+GRAMMAR_TIMEOUT_S = 10.0
+"""Processor time that a grammar may take to compile, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What vLLM's configuration says of the model.
+
+    Attributes:
+        tokenizer: Directory or name of the tokenizer, None where the engine has none.
+        vocab_size: Width of a row of logits.
+        eos_token_ids: End tokens of the generation configuration.
+        name: Served name, which selects the operator's policy.
+        reports_processed: Whether log probabilities are those after all controls.
+    """
+
+    tokenizer: str | None
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    name: str
+    reports_processed: bool = False
+
+    @classmethod
+    def of(cls, config: Any) -> ModelFacts:
+        """The facts in a ``VllmConfig``."""
+        model = config.model_config
+        ends = (model.try_get_generation_config() or {}).get("eos_token_id")
+        if ends is None:
+            ends = getattr(model.hf_text_config, "eos_token_id", None)
+        served = model.served_model_name
+        return cls(
+            tokenizer=None if model.skip_tokenizer_init else str(model.tokenizer or model.model),
+            vocab_size=model.get_vocab_size(),
+            eos_token_ids=frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends),
+            name=str(served[0] if isinstance(served, list) else served or model.model),
+            reports_processed=str(model.logprobs_mode).startswith("processed"),
+        )
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Catalogue, policy and context of the processors of one model.
+
+    Attributes:
+        facts: What vLLM's configuration says of the model.
+        context: Context that all its requests share.
+        catalog: Every processor that may be named.
+        policy: The operator's policy for it.
+    """
+
+    facts: ModelFacts
+    context: Context = field(repr=False)
+    catalog: Catalog = field(repr=False)
+    policy: ModelPolicy
+
+    @classmethod
+    def load(cls, facts: ModelFacts, environ: Mapping[str, str] = os.environ) -> ServedModel:
+        """Load the tokenizer, the third-party processors and the policy.
+
+        Raises:
+            OSError, ValueError: the tokenizer, a processor or the policy cannot be used; the
+                message says which.
+        """
+        vocabulary = _vocabulary(facts)
+        catalog = Catalog.load(allow=_names(environ, ALLOWED), options=_names(environ, THIRD_PARTY))
+        path = environ.get(POLICY)
+        policy = Policy.load(path, catalog, environ) if path else Policy()
+        context = replace(model_context(vocabulary), watermark_keys=policy.watermark_keys)
+        policy.check(facts.name, catalog, replace(context, end_token_ids=vocabulary.eos_token_ids))
+        return cls(facts, context, catalog, policy.for_model(facts.name))
+
+    @cached_property
+    def never_ids(self) -> list[int]:
+        """Ids of a row that are no token."""
+        vocabulary = self.context.vocabulary
+        return [*sorted(vocabulary.gap_ids), *range(vocabulary.num_tokens, vocabulary.size)]
+
+    def build(self, selection: Selection, context: Context) -> ProcessorChain:
+        """The chain of a selection, not started; waits while its grammars compile.
+
+        Raises:
+            SelectionError: a processor is unknown, or its arguments cannot be honoured.
+        """
+        return self.catalog.build_chain(selection, context)
+
+    def guard_grammars(self) -> None:
+        """Compile grammars in a sandbox process from now on, so that one that explodes is refused.
+
+        Needed where requests are admitted. The engine's process compiles what passed there.
+        """
+        cache = grammar_cache(self.context.vocabulary)
+        if cache.sandbox is None:
+            sandbox = GrammarSandbox(lambda: tokenizer_tables(self.context.vocabulary), timeout_s=GRAMMAR_TIMEOUT_S)
+            sandbox.start()
+            cache.sandbox = sandbox
+
+    def warm_up(self) -> None:
+        """Derive from the tokenizer what takes long: no step should wait for it."""
+        if self.context.vocabulary.tokenizer is not None:
+            precompute(self.context.vocabulary)
+
+
+@lru_cache(4)
+def served_model(facts: ModelFacts) -> ServedModel:
+    """`ServedModel.load`, once per process."""
+    return ServedModel.load(facts)
+
+
+def _vocabulary(facts: ModelFacts) -> Vocabulary:
+    if facts.tokenizer is None:
+        return Vocabulary(facts.vocab_size, eos_token_ids=sorted(facts.eos_token_ids))
+    own = Vocabulary.from_pretrained(facts.tokenizer, facts.vocab_size)
+    ends = sorted(own.eos_token_ids | facts.eos_token_ids)
+    return Vocabulary(facts.vocab_size, own.tokenizer, ends, path=facts.tokenizer)
+
+
+def _names(environ: Mapping[str, str], variable: str) -> list[str]:
+    return [name.strip() for name in environ.get(variable, "").split(",") if name.strip()]

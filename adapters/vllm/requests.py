@@ -1,0 +1,227 @@
+"""What a request to vLLM asks of its logits processors, and who draws its tokens.
+
+vLLM applies its own fields around our chain: ``min_tokens``, ``logit_bias``, ``allowed_token_ids``,
+``bad_words`` and structured outputs before it; penalties (V1), temperature, min-p, top-k and top-p
+after it. That is the order law unless the chain acts where vLLM's later steps belong before it.
+There, and where a seed was given, the chain draws: vLLM's fields join it as processors, and our
+sampler leaves one token, which vLLM's steps then cannot change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from secrets import randbits
+from typing import Any, Protocol
+
+from adapters.catalog import FieldValue, Requested, Selection, SelectionError, parse_selection
+from adapters.catalog.policy import GRAMMARS
+from adapters.chain import ProcessorChain
+from adapters.contract import Context, Processor, Stage
+from adapters.processors.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
+from adapters.processors.seeded_sampler import SeededSampler
+from adapters.processors.truncation import MinP, Temperature, TopK, TopP
+from adapters.sampling.truncation import GREEDY_BELOW
+from adapters.vllm.model import ServedModel
+
+SELECTION = "logits_processors"
+"""Key of the selection in ``extra_args``, which clients of the server write as ``vllm_xargs``."""
+
+REPORT = "logits_processors_report"
+"""Key in ``extra_args`` of the name under which failure and receipt are kept (`reports`)."""
+
+_SEEDS = 2**64
+
+
+class Params(Protocol):
+    """The fields of ``vllm.SamplingParams`` that are read here."""
+
+    n: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    stop_token_ids: list[int] | None
+    ignore_eos: bool
+    max_tokens: int | None
+    logprobs: int | None
+    structured_outputs: Any
+    thinking_token_budget: int | None
+    extra_args: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A field of vLLM's that can join a chain as a processor.
+
+    Attributes:
+        name: Name of the field.
+        processor: The processor that does the same.
+        argument: Argument of the processor that has the field's value.
+        off: Values that change nothing.
+    """
+
+    name: str
+    processor: type[Processor]
+    argument: str
+    off: tuple[float, ...]
+
+    def requested(self, params: Params) -> Requested | None:
+        """The processor with the field's value, None where that changes nothing."""
+        value = getattr(params, self.name)
+        if value is None or value in self.off:
+            return None
+        return Requested(self.processor.name, {self.argument: value}, path=self.name)
+
+
+_PENALTIES = (
+    _Field("repetition_penalty", RepetitionPenalty, "penalty", (1.0,)),
+    _Field("frequency_penalty", FrequencyPenalty, "penalty", (0.0,)),
+    _Field("presence_penalty", PresencePenalty, "penalty", (0.0,)),
+)
+_LATE = (
+    _Field("temperature", Temperature, "value", (1.0,)),
+    _Field("min_p", MinP, "p", (0.0,)),
+    _Field("top_k", TopK, "k", (0, -1)),
+    _Field("top_p", TopP, "p", (1.0,)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The processors of a request, and the context of their chain.
+
+    Attributes:
+        selection: The request's own processors and the operator's.
+        context: Context of its chain.
+        report: Name under which failure and receipt are kept, None if nobody reads them.
+    """
+
+    selection: Selection
+    context: Context
+    report: str | None
+
+
+def read(params: Params, model: ServedModel, drawn_seed: int | None = None) -> Asked | None:
+    """What a request asks for; None where neither it nor the operator names a processor.
+
+    Args:
+        params: The request's ``SamplingParams``.
+        model: The served model.
+        drawn_seed: Seed of a request that gives none; by default a random one.
+
+    Raises:
+        SelectionError: the selection is malformed, forbidden, or asks for what vLLM cannot keep.
+    """
+    extra = params.extra_args or {}
+    named = _selection(extra.get(SELECTION))
+    report = extra.get(REPORT)
+    set_fields = [each.requested(params) for each in (*_PENALTIES, *_LATE)]
+    names = {requested.name for requested in named.processors}
+    fields = [FieldValue(each) for each in set_fields if each is not None and each.name not in names]
+    selection = model.policy.apply(named, model.catalog, fields)
+    _refuse_what_vllm_lacks(selection, report)
+    if not selection.processors and not selection.order and not selection.receipt:
+        return None
+    _refuse_other_masters(selection, params)
+    seed = params.seed if params.seed is not None else drawn_seed
+    context = replace(
+        model.context,
+        end_token_ids=_ends(params, model),
+        seed=(randbits(64) if seed is None else seed) % _SEEDS,
+        choice=selection.choice,
+        max_tokens=params.max_tokens,
+    )
+    return Asked(selection, context, report)
+
+
+def chain_of(asked: Asked, params: Params, model: ServedModel) -> tuple[ProcessorChain, bool]:
+    """The chain of a request, not started, and whether it draws the tokens.
+
+    Raises:
+        SelectionError: an argument, or a field that joins the chain, cannot be honoured.
+    """
+    chain = model.build(asked.selection, asked.context)
+    if chain.backtracks:
+        names = " and ".join(member.name for member in chain.members if hasattr(member.processor, "rewinds_to"))
+        raise SelectionError("processors", f"{names} takes tokens back, and vLLM has sent them by then")
+    draws = _draws(chain, params)
+    if draws and params.logprobs is not None and model.facts.reports_processed:
+        problem = "processed log probabilities are vLLM's own, and this request's tokens are drawn by its processors"
+        raise SelectionError("logprobs", problem)
+    if draws:
+        _take_over(chain, params, asked.context, model)
+    return chain, draws
+
+
+def _draws(chain: ProcessorChain, params: Params) -> bool:
+    """Whether the chain draws, because vLLM's later steps, or its draw, would not be the law's."""
+    if chain.shapes_late or params.seed is not None:
+        return True
+    penalised = any(each.requested(params) is not None for each in _PENALTIES)
+    return penalised and any(Stage.PENALTY <= member.stage <= Stage.SOFT for member in chain.members)
+
+
+def _take_over(chain: ProcessorChain, params: Params, context: Context, model: ServedModel) -> None:
+    """Add the fields that vLLM applies after the chain, and the draw."""
+    names = {member.name for member in chain.members}
+    greedy = params.temperature < GREEDY_BELOW and Temperature.name not in names
+    requested = [each.requested(params) for each in (*_PENALTIES, *(_LATE[:1] if greedy else _LATE))]
+    chain.add(
+        [
+            processor
+            for each in requested
+            if each is not None and each.name not in names
+            for processor in model.catalog.find(each).build(each, context)
+        ]
+    )
+    chain.add([SeededSampler(None if greedy else context.seed, context.choice)], last=True)
+
+
+def _selection(value: object) -> Selection:
+    """The selection in ``extra_args``: JSON text, as ``vllm_xargs`` carries it, or an object."""
+    if value is None:
+        return Selection()
+    if isinstance(value, Mapping):
+        try:
+            value = json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise SelectionError("", f"is not JSON: {error}") from None
+    if not isinstance(value, str):
+        raise SelectionError("", f"expected a JSON object or its text, got {type(value).__name__}")
+    return parse_selection(value)
+
+
+def _refuse_what_vllm_lacks(selection: Selection, report: object) -> None:
+    if report is not None and not isinstance(report, str):
+        raise SelectionError(REPORT, f"expected a text, got {type(report).__name__}")
+    if report is not None:
+        return
+    if selection.receipt:
+        raise SelectionError("receipt", "vLLM's answers have no place for it; use this project's worker")
+    if selection.deadline is not None:
+        raise SelectionError("deadline", "vLLM cannot end an answer for it; use this project's worker")
+
+
+def _refuse_other_masters(selection: Selection, params: Params) -> None:
+    """Refuse vLLM's own controls that would undo what the chain did, or contradict it."""
+    if params.thinking_token_budget is not None:
+        problem = "vLLM forces its tokens over those of processors; name the processor thinking_budget instead"
+        raise SelectionError("thinking_token_budget", problem)
+    grammar = next((each.name for each in selection.processors if each.name in GRAMMARS), None)
+    if params.structured_outputs is not None and grammar is not None:
+        raise SelectionError(
+            "structured_outputs", f"is set, and the processor {grammar} is named too; give one of them"
+        )
+    if getattr(params, "trace_decode_token_ids", None) is not None:
+        raise SelectionError("trace_decode_token_ids", "replays tokens, which leaves processors nothing to do")
+
+
+def _ends(params: Params, model: ServedModel) -> frozenset[int]:
+    ends = frozenset() if params.ignore_eos else model.context.vocabulary.eos_token_ids
+    return ends | frozenset(params.stop_token_ids or ())

@@ -1,0 +1,220 @@
+"""The rows of vLLM's batch that have a chain: built off the step, applied together.
+
+A failing chain ends its own request: its row is left one token, an end token, from then on, and the
+failure is reported. Nothing is raised in vLLM's step, and other rows keep their bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from adapters.catalog import SelectionError
+from adapters.chain import (
+    PROBLEMS,
+    Planned,
+    ProcessorChain,
+    ProcessorFailed,
+    apply_edits,
+    apply_late,
+    plan_rows,
+)
+from adapters.devices import upload_ids
+from adapters.vllm.model import ServedModel
+from adapters.vllm.reports import REPORTS
+from adapters.vllm.requests import Params, chain_of, read
+
+ROWS = "logits_processors_rows"
+"""Key in ``extra_args`` of requests' rows, which live as long as vLLM keeps the parameters."""
+
+NUM_BUILDERS = 4
+"""Threads that build chains while the prompt is computed."""
+
+
+class Row:
+    """One request with a chain, for as long as vLLM keeps it: preempted and resumed too.
+
+    Args:
+        built: Its chain, not started, and whether it draws.
+        end_id: Token that ends the answer when the chain fails.
+        report: Name under which failure and receipt are kept, None if nobody reads them.
+
+    Attributes:
+        has_failed: Whether the chain failed: every row of the request is then the end token.
+        draws: Whether the chain draws the token; known once `chain_after` has returned.
+        chain: The chain, None until then.
+        output: The list in which vLLM's first interface keeps the answer, newly made at times.
+    """
+
+    def __init__(self, built: Future[tuple[ProcessorChain, bool]], end_id: int, report: str | None = None) -> None:
+        self.end_id = end_id
+        self.has_failed = False
+        self.draws = False
+        self._built = built
+        self.output: list[int] | None = None
+        self._report = report
+        self.chain: ProcessorChain | None = None
+
+    def chain_after(self, prompt: Sequence[int]) -> ProcessorChain:
+        """The chain; the first time it is waited for, and started after ``prompt``.
+
+        Raises:
+            ProcessorFailed: it cannot be built, or a processor raised on the prompt.
+        """
+        if self.chain is None:
+            try:
+                chain, self.draws = self._built.result()
+            except Exception as error:  # admission has built it once; a third party's code may differ
+                problem = error if isinstance(error, SelectionError) else f"raised {type(error).__name__}"
+                raise ProcessorFailed("chain", "raised", f"cannot be built: {problem}") from error
+            chain.start(prompt)
+            REPORTS.began(self._report, chain.receipt)
+            self.chain = chain
+        return self.chain
+
+    def fail(self, error: ProcessorFailed) -> None:
+        """End the request's answer, and report why; the first failure counts."""
+        if not self.has_failed:
+            position = -1 if self.chain is None else self.chain.position
+            REPORTS.failed(self._report, error.without_frames(), position)
+        self.has_failed = True
+
+
+def follow(chain: ProcessorChain, end: int, token_at: Callable[[int], int]) -> None:
+    """Bring a chain to the end of the tokens, which grow, or are fewer after a rejected draft.
+
+    Args:
+        chain: A chain that was started after the prompt.
+        end: Number of tokens, prompt and answer.
+        token_at: The token at a position; asked for those that the chain does not have.
+
+    Raises:
+        ProcessorFailed: a token was sampled without the chain and its state depends on that, or
+            vLLM does not show the token yet.
+    """
+    if chain.position > end:
+        chain.rewind(end)
+    if chain.observes_logits and end - chain.position > 1:
+        raise chain.fail("chain", "skipped", "lost what it knew of the logits when vLLM started the request anew")
+    for position in range(chain.position, end):
+        token_id = token_at(position)
+        if token_id < 0:
+            problem = "the newest token is not known: name adapters.vllm:Processors with --logits-processors"
+            raise chain.fail("chain", "skipped", problem)
+        chain.accept(token_id, position)
+
+
+class Builder:
+    """Makes rows: reads what a request asks for, and builds its chain in threads.
+
+    Args:
+        model: The served model.
+    """
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._threads = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-builder")
+
+    def row_of(self, params: Params, is_same: Callable[[Row], bool]) -> Row | None:
+        """The row of a request: an earlier one of the same, or a new one; None if nothing is asked.
+
+        Args:
+            params: Parameters of the request, which requests for several answers may share.
+            is_same: Whether an earlier row with these parameters is this request's, preempted.
+        """
+        known: tuple[Row, ...] = (params.extra_args or {}).get(ROWS, ())
+        for row in known:
+            if is_same(row):
+                return row
+        some_end = min(self._model.context.vocabulary.eos_token_ids, default=0)
+        try:
+            asked = read(params, self._model)
+        except SelectionError as error:  # the policy was changed since the request was admitted
+            refused: Future[tuple[ProcessorChain, bool]] = Future()
+            refused.set_exception(error)
+            return Row(refused, some_end)
+        if asked is None:
+            return None
+        end_id = asked.context.end_token_id
+        built = self._threads.submit(chain_of, asked, params, self._model)
+        row = Row(built, some_end if end_id is None else end_id, asked.report)
+        params.extra_args = {**(params.extra_args or {}), ROWS: (*known, row)}
+        return row
+
+
+class RowEditor:
+    """Applies the chains of some rows of logits together.
+
+    Args:
+        never_ids: Ids of a row that are no token: no chain draws them.
+    """
+
+    def __init__(self, never_ids: Sequence[int]) -> None:
+        self._never_ids = list(never_ids)
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, Row, ProcessorChain]]) -> None:
+        """Edit rows whose chains stand at the position of their token.
+
+        Args:
+            logits: float32 ``[B, V]``, edited in place.
+            rows: Index in ``logits``, row and chain of each.
+        """
+        by_index = {index: row for index, row, _ in rows}
+        planned, failures = plan_rows([(index, chain) for index, _, chain in rows])
+        self._mask_never(logits, [index for index, row, _ in rows if row.draws])
+        failures |= apply_edits(logits, planned)
+        failures |= apply_late(logits, [each for each in planned if each[0] not in failures])
+        failures |= _force(logits, [each for each in planned if each[0] not in failures])
+        failures |= _unusable(logits, [each for each in planned if each[0] not in failures])
+        for index, failure in failures.items():
+            by_index[index].fail(failure)
+            end(logits, index, by_index[index])
+
+    def _mask_never(self, logits: torch.Tensor, drawn: Sequence[int]) -> None:
+        if drawn and self._never_ids:
+            rows, columns = upload_ids(list(drawn), logits.device), upload_ids(self._never_ids, logits.device)
+            logits[rows[:, None], columns] = -torch.inf
+
+
+def end(logits: torch.Tensor, index: int, row: Row) -> None:
+    """Leave a row of ``logits`` (``[B, V]``) its end token alone."""
+    logits[index] = -torch.inf
+    logits[index, row.end_id] = 0.0
+
+
+def _force(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
+    """Leave the forced rows their token; a failure where the model or vLLM rules that out."""
+    forced = [(index, chain, plan.force) for index, chain, plan in planned if plan.force is not None]
+    if not forced:
+        return {}
+    rows = upload_ids([index for index, _, _ in forced], logits.device)
+    columns = upload_ids([token_id for _, _, token_id in forced], logits.device)
+    ruled_out: list[Any] = (logits[rows, columns] == -torch.inf).tolist()
+    logits[rows] = -torch.inf
+    logits[rows, columns] = 0.0
+    return {
+        index: chain.fail("forcing", "unsatisfiable", f"token {token_id} is ruled out by the model or another field")
+        for (index, chain, token_id), is_out in zip(forced, ruled_out, strict=True)
+        if is_out
+    }
+
+
+def _unusable(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
+    """The rows of which nothing can be sampled any more."""
+    checked = [
+        (index, chain)
+        for index, chain, plan in planned
+        if plan.force is None and (chain.has_shaping or plan.allows or plan.bans)
+    ]
+    if not checked:
+        return {}
+    highest = logits[upload_ids([index for index, _ in checked], logits.device)].amax(-1).tolist()
+    found = {}
+    for (index, chain), value in zip(checked, highest, strict=True):
+        problem = "nan" if value != value else {torch.inf: "infinite", -torch.inf: "empty"}.get(value)
+        if problem is not None:
+            found[index] = chain.fail("chain", problem, f"{PROBLEMS[problem]} at position {chain.position}")
+    return found
