@@ -55,10 +55,9 @@ def check_runtime(arguments: Arguments, environ: MutableMapping[str, str]) -> No
 
 def check_engine(arguments: Arguments) -> None:
     """Raises `ConfigurationError` if the chosen engine cannot be driven here."""
-    if arguments.engine != "trtllm":
-        return
-    if importlib.util.find_spec("tensorrt_llm") is None:
-        raise ConfigurationError("--engine trtllm: tensorrt_llm is not installed")
+    library = {"trtllm": "tensorrt_llm", "vllm": "vllm"}.get(arguments.engine)
+    if library is not None and importlib.util.find_spec(library) is None:
+        raise ConfigurationError(f"--engine {arguments.engine}: {library} is not installed")
 
 
 def check_dynamo() -> None:

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotPr
 from adapters.chain import ProcessorFailed
 from adapters.vllm.admission import check
 from adapters.vllm.model import ModelFacts, served_model
-from adapters.vllm.rows import Builder, Row, RowEditor, end, follow
+from adapters.vllm.rows import Builder, Row, RowEditor, end, follow, rows_of
 from adapters.vllm.slots import Slots
 
 if TYPE_CHECKING:
@@ -52,12 +52,16 @@ class Processors(BatchProcessor, SlotProcessor):
     """
 
     def __init__(self, vllm_config: VllmConfig, second: Any, is_pin_memory: bool = False) -> None:
-        model = served_model(ModelFacts.of(vllm_config))
-        model.warm_up()
-        self._builder = Builder(model)
-        self._editor = RowEditor(model.never_ids)
+        self._builder = self._make_builder(vllm_config)
+        self._editor = RowEditor(self._builder.never_ids)
         self._listed: dict[int, _Listed] = {}
         self._slots = None if isinstance(second, torch.device) else Slots(second, self._builder, self._editor)
+
+    def _make_builder(self, vllm_config: VllmConfig) -> Builder:
+        """What makes the rows of requests; a worker that has built the chains has another."""
+        model = served_model(ModelFacts.of(vllm_config))
+        model.warm_up()
+        return Builder(model)
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -83,7 +87,7 @@ class Processors(BatchProcessor, SlotProcessor):
             return row.output is output or (row.output == output and row not in standing)
 
         standing = [listed.row for listed in self._listed.values()]
-        row = self._builder.row_of(params, is_same)
+        row = next(filter(is_same, rows_of(params)), None) or self._builder.new_row(params)
         if row is None:
             return None
         row.output = output

@@ -70,7 +70,8 @@ class Row:
             except Exception as error:  # admission has built it once; a third party's code may differ
                 problem = error if isinstance(error, SelectionError) else f"raised {type(error).__name__}"
                 raise ProcessorFailed("chain", "raised", f"cannot be built: {problem}") from error
-            chain.start(prompt)
+            if chain.tokens != list(prompt):  # the worker's own stands there
+                chain.start(prompt)
             REPORTS.began(self._report, chain.receipt)
             self.chain = chain
         return self.chain
@@ -107,6 +108,18 @@ def follow(chain: ProcessorChain, end: int, token_at: Callable[[int], int]) -> N
         chain.accept(token_id, position)
 
 
+def rows_of(params: Params) -> tuple[Row, ...]:
+    """Rows of requests with these parameters."""
+    found: tuple[Row, ...] = (params.extra_args or {}).get(ROWS, ())
+    return found
+
+
+def with_row(params: Params, row: Row) -> Row:
+    """The row, kept with the parameters of its request."""
+    params.extra_args = {**(params.extra_args or {}), ROWS: (*rows_of(params), row)}
+    return row
+
+
 class Builder:
     """Makes rows: reads what a request asks for, and builds its chain in threads.
 
@@ -116,19 +129,16 @@ class Builder:
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
+        self.never_ids = model.never_ids
         self._threads = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-builder")
 
-    def row_of(self, params: Params, is_same: Callable[[Row], bool]) -> Row | None:
-        """The row of a request: an earlier one of the same, or a new one; None if nothing is asked.
+    def new_row(self, params: Params) -> Row | None:
+        """The row of a request that begins; None if nothing is asked.
 
         Args:
-            params: Parameters of the request, which requests for several answers may share.
-            is_same: Whether an earlier row with these parameters is this request's, preempted.
+            params: Parameters of the request, which requests for several answers may share; the row
+                is kept with them.
         """
-        known: tuple[Row, ...] = (params.extra_args or {}).get(ROWS, ())
-        for row in known:
-            if is_same(row):
-                return row
         some_end = min(self._model.context.vocabulary.eos_token_ids, default=0)
         try:
             asked = read(params, self._model)
@@ -140,9 +150,7 @@ class Builder:
             return None
         end_id = asked.context.end_token_id
         built = self._threads.submit(chain_of, asked, params, self._model)
-        row = Row(built, some_end if end_id is None else end_id, asked.report)
-        params.extra_args = {**(params.extra_args or {}), ROWS: (*known, row)}
-        return row
+        return with_row(params, Row(built, some_end if end_id is None else end_id, asked.report))
 
 
 class RowEditor:

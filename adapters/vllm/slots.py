@@ -10,7 +10,7 @@ import torch
 
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.vllm.requests import Params
-from adapters.vllm.rows import Builder, Row, RowEditor, end, follow
+from adapters.vllm.rows import Builder, Row, RowEditor, end, follow, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Slots:
             is_here = row.chain is not None and row.chain.position == prefilled
             return is_resumed and is_here and not row.has_failed and row not in self._rows.values()
 
-        row = self._builder.row_of(params, is_same)
+        row = next(filter(is_same, rows_of(params)), None) or self._builder.new_row(params)
         if row is None:
             self._rows.pop(slot, None)
             return False
