@@ -72,7 +72,7 @@ class Row:
                 raise ProcessorFailed("chain", "raised", f"cannot be built: {problem}") from error
             if chain.tokens != list(prompt):  # the worker's own stands there
                 chain.start(prompt)
-            REPORTS.began(self._report, chain.receipt)
+            REPORTS.began(self._report, chain)
             self.chain = chain
         return self.chain
 

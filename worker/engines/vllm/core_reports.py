@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections import OrderedDict
 from typing import Any
@@ -36,10 +37,21 @@ class CoreReports:
             self._failures.popitem(last=False)
         return self._failures.pop(report, None)
 
-    async def receipt(self, report: str) -> Receipt | None:
-        """The receipt of the request, None if its chain never began."""
-        for packed in await self._llm.collective_rpc("take_processor_receipt", args=(report,)):
+    async def receipt(self, report: str, last: tuple[int, int] | None = None) -> Receipt | None:
+        """The receipt of the request, None if its chain never began; it is not kept.
+
+        Args:
+            report: Name of the request.
+            last: Id and position of the answer's last token, None if a processor ended it.
+        """
+        for packed in await self._llm.collective_rpc("take_processor_receipt", args=(report, last)):
             if packed is not None:
                 found: Receipt = pickle.loads(packed)
                 return found
         return None
+
+    async def drop(self, report: str) -> None:
+        """Let the engine's process forget a request that was aborted."""
+        with contextlib.suppress(Exception):  # the engine may have died, which is noticed elsewhere
+            await self.receipt(report)
+            await self.failure(report)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from adapters.chain import Receipt
+from adapters.chain import ProcessorChain
 from adapters.vllm.model import ModelFacts
 from adapters.vllm.requests import REPORT
 from worker.engines import EngineInfo, EngineRequest, KvEventSink, TokenDelta
@@ -18,7 +18,7 @@ from worker.engines.refusals import check_prompt, check_queue
 from worker.engines.vllm.core_reports import CoreReports
 from worker.engines.vllm.deltas import Reader
 from worker.engines.vllm.package import Package, read_package
-from worker.engines.vllm.params import SHIPPED, NativeRequest, Served, native_request, shipped
+from worker.engines.vllm.params import SHIPPED, NativeRequest, Served, Shipped, native_request, shipped
 from worker.engines.vllm.requests import RequestTable, RunningRequest
 from worker.engines.vllm.settings import VllmConfig
 from worker.errors import Draining, EngineBroken, InvalidRequest, RequestFailed, StartupError
@@ -55,6 +55,7 @@ class VllmEngine:
         self._numbers = count()
         self._on_broken: Callable[[str], None] | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._drops: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         refusal = self._requests.refusal
@@ -153,6 +154,8 @@ class VllmEngine:
         try:
             await self._follow(running, request, native)
         except asyncio.CancelledError:
+            if running.report is not None:
+                self._drop_report(running.report)
             raise
         except InvalidRequest as error:
             running.fail(error)
@@ -169,6 +172,7 @@ class VllmEngine:
         assert self._package is not None
         params, name = request.params, f"{request.id}-{next(self._numbers)}"
         carried = shipped(native, name, self._served.eos_token_ids)
+        running.report = None if carried is None else name
         extra = None if carried is None else {SHIPPED: tuple(carried), REPORT: name}
         sampling = self._package.sampling_params(**native.fields, output_kind=self._package.delta, extra_args=extra)
         prompt = self._package.tokens_prompt(prompt_token_ids=request.token_ids)
@@ -188,29 +192,48 @@ class VllmEngine:
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 delta = reader.read(output)
-                if carried is not None:
-                    may_have_failed = carried.end_id in output.outputs[0].token_ids
-                    await self._confirm(delta, native, name, may_have_failed=may_have_failed)
+                if carried is not None and native.chain is not None:
+                    end = len(request.token_ids) + reader.num_sent
+                    await self._confirm(delta, output.outputs[0].token_ids, end, native.chain, carried)
                 running.put(delta)
                 if running.done:
                     return
         running.put(TokenDelta(finish_reason="error", error="vLLM ended the request without a reason"))
 
-    async def _confirm(self, delta: TokenDelta, native: NativeRequest, name: str, *, may_have_failed: bool) -> None:
-        """Complete a delta of a request with a chain; one that fails forces its end token."""
+    async def _confirm(
+        self, delta: TokenDelta, sampled: Sequence[int], end: int, chain: ProcessorChain, carried: Shipped
+    ) -> None:
+        """Complete a delta of a request with a chain; one that fails forces its end token.
+
+        Args:
+            delta: The delta.
+            sampled: Its tokens, hidden ones too.
+            end: Number of tokens by now, prompt and answer.
+            chain: The worker's copy of the chain.
+            carried: What vLLM's process was given.
+        """
         assert self._reports is not None
-        if delta.finish_reason is None and not may_have_failed:
+        if delta.finish_reason is None and carried.end_id not in sampled:
             return
-        failure = await self._reports.failure(name)
+        failure = await self._reports.failure(carried.report)
         if delta.finish_reason is None and failure is None:
             return
-        receipt = await self._reports.receipt(name)
+        last = (sampled[-1], end - 1) if sampled and failure is None else None
+        delta.receipt = await self._reports.receipt(carried.report, last) or chain.receipt
         if failure is not None:
-            del delta.token_ids[:]
-            delta.logprobs = delta.end_logprobs = None
+            delta.token_ids, delta.logprobs, delta.end_logprobs = [], None, None
             delta.finish_reason, delta.stop_reason = "error", None
             delta.failure, delta.error = failure, str(failure)
-        _add_receipt(delta, native, receipt)
+        if chain.wants_receipt:
+            delta.engine_data = {"logits_processors": delta.receipt.as_json()}
+
+    def _drop_report(self, report: str) -> None:
+        """Let vLLM's process forget the chain of a request that was aborted."""
+        if self._llm is None or self._reports is None or self._requests.refusal is not None:
+            return
+        task = asyncio.create_task(self._reports.drop(report))
+        self._drops.add(task)
+        task.add_done_callback(self._drops.discard)
 
     # Reports to the runtime
 
@@ -266,11 +289,3 @@ def _describe(config: Any, version: str, vocab_size: int, eos_token_ids: tuple[i
         computed_by=f"{made_by}, {config.device_config.device_type}",
         made_by=made_by,
     )
-
-
-def _add_receipt(delta: TokenDelta, native: NativeRequest, receipt: Receipt | None) -> None:
-    chain = native.chain
-    assert chain is not None
-    delta.receipt = chain.receipt if receipt is None else receipt
-    if chain.wants_receipt:
-        delta.engine_data = {"logits_processors": delta.receipt.as_json(attribution=True)}

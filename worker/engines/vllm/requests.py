@@ -16,12 +16,14 @@ class RunningRequest:
     Attributes:
         request_id: The worker's id.
         task: Task that reads the engine's outputs; when it is cancelled, vLLM frees the request.
+        report: Name of its failure and receipt in the engine's process, None without a chain.
         is_silent: Whether no delta has come since the last `keep_alive`.
         done: Whether the last delta, or an exception, is in the stream.
     """
 
     request_id: str
     task: asyncio.Task[None] | None = None
+    report: str | None = None
     is_silent: bool = False
     done: bool = False
     _queue: asyncio.Queue[TokenDelta | ServingError] = field(default_factory=asyncio.Queue)

@@ -1,0 +1,37 @@
+"""A frontend, and a worker with vLLM in the environment that has it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from e2e_stack import REPOSITORY, Stack, Worker, running_stack, wait_for
+
+from worker.models.default_model import prepare_default_model
+
+START_S = 500.0
+"""Time for vLLM to load, seconds: its kernels warm up, and other processes are busy."""
+
+PYTHON = str(REPOSITORY / ".venv-vllm" / "bin" / "python")
+OPTIONS = (
+    *("--engine", "vllm", "--dtype", "float32", "--kv-cache-memory", "1GiB", "--context-length", "1024"),
+    *("--default-sampling", "greedy", "--engine-args", '{"enforce_eager": true}'),
+)
+
+
+def default_model() -> Path:
+    """SmolLM2-135M-Instruct, where the launch scripts keep it."""
+    return prepare_default_model(Path.home() / ".cache" / "dynamo-logits-worker" / "models", lambda line: None)
+
+
+@contextlib.contextmanager
+def vllm_worker(directory: Path, *arguments: str, **environ: str) -> Iterator[tuple[Stack, Worker]]:
+    """One frontend and one worker that has loaded the model."""
+    with running_stack(directory, default_model()) as stack:
+        stack.environ["PYTHONPATH"] += f":{REPOSITORY / 'tests' / 'e2e'}"
+        stack.start_frontend()
+        worker = stack.start_worker(*OPTIONS, *arguments, python=PYTHON, wait=False, **environ)
+        wait_for(lambda: "Registered endpoint" in worker.log or not worker.running, "vLLM to load", START_S)
+        stack.wait_registered(worker)
+        yield stack, worker
