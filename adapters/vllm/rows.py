@@ -43,8 +43,8 @@ class Row:
         report: Name under which failure and receipt are kept, None if nobody reads them.
 
     Attributes:
-        failed_at: Position of the token at which the chain failed, None if it did not: from there on
-            every row of the request is the end token.
+        failed_at: Position of the token at which the chain failed, None if it did not: every row
+            from there on is the end token.
         draws: Whether the chain draws the token; known once `chain_after` has returned.
         chain: The chain, None until then.
         num_known: Tokens of the chain that vLLM has shown; those after them are drafts.

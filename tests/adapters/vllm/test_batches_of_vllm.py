@@ -26,8 +26,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "conformance"))
 from builtin_examples import EXAMPLES
 from effort import examples
 
-MODELS = {runner: served_model(penalises_first=runner is SecondRunner) for runner in (FirstRunner, SecondRunner)}
-EVERY = {**{name: args for name, args in EXAMPLES.items() if name != "phrase_ban"}, "acme/fatigue": [{}]}
+MODELS: dict[type, ServedModel] = {
+    runner: served_model(penalises_first=runner is SecondRunner) for runner in (FirstRunner, SecondRunner)
+}
+EVERY: dict[str, list[dict[str, Any]]] = {**{name: args for name, args in EXAMPLES.items() if name != "phrase_ban"}, "acme/fatigue": [{}]}
 PROCESSORS = [{"name": name, "args": args} for name, examples_ in EVERY.items() for args in examples_]
 STATEFUL = ("mirostat", "acme/fatigue")
 
@@ -73,7 +75,9 @@ def is_served(params: Params, model: ServedModel) -> bool:
 def some_requests(draw: st.DrawFn, runner: type) -> list[Request]:
     """Requests of which some share parameters and prompt, as the answers to n > 1 do."""
     requests: list[Request] = []
-    for params in draw(st.lists(some_params().filter(lambda each: is_served(each, MODELS[runner])), max_size=4)):
+    for params in draw(st.lists(some_params(), max_size=4)):
+        if not is_served(params, MODELS[runner]):
+            continue
         prompt = draw(st.lists(st.integers(0, 300), min_size=1, max_size=8))
         for _ in range(draw(st.integers(1, 3))):
             requests.append(Request(len(requests), params, prompt))
