@@ -47,11 +47,19 @@ class Reports:
         self._chains: OrderedDict[str, ProcessorChain] = OrderedDict()
         self._lock = Lock()
 
-    def failed(self, report: str | None, error: ProcessorFailed, position: int) -> None:
+    def failed(self, report: str | None, error: ProcessorFailed, position: int) -> Failure:
         """Keep a failure, and log it."""
         logger.warning("%s, position %d; the answer ends", error, position)
+        failure = Failure(report or "", error.processor, error.reason, error.message, position)
         with self._lock:
-            self._failures.append(Failure(report or "", error.processor, error.reason, error.message, position))
+            self._failures.append(failure)
+        return failure
+
+    def withdraw(self, failure: Failure) -> None:
+        """Drop a failure that was none, if nobody has taken it yet."""
+        with self._lock:
+            if failure in self._failures:
+                self._failures.remove(failure)
 
     def began(self, report: str | None, chain: ProcessorChain) -> None:
         """Keep a chain, which goes on writing its receipt, if the request named itself."""

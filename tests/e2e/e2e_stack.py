@@ -188,20 +188,14 @@ class Stack:
             assert frontend.running, frontend.log
 
     def start_worker(
-        self,
-        *arguments: str,
-        scripted: bool = False,
-        script: Path | None = None,
-        wait: bool = True,
-        python: str = sys.executable,
-        **environ: str,
+        self, *arguments: str, scripted: bool = False, script: Path | None = None, wait: bool = True, **environ: str
     ) -> Worker:
-        """Start a worker; ``scripted`` replaces its engine by `scripted_worker.ScriptedEngine`,
-        ``script`` runs instead of ``-m worker``, and ``python`` is that of its environment.
+        """Start a worker; ``scripted`` replaces its engine by `scripted_worker.ScriptedEngine`, and
+        ``script`` runs instead of ``-m worker``.
         """
         script = Path(__file__).with_name("scripted_worker.py") if scripted else script
         program = ["-m", "worker"] if script is None else [str(script)]
-        command = [python, *program, "--served-model-name", MODEL, *arguments]
+        command = [sys.executable, *program, "--served-model-name", MODEL, *arguments]
         if not any(argument.startswith("--model-path") for argument in arguments):
             command += ["--model-path", str(self.model_path)]
         port = int(environ.pop("DYN_SYSTEM_PORT", "0")) or free_port()

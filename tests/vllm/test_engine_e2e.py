@@ -16,7 +16,7 @@ from vllm_stack import vllm_worker
 
 from adapters.client import processor
 
-pytestmark = [pytest.mark.vllm, pytest.mark.real_model, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real_model, pytest.mark.timeout(900)]
 
 Shared = tuple[Stack, Worker]
 THIRD_PARTIES = ("acme/one=third_party_e2e:OneToken", "acme/raises=third_party_e2e:Raises")

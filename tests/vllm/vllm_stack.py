@@ -13,7 +13,6 @@ from worker.models.default_model import prepare_default_model
 START_S = 500.0
 """Time for vLLM to load, seconds: its kernels warm up, and other processes are busy."""
 
-PYTHON = str(REPOSITORY / ".venv-vllm" / "bin" / "python")
 OPTIONS = (
     *("--engine", "vllm", "--dtype", "float32", "--kv-cache-memory", "1GiB", "--context-length", "1024"),
     *("--default-sampling", "greedy", "--engine-args", '{"enforce_eager": true}'),
@@ -31,7 +30,7 @@ def vllm_worker(directory: Path, *arguments: str, **environ: str) -> Iterator[tu
     with running_stack(directory, default_model()) as stack:
         stack.environ["PYTHONPATH"] += f":{REPOSITORY / 'tests' / 'e2e'}"
         stack.start_frontend()
-        worker = stack.start_worker(*OPTIONS, *arguments, python=PYTHON, wait=False, **environ)
+        worker = stack.start_worker(*OPTIONS, *arguments, wait=False, **environ)  # type: ignore[arg-type]
         wait_for(lambda: "Registered endpoint" in worker.log or not worker.running, "vLLM to load", START_S)
         stack.wait_registered(worker)
         yield stack, worker

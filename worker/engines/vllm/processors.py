@@ -8,14 +8,16 @@ class unpickles it. Only the worker names this class, and it alone writes ``extr
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from adapters.catalog import precompute
 from adapters.chain import ProcessorChain
 from adapters.vllm.model import ModelFacts
 from adapters.vllm.processors import Processors
-from adapters.vllm.rows import NUM_BUILDERS, Row, with_row
+from adapters.vllm.requests import Params
+from adapters.vllm.rows import NUM_BUILDERS, MakesRows, Row, with_row
 from adapters.vocabulary import vocabulary_at
 from worker.engines.vllm.params import SHIPPED, Shipped
 
@@ -31,7 +33,7 @@ class WorkerProcessors(Processors):
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Accept everything: the worker admits requests before the engine has them."""
 
-    def _make_builder(self, vllm_config: VllmConfig) -> Any:
+    def _make_builder(self, vllm_config: VllmConfig) -> MakesRows:
         return ChainReceiver(ModelFacts.of(vllm_config))
 
 
@@ -47,13 +49,13 @@ class ChainReceiver:
 
     def __init__(self, facts: ModelFacts) -> None:
         self._threads = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-receiver")
-        self.never_ids: list[int] = []
+        self.never_ids: Sequence[int] = ()
         if facts.tokenizer is not None:
             vocabulary = vocabulary_at(facts.tokenizer, facts.vocab_size, tuple(sorted(facts.eos_token_ids)))
             precompute(vocabulary)
             self.never_ids = [*sorted(vocabulary.gap_ids), *range(vocabulary.num_tokens, vocabulary.size)]
 
-    def new_row(self, params: SamplingParams) -> Row | None:
+    def new_row(self, params: Params) -> Row | None:
         """The row of a request that begins; None if it has no chain."""
         shipped = (params.extra_args or {}).get(SHIPPED)
         if shipped is None:
