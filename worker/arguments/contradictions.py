@@ -11,12 +11,13 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "tensor_parallel_size": (*_TRTLLM, *_VLLM),
     "pipeline_parallel_size": (*_TRTLLM, *_VLLM),
     "kv_cache_memory": (*_EMBEDDED, *_VLLM),
+    "step_timeout_s": (*_EMBEDDED, *_VLLM),
     "engine_args": _VLLM,
     **dict.fromkeys(("history", "processor_errors"), _TRTLLM),
     **dict.fromkeys(
         (
             *("numerics", "kernels", "quantization", "activation_dtype", "kv_cache_dtype"),
-            *("max_mixed_chunk", "speculative_config", "step_timeout_s"),
+            *("max_mixed_chunk", "speculative_config"),
         ),
         _EMBEDDED,
     ),

@@ -19,6 +19,7 @@ from worker.engines.vllm.core_reports import CoreReports
 from worker.engines.vllm.deltas import Reader
 from worker.engines.vllm.package import Package, read_package
 from worker.engines.vllm.params import SHIPPED, NativeRequest, Served, Shipped, native_request, shipped
+from worker.engines.vllm.probes import check_processors
 from worker.engines.vllm.requests import RequestTable, RunningRequest
 from worker.engines.vllm.settings import VllmConfig
 from worker.errors import Draining, EngineBroken, InvalidRequest, RequestFailed, StartupError
@@ -55,6 +56,7 @@ class VllmEngine:
         self._numbers = count()
         self._on_broken: Callable[[str], None] | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._heard_s = 0.0  # the event loop's time of the newest output, or of the first request after a pause
         self._drops: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -65,7 +67,7 @@ class VllmEngine:
     # Start and stop
 
     async def start(self) -> EngineInfo:
-        """Load the model.
+        """Load the model, and try whether logits processors work in it.
 
         Raises:
             StartupError: in one line.
@@ -85,6 +87,7 @@ class VllmEngine:
         self._reports = CoreReports(self._llm)
         self._info = _describe(self._llm.vllm_config, package.version, facts.vocab_size, ends)
         self._watch = asyncio.create_task(self._watch_processes())
+        await check_processors(self.generate, self._info)
         return self._info
 
     async def stop(self) -> None:
@@ -144,6 +147,8 @@ class VllmEngine:
         native = native_request(request, self._served)
         check_queue(len(self._requests), self._info.max_num_seqs, self.config.max_queue)
         running = RunningRequest(request.id)
+        if not len(self._requests):
+            self._heard_s = asyncio.get_running_loop().time()
         self._requests.add(running)
         running.task = asyncio.create_task(self._run(running, request, native))
         return running
@@ -191,6 +196,7 @@ class VllmEngine:
         )
         async with contextlib.aclosing(outputs):
             async for output in outputs:
+                self._heard_s = asyncio.get_running_loop().time()
                 delta = reader.read(output)
                 if carried is not None and native.chain is not None:
                     end = len(request.token_ids) + reader.num_sent
@@ -256,7 +262,11 @@ class VllmEngine:
         return {}
 
     async def _watch_processes(self) -> None:
-        while not self._llm.errored:  # noqa: ASYNC110  # another process sets it
+        loop = asyncio.get_running_loop()
+        while not self._llm.errored:
+            if len(self._requests) and loop.time() - self._heard_s > self.config.step_timeout_s:
+                self._break(f"vLLM has had no output for {self.config.step_timeout_s:g} s")
+                return
             await asyncio.sleep(WATCH_S)
         self._break("vLLM's engine died")
 

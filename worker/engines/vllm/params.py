@@ -7,7 +7,7 @@ draw of a request without a seed in it: fields join it as processors, in the ord
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,8 +35,8 @@ REFUSED = {
 SAMPLER = frozenset({"temperature", "top_k", "top_p", "min_p"})
 """Controls that vLLM's sampler applies behind the chain, with the worker's own meaning."""
 
-TRIED = frozenset({"repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens"})
-"""Controls that vLLM applies natively where `probes` finds that it does."""
+EARLY = frozenset({"repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens"})
+"""Controls that vLLM applies, with the worker's own meaning, to requests without a chain."""
 
 LEAST_TEMPERATURE = 0.01
 """vLLM samples at no temperature below, except 0."""
@@ -65,13 +65,11 @@ class Served:
     Attributes:
         vocab_size: Width of a row of logits.
         eos_token_ids: Ids that end an answer unless ``ignore_eos``.
-        honoured: Controls of `TRIED` that it honours.
         is_parallel: Whether several processes apply the same chain: their clocks differ.
     """
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    honoured: Collection[str] = TRIED
     is_parallel: bool = False
 
 
@@ -113,7 +111,7 @@ def native_request(request: EngineRequest, served: Served) -> NativeRequest:
     is_drawn = random and params.seed is not None
     is_cool = random and 0 < (params.temperature or 0) < LEAST_TEMPERATURE
     fields = _fields(params, ends, len(generated))
-    if chain is None and not generated and not is_drawn and not is_cool and _is_native(params, served):
+    if chain is None and not generated and not is_drawn and not is_cool and _is_native(params):
         return NativeRequest(fields | _native(params, random), ends)
     if chain is not None:
         begin(chain, request)
@@ -152,15 +150,15 @@ def shipped(native: NativeRequest, report: str, eos_token_ids: Sequence[int]) ->
     return Shipped(packed, native.draws, end_id, report)
 
 
-def _is_native(params: SamplingParams, served: Served) -> bool:
+def _is_native(params: SamplingParams) -> bool:
     """Whether vLLM applies all that is asked for. Its ``min_tokens`` keeps the model's end tokens
     away with ``ignore_eos`` too.
     """
     if params.logits_processors or params.embedding_bias is not None:
         return False
-    known = set(served.honoured) | SAMPLER
+    known = EARLY | SAMPLER
     if params.ignore_eos:
-        known.discard("min_tokens")
+        known -= {"min_tokens"}
     return all(
         one.name in known for one in processor_controls(type(params)) if one.refused is None and one.is_active(params)
     )
@@ -168,7 +166,7 @@ def _is_native(params: SamplingParams, served: Served) -> bool:
 
 def _native(params: SamplingParams, random: bool) -> dict[str, Any]:
     """All controls in vLLM's own fields."""
-    early = {name: value for name in TRIED if (value := getattr(params, name)) is not None}
+    early = {name: value for name in EARLY if (value := getattr(params, name)) is not None}
     return early | _sampling(params, random)
 
 

@@ -92,11 +92,14 @@ class VllmConfig:
         model_path: Directory of the checkpoint.
         options: Arguments of ``AsyncEngineArgs`` from the worker's options and ``--engine-args``.
         max_queue: Length of the waiting queue.
+        step_timeout_s: Seconds without an output, while requests run, after which vLLM is taken for
+            broken.
     """
 
     model_path: str
     options: Mapping[str, Any] = field(default_factory=dict)
     max_queue: int = 256
+    step_timeout_s: float = 300.0
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -140,7 +143,12 @@ def config_from(arguments: Arguments) -> VllmConfig:
             flag = next(each.flag for each in OPTIONS if each.name == option)
             problem = f"{flag} asks for {name}: {value}, but {FLAG} says {options[name]}; give it in one place"
             raise ConfigurationError(problem)
-    return VllmConfig(model_path=arguments.model_path, options=options, max_queue=arguments.max_queue)
+    return VllmConfig(
+        model_path=arguments.model_path,
+        options=options,
+        max_queue=arguments.max_queue,
+        step_timeout_s=arguments.step_timeout_s,
+    )
 
 
 def _given(text: str | None) -> dict[str, Any]:
