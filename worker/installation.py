@@ -56,7 +56,8 @@ def check_runtime(arguments: Arguments, environ: MutableMapping[str, str]) -> No
 def check_engine(arguments: Arguments) -> None:
     """Raises `ConfigurationError` if the chosen engine cannot be driven here."""
     library = {"trtllm": "tensorrt_llm", "vllm": "vllm"}.get(arguments.engine)
-    if library is not None and importlib.util.find_spec(library) is None:
+    spec = None if library is None else importlib.util.find_spec(library)
+    if library is not None and (spec is None or spec.origin is None):  # a directory of that name is no package
         raise ConfigurationError(f"--engine {arguments.engine}: {library} is not installed")
 
 

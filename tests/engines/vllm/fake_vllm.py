@@ -203,6 +203,7 @@ async def running(config: VllmConfig | None = None) -> AsyncIterator[tuple[VllmE
         llm.params.clear()
         llm.prompts.clear()
         llm.hints.clear()
+        llm.aborted.clear()
         yield engine, llm
     finally:
         await engine.stop()
