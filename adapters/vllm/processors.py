@@ -44,7 +44,7 @@ class Processors(BatchProcessor, SlotProcessor):
         self._slots = None if isinstance(second, torch.device) else Slots(second, builder, editor)
 
     def _make_builder(self, vllm_config: VllmConfig) -> MakesRows:
-        """What makes the rows of requests; the worker's own class has another."""
+        """Maker of the rows of requests; the worker's own class has another."""
         model = served_model(ModelFacts.of(vllm_config))
         model.warm_up()
         return Builder(model)

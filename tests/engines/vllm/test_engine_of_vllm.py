@@ -143,7 +143,7 @@ async def test_the_smoke_test_runs_as_a_callable() -> None:
 
 
 async def test_a_migrated_request_goes_on_as_one() -> None:
-    penalties = {"presence_penalty": 1.5, "repetition_penalty": 1.4, "min_tokens": 8}
+    penalties: dict[str, Any] = {"presence_penalty": 1.5, "repetition_penalty": 1.4, "min_tokens": 8}
     processors = [one(RepetitionPenalty, penalty=1.4), one(PresencePenalty, penalty=1.5)]
     async with running() as (engine, llm):
         whole = (await collect(engine, request(*processors, max_tokens=10, min_tokens=8))).token_ids

@@ -20,7 +20,7 @@ class Reader:
     """Reads the outputs of one request.
 
     Attributes:
-        prompt_token_ids: Its prompt, without the answer so far of a migrated request.
+        prompt_token_ids: The prompt, without the answer so far of a migrated request.
         shows_end: Whether the token that ended the answer is part of it.
         num_logprobs: Top-n to report for each token, None for no log probabilities.
         num_prompt_logprobs: The same for each token of the prompt.

@@ -213,10 +213,10 @@ class VllmEngine:
 
         Args:
             delta: The delta.
-            sampled: Its tokens, hidden ones too.
+            sampled: Tokens of the delta, hidden ones too.
             end: Number of tokens by now, prompt and answer.
             chain: The worker's copy of the chain.
-            carried: What vLLM's process was given.
+            carried: The record that vLLM's process was given.
         """
         assert self._reports is not None
         if delta.finish_reason is None and carried.end_id not in sampled:
@@ -248,10 +248,10 @@ class VllmEngine:
         self._on_broken = callback
 
     def tell_load(self, callback: Callable[[int, int], None]) -> None:
-        """Nothing: vLLM reports a share of its KV cache to its own logs alone."""
+        """Does nothing: vLLM reports a share of its KV cache to its own logs alone."""
 
     def report_blocks(self, sink: KvEventSink) -> None:
-        """Nothing: vLLM's KV events are not forwarded."""
+        """Does nothing: vLLM's KV events are not forwarded."""
 
     def num_leased(self) -> int:
         """Always 0: there are no KV transfers."""

@@ -49,7 +49,7 @@ class Package:
         version: Version of the distribution.
         async_llm: The class ``AsyncLLM``.
         engine_args: The class ``AsyncEngineArgs``.
-        engine_fields: Its arguments.
+        engine_fields: Arguments of ``AsyncEngineArgs``.
         sampling_params: The class ``SamplingParams``.
         tokens_prompt: The class ``TokensPrompt``.
         delta: The output kind of new tokens alone.

@@ -43,7 +43,7 @@ LEAST_TEMPERATURE = 0.01
 
 
 class Shipped(NamedTuple):
-    """What a request's parameters carry into the engine's process.
+    """A chain as a request's parameters carry it into the engine's process.
 
     Attributes:
         chain: The chain, pickled; it stands at the end of the prompt that vLLM has.
@@ -134,7 +134,7 @@ def native_request(request: EngineRequest, served: Served) -> NativeRequest:
 
 
 def shipped(native: NativeRequest, report: str, eos_token_ids: Sequence[int]) -> Shipped | None:
-    """What the parameters carry, None without a chain.
+    """The record that the parameters carry, None without a chain.
 
     Raises:
         InvalidRequest: a processor cannot be pickled.

@@ -152,7 +152,7 @@ def config_from(arguments: Arguments) -> VllmConfig:
 
 
 def _given(text: str | None) -> dict[str, Any]:
-    """What ``--engine-args`` holds: a JSON object, or the name of a YAML or JSON file."""
+    """Arguments in ``--engine-args``: a JSON object, or the name of a YAML or JSON file."""
     if text is None:
         return {}
     if not text.lstrip().startswith("{"):
