@@ -29,8 +29,13 @@ from effort import examples
 MODELS: dict[type, ServedModel] = {
     runner: served_model(penalises_first=runner is SecondRunner) for runner in (FirstRunner, SecondRunner)
 }
-EVERY: dict[str, list[dict[str, Any]]] = {**{name: args for name, args in EXAMPLES.items() if name != "phrase_ban"}, "acme/fatigue": [{}]}
-PROCESSORS = [{"name": name, "args": args} for name, examples_ in EVERY.items() for args in examples_]
+EVERY: dict[str, list[dict[str, Any]]] = {
+    **{name: args for name, args in EXAMPLES.items() if name != "phrase_ban"},
+    "acme/fatigue": [{}],
+}
+PROCESSORS: list[dict[str, Any]] = [
+    {"name": name, "args": args} for name, examples_ in EVERY.items() for args in examples_
+]
 STATEFUL = ("mirostat", "acme/fatigue")
 
 
