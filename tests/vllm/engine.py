@@ -97,10 +97,11 @@ def replayed(
     prompt: Sequence[int],
     asked: SamplingParams,
     answer: Sequence[int],
-    raw: dict[int, torch.Tensor],
+    report: str,
 ) -> list[int]:
     """The tokens that a fresh chain and sampler choose from recorded logits."""
-    read_once = read(asked, model)
+    raw = Recording.raw[report]
+    read_once = read(asked, model, Recording.seeds[report])
     assert read_once is not None
     chain, draws = chain_of(read_once, asked, model)
     has_failed, found = False, []
