@@ -28,7 +28,8 @@ def default_model() -> Path:
 def vllm_worker(directory: Path, *arguments: str, **environ: str) -> Iterator[tuple[Stack, Worker]]:
     """One frontend and one worker that has loaded the model."""
     with running_stack(directory, default_model()) as stack:
-        stack.environ["PYTHONPATH"] += f":{REPOSITORY / 'tests' / 'e2e'}"
+        ours = {key: value for key, value in stack.environ.items() if not key.startswith(("VLLM_", "DLW_PROCESSOR"))}
+        stack.environ = {**ours, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests' / 'e2e'}"}
         stack.start_frontend()
         worker = stack.start_worker(*OPTIONS, *arguments, wait=False, **environ)  # type: ignore[arg-type]
         wait_for(lambda: "Registered endpoint" in worker.log or not worker.running, "vLLM to load", START_S)

@@ -33,7 +33,9 @@ EVERY: dict[str, list[dict[str, Any]]] = {
     **{name: args for name, args in EXAMPLES.items() if name != "phrase_ban"},
     "acme/fatigue": [{}],
 }
-PROCESSORS = [{"name": name, "args": args} for name, examples_ in EVERY.items() for args in examples_]
+PROCESSORS: list[dict[str, Any]] = [
+    {"name": name, "args": args} for name, examples_ in EVERY.items() for args in examples_
+]
 STATEFUL = ("mirostat", "acme/fatigue")
 
 
