@@ -83,7 +83,13 @@ def draws(case: Case, model: ServedModel) -> bool:
 @pytest.fixture(scope="module")
 def small() -> Iterator[LLM]:
     """An engine that computes prompts in chunks, and has KV for some of its requests only."""
-    with running(default_model(), max_num_batched_tokens=32, num_gpu_blocks_override=24, max_model_len=256) as found:
+    with running(
+        default_model(),
+        max_num_batched_tokens=32,
+        num_gpu_blocks_override=24,
+        max_model_len=256,
+        enable_prefix_caching=False,
+    ) as found:
         yield found
 
 
