@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from e2e_stack import REPOSITORY, Stack, Worker, running_stack, wait_for
@@ -25,13 +25,25 @@ def default_model() -> Path:
 
 
 @contextlib.contextmanager
-def vllm_worker(directory: Path, *arguments: str, **environ: str) -> Iterator[tuple[Stack, Worker]]:
-    """One frontend and one worker that has loaded the model."""
+def vllm_workers(
+    directory: Path, count: int, *arguments: str, frontend: Sequence[str] = (), **environ: str
+) -> Iterator[tuple[Stack, list[Worker]]]:
+    """One frontend and workers that have loaded the model, one after the other."""
     with running_stack(directory, default_model()) as stack:
         ours = {key: value for key, value in stack.environ.items() if not key.startswith(("VLLM_", "DLW_PROCESSOR"))}
         stack.environ = {**ours, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests' / 'e2e'}"}
-        stack.start_frontend()
-        worker = stack.start_worker(*OPTIONS, *arguments, wait=False, **environ)  # type: ignore[arg-type]
-        wait_for(lambda: "Registered endpoint" in worker.log or not worker.running, "vLLM to load", START_S)
-        stack.wait_registered(worker)
+        stack.start_frontend(*frontend)
+        workers = []
+        for _ in range(count):
+            worker = stack.start_worker(*OPTIONS, *arguments, wait=False, **environ)  # type: ignore[arg-type]
+            workers.append(worker)
+            wait_for(lambda at=worker: "Registered endpoint" in at.log or not at.running, "vLLM to load", START_S)
+            stack.wait_registered(worker)
+        yield stack, workers
+
+
+@contextlib.contextmanager
+def vllm_worker(directory: Path, *arguments: str, **environ: str) -> Iterator[tuple[Stack, Worker]]:
+    """One frontend and one worker that has loaded the model."""
+    with vllm_workers(directory, 1, *arguments, **environ) as (stack, (worker,)):
         yield stack, worker
