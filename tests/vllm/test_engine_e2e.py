@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from e2e_stack import MODEL, Stack, Worker, leave_until_cancelled
 from processor_requests import PATIENT, Reply, chat, check_failed, check_refused, of
@@ -166,8 +167,11 @@ async def test_a_worker_that_drains_finishes_its_requests(served: Shared) -> Non
     assert "drained: 1 finished, 0 migrated" in worker.log
 
 
-def test_the_smoke_test(tmp_path: Path) -> None:
-    with vllm_worker(tmp_path / "stack", DYN_ENABLE_TEST_LOGITS_PROCESSOR="1") as (stack, _):
+def test_the_smoke_test_and_a_killed_worker(tmp_path: Path) -> None:
+    with vllm_worker(tmp_path / "stack", DYN_ENABLE_TEST_LOGITS_PROCESSOR="1") as (stack, worker):
         reply = chat(stack, temperature=1.3, seed=4, logprobs=False, top_logprobs=None)
+        below = psutil.Process(worker.child.pid).children(recursive=True)
     assert reply.content == "Hello world!"
     assert reply.finish_reason == "stop"
+    assert len(below) >= 2  # the worker was killed, and vLLM's processes end with it
+    assert psutil.wait_procs(below, timeout=60)[1] == []

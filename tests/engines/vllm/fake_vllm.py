@@ -130,10 +130,14 @@ class FakeLlm:
                 output.append(int(logits.argmax()))
                 reason = self._reason(params, output)
                 yield self._output(params, raw, given, output, reason)
-                await asyncio.sleep(0)
-        finally:
-            if reason is None:
-                self.aborted.append(request_id)
+                if reason is None:
+                    await asyncio.sleep(0)
+        except GeneratorExit:  # vLLM sends an abort, also for one that has ended
+            self.aborted.append(request_id)
+            raise
+        except asyncio.CancelledError:
+            self.aborted.append(request_id)
+            raise
 
     def _reason(self, params: FakeParams, output: list[int]) -> str | None:
         if output[-1] in params.stop_token_ids:
@@ -155,7 +159,13 @@ class FakeLlm:
                 logprobs_of(raw_logits(given[:i]), given[i], params.prompt_logprobs) for i in range(1, len(given))
             ]
         times = SimpleNamespace(num_preemptions=0, scheduled_ts=1.5)
-        return SimpleNamespace(outputs=[choice], prompt_logprobs=scores, num_cached_tokens=3, metrics=times)
+        return SimpleNamespace(
+            outputs=[choice],
+            finished=reason is not None,
+            prompt_logprobs=scores,
+            num_cached_tokens=3,
+            metrics=times,
+        )
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         await asyncio.sleep(0)

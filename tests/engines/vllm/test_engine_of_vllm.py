@@ -82,6 +82,7 @@ async def test_an_answer_without_processors() -> None:
     assert params.temperature == 0.0
     assert params.extra_args is None
     assert params.stop_token_ids == [EOS]
+    assert llm.aborted == []
     assert llm.is_shut_down
 
 

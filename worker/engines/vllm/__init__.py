@@ -4,7 +4,8 @@
 out what it takes; `params.py` turns a request into native fields and one chain. In vLLM's process
 `chain_receiver.py` takes the chain, for the class in `processors.py`. `requests.py` has the running
 requests, `deltas.py` reads their outputs; `core_reports.py` fetches failures and receipts;
-`probes.py` tries the loaded engine; `engine.py` puts them together.
+`probes.py` tries the loaded engine; `parent_watch.py` ends vLLM's processes with the worker;
+`engine.py` puts them together.
 """
 
 from worker.engines.vllm.engine import VllmEngine

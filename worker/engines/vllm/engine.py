@@ -19,6 +19,7 @@ from worker.engines.vllm.core_reports import CoreReports
 from worker.engines.vllm.deltas import Reader
 from worker.engines.vllm.package import Package, read_package
 from worker.engines.vllm.params import SHIPPED, NativeRequest, Served, Shipped, native_request, shipped
+from worker.engines.vllm.parent_watch import name_worker
 from worker.engines.vllm.probes import check_processors
 from worker.engines.vllm.requests import RequestTable, RunningRequest
 from worker.engines.vllm.settings import VllmConfig
@@ -75,6 +76,7 @@ class VllmEngine:
         if self._info is not None:
             raise StartupError("the vLLM engine was started twice")
         package = self._package = await asyncio.to_thread(self._read_package)
+        name_worker()
         arguments = self.config.engine_arguments(package.engine_fields, package.version)
         try:
             # vLLM blocks until the model is loaded
@@ -202,7 +204,7 @@ class VllmEngine:
                     end = len(request.token_ids) + reader.num_sent
                     await self._confirm(delta, output.outputs[0].token_ids, end, native.chain, carried)
                 running.put(delta)
-                if running.done:
+                if running.done and not output.finished:  # an end that vLLM does not know of: it frees the request
                     return
         running.put(TokenDelta(finish_reason="error", error="vLLM ended the request without a reason"))
 

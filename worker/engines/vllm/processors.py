@@ -13,6 +13,7 @@ from adapters.vllm.model import ModelFacts
 from adapters.vllm.processors import Processors
 from adapters.vllm.rows import MakesRows
 from worker.engines.vllm.chain_receiver import ChainReceiver
+from worker.engines.vllm.parent_watch import end_with_worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,4 +28,5 @@ class WorkerProcessors(Processors):
         """Accept everything: the worker admits requests before the engine has them."""
 
     def _make_builder(self, vllm_config: VllmConfig) -> MakesRows:
+        end_with_worker()
         return ChainReceiver(ModelFacts.of(vllm_config))
