@@ -55,6 +55,22 @@ def test_options_become_vllms_arguments(tmp_path: Path) -> None:
     assert arguments == {"model": "/m", "generation_config": "vllm", "max_num_seqs": 7, **OWN}
 
 
+def test_a_cpu_s_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would take most of the machine's memory."""
+    known = {*package().engine_fields, "kv_cache_memory_bytes", "num_gpu_blocks_override"}
+
+    def cache(*argv: str) -> object:
+        return config(*argv).engine_arguments(known, "0.0", is_cpu=True).get("kv_cache_memory_bytes")
+
+    found = cache()
+    assert isinstance(found, int)
+    assert 0 < found <= 2**32
+    assert cache("--kv-cache-memory", "9GiB") == 9 * 2**30
+    assert cache("--kv-blocks", "7") is None
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert cache() is None
+
+
 def test_what_contradicts_the_worker_is_refused() -> None:
     assert "--max-num-seqs asks for max_num_seqs: 8, but --engine-args says 9" in refusal(
         "--max-num-seqs", "8", "--engine-args", '{"max_num_seqs": 9}'

@@ -77,7 +77,7 @@ class VllmEngine:
             raise StartupError("the vLLM engine was started twice")
         package = self._package = await asyncio.to_thread(self._read_package)
         name_worker()
-        arguments = self.config.engine_arguments(package.engine_fields, package.version)
+        arguments = self.config.engine_arguments(package.engine_fields, package.version, is_cpu=package.is_cpu)
         try:
             # vLLM blocks until the model is loaded
             self._llm = await asyncio.to_thread(_load, package, arguments)

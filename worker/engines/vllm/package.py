@@ -55,6 +55,7 @@ class Package:
         delta: The output kind of new tokens alone.
         dead_error: The exception of an engine that died.
         client_errors: Exceptions that one request is to blame for.
+        is_cpu: Whether it computes on a CPU.
     """
 
     version: str
@@ -66,6 +67,7 @@ class Package:
     delta: Any
     dead_error: type[Exception]
     client_errors: tuple[type[Exception], ...]
+    is_cpu: bool = False
 
 
 def read_package(environ: MutableMapping[str, str] = os.environ) -> Package:
@@ -91,6 +93,7 @@ def read_package(environ: MutableMapping[str, str] = os.environ) -> Package:
             delta=sampling.RequestOutputKind.DELTA,
             dead_error=errors.EngineDeadError,
             client_errors=(ValueError, importlib.import_module("vllm.exceptions").VLLMClientError),
+            is_cpu=bool(importlib.import_module("vllm.platforms").current_platform.is_cpu()),
         )
         importlib.import_module("worker.engines.vllm.processors")
     except Exception as error:  # the library's import: whatever its kernels run into

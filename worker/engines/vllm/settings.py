@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from worker.arguments import OPTIONS, Arguments, load_yaml
@@ -36,6 +39,15 @@ FROM_OPTIONS = {
     "tensor_parallel_size": "tensor_parallel_size",
 }
 """Arguments that options of the worker set where they are given; vLLM's default holds otherwise."""
+
+SIZES_OF_CACHE = ("kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization")
+"""Arguments that say how large the KV cache is."""
+
+SPACE_ON_CPU = "VLLM_CPU_KVCACHE_SPACE"
+"""Variable of vLLM that says it too."""
+
+MAX_CACHE_ON_CPU = 4 * 2**30
+"""Largest KV cache on a CPU unless one is asked for, bytes: vLLM would take most of the memory."""
 
 _SPECULATION = "vLLM does not call this interface of logits processors with drafts on every device"
 _DISAGGREGATION = "this engine has no disaggregated roles"
@@ -106,17 +118,20 @@ class VllmConfig:
         """Processes that each apply the logits processors."""
         return int(self.options.get("tensor_parallel_size") or 1)
 
-    def engine_arguments(self, known: Collection[str], version: str) -> dict[str, Any]:
+    def engine_arguments(self, known: Collection[str], version: str, *, is_cpu: bool = False) -> dict[str, Any]:
         """Arguments for the installed version.
 
         Args:
             known: Names that it has.
             version: The installed version, for messages.
+            is_cpu: Whether it computes on a CPU.
 
         Raises:
             StartupError: it lacks one.
         """
         arguments = {"model": self.model_path, "generation_config": "vllm", **self.options, **OWN}
+        if is_cpu and not os.environ.get(SPACE_ON_CPU) and not any(name in arguments for name in SIZES_OF_CACHE):
+            arguments["kv_cache_memory_bytes"] = min(MAX_CACHE_ON_CPU, _available_memory() // 4)
         for name in arguments:
             if name not in known:
                 close = get_close_matches(name, known, n=3)
@@ -163,3 +178,13 @@ def _given(text: str | None) -> dict[str, Any]:
         raise ConfigurationError(f"{FLAG}: is not JSON: {error}") from None
     assert isinstance(found, dict)
     return found
+
+
+def _available_memory() -> int:
+    """Bytes of memory that this machine can give without swapping; much where it does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+    except OSError:
+        return 4 * MAX_CACHE_ON_CPU
+    found = re.search(r"^MemAvailable: +(\d+) kB$", text, re.MULTILINE)
+    return 4 * MAX_CACHE_ON_CPU if found is None else int(found[1]) * 1024
