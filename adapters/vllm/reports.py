@@ -48,8 +48,9 @@ class Reports:
         self._lock = Lock()
 
     def failed(self, report: str | None, error: ProcessorFailed, position: int) -> Failure:
-        """Keep a failure, and log it."""
-        logger.warning("%s, position %d; the answer ends", error, position)
+        """Keep a failure, and log it: as a warning, unless the request named itself."""
+        level = logging.WARNING if report is None else logging.DEBUG
+        logger.log(level, "%s, position %d; the answer ends", error, position)
         failure = Failure(report or "", error.processor, error.reason, error.message, position)
         with self._lock:
             self._failures.append(failure)
