@@ -31,10 +31,20 @@ Raw = dict[str, dict[int, torch.Tensor]]
 
 
 class Recording(Processors):
-    """The processors; records the logits before them, and the seeds that were drawn."""
+    """The processors; records the logits before them, the seeds that were drawn, and who was
+    preempted with a part of the answer.
+    """
 
     raw: ClassVar[Raw] = defaultdict(dict)
     seeds: ClassVar[dict[str, int]] = {}
+    resumed: ClassVar[set[str]] = set()
+
+    def update_state(self, batch_update: Any) -> None:
+        for _, asked, _, output in batch_update.added if batch_update else ():
+            report = (asked.extra_args or {}).get("logits_processors_report")
+            if output and report is not None:
+                self.resumed.add(report)
+        super().update_state(batch_update)
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
         for index, request in self._indexed.requests.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import count
 
 import pytest
 from engine import Recording, default_model, facts_of, generate, num_preemptions, params, replayed, running
@@ -15,7 +15,8 @@ from adapters.vllm.model import ServedModel
 from adapters.vllm.requests import chain_of, read
 
 NUM_TOKENS = 8
-NUM_TOKENS_LONG = 40
+NUM_TOKENS_LONG = 24
+NUM_BATCHED = 32
 REFUSED = {"phrase_ban"}
 
 
@@ -46,19 +47,23 @@ def asked_of(case: Case, number: int) -> SamplingParams:
     return params(*case.processors, report=str(number), **fields)
 
 
-def check(llm: LLM, cases: Sequence[Case], at_once: int, asked: Sequence[SamplingParams] | None = None) -> None:
+def check(llm: LLM, cases: Sequence[Case], at_once: int) -> None:
     """Answer all cases, and compare every token."""
-    model = facts_of(llm)
     Recording.raw.clear()
-    asked = asked or [asked_of(case, number) for number, case in enumerate(cases)]
+    asked = [asked_of(case, number) for number, case in enumerate(cases)]
     answers: list[list[int]] = []
     for begin in range(0, len(cases), at_once):
         part = slice(begin, begin + at_once)
         answers += generate(llm, [case.prompt for case in cases[part]], asked[part])
-    wrong: dict[str, Any] = {}
+    compare(llm, cases, asked, answers)
+
+
+def compare(llm: LLM, cases: Sequence[Case], asked: Sequence[SamplingParams], answers: Sequence[Sequence[int]]) -> None:
+    """Every token must be the one of a fresh chain."""
+    model, wrong = facts_of(llm), {}
     for number, (case, answer) in enumerate(zip(cases, answers, strict=True)):
         expected = replayed(model, case.prompt, asked[number], answer, str(number))
-        if answer != expected:
+        if list(answer) != expected:
             wrong[str(case)] = (answer, expected)
     assert not wrong
     assert all(answers)
@@ -85,21 +90,33 @@ def small() -> Iterator[LLM]:
     """An engine that computes prompts in chunks, and has KV for some of its requests only."""
     with running(
         default_model(),
-        max_num_batched_tokens=32,
-        num_gpu_blocks_override=24,
-        max_model_len=256,
+        max_num_batched_tokens=NUM_BATCHED,
+        num_gpu_blocks_override=9,
+        max_model_len=192,
         enable_prefix_caching=False,
     ) as found:
         yield found
 
 
 def test_each_processor_in_chunks_and_preempted(small: LLM) -> None:
-    model = facts_of(small)
+    """Preempted where the KV cache is full, and all of them at every sixth step."""
+    model, engine = facts_of(small), small.llm_engine
     found = [case for case in cases_of(small, NUM_TOKENS_LONG) if case.sampling == "greedy" or draws(case, model)]
-    assert all(len(case.prompt) > 32 for case in found)
+    assert all(len(case.prompt) > NUM_BATCHED for case in found)
     asked = [asked_of(case, number) for number, case in enumerate(found)]
     for each in asked:  # vLLM's engine ends on a seed in chunks of a prompt, on a CPU; the chain draws one itself
         each.seed = None
-    before = num_preemptions(small)
-    check(small, found, len(found), asked)
-    assert num_preemptions(small) > before + 10
+    Recording.raw.clear()
+    for number, (case, each) in enumerate(zip(found, asked, strict=True)):
+        engine.add_request(str(number), {"prompt_token_ids": list(case.prompt)}, each)
+    answers: dict[int, list[int]] = {}
+    for step in count(1):
+        for output in engine.step():
+            answers[int(output.request_id)] = list(output.outputs[0].token_ids)
+        if not engine.has_unfinished_requests():
+            break
+        if step % 6 == 0:
+            engine.reset_prefix_cache(reset_running_requests=True)
+    compare(small, found, asked, [answers[number] for number in range(len(found))])
+    assert num_preemptions(small) > len(found)
+    assert len(Recording.resumed) > len(found) / 4
