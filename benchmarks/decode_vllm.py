@@ -18,7 +18,7 @@ os.environ |= {
 
 
 def start() -> Callable[[Task], Reply]:
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    from vllm import LLM, SamplingParams
 
     engine = LLM(
         sys.argv[1],

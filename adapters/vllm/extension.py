@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 from adapters.vllm.reports import REPORTS
@@ -13,3 +14,10 @@ class Extension:
     def take_processor_failures(self) -> list[dict[str, Any]]:
         """The processors that ended their requests since the last call (`reports.Failure`)."""
         return REPORTS.take_failures()
+
+    def take_processor_receipt(self, report: str, last: tuple[int, int] | None = None) -> bytes | None:
+        """The receipt of the request of that name, pickled (`adapters.chain.Receipt`), None if its
+        chain has not begun; it is not kept. See `Reports.take_receipt`.
+        """
+        receipt = REPORTS.take_receipt(report, last)
+        return None if receipt is None else pickle.dumps(receipt)

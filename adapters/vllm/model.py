@@ -38,6 +38,8 @@ class ModelFacts:
         eos_token_ids: End tokens of the generation configuration.
         name: Served name, which selects the operator's policy.
         reports_processed: Whether log probabilities are those after all controls.
+        penalises_first: Whether vLLM applies its penalties before processors, and drafts may be
+            verified: the second model runner.
     """
 
     tokenizer: str | None
@@ -45,6 +47,7 @@ class ModelFacts:
     eos_token_ids: frozenset[int]
     name: str
     reports_processed: bool = False
+    penalises_first: bool = False
 
     @classmethod
     def of(cls, config: Any) -> ModelFacts:
@@ -60,6 +63,7 @@ class ModelFacts:
             eos_token_ids=frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends),
             name=str(served[0] if isinstance(served, list) else served or model.model),
             reports_processed=str(model.logprobs_mode).startswith("processed"),
+            penalises_first=bool(config.use_v2_model_runner),
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,28 +11,15 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotProcessor
 
-from adapters.chain import ProcessorFailed
 from adapters.vllm.admission import check
+from adapters.vllm.indexed import Indexed
 from adapters.vllm.model import ModelFacts, served_model
-from adapters.vllm.rows import Builder, Row, RowEditor, end, follow
+from adapters.vllm.rows import Builder, MakesRows, RowEditor
 from adapters.vllm.slots import Slots
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
-
-
-@dataclass(slots=True)
-class _Listed:
-    """A row of V1's batch, and the lists in which vLLM keeps its tokens."""
-
-    row: Row
-    prompt: list[int]
-    output: list[int]
-
-    def token_at(self, position: int) -> int:
-        """The token at a position of the answer."""
-        return self.output[position - len(self.prompt)]
 
 
 class Processors(BatchProcessor, SlotProcessor):
@@ -52,12 +38,16 @@ class Processors(BatchProcessor, SlotProcessor):
     """
 
     def __init__(self, vllm_config: VllmConfig, second: Any, is_pin_memory: bool = False) -> None:
+        builder = self._make_builder(vllm_config)
+        editor = RowEditor(builder.never_ids)
+        self._indexed = Indexed(builder, editor)
+        self._slots = None if isinstance(second, torch.device) else Slots(second, builder, editor)
+
+    def _make_builder(self, vllm_config: VllmConfig) -> MakesRows:
+        """Maker of the rows of requests; the worker's own class has another."""
         model = served_model(ModelFacts.of(vllm_config))
         model.warm_up()
-        self._builder = Builder(model)
-        self._editor = RowEditor(model.never_ids)
-        self._listed: dict[int, _Listed] = {}
-        self._slots = None if isinstance(second, torch.device) else Slots(second, self._builder, self._editor)
+        return Builder(model)
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -76,34 +66,7 @@ class Processors(BatchProcessor, SlotProcessor):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Take the requests that joined, left or moved in the batch."""
-        process_dict_updates(self._listed, batch_update, self._new)
-
-    def _new(self, params: SamplingParams, prompt: list[int] | None, output: list[int]) -> _Listed | None:
-        def is_same(row: Row) -> bool:
-            return row.output is output or (row.output == output and row not in standing)
-
-        standing = [listed.row for listed in self._listed.values()]
-        row = self._builder.row_of(params, is_same)
-        if row is None:
-            return None
-        row.output = output
-        return _Listed(row, prompt or [], output)
-
-    def _apply_listed(self, logits: torch.Tensor) -> None:
-        standing = []
-        for index, listed in self._listed.items():
-            row = listed.row
-            if not row.has_failed:
-                try:
-                    chain = row.chain_after(listed.prompt)
-                    follow(chain, len(listed.prompt) + len(listed.output), listed.token_at)
-                    standing.append((index, row, chain))
-                except ProcessorFailed as error:
-                    row.fail(error)
-            if row.has_failed:
-                end(logits, index, row)
-        if standing:
-            self._editor.apply(logits, standing)
+        process_dict_updates(self._indexed.requests, batch_update, self._indexed.new)
 
     # V2: slots
 
@@ -118,6 +81,6 @@ class Processors(BatchProcessor, SlotProcessor):
         """Apply the chains to ``logits`` (float32 ``[rows, V]``), in place."""
         if ctx is not None and self._slots is not None:
             self._slots.apply(logits, ctx)
-        elif self._listed:
-            self._apply_listed(logits)
+        else:
+            self._indexed.apply(logits)
         return logits

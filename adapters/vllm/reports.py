@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import OrderedDict, deque
 from dataclasses import asdict, dataclass
 from threading import Lock
 from typing import Any
 
-from adapters.chain import ProcessorFailed, Receipt
+from adapters.chain import ProcessorChain, ProcessorFailed, Receipt
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 4096
 """Failures that are kept; older ones are dropped."""
 
-MAX_RECEIPTS = 4096
-"""Receipts that are kept; the oldest are dropped."""
+MAX_RECEIPTS = 1024
+"""Chains whose receipts are kept; the oldest are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +44,32 @@ class Reports:
 
     def __init__(self) -> None:
         self._failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
-        self._receipts: OrderedDict[str, Receipt] = OrderedDict()
+        self._chains: OrderedDict[str, ProcessorChain] = OrderedDict()
         self._lock = Lock()
 
-    def failed(self, report: str | None, error: ProcessorFailed, position: int) -> None:
-        """Keep a failure, and log it."""
-        logger.warning("%s, position %d; the answer ends", error, position)
+    def failed(self, report: str | None, error: ProcessorFailed, position: int) -> Failure:
+        """Keep a failure, and log it: as a warning, unless the request named itself."""
+        level = logging.WARNING if report is None else logging.DEBUG
+        logger.log(level, "%s, position %d; the answer ends", error, position)
+        failure = Failure(report or "", error.processor, error.reason, error.message, position)
         with self._lock:
-            self._failures.append(Failure(report or "", error.processor, error.reason, error.message, position))
+            self._failures.append(failure)
+        return failure
 
-    def began(self, report: str | None, receipt: Receipt) -> None:
-        """Keep a receipt, which its chain goes on writing, if the request named itself."""
+    def withdraw(self, failure: Failure) -> None:
+        """Drop a failure that was none, if nobody has taken it yet."""
+        with self._lock:
+            if failure in self._failures:
+                self._failures.remove(failure)
+
+    def began(self, report: str | None, chain: ProcessorChain) -> None:
+        """Keep a chain, which goes on writing its receipt, if the request named itself."""
         if report is None:
             return
         with self._lock:
-            self._receipts[report] = receipt
-            while len(self._receipts) > MAX_RECEIPTS:
-                self._receipts.popitem(last=False)
+            self._chains[report] = chain
+            while len(self._chains) > MAX_RECEIPTS:
+                self._chains.popitem(last=False)
 
     def take_failures(self) -> list[dict[str, Any]]:
         """The failures since the last call, as JSON data."""
@@ -68,10 +78,22 @@ class Reports:
             self._failures.clear()
         return taken
 
-    def take_receipt(self, report: str) -> Receipt | None:
-        """The receipt of the request of that name, None if there is none; it is not kept."""
+    def take_receipt(self, report: str, last: tuple[int, int] | None = None) -> Receipt | None:
+        """The receipt of the request of that name, None if there is none; it is not kept.
+
+        Args:
+            report: Name that the request gave itself.
+            last: Id and position of the answer's last token, behind which no step showed it to the
+                chain; None where a processor ended the request.
+        """
         with self._lock:
-            return self._receipts.pop(report, None)
+            chain = self._chains.pop(report, None)
+        if chain is None:
+            return None
+        if last is not None and chain.position == last[1]:
+            with contextlib.suppress(ProcessorFailed):  # it has nothing to do with this token any more
+                chain.accept(*last)
+        return chain.receipt
 
 
 REPORTS = Reports()

@@ -1,16 +1,17 @@
 """What a request to vLLM asks of its logits processors, and who draws its tokens.
 
 vLLM applies its own fields around our chain: ``min_tokens``, ``logit_bias``, ``allowed_token_ids``,
-``bad_words`` and structured outputs before it; penalties (V1), temperature, min-p, top-k and top-p
-after it. That is the order law unless the chain acts where vLLM's later steps belong before it.
-There, and where a seed was given, the chain draws: vLLM's fields join it as processors, and our
-sampler leaves one token, which vLLM's steps then cannot change.
+``bad_words`` and structured outputs before it, penalties after it (V1) or before it (V2), then
+temperature, min-p, top-k and top-p. That is the order law unless the chain acts where vLLM's later
+steps belong before it. There, and where a seed was given, the chain draws: vLLM's later fields join
+it as processors, and our sampler leaves one token, which vLLM's steps then cannot change. What V2
+has applied too early is refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from secrets import randbits
 from typing import Any, Protocol
@@ -45,6 +46,10 @@ class Params(Protocol):
     top_p: float
     top_k: int
     min_p: float
+    min_tokens: int
+    logit_bias: dict[int, float] | None
+    allowed_token_ids: list[int] | None
+    bad_words: list[str] | None
     seed: int | None
     stop_token_ids: list[int] | None
     ignore_eos: bool
@@ -92,6 +97,17 @@ _LATE = (
 )
 
 
+_GRAMMAR_FIELDS = (
+    ("json", "json_schema", "schema"),
+    ("json_object", "json_schema", "schema"),
+    ("regex", "regex", "pattern"),
+    ("choice", "choice", "choices"),
+    ("grammar", "grammar", "lark"),
+    ("structural_tag", "structural_tag", "format"),
+)
+"""Name in ``structured_outputs``, processor that does the same, and its argument."""
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """The processors of a request, and the context of their chain.
@@ -123,6 +139,7 @@ def read(params: Params, model: ServedModel, drawn_seed: int | None = None) -> A
     report = extra.get(REPORT)
     set_fields = [each.requested(params) for each in (*_PENALTIES, *_LATE)]
     names = {requested.name for requested in named.processors}
+    set_fields += _left_to_vllm(params)
     fields = [FieldValue(each) for each in set_fields if each is not None and each.name not in names]
     selection = model.policy.apply(named, model.catalog, fields)
     _refuse_what_vllm_lacks(selection, report)
@@ -150,36 +167,50 @@ def chain_of(asked: Asked, params: Params, model: ServedModel) -> tuple[Processo
     if chain.backtracks:
         names = " and ".join(member.name for member in chain.members if hasattr(member.processor, "rewinds_to"))
         raise SelectionError("processors", f"{names} takes tokens back, and vLLM has sent them by then")
-    draws = _draws(chain, params)
+    penalties = [requested for each in _PENALTIES if (requested := each.requested(params)) is not None]
+    if model.facts.penalises_first:
+        _refuse_penalties_before(chain, penalties)
+    draws = _draws(chain, params, penalties, model)
     if draws and params.logprobs is not None and model.facts.reports_processed:
         problem = "processed log probabilities are vLLM's own, and this request's tokens are drawn by its processors"
         raise SelectionError("logprobs", problem)
     if draws:
-        _take_over(chain, params, asked.context, model)
+        late = [requested for each in _LATE if (requested := each.requested(params)) is not None]
+        fields = late if model.facts.penalises_first else [*penalties, *late]
+        _take_over(chain, params, fields, asked.context, model)
     return chain, draws
 
 
-def _draws(chain: ProcessorChain, params: Params) -> bool:
+def _refuse_penalties_before(chain: ProcessorChain, penalties: Sequence[Requested]) -> None:
+    """Refuse penalties that V2 applies before processors, where the law has them after, or once."""
+    for penalty in penalties:
+        for member in chain.members:
+            if member.stage < Stage.PENALTY or member.name == penalty.name:
+                problem = f"vLLM applies it before the processor {member.name}; give it as a processor too"
+                if member.name == penalty.name:
+                    problem = f"is set, and the processor {penalty.name} is named too; give one of them"
+                raise SelectionError(penalty.path, problem)
+
+
+def _draws(chain: ProcessorChain, params: Params, penalties: Sequence[Requested], model: ServedModel) -> bool:
     """Whether the chain draws, because vLLM's later steps, or its draw, would not be the law's."""
     if chain.shapes_late or params.seed is not None:
         return True
-    penalised = any(each.requested(params) is not None for each in _PENALTIES)
-    return penalised and any(Stage.PENALTY <= member.stage <= Stage.SOFT for member in chain.members)
+    if model.facts.penalises_first:
+        return chain.observes_logits  # which drafts are accepted must be known in the step
+    return bool(penalties) and any(Stage.PENALTY <= member.stage <= Stage.SOFT for member in chain.members)
 
 
-def _take_over(chain: ProcessorChain, params: Params, context: Context, model: ServedModel) -> None:
+def _take_over(
+    chain: ProcessorChain, params: Params, fields: Sequence[Requested], context: Context, model: ServedModel
+) -> None:
     """Add the fields that vLLM applies after the chain, and the draw."""
     names = {member.name for member in chain.members}
     greedy = params.temperature < GREEDY_BELOW and Temperature.name not in names
-    requested = [each.requested(params) for each in (*_PENALTIES, *(_LATE[:1] if greedy else _LATE))]
-    chain.add(
-        [
-            processor
-            for each in requested
-            if each is not None and each.name not in names
-            for processor in model.catalog.find(each).build(each, context)
-        ]
-    )
+    if greedy:  # temperature 0 leaves one token, and vLLM ignores what truncates
+        names |= {each.processor.name for each in _LATE[1:]}
+    wanted = [each for each in fields if each.name not in names]
+    chain.add([processor for each in wanted for processor in model.catalog.find(each).build(each, context)])
     chain.add([SeededSampler(None if greedy else context.seed, context.choice)], last=True)
 
 
@@ -195,6 +226,27 @@ def _selection(value: object) -> Selection:
     if not isinstance(value, str):
         raise SelectionError("", f"expected a JSON object or its text, got {type(value).__name__}")
     return parse_selection(value)
+
+
+def _left_to_vllm(params: Params) -> list[Requested]:
+    """The processors that do what vLLM's other fields do, for the operator's policy."""
+    found: list[tuple[str, str, dict[str, Any]]] = []
+    if params.min_tokens:
+        found.append(("min_tokens", "min_tokens", {"n": params.min_tokens}))
+    if params.logit_bias:
+        bias = {str(token_id): value for token_id, value in params.logit_bias.items()}
+        found.append(("logit_bias", "logit_bias", {"bias": bias}))
+    if params.allowed_token_ids:
+        found.append(("allowed_token_ids", "allowed_tokens", {"token_ids": params.allowed_token_ids}))
+    if params.bad_words:
+        found.append(("bad_words", "bad_words", {"words": params.bad_words}))
+    if params.structured_outputs is not None:
+        found += [
+            (f"structured_outputs.{name}", processor, {argument: value})
+            for name, processor, argument in _GRAMMAR_FIELDS
+            if (value := getattr(params.structured_outputs, name, None)) is not None
+        ]
+    return [Requested(processor, args, path=path) for path, processor, args in found]
 
 
 def _refuse_what_vllm_lacks(selection: Selection, report: object) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,7 @@ from adapters.chain import (
 )
 from adapters.devices import upload_ids
 from adapters.vllm.model import ServedModel
-from adapters.vllm.reports import REPORTS
+from adapters.vllm.reports import REPORTS, Failure
 from adapters.vllm.requests import Params, chain_of, read
 
 ROWS = "logits_processors_rows"
@@ -43,20 +43,28 @@ class Row:
         report: Name under which failure and receipt are kept, None if nobody reads them.
 
     Attributes:
-        has_failed: Whether the chain failed: every row of the request is then the end token.
+        failed_at: Position of the token at which the chain failed, None if it did not: every row
+            from there on is the end token.
         draws: Whether the chain draws the token; known once `chain_after` has returned.
         chain: The chain, None until then.
+        num_known: Tokens of the chain that vLLM has shown; those after them are drafts.
         output: The list in which vLLM's first interface keeps the answer, newly made at times.
     """
 
     def __init__(self, built: Future[tuple[ProcessorChain, bool]], end_id: int, report: str | None = None) -> None:
         self.end_id = end_id
-        self.has_failed = False
+        self.failed_at: int | None = None
         self.draws = False
         self._built = built
         self.output: list[int] | None = None
         self._report = report
+        self._provisional: Failure | None = None
         self.chain: ProcessorChain | None = None
+        self.num_known = 0
+
+    def fits(self, tokens: Sequence[int]) -> bool:
+        """Whether this row has been applied to the beginning of ``tokens``, prompt and answer."""
+        return self.chain is not None and self.chain.tokens[: self.num_known] == list(tokens[: self.num_known])
 
     def chain_after(self, prompt: Sequence[int]) -> ProcessorChain:
         """The chain; the first time it is waited for, and started after ``prompt``.
@@ -70,41 +78,91 @@ class Row:
             except Exception as error:  # admission has built it once; a third party's code may differ
                 problem = error if isinstance(error, SelectionError) else f"raised {type(error).__name__}"
                 raise ProcessorFailed("chain", "raised", f"cannot be built: {problem}") from error
-            chain.start(prompt)
-            REPORTS.began(self._report, chain.receipt)
-            self.chain = chain
+            if chain.tokens != list(prompt):  # a worker's own stands there
+                chain.start(prompt)
+            REPORTS.began(self._report, chain)
+            self.chain, self.num_known = chain, len(prompt)
         return self.chain
 
-    def fail(self, error: ProcessorFailed) -> None:
-        """End the request's answer, and report why; the first failure counts."""
-        if not self.has_failed:
+    def fail(self, error: ProcessorFailed, *, after_draft: bool = False) -> None:
+        """End the request's answer, and report why; the first failure counts.
+
+        Args:
+            error: The failure.
+            after_draft: Whether a draft precedes the position, which may not be accepted.
+        """
+        if self.failed_at is None:
             position = -1 if self.chain is None else self.chain.position
-            REPORTS.failed(self._report, error.without_frames(), position)
-        self.has_failed = True
+            self.failed_at = max(position, 0)
+            failure = REPORTS.failed(self._report, error.without_frames(), position)
+            self._provisional = failure if after_draft else None
+
+    def has_failed(self, length: int) -> bool:
+        """Whether the chain has failed, at a step where the request has ``length`` tokens.
+
+        A failure after a draft that was not accepted is none.
+        """
+        if self.failed_at is not None and self._provisional is not None and length <= self.failed_at:
+            REPORTS.withdraw(self._provisional)
+            self.failed_at = None
+        self._provisional = None
+        return self.failed_at is not None
 
 
-def follow(chain: ProcessorChain, end: int, token_at: Callable[[int], int]) -> None:
-    """Bring a chain to the end of the tokens, which grow, or are fewer after a rejected draft.
+class _Rows(tuple[Row, ...]):
+    """Rows that share parameters; a type of its own, which no client can send."""
+
+
+def follow(row: Row, end: int, token_at: Callable[[int], int]) -> ProcessorChain:
+    """Bring a row's chain to the end of the tokens; drafts that were not accepted are rewound.
 
     Args:
-        chain: A chain that was started after the prompt.
+        row: A row whose chain was started.
         end: Number of tokens, prompt and answer.
-        token_at: The token at a position; asked for those that the chain does not have.
+        token_at: The token at a position; asked for those that vLLM had not shown before.
 
     Raises:
         ProcessorFailed: a token was sampled without the chain and its state depends on that, or
             vLLM does not show the token yet.
     """
+    chain = row.chain_after(())
     if chain.position > end:
         chain.rewind(end)
     if chain.observes_logits and end - chain.position > 1:
         raise chain.fail("chain", "skipped", "lost what it knew of the logits when vLLM started the request anew")
-    for position in range(chain.position, end):
+    for position in range(row.num_known, end):
         token_id = token_at(position)
         if token_id < 0:
             problem = "the newest token is not known: name adapters.vllm:Processors with --logits-processors"
             raise chain.fail("chain", "skipped", problem)
         chain.accept(token_id, position)
+    row.num_known = end
+    return chain
+
+
+def rows_of(params: Params) -> tuple[Row, ...]:
+    """Rows of requests with these parameters."""
+    found = (params.extra_args or {}).get(ROWS)
+    return found if isinstance(found, _Rows) else ()  # a client may write anything there
+
+
+def with_row(params: Params, row: Row) -> Row:
+    """The row, kept with the parameters of its request."""
+    params.extra_args = {**(params.extra_args or {}), ROWS: _Rows((*rows_of(params), row))}
+    return row
+
+
+class MakesRows(Protocol):
+    """Makes the rows of requests.
+
+    Attributes:
+        never_ids: Ids of a row of logits that are no token.
+    """
+
+    never_ids: Sequence[int]
+
+    def new_row(self, params: Params) -> Row | None:
+        """The row of a request that begins, kept with its parameters; None if it has no chain."""
 
 
 class Builder:
@@ -116,19 +174,16 @@ class Builder:
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
+        self.never_ids: Sequence[int] = model.never_ids
         self._threads = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-builder")
 
-    def row_of(self, params: Params, is_same: Callable[[Row], bool]) -> Row | None:
-        """The row of a request: an earlier one of the same, or a new one; None if nothing is asked.
+    def new_row(self, params: Params) -> Row | None:
+        """The row of a request that begins; None if nothing is asked.
 
         Args:
-            params: Parameters of the request, which requests for several answers may share.
-            is_same: Whether an earlier row with these parameters is this request's, preempted.
+            params: Parameters of the request, which requests for several answers may share; the row
+                is kept with them.
         """
-        known: tuple[Row, ...] = (params.extra_args or {}).get(ROWS, ())
-        for row in known:
-            if is_same(row):
-                return row
         some_end = min(self._model.context.vocabulary.eos_token_ids, default=0)
         try:
             asked = read(params, self._model)
@@ -140,9 +195,7 @@ class Builder:
             return None
         end_id = asked.context.end_token_id
         built = self._threads.submit(chain_of, asked, params, self._model)
-        row = Row(built, some_end if end_id is None else end_id, asked.report)
-        params.extra_args = {**(params.extra_args or {}), ROWS: (*known, row)}
-        return row
+        return with_row(params, Row(built, some_end if end_id is None else end_id, asked.report))
 
 
 class RowEditor:
@@ -155,12 +208,15 @@ class RowEditor:
     def __init__(self, never_ids: Sequence[int]) -> None:
         self._never_ids = list(never_ids)
 
-    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, Row, ProcessorChain]]) -> None:
+    def apply(
+        self, logits: torch.Tensor, rows: Sequence[tuple[int, Row, ProcessorChain]], *, after_drafts: bool = False
+    ) -> None:
         """Edit rows whose chains stand at the position of their token.
 
         Args:
             logits: float32 ``[B, V]``, edited in place.
             rows: Index in ``logits``, row and chain of each.
+            after_drafts: Whether drafts precede the positions.
         """
         by_index = {index: row for index, row, _ in rows}
         planned, failures = plan_rows([(index, chain) for index, _, chain in rows])
@@ -170,7 +226,7 @@ class RowEditor:
         failures |= _force(logits, [each for each in planned if each[0] not in failures])
         failures |= _unusable(logits, [each for each in planned if each[0] not in failures])
         for index, failure in failures.items():
-            by_index[index].fail(failure)
+            by_index[index].fail(failure, after_draft=after_drafts)
             end(logits, index, by_index[index])
 
     def _mask_never(self, logits: torch.Tensor, drawn: Sequence[int]) -> None:

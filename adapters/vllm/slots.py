@@ -10,7 +10,7 @@ import torch
 
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.vllm.requests import Params
-from adapters.vllm.rows import Builder, Row, RowEditor, end, follow
+from adapters.vllm.rows import MakesRows, Row, RowEditor, end, follow, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,23 @@ class _LogitsRow:
     fed: int
 
 
+@dataclass(slots=True)
+class _Slot:
+    """A slot in use, or one whose request has left: vLLM does not say so.
+
+    Attributes:
+        params: Parameters of the request.
+        row: Its row; None for a request that goes on, until its tokens show which row is its own.
+    """
+
+    params: Params
+    row: Row | None
+
+
 class Slots:
-    """The requests by slot. Speculative drafts are planned one after the other, and taken back.
+    """The requests by slot. Speculative drafts are planned one after the other.
+
+    A chain keeps the drafts that it was planned after; the next step shows which were accepted.
 
     Args:
         states: vLLM's ``LogitsProcRequestState``.
@@ -37,25 +52,21 @@ class Slots:
         editor: Applies chains to logits.
     """
 
-    def __init__(self, states: Any, builder: Builder, editor: RowEditor) -> None:
+    def __init__(self, states: Any, builder: MakesRows, editor: RowEditor) -> None:
         self._states, self._builder, self._editor = states, builder, editor
-        self._rows: dict[int, Row] = {}
+        self._slots: dict[int, _Slot] = {}
 
     def add(self, slot: int, params: Params) -> bool:
         """Begin a request in a slot, or go on with one; whether it has processors."""
-        prefilled = int(self._states.prefill_len.np[slot])
-        is_resumed = prefilled > int(self._states.prompt_len.np[slot])
-
-        def is_same(row: Row) -> bool:
-            is_here = row.chain is not None and row.chain.position == prefilled
-            return is_resumed and is_here and not row.has_failed and row not in self._rows.values()
-
-        row = self._builder.row_of(params, is_same)
-        if row is None:
-            self._rows.pop(slot, None)
-            return False
-        self._rows[slot] = row
-        return True
+        self._slots.pop(slot, None)
+        is_resumed = int(self._states.prefill_len.np[slot]) > int(self._states.prompt_len.np[slot])
+        if is_resumed and rows_of(params):
+            self._slots[slot] = _Slot(params, None)  # its tokens are on the device at its first step
+            return True
+        row = self._builder.new_row(params)
+        if row is not None:
+            self._slots[slot] = _Slot(params, row)
+        return row is not None
 
     def apply(self, logits: torch.Tensor, ctx: Any) -> None:
         """Apply the chains to ``logits`` (float32 ``[rows, V]``), in place.
@@ -64,47 +75,65 @@ class Slots:
             logits: Logits of this step.
             ctx: vLLM's ``LogitsContext``.
         """
-        if not any(int(slot) in self._rows for slot in ctx.idx_mapping_np):
+        live = {int(slot) for slot in ctx.idx_mapping_np} & self._slots.keys()
+        if not live:
             return
         columns = torch.stack((ctx.expanded_idx_mapping.long(), ctx.pos.long(), ctx.input_ids.long())).tolist()
         by_slot: dict[int, list[_LogitsRow]] = {}
         for index, (slot, position, fed) in enumerate(zip(*columns, strict=True)):
-            if slot in self._rows:
+            if slot in live:
                 by_slot.setdefault(slot, []).append(_LogitsRow(index, position, fed))
         standing: list[_Standing] = []
         for slot, rows in by_slot.items():
-            found = self._standing(slot, sorted(rows, key=lambda row: row.position))
+            rows.sort(key=lambda row: row.position)
+            if rows[0].position + 1 < int(self._states.prefill_len.np[slot]):
+                continue  # a chunk of what is computed anew: its token is dropped
+            row = self._slots[slot].row or self._resume(slot, rows[0].position + 1, live)
+            found = self._standing(slot, row, rows)
             if found is not None:
                 standing.append(found)
-            elif self._rows[slot].has_failed:
-                for each in rows:
-                    end(logits, each.index, self._rows[slot])
         self._apply_drafts(logits, standing)
+        for slot, rows in by_slot.items():
+            ended = self._slots[slot].row
+            for each in rows:
+                if ended is not None and ended.failed_at is not None and each.position + 1 >= ended.failed_at:
+                    end(logits, each.index, ended)
 
-    def _standing(self, slot: int, rows: list[_LogitsRow]) -> _Standing | None:
-        """A request with its chain after its tokens; None in the prompt, or if it has failed."""
-        row, first = self._rows[slot], rows[0]
-        if row.has_failed:
-            return None
-        prompt_length = int(self._states.prompt_len.np[slot])
-        if first.position + 1 < prompt_length:  # a chunk of the prompt: its token is dropped
+    def _resume(self, slot: int, length: int, live: set[int]) -> Row:
+        """The row of a request that goes on, by its tokens: those for several answers share rows.
+
+        A row that another slot holds is taken from it, unless that slot is in this batch: its
+        request has left, or has the same tokens and finds an equal row at its next step.
+        """
+        own, tokens = self._slots[slot], self._tokens(slot, length)
+        busy = [self._slots[other].row for other in live]
+        fitting = [row for row in rows_of(own.params) if row.fits(tokens) and row not in busy]
+        row = max(fitting, key=lambda row: row.num_known, default=None) or self._builder.new_row(own.params)
+        assert row is not None  # its first row was made of the same parameters
+        for other in self._slots.values():
+            if other.row is row:
+                other.row = None
+        own.row = row
+        return row
+
+    def _standing(self, slot: int, row: Row, rows: list[_LogitsRow]) -> _Standing | None:
+        """A request with its chain after its tokens; None if it has failed."""
+        if row.has_failed(rows[0].position + 1):
             return None
         try:
-            chain = self._followed(slot, row, prompt_length, first)
+            return _Standing(row, self._followed(slot, row, rows[0]), rows)
         except ProcessorFailed as error:
             row.fail(error)
             return None
-        return _Standing(row, chain, rows)
 
-    def _followed(self, slot: int, row: Row, prompt_length: int, first: _LogitsRow) -> ProcessorChain:
+    def _followed(self, slot: int, row: Row, first: _LogitsRow) -> ProcessorChain:
         """The chain at the first row's token. All tokens are read where more than one is new."""
-        chain = row.chain_after(self._tokens(slot, prompt_length) if row.chain is None else ())
-        end_of_history = first.position + 1
-        if end_of_history - chain.position > 1:
-            follow(chain, end_of_history, self._tokens(slot, end_of_history).__getitem__)
-        else:
-            follow(chain, end_of_history, lambda position: first.fed)
-        return chain
+        if row.chain is None:
+            row.chain_after(self._tokens(slot, int(self._states.prompt_len.np[slot])))
+        length = first.position + 1
+        if length - row.num_known > 1:
+            return follow(row, length, self._tokens(slot, length).__getitem__)
+        return follow(row, length, lambda position: first.fed)
 
     def _tokens(self, slot: int, count: int) -> list[int]:
         found: list[int] = self._states.all_token_ids.gpu[slot, :count].tolist()
@@ -114,18 +143,11 @@ class Slots:
         """Apply the first rows of all requests, then those after their first drafts, and so on."""
         depth = 0
         live = list(standing)
-        bases = [(each.chain, each.chain.position) for each in standing]
         while live:
-            self._editor.apply(logits, [(each.rows[depth].index, each.row, each.chain) for each in live])
+            rows = [(each.rows[depth].index, each.row, each.chain) for each in live]
+            self._editor.apply(logits, rows, after_drafts=depth > 0)
             depth += 1
             live = [each for each in live if each.takes_draft(depth, logits)]
-        for each in standing:
-            if each.row.has_failed:
-                for row in each.rows:
-                    end(logits, row.index, each.row)
-        for chain, position in bases:
-            if chain.position > position:
-                chain.rewind(position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +160,7 @@ class _Standing:
 
     def takes_draft(self, depth: int, logits: torch.Tensor) -> bool:
         """Move the chain to row ``depth``, if there is one and its draft can have been sampled."""
-        if self.row.has_failed or depth == len(self.rows):
+        if self.row.failed_at is not None or depth == len(self.rows):
             return False
         draft = self.rows[depth].fed
         if float(logits[self.rows[depth - 1].index, draft]) == -torch.inf:

@@ -34,7 +34,8 @@ for name in "${stubs[@]}"; do eval "function $name { command_not_found_handle $n
 PATH=/nowhere
 """
 _OWN_SCRIPTS = [str(path.relative_to(ROOT)) for folder in ("launch", "scripts") for path in (ROOT / folder).iterdir()]
-_STUBBED = [*_OWN_SCRIPTS, *(f"./{name}" for name in _OWN_SCRIPTS), ".venv/bin/python"]
+_PYTHONS = (".venv/bin/python", ".venv-vllm/bin/python")
+_STUBBED = [*_OWN_SCRIPTS, *(f"./{name}" for name in _OWN_SCRIPTS), *_PYTHONS]
 _SHELL_VARIABLES = {"PATH", "PWD", "OLDPWD", "SHLVL", "_"}
 
 ELLIPSES = ("...", "…")
@@ -119,7 +120,7 @@ def check(command: Command) -> None:
     elif name.startswith("scripts/"):
         usage = _text_of(name, "tests/golden/run_golden.py")  # which scripts/golden runs
         assert all(re.search(rf"{re.escape(one)}\b", usage) for one in given if one.startswith("-")), command
-    elif name == ".venv/bin/python":  # another one lacks the package
+    elif name in _PYTHONS:  # another one lacks the package
         _check_python(given, command.variables, is_cut=len(given) < len(rest))
     elif name == "dlw-batch":
         _check_argparse(partial(importlib.import_module("worker.runtimes.nats.batch.command").main, given))

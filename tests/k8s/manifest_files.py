@@ -12,8 +12,10 @@ import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "k8s"
-GRAPHS = ("agg", "agg_router", "disagg", "disagg_router", "agg-trtllm", "disagg-trtllm")
+GRAPHS = ("agg", "agg_router", "disagg", "disagg_router", "agg-trtllm", "disagg-trtllm", "agg-vllm")
 WORKERS = ("worker", "prefill", "decode")
+GPU_ENGINES = ("trtllm", "vllm")
+"""Engines whose graphs end with their names; every other graph has the embedded engine."""
 
 # What the operator sets in every worker, unless the manifest does (its v1beta1 defaults).
 OPERATOR_ENVIRON = {
@@ -50,6 +52,12 @@ class Component:
 
     def __str__(self) -> str:
         return f"{self.graph}-{self.fields['name']}"
+
+    @property
+    def engine(self) -> str:
+        """Engine of the graph's workers."""
+        name = self.graph.rpartition("-")[2]
+        return name if name in GPU_ENGINES else "embedded"
 
     @property
     def type(self) -> str:

@@ -8,12 +8,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from e2e_stack import Process, Stack, running_stack, wait_for
-from image_files import closure, commands, environment_of, extras, install_command, pins, requirements
+from image_files import closure, commands, environment_of, extras, install_command, pins, requirements, stage
 from manifest_files import FOLDER, Component, components
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -44,6 +44,26 @@ TRTLLM_BASE: dict[str, str | None] = {
 """Packages of the base image of the TensorRT-LLM stage, with the version where TensorRT-LLM's
 requirements.txt or one that it names fixes it; torch requires jinja2, and uvloop is added by
 Dynamo's own build of that image."""
+
+
+VLLM_BASE: dict[str, str | None] = {
+    "h11": "0.16.0",
+    "jinja2": "3.1.6",
+    "llguidance": "1.7.6",
+    "numpy": "2.3.5",
+    "prometheus-client": "0.26.0",
+    "pydantic": "2.14.4",
+    "pyyaml": "6.0.4",
+    "regex": "2026.11.19",
+    "rich": "15.0.0",
+    "safetensors": "0.8.0",
+    "tokenizers": "0.23.3",
+    "torch": "2.13.0",
+    "tqdm": "4.70.1",
+    "transformers": "5.19.0",
+    "uvloop": "0.23.0",
+}
+"""What vLLM 0.32.0 requires, in the versions that its build for CPUs brings."""
 
 
 @pytest.fixture(scope="module")
@@ -140,16 +160,36 @@ def test_tensorrt_llm_keeps_its_own_set() -> None:
     assert "--no-deps" in command
     assert "--constraint /src/constraints.txt" in command
     words = command.removeprefix("uv pip install ").split()
-    named = {canonicalize_name(word) for word in words if canonicalize_name(word) in pins()}
-    assert named == {canonicalize_name(one.name) for one in requirements(()) if not has(one)}
+    assert named_in(words) == lacking(TRTLLM_BASE)
 
 
-def has(requirement: Requirement) -> bool:
-    """Whether the base image meets a requirement of ours."""
+def test_vllm_keeps_its_own_set(tmp_path: Path) -> None:
+    command = install_command("vllm")
+    assert "--no-deps" in command
+    assert "--constraint /src/constraints.txt" in command
+    assert named_in(command.partition(" install ")[2].split()) == lacking(VLLM_BASE)
+    assert "ENTRYPOINT []" in stage("vllm")  # the base image's own is vLLM's server
+    (check,) = (each for each in commands("vllm") if each.startswith(f"python3 /src/{Path(CHECK).name} "))
+    done = subprocess.run([sys.executable, CHECK, *check.split()[2:]], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "check_image: vllm is not installed\n")
+
+
+def named_in(words: Iterable[str]) -> set[str]:
+    """Distributions with a pin that a command names."""
+    return {canonicalize_name(word) for word in words if canonicalize_name(word) in pins()}
+
+
+def lacking(base: Mapping[str, str | None]) -> set[str]:
+    """Requirements of ours that a base image does not meet."""
+    return {canonicalize_name(one.name) for one in requirements(()) if not has(base, one)}
+
+
+def has(base: Mapping[str, str | None], requirement: Requirement) -> bool:
+    """Whether a base image meets a requirement of ours."""
     name = canonicalize_name(requirement.name)
-    if name not in TRTLLM_BASE:
+    if name not in base:
         return False
-    version = TRTLLM_BASE[name]
+    version = base[name]
     return version is None or requirement.specifier.contains(version)
 
 

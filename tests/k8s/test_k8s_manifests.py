@@ -39,7 +39,7 @@ def worker_arguments(component: Component) -> Arguments:
 @each_worker
 def test_the_worker_reads_its_command_line(component: Component) -> None:
     arguments = worker_arguments(component)
-    assert arguments.engine == ("trtllm" if component.graph.endswith("-trtllm") else "embedded")
+    assert arguments.engine == component.engine
     roles = {"worker": "aggregated", "prefill": "prefill", "decode": "decode"}
     assert arguments.disaggregation_mode == roles[component.type]
     assert arguments.discovery_backend == "kubernetes"
@@ -162,11 +162,13 @@ def test_the_worker_and_the_front_door_read_the_same_model(component: Component)
 
 
 @each_component
-def test_gpus_are_asked_for_where_tensorrt_llm_runs(component: Component) -> None:
-    trtllm = component.graph.endswith("-trtllm") and component.type in WORKERS
+def test_gpus_are_asked_for_by_the_engines_that_need_them(component: Component) -> None:
+    engine = component.engine if component.type in WORKERS else "embedded"
+    needs_gpu = engine != "embedded"
     limits, requests = component.main["resources"]["limits"], component.main["resources"]["requests"]
-    assert limits.get("nvidia.com/gpu") == requests.get("nvidia.com/gpu") == ("1" if trtllm else None)
-    assert component.main["image"].startswith("dynamo-logits-worker-trtllm:") == trtllm
+    assert limits.get("nvidia.com/gpu") == requests.get("nvidia.com/gpu") == ("1" if needs_gpu else None)
+    name = f"dynamo-logits-worker-{engine}:" if needs_gpu else "dynamo-logits-worker:"
+    assert component.main["image"].startswith(name)
 
 
 @each_component
@@ -185,6 +187,7 @@ def test_every_topology_is_what_its_name_says() -> None:
         "agg": aggregated,
         "agg_router": aggregated,
         "agg-trtllm": aggregated,
+        "agg-vllm": aggregated,
         "disagg": disaggregated,
         "disagg_router": disaggregated,
         "disagg-trtllm": disaggregated,
@@ -240,7 +243,7 @@ def test_the_job_writes_the_model_that_the_manifests_serve(tmp_path: Path) -> No
     written = Path(container["args"][0])
     assert main([str(tmp_path / written.name)]) == 0
     assert (tmp_path / written.name / "config.json").is_file()
-    for component in (c for c in components(*WORKERS) if not c.graph.endswith("-trtllm")):
+    for component in (c for c in components(*WORKERS) if c.engine == "embedded"):
         assert component.main["args"][component.main["args"].index("--model-path") + 1] == str(written)
         claims = [v["persistentVolumeClaim"] for v in component.pod["volumes"] if "persistentVolumeClaim" in v]
         assert {c["claimName"] for c in claims} == {claim["metadata"]["name"]}

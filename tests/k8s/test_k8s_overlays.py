@@ -17,13 +17,18 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from manifest_files import FOLDER, REPOSITORY, WORKERS, Component, load_graph, load_schema
+from manifest_files import FOLDER, GPU_ENGINES, REPOSITORY, WORKERS, Component, load_graph, load_schema
 
 from worker.arguments import parse_arguments
 from worker.frontdoor.options import parse_options
 from worker.metrics import OUTCOMES
 
-OVERLAYS = {"cpu": ("embedded", "cpu"), "gpu": ("embedded", "cuda"), "trtllm": ("trtllm", "auto")}
+OVERLAYS = {
+    "cpu": ("embedded", "cpu"),
+    "gpu": ("embedded", "cuda"),
+    "trtllm": ("trtllm", "auto"),
+    "vllm": ("vllm", "auto"),
+}
 KUBERNETES = "1.32"
 BUILT_IN = {"NetworkPolicy", "PodDisruptionBudget", "ConfigMap"}
 GRAPH, TYPE = "nvidia.com/dynamo-graph-deployment-name", "nvidia.com/dynamo-component-type"
@@ -48,7 +53,7 @@ def of_kind(overlay: str, kind: str) -> list[dict[str, Any]]:
 
 def components(overlay: str) -> list[Component]:
     (graph,) = of_kind(overlay, "DynamoGraphDeployment")
-    name = "agg-trtllm" if overlay == "trtllm" else "agg"
+    name = f"agg-{overlay}" if overlay in GPU_ENGINES else "agg"
     return [Component(name, fields, graph["spec"]["env"]) for fields in graph["spec"]["components"]]
 
 
@@ -59,7 +64,7 @@ def test_an_overlay_is_a_graph_with_all_that_operates_it(overlay: str) -> None:
         [
             *("ConfigMap", "DynamoGraphDeployment", "NetworkPolicy", "NetworkPolicy", "PodDisruptionBudget"),
             *("PodDisruptionBudget", "PodMonitor", "PodMonitor", "PrometheusRule"),
-            *([] if overlay == "trtllm" else ["ScaledObject"]),
+            *([] if overlay in GPU_ENGINES else ["ScaledObject"]),
         ]
     )
     (graph,) = of_kind(overlay, "DynamoGraphDeployment")
@@ -94,7 +99,7 @@ def test_the_worker_reads_its_command_line(overlay: str) -> None:
     assert parse_options(frontend.door["args"], {}).model_path == arguments.model_path
     assert (arguments.engine, arguments.device) == OVERLAYS[overlay]
     assert worker.main["resources"]["limits"].get("nvidia.com/gpu") == (None if overlay == "cpu" else "1")
-    assert ("scalingAdapter" in worker.fields) == (overlay != "trtllm")
+    assert ("scalingAdapter" in worker.fields) == (overlay not in GPU_ENGINES)
 
 
 @each_overlay
@@ -102,13 +107,14 @@ def test_every_image_comes_from_the_registry(overlay: str) -> None:
     images = [part["image"] for each in components(overlay) for part in each.pod["containers"]]
     assert {image.rpartition("/")[0] for image in images} == {"registry.example.com/team"}
     names = {image.rpartition("/")[2] for image in images}
-    engines = {"dynamo-logits-worker-trtllm:1.4.2"} if overlay == "trtllm" else set()
+    engines = {f"dynamo-logits-worker-{overlay}:1.4.2"} if overlay in GPU_ENGINES else set()
     assert names == {"dynamo-logits-worker:1.4.2"} | engines
 
 
-def test_tensorrt_llm_s_overlay_is_its_manifest() -> None:
-    _, overlaid = components("trtllm")
-    _, plain = load_graph("agg-trtllm")["spec"]["components"]
+@pytest.mark.parametrize("engine", GPU_ENGINES)
+def test_an_engine_s_overlay_is_its_manifest(engine: str) -> None:
+    _, overlaid = components(engine)
+    _, plain = load_graph(f"agg-{engine}")["spec"]["components"]
     (main,) = plain["podTemplate"]["spec"]["containers"]
     assert overlaid.main == {**main, "image": f"registry.example.com/team/{main['image']}"}
     assert overlaid.pod["volumes"] == plain["podTemplate"]["spec"]["volumes"]

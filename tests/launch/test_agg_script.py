@@ -154,7 +154,7 @@ def test_model_name_and_arguments_reach_the_worker(tmp_path: Path) -> None:
     [
         ((), {"MODEL_PATH": "nowhere"}, "worker: error: --model-path nowhere: no such directory"),
         (("--no-such-option",), {}, "worker: error: unrecognized arguments: --no-such-option"),
-        ((), {"ENGINE": "vroom"}, "worker: error: --engine must be one of embedded, trtllm, got 'vroom'"),
+        ((), {"ENGINE": "vroom"}, "worker: error: --engine must be one of embedded, trtllm, vllm, got 'vroom'"),
     ],
 )
 def test_a_worker_that_refuses_to_start(
@@ -223,6 +223,13 @@ def test_the_engine_is_chosen_by_a_variable(tmp_path: Path) -> None:
         script.press_ctrl_c()
         assert script.finish() == 0, script.output
         script.assert_nothing_left(children)
+
+
+def test_vllm_needs_its_environment(tmp_path: Path) -> None:
+    with launched(tmp_path, variables={"ENGINE": "vllm", "DLW_VLLM_VENV": "/nowhere"}) as script:
+        assert script.finish() == 1
+        missing = "no Python at /nowhere/bin/python; run scripts/install --vllm"
+        assert script.output == f"agg: error: ENGINE=vllm: {missing}\n"
 
 
 def test_the_checklist_passes_on_the_stand_in(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ from adapters.contract import Context
 from adapters.processors.forcing import ForcedPrefix
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest, KeepKv, ReadKv, TokenDelta
+from worker.engines.logprob_entries import LEAST_LOGPROB
 from worker.engines.trtllm import TrtllmEngine, disaggregated_params
-from worker.engines.trtllm.deltas import LEAST_LOGPROB, Cursor
+from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.running_request import RunningRequest
 from worker.engines.trtllm.settings import Role
 from worker.errors import InvalidRequest, Overloaded, RequestFailed

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from adapters.trtllm import Step
 from worker.engines import EngineRequest, RequestHints
+from worker.engines.logprob_entries import LEAST_LOGPROB
 from worker.engines.trtllm import reports, verify
 from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
-from worker.engines.trtllm.deltas import LEAST_LOGPROB, Cursor, entries_of
+from worker.engines.trtllm.deltas import Cursor, entries_of
 from worker.engines.trtllm.health import Watch, described, own_check, submission_error
 from worker.engines.trtllm.probes import NUM_TOKENS, Calls, ProbeRefused, find_honoured, judge_calls
 from worker.engines.trtllm.submission import own_arguments

@@ -95,6 +95,7 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
     trtllm = ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors")
     extra = ["--max-num-batched-tokens", "4000"] if option.name == "max_num_seqs" else []
     extra += ["--engine", "trtllm"] if option.name in trtllm else []
+    extra += ["--engine", "vllm"] if option.name == "engine_args" else []
     extra += ["--migration", "on"] if option.name == "boundary_store" else []
     extra += ["--runtime", "nats"] if option.name in NATS else []
     extra += {"nats_tls_cert": ["--nats-tls-key", "k"], "nats_tls_key": ["--nats-tls-cert", "c"]}.get(option.name, [])
@@ -146,7 +147,7 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         ),
         (
             ["--engine", "trtllm", "--kv-cache-memory", "1KiB"],
-            "--kv-cache-memory 1024 needs --engine embedded",
+            "--kv-cache-memory 1024 needs --engine embedded or vllm",
         ),
         (["--local-workers", "0"], "--local-workers must be an integer of at least 1, got '0'"),
         (["--kv-block-size", "0"], "--kv-block-size must be an integer of at least 1, got '0'"),
@@ -154,7 +155,9 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (["--context-length", "1"], "--context-length must be at least 2, got 1"),
         (["--drain-timeout-s", "nan"], "--drain-timeout-s must be a number of seconds of at least 0, got 'nan'"),
         (["--step-timeout-s", "0"], "--step-timeout-s must be a number of seconds above 0, got '0'"),
-        (["--engine", "vllm"], "--engine must be one of embedded, trtllm, got 'vllm'"),
+        (["--engine", "sglang"], "--engine must be one of embedded, trtllm, vllm, got 'sglang'"),
+        (["--engine-args", "{}"], "--engine-args {} needs --engine vllm"),
+        (["--engine", "vllm", "--device", "cpu"], "--engine vllm chooses its devices itself, but --device is cpu"),
         (["--device", "tpu"], "--device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--dtype", "fp32"], "--dtype must be one of auto, float32, bfloat16, float16, got 'fp32'"),
         (["--enable-kv-routing", "1"], "--enable-kv-routing must be true or false, got '1'"),
@@ -171,12 +174,12 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         ),
         (["--history", "lagged"], "--history lagged needs --engine trtllm"),
         (["--processor-errors", "open"], "--processor-errors open needs --engine trtllm"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 needs --engine trtllm"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 needs --engine trtllm or vllm"),
         (["--engine", "trtllm", "--numerics", "exact"], "--numerics exact needs --engine embedded"),
         (["--engine", "trtllm", "--kv-cache-dtype", "int8"], "--kv-cache-dtype int8 needs --engine embedded"),
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be one of auto, int8, got 'fp8'"),
         (["--engine", "trtllm", "--max-mixed-chunk", "64"], "--max-mixed-chunk 64 needs --engine embedded"),
-        (["--engine", "trtllm", "--step-timeout-s", "5"], "--step-timeout-s 5.0 needs --engine embedded"),
+        (["--engine", "trtllm", "--step-timeout-s", "5"], "--step-timeout-s 5.0 needs --engine embedded or vllm"),
         (["--dtype", "float16", "--device", "cpu"], "--dtype float16 needs CUDA, but --device is cpu"),
         (["--endpoint-types", "chat,audio"], "--endpoint-types must be of chat, completions, none, got 'chat,audio'"),
         (

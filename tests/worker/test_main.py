@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_trtllm_where_it_is_missing_and_where_it_is_not(monkeypatch: pytest.Monk
     checks.check_engine(arguments())
     with pytest.raises(ConfigurationError, match="tensorrt_llm is not installed"):
         checks.check_engine(arguments("--engine", "trtllm"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin="here"))
     checks.check_engine(arguments("--engine", "trtllm"))
 
 

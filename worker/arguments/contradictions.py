@@ -5,22 +5,40 @@ from __future__ import annotations
 from worker.arguments.table import OPTIONS, Arguments
 from worker.errors import ConfigurationError
 
-_ONLY = {
-    "trtllm": ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors"),
-    "embedded": (
-        *("numerics", "kernels", "quantization", "activation_dtype", "kv_cache_dtype", "kv_cache_memory"),
-        *("max_mixed_chunk", "speculative_config", "step_timeout_s"),
+_EMBEDDED, _TRTLLM, _VLLM = ("embedded",), ("trtllm",), ("vllm",)
+
+_ONLY: dict[str, tuple[str, ...]] = {
+    "tensor_parallel_size": (*_TRTLLM, *_VLLM),
+    "pipeline_parallel_size": (*_TRTLLM, *_VLLM),
+    "kv_cache_memory": (*_EMBEDDED, *_VLLM),
+    "step_timeout_s": (*_EMBEDDED, *_VLLM),
+    "engine_args": _VLLM,
+    **dict.fromkeys(("history", "processor_errors"), _TRTLLM),
+    **dict.fromkeys(
+        (
+            *("numerics", "kernels", "quantization", "activation_dtype", "kv_cache_dtype"),
+            *("max_mixed_chunk", "speculative_config"),
+        ),
+        _EMBEDDED,
     ),
 }
-"""Options that one engine alone honours."""
+"""Engines that honour an option, for those that not every engine honours."""
 
 
 def _refuse_options_of_other_engines(a: Arguments) -> None:
-    for engine, names in _ONLY.items():
-        for option in OPTIONS:
-            value = getattr(a, option.name)
-            if a.engine != engine and option.name in names and value != option.default:
-                raise ConfigurationError(f"{option.flag} {value} needs --engine {engine}")
+    for option in OPTIONS:
+        engines = _ONLY.get(option.name)
+        value = getattr(a, option.name)
+        if engines is not None and a.engine not in engines and value != option.default:
+            raise ConfigurationError(f"{option.flag} {value} needs --engine {' or '.join(engines)}")
+
+
+def _refuse_vllm_contradictions(a: Arguments) -> None:
+    if a.device != "auto":
+        raise ConfigurationError(f"--engine vllm chooses its devices itself, but --device is {a.device}")
+    if a.disaggregation_mode not in ("aggregated", "agg"):
+        problem = "has no disaggregated roles: a chain's state does not cross vLLM's KV transfer"
+        raise ConfigurationError(f"--engine vllm {problem}, but --disaggregation-mode is {a.disaggregation_mode}")
 
 
 _ONLY_DYNAMO = (
@@ -78,7 +96,7 @@ def refuse_contradictions(a: Arguments) -> None:
     _refuse_options_of_other_runtimes(a)
     if a.runtime == "nats":
         _refuse_nats_contradictions(a)
-    # TensorRT-LLM has defaults of its own for what is not given
+    # the libraries have defaults of their own for what is not given
     sizes_count = a.engine == "embedded" or {"max_num_seqs", "max_num_batched_tokens"} <= a.given
     if sizes_count and a.max_num_batched_tokens < a.max_num_seqs:
         raise ConfigurationError(
@@ -96,6 +114,8 @@ def refuse_contradictions(a: Arguments) -> None:
         needs = "needs CUDA" if a.device == "cpu" else "chooses its devices itself"
         raise ConfigurationError(f"--engine trtllm {needs}, but --device is {a.device}")
     _refuse_options_of_other_engines(a)
+    if a.engine == "vllm":
+        _refuse_vllm_contradictions(a)
     if a.dtype == "float16" and a.device == "cpu":
         raise ConfigurationError("--dtype float16 needs CUDA, but --device is cpu")
     unknown = set(a.endpoint_types.split(",")) - {"chat", "completions", "none"}

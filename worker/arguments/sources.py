@@ -86,17 +86,17 @@ def _with_file(given: dict[str, Any], path: str) -> dict[str, Any]:
     return merged
 
 
-def load_yaml(path: str) -> dict[str, Any]:
-    """The mapping in the file of ``--extra-engine-args``. Raises `ConfigurationError`."""
+def load_yaml(path: str, flag: str = "--extra-engine-args") -> dict[str, Any]:
+    """The mapping in the file that ``flag`` names. Raises `ConfigurationError`."""
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeys)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigurationError(f"--extra-engine-args {path}: {reason}") from None
+        raise ConfigurationError(f"{flag} {path}: {reason}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigurationError(f"--extra-engine-args {path}: must be a mapping of option names to values")
+        raise ConfigurationError(f"{flag} {path}: must be a mapping of option names to values")
     return {str(key): value for key, value in content.items()}
 
 

@@ -36,7 +36,7 @@ class Arguments:
     )
     served_model_name: str = option(None, "Name that clients ask for. Default: last part of the model path.")
     runtime: str = option("dynamo", "Runtime that delivers requests (docs/nats.md).", choices=("dynamo", "nats"))
-    engine: str = option("embedded", "Engine that decodes.", choices=("embedded", "trtllm"))
+    engine: str = option("embedded", "Engine that decodes.", choices=("embedded", "trtllm", "vllm"))
     device: str = option(
         "auto", "Where the embedded engine computes: auto (CUDA if there is any), cpu, cuda or cuda:N.", parse=device
     )
@@ -92,13 +92,13 @@ class Arguments:
     )
     max_num_seqs: int = option(
         64,
-        "Requests decoded in one step at most. TensorRT-LLM has a default of its own.",
+        "Requests decoded in one step at most. TensorRT-LLM and vLLM have defaults of their own.",
         parse=positive,
         engine=True,
     )
     max_num_batched_tokens: int = option(
         1024,
-        "Token budget of a step; at least max-num-seqs. TensorRT-LLM has a default of its own.",
+        "Token budget of a step; at least max-num-seqs. TensorRT-LLM and vLLM have defaults of their own.",
         parse=positive,
         engine=True,
     )
@@ -154,8 +154,10 @@ class Arguments:
         parse=positive_seconds,
         engine=True,
     )
-    tensor_parallel_size: int = option(1, "GPUs that share each layer; TensorRT-LLM only.", parse=positive)
-    pipeline_parallel_size: int = option(1, "Groups of GPUs that share the layers; TensorRT-LLM only.", parse=positive)
+    tensor_parallel_size: int = option(1, "GPUs that share each layer; TensorRT-LLM and vLLM only.", parse=positive)
+    pipeline_parallel_size: int = option(
+        1, "Groups of GPUs for the layers; TensorRT-LLM and vLLM only.", parse=positive
+    )
     history: str = option(
         "exact",
         "What TensorRT-LLM shows logits processors: every sampled token, or lagged by one, which overlaps steps.",
@@ -169,6 +171,9 @@ class Arguments:
     )
     extra_engine_args: str | None = option(
         None, "YAML file of engine options, keyed by option name; with TensorRT-LLM by the names of its LLM arguments."
+    )
+    engine_args: str | None = option(
+        None, "With vLLM: arguments of its AsyncEngineArgs, a JSON object or a YAML or JSON file (docs/vllm.md)."
     )
     drain_timeout_s: float = option(
         30.0, "Seconds that in-flight requests get to finish after SIGTERM; the rest are migrated.", parse=seconds

@@ -39,7 +39,7 @@ class EngineInfo:
     """Description of a loaded engine.
 
     Attributes:
-        name: ``embedded`` or ``trtllm``.
+        name: ``embedded``, ``trtllm`` or ``vllm``.
         version: Version of the library that decodes.
         context_length: Longest prompt + answer, in tokens.
         vocab_size: Width of a row of logits; token ids are below it.

@@ -1,10 +1,11 @@
-"""Fields of `SamplingParams` that an engine does not serve, and the refusal of a request."""
+"""Fields of `SamplingParams` that an engine does not serve, and other refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
+from worker.engines import EngineInfo
 from worker.errors import InvalidRequest, Overloaded
 from worker.sampling import SamplingParams, sampling_controls
 
@@ -48,3 +49,16 @@ def check_queue(num_requests: int, max_num_seqs: int, max_queue: int, *, is_firs
         raise Overloaded(
             f"the queue is full: {max_num_seqs} requests may run and {max_queue} wait; retry later or elsewhere"
         )
+
+
+def check_prompt(prompt: Sequence[int], info: EngineInfo) -> None:
+    """Raises `InvalidRequest` if a prompt is empty, too long or out of the vocabulary."""
+    if not prompt:
+        raise InvalidRequest("prompt_token_ids", "must hold at least one token")
+    if len(prompt) >= info.context_length:
+        problem = f"must be shorter than the context of {info.context_length} tokens, got {len(prompt)}"
+        raise InvalidRequest("prompt_token_ids", problem)
+    for index, token_id in enumerate(prompt):
+        if type(token_id) is not int or not 0 <= token_id < info.vocab_size:
+            problem = f"must be token ids from 0 to {info.vocab_size - 1}, got {token_id!r} at index {index}"
+            raise InvalidRequest("prompt_token_ids", problem)

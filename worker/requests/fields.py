@@ -344,7 +344,7 @@ _OTHER_FIELDS: tuple[Field, ...] = (
     _honoured(
         "routing.priority",
         number,
-        "A hint about order, for the router and for TensorRT-LLM's waiting queue (docs/tensorrt-llm.md); the embedded "
+        "A hint about order, for the router and the waiting queues of TensorRT-LLM and vLLM; the embedded "
         "engine serves clients in turn.",
     ),
     _no_effect("routing.allowed_worker_ids", _ROUTER),

@@ -70,7 +70,7 @@ class ServerRecord:
     """Record of the worker that served a request.
 
     Attributes:
-        engine: ``embedded`` or ``trtllm``.
+        engine: ``embedded``, ``trtllm`` or ``vllm``.
         version: Version of the library that decodes.
         computed_by: See `EngineInfo.computed_by`.
         options: The worker's options that bits depend on, by name; of the embedded engine.

@@ -9,11 +9,12 @@ here, whatever TensorRT-LLM reports.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from worker.engines import FinishReason, TokenDelta, TokenLogprob
+from worker.engines.logprob_entries import entries_of_mapping, finite
 
 _FINISH: dict[str, FinishReason] = {
     "stop": "stop",
@@ -21,9 +22,6 @@ _FINISH: dict[str, FinishReason] = {
     "cancelled": "cancelled",
     "not_finished": "length",  # of a context_only request: its one token
 }
-
-LEAST_LOGPROB = -9999.0
-"""Log probability for minus infinity, as newer versions of TensorRT-LLM say it: JSON has none."""
 
 
 @dataclass(slots=True)
@@ -64,7 +62,7 @@ class Cursor:
         self._end_at_first(delta)
         if self.num_logprobs is not None and output.logprobs:
             shown = output.logprobs[self.num_sent : self.num_sent + len(delta.token_ids)]
-            delta.logprobs = [_entries(t, each, self.num_logprobs) for t, each in zip(delta.token_ids, shown)]  # noqa: B905
+            delta.logprobs = [entries_of_mapping(t, each, self.num_logprobs) for t, each in zip(delta.token_ids, shown)]  # noqa: B905
         self._settle_end(delta)
         self.num_sent += len(delta.token_ids)
         self.finished = delta.finish_reason is not None
@@ -121,21 +119,6 @@ def _finish(delta: TokenDelta, reason: str, stop_reason: Any) -> None:
     delta.stop_reason = stop_reason if type(stop_reason) is int else None
 
 
-def _entries(token_id: int, found: Mapping[int, Any], count: int) -> list[TokenLogprob]:
-    """The sampled token first, whatever the version's order; then the top-n by rank, without those
-    that could not have been sampled.
-    """
-    entries = [TokenLogprob(each, finite(float(at.logprob)), int(at.rank or 0)) for each, at in found.items()]
-    sampled = [entry for entry in entries if entry.token_id == token_id]
-    top = [entry for entry in entries if 0 < entry.rank <= count and entry.logprob > LEAST_LOGPROB]
-    return [*sampled, *sorted(top, key=lambda entry: entry.rank)]
-
-
 def entries_of(step: Sequence[tuple[int, float, int]]) -> list[TokenLogprob]:
     """The same from a chain's report."""
     return [TokenLogprob(token_id, finite(logprob), rank) for token_id, logprob, rank in step]
-
-
-def finite(logprob: float) -> float:
-    """A log probability that JSON can say: at least `LEAST_LOGPROB`, also for NaN."""
-    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB

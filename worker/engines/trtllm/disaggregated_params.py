@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from worker.engines.trtllm.deltas import finite
+from worker.engines.logprob_entries import finite
 from worker.errors import InvalidRequest, RequestFailed
 
 VERSION = 1

@@ -12,7 +12,7 @@ from typing import Any
 from adapters.trtllm import ChainAdapter, Step
 from adapters.trtllm.side_channel import SideChannel
 from worker.engines import EngineInfo, EngineRequest, KeepKv, KvEventSink, KvPart, LocalPrefill, ReadKv, TokenDelta
-from worker.engines.refusals import check_queue
+from worker.engines.refusals import check_prompt, check_queue
 from worker.engines.trtllm import disaggregated_params
 from worker.engines.trtllm.cache_reports import EventRelay
 from worker.engines.trtllm.capabilities import Package, read_package
@@ -27,7 +27,7 @@ from worker.engines.trtllm.reports import ExecutorReports
 from worker.engines.trtllm.request_table import RequestTable
 from worker.engines.trtllm.running_request import RunningRequest
 from worker.engines.trtllm.settings import TrtllmConfig, checkpoint_facts
-from worker.engines.trtllm.submission import check_prompt, context_only, handed_logprobs, own_arguments
+from worker.engines.trtllm.submission import context_only, handed_logprobs, own_arguments
 from worker.errors import (
     Draining,
     EngineBroken,

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from worker.engines import EngineInfo, EngineRequest, TokenLogprob
+from worker.engines import EngineRequest, TokenLogprob
 from worker.engines.trtllm.capabilities import Package
 from worker.engines.trtllm.deltas import entries_of
 from worker.engines.trtllm.disaggregated_params import FIELD
@@ -40,19 +40,6 @@ def own_arguments(request: EngineRequest, package: Package) -> dict[str, Any]:
             raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not support cache salts")
         taken["cache_salt"] = request.cache_salt
     return taken
-
-
-def check_prompt(prompt: list[int], info: EngineInfo) -> None:
-    """Raises `InvalidRequest` if a prompt is empty, too long or out of the vocabulary."""
-    if not prompt:
-        raise InvalidRequest("prompt_token_ids", "must hold at least one token")
-    if len(prompt) >= info.context_length:
-        problem = f"must be shorter than the context of {info.context_length} tokens, got {len(prompt)}"
-        raise InvalidRequest("prompt_token_ids", problem)
-    for index, token_id in enumerate(prompt):
-        if type(token_id) is not int or not 0 <= token_id < info.vocab_size:
-            problem = f"must be token ids from 0 to {info.vocab_size - 1}, got {token_id!r} at index {index}"
-            raise InvalidRequest("prompt_token_ids", problem)
 
 
 def context_only(package: Package) -> Any:

@@ -1,0 +1,166 @@
+"""Requests in vLLM's batches have the tokens, and the rows, of each request alone."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm_stand_in import FirstRunner, Params, Request, SecondRunner, alone, served_model
+
+import adapters.vllm.requests
+from adapters.catalog import SelectionError
+from adapters.testing.kit_model import kit_vocabulary
+from adapters.vllm.model import ServedModel
+from adapters.vllm.requests import chain_of, read
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "conformance"))
+from builtin_examples import EXAMPLES
+from effort import examples
+
+MODELS: dict[type, ServedModel] = {
+    runner: served_model(penalises_first=runner is SecondRunner) for runner in (FirstRunner, SecondRunner)
+}
+EVERY: dict[str, list[dict[str, Any]]] = {
+    **{name: args for name, args in EXAMPLES.items() if name != "phrase_ban"},
+    "acme/fatigue": [{}],
+}
+PROCESSORS: list[dict[str, Any]] = [
+    {"name": name, "args": args} for name, examples_ in EVERY.items() for args in examples_
+]
+STATEFUL = ("mirostat", "acme/fatigue")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_seed() -> Any:
+    """Requests without a seed draw the same one, so that each can be repeated alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapters.vllm.requests, "randbits", lambda bits: 2**33 + 5)
+        yield
+
+
+def selected(*processors: dict[str, Any]) -> dict[str, Any]:
+    return {"logits_processors": json.dumps({"version": 1, "processors": processors})}
+
+
+@st.composite
+def some_params(draw: st.DrawFn) -> Params:
+    chosen = draw(st.lists(st.sampled_from(PROCESSORS), min_size=1, max_size=3, unique_by=lambda each: each["name"]))
+    stateful = draw(st.sampled_from([None, None, *STATEFUL, "acme/raises"]))
+    if stateful is not None and stateful not in {each["name"] for each in chosen}:
+        chosen.append({"name": stateful, "args": {}})
+    return Params(
+        temperature=draw(st.sampled_from([0.0, 0.8])),
+        seed=draw(st.sampled_from([None, 7])),
+        top_k=draw(st.sampled_from([0, 20])),
+        max_tokens=draw(st.integers(2, 12)),
+        extra_args=selected(*chosen),
+    )
+
+
+def is_served(params: Params, model: ServedModel) -> bool:
+    try:
+        asked = read(params, model)
+        assert asked is not None
+        chain_of(asked, params, model)
+    except SelectionError:
+        return False
+    return True
+
+
+@st.composite
+def some_requests(draw: st.DrawFn, runner: type) -> list[Request]:
+    """Requests of which some share parameters and prompt, as the answers to n > 1 do."""
+    requests: list[Request] = []
+    for params in draw(st.lists(some_params(), max_size=4)):
+        if not is_served(params, MODELS[runner]):
+            continue
+        prompt = draw(st.lists(st.integers(0, 300), min_size=1, max_size=8))
+        for _ in range(draw(st.integers(1, 3))):
+            requests.append(Request(len(requests), params, prompt))
+    return requests
+
+
+def apart(params: Params) -> Params:
+    """Equal parameters that no row is kept with."""
+    return replace(params, extra_args={"logits_processors": (params.extra_args or {})["logits_processors"]})
+
+
+def check_equal(requests: list[Request], answers: list[Request]) -> None:
+    for request, answer in zip(requests, answers, strict=True):
+        assert request.tokens == answer.tokens, request.params
+        for row, expected in zip(request.rows, answer.rows, strict=True):
+            assert torch.equal(row, expected), request.params
+
+
+@settings(max_examples=examples(50))
+@given(some_requests(SecondRunner), st.integers(0, 2**32))
+def test_slots_drafts_and_preemption_change_no_row(requests: list[Request], seed: int) -> None:
+    model = MODELS[SecondRunner]
+    answers = [alone(each.number, apart(each.params), each.prompt, model) for each in requests]
+    runner = SecondRunner(model, random.Random(seed), 4, lambda request: answers[request.number].tokens)
+    runner.run(requests)
+    check_equal(requests, answers)
+
+
+@settings(max_examples=examples(50))
+@given(some_requests(FirstRunner), st.integers(0, 2**32))
+def test_moves_and_preemption_change_no_row(requests: list[Request], seed: int) -> None:
+    model = MODELS[FirstRunner]
+    answers = [alone(each.number, apart(each.params), each.prompt, model) for each in requests]
+    FirstRunner(model, random.Random(seed), 4).run(requests)
+    check_equal(requests, answers)
+
+
+@pytest.mark.parametrize("runner", [FirstRunner, SecondRunner])
+def test_the_stand_ins_do_all_that_vllm_does(runner: type) -> None:
+    model = MODELS[runner]
+    happened: Counter[str] = Counter()
+    for seed in range(8):
+        params = [Params(seed=seed, extra_args=selected({"name": name})) for name in STATEFUL]
+        requests = [Request(number, params[number % 2], [number, 1, 2, 3]) for number in range(6)]
+        answers = [alone(each.number, apart(each.params), each.prompt, model) for each in requests]
+        dice = random.Random(seed)
+        if runner is SecondRunner:
+            second = SecondRunner(model, dice, 3, lambda request: answers[request.number].tokens)  # noqa: B023
+            second.run(requests)
+            happened.update(
+                preempted=second.num_preempted,
+                accepted=second.num_accepted,
+                rejected=second.num_rejected,
+                chunks=second.num_chunks,
+            )
+        else:
+            first = FirstRunner(model, dice, 3)
+            first.run(requests)
+            happened.update(preempted=first.num_preempted, moved=first.num_moved)
+        check_equal(requests, answers)
+    assert min(happened.values()) > 5, happened
+
+
+@pytest.mark.parametrize("runner", [FirstRunner, SecondRunner])
+def test_a_failing_row_ends_and_its_neighbours_keep_theirs(runner: type) -> None:
+    model = MODELS[runner]
+    params = [
+        Params(temperature=0, ignore_eos=True, extra_args=selected({"name": name}))
+        for name in ("acme/raises", "acme/fatigue")
+    ]
+    requests = [Request(number, params[number % 2], [5, 6]) for number in range(4)]
+    answers = [alone(each.number, apart(each.params), each.prompt, model) for each in requests]
+    if runner is SecondRunner:
+        SecondRunner(model, random.Random(3), 4, lambda request: answers[request.number].tokens).run(requests)
+    else:
+        FirstRunner(model, random.Random(3), 4).run(requests)
+    check_equal(requests, answers)
+    end_id = min(kit_vocabulary().eos_token_ids)
+    for each in requests:
+        failed = each.params is params[0]
+        assert (each.tokens[4:] == [end_id] * len(each.tokens[4:])) == failed

@@ -1,0 +1,229 @@
+"""A double of vLLM's ``AsyncLLM`` that applies the chains that it is given, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from adapters.vllm.extension import Extension
+from adapters.vllm.indexed import Indexed
+from adapters.vllm.model import ModelFacts
+from adapters.vllm.rows import RowEditor
+from worker.engines import EngineRequest, TokenDelta
+from worker.engines.vllm import VllmConfig, VllmEngine
+from worker.engines.vllm.chain_receiver import ChainReceiver
+from worker.engines.vllm.package import Package
+
+VOCAB_SIZE = 64
+EOS = 1
+CONTEXT = 96
+CONFIG = SimpleNamespace(
+    use_v2_model_runner=False,
+    model_config=SimpleNamespace(
+        skip_tokenizer_init=True,
+        served_model_name="fake",
+        model="fake",
+        tokenizer=None,
+        logprobs_mode="raw_logprobs",
+        dtype=torch.float32,
+        max_model_len=CONTEXT,
+        get_vocab_size=lambda: VOCAB_SIZE,
+        try_get_generation_config=lambda: {"eos_token_id": EOS},
+    ),
+    cache_config=SimpleNamespace(block_size=16, num_gpu_blocks=100),
+    scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
+    device_config=SimpleNamespace(device_type="cpu"),
+)
+
+
+class Died(Exception):
+    """vLLM's engine died."""
+
+
+@dataclass
+class FakeParams:
+    """The fields of ``SamplingParams`` that the engine sets."""
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    output_kind: Any = None
+    extra_args: dict[str, Any] | None = None
+
+
+def raw_logits(tokens: list[int]) -> torch.Tensor:
+    """The model: logits of the next token, float32 ``[1, V]``; the end token is unlikely."""
+    generator = torch.Generator().manual_seed(sum((i + 1) * token for i, token in enumerate(tokens)))
+    logits = torch.randn(1, VOCAB_SIZE, generator=generator)
+    logits[0, EOS] -= 5.0
+    return logits
+
+
+class FakeLlm:
+    """Decodes greedily, one request at a time.
+
+    Attributes:
+        prompts: What `generate` was given, in order.
+        params: Its parameters.
+        hints: Its other arguments.
+        aborted: Names of requests whose stream was closed early.
+        errored: Whether the engine is dead.
+        gate: Steps wait for it.
+        failure: Raised at the first step, if set.
+    """
+
+    vllm_config = CONFIG
+
+    def __init__(self) -> None:
+        self.prompts: list[Mapping[str, Any]] = []
+        self.params: list[FakeParams] = []
+        self.hints: list[dict[str, Any]] = []
+        self.aborted: list[str] = []
+        self.errored = False
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+        self.is_shut_down = False
+        self._receiver = ChainReceiver(ModelFacts.of(CONFIG))
+        self._extension = Extension()
+
+    @classmethod
+    def from_engine_args(cls, arguments: Any) -> FakeLlm:
+        return cls()
+
+    async def generate(
+        self, prompt: Mapping[str, Any], params: FakeParams, request_id: str, **hints: Any
+    ) -> AsyncIterator[Any]:
+        self.prompts.append(prompt)
+        self.params.append(params)
+        self.hints.append(hints)
+        given, output = list(prompt["prompt_token_ids"]), list[int]()
+        batch = Indexed(self._receiver, RowEditor([]))
+        request = batch.new(params, given, output)  # type: ignore[arg-type]
+        batch.requests = {} if request is None else {0: request}
+        reason = None
+        try:
+            while reason is None:
+                await self.gate.wait()
+                if self.failure is not None:
+                    raise self.failure
+                raw = raw_logits([*given, *output])
+                logits = raw.clone()
+                batch.apply(logits)
+                output.append(int(logits.argmax()))
+                reason = self._reason(params, output)
+                yield self._output(params, raw, given, output, reason)
+                if reason is None:
+                    await asyncio.sleep(0)
+        except GeneratorExit:  # vLLM sends an abort, also for one that has ended
+            self.aborted.append(request_id)
+            raise
+        except asyncio.CancelledError:
+            self.aborted.append(request_id)
+            raise
+
+    def _reason(self, params: FakeParams, output: list[int]) -> str | None:
+        if output[-1] in params.stop_token_ids:
+            return "stop"
+        return "length" if len(output) == params.max_tokens else None
+
+    def _output(
+        self, params: FakeParams, raw: torch.Tensor, given: list[int], output: list[int], reason: str | None
+    ) -> Any:
+        choice = SimpleNamespace(
+            token_ids=output[-1:],
+            finish_reason=reason,
+            stop_reason=output[-1] if reason == "stop" else None,
+            logprobs=None if params.logprobs is None else [logprobs_of(raw, output[-1], params.logprobs)],
+        )
+        scores = None
+        if params.prompt_logprobs is not None:
+            scores = [None] + [
+                logprobs_of(raw_logits(given[:i]), given[i], params.prompt_logprobs) for i in range(1, len(given))
+            ]
+        times = SimpleNamespace(num_preemptions=0, scheduled_ts=1.5)
+        return SimpleNamespace(
+            outputs=[choice],
+            finished=reason is not None,
+            prompt_logprobs=scores,
+            num_cached_tokens=3,
+            metrics=times,
+        )
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        await asyncio.sleep(0)
+        return [getattr(self._extension, method)(*args)]
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+def logprobs_of(raw: torch.Tensor, token_id: int, count: int) -> dict[int, Any]:
+    """The token and the top ``count``, as vLLM's ``Logprob`` by token id."""
+    values = raw[0].log_softmax(-1)
+    order = values.argsort(descending=True, stable=True).tolist()
+    wanted = dict.fromkeys([token_id, *order[:count]])
+    return {each: SimpleNamespace(logprob=float(values[each]), rank=order.index(each) + 1) for each in wanted}
+
+
+def package() -> Package:
+    """What `read_package` would find."""
+    return Package(
+        version="0.0",
+        async_llm=FakeLlm,
+        engine_args=lambda **arguments: arguments,
+        engine_fields=frozenset(
+            {
+                *("model", "generation_config", "logits_processors", "logprobs_mode", "max_logprobs", "dtype"),
+                *("scheduling_policy", "worker_extension_cls", "enable_log_requests", "max_num_seqs"),
+            }
+        ),
+        sampling_params=FakeParams,
+        tokens_prompt=dict,
+        delta="delta",
+        dead_error=Died,
+        client_errors=(ValueError,),
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(config: VllmConfig | None = None) -> AsyncIterator[tuple[VllmEngine, FakeLlm]]:
+    """The engine on the double, started."""
+    engine = VllmEngine(config or VllmConfig(model_path="fake"), package)
+    try:
+        await engine.start()
+        llm: FakeLlm = engine._llm
+        llm.params.clear()
+        llm.prompts.clear()
+        llm.hints.clear()
+        llm.aborted.clear()
+        yield engine, llm
+    finally:
+        await engine.stop()
+
+
+async def collect(engine: VllmEngine, request: EngineRequest) -> TokenDelta:
+    """The whole answer, with what its last delta has."""
+    whole = TokenDelta()
+    async with contextlib.aclosing(engine.generate(request)) as deltas:
+        async for delta in deltas:
+            delta.prepend(whole)
+            whole = delta
+    return whole

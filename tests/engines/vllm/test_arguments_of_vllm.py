@@ -1,0 +1,158 @@
+"""What vLLM is started with, and what its fields and a request's become of each other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_vllm import FakeParams, package
+
+from worker.arguments import parse_arguments
+from worker.engines import EngineRequest
+from worker.engines.refusals import IRRELEVANT, REFUSED_EVERYWHERE
+from worker.engines.vllm import VllmConfig, config_from
+from worker.engines.vllm.package import read_package
+from worker.engines.vllm.params import EARLY, LEAST_TEMPERATURE, REFUSED, SAMPLER, NativeRequest, Served, native_request
+from worker.engines.vllm.settings import OWN
+from worker.engines.vllm.settings import REFUSED as REFUSED_ARGUMENTS
+from worker.errors import ConfigurationError, StartupError
+from worker.installation import check_engine
+from worker.sampling import SamplingParams
+
+PROMPT = [9, 30, 41]
+SERVED = Served(64, (1,))
+
+
+def config(*argv: str) -> VllmConfig:
+    return config_from(parse_arguments(["--model-path", "/m", "--engine", "vllm", *argv], {}))
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(ConfigurationError) as refused:
+        config(*argv)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_options_become_vllms_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text("gpu_memory_utilization: 0.5\nmax_num_seqs: 7\n")
+    made = config(
+        "--max-num-seqs", "7", "--context-length", "512", "--kv-cache-memory", "1GiB", "--engine-args", str(path)
+    )
+    assert made.options == {
+        "gpu_memory_utilization": 0.5,
+        "max_num_seqs": 7,
+        "max_model_len": 512,
+        "kv_cache_memory_bytes": 2**30,
+    }
+    assert config("--engine-args", '{"enforce_eager": true}').options == {"enforce_eager": True}
+    assert config().options == {}
+    arguments = config("--max-num-seqs", "7").engine_arguments(package().engine_fields, "0.0")
+    assert arguments == {"model": "/m", "generation_config": "vllm", "max_num_seqs": 7, **OWN}
+
+
+def test_a_cpu_s_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would take most of the machine's memory."""
+    known = {*package().engine_fields, "kv_cache_memory_bytes", "num_gpu_blocks_override"}
+
+    def cache(*argv: str) -> object:
+        return config(*argv).engine_arguments(known, "0.0", is_cpu=True).get("kv_cache_memory_bytes")
+
+    found = cache()
+    assert isinstance(found, int)
+    assert 0 < found <= 2**32
+    assert cache("--kv-cache-memory", "9GiB") == 9 * 2**30
+    assert cache("--kv-blocks", "7") is None
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert cache() is None
+
+
+def test_what_contradicts_the_worker_is_refused() -> None:
+    assert "--max-num-seqs asks for max_num_seqs: 8, but --engine-args says 9" in refusal(
+        "--max-num-seqs", "8", "--engine-args", '{"max_num_seqs": 9}'
+    )
+    assert "is not JSON" in refusal("--engine-args", "{")
+    assert "--engine-args /no/file: " in refusal("--engine-args", "/no/file")
+    for name, reason in REFUSED_ARGUMENTS.items():
+        assert refusal("--engine-args", json.dumps({name: None})) == f"--engine-args: {name}: cannot be given: {reason}"
+    for flag, value in (("--numerics", "exact"), ("--speculative-config", "{}"), ("--history", "lagged")):
+        assert f"{flag} {value} needs --engine" in refusal(flag, value)
+    assert "has no disaggregated roles" in refusal("--disaggregation-mode", "decode")
+    with pytest.raises(ConfigurationError, match=r"--engine-args \{\} needs --engine vllm"):
+        parse_arguments(["--model-path", "/m", "--engine-args", "{}"], {})
+
+
+def test_an_unknown_argument_names_those_close_to_it() -> None:
+    with pytest.raises(StartupError, match=r"vLLM 0\.0 has no argument 'max_num_seq'; close to it are max_num_seqs"):
+        config("--engine-args", '{"max_num_seq": 3}').engine_arguments(package().engine_fields, "0.0")
+
+
+def test_without_vllm_the_engine_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigurationError, match="--engine vllm: vllm is not installed"):
+        check_engine(parse_arguments(["--model-path", "/m", "--engine", "vllm"], {}))
+    environ = {"VLLM_LOGGING_LEVEL": "INFO"}
+    with pytest.raises(StartupError, match="--engine vllm: vllm cannot be used: ModuleNotFoundError"):
+        read_package(environ)
+    assert environ["VLLM_LOGGING_LEVEL"] == "INFO"
+    assert environ["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def native(**asked: Any) -> NativeRequest:
+    made = native_request(EngineRequest("r", PROMPT, SamplingParams(**asked)), SERVED)
+    FakeParams(**made.fields)
+    return made
+
+
+def members(made: NativeRequest) -> list[str]:
+    return [] if made.chain is None else [member.name for member in made.chain.members]
+
+
+# what is set, what vLLM's fields say, and the processors
+ROWS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    ({}, {"temperature": 0.0, "stop_token_ids": [1], "max_tokens": 32}, []),
+    ({"temperature": 0.7}, {"temperature": 0.7}, []),
+    ({"top_p": 0.5, "top_k": 3, "min_p": 0.1}, {"temperature": 1.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1}, []),
+    ({"repetition_penalty": 1.2, "min_tokens": 3}, {"repetition_penalty": 1.2, "min_tokens": 3}, []),
+    ({"min_tokens": 3, "ignore_eos": True}, {"stop_token_ids": []}, ["min_tokens"]),
+    ({"stop_token_ids": [7], "end_id": 5}, {"stop_token_ids": [1, 5, 7]}, []),
+    ({"bad_token_ids": [4], "presence_penalty": 1.0}, {}, ["presence_penalty", "banned_tokens"]),
+    ({"temperature": 0.5, "seed": 3}, {"temperature": 1.0}, ["temperature", "seeded_sampler"]),
+    ({"temperature": LEAST_TEMPERATURE / 2, "top_k": 3}, {"temperature": 1.0}, ["temperature", "top_k"]),
+    (
+        {"no_repeat_ngram_size": 2, "temperature": 0.5, "top_k": 3},
+        {"temperature": 0.5, "top_k": 3},
+        ["no_repeat_ngram"],
+    ),
+    ({"seed": 3}, {"temperature": 0.0}, []),
+]
+
+
+@pytest.mark.parametrize(("asked", "expected", "processors"), ROWS)
+def test_where_a_control_runs(asked: dict[str, Any], expected: dict[str, Any], processors: list[str]) -> None:
+    made = native(**asked)
+    assert {name: made.fields.get(name) for name in expected} == expected
+    assert members(made) == processors
+    if processors:
+        assert not set(made.fields) & EARLY
+    assert made.fields["ignore_eos"] is True  # every end token is named
+
+
+def test_every_field_is_served_or_refused() -> None:
+    """A new field of `SamplingParams` must be considered here."""
+    by_the_engine = {
+        "n",
+        "best_of",
+        "end_id",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "max_tokens",
+    }
+    by_the_engine |= {"seed", "logprobs", "logprobs_mode", "prompt_logprobs", "logits_processor", "embedding_bias"}
+    in_the_chain = {"no_repeat_ngram_size", "bad_token_ids"}
+    known = by_the_engine | in_the_chain | EARLY | SAMPLER | set(REFUSED) | set(REFUSED_EVERYWHERE) | IRRELEVANT
+    assert {one.name for one in fields(SamplingParams)} == known

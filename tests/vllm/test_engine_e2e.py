@@ -1,0 +1,177 @@
+"""vLLM behind the worker and Dynamo's frontend: what clients ask for, and what they get."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from e2e_stack import MODEL, Stack, Worker, leave_until_cancelled
+from processor_requests import PATIENT, Reply, chat, check_failed, check_refused, of
+from vllm_stack import vllm_worker
+
+from adapters.client import processor
+
+pytestmark = [pytest.mark.real_model, pytest.mark.timeout(900)]
+
+Shared = tuple[Stack, Worker]
+THIRD_PARTIES = ("acme/one=third_party_e2e:OneToken", "acme/raises=third_party_e2e:Raises")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    options = [part for name in THIRD_PARTIES for part in ("--logits-processor", name)]
+    with vllm_worker(tmp_path_factory.mktemp("vllm") / "stack", *PATIENT, *options) as running:
+        yield running
+
+
+def test_a_greedy_conversation(served: Shared) -> None:
+    client = served[0].client()
+    messages: list[Any] = [{"role": "user", "content": "What is the capital of France? One word."}]
+    first = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=16).choices[0]
+    assert "Paris" in str(first.message.content)
+    again = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=16, temperature=0).choices[0]
+    assert again.message.content == first.message.content
+    messages += [{"role": "assistant", "content": first.message.content}, {"role": "user", "content": "Are you sure?"}]
+    stream = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+def test_a_seed_fixes_the_tokens_of_each_choice(served: Shared) -> None:
+    def ask(**body: Any) -> Reply:
+        return chat(served[0], temperature=1.0, max_tokens=12, **body)
+
+    first, again, other = ask(seed=7), ask(seed=7, stream=True), ask(seed=8)
+    assert len(first.token_ids) == 12
+    assert first.token_ids == again.token_ids != other.token_ids
+
+
+def test_grammars_and_choices(served: Shared) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"type": "string", "maxLength": 8}},
+        "required": ["colour"],
+        "additionalProperties": False,
+    }
+    reply = chat(served[0], processor("json_schema", schema=schema), max_tokens=40, temperature=1.0, seed=1)
+    assert list(json.loads(reply.content)) == ["colour"]
+    assert reply.finish_reason == "stop"
+    assert chat(served[0], processor("choice", choices=["maybe"])).content == "maybe"
+
+
+def test_a_chain_that_draws_and_its_receipt(served: Shared) -> None:
+    xtc = processor("xtc", threshold=0.05, probability=0.9)
+
+    def ask(**body: Any) -> Reply:
+        return chat(served[0], xtc, temperature=1.0, seed=3, max_tokens=10, ignore_eos=True, receipt="debug", **body)
+
+    first, again = ask(), ask(stream=True)
+    assert first.token_ids == again.token_ids
+    receipt = first.receipts[-1]
+    assert receipt is not None
+    assert receipt["engine"]["name"] == "vllm"
+    assert receipt["seed"] == 3
+    (record,) = [each for each in receipt["processors"] if each["name"] == "xtc"]
+    assert record["steps_active"] == 10
+    assert record["last_position"] == receipt["prompt_length"] + 9
+
+
+def test_a_third_party_has_a_state_of_its_own_per_request(served: Shared) -> None:
+    reply = chat(served[0], processor("acme/one", token_id=49, other=50), max_tokens=12, receipt=True)
+    assert reply.token_ids == [49] * 9 + [50] + [49] * 2
+    assert reply.receipts[-1] is not None
+    assert reply.receipts[-1]["processors"][0]["steps_active"] == 12
+
+
+@pytest.mark.parametrize("options", [{}, {"ignore_eos": True}, {"temperature": 1.0, "seed": 2}])
+def test_a_failing_processor_ends_its_request_with_an_error(served: Shared, options: dict[str, Any]) -> None:
+    stack, worker = served
+    failed = worker.metric("dlw_processor_errors_total", processor="acme/raises", reason="raised")
+    reply = chat(stack, processor("acme/raises"), max_tokens=500, **options)
+    check_failed(reply, "logits processor acme/raises: raised RuntimeError at position")
+    assert "secret" not in reply.text
+    assert worker.metric("dlw_processor_errors_total", processor="acme/raises", reason="raised") == failed + 1
+    assert worker.metric("dlw_in_flight_requests") == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (processor("nonsense"), 'processors[0].name: unknown logits processor "nonsense"'),
+        (processor("min_tokens", n=-1), "processors[0].args.n"),
+        (processor("phrase_ban", phrases=["red"]), "phrase_ban, which takes tokens back, and vLLM cannot"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(served: Shared, asked: Any, message: str) -> None:
+    check_refused(chat(served[0], asked), message)
+
+
+def test_controls_that_run_natively(served: Shared) -> None:
+    plain = chat(served[0], max_tokens=24).token_ids
+    penalised = chat(served[0], max_tokens=24, repetition_penalty=1.9, min_tokens=24, frequency_penalty=2.0).token_ids
+    assert len(penalised) == 24
+    assert plain != penalised
+    assert chat(served[0], max_tokens=24, top_k=1, temperature=1.0).token_ids == plain
+
+
+def test_log_probabilities(served: Shared) -> None:
+    plain = chat(served[0], max_tokens=4)
+    masked = chat(served[0], processor("banned_tokens", token_ids=[plain.token_ids[0]]), max_tokens=4)
+    assert [len(entry["top_logprobs"]) for entry in plain.logprobs] == [5] * 4
+    banned, top = plain.logprobs[0], masked.logprobs[0]["top_logprobs"][0]
+    assert top["token"] == banned["token"]  # raw: what a processor masks is still there
+    assert top["logprob"] == pytest.approx(banned["logprob"], abs=1e-3)
+    assert masked.token_ids[0] != plain.token_ids[0]
+
+
+async def test_twenty_clients_at_a_time(served: Shared) -> None:
+    words = ["red", "green", "blue", "white", "black"]
+    async with served[0].async_client() as client:
+
+        async def ask(number: int) -> str:
+            body = of(processor("choice", choices=[words[number % 5]])) if number % 2 else {"temperature": 1.0}
+            answer = await client.completions.create(model=MODEL, prompt="A colour:", max_tokens=12, extra_body=body)
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens <= 12
+            return answer.choices[0].text
+
+        answers = await asyncio.gather(*map(ask, range(20)))
+    assert answers[1::2] == [words[number % 5] for number in range(1, 20, 2)]
+
+
+async def test_a_client_that_leaves_frees_its_request(served: Shared) -> None:
+    async with served[0].async_client() as client:
+        await asyncio.wait_for(leave_until_cancelled(client, served[1]), 100)
+    assert chat(served[0], processor("choice", choices=["ok"])).content == "ok"
+
+
+async def test_a_worker_that_drains_finishes_its_requests(served: Shared) -> None:
+    """The last test of this worker."""
+    stack, worker = served
+    async with stack.async_client() as client:
+        stream = await client.completions.create(
+            model=MODEL, prompt="Once", max_tokens=40, stream=True, extra_body={"ignore_eos": True}
+        )
+        num_chunks = 0
+        async for chunk in stream:
+            num_chunks += bool(chunk.choices and chunk.choices[0].text)
+            if num_chunks == 1:
+                worker.signal(signal.SIGTERM)
+        assert num_chunks > 20
+    assert worker.wait() == 0
+    assert "drained: 1 finished, 0 migrated" in worker.log
+
+
+def test_the_smoke_test_and_a_killed_worker(tmp_path: Path) -> None:
+    with vllm_worker(tmp_path / "stack", DYN_ENABLE_TEST_LOGITS_PROCESSOR="1") as (stack, worker):
+        reply = chat(stack, temperature=1.3, seed=4, logprobs=False, top_logprobs=None)
+        below = psutil.Process(worker.child.pid).children(recursive=True)
+    assert reply.content == "Hello world!"
+    assert reply.finish_reason == "stop"
+    assert len(below) >= 2  # the worker was killed, and vLLM's processes end with it
+    assert psutil.wait_procs(below, timeout=60)[1] == []

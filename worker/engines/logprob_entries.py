@@ -1,0 +1,33 @@
+"""Log probabilities of a library's outputs, in the worker's form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from worker.engines import TokenLogprob
+
+LEAST_LOGPROB = -9999.0
+"""Log probability for minus infinity, as vLLM and newer versions of TensorRT-LLM say it: JSON has
+none.
+"""
+
+
+def entries_of_mapping(token_id: int, found: Mapping[int, Any], count: int) -> list[TokenLogprob]:
+    """The token itself first, whatever the library's order; then the top ``count`` by rank, without
+    those that could not have been sampled.
+
+    Args:
+        token_id: The token.
+        found: Objects with ``logprob`` and ``rank`` by token id.
+        count: Number of the most likely tokens.
+    """
+    entries = [TokenLogprob(each, finite(float(at.logprob)), int(at.rank or 0)) for each, at in found.items()]
+    sampled = [entry for entry in entries if entry.token_id == token_id]
+    top = [entry for entry in entries if 0 < entry.rank <= count and entry.logprob > LEAST_LOGPROB]
+    return [*sampled, *sorted(top, key=lambda entry: entry.rank)]
+
+
+def finite(logprob: float) -> float:
+    """A log probability that JSON can say: at least `LEAST_LOGPROB`, also for NaN."""
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB

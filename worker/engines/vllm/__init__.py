@@ -1,0 +1,14 @@
+"""vLLM's ``AsyncLLM`` as an engine. Imports without vLLM; `VllmEngine.start` needs it.
+
+`settings.py` makes the arguments of ``AsyncEngineArgs``; `package.py` imports the library and finds
+out what it takes; `params.py` turns a request into native fields and one chain. In vLLM's process
+`chain_receiver.py` takes the chain, for the class in `processors.py`. `requests.py` has the running
+requests, `deltas.py` reads their outputs; `core_reports.py` fetches failures and receipts;
+`probes.py` tries the loaded engine; `parent_watch.py` ends vLLM's processes with the worker;
+`engine.py` puts them together.
+"""
+
+from worker.engines.vllm.engine import VllmEngine
+from worker.engines.vllm.settings import VllmConfig, config_from
+
+__all__ = ["VllmConfig", "VllmEngine", "config_from"]

@@ -1,0 +1,47 @@
+"""`ChainReceiver`: makes rows of the chains that requests carry, in vLLM's process."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from adapters.catalog import precompute
+from adapters.chain import ProcessorChain
+from adapters.vllm.model import ModelFacts
+from adapters.vllm.requests import Params
+from adapters.vllm.rows import NUM_BUILDERS, Row, with_row
+from adapters.vocabulary import vocabulary_at
+from worker.engines.vllm.params import SHIPPED, Shipped
+
+
+class ChainReceiver:
+    """Makes rows of the chains that requests carry.
+
+    Args:
+        facts: Facts about the served model.
+
+    Attributes:
+        never_ids: Ids of a row that are no token.
+    """
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self._threads = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-receiver")
+        self.never_ids: Sequence[int] = ()
+        if facts.tokenizer is not None:
+            vocabulary = vocabulary_at(facts.tokenizer, facts.vocab_size, tuple(sorted(facts.eos_token_ids)))
+            precompute(vocabulary)
+            self.never_ids = [*sorted(vocabulary.gap_ids), *range(vocabulary.num_tokens, vocabulary.size)]
+
+    def new_row(self, params: Params) -> Row | None:
+        """The row of a request that begins; None if it has no chain."""
+        shipped = (params.extra_args or {}).get(SHIPPED)
+        if shipped is None:
+            return None
+        found = Shipped(*shipped)
+        return with_row(params, Row(self._threads.submit(_chain_of, found), found.end_id, found.report))
+
+
+def _chain_of(shipped: Shipped) -> tuple[ProcessorChain, bool]:
+    chain: ProcessorChain = pickle.loads(shipped.chain)
+    return chain, shipped.draws

@@ -1,0 +1,57 @@
+"""Failures and receipts of logits processors in vLLM's process, fetched by ``collective_rpc``."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+from adapters.chain import ProcessorFailed, Receipt
+
+MAX_KEPT = 1024
+"""Failures that are kept for requests that have not asked yet."""
+
+
+class CoreReports:
+    """Failures and receipts of requests, by the names that they carry.
+
+    With several processes the first that has a report counts: all apply the same chains.
+
+    Args:
+        llm: The library's ``AsyncLLM``.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._failures: OrderedDict[str, ProcessorFailed] = OrderedDict()
+
+    async def failure(self, report: str) -> ProcessorFailed | None:
+        """The processor that ended the request, None if none did."""
+        if report not in self._failures:
+            for taken in await self._llm.collective_rpc("take_processor_failures"):
+                for each in taken:
+                    failure = ProcessorFailed(each["processor"], each["reason"], each["message"])
+                    self._failures.setdefault(each["report"], failure)
+        while len(self._failures) > MAX_KEPT:
+            self._failures.popitem(last=False)
+        return self._failures.pop(report, None)
+
+    async def receipt(self, report: str, last: tuple[int, int] | None = None) -> Receipt | None:
+        """The receipt of the request, None if its chain never began; it is not kept.
+
+        Args:
+            report: Name of the request.
+            last: Id and position of the answer's last token, None if a processor ended it.
+        """
+        for packed in await self._llm.collective_rpc("take_processor_receipt", args=(report, last)):
+            if packed is not None:
+                found: Receipt = pickle.loads(packed)
+                return found
+        return None
+
+    async def drop(self, report: str) -> None:
+        """Let the engine's process forget a request that was aborted."""
+        with contextlib.suppress(Exception):  # the engine may have died, which is noticed elsewhere
+            await self.receipt(report)
+            await self.failure(report)

@@ -1,0 +1,303 @@
+"""`VllmEngine`: drives vLLM's ``AsyncLLM``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from adapters.chain import ProcessorChain
+from adapters.vllm.model import ModelFacts
+from adapters.vllm.requests import REPORT
+from worker.engines import EngineInfo, EngineRequest, KvEventSink, TokenDelta
+from worker.engines.daemon_threads import in_daemon_thread
+from worker.engines.refusals import check_prompt, check_queue
+from worker.engines.vllm.core_reports import CoreReports
+from worker.engines.vllm.deltas import Reader
+from worker.engines.vllm.package import Package, read_package
+from worker.engines.vllm.params import SHIPPED, NativeRequest, Served, Shipped, native_request, shipped
+from worker.engines.vllm.parent_watch import name_worker
+from worker.engines.vllm.probes import check_processors
+from worker.engines.vllm.requests import RequestTable, RunningRequest
+from worker.engines.vllm.settings import VllmConfig
+from worker.errors import Draining, EngineBroken, InvalidRequest, RequestFailed, StartupError
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_S = 30.0
+"""Time for vLLM's processes to end."""
+
+WATCH_S = 1.0
+"""Pause between looks at whether vLLM's processes live, seconds."""
+
+PRIORITIES = 1024
+"""Steps of vLLM's priorities, which are integers, per 1 of a request's."""
+
+
+class VllmEngine:
+    """Implements `worker.engines.ServingEngine` on vLLM.
+
+    Args:
+        config: Settings.
+        read: Imports the library.
+    """
+
+    def __init__(self, config: VllmConfig, read: Callable[[], Package] = read_package) -> None:
+        self.config = config
+        self._read_package = read
+        self._llm: Any = None
+        self._package: Package | None = None
+        self._info: EngineInfo | None = None
+        self._served: Served | None = None
+        self._reports: CoreReports | None = None
+        self._requests = RequestTable()
+        self._numbers = count()
+        self._on_broken: Callable[[str], None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._heard_s = 0.0  # the event loop's time of the newest output, or of the first request after a pause
+        self._drops: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        refusal = self._requests.refusal
+        state = "not started" if self._info is None else "serving" if refusal is None else repr(refusal)
+        return f"VllmEngine({state}, {len(self._requests)} unfinished)"
+
+    # Start and stop
+
+    async def start(self) -> EngineInfo:
+        """Load the model, and try whether logits processors work in it.
+
+        Raises:
+            StartupError: in one line.
+        """
+        if self._info is not None:
+            raise StartupError("the vLLM engine was started twice")
+        package = self._package = await asyncio.to_thread(self._read_package)
+        name_worker()
+        arguments = self.config.engine_arguments(package.engine_fields, package.version, is_cpu=package.is_cpu)
+        try:
+            # vLLM blocks until the model is loaded
+            self._llm = await asyncio.to_thread(_load, package, arguments)
+        except Exception as error:  # the start-up boundary
+            raise StartupError(f"vLLM {package.version}: {' '.join(str(error).split())}") from error
+        facts = ModelFacts.of(self._llm.vllm_config)
+        ends = tuple(sorted(facts.eos_token_ids))
+        self._served = Served(facts.vocab_size, ends, is_parallel=self.config.tensor_parallel_size > 1)
+        self._reports = CoreReports(self._llm)
+        self._info = _describe(self._llm.vllm_config, package.version, facts.vocab_size, ends)
+        self._watch = asyncio.create_task(self._watch_processes())
+        await check_processors(self.generate, self._info)
+        return self._info
+
+    async def stop(self) -> None:
+        """End vLLM's processes. Idempotent, and safe after a failed or missing `start`."""
+        self._requests.end_all(Draining("the engine was stopped"))
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            ending = in_daemon_thread("vllm-shutdown", llm.shutdown)
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(ending), SHUTDOWN_S)
+            except TimeoutError:
+                logger.warning("vLLM did not shut down within %g s", SHUTDOWN_S)
+
+    # Requests
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Decode one request; see `worker.engines.ServingEngine.generate`."""
+        running = self._submit(request)
+        try:
+            while True:
+                yield await running.take()
+                if running.is_exhausted:
+                    return
+        finally:
+            self._requests.release(running)
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request; its stream ends as ``cancelled``."""
+        self._requests.abort(request_id)
+
+    def keep_alive(self) -> None:
+        """Give an empty delta to each stream that has had none since the last call."""
+        self._requests.keep_alive()
+
+    def num_unfinished(self) -> int:
+        """Requests admitted and not yet finished."""
+        return len(self._requests)
+
+    def migrate_all(self) -> int:
+        """End every unfinished request with `Draining`, refuse new ones; how many were ended."""
+        return self._requests.end_all(Draining("the worker is shutting down"))
+
+    def _submit(self, request: EngineRequest) -> RunningRequest:
+        if self._requests.refusal is not None:
+            raise self._requests.refusal
+        if self._info is None or self._served is None:
+            raise EngineBroken("the engine has not been started")
+        if request.id in self._requests:
+            raise InvalidRequest("request_id", f"{request.id!r} is in use by an unfinished request")
+        if request.kv is not None:
+            raise InvalidRequest("prefill_result.disaggregated_params", "this engine has no disaggregated roles")
+        check_prompt(request.token_ids, self._info)
+        native = native_request(request, self._served)
+        check_queue(len(self._requests), self._info.max_num_seqs, self.config.max_queue)
+        running = RunningRequest(request.id)
+        if not len(self._requests):
+            self._heard_s = asyncio.get_running_loop().time()
+        self._requests.add(running)
+        running.task = asyncio.create_task(self._run(running, request, native))
+        return running
+
+    async def _run(self, running: RunningRequest, request: EngineRequest, native: NativeRequest) -> None:
+        """Give a request to vLLM, and put its outputs into the stream until it ends."""
+        assert self._package is not None
+        try:
+            await self._follow(running, request, native)
+        except asyncio.CancelledError:
+            if running.report is not None:
+                self._drop_report(running.report)
+            raise
+        except InvalidRequest as error:
+            running.fail(error)
+        except self._package.dead_error as error:
+            self._break(f"vLLM's engine died: {' '.join(str(error).split())}")
+        except self._package.client_errors as error:
+            running.fail(InvalidRequest("request", " ".join(str(error).split())))
+        except Exception as error:  # the engine's boundary
+            logger.exception("request %s", request.id)
+            running.fail(RequestFailed(f"vLLM: {type(error).__name__}: {' '.join(str(error).split())}"))
+
+    async def _follow(self, running: RunningRequest, request: EngineRequest, native: NativeRequest) -> None:
+        assert self._served is not None
+        assert self._package is not None
+        params, name = request.params, f"{request.id}-{next(self._numbers)}"
+        carried = shipped(native, name, self._served.eos_token_ids)
+        running.report = None if carried is None else name
+        extra = None if carried is None else {SHIPPED: tuple(carried), REPORT: name}
+        sampling = self._package.sampling_params(**native.fields, output_kind=self._package.delta, extra_args=extra)
+        prompt = self._package.tokens_prompt(prompt_token_ids=request.token_ids)
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
+        reader = Reader(
+            list(request.prompt_token_ids), params.include_stop_str_in_output, params.logprobs, params.prompt_logprobs
+        )
+        hints = request.hints
+        outputs = self._llm.generate(
+            prompt,
+            sampling,
+            name,
+            priority=-round(hints.priority * PRIORITIES),
+            trace_headers=dict(hints.trace_headers) or None,
+        )
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                self._heard_s = asyncio.get_running_loop().time()
+                delta = reader.read(output)
+                if carried is not None and native.chain is not None:
+                    end = len(request.token_ids) + reader.num_sent
+                    await self._confirm(delta, output.outputs[0].token_ids, end, native.chain, carried)
+                running.put(delta)
+                if running.done and not output.finished:  # an end that vLLM does not know of: it frees the request
+                    return
+        running.put(TokenDelta(finish_reason="error", error="vLLM ended the request without a reason"))
+
+    async def _confirm(
+        self, delta: TokenDelta, sampled: Sequence[int], end: int, chain: ProcessorChain, carried: Shipped
+    ) -> None:
+        """Complete a delta of a request with a chain; one that fails forces its end token.
+
+        Args:
+            delta: The delta.
+            sampled: Tokens of the delta, hidden ones too.
+            end: Number of tokens by now, prompt and answer.
+            chain: The worker's copy of the chain.
+            carried: The record that vLLM's process was given.
+        """
+        assert self._reports is not None
+        if delta.finish_reason is None and carried.end_id not in sampled:
+            return
+        failure = await self._reports.failure(carried.report)
+        if delta.finish_reason is None and failure is None:
+            return
+        last = (sampled[-1], end - 1) if sampled and failure is None else None
+        delta.receipt = await self._reports.receipt(carried.report, last) or chain.receipt
+        if failure is not None:
+            delta.token_ids, delta.logprobs, delta.end_logprobs = [], None, None
+            delta.finish_reason, delta.stop_reason = "error", None
+            delta.failure, delta.error = failure, str(failure)
+        if chain.wants_receipt:
+            delta.engine_data = {"logits_processors": delta.receipt.as_json()}
+
+    def _drop_report(self, report: str) -> None:
+        """Let vLLM's process forget the chain of a request that was aborted."""
+        if self._llm is None or self._reports is None or self._requests.refusal is not None:
+            return
+        task = asyncio.create_task(self._reports.drop(report))
+        self._drops.add(task)
+        task.add_done_callback(self._drops.discard)
+
+    # Reports to the runtime
+
+    def tell_broken(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback`` with the reason when vLLM dies, with or without requests."""
+        self._on_broken = callback
+
+    def tell_load(self, callback: Callable[[int, int], None]) -> None:
+        """Does nothing: vLLM reports a share of its KV cache to its own logs alone."""
+
+    def report_blocks(self, sink: KvEventSink) -> None:
+        """Does nothing: vLLM's KV events are not forwarded."""
+
+    def num_leased(self) -> int:
+        """Always 0: there are no KV transfers."""
+        return 0
+
+    def transfers(self) -> Mapping[str, float]:
+        """Always empty: there are no KV transfers."""
+        return {}
+
+    async def _watch_processes(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._llm.errored:
+            if len(self._requests) and loop.time() - self._heard_s > self.config.step_timeout_s:
+                self._break(f"vLLM has had no output for {self.config.step_timeout_s:g} s")
+                return
+            await asyncio.sleep(WATCH_S)
+        self._break("vLLM's engine died")
+
+    def _break(self, cause: str) -> None:
+        if isinstance(self._requests.refusal, EngineBroken):
+            return
+        self._requests.end_all(EngineBroken(cause))
+        if self._on_broken is not None:
+            self._on_broken(cause)
+
+
+def _load(package: Package, arguments: Mapping[str, Any]) -> Any:
+    return package.async_llm.from_engine_args(package.engine_args(**arguments))
+
+
+def _describe(config: Any, version: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> EngineInfo:
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    made_by = f"vLLM, {str(model.dtype).removeprefix('torch.')}"
+    return EngineInfo(
+        name="vllm",
+        version=version,
+        context_length=int(model.max_model_len),
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
+        kv_block_size=int(cache.block_size),
+        total_kv_blocks=int(cache.num_gpu_blocks or 0),
+        max_num_seqs=int(scheduler.max_num_seqs),
+        max_num_batched_tokens=int(scheduler.max_num_batched_tokens),
+        draws_by_seed=False,
+        computed_by=f"{made_by}, {config.device_config.device_type}",
+        made_by=made_by,
+    )

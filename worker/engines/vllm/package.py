@@ -1,0 +1,106 @@
+"""The installed vLLM: what the worker uses of it, and which arguments it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from worker.errors import StartupError
+
+DEFAULTS = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Variables of vLLM that the worker sets where the operator does not: standard output is the
+request log's, the cores are shared with a frontend, and no usage is reported to anybody.
+"""
+
+NEEDED = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "stop_token_ids",
+        "ignore_eos",
+        "max_tokens",
+        "min_tokens",
+        "logprobs",
+        "prompt_logprobs",
+        "detokenize",
+        "output_kind",
+        "extra_args",
+    }
+)
+"""Fields of ``SamplingParams`` without which nothing can be served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """The parts of vLLM that the worker uses.
+
+    Attributes:
+        version: Version of the distribution.
+        async_llm: The class ``AsyncLLM``.
+        engine_args: The class ``AsyncEngineArgs``.
+        engine_fields: Arguments of ``AsyncEngineArgs``.
+        sampling_params: The class ``SamplingParams``.
+        tokens_prompt: The class ``TokensPrompt``.
+        delta: The output kind of new tokens alone.
+        dead_error: The exception of an engine that died.
+        client_errors: Exceptions that one request is to blame for.
+        is_cpu: Whether it computes on a CPU.
+    """
+
+    version: str
+    async_llm: Any
+    engine_args: Any
+    engine_fields: frozenset[str]
+    sampling_params: Any
+    tokens_prompt: Any
+    delta: Any
+    dead_error: type[Exception]
+    client_errors: tuple[type[Exception], ...]
+    is_cpu: bool = False
+
+
+def read_package(environ: MutableMapping[str, str] = os.environ) -> Package:
+    """Import vLLM and inspect it; its variables are set before.
+
+    Raises:
+        StartupError: it cannot be imported, or lacks a class or field that is needed.
+    """
+    for name, value in DEFAULTS.items():
+        environ.setdefault(name, value)
+    try:
+        root = importlib.import_module("vllm")
+        sampling = importlib.import_module("vllm.sampling_params")
+        engine_args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
+        errors = importlib.import_module("vllm.v1.engine.exceptions")
+        package = Package(
+            version=str(root.__version__),
+            async_llm=importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM,
+            engine_args=engine_args,
+            engine_fields=frozenset(each.name for each in dataclasses.fields(engine_args) if each.init),
+            sampling_params=sampling.SamplingParams,
+            tokens_prompt=root.TokensPrompt,
+            delta=sampling.RequestOutputKind.DELTA,
+            dead_error=errors.EngineDeadError,
+            client_errors=(ValueError, importlib.import_module("vllm.exceptions").VLLMClientError),
+            is_cpu=bool(importlib.import_module("vllm.platforms").current_platform.is_cpu()),
+        )
+        importlib.import_module("worker.engines.vllm.processors")
+    except Exception as error:  # the library's import: whatever its kernels run into
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise StartupError(f"--engine vllm: vllm cannot be used: {problem}") from error
+    missing = NEEDED - frozenset(package.sampling_params.__struct_fields__)
+    if missing:
+        names = ", ".join(sorted(missing))
+        raise StartupError(f"--engine vllm: SamplingParams of vLLM {package.version} has no {names}")
+    return package

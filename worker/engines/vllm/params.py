@@ -1,0 +1,213 @@
+"""A request in vLLM's own fields, and the chain of what vLLM does not honour exactly.
+
+vLLM applies its own fields where a request has no chain. One with a chain has everything but the
+draw of a request without a seed in it: fields join it as processors, in the order law.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.contract import Context
+from adapters.processors.seeded_sampler import SeededSampler
+from adapters.vocabulary import Vocabulary
+from worker.engines.chain_members import begin, other_members
+from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
+from worker.engines.request import EngineRequest
+from worker.errors import InvalidRequest
+from worker.sampling import SamplingParams
+from worker.sampling.field_processors import is_sampled, late_controls, processor_controls, with_field_processors
+
+SHIPPED = "dlw_chain"
+"""Key in ``extra_args`` of `Shipped`, which the worker's own logits processor class alone reads."""
+
+REFUSED = {
+    **REFUSED_EVERYWHERE,
+    "apply_batched_logits_processor": "vLLM does not call batched logits processors of TensorRT-LLM",
+    "lookahead_config": "this engine does not look ahead",
+}
+"""Fields that are not served, with the reason; refused when they differ from their default."""
+
+SAMPLER = frozenset({"temperature", "top_k", "top_p", "min_p"})
+"""Controls that vLLM's sampler applies behind the chain, with the worker's own meaning."""
+
+EARLY = frozenset({"repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens"})
+"""Controls that vLLM applies, with the worker's own meaning, to requests without a chain."""
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM samples at no temperature below, except 0."""
+
+
+class Shipped(NamedTuple):
+    """A chain as a request's parameters carry it into the engine's process.
+
+    Attributes:
+        chain: The chain, pickled; it stands at the end of the prompt that vLLM has.
+        draws: Whether the chain draws the token.
+        end_id: Token that ends the answer when the chain fails.
+        report: Name of the failure and the receipt.
+    """
+
+    chain: bytes
+    draws: bool
+    end_id: int
+    report: str
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Facts about the loaded engine that decide what runs where.
+
+    Attributes:
+        vocab_size: Width of a row of logits.
+        eos_token_ids: Ids that end an answer unless ``ignore_eos``.
+        is_parallel: Whether several processes apply the same chain: their clocks differ.
+    """
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    is_parallel: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NativeRequest:
+    """One request for vLLM.
+
+    Attributes:
+        fields: Fields of its ``SamplingParams``.
+        end_token_ids: Ids that end the answer.
+        chain: Processors that run in the engine's process, begun; None if none do.
+        draws: Whether the chain draws the token.
+    """
+
+    fields: dict[str, Any]
+    end_token_ids: frozenset[int]
+    chain: ProcessorChain | None = None
+    draws: bool = False
+
+
+def native_request(request: EngineRequest, served: Served) -> NativeRequest:
+    """A request in vLLM's fields, with the chain that goes with it.
+
+    The answer so far of a migrated request is prompt to the engine, so every control that tells
+    them apart runs in the chain.
+
+    Raises:
+        InvalidRequest: a field cannot be served here; it is named.
+    """
+    params, chain = request.params, request.chain
+    prompt, generated = list(request.prompt_token_ids), list(request.generated_token_ids)
+    check_refused(params, REFUSED)
+    if params.logprobs_mode != "raw":
+        raise InvalidRequest("sampling_params.logprobs_mode", "vLLM reports raw ones only, as it is started here")
+    if params.n > 1 or params.best_of != params.n:
+        raise InvalidRequest("sampling_params.n", "must be 1: each answer is a request of its own")
+    ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
+    random = is_sampled(params, chain)
+    is_drawn = random and params.seed is not None
+    is_cool = random and 0 < (params.temperature or 0) < LEAST_TEMPERATURE
+    fields = _fields(params, ends, len(generated))
+    if chain is None and not generated and not is_drawn and not is_cool and _is_native(params):
+        return NativeRequest(fields | _native(params, random), ends)
+    if chain is not None:
+        begin(chain, request)
+        _refuse_backtracking(chain)
+    context = Context(Vocabulary(served.vocab_size), ends, params.seed or 0, max_tokens=params.max_tokens)
+    late = is_drawn or is_cool
+    try:
+        extra = other_members(params, 0, served.vocab_size)
+        rest, chain = with_field_processors(params, chain, prompt, context, extra, by_sampler=SAMPLER, late=late)
+        if is_drawn:
+            chain = chain or _empty(context, prompt)
+            chain.add([SeededSampler(params.seed, request.choice)], last=True)
+        if chain is not None and generated:
+            _resume(chain, prompt, generated)
+    except ProcessorFailed as error:
+        raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
+    if chain is not None and served.is_parallel:
+        chain.failures.step_budget_s = float("inf")
+    return NativeRequest(fields | _sampling(rest, random), ends, chain, is_drawn)
+
+
+def shipped(native: NativeRequest, report: str, eos_token_ids: Sequence[int]) -> Shipped | None:
+    """The record that the parameters carry, None without a chain.
+
+    Raises:
+        InvalidRequest: a processor cannot be pickled.
+    """
+    if native.chain is None:
+        return None
+    end_id = min(native.end_token_ids, default=min(eos_token_ids, default=0))
+    try:
+        packed = pickle.dumps(native.chain)
+    except Exception as error:  # of any class: third parties' processors
+        problem = f"cannot be sent to vLLM's process: {type(error).__name__}: {error}"
+        raise InvalidRequest("sampling_params.logits_processor", problem) from error
+    return Shipped(packed, native.draws, end_id, report)
+
+
+def _is_native(params: SamplingParams) -> bool:
+    """Whether vLLM applies all that is asked for. Its ``min_tokens`` keeps the model's end tokens
+    away with ``ignore_eos`` too.
+    """
+    if params.logits_processors or params.embedding_bias is not None:
+        return False
+    known = EARLY | SAMPLER
+    if params.ignore_eos:
+        known -= {"min_tokens"}
+    return all(
+        one.name in known for one in processor_controls(type(params)) if one.refused is None and one.is_active(params)
+    )
+
+
+def _native(params: SamplingParams, random: bool) -> dict[str, Any]:
+    """All controls in vLLM's own fields."""
+    early = {name: value for name in EARLY if (value := getattr(params, name)) is not None}
+    return early | _sampling(params, random)
+
+
+def _sampling(params: SamplingParams, random: bool) -> dict[str, Any]:
+    """Temperature and truncation, those that are left to the sampler."""
+    if not random:
+        return {"temperature": 0.0}
+    late = {one.name: getattr(params, one.name) for one in late_controls(type(params)) if one.name in SAMPLER}
+    return {"temperature": 1.0} | {name: value for name, value in late.items() if value is not None}
+
+
+def _fields(params: SamplingParams, ends: frozenset[int], num_replayed: int) -> dict[str, Any]:
+    """Fields beside the controls. All end tokens are stop tokens: vLLM then says which it was."""
+    return {
+        "max_tokens": None if params.max_tokens is None else params.max_tokens - num_replayed,
+        "stop_token_ids": sorted(ends),
+        "ignore_eos": True,
+        "logprobs": params.logprobs,
+        "prompt_logprobs": params.prompt_logprobs,
+        "detokenize": False,
+    }
+
+
+def _refuse_backtracking(chain: ProcessorChain) -> None:
+    if chain.backtracks:
+        names = ", ".join(member.name for member in chain.members if member.record.rollbacks is not None)
+        problem = f"holds {names}, which takes tokens back, and vLLM cannot; use the embedded engine"
+        raise InvalidRequest("sampling_params.logits_processor", problem)
+
+
+def _empty(context: Context, prompt: Sequence[int]) -> ProcessorChain:
+    chain = ProcessorChain([], context)
+    chain.start(prompt)
+    return chain
+
+
+def _resume(chain: ProcessorChain, prompt: list[int], generated: Sequence[int]) -> None:
+    """Replay the answer so far of a migrated request."""
+    if chain.observes_logits:
+        names = ", ".join(member.name for member in chain.members if member.processor.observes_logits)
+        problem = f"{names} cannot go on after a migration: vLLM shows no logits to replay on"
+        raise InvalidRequest("sampling_params.logits_processor", problem)
+    if chain.receipt.mode != "migrated" or chain.tokens != [*prompt, *generated]:
+        chain.start(prompt, generated, mode="migrated")

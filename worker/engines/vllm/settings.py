@@ -1,0 +1,190 @@
+"""Arguments of vLLM's ``AsyncEngineArgs``: from the worker's options and ``--engine-args``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from worker.arguments import OPTIONS, Arguments, load_yaml
+from worker.errors import ConfigurationError, StartupError
+from worker.sampling.params import MAX_LOGPROBS
+
+FLAG = "--engine-args"
+
+OWN = {
+    "enable_log_requests": False,
+    "logits_processors": ["worker.engines.vllm.processors:WorkerProcessors"],
+    "logprobs_mode": "raw_logprobs",
+    "max_logprobs": MAX_LOGPROBS,
+    "scheduling_policy": "priority",
+    "worker_extension_cls": "adapters.vllm.extension.Extension",
+}
+"""Arguments that the worker sets, whatever the options say."""
+
+FROM_OPTIONS = {
+    "block_size": "kv_block_size",
+    "dtype": "dtype",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "max_model_len": "context_length",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "max_num_seqs": "max_num_seqs",
+    "num_gpu_blocks_override": "kv_blocks",
+    "pipeline_parallel_size": "pipeline_parallel_size",
+    "tensor_parallel_size": "tensor_parallel_size",
+}
+"""Arguments that options of the worker set where they are given; vLLM's default holds otherwise."""
+
+SIZES_OF_CACHE = ("kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization")
+"""Arguments that say how large the KV cache is."""
+
+SPACE_ON_CPU = "VLLM_CPU_KVCACHE_SPACE"
+"""Variable of vLLM that says it too."""
+
+MAX_CACHE_ON_CPU = 4 * 2**30
+"""Largest KV cache on a CPU unless one is asked for, bytes: vLLM would take most of the memory."""
+
+_SPECULATION = "vLLM does not call this interface of logits processors with drafts on every device"
+_DISAGGREGATION = "this engine has no disaggregated roles"
+_ONE_ENGINE = "a worker drives one engine; start several workers behind the router"
+_CONTROLS = "it changes tokens behind the request's own controls"
+_ANSWERS = "this worker generates answers from token ids"
+
+REFUSED = {
+    "logits_processors": "the worker names its own; third-party processors are --logits-processor NAME=module:Class",
+    "worker_extension_cls": "failures and receipts of logits processors come through the worker's own",
+    "model": "it is --model-path",
+    "model_weights": "it is --model-path",
+    "served_model_name": "it is --served-model-name",
+    "tokenizer": "the tokenizer is the checkpoint's own",
+    "tokenizer_mode": "the tokenizer is the checkpoint's own",
+    "tokenizer_revision": "the tokenizer is the checkpoint's own",
+    "skip_tokenizer_init": "logits processors need the tokenizer",
+    "logprobs_mode": "the worker reports raw log probabilities",
+    "max_logprobs": f"the worker serves up to {MAX_LOGPROBS}",
+    "scheduling_policy": "requests have priorities",
+    "disable_log_stats": "preemptions and queue times of requests come from them",
+    "enable_log_requests": "the worker's own is --log-requests",
+    "stream_interval": "every token is a delta",
+    "speculative_config": _SPECULATION,
+    "spec_method": _SPECULATION,
+    "spec_model": _SPECULATION,
+    "spec_tokens": _SPECULATION,
+    "kv_transfer_config": _DISAGGREGATION,
+    "ec_transfer_config": _DISAGGREGATION,
+    "kv_events_config": "the worker forwards no KV events of vLLM",
+    "data_parallel_size": _ONE_ENGINE,
+    "data_parallel_rank": _ONE_ENGINE,
+    "generation_config": "the worker reads generation_config.json itself (--default-sampling)",
+    "override_generation_config": "the worker reads generation_config.json itself (--default-sampling)",
+    "enable_lora": "this worker serves no LoRA adapters",
+    "watermark_config": _CONTROLS,
+    "enable_trace_replay": _CONTROLS,
+    "return_sampling_mask": "vLLM then takes no greedy requests",
+    "diffusion_config": _ANSWERS,
+    "runner": _ANSWERS,
+    "convert": _ANSWERS,
+    "pooler_config": _ANSWERS,
+    "enable_prompt_embeds": _ANSWERS,
+    "trust_remote_code": "code in a checkpoint is never run",
+}
+"""Arguments that ``--engine-args`` may not give, with the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmConfig:
+    """Settings of one vLLM engine.
+
+    Attributes:
+        model_path: Directory of the checkpoint.
+        options: Arguments of ``AsyncEngineArgs`` from the worker's options and ``--engine-args``.
+        max_queue: Length of the waiting queue.
+        step_timeout_s: Seconds without an output, while requests run, after which vLLM is taken for
+            broken.
+    """
+
+    model_path: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    max_queue: int = 256
+    step_timeout_s: float = 300.0
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Processes that each apply the logits processors."""
+        return int(self.options.get("tensor_parallel_size") or 1)
+
+    def engine_arguments(self, known: Collection[str], version: str, *, is_cpu: bool = False) -> dict[str, Any]:
+        """Arguments for the installed version.
+
+        Args:
+            known: Names that it has.
+            version: The installed version, for messages.
+            is_cpu: Whether it computes on a CPU.
+
+        Raises:
+            StartupError: it lacks one.
+        """
+        arguments = {"model": self.model_path, "generation_config": "vllm", **self.options, **OWN}
+        if is_cpu and not os.environ.get(SPACE_ON_CPU) and not any(name in arguments for name in SIZES_OF_CACHE):
+            arguments["kv_cache_memory_bytes"] = min(MAX_CACHE_ON_CPU, _available_memory() // 4)
+        for name in arguments:
+            if name not in known:
+                close = get_close_matches(name, known, n=3)
+                hint = f"; close to it are {', '.join(close)}" if close else ""
+                raise StartupError(f"{FLAG}: vLLM {version} has no argument {name!r}{hint}")
+        return arguments
+
+
+def config_from(arguments: Arguments) -> VllmConfig:
+    """Settings from the worker's options.
+
+    Raises:
+        ConfigurationError: they contradict each other, or an argument may not be given.
+    """
+    options = _given(arguments.engine_args)
+    for name, reason in REFUSED.items():
+        if name in options:
+            raise ConfigurationError(f"{FLAG}: {name}: cannot be given: {reason}")
+    for name, option in FROM_OPTIONS.items():
+        if option not in arguments.given or (name == "dtype" and arguments.dtype == "auto"):
+            continue
+        value = getattr(arguments, option)
+        if options.setdefault(name, value) != value:
+            flag = next(each.flag for each in OPTIONS if each.name == option)
+            problem = f"{flag} asks for {name}: {value}, but {FLAG} says {options[name]}; give it in one place"
+            raise ConfigurationError(problem)
+    return VllmConfig(
+        model_path=arguments.model_path,
+        options=options,
+        max_queue=arguments.max_queue,
+        step_timeout_s=arguments.step_timeout_s,
+    )
+
+
+def _given(text: str | None) -> dict[str, Any]:
+    """Arguments in ``--engine-args``: a JSON object, or the name of a YAML or JSON file."""
+    if text is None:
+        return {}
+    if not text.lstrip().startswith("{"):
+        return load_yaml(text, FLAG)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{FLAG}: is not JSON: {error}") from None
+    assert isinstance(found, dict)
+    return found
+
+
+def _available_memory() -> int:
+    """Bytes of memory that this machine can give without swapping; much where it does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+    except OSError:
+        return 4 * MAX_CACHE_ON_CPU
+    found = re.search(r"^MemAvailable: +(\d+) kB$", text, re.MULTILINE)
+    return 4 * MAX_CACHE_ON_CPU if found is None else int(found[1]) * 1024
