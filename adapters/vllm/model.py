@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
+from weakref import ReferenceType, ref
 
 from adapters.catalog import Catalog, ModelPolicy, Policy, Selection, model_context, precompute
 from adapters.chain import ProcessorChain
@@ -134,6 +135,20 @@ class ServedModel:
 def served_model(facts: ModelFacts) -> ServedModel:
     """`ServedModel.load`, once per process."""
     return ServedModel.load(facts)
+
+
+_facts: list[tuple[ReferenceType[Any], ModelFacts]] = []
+
+
+def model_of(config: Any) -> ServedModel:
+    """The served model of a ``VllmConfig``, whose facts take milliseconds to find out once."""
+    for known, facts in _facts:
+        if known() is config:
+            return served_model(facts)
+    _facts[:] = [each for each in _facts if each[0]() is not None]
+    facts = ModelFacts.of(config)
+    _facts.append((ref(config), facts))
+    return served_model(facts)
 
 
 def _vocabulary(facts: ModelFacts) -> Vocabulary:

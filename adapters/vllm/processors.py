@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotPr
 
 from adapters.vllm.admission import check
 from adapters.vllm.indexed import Indexed
-from adapters.vllm.model import ModelFacts, served_model
+from adapters.vllm.model import model_of
 from adapters.vllm.rows import Builder, RowEditor
 from adapters.vllm.slots import Slots
 
@@ -38,7 +38,7 @@ class Processors(BatchProcessor, SlotProcessor):
     """
 
     def __init__(self, vllm_config: VllmConfig, second: Any, is_pin_memory: bool = False) -> None:
-        model = served_model(ModelFacts.of(vllm_config))
+        model = model_of(vllm_config)
         model.warm_up()
         builder, editor = Builder(model), RowEditor(model.never_ids)
         self._indexed = Indexed(builder, editor)
