@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from adapters.catalog import SelectionError
-from adapters.vllm.model import ModelFacts, served_model
+from adapters.vllm.model import model_of
 from adapters.vllm.requests import REPORT, SELECTION, Params, chain_of, read
 
 
@@ -19,7 +19,7 @@ def check(params: Params) -> None:
     config = _config_of_caller()
     if config is None:
         raise RuntimeError("validate_params was not called by a part of vLLM that has a vllm_config")
-    model = served_model(ModelFacts.of(config))
+    model = model_of(config)
     try:
         asked = read(params, model, drawn_seed=0)
         if asked is None:

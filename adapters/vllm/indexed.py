@@ -45,7 +45,7 @@ class Indexed:
         Args:
             params: Its parameters.
             prompt: Its prompt, None where it is made of embeddings.
-            output: Its answer so far, a list that vLLM extends.
+            output: The answer so far, a list that vLLM extends.
         """
 
         def is_same(row: Row) -> bool:

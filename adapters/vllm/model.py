@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
+from weakref import ReferenceType, ref
 
 from adapters.catalog import Catalog, ModelPolicy, Policy, Selection, model_context, precompute
 from adapters.chain import ProcessorChain
@@ -30,7 +31,7 @@ GRAMMAR_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What vLLM's configuration says of the model.
+    """Facts about the model in vLLM's configuration.
 
     Attributes:
         tokenizer: Directory or name of the tokenizer, None where the engine has none.
@@ -72,7 +73,7 @@ class ServedModel:
     """Catalogue, policy and context of the processors of one model.
 
     Attributes:
-        facts: What vLLM's configuration says of the model.
+        facts: Facts about the model in vLLM's configuration.
         context: Context that all its requests share.
         catalog: Every processor that may be named.
         policy: The operator's policy for it.
@@ -134,6 +135,20 @@ class ServedModel:
 def served_model(facts: ModelFacts) -> ServedModel:
     """`ServedModel.load`, once per process."""
     return ServedModel.load(facts)
+
+
+_facts: list[tuple[ReferenceType[Any], ModelFacts]] = []
+
+
+def model_of(config: Any) -> ServedModel:
+    """The served model of a ``VllmConfig``, whose facts take milliseconds to find out once."""
+    for known, facts in _facts:
+        if known() is config:
+            return served_model(facts)
+    _facts[:] = [each for each in _facts if each[0]() is not None]
+    facts = ModelFacts.of(config)
+    _facts.append((ref(config), facts))
+    return served_model(facts)
 
 
 def _vocabulary(facts: ModelFacts) -> Vocabulary:

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotPr
 
 from adapters.vllm.admission import check
 from adapters.vllm.indexed import Indexed
-from adapters.vllm.model import ModelFacts, served_model
+from adapters.vllm.model import model_of
 from adapters.vllm.rows import Builder, MakesRows, RowEditor
 from adapters.vllm.slots import Slots
 
@@ -31,7 +31,7 @@ class Processors(BatchProcessor, SlotProcessor):
     Args:
         vllm_config: vLLM's configuration.
         second: The device (V1), or the state of all requests (V2).
-        is_pin_memory: Of V1; not used.
+        is_pin_memory: An argument of V1, not used.
 
     Raises:
         OSError, ValueError: the tokenizer, a third-party processor or the policy cannot be used.
@@ -45,7 +45,7 @@ class Processors(BatchProcessor, SlotProcessor):
 
     def _make_builder(self, vllm_config: VllmConfig) -> MakesRows:
         """Maker of the rows of requests; the worker's own class has another."""
-        model = served_model(ModelFacts.of(vllm_config))
+        model = model_of(vllm_config)
         model.warm_up()
         return Builder(model)
 

