@@ -43,9 +43,9 @@ class Indexed:
         """A request that joins the batch, for the first time or again; None without processors.
 
         Args:
-            params: Its parameters.
-            prompt: Its prompt, None where it is made of embeddings.
-            output: Its answer so far, a list that vLLM extends.
+            params: The request's parameters.
+            prompt: The prompt, None where it is made of embeddings.
+            output: The answer so far, a list that vLLM extends.
         """
 
         def is_same(row: Row) -> bool:

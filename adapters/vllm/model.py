@@ -31,7 +31,7 @@ GRAMMAR_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What vLLM's configuration says of the model.
+    """Facts that vLLM's configuration has of the model.
 
     Attributes:
         tokenizer: Directory or name of the tokenizer, None where the engine has none.
@@ -73,7 +73,7 @@ class ServedModel:
     """Catalogue, policy and context of the processors of one model.
 
     Attributes:
-        facts: What vLLM's configuration says of the model.
+        facts: Facts that vLLM's configuration has of the model.
         context: Context that all its requests share.
         catalog: Every processor that may be named.
         policy: The operator's policy for it.

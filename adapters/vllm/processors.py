@@ -31,7 +31,7 @@ class Processors(BatchProcessor, SlotProcessor):
     Args:
         vllm_config: vLLM's configuration.
         second: The device (V1), or the state of all requests (V2).
-        is_pin_memory: Of V1; not used.
+        is_pin_memory: An argument of V1's, not used.
 
     Raises:
         OSError, ValueError: the tokenizer, a third-party processor or the policy cannot be used.

@@ -26,7 +26,7 @@ class Failure:
     Attributes:
         report: Name that the request gave itself, empty without one.
         processor: Name of the processor.
-        reason: As of `ProcessorFailed`.
+        reason: The reason of the `ProcessorFailed`.
         message: One sentence for the caller.
         position: Absolute index of the token that was to be sampled.
     """

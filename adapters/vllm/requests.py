@@ -1,4 +1,4 @@
-"""What a request to vLLM asks of its logits processors, and who draws its tokens.
+"""Reads what a request asks of its logits processors, and decides who draws its tokens.
 
 vLLM applies its own fields around our chain: ``min_tokens``, ``logit_bias``, ``allowed_token_ids``,
 ``bad_words`` and structured outputs before it, penalties after it (V1) or before it (V2), then
@@ -124,7 +124,7 @@ class Asked:
 
 
 def read(params: Params, model: ServedModel, drawn_seed: int | None = None) -> Asked | None:
-    """What a request asks for; None where neither it nor the operator names a processor.
+    """Read what a request asks for; None where neither it nor the operator names a processor.
 
     Args:
         params: The request's ``SamplingParams``.

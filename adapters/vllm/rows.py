@@ -38,7 +38,7 @@ class Row:
     """One request with a chain, for as long as vLLM keeps it: preempted and resumed too.
 
     Args:
-        built: Its chain, not started, and whether it draws.
+        built: The chain, not started, and whether it draws.
         end_id: Token that ends the answer when the chain fails.
         report: Name under which failure and receipt are kept, None if nobody reads them.
 

@@ -20,7 +20,7 @@ class _LogitsRow:
     Attributes:
         index: Index in the logits.
         position: Absolute index of the token that was fed for it; its own token is the next one.
-        fed: That token.
+        fed: The token that was fed for it.
     """
 
     index: int
@@ -34,7 +34,7 @@ class _Slot:
 
     Attributes:
         params: Parameters of the request.
-        row: Its row; None for a request that goes on, until its tokens show which row is its own.
+        row: The request's row; None for one that goes on, until its tokens show which it is.
     """
 
     params: Params

@@ -64,7 +64,7 @@ def running(model: Path, **options: Any) -> Iterator[LLM]:
     settings = {"max_model_len": 512, "max_num_seqs": 16, "block_size": 32, "dtype": "bfloat16"}
     llm = LLM(
         str(model),
-        logits_processors=[Recording],  # type: ignore[list-item]
+        logits_processors=[Recording],
         enforce_eager=True,
         disable_log_stats=False,
         seed=0,
@@ -136,7 +136,7 @@ def replayed(
 
 def num_preemptions(llm: LLM) -> int:
     """Preemptions since the engine began."""
-    return sum(int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")  # type: ignore[attr-defined]
+    return sum(int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
 
 
 @cache

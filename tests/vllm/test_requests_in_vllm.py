@@ -62,8 +62,8 @@ def test_a_failing_processor_ends_its_own_request_only(llm: LLM) -> None:
     REPORTS.take_failures()
     Recording.raw.clear()
     fields = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
-    asked = [params({"name": "acme/raises"}, report="bad", **fields)]  # type: ignore[arg-type]
-    asked += [params(each, report=str(n), **fields) for n, each in enumerate([FATIGUE, MIROSTAT] * 4)]  # type: ignore[arg-type]
+    asked = [params({"name": "acme/raises"}, report="bad", **fields)]
+    asked += [params(each, report=str(n), **fields) for n, each in enumerate([FATIGUE, MIROSTAT] * 4)]
     answers = generate(llm, [PROMPT] * len(asked), asked)
     model = facts_of(llm)
     end_id = min(model.context.vocabulary.eos_token_ids)
