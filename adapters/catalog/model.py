@@ -1,4 +1,4 @@
-"""What all requests to one model share: the context of its processors, and data made in advance."""
+"""The context of the processors of one model, which all its requests share, and data made in advance."""
 
 from __future__ import annotations
 

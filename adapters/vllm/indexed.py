@@ -32,7 +32,7 @@ class Indexed:
         editor: Applies chains to logits.
 
     Attributes:
-        requests: Those with processors, by index.
+        requests: The requests with processors, by index.
     """
 
     def __init__(self, builder: Builder, editor: RowEditor) -> None:
