@@ -1,4 +1,4 @@
-"""The context of the processors of one model, which all its requests share, and data made in advance."""
+"""The context that all requests to one model share, and data that is made in advance."""
 
 from __future__ import annotations
 
