@@ -86,7 +86,7 @@ def engine(model: Path, backend: str, *, loaded: bool) -> LLM:
     """An engine with or without the processors."""
     return LLM(
         str(model),
-        logits_processors=[Processors] if loaded else None,  # type: ignore[list-item]
+        logits_processors=[Processors] if loaded else None,
         structured_outputs_config={"backend": backend},
         max_model_len=512,
         max_num_seqs=ROWS,

@@ -1,4 +1,4 @@
-"""What all requests to one model share: the context of its processors, and data made in advance."""
+"""The context that all requests to one model share, and data that is made in advance."""
 
 from __future__ import annotations
 

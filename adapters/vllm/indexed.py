@@ -32,7 +32,7 @@ class Indexed:
         editor: Applies chains to logits.
 
     Attributes:
-        requests: Those with processors, by index.
+        requests: The requests with processors, by index.
     """
 
     def __init__(self, builder: MakesRows, editor: RowEditor) -> None:
@@ -43,8 +43,8 @@ class Indexed:
         """A request that joins the batch, for the first time or again; None without processors.
 
         Args:
-            params: Its parameters.
-            prompt: Its prompt, None where it is made of embeddings.
+            params: The request's parameters.
+            prompt: The prompt, None where it is made of embeddings.
             output: The answer so far, a list that vLLM extends.
         """
 

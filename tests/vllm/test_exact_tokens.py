@@ -6,10 +6,14 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 import pytest
+from builtin_examples import EXAMPLES
 from engine import Recording, default_model, facts_of, generate, num_preemptions, params, replayed, running
-from golden_cases import FIELDS, Case, Cases
+from golden_cases import FIELDS, SAMPLINGS, Case, Cases
+from golden_report import markdown, section
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
 
+from adapters.client import processor
 from adapters.processors import BUILTINS
 from adapters.vllm.model import ServedModel
 from adapters.vllm.requests import chain_of, read
@@ -18,6 +22,7 @@ NUM_TOKENS = 8
 NUM_TOKENS_LONG = 24
 NUM_BATCHED = 32
 REFUSED = {"phrase_ban"}
+MODE = "vLLM (CPU)"
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +78,18 @@ def test_each_processor_alone(llm: LLM, cases: list[Case]) -> None:
     check(llm, cases, 1)
 
 
-def test_each_processor_in_a_batch_of_sixteen(llm: LLM, cases: list[Case]) -> None:
+def test_each_processor_in_a_batch_of_sixteen_and_on_the_page(llm: LLM, cases: list[Case]) -> None:
     check(llm, cases, len(cases))
+    cells: dict[str, dict[str, dict[str, str]]] = {}
+    for case in cases:
+        cells.setdefault(case.row, {MODE: {}})[MODE][case.sampling] = "equal"
+    for name in REFUSED:
+        with pytest.raises(VLLMValidationError) as caught:
+            llm.generate("x", params(processor(name, **EXAMPLES[name][0])), use_tqdm=False)
+        reason = f"refused: {str(caught.value).removeprefix('logits_processors.')}"
+        cells[name] = {MODE: dict.fromkeys(SAMPLINGS, reason)}
+    table = markdown([{"modes": [MODE], "cells": cells}])
+    assert section("vllm") == table, table
 
 
 def draws(case: Case, model: ServedModel) -> bool:
