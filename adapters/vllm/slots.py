@@ -34,7 +34,7 @@ class _Slot:
 
     Attributes:
         params: Parameters of the request.
-        row: The request's row; None for a request that goes on, until its tokens show which row is its own.
+        row: The request's row; None until tokens show which row a resumed request has.
     """
 
     params: Params
