@@ -19,7 +19,7 @@ SCRIPT = """
 set -euo pipefail
 usage() {{ :; }}
 source {launch}/several.sh
-python={worker}
+worker_python={worker}
 MODEL_PATH="a model"
 restart_after_s=1
 prepare_pool_secret

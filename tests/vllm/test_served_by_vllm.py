@@ -134,7 +134,7 @@ def test_a_refusal_is_a_400_with_the_path(client: openai.OpenAI, processor: dict
     assert path in caught.value.message
 
 
-def test_the_operators_policy_holds_for_fields_and_for_plain_requests(client: openai.OpenAI) -> None:
+def test_the_policy_holds_for_fields_and_plain_requests(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="top_k"):
         ask(client, "x", {"top_k": 5})
     answer = ask(client, "Once upon a time", {"return_token_ids": True}, temperature=0)  # 504 is " The" at a beginning

@@ -116,7 +116,7 @@ def test_a_greedy_request_joins_temperature_alone(runner: str) -> None:
     assert members == ["temperature", "xtc", "seeded_sampler"]
 
 
-def test_logits_that_make_a_state_are_drawn_from_in_the_second_runner() -> None:
+def test_a_state_made_of_logits_draws_in_the_second_runner() -> None:
     for runner, draws in (("first", False), ("second", True)):
         assert joined({"name": "acme/fatigue"}, runner, temperature=0.0)[1] == draws
 

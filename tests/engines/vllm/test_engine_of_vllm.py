@@ -98,7 +98,7 @@ async def test_stop_tokens_are_shown_only_if_asked_for() -> None:
     assert (shown.token_ids, shown.stop_reason) == (greedy(3), third)
 
 
-async def test_processors_edit_tokens_and_their_receipt_counts_every_one() -> None:
+async def test_processors_edit_tokens_and_receipts_count_each() -> None:
     async with running() as (engine, _):
         forced = one(ForcedPrefix, token_ids=[40, 41, 42])
         found = await collect(engine, request(forced, receipt=True, max_tokens=3))
