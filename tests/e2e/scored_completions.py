@@ -24,7 +24,7 @@ class Scored:
     """An answer with ``echo``, ``logprobs`` and ``prompt_logprobs``.
 
     Attributes:
-        token_logprobs: Of prompt and answer, the first of them None.
+        token_logprobs: Log probabilities of prompt and answer, the first one None.
         prompt_logprobs: In vLLM's form.
         rest: Text, finish reason, and the other lists of the log probabilities.
     """

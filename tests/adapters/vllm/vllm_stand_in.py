@@ -129,7 +129,7 @@ class Request:
 
     Attributes:
         number: Chooses the logits, beside the tokens.
-        params: Its parameters, which several may share.
+        params: The parameters of the request, which several may share.
         prompt: Token ids.
         tokens: Prompt and answer.
         rows: Logits of which the tokens of the answer were taken.

@@ -80,9 +80,9 @@ class FakeLlm:
     """Decodes greedily, one request at a time.
 
     Attributes:
-        prompts: What `generate` was given, in order.
-        params: Its parameters.
-        hints: Its other arguments.
+        prompts: Prompts that `generate` was given, in order.
+        params: Parameters of each call.
+        hints: Other arguments of each call.
         aborted: Names of requests whose stream was closed early.
         errored: Whether the engine is dead.
         gate: Steps wait for it.
