@@ -89,6 +89,11 @@ class BoundaryStoreUnavailable(ServingError):
     """The boundary store cannot be reached, and what could not migrate is not accepted."""
 
 
+def one_line(error: BaseException) -> str:
+    """An error's whole message in one line, or the name of its class if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def shown(value: Any) -> str:
     """``value`` for an error message: short, never all of a long text that a client sent."""
     if isinstance(value, (list, tuple)):

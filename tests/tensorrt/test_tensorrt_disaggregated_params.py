@@ -352,7 +352,7 @@ def test_a_hand_off_needs_a_token() -> None:
         disaggregated_params.complete(Output([]), GIVEN)
 
 
-def test_an_abort_waits_until_the_kv_is_here() -> None:
+async def test_an_abort_waits_until_the_kv_is_here() -> None:
     aborted: list[bool] = []
 
     class Result:
@@ -367,5 +367,4 @@ def test_an_abort_waits_until_the_kv_is_here() -> None:
     request.advance([Output([5])])
     assert aborted == [True]
     request.advance([Output([5], finish_reason="cancelled")])
-    deltas: list[TokenDelta] = [request._queue.get_nowait(), request._queue.get_nowait()]  # type: ignore[list-item]
-    assert [delta.finish_reason for delta in deltas] == [None, "cancelled"]
+    assert [delta.finish_reason async for delta in request] == [None, "cancelled"]

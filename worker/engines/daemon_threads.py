@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,3 +27,10 @@ def in_daemon_thread(name: str, work: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+async def done_in_time(name: str, work: Callable[[], T], timeout_s: float) -> T:
+    """The result of `work`, from a thread of its own. Raises `TimeoutError` after `timeout_s`
+    seconds, while the thread goes on.
+    """
+    return await asyncio.wait_for(asyncio.wrap_future(in_daemon_thread(name, work)), timeout_s)

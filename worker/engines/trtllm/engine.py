@@ -12,6 +12,7 @@ from typing import Any
 from adapters.trtllm import ChainAdapter, Step
 from adapters.trtllm.side_channel import SideChannel
 from worker.engines import EngineInfo, EngineRequest, KeepKv, KvEventSink, KvPart, LocalPrefill, ReadKv, TokenDelta
+from worker.engines.library_engine import LibraryEngine
 from worker.engines.refusals import check_prompt, check_queue
 from worker.engines.trtllm import disaggregated_params
 from worker.engines.trtllm.cache_reports import EventRelay
@@ -23,51 +24,38 @@ from worker.engines.trtllm.output_reader import OutputReader
 from worker.engines.trtllm.params import NativeRequest, Served, callable_of, native_request
 from worker.engines.trtllm.probe_requests import PROBE, ProbeRequests
 from worker.engines.trtllm.reported_chain import ReportedChain
+from worker.engines.trtllm.reported_requests import ReportedRequests
 from worker.engines.trtllm.reports import ExecutorReports
-from worker.engines.trtllm.request_table import RequestTable
 from worker.engines.trtllm.running_request import RunningRequest
 from worker.engines.trtllm.settings import TrtllmConfig, checkpoint_facts
 from worker.engines.trtllm.submission import context_only, handed_logprobs, own_arguments
-from worker.errors import (
-    Draining,
-    EngineBroken,
-    InvalidRequest,
-    StartupError,
-)
+from worker.errors import Draining, EngineBroken, InvalidRequest, StartupError, one_line
 from worker.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_S = 30.0
-"""Time for the executor to shut down."""
 
-
-class TrtllmEngine:
+class TrtllmEngine(LibraryEngine[RunningRequest]):
     """Implements `worker.engines.ServingEngine` on TensorRT-LLM.
 
     Args:
         config: Settings.
     """
 
+    library = "TensorRT-LLM"
+    _requests: ReportedRequests
+
     def __init__(self, config: TrtllmConfig) -> None:
+        super().__init__(ReportedRequests())
         self.config = config
-        self._llm: Any = None
-        self._info: EngineInfo | None = None
         self._package: Package | None = None
         self._served: Served | None = None
         self._probes: ProbeRequests | None = None
         self._reader: OutputReader | None = None
         self._reports: ExecutorReports | None = None
-        self._requests = RequestTable()
         self._channel = SideChannel(self._requests.note_failure, self._note_step)
         self._numbers = count()
-        self._on_broken: Callable[[str], None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
-
-    def __repr__(self) -> str:
-        refusal = self._requests.refusal
-        state = "not started" if self._info is None else "serving" if refusal is None else repr(refusal)
-        return f"TrtllmEngine({state}, {len(self._requests)} unfinished)"
 
     # Start and stop
 
@@ -88,7 +76,7 @@ class TrtllmEngine:
             # thread's loop
             self._llm = package.llm(model=self.config.model_path, **arguments)
         except Exception as error:  # the start-up boundary
-            raise StartupError(f"TensorRT-LLM {package.version}: {' '.join(str(error).split())}") from error
+            raise StartupError(f"TensorRT-LLM {package.version}: {one_line(error)}") from error
         try:
             self._channel.open()
         except OSError as error:
@@ -125,12 +113,7 @@ class TrtllmEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        llm, self._llm = self._llm, None
-        if llm is not None:
-            try:
-                await asyncio.wait_for(asyncio.to_thread(llm.shutdown), SHUTDOWN_S)
-            except TimeoutError:  # a dead executor may block it forever
-                logger.warning("TensorRT-LLM did not shut down within %g s", SHUTDOWN_S)
+        await self._shut_down()
         self._channel.close()
 
     async def _drain_prefill(self) -> None:
@@ -148,39 +131,15 @@ class TrtllmEngine:
             raise InvalidRequest("sampling_options.n", "TensorRT-LLM's random numbers do not depend on the choice")
         running = await self._submit(request)
         try:
-            while True:
-                yield await running.take()
-                if running.is_exhausted:
-                    return
+            async for delta in running:
+                yield delta
         finally:
-            self._release(running)
-
-    def abort(self, request_id: str) -> None:
-        """Abort a request; its stream ends as ``cancelled``.
-
-        On a decode worker only after the KV transfer has completed.
-        """
-        self._requests.abort(request_id)
-
-    def keep_alive(self) -> None:
-        """Give an empty delta to each stream that has had none since the last call."""
-        self._requests.keep_alive()
-
-    def num_unfinished(self) -> int:
-        """Requests admitted and not yet finished."""
-        return len(self._requests)
-
-    def migrate_all(self) -> int:
-        """End every unfinished request with `Draining`, refuse new ones; how many were ended."""
-        return self._requests.end_all(Draining("the worker is shutting down"))
+            self._requests.release(running)
 
     async def _submit(self, engine_request: EngineRequest) -> RunningRequest:
-        if self._requests.refusal is not None:
-            raise self._requests.refusal
+        self._requests.check(engine_request.id)
         if self._info is None or self._served is None or self._package is None or self._reader is None:
             raise EngineBroken("the engine has not been started")
-        if engine_request.id in self._requests:
-            raise InvalidRequest("request_id", f"{engine_request.id!r} is in use by an unfinished request")
         tokens, params, kv = engine_request.token_ids, engine_request.params, engine_request.kv
         check_prompt(tokens, self._info)
         number = next(self._numbers)
@@ -274,9 +233,6 @@ class TrtllmEngine:
             request.chain.note_mode("disaggregated")
         return given
 
-    def _release(self, request: RunningRequest) -> None:
-        self._requests.release(request)
-
     def _note_step(self, number: str, step: Step) -> None:
         if number == PROBE and self._probes is not None:
             self._probes.note_step(step)
@@ -284,10 +240,6 @@ class TrtllmEngine:
             self._requests.note_step(number, step)
 
     # Reports to the runtime
-
-    def tell_broken(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback`` with the reason when the executor dies, with or without requests."""
-        self._on_broken = callback
 
     def tell_load(self, callback: Callable[[int, int], None]) -> None:
         """Call ``callback`` with used and total KV blocks whenever the executor reports them."""
@@ -308,19 +260,6 @@ class TrtllmEngine:
         """Whether KV events are recorded."""
         cache = self.config.options.get("kv_cache_config") or {}
         return int(cache.get("event_buffer_max_size") or 0) > 0
-
-    def num_leased(self) -> int:
-        """Always 0: TensorRT-LLM pins and transfers KV itself."""
-        return 0
-
-    def transfers(self) -> Mapping[str, float]:
-        """Always empty: TensorRT-LLM transfers KV itself."""
-        return {}
-
-    def _break(self, cause: str) -> None:
-        self._requests.end_all(EngineBroken(cause))
-        if self._on_broken is not None:
-            self._on_broken(cause)
 
     @property
     def honoured(self) -> list[str]:

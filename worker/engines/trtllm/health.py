@@ -14,16 +14,16 @@ import re
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from worker.engines.daemon_threads import in_daemon_thread
+from worker.engines.daemon_threads import done_in_time
 from worker.engines.trtllm.capabilities import Package
-from worker.errors import InvalidRequest, ServingError
+from worker.errors import InvalidRequest, ServingError, one_line
 
 logger = logging.getLogger(__name__)
 
 
 def described(error: Exception) -> str:
     """An exception of TensorRT-LLM in one line."""
-    return f"TensorRT-LLM: {type(error).__name__}: {_text(error)}"
+    return f"TensorRT-LLM: {type(error).__name__}: {one_line(error)}"
 
 
 def submission_error(error: Exception, package: Package, fields: Iterable[str] = ()) -> ServingError | None:
@@ -36,7 +36,7 @@ def submission_error(error: Exception, package: Package, fields: Iterable[str] =
         package: The installed package, for the class of its errors.
         fields: The given fields, of which the refusal names one.
     """
-    text = _text(error)
+    text = one_line(error)
     if isinstance(error, (AttributeError, pickle.PicklingError)) or "pickle" in text:
         return InvalidRequest("sampling_params.logits_processor", f"cannot be sent to the engine's process: {text}")
     if isinstance(error, (package.request_error, ValueError, TypeError, NotImplementedError, AssertionError)):
@@ -49,10 +49,6 @@ def _named_in(text: str, fields: Iterable[str]) -> str:
     words = re.findall(r"\w+", text)
     offsets = {field: words.index(field) for field in fields if field in words}
     return f"sampling_params.{min(offsets, key=offsets.__getitem__)}" if offsets else "request"
-
-
-def _text(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def own_check(llm: Any) -> Callable[[], bool] | None:
@@ -142,8 +138,7 @@ class Watch:
         if self._healthy is None:
             return None
         try:
-            check = in_daemon_thread("trtllm-health", self._healthy)  # a dead executor may hold it for ever
-            is_healthy = await asyncio.wait_for(asyncio.wrap_future(check), self._timeout_s)
+            is_healthy = await done_in_time("trtllm-health", self._healthy, self._timeout_s)
         except TimeoutError:
             return f"TensorRT-LLM's own health check did not return within {self._timeout_s:g} s"
         except Exception:  # the engine boundary: a check that raises has failed

@@ -11,7 +11,7 @@ from adapters.trtllm.side_channel import SideChannel
 from worker.engines.trtllm import disaggregated_params
 from worker.engines.trtllm.capabilities import Package
 from worker.engines.trtllm.health import Watch, described
-from worker.engines.trtllm.request_table import RequestTable
+from worker.engines.trtllm.reported_requests import ReportedRequests
 from worker.engines.trtllm.running_request import RunningRequest
 from worker.errors import EngineBroken, RequestFailed, ServingError
 
@@ -34,7 +34,7 @@ class OutputReader:
         package: Package,
         channel: SideChannel,
         watch: Watch,
-        requests: RequestTable,
+        requests: ReportedRequests,
         broken: Callable[[str], None],
     ) -> None:
         self._package = package

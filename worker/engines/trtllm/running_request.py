@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from adapters.chain import ProcessorFailed
 from adapters.trtllm import Failure
 from worker.engines import TokenDelta
+from worker.engines.delta_stream import DeltaStream
 from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.reported_chain import ReportedChain
-from worker.errors import ServingError
+from worker.errors import EngineBroken, ServingError
 
 
 @dataclass(slots=True, eq=False)
-class RunningRequest:
-    """State of one request; used in one event loop only.
+class RunningRequest(DeltaStream):
+    """One request and its stream.
 
     Attributes:
         request_id: The worker's id.
@@ -24,58 +25,32 @@ class RunningRequest:
         chain: The request's processors, None if it has none.
         must_not_abort: Whether the KV transfer from a prefill worker is unfinished; an abort waits
             for the first token.
-        is_silent: Whether no delta has come since the last `keep_alive`.
         number: Id for reports of processors in the engine's process; never reused.
         result: The engine's ``RequestOutput``.
         disaggregated_params: Parameters that the engine was given; used where a prefill's result
             has none.
         kv: Disaggregated parameters for the decode worker, sent with a prefill's only delta.
         pump: Task that turns the engine's outputs into deltas.
-        done: Whether the last delta, or an exception, is in the stream.
     """
 
     request_id: str
     cursors: list[Cursor]
     chain: ReportedChain | None = None
     must_not_abort: bool = False
-    is_silent: bool = False
     number: str = ""
     result: Any = None
     disaggregated_params: Any = None
     kv: dict[str, Any] | None = None
     pump: asyncio.Task[None] | None = None
-    done: bool = False
     _abort_wanted: bool = False
     _failure: ProcessorFailed | None = None
-    _queue: asyncio.Queue[TokenDelta | ServingError] = field(default_factory=asyncio.Queue)
 
-    async def take(self) -> TokenDelta:
-        """The next delta. Raises what `fail` was given."""
-        item = await self._queue.get()
-        if isinstance(item, ServingError):
-            raise item
-        return item
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether the last delta has been taken."""
-        return self.done and self._queue.empty()
-
-    def keep_alive(self) -> None:
-        """Give the consumer an empty delta if none has come since the last call."""
-        if self.is_silent and not self.done and self._queue.empty():
-            self._queue.put_nowait(TokenDelta())
-        self.is_silent = True
-
-    def fail(self, error: ServingError) -> None:
-        """End the stream with an exception."""
-        if not self.done:
-            self.done = True
-            self._queue.put_nowait(error)
+    def __post_init__(self) -> None:
+        self.num_open = len(self.cursors)
 
     def fail_alone(self, message: str) -> None:
         """End the stream with an error of this request."""
-        self._put(self._error(message, self._failure))
+        self.put(self._error(message, self._failure))
 
     def fail_and_abort(self, message: str) -> None:
         """End the stream with an error of this request, and abort it, KV transfer or not."""
@@ -92,11 +67,25 @@ class RunningRequest:
             self.abort()
 
     def abort(self) -> None:
-        """Abort in the engine, as soon as that is safe."""
+        """Abort in the engine; on a decode worker only after the KV transfer has completed."""
         if self.must_not_abort:
             self._abort_wanted = True
         elif self.result is not None:
             self.result.abort()
+
+    def leave(self) -> None:
+        """Send nothing more; abort in the engine and stop reading, as soon as that is safe."""
+        if not self.done:
+            self.close()
+            self.abort()
+        if self.pump is not None and not self.must_not_abort:
+            self.pump.cancel()
+
+    def end(self, failure: ServingError) -> None:
+        """End the stream with an exception, and abort in the engine if it lives."""
+        if not self.done and not isinstance(failure, EngineBroken):
+            self.abort()
+        self.fail(failure)
 
     def advance(self, outputs: Any) -> None:
         """Take the engine's cumulative outputs."""
@@ -123,14 +112,7 @@ class RunningRequest:
             delta = self._error(str(problem), problem)
         elif self.chain is not None and delta.finish_reason is not None:
             delta.receipt, delta.failure = self.chain.chain.receipt, self._failure
-        self._put(delta)
-
-    def _put(self, delta: TokenDelta) -> None:
-        if self.done:
-            return
-        self.is_silent = False
-        self.done = delta.finish_reason == "error" or all(cursor.finished for cursor in self.cursors)
-        self._queue.put_nowait(delta)
+        self.put(delta)
 
     def _error(self, message: str, failure: ProcessorFailed | None) -> TokenDelta:
         receipt = None if self.chain is None else self.chain.chain.receipt

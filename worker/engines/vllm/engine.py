@@ -13,22 +13,20 @@ from adapters.chain import ProcessorChain
 from adapters.vllm.model import ModelFacts
 from adapters.vllm.requests import REPORT
 from worker.engines import EngineInfo, EngineRequest, KvEventSink, TokenDelta
-from worker.engines.daemon_threads import in_daemon_thread
+from worker.engines.library_engine import LibraryEngine
 from worker.engines.refusals import check_prompt, check_queue
+from worker.engines.request_table import RequestTable
 from worker.engines.vllm.core_reports import CoreReports
 from worker.engines.vllm.deltas import Reader
 from worker.engines.vllm.package import Package, read_package
 from worker.engines.vllm.params import SHIPPED, NativeRequest, Served, Shipped, native_request, shipped
 from worker.engines.vllm.parent_watch import name_worker
 from worker.engines.vllm.probes import check_processors
-from worker.engines.vllm.requests import RequestTable, RunningRequest
+from worker.engines.vllm.requests import RunningRequest
 from worker.engines.vllm.settings import VllmConfig
-from worker.errors import Draining, EngineBroken, InvalidRequest, RequestFailed, StartupError
+from worker.errors import Draining, EngineBroken, InvalidRequest, RequestFailed, StartupError, one_line
 
 logger = logging.getLogger(__name__)
-
-SHUTDOWN_S = 30.0
-"""Time for vLLM's processes to end."""
 
 WATCH_S = 1.0
 """Pause between looks at whether vLLM's processes live, seconds."""
@@ -37,7 +35,7 @@ PRIORITIES = 1024
 """Steps of vLLM's priorities, which are integers, per 1 of a request's."""
 
 
-class VllmEngine:
+class VllmEngine(LibraryEngine[RunningRequest]):
     """Implements `worker.engines.ServingEngine` on vLLM.
 
     Args:
@@ -45,25 +43,19 @@ class VllmEngine:
         read: Imports the library.
     """
 
+    library = "vLLM"
+
     def __init__(self, config: VllmConfig, read: Callable[[], Package] = read_package) -> None:
+        super().__init__(RequestTable())
         self.config = config
         self._read_package = read
-        self._llm: Any = None
         self._package: Package | None = None
-        self._info: EngineInfo | None = None
         self._served: Served | None = None
         self._reports: CoreReports | None = None
-        self._requests = RequestTable()
         self._numbers = count()
-        self._on_broken: Callable[[str], None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._heard_s = 0.0  # the event loop's time of the newest output, or of the first request after a pause
         self._drops: set[asyncio.Task[None]] = set()
-
-    def __repr__(self) -> str:
-        refusal = self._requests.refusal
-        state = "not started" if self._info is None else "serving" if refusal is None else repr(refusal)
-        return f"VllmEngine({state}, {len(self._requests)} unfinished)"
 
     # Start and stop
 
@@ -82,7 +74,7 @@ class VllmEngine:
             # vLLM blocks until the model is loaded
             self._llm = await asyncio.to_thread(_load, package, arguments)
         except Exception as error:  # the start-up boundary
-            raise StartupError(f"vLLM {package.version}: {' '.join(str(error).split())}") from error
+            raise StartupError(f"vLLM {package.version}: {one_line(error)}") from error
         facts = ModelFacts.of(self._llm.vllm_config)
         ends = tuple(sorted(facts.eos_token_ids))
         self._served = Served(facts.vocab_size, ends, is_parallel=self.config.tensor_parallel_size > 1)
@@ -99,13 +91,7 @@ class VllmEngine:
         if watch is not None:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-        llm, self._llm = self._llm, None
-        if llm is not None:
-            ending = in_daemon_thread("vllm-shutdown", llm.shutdown)
-            try:
-                await asyncio.wait_for(asyncio.wrap_future(ending), SHUTDOWN_S)
-            except TimeoutError:
-                logger.warning("vLLM did not shut down within %g s", SHUTDOWN_S)
+        await self._shut_down()
 
     # Requests
 
@@ -113,36 +99,15 @@ class VllmEngine:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
         running = self._submit(request)
         try:
-            while True:
-                yield await running.take()
-                if running.is_exhausted:
-                    return
+            async for delta in running:
+                yield delta
         finally:
             self._requests.release(running)
 
-    def abort(self, request_id: str) -> None:
-        """Abort a request; its stream ends as ``cancelled``."""
-        self._requests.abort(request_id)
-
-    def keep_alive(self) -> None:
-        """Give an empty delta to each stream that has had none since the last call."""
-        self._requests.keep_alive()
-
-    def num_unfinished(self) -> int:
-        """Requests admitted and not yet finished."""
-        return len(self._requests)
-
-    def migrate_all(self) -> int:
-        """End every unfinished request with `Draining`, refuse new ones; how many were ended."""
-        return self._requests.end_all(Draining("the worker is shutting down"))
-
     def _submit(self, request: EngineRequest) -> RunningRequest:
-        if self._requests.refusal is not None:
-            raise self._requests.refusal
+        self._requests.check(request.id)
         if self._info is None or self._served is None:
             raise EngineBroken("the engine has not been started")
-        if request.id in self._requests:
-            raise InvalidRequest("request_id", f"{request.id!r} is in use by an unfinished request")
         if request.kv is not None:
             raise InvalidRequest("prefill_result.disaggregated_params", "this engine has no disaggregated roles")
         check_prompt(request.token_ids, self._info)
@@ -167,12 +132,12 @@ class VllmEngine:
         except InvalidRequest as error:
             running.fail(error)
         except self._package.dead_error as error:
-            self._break(f"vLLM's engine died: {' '.join(str(error).split())}")
+            self._break(f"vLLM's engine died: {one_line(error)}")
         except self._package.client_errors as error:
-            running.fail(InvalidRequest("request", " ".join(str(error).split())))
+            running.fail(InvalidRequest("request", one_line(error)))
         except Exception as error:  # the engine's boundary
             logger.exception("request %s", request.id)
-            running.fail(RequestFailed(f"vLLM: {type(error).__name__}: {' '.join(str(error).split())}"))
+            running.fail(RequestFailed(f"vLLM: {type(error).__name__}: {one_line(error)}"))
 
     async def _follow(self, running: RunningRequest, request: EngineRequest, native: NativeRequest) -> None:
         assert self._served is not None
@@ -245,23 +210,11 @@ class VllmEngine:
 
     # Reports to the runtime
 
-    def tell_broken(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback`` with the reason when vLLM dies, with or without requests."""
-        self._on_broken = callback
-
     def tell_load(self, callback: Callable[[int, int], None]) -> None:
         """Does nothing: vLLM reports a share of its KV cache to its own logs alone."""
 
     def report_blocks(self, sink: KvEventSink) -> None:
         """Does nothing: vLLM's KV events are not forwarded."""
-
-    def num_leased(self) -> int:
-        """Always 0: there are no KV transfers."""
-        return 0
-
-    def transfers(self) -> Mapping[str, float]:
-        """Always empty: there are no KV transfers."""
-        return {}
 
     async def _watch_processes(self) -> None:
         loop = asyncio.get_running_loop()
@@ -271,13 +224,6 @@ class VllmEngine:
                 return
             await asyncio.sleep(WATCH_S)
         self._break("vLLM's engine died")
-
-    def _break(self, cause: str) -> None:
-        if isinstance(self._requests.refusal, EngineBroken):
-            return
-        self._requests.end_all(EngineBroken(cause))
-        if self._on_broken is not None:
-            self._on_broken(cause)
 
 
 def _load(package: Package, arguments: Mapping[str, Any]) -> Any:

@@ -27,7 +27,8 @@ from worker.engines.embedded.model import HfModel, check_first_pass, load_model
 from worker.engines.embedded.model.numerics import shown_threads
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling import LogitsCollector
-from worker.engines.embedded.serving.step_thread import Abort, Listen, StepThread, Stop, Submit
+from worker.engines.embedded.serving.step_thread import Listen, StepThread, Stop, Submit
+from worker.engines.embedded.serving.stream import Stream
 from worker.engines.embedded.serving.streams import Streams
 from worker.engines.embedded.speculation import SpeculativeConfig
 from worker.engines.embedded.step import Stepper, make_stepper
@@ -40,7 +41,7 @@ from worker.engines.embedded.transfer import (
     open_connector,
 )
 from worker.engines.refusals import check_queue
-from worker.errors import Draining, EngineBroken, InvalidRequest, StartupError
+from worker.errors import Draining, EngineBroken, StartupError
 from worker.sampling import SamplingParams
 
 
@@ -157,35 +158,29 @@ class EmbeddedEngine:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
         streams, thread, stepper, info = self._streams, self._thread, self._stepper, self._info
-        if streams.refusal is not None:
-            raise streams.refusal
+        streams.check(request.id)
         if thread is None or stepper is None or info is None:
             raise EngineBroken("the engine has not been started")
-        if request.id in streams:
-            raise InvalidRequest("request_id", f"{request.id!r} is in use by an unfinished request")
         admitted = admit(request, next(self._numbers), stepper.model, info.context_length)
         handle = begin_transfer(admitted, request.kv, self.config.role, self._connector)
         is_first = streams.is_first_of(admitted.client)
         check_queue(len(streams), self.config.max_num_seqs, self.config.max_queue, is_first=is_first)
-        stream = streams.open(admitted)
+        stream = Stream(admitted, thread)
+        streams.add(stream)
         scores = admitted.tap if isinstance(admitted.tap, LogitsCollector) else None
         thread.tell(Submit(admitted, handle))
         try:
-            while True:
-                delta = await stream.take()
+            async for delta in stream:
                 streams.caught_up(stream)
                 if scores is not None and not delta.is_empty and not scores.wants_prompt:
                     delta.prompt_logprobs, scores = scores.prompt_logprobs, None
                 yield delta
-                if delta.finish_reason is not None:
-                    return
         finally:
-            streams.leave(stream)
+            streams.release(stream)
 
     def abort(self, request_id: str) -> None:
         """Free the request's slot and KV before the next step; its stream ends as ``cancelled``."""
-        if request_id in self._streams and self._thread is not None:
-            self._thread.tell(Abort(request_id))
+        self._streams.abort(request_id)
 
     def num_unfinished(self) -> int:
         """Requests admitted and not yet finished."""

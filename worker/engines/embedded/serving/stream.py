@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
-import asyncio
+from dataclasses import dataclass
 
 from worker.engines import TokenDelta
+from worker.engines.delta_stream import DeltaStream
 from worker.engines.embedded.plan import Output, Request
+from worker.engines.embedded.serving.step_thread import Abort, StepThread
 from worker.errors import ServingError
 
 
-class Stream:
-    """One request's pending delta. For one event loop and one consumer."""
+@dataclass(slots=True, eq=False)
+class Stream(DeltaStream):
+    """One request's deltas; what its consumer has not taken is one delta.
 
-    __slots__ = ("_failure", "_is_silent", "_pending", "_request", "_waiter", "client", "finished", "request_id")
+    Attributes:
+        request: The step thread's; only what never changes, counts and times of it are read here.
+        thread: Computes the request's steps.
+    """
 
-    def __init__(self, request: Request) -> None:
-        self.request_id = request.id
-        self.client = request.client
-        self._request = request  # the step thread's; only counts and times of it are read here
-        self.finished = False  # whether the last output has come in, or a failure
-        self._is_silent = False
-        self._pending: TokenDelta | None = None
-        self._failure: ServingError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+    request: Request
+    thread: StepThread
+
+    async def __anext__(self) -> TokenDelta:
+        """Wait for the next delta. Raises what `fail` was given, once."""
+        delta = await DeltaStream.__anext__(self)  # super() needs its arguments in a class with slots
+        delta.num_preemptions = self.request.num_preemptions
+        delta.queue_times = self.request.queue_times
+        return delta
+
+    @property
+    def request_id(self) -> str:
+        """The worker's id."""
+        return self.request.id
 
     @property
     def num_pending(self) -> int:
         """Tokens that the consumer has not taken."""
-        return 0 if self._pending is None else len(self._pending.token_ids)
+        return 0 if self.untaken is None else len(self.untaken.token_ids)
 
     def push(self, output: Output) -> None:
-        """Add one output to the pending delta; what comes after a failure is dropped."""
-        if self.finished:
+        """Add one output to the pending delta; what comes after the last one is dropped."""
+        if self.done:
             return
-        self._is_silent = False
-        delta = self._pending
-        if delta is None:
-            delta = self._pending = TokenDelta()
+        delta = self.untaken or TokenDelta()
         if output.token_id is not None:
             delta.token_ids.append(output.token_id)
             if output.logprobs is not None:
@@ -54,35 +62,17 @@ class Stream:
             if output.chain is not None:
                 delta.receipt = output.chain.receipt
                 delta.failure = output.chain.failure
-            self.finished = True
-        self._wake()
+        self.put(delta)
 
-    def keep_alive(self) -> None:
-        """Give the consumer an empty delta if it has got none since the last call."""
-        if self._is_silent and self._pending is None and not self.finished:
-            self._pending = TokenDelta()
-            self._wake()
-        self._is_silent = True
+    def abort(self) -> None:
+        """Free the request's slot and KV before the next step; the stream ends as ``cancelled``."""
+        self.thread.tell(Abort(self.request.id))
 
-    def fail(self, failure: ServingError) -> None:
-        """End the stream with an exception, raised once the pending delta is consumed."""
-        if not self.finished:
-            self._failure = failure
-            self.finished = True
-            self._wake()
+    def leave(self) -> None:
+        """Free the request's slot and KV before the next step."""
+        self.abort()
 
-    async def take(self) -> TokenDelta:
-        """Wait for the next delta. Raises what `fail` was given."""
-        while self._pending is None:
-            if self._failure is not None:
-                raise self._failure
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        delta, self._pending = self._pending, None
-        delta.num_preemptions = self._request.num_preemptions
-        delta.queue_times = self._request.queue_times
-        return delta
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def end(self, failure: ServingError) -> None:
+        """End the stream with an exception, and free the request's slot and KV."""
+        self.fail(failure)
+        self.abort()
