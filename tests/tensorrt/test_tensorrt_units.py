@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from adapters.trtllm import Step
 from worker.engines import EngineRequest, RequestHints
-from worker.engines.logprob_entries import LEAST_LOGPROB
+from worker.engines.library_outputs import LEAST_LOGPROB
 from worker.engines.trtllm import reports, verify
 from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package

@@ -14,7 +14,7 @@ from worker import __version__
 from worker.arguments.contradictions import refuse_contradictions
 from worker.arguments.option import StrictParser, from_environment
 from worker.arguments.table import ENVIRONMENT_PREFIX, OPTIONS, Arguments
-from worker.errors import ConfigurationError
+from worker.errors import ConfigurationError, one_line
 
 # Kubernetes describes a Service named "worker" to every pod in these variables; they are not
 # options.
@@ -91,7 +91,7 @@ def load_yaml(path: str, flag: str = "--extra-engine-args") -> dict[str, Any]:
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeys)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ConfigurationError(f"{flag} {path}: {reason}") from None
     if content is None:
         return {}

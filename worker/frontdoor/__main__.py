@@ -18,7 +18,7 @@ from pathlib import Path
 import uvloop
 
 from adapters.catalog import Catalog, CatalogError
-from worker.errors import ConfigurationError, StartupError
+from worker.errors import ConfigurationError, StartupError, one_line
 from worker.frontdoor import call_formats
 from worker.frontdoor.batch_lines import LineAnswers
 from worker.frontdoor.batches import BatchService, Limits
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(error: Exception, status: int) -> int:
-    sys.stderr.write(f"frontdoor: error: {' '.join(str(error).split())}\n")
+    sys.stderr.write(f"frontdoor: error: {one_line(error)}\n")
     return status
 
 

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from adapters.catalog import SelectionError, parse_selection
 from worker.arguments import Arguments, StrictParser, parse_arguments
-from worker.errors import ConfigurationError, ServingError
+from worker.errors import ConfigurationError, ServingError, one_line
 from worker.inspect.page import page
 from worker.inspect.recording import InspectedRequest, Recording, inspected_request, record
 from worker.inspect.terminal import as_svg, show
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         shown = asyncio.run(_shown(options, arguments, recorded))
         _write(options, shown)
     except ServingError as error:
-        sys.stderr.write(f"worker inspect: error: {' '.join(str(error).split())}\n")
+        sys.stderr.write(f"worker inspect: error: {one_line(error)}\n")
         return EXIT_TROUBLE
     return shown.status
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from worker.errors import StartupError
+from worker.errors import StartupError, one_line
 from worker.models import convert_gguf, find_gguf, model_cache, prepare_default_model
 
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             path = convert_gguf(_gguf_in(options.file), options.cache, say, options.quantised)
     except StartupError as error:
-        say(" ".join(str(error).split()))
+        say(one_line(error))
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

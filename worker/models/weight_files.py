@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from adapters.strict_json import read_object
+from worker.errors import one_line
 from worker.models.geometry import Geometry, Tensor
 from worker.models.problems import ModelFileError, shown
 from worker.models.quantised import CODES, OFFSETS, SCALES
@@ -206,7 +207,7 @@ def read_index(directory: Path) -> dict[str, str]:
     except OSError as error:
         raise ModelFileError(f"{INDEX}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        raise ModelFileError(f"{INDEX}: {' '.join(str(error).split())}") from None
+        raise ModelFileError(f"{INDEX}: {one_line(error)}") from None
     if not isinstance(index.get("metadata"), dict):
         raise ModelFileError(f"{INDEX}: metadata must be an object, got {shown(index.get('metadata'))}")
     found = index.get("weight_map")
@@ -235,7 +236,7 @@ def read_header(path: Path, name: str) -> dict[str, StoredTensor]:
     except OSError as error:
         raise ModelFileError(f"{name}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        raise ModelFileError(f"{name}: its header {' '.join(str(error).split())}") from None
+        raise ModelFileError(f"{name}: its header {one_line(error)}") from None
     header.pop("__metadata__", None)
     tensors, ends = {}, []
     for each, entry in header.items():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from worker.errors import ConfigurationError, StartupError
+from worker.errors import ConfigurationError, StartupError, one_line
 
 SMOKE_VARIABLES = ("DYNAMO_ENABLE_TEST_LOGITS_PROCESSOR", "DYN_ENABLE_TEST_LOGITS_PROCESSOR")
 """Dynamo's name up to 1.2.1, and its name since; both work here."""
@@ -52,7 +52,7 @@ class SmokeTest:
             tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             processor = HelloWorldProcessor(tokenizer, eos_id=eos_token_id)
         except (OSError, ValueError) as error:
-            raise StartupError(f"smoke test: {' '.join(str(error).split())}") from None
+            raise StartupError(f"smoke test: {one_line(error)}") from None
         self._token_ids = processor.token_ids
         self._eos_id = processor.eos_id
 

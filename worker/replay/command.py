@@ -17,7 +17,7 @@ from typing import Any
 
 from worker.arguments import Arguments, StrictParser, parse_arguments
 from worker.engines.embedded.plan import Request
-from worker.errors import ConfigurationError, ServingError
+from worker.errors import ConfigurationError, ServingError, one_line
 from worker.models import named_model
 from worker.replay.position import PositionTap, table
 from worker.replay.prompt import read_prompt
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         arguments = _with_named_model(as_recorded(arguments, recorded.receipt))
         return asyncio.run(_main(options, arguments, recorded))
     except ServingError as error:
-        print(f"worker replay: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"worker replay: error: {one_line(error)}", file=sys.stderr)
         return EXIT_TROUBLE
 
 

@@ -21,7 +21,7 @@ from worker.engines import (
     ServingEngine,
     TokenDelta,
 )
-from worker.errors import Draining, EngineBroken, ServingError, StartupError
+from worker.errors import Draining, EngineBroken, ServingError, StartupError, one_line
 from worker.lifecycle.drain import InFlightRequests, drain
 from worker.lifecycle.faults import FaultWindow
 from worker.metrics import LoadMetrics, WorkerMetrics
@@ -110,7 +110,7 @@ class RequestServer:
         except Exception as error:  # the start-up boundary: the operator gets one line, the log the traceback
             if not isinstance(error, StartupError):
                 logger.exception("start-up failed")
-            self.startup_error = " ".join(str(error).split()) or type(error).__name__
+            self.startup_error = one_line(error)
             raise
         gc.collect()
         gc.freeze()  # model and vocabulary stay; collections that look at them would hold up a step for milliseconds

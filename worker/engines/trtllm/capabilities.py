@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapters.trtllm import join_library
-from worker.errors import StartupError
+from worker.errors import StartupError, one_line
 
 NEEDED = frozenset(
     {
@@ -79,7 +79,7 @@ def read_package() -> Package:
         )
         join_library()
     except Exception as error:  # the library's import: whatever CUDA, NVML or MPI run into
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        problem = f"{type(error).__name__}: {one_line(error)}"
         raise StartupError(f"--engine trtllm: tensorrt_llm cannot be used: {problem}") from error
     missing = NEEDED - package.sampling_fields
     if missing:

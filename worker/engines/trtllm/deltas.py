@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worker.engines import FinishReason, TokenDelta, TokenLogprob
-from worker.engines.logprob_entries import entries_of_mapping, finite
+from worker.engines.library_outputs import end_choice, entries_of_mapping, finite
 
 _FINISH: dict[str, FinishReason] = {
     "stop": "stop",
@@ -55,7 +55,7 @@ class Cursor:
         tokens = list(output.token_ids or ())
         delta = TokenDelta(tokens[self.num_sent :], self.index)
         if output.finish_reason is not None:
-            _finish(delta, str(output.finish_reason), output.stop_reason)
+            end_choice(delta, "TensorRT-LLM", _FINISH, str(output.finish_reason), output.stop_reason)
         elif is_last:
             self._finish_unsaid(delta)
         self._end_at_limit(delta)
@@ -108,15 +108,6 @@ class Cursor:
                 delta.error = "this version of TensorRT-LLM reports no log probability of the token that ended it"
             else:
                 delta.token_ids.append(ended_by)
-
-
-def _finish(delta: TokenDelta, reason: str, stop_reason: Any) -> None:
-    finish = _FINISH.get(reason)
-    if finish is None:
-        delta.finish_reason, delta.error = "error", f"TensorRT-LLM ended the request: {reason}"
-        return
-    delta.finish_reason = finish
-    delta.stop_reason = stop_reason if type(stop_reason) is int else None
 
 
 def entries_of(step: Sequence[tuple[int, float, int]]) -> list[TokenLogprob]:

@@ -15,8 +15,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from worker.engines.logprob_entries import finite
-from worker.errors import InvalidRequest, RequestFailed
+from worker.engines.library_outputs import finite
+from worker.errors import InvalidRequest, RequestFailed, one_line
 
 VERSION = 1
 FIELD = "prefill_result.disaggregated_params"
@@ -149,7 +149,7 @@ def decode(data: Any, cls: Any, make_logprob: Any) -> Any:
     try:
         return cls(**values)
     except (TypeError, ValueError, AssertionError) as error:  # what a version checks itself
-        raise InvalidRequest(f"{FIELD}.params", " ".join(str(error).split())) from None
+        raise InvalidRequest(f"{FIELD}.params", one_line(error)) from None
 
 
 def _decode_value(name: str, value: Any, make_logprob: Any) -> Any:

@@ -13,7 +13,7 @@ from worker.engines.trtllm.capabilities import Package
 from worker.engines.trtllm.health import Watch, described
 from worker.engines.trtllm.reported_requests import ReportedRequests
 from worker.engines.trtllm.running_request import RunningRequest
-from worker.errors import EngineBroken, RequestFailed, ServingError
+from worker.errors import EngineBroken, RequestFailed, ServingError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class OutputReader:
                 await self._follow(request)
         except self._package.request_error as error:
             self._channel.poll()  # a processor failure is the better reason
-            request.fail_alone(" ".join(str(error).split()))
+            request.fail_alone(one_line(error))
             self._watch.suspect()
         except RequestFailed as error:
             request.fail_alone(str(error))

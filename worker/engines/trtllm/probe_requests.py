@@ -10,7 +10,7 @@ from adapters.vocabulary import Vocabulary
 from worker.engines.trtllm.capabilities import Package
 from worker.engines.trtllm.probes import NUM_TOKENS, CallProbe, Calls, ProbeRefused, find_honoured, judge_calls
 from worker.engines.trtllm.settings import TrtllmConfig
-from worker.errors import StartupError
+from worker.errors import StartupError, one_line
 
 PROBE = "probe"
 """Number in reports of the probes' processors."""
@@ -84,6 +84,6 @@ class ProbeRequests:
             params = self._package.sampling_params(max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, **fields)
             return await self._llm.generate_async(list(PROBE_PROMPT), params, streaming=False)
         except (self._package.request_error, ValueError, TypeError) as error:
-            raise ProbeRefused(" ".join(str(error).split())) from error
+            raise ProbeRefused(one_line(error)) from error
         except Exception as error:  # the start-up boundary
             raise StartupError(f"TensorRT-LLM failed on its first requests: {error}") from error

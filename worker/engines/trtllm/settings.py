@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from worker.arguments import OPTIONS, Arguments, load_yaml
 from worker.engines.trtllm import llm_options
-from worker.errors import ConfigurationError, StartupError
+from worker.errors import ConfigurationError, StartupError, one_line
 
 Role = Literal["aggregated", "prefill", "decode"]
 
@@ -218,7 +218,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise StartupError(f"--model-path: cannot read {path}: {' '.join(str(error).split())}") from error
+        raise StartupError(f"--model-path: cannot read {path}: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise StartupError(f"--model-path: {path} does not hold a JSON object")
     return content

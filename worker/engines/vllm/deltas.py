@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker.engines import FinishReason, QueueTimes, TokenDelta, TokenLogprob
-from worker.engines.logprob_entries import entries_of_mapping
+from worker.engines.library_outputs import end_choice, entries_of_mapping
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
 
@@ -45,7 +45,7 @@ class Reader:
         self.num_sent += len(delta.token_ids)
         _note_times(delta, output.metrics)
         if choice.finish_reason is not None:
-            _finish(delta, str(choice.finish_reason), choice.stop_reason)
+            end_choice(delta, "vLLM", _FINISH, str(choice.finish_reason), choice.stop_reason)
             self._settle_end(delta)
         return delta
 
@@ -60,15 +60,6 @@ class Reader:
         del delta.token_ids[-1]
         if delta.logprobs is not None:
             delta.end_logprobs = delta.logprobs.pop()
-
-
-def _finish(delta: TokenDelta, reason: str, stop_reason: Any) -> None:
-    finish = _FINISH.get(reason)
-    if finish is None:
-        delta.finish_reason, delta.error = "error", f"vLLM ended the request: {reason}"
-        return
-    delta.finish_reason = finish
-    delta.stop_reason = stop_reason if type(stop_reason) is int else None
 
 
 def _note_times(delta: TokenDelta, metrics: Any) -> None:

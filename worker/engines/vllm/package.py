@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from worker.errors import StartupError
+from worker.errors import StartupError, one_line
 
 DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -97,7 +97,7 @@ def read_package(environ: MutableMapping[str, str] = os.environ) -> Package:
         )
         importlib.import_module("worker.engines.vllm.processors")
     except Exception as error:  # the library's import: whatever its kernels run into
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        problem = f"{type(error).__name__}: {one_line(error)}"
         raise StartupError(f"--engine vllm: vllm cannot be used: {problem}") from error
     missing = NEEDED - frozenset(package.sampling_params.__struct_fields__)
     if missing:

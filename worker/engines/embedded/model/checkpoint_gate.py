@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
-from worker.errors import StartupError
+from worker.errors import StartupError, one_line
 from worker.models.config_json import CONFIG, geometry_of
 from worker.models.geometry import Geometry
 from worker.models.problems import ModelFileError
@@ -64,11 +64,6 @@ def _configuration(directory: Path) -> Any:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except UNREADABLE as error:
         raise ModelFileError(f"{CONFIG}: {one_line(error)}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """An error's whole message in one line, or its class."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def check_finite(files: WeightFiles, geometry: Geometry, dtype: torch.dtype) -> None:

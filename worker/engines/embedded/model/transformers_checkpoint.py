@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded.model import llama_weights
 from worker.engines.embedded.model.checkpoint_files import eos_token_ids, undecodable_ids
-from worker.engines.embedded.model.checkpoint_gate import UNREADABLE, one_line
+from worker.engines.embedded.model.checkpoint_gate import UNREADABLE
 from worker.engines.embedded.model.hf_model import ModelFacts
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.llama import LlamaNetwork
@@ -25,7 +25,7 @@ from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
-from worker.errors import StartupError
+from worker.errors import StartupError, one_line
 from worker.models.geometry import Geometry
 from worker.models.model_types import LLAMA_LIKE
 from worker.models.quantised import CODES, OFFSETS, SCALES, format_of

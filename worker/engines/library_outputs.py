@@ -1,16 +1,36 @@
-"""Log probabilities of a library's outputs, in the worker's form."""
+"""Outputs of a library in the worker's form: ends of answers, and log probabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from worker.engines import TokenLogprob
+from worker.engines import FinishReason, TokenDelta, TokenLogprob
 
 LEAST_LOGPROB = -9999.0
 """Log probability for minus infinity, as vLLM and newer versions of TensorRT-LLM say it: JSON has
 none.
 """
+
+
+def end_choice(
+    delta: TokenDelta, library: str, known: Mapping[str, FinishReason], reason: str, stop_reason: Any
+) -> None:
+    """End a choice as the library says.
+
+    Args:
+        delta: The choice's last delta.
+        library: The library's name, for messages.
+        known: The library's reasons for which a choice ends without an error.
+        reason: The library's reason.
+        stop_reason: The stop token id that ended the choice; anything else is not shown.
+    """
+    finish = known.get(reason)
+    if finish is None:
+        delta.finish_reason, delta.error = "error", f"{library} ended the request: {reason}"
+        return
+    delta.finish_reason = finish
+    delta.stop_reason = stop_reason if type(stop_reason) is int else None
 
 
 def entries_of_mapping(token_id: int, found: Mapping[int, Any], count: int) -> list[TokenLogprob]:
