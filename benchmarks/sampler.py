@@ -1,6 +1,6 @@
 """The sampler against transformers' warpers and against one read of the logits, in one run.
 
-    .venv/bin/python benchmarks/sampler.py [--device cuda]
+    .venv/bin/python benchmarks/sampler.py
 
 Prints a table and writes it to `results/sampler.md`, with a plot in `results/sampler.svg`. Rounds
 are interleaved, and the fastest round of each counts: other work on the machine can only make a
@@ -13,8 +13,6 @@ round slower.
 Even logits are normal with a deviation of 3: thousands of tokens are in the nucleus, and a row with
 top-p alone needs the weights of the whole row. Peaked logits fall with the logarithm of a token's
 rank, as a language model's do (Zipf).
-
-This is the CPU; see `sampler_cuda.py` for `--device cuda`.
 """
 
 from __future__ import annotations
@@ -132,7 +130,7 @@ def plan_of(params: SamplingParams, batch_size: int) -> Plan:
 
 def measure(case: Case, vocab_size: int, batch_size: int, num_rounds: int) -> Row:
     logits = case.make_logits(batch_size, vocab_size)
-    sampler, plan = Sampler(vocab_size, (), CPU), plan_of(case.params, batch_size)
+    sampler, plan = Sampler(vocab_size, ()), plan_of(case.params, batch_size)
     prompt = torch.zeros(batch_size, 1, dtype=torch.long)
     warpers: Any = case.warpers
 
@@ -279,13 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="rounds of each (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     arguments = parser.parse_args()
-    if arguments.device != "cpu":
-        import sampler_cuda
-
-        sampler_cuda.run(arguments, RESULTS)
-        return
     torch.set_num_threads(arguments.threads)
     print(HEADER)
     with torch.inference_mode():

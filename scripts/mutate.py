@@ -49,8 +49,8 @@ ROOMS = {
     ),
     "sampling": Room(
         (f"{EMBEDDED}/sampling",),
-        "embedded_sampler embedded_truncation rejection_sampling processed_logprobs selection_kernels"
-        " sync_free_sampler shuffled_batch proposers",
+        "embedded_sampler embedded_truncation rejection_sampling processed_logprobs whole_rows"
+        " shuffled_batch proposers",
     ),
 }
 ALWAYS = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not campaign and not slow and not native_build and not browser"]

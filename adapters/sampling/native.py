@@ -1,19 +1,16 @@
 """Native kernels that an engine passes in: faster, with the same results.
 
-Nothing here imports an engine, so that one that brings kernels calls `use_kernels` and
-`use_select` when it is imported. They hold for the process: processors, pipes and samplers of one
+Nothing here imports an engine, so that one that brings kernels calls `use_kernels`
+when it is imported. They hold for the process: processors, pipes and samplers of one
 process compute the same bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
-
-from adapters.sampling.prefixes import Select
 
 
 class WholeRow(Protocol):
@@ -71,7 +68,6 @@ class RowKernels(Protocol):
 
 
 _kernels: RowKernels | None = None
-_choose_select: Callable[[torch.device], Select] | None = None
 
 
 def use_kernels(kernels: RowKernels) -> None:
@@ -80,17 +76,6 @@ def use_kernels(kernels: RowKernels) -> None:
     _kernels = kernels
 
 
-def use_select(choose: Callable[[torch.device], Select]) -> None:
-    """Find prefixes on a device with what `choose` returns for it."""
-    global _choose_select
-    _choose_select = choose
-
-
 def native_kernels() -> RowKernels | None:
     """The kernels that were passed in, None if there are none or they do not compute here."""
     return _kernels if _kernels is not None and _kernels.are_available() else None
-
-
-def select_on(device: torch.device) -> Select | None:
-    """The kernel that was passed in for a device; None for `prefixes.select_by_sorting`."""
-    return None if _choose_select is None or device.type == "cpu" else _choose_select(device)

@@ -5,7 +5,7 @@ least the target (`weights.share_of`). Integer sums are exact in any order, so e
 the same prefix, to which `tests/engines/sampling/test_prefix_rule.py` holds all of them:
 
 * `prefix_of_ordered`, in rows that are in this order already;
-* `beyond_prefix`, in whole rows on any device, with `select_by_sorting` or a kernel passed in;
+* `beyond_prefix`, in whole rows on any device;
 * `prefix_of_mass`, in one row on the CPU, without sorting it;
 * the native kernel of `whole_row`, which weighs the tokens as well.
 """
@@ -13,16 +13,13 @@ the same prefix, to which `tests/engines/sampling/test_prefix_rule.py` holds all
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from adapters.sampling.candidates import LAST_ID, sort_keys
-
-Select = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Finds where prefixes end: `select_by_sorting`, or a kernel with the same results."""
 
 _BUCKETS = 1024
 _SAMPLE = 3000
@@ -60,42 +57,29 @@ def mass_among(keys: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
     return (masses * (keys > keys[:, -1:])).sum(-1)
 
 
-def beyond_prefix(
-    keys: torch.Tensor, masses: torch.Tensor, targets: torch.Tensor, select: Select | None = None
-) -> torch.Tensor:
+def beyond_prefix(keys: torch.Tensor, masses: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mask of the tokens that follow the prefixes of some rows, bool ``[R, V]``; sync-free.
 
     Args:
         keys: float ``[R, V]``. A row with NaN ends anywhere.
         masses: int64 ``[R, V]``, at least 0, row sums below 2**62.
         targets: int64 ``[R, 1]``, at least 1. A row of less mass has no such token.
-        select: Finds where they end; `select_by_sorting` by default.
     """
-    last, before = (select or select_by_sorting)(keys, masses, targets)
+    last, before = _ends(keys, masses, targets)
     # of the tokens that tie with the last key, the lower ids are kept until the target is met
     tied = keys == last
     spent = before + (masses * tied).cumsum(-1) - masses
     return (keys < last) | (tied & (spent >= targets))
 
 
-def select_by_sorting(
-    keys: torch.Tensor, masses: torch.Tensor | None, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ends of the shortest prefixes, by falling key, of mass at least `targets`.
-
-    Args:
-        keys: float ``[P, V]``. A row with NaN ends anywhere.
-        masses: int64 ``[P, V]``, at least 0, row sums below 2**62; 1 each if None.
-        targets: int64 ``[P, 1]``, from 1 to the sum. A row of less mass ends with its last key.
+def _ends(keys: torch.Tensor, masses: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ends of the prefixes of `beyond_prefix`; a row of less mass ends with its last key.
 
     Returns:
-        The key of the last token, ``[P, 1]``, and the mass of all tokens with higher keys, int64
-        ``[P, 1]``.
+        The key of the last token, ``[R, 1]``, and the mass of all tokens with higher keys, int64
+        ``[R, 1]``.
     """
     ordered, order = torch.sort(keys, dim=-1, descending=True)
-    if masses is None:
-        last = ordered.gather(1, targets - 1)
-        return last, (keys > last).sum(-1, keepdim=True)
     reached = masses.gather(1, order).cumsum_(-1)
     ends = (reached < targets).sum(-1, keepdim=True).clamp_(max=keys.shape[1] - 1)
     last = ordered.gather(1, ends)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from adapters.sampling.candidates import block_maxima, highest_ids, top, top_in_order
-from adapters.sampling.native import WholeRow, select_on
+from adapters.sampling.native import WholeRow
 from adapters.sampling.prefixes import beyond_prefix, mass_among, prefix_of_mass, prefix_of_ordered
 from adapters.sampling.weights import share_of, share_of_one, weigh, weight_bits, weights_of
 from adapters.sampling.whole_row import block_maxima as host_block_maxima
@@ -218,8 +218,7 @@ def _beyond(keys: torch.Tensor, weights: torch.Tensor, shares: Sequence[float]) 
     totals = weights.sum(-1, keepdim=True)
     if not is_weighed_on_host(keys):
         wanted = column(shares, keys, torch.float64)
-        select = select_on(keys.device) if keys.dtype == torch.float32 else None
-        return beyond_prefix(keys, weights, share_of(totals, wanted), select) & (wanted < 1)
+        return beyond_prefix(keys, weights, share_of(totals, wanted)) & (wanted < 1)
     beyond = torch.zeros_like(keys, dtype=torch.bool)
     for row, (total, share) in enumerate(zip(totals[:, 0].tolist(), shares, strict=True)):
         if total > 0 and share < 1:

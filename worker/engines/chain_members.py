@@ -21,21 +21,19 @@ def begin(chain: ProcessorChain, request: EngineRequest) -> None:
         chain.start(prompt)
 
 
-def other_members(
-    params: SamplingParams, number: int, vocab_size: int, device: torch.device | None = None
-) -> list[Processor]:
+def other_members(params: SamplingParams, number: int, vocab_size: int) -> list[Processor]:
     """The dense bias and the third-party callables, which are called with the id ``number``.
 
     Raises:
         InvalidRequest: the bias is none.
     """
-    bias = dense_bias(params, vocab_size, device)
+    bias = dense_bias(params, vocab_size)
     dense: list[Processor] = [] if bias is None else [EmbeddingBias(bias)]
     return [*dense, *(ThirdPartyCallable(each, number) for each in params.logits_processors)]
 
 
-def dense_bias(params: SamplingParams, vocab_size: int, device: torch.device | None = None) -> torch.Tensor | None:
-    """``embedding_bias``, float32 ``[vocab_size]``, or None.
+def dense_bias(params: SamplingParams, vocab_size: int) -> torch.Tensor | None:
+    """``embedding_bias``, float32 ``[vocab_size]`` on the CPU, or None.
 
     Raises:
         InvalidRequest: it is no bias of that width, or not finite or -inf.
@@ -45,11 +43,11 @@ def dense_bias(params: SamplingParams, vocab_size: int, device: torch.device | N
         return None
     field = "sampling_params.embedding_bias"
     try:
-        bias = torch.as_tensor(values, dtype=torch.float32)
+        bias = torch.as_tensor(values, dtype=torch.float32, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidRequest(field, f"must be numbers, got {type(values).__name__}") from error
     if bias.shape != (vocab_size,):
         raise InvalidRequest(field, f"must have shape ({vocab_size},), got {tuple(bias.shape)}")
     if bool(bias.isnan().any()) or bool(bias.isposinf().any()):
         raise InvalidRequest(field, "must be finite or -inf")
-    return bias if device is None else bias.to(device)
+    return bias

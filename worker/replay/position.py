@@ -167,7 +167,7 @@ def _sampled_from(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         left[row.sort(descending=True, stable=True).indices[0]] = 0.0
         return left
     host = row.cpu().unsqueeze(0)
-    groups = group_rows({0: controls_of(params)}, len(row), host.device)
+    groups = group_rows({0: controls_of(params)}, len(row))
     return truncate_and_sample(host, groups, {0: 0.0}, wanted={0})[1][0]
 
 

@@ -11,17 +11,16 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from whole_rows import sample_whole_rows
 
 from adapters.sampling import candidates
 from adapters.sampling.native import WholeRow
-from adapters.sampling.prefixes import select_by_sorting
 from adapters.sampling.weights import as_units, share_of_one, weight_bits
 from adapters.sampling.whole_row import TorchRow
 from worker.engines.embedded import native
 from worker.engines.embedded.native import paths
 from worker.engines.embedded.native import weights as native_weights
 from worker.engines.embedded.native.weights import NativeRow, exponential_
-from worker.engines.embedded.sampling.device_truncation import SamplingColumns, truncate_and_sample_rows
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows, truncate_and_sample
 
 CPU = torch.device("cpu")
@@ -269,19 +268,11 @@ some_controls = st.builds(
 
 
 def sampled(logits: torch.Tensor, controls: list[Controls], uniforms: list[float], whole: bool) -> list[int]:
-    groups = group_rows(dict(enumerate(controls)), logits.shape[1], CPU)
+    groups = group_rows(dict(enumerate(controls)), logits.shape[1])
     if whole:
-        groups = [Group(group.controls, 0, logits.shape[1], CPU) for group in groups]
+        groups = [Group(group.controls, 0, logits.shape[1]) for group in groups]
     found, _ = truncate_and_sample(logits, groups, dict(enumerate(uniforms)))
     return [found[row] for row in range(len(controls))]
-
-
-def sampled_sync_free(logits: torch.Tensor, controls: list[Controls], uniforms: list[float]) -> list[int]:
-    columns = SamplingColumns.of(controls, logits.shape[1], CPU)
-    numbers = torch.tensor(uniforms, dtype=torch.float64)[:, None]
-    highest = logits.amax(-1, keepdim=True)
-    found, _ = truncate_and_sample_rows(logits, highest, columns, numbers, select_by_sorting)
-    return found.tolist()
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
@@ -302,7 +293,7 @@ def test_all_ways_to_a_token_agree(
     grain: float,
     is_strided: bool,
 ) -> None:
-    """By candidates, by whole rows and sync-free; and where the kernels were not built."""
+    """By candidates, by whole rows and by the rules alone; and where the kernels were not built."""
     logits = torch.stack([row_of(seed + each, width, grain, 1.0, 0.05) for each in range(len(asked))])
     if is_strided:
         logits = logits.t().contiguous().t()
@@ -310,7 +301,7 @@ def test_all_ways_to_a_token_agree(
     with pytest.MonkeyPatch.context() as patch:
         if not has_kernels:
             patch.setattr(native_weights, "are_available", lambda: False)
-        expected = sampled_sync_free(logits, controls, uniforms)
+        expected, _ = sample_whole_rows(logits, controls, uniforms)
         assert sampled(logits, controls, uniforms, whole=False) == expected
         assert sampled(logits, controls, uniforms, whole=True) == expected
 

@@ -62,7 +62,7 @@ def test_greedy_ties_in_a_wide_row(seed: int, ties: set[int]) -> None:
     row = torch.rand(150, generator=torch.Generator().manual_seed(seed))
     row[list(ties)] = 2.0
     one = request(ScriptedModel(), "one", PROMPT, greedy())
-    sampler = Sampler(150, (), torch.device("cpu"))
+    sampler = Sampler(150, ())
     assert sampler.sample(row[None].clone(), Edits(), Plan((one,), (), (one,))).token_ids == [min(ties)]
 
 
@@ -151,7 +151,7 @@ def test_a_processor_cannot_bring_padding_back(model: ScriptedModel) -> None:
 def test_ids_that_the_tokenizer_lacks_amid_the_vocabulary() -> None:
     row = torch.tensor([[1.0, 5.0, 2.0, 4.0, 3.0]])
     one = request(ScriptedModel(), "one", PROMPT, greedy())
-    sampler = Sampler(5, (1, 3), torch.device("cpu"))
+    sampler = Sampler(5, (1, 3))
     assert sampler.sample(row, Edits(), Plan((one,), (), (one,))).token_ids == [4]
 
 
@@ -319,7 +319,7 @@ def test_processed_logprobs_include_temperature_and_truncation(model: ScriptedMo
 def test_equal_logprobs_rank_by_id() -> None:
     row = torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0, 0.0]])
     one = request(ScriptedModel(), "one", PROMPT, greedy(logprobs=3))
-    samples = Sampler(6, (), torch.device("cpu")).sample(row, Edits(), Plan((one,), (), (one,)))
+    samples = Sampler(6, ()).sample(row, Edits(), Plan((one,), (), (one,)))
     assert [(entry.token_id, entry.rank) for entry in samples.logprobs[0]] == [(1, 1), (1, 1), (3, 2), (0, 3)]
 
 
@@ -491,7 +491,7 @@ def test_rows_of_one_request_are_its_next_positions(model: ScriptedModel, change
     drafted = rows_of(model, PROMPT + answer.token_ids[:2], 3)
     mate, none = sampled(seed=5), greedy()
     requests = tuple(request(model, str(i), PROMPT, one) for i, one in enumerate((mate, none, params)))
-    sampler = Sampler(WIDTH, model.undecodable_ids, model.device)
+    sampler = Sampler(WIDTH, model.undecodable_ids)
     logits = torch.cat((model.row(PROMPT)[None], drafted))
     samples = sampler.sample(logits, Edits(), Plan(requests, (), requests), offsets=[0, 1, 1, 4])
     assert samples.token_ids[1:] == answer.token_ids
@@ -502,14 +502,14 @@ def test_rows_of_one_request_are_its_next_positions(model: ScriptedModel, change
 @pytest.mark.parametrize("offsets", [[0, 1], [1, 1, 2], [0, 2, 1], [0, 1, 2, 3]])
 def test_offsets_that_do_not_fit_the_requests(model: ScriptedModel, offsets: list[int]) -> None:
     requests = tuple(request(model, name, PROMPT, greedy()) for name in "ab")
-    sampler = Sampler(WIDTH, (), model.device)
+    sampler = Sampler(WIDTH, ())
     with pytest.raises(ValueError, match="offsets must be 3 rising numbers from 0"):
         sampler.sample(torch.zeros(2, WIDTH), Edits(), Plan(requests, (), requests), offsets)
 
 
 def test_logits_that_do_not_fit_the_requests(model: ScriptedModel) -> None:
     one = request(model, "one", PROMPT, greedy())
-    sampler = Sampler(WIDTH, (), model.device)
+    sampler = Sampler(WIDTH, ())
     with pytest.raises(ValueError, match=r"logits must have shape \(1, 96\), got \(2, 96\)"):
         sampler.sample(torch.zeros(2, WIDTH), Edits(), Plan((one,), (), (one,)))
 
@@ -522,7 +522,7 @@ def test_a_bitmask_is_a_hard_mask_that_raw_logprobs_do_not_show(
     model: ScriptedModel, make: Callable[..., SamplingParams]
 ) -> None:
     one = request(model, "one", PROMPT, make(logprobs=1))
-    sampler = Sampler(WIDTH, model.undecodable_ids, model.device)
+    sampler = Sampler(WIDTH, model.undecodable_ids)
     logits = model.row(PROMPT)[None]
     best = int(logits[0, :USABLE].argmax())
     bitmask = bitmask_of({17, WIDTH - 1}, WIDTH)[None]
@@ -533,7 +533,7 @@ def test_a_bitmask_is_a_hard_mask_that_raw_logprobs_do_not_show(
 
 def test_a_bitmask_without_a_bit_leaves_no_token(model: ScriptedModel) -> None:
     one = request(model, "one", PROMPT, greedy())
-    sampler = Sampler(WIDTH, model.undecodable_ids, model.device)
+    sampler = Sampler(WIDTH, model.undecodable_ids)
     samples = sampler.sample(
         model.row(PROMPT)[None], Edits(), Plan((one,), (), (one,)), bitmask=torch.zeros(1, 3).int()
     )
@@ -544,9 +544,7 @@ def test_a_bitmask_without_a_bit_leaves_no_token(model: ScriptedModel) -> None:
 def test_a_bitmask_that_does_not_fit_is_refused(model: ScriptedModel, bitmask: torch.Tensor) -> None:
     one = request(model, "one", PROMPT, greedy())
     with pytest.raises(ValueError, match=r"the bitmask must be int32 of shape \(1, 3\)"):
-        Sampler(WIDTH, (), model.device).sample(
-            torch.zeros(1, WIDTH), Edits(), Plan((one,), (), (one,)), bitmask=bitmask
-        )
+        Sampler(WIDTH, ()).sample(torch.zeros(1, WIDTH), Edits(), Plan((one,), (), (one,)), bitmask=bitmask)
 
 
 @pytest.mark.parametrize("width", [1, 31, 33, 70])
@@ -558,7 +556,7 @@ def test_bits_beyond_the_vocabulary_are_never_read(
     bitmask = bitmask_of({width - 1}, width)[None]
     beyond = -1 << (width % 32)
     bitmask[0, -1] |= beyond
-    samples = Sampler(width, (), model.device).sample(
+    samples = Sampler(width, ()).sample(
         model.row(PROMPT)[None, :width], Edits(), Plan((one,), (), (one,)), bitmask=bitmask
     )
     assert (samples.token_ids, samples.errors) == ([width - 1], {})
@@ -576,12 +574,12 @@ def test_half_precision_rows_are_sampled_as_what_they_hold(
     requests = tuple(request(model, str(number), [number], params) for number in range(5))
     plan = Plan(requests, (), requests)
     logits = torch.stack([model.row([number]) for number in range(5)]).to(dtype)
-    sampler = Sampler(WIDTH, model.undecodable_ids, model.device)
+    sampler = Sampler(WIDTH, model.undecodable_ids)
     assert sampler.sample(logits.clone(), Edits(), plan) == sampler.sample(logits.float(), Edits(), plan)
 
 
 def test_an_empty_batch_has_no_tokens(model: ScriptedModel) -> None:
-    samples = Sampler(WIDTH, model.undecodable_ids, model.device).sample(
+    samples = Sampler(WIDTH, model.undecodable_ids).sample(
         torch.empty(0, WIDTH), Edits(), Plan((), (), ()), bitmask=torch.empty(0, 3).int()
     )
     assert (samples.token_ids, samples.errors, samples.logprobs) == ([], {}, {})

@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 
 
 def groups_of(controls: list[Controls], width: int, whole: bool = False) -> list[Group]:
-    groups = group_rows(dict(enumerate(controls)), width, CPU)
-    return [Group(group.controls, 0, width, CPU) for group in groups] if whole else groups
+    groups = group_rows(dict(enumerate(controls)), width)
+    return [Group(group.controls, 0, width) for group in groups] if whole else groups
 
 
 def log_weights(logits: torch.Tensor, controls: list[Controls], whole: bool = False) -> torch.Tensor:
@@ -277,7 +277,7 @@ def test_controls_that_are_off_ignore_a_batch_mates_parameters(seed: int) -> Non
 def test_a_group_less_some_rows_draws_the_same() -> None:
     logits = torch.randn(3, 900, generator=torch.Generator().manual_seed(5))
     controls = dict(enumerate([Controls(1.0, 0.0, 20, 0.9), Controls(0.5, 0.1, 30), Controls(2.0, 0.0, 40, 0.5)]))
-    groups = group_rows(controls, 900, CPU)
+    groups = group_rows(controls, 900)
     numbers = dict.fromkeys(controls, 0.4)
     every, _ = truncate_and_sample(logits, groups, numbers)
     rest, _ = truncate_and_sample(logits, [group.without({1}) for group in groups], numbers)

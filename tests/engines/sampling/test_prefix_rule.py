@@ -1,7 +1,7 @@
 """One rule for what a share of probability keeps: processors, pipes and samplers, by plain Python.
 
-A control does the same as a field, as a processor by name, in a pipe, in the sampler of the CPU and
-in that of a device, whichever way finds what it keeps.
+A control does the same as a field, as a processor by name, in a pipe and in the sampler, whichever
+way finds what it keeps.
 """
 
 from __future__ import annotations
@@ -45,15 +45,12 @@ from worker.engines.embedded import native
 from worker.engines.embedded.native import weights as native_weights
 from worker.engines.embedded.native.weights import NativeRow
 from worker.engines.embedded.plan import Plan, Request, Samples
-from worker.engines.embedded.sampling.device_truncation import SamplingColumns, truncate_and_sample_rows
 from worker.engines.embedded.sampling.sampler import Sampler
-from worker.engines.embedded.sampling.selection_kernels import choose_select
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows, truncate_and_sample
 from worker.engines.embedded.step import plan_edits
 from worker.sampling import SamplingParams
 from worker.sampling.field_processors import with_field_processors
 
-CPU = torch.device("cpu")
 PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
 FIELDS = frozenset(Controls.__dataclass_fields__)
 
@@ -132,20 +129,15 @@ def ways(row: torch.Tensor, share: float) -> Iterator[tuple[str, set[int]]]:
         yield f"processor, {dtype}", ids((one[0] > -torch.inf) & (weights > 0))
     controls = Controls(top_p=max(share, 5e-324))
     for group_width in (None, 0):
-        groups = group_rows({0: controls}, width, CPU)
-        groups = groups if group_width is None else [Group({0: controls}, 0, width, CPU)]
+        groups = group_rows({0: controls}, width)
+        groups = groups if group_width is None else [Group({0: controls}, 0, width)]
         _, found = truncate_and_sample(row[None], groups, {0: 0.5}, wanted={0})
         yield f"sampler, {group_width}", ids(found[0] > -torch.inf)
-    columns = SamplingColumns.of([controls], width, CPU)
-    half = torch.tensor([[0.5]], dtype=torch.float64)
-    _, left = truncate_and_sample_rows(row[None], row.max().view(1, 1), columns, half, choose_select(CPU))
-    yield "device sampler", ids(left[0] > 0)
 
 
 @settings(max_examples=examples(150), deadline=None)
 @given(row=rows, share=shares)
 def test_every_way_finds_the_same_prefix(row: torch.Tensor, share: float) -> None:
-    """`tests/engines/test_triton_select.py` compares the kernel for CUDA with sorting."""
     for available in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not available:
@@ -171,7 +163,7 @@ def test_rows_of_a_real_width(has_kernels: bool) -> None:
     kept = logits.clone()
     keep_top_p(kept, [0.9] * len(logits))
     controls = dict.fromkeys(range(len(logits)), Controls(top_p=0.9))
-    groups = group_rows(controls, 32_000, CPU)
+    groups = group_rows(controls, 32_000)
     _, found = truncate_and_sample(logits, groups, dict.fromkeys(controls, 0.5), wanted=set(controls))
     for row in controls:
         assert torch.equal(kept[row] > -torch.inf, found[row] > -torch.inf)
@@ -194,10 +186,9 @@ def request_of(logits: torch.Tensor, params: SamplingParams, *named: Processor, 
     return request
 
 
-def sampled(logits: torch.Tensor, request: Request, sync_free: bool) -> Samples:
+def sampled(logits: torch.Tensor, request: Request) -> Samples:
     plan = Plan((request,), (), (request,))
-    sampler = Sampler(logits.shape[1], (), CPU, sync_free=sync_free)
-    return sampler.sample(logits.clone(), plan_edits(plan), plan)
+    return Sampler(logits.shape[1], ()).sample(logits.clone(), plan_edits(plan), plan)
 
 
 params = st.builds(
@@ -240,14 +231,13 @@ def test_a_neutral_late_processor_changes_no_token(
     kind, args = which
     alone = request_of(logits, asked, late=False)
     assert alone.chain is None
-    for sync_free in (False, True):
-        expected = outcome(sampled(logits, alone, sync_free), asked.is_greedy)
-        named = kind(kind.Args(**args), Context(Vocabulary(len(row)), seed=asked.seed))
-        beside = request_of(logits, asked, named, late=False)
-        assert beside.chain is not None
-        assert outcome(sampled(logits, beside, sync_free), asked.is_greedy) == expected
-        moved = request_of(logits, asked, late=True)
-        assert outcome(sampled(logits, moved, sync_free), asked.is_greedy) == expected
+    expected = outcome(sampled(logits, alone), asked.is_greedy)
+    named = kind(kind.Args(**args), Context(Vocabulary(len(row)), seed=asked.seed))
+    beside = request_of(logits, asked, named, late=False)
+    assert beside.chain is not None
+    assert outcome(sampled(logits, beside), asked.is_greedy) == expected
+    moved = request_of(logits, asked, late=True)
+    assert outcome(sampled(logits, moved), asked.is_greedy) == expected
 
 
 BY_NAME: dict[str, tuple[type[Processor], str]] = {
@@ -271,20 +261,17 @@ def test_a_processor_by_name_is_its_field(row: torch.Tensor, asked: SamplingPara
     others = {} if name == "temperature" else {"temperature": 1.0}
     named = SamplingParams(**others, top_p=1.0 if name == "temperature" else None, seed=asked.seed)
     logits = row[None]
-    expected = sampled(logits, request_of(logits, field, late=False), sync_free=False)
-    found = sampled(logits, request_of(logits, named, processor, late=False), sync_free=False)
+    expected = sampled(logits, request_of(logits, field, late=False))
+    found = sampled(logits, request_of(logits, named, processor, late=False))
     assert found.token_ids == expected.token_ids
 
 
-@pytest.mark.parametrize("sync_free", [False, True])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("value", "temperature"), [(3e38, 0.5), (-3e38, 0.5), (3.41e33, 1e-5)])
-def test_a_temperature_that_leaves_float32_is_an_error(
-    value: float, temperature: float, late: bool, sync_free: bool
-) -> None:
+def test_a_temperature_that_leaves_float32_is_an_error(value: float, temperature: float, late: bool) -> None:
     logits = torch.full((1, 100), value)
     request = request_of(logits, SamplingParams(temperature=temperature, top_p=0.9, seed=1), late=late)
-    assert set(sampled(logits, request, sync_free).errors) == {0}
+    assert set(sampled(logits, request).errors) == {0}
 
 
 # The pipe, and the sampler of the other engine
@@ -304,7 +291,7 @@ def test_a_pipe_samples_what_the_engine_samples(row: torch.Tensor, temperature: 
     if top_k == 1:
         assert found.tolist() == [int((row / temperature).argmax())]
         return
-    groups = group_rows({0: Controls(temperature, top_k=top_k)}, len(row), CPU)
+    groups = group_rows({0: Controls(temperature, top_k=top_k)}, len(row))
     tokens, _ = truncate_and_sample(row[None], groups, {0: number})
     assert found.tolist() == [tokens[0]]
 
@@ -332,7 +319,7 @@ def test_the_seeded_sampler_is_the_engines(row: torch.Tensor, seed: int, positio
     shaped = row.clone()
     sampler.shape(shaped)
     number = uniform(seed, 0, position, SAMPLE)
-    tokens, _ = truncate_and_sample(row[None], group_rows({0: Controls()}, len(row), CPU), {0: number})
+    tokens, _ = truncate_and_sample(row[None], group_rows({0: Controls()}, len(row)), {0: number})
     assert ids(shaped > -torch.inf) == {tokens[0]}
 
 

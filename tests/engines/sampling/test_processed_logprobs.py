@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from worker.engines.embedded import Engine
 from worker.engines.embedded.offline.results import Completion
-from worker.engines.embedded.sampling import Sampler
 from worker.engines.embedded.speculation import SpeculativeConfig, Speculator
 from worker.sampling import SamplingParams
 
@@ -32,17 +30,14 @@ def loaded_engine(checkpoints: dict[str, Path]) -> Engine:
     return Engine(checkpoints["llama"], max_num_seqs=4, dtype="float32", numerics="exact", kv_blocks=128)
 
 
-@pytest.fixture(params=["plain", "speculated", "sync-free"])
+@pytest.fixture(params=["plain", "speculated"])
 def engine(request: pytest.FixtureRequest, loaded_engine: Engine) -> Iterator[Engine]:
     stepper = loaded_engine.session.stepper
-    sampler, speculator = stepper.sampler, stepper.speculator
+    speculator = stepper.speculator
     if request.param == "speculated":
         stepper.speculator = Speculator(SpeculativeConfig(method="ngram", prompt_lookup_min=1), clock=lambda: 0.0)
-    elif request.param == "sync-free":
-        model = stepper.model
-        stepper.sampler = Sampler(model.vocab_size, model.undecodable_ids, torch.device("cpu"), sync_free=True)
     yield loaded_engine
-    stepper.sampler, stepper.speculator = sampler, speculator
+    stepper.speculator = speculator
 
 
 def answers(engine: Engine, processor: dict[str, Any], attribution: bool = True, **given: Any) -> list[Completion]:

@@ -217,7 +217,7 @@ def test_an_engine_that_cannot_take_tokens_back_refuses(engine: Engine) -> None:
     )
     request = engine.session.builder.build(0, [5], SamplingParams(), (), frozenset(), "").answers[0].request
     request.chain = chain
-    sampler = Sampler(engine.info.vocab_size, (), torch.device("cpu"))
+    sampler = Sampler(engine.info.vocab_size, ())
     with pytest.raises(ValueError, match="may take tokens back"):
         FusedSamplingProcessor(sampler, [request], torch.device("cpu"))
 

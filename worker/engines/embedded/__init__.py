@@ -2,13 +2,13 @@
 
 One step, and the folders behind its words::
 
-    plan     = scheduler.schedule()                  # scheduler.py, kv_cache/
-    plan     = scheduler.add_drafts(plan, ...)       # speculation/
-    logits   = model.forward(plan)                   # model/, attention/
-    edits    = plan_edits(plan)                      # the requests' chains: adapters.chain
-    launched = sampler.launch(logits, edits, plan)   # sampling/
-    scheduler.settle(plan)                           # before the tokens are here: a GPU samples
-    outputs  = scheduler.commit(plan, launched.collect())
+    plan    = scheduler.schedule()                  # scheduler.py, kv_cache/
+    plan    = scheduler.add_drafts(plan, ...)       # speculation/
+    logits  = model.forward(plan)                   # model/, attention/
+    edits   = plan_edits(plan)                      # the requests' chains: adapters.chain
+    samples = sampler.sample(logits, edits, plan)   # sampling/
+    scheduler.settle(plan)
+    outputs = scheduler.commit(plan, samples)
 
 Rows with a draft repeat the last four lines at each position where the draft was right.
 

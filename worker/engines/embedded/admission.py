@@ -80,7 +80,7 @@ def admit(
     end_ids = end_ids_of(params, model)
     seed = secrets.randbits(64) if params.seed is None else params.seed
     context = Context(Vocabulary(model.vocab_size), end_ids, seed, engine_request.choice)
-    others = other_members(params, number, model.vocab_size, model.device)
+    others = other_members(params, number, model.vocab_size)
     try:
         if chain is not None:
             begin(chain, engine_request)

@@ -59,8 +59,7 @@ class FusedSamplingProcessor:
         self._requests = tuple(replace(request, tokens=list(request.tokens)) for request in requests)
         self._identity_logit_offsets = identity_logit_offsets
         self._bitmask: torch.Tensor | None = None
-        self._host_tokens: torch.Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._host_tokens: list[int] | None = None
         self.generated_tokens = torch.empty((len(self._requests), 0), dtype=torch.int64, device=device)
         self.new_tokens: torch.Tensor | None = None
         self.errors: dict[int, str] = {}
@@ -134,9 +133,9 @@ class FusedSamplingProcessor:
             if row not in samples.errors:
                 self._accept(request, samples.token_ids[row])
         tokens = [NO_TOKEN if row in self.errors else token for row, token in enumerate(samples.token_ids)]
+        self._host_tokens = tokens
         self.new_tokens = torch.tensor(tokens, dtype=torch.int64, device=self._device)
         self.generated_tokens = torch.cat((self.generated_tokens, self.new_tokens[:, None]), dim=1)
-        self._host_tokens = self._copied = None
 
     def _last_rows(self, logits: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         bounds = offsets.to(torch.int64)
@@ -156,29 +155,17 @@ class FusedSamplingProcessor:
 
     def update_bitmask(self, packed: torch.Tensor | np.ndarray[Any, Any]) -> None:
         """Copy the bitmask of the next calls, int32 ``[B, ceil(V / 32)]``; set bits are allowed."""
-        self._bitmask = torch.as_tensor(packed).clone()
+        self._bitmask = torch.as_tensor(packed).to("cpu", copy=True)
 
     def start_async_token_copy(self) -> None:
-        """Start copying `new_tokens` to the host; a no-op before the first call."""
-        if self.new_tokens is None:
-            return
-        if self.new_tokens.device.type != "cuda":
-            self._host_tokens = self.new_tokens
-            return
-        self._host_tokens = torch.empty_like(self.new_tokens, device="cpu", pin_memory=True)
-        self._host_tokens.copy_(self.new_tokens, non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
+        """Does nothing: tokens are sampled on the host."""
 
     def get_new_tokens_numpy(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """int64 ``[B]`` of the last call; waits for the copy, and starts it if none was started.
+        """int64 ``[B]`` of the last call.
 
         Raises:
             RuntimeError: before the first call.
         """
-        if self.new_tokens is None:
+        if self._host_tokens is None:
             raise RuntimeError("no token has been sampled yet")
-        if self._copied is not None:
-            self._copied.synchronize()
-        tokens = self.new_tokens.cpu() if self._host_tokens is None else self._host_tokens
-        return tokens.numpy().copy()
+        return np.array(self._host_tokens, dtype=np.int64)

@@ -53,7 +53,7 @@ class Stepper:
         self.scheduler = scheduler
         self.connector: KvConnector | None = None
         self.speculator = speculator or Speculator()
-        self.sampler = Sampler(model.vocab_size, model.undecodable_ids, model.device)
+        self.sampler = Sampler(model.vocab_size, model.undecodable_ids)
         self.steps_by_batch_size = [0] * (len(BATCH_SIZES) + 1)
         self.num_rows = 0
         self._held = HeldOutputs()
@@ -134,14 +134,12 @@ class Stepper:
             logits: One row each.
             computed: Plan that `Model.forward` was given, where these are its first positions.
         """
-        edits = plan_edits(plan)  # needs no logits: on CUDA they are still being computed
+        edits = plan_edits(plan)
         if self._tapped:
             show_logits(plan, logits)
-        launched = self.sampler.launch(logits, edits, plan)
-        self.scheduler.settle(plan)  # on CUDA, while the tokens are on their way
-        self.sampler.prepare_next()
-        samples = launched.collect()
-        if computed is not None:  # asked only now: on CUDA, what is asked for waits for the step
+        samples = self.sampler.sample(logits, edits, plan)
+        self.scheduler.settle(plan)
+        if computed is not None:
             self.scheduler.spoil(plan, [one for one in self.model.spoiled(computed) if one.pages])
         samples.errors = spoiled_errors(plan) | samples.errors
         if self._tapped:

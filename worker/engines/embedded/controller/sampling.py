@@ -25,7 +25,7 @@ def sample_rows(
         _row_request(row, one, position) for row, (one, position) in enumerate(zip(params, wanted, strict=True))
     )
     never = () if vocab_size is None else tuple(range(vocab_size, logits.shape[1]))
-    sampler = Sampler(logits.shape[1], never, logits.device)
+    sampler = Sampler(logits.shape[1], never)
     with torch.inference_mode():
         return sampler.sample(logits.to(torch.float32, copy=True), Edits(), Plan(requests, (), requests))
 

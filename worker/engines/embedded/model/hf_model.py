@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes
-from worker.engines.embedded.host import HostCopy, in_own_thread
+from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.kv_cache import Int8Rows, KvStore, row_shape
 from worker.engines.embedded.model.batch_packing import Batch, pack
@@ -130,7 +130,7 @@ class HfModel:
         self._network = network
         self._store = KvStore([], [])
         self._last_hidden = torch.empty(0, 0)  # of the last step's tokens
-        self._extremes = HostCopy()  # the lowest and the highest number in it
+        self._extremes = torch.zeros(2)  # the lowest and the highest number in it
         self._page_size = 0
         self._attention: AttentionBackend  # chosen by the page size, too
         self._wanted_numerics = numerics
@@ -253,7 +253,7 @@ class HfModel:
         self._store.zero(batch.new_pages)
         hidden = self._hidden(batch, self._store)
         self._last_hidden = hidden[: len(batch.ids)]
-        self._extremes = HostCopy(torch.stack(torch.aminmax(self._last_hidden)))
+        self._extremes = torch.stack(torch.aminmax(self._last_hidden))
         if plan.scored:
             plan.show_scored(hidden, self._network.logits)
         if plan.chunks:
@@ -265,8 +265,7 @@ class HfModel:
     @torch.inference_mode()
     def spoiled(self, plan: Plan) -> list[Request]:
         """See `Model.spoiled`."""
-        (extremes,) = self._extremes.wait()  # NaN, if there is one
-        if all(map(math.isfinite, extremes.tolist())):
+        if all(map(math.isfinite, self._extremes.tolist())):  # NaN, if there is one
             return []
         spoiled = (~self._last_hidden.isfinite().all(-1)).tolist()
         found = {id(request): request for request, bad in zip(plan.owners(), spoiled, strict=True) if bad}
@@ -274,8 +273,7 @@ class HfModel:
 
     def _hidden(self, batch: Batch, store: KvStore, only: int | None = None) -> torch.Tensor:
         """Last hidden states, with those of padding behind; of one layer alone if it is given."""
-        tensors = torch.tensor([batch.ids, batch.positions, batch.pages, batch.slots])
-        tensors = tensors.to(self.device, non_blocking=True)
+        tensors = torch.tensor([batch.ids, batch.positions, batch.pages, batch.slots]).to(self.device)
         step = self._attention.plan(store, batch.sequences, tensors[2:])
         padding = self._padding(len(batch.ids))
         ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]

@@ -82,7 +82,7 @@ class ChainReplay:
 
     @cached_property
     def _sampler(self) -> Sampler:
-        return Sampler(self._model.vocab_size, self._model.undecodable_ids, self._model.device)
+        return Sampler(self._model.vocab_size, self._model.undecodable_ids)
 
     @cached_property
     def _plan(self) -> Plan:

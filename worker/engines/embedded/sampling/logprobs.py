@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from worker.engines import TokenLogprob
-from worker.engines.embedded.host import HostCopy
 from worker.engines.embedded.plan import Samples
 
 
@@ -22,7 +21,28 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Seque
         token_ids: Sampled id of each row.
         counts: n of each row's top-n.
     """
-    return Logprobs(logits, torch.tensor(token_ids, device=logits.device), counts).read()
+    logprobs = logits.double().log_softmax(-1)
+    sampled = torch.tensor(token_ids, device=logits.device)[:, None]
+    chosen = logprobs.gather(-1, sampled)
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    ahead = (logprobs > chosen) | ((logprobs == chosen) & (ids < sampled))
+    rows = zip(token_ids, chosen[:, 0].tolist(), (ahead.sum(-1) + 1).tolist(), strict=True)
+    tops = _tops(logprobs, counts) if max(counts) else [[]] * len(token_ids)
+    return [[TokenLogprob(*row), *top] for row, top in zip(rows, tops, strict=True)]
+
+
+def _tops(logprobs: torch.Tensor, counts: Sequence[int]) -> list[list[TokenLogprob]]:
+    # one more than wanted, to detect a tie with the last value, of which `topk` takes any
+    all_values, all_ids = (each.tolist() for each in logprobs.topk(min(max(counts) + 1, logprobs.shape[-1])))
+    tops = []
+    for row, (count, values, ids) in enumerate(zip(counts, all_values, all_ids, strict=True)):
+        if 0 < count < len(values) and values[count - 1] == values[-1]:
+            ids = (logprobs[row] >= values[-1]).nonzero()[:, 0].tolist()
+            values = logprobs[row, ids].tolist()
+        best = sorted(zip(values, ids, strict=True), key=lambda pair: (-pair[0], pair[1]))[:count]
+        ranked = enumerate(best, start=1)
+        tops.append([TokenLogprob(token, value, rank) for rank, (value, token) in ranked if value > -math.inf])
+    return tops
 
 
 def attach(
@@ -34,43 +54,3 @@ def attach(
             samples.processed[row] = one[0].logprob
         else:
             samples.logprobs[row] = one
-
-
-class Logprobs:
-    """Same as `token_logprobs`, in two steps of which the constructor is sync-free.
-
-    Args:
-        logits: floating ``[m, V]``, not normalised.
-        token_ids: int64 ``[m]``, on the device of `logits`.
-        counts: n of each row's top-n.
-    """
-
-    def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> None:
-        self._counts = counts
-        self._logprobs = logits.double().log_softmax(-1)
-        sampled = token_ids[:, None]
-        chosen = self._logprobs.gather(-1, sampled)
-        ids = torch.arange(logits.shape[-1], device=logits.device)
-        ahead = (self._logprobs > chosen) | ((self._logprobs == chosen) & (ids < sampled))
-        found = [token_ids, chosen[:, 0], ahead.sum(-1) + 1]
-        if max(counts):
-            # one more than wanted, to detect a tie with the last value, of which `topk` takes any
-            found += self._logprobs.topk(min(max(counts) + 1, logits.shape[-1]))
-        self._copy = HostCopy(*found)
-
-    def read(self) -> list[list[TokenLogprob]]:
-        """The result of `token_logprobs`; synchronises with the device."""
-        token_ids, values, ranks, *found = (one.tolist() for one in self._copy.wait())
-        tops = self._tops(*found) if found else [[]] * len(token_ids)
-        return [[TokenLogprob(token_ids[row], values[row], ranks[row]), *top] for row, top in enumerate(tops)]
-
-    def _tops(self, all_values: list[list[float]], all_ids: list[list[int]]) -> list[list[TokenLogprob]]:
-        tops = []
-        for row, (count, values, ids) in enumerate(zip(self._counts, all_values, all_ids, strict=True)):
-            if 0 < count < len(values) and values[count - 1] == values[-1]:
-                ids = (self._logprobs[row] >= values[-1]).nonzero()[:, 0].tolist()
-                values = self._logprobs[row, ids].tolist()
-            best = sorted(zip(values, ids, strict=True), key=lambda pair: (-pair[0], pair[1]))[:count]
-            ranked = enumerate(best, start=1)
-            tops.append([TokenLogprob(token, value, rank) for rank, (value, token) in ranked if value > -math.inf])
-        return tops

@@ -1,4 +1,4 @@
-"""Reasons that a row cannot be sampled, decided on the host from values read from the device."""
+"""Reasons that a row cannot be sampled."""
 
 from __future__ import annotations
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 
 from adapters.contract import SAMPLE, uniform_rows
-from adapters.devices import upload, upload_ids
 from adapters.sampling.truncation import GREEDY_BELOW
 from worker.engines.embedded.plan import Request
-from worker.engines.embedded.sampling.device_truncation import SamplingColumns, padded
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows
 from worker.sampling import SamplingParams
 
@@ -30,7 +27,6 @@ class RowTable:
         offsets: Rows ``offsets[i]`` to ``offsets[i + 1]`` are request i's, at consecutive
             positions; one row each by default.
         vocab_size: Width of a row.
-        device: Device of the logits.
 
     Attributes:
         owners: Request of each row, and number of the request's rows before it.
@@ -46,12 +42,9 @@ class RowTable:
         ValueError: the offsets do not start at 0, fall, or do not fit the requests.
     """
 
-    def __init__(
-        self, requests: tuple[Request, ...], offsets: Sequence[int] | None, vocab_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, requests: tuple[Request, ...], offsets: Sequence[int] | None, vocab_size: int) -> None:
         self.requests = requests
         self.offsets = offsets
-        self.device = device
         self.vocab_size = vocab_size
         owners = _owners(len(requests), offsets)
         self.owners = [(requests[owner], depth) for owner, depth in owners]
@@ -77,37 +70,26 @@ class RowTable:
 
     @cached_property
     def raw_index(self) -> torch.Tensor:
-        """`raw`, on the device."""
-        return upload_ids(self.raw, self.device)
+        """`raw`, int64 ``[n]``."""
+        return torch.tensor(self.raw, dtype=torch.int64)
 
     @cached_property
     def greedy_index(self) -> torch.Tensor:
-        """`greedy`, on the device."""
-        return upload_ids(self.greedy, self.device)
+        """`greedy`, int64 ``[n]``."""
+        return torch.tensor(self.greedy, dtype=torch.int64)
 
     @cached_property
     def groups(self) -> list[Group]:
-        """The randomly sampled rows, grouped for the CPU."""
-        return group_rows(self.controls, self.vocab_size, self.device)
-
-    @cached_property
-    def random_rows(self) -> RandomRows:
-        """The randomly sampled rows, for a device."""
-        return RandomRows(self)
-
-    def positions(self) -> list[int]:
-        """Absolute positions of the tokens that this step samples randomly."""
-        return [len(request.tokens) + depth for request, depth in (self.owners[row] for row in self.random)]
-
-    def uniforms_at(self, positions: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """The random number of each randomly sampled row, ``[R]``."""
-        return uniform_rows(self._seeds, self._choices, positions, SAMPLE)
+        """The randomly sampled rows, grouped by the candidates that they need."""
+        return group_rows(self.controls, self.vocab_size)
 
     def uniforms(self) -> dict[int, float]:
         """This step's random number of each randomly sampled row."""
         if not self.random:
             return {}
-        return dict(zip(self.random, self.uniforms_at(self.positions()).tolist(), strict=True))
+        positions = [len(request.tokens) + depth for request, depth in (self.owners[row] for row in self.random)]
+        numbers = uniform_rows(self._seeds, self._choices, positions, SAMPLE)
+        return dict(zip(self.random, numbers.tolist(), strict=True))
 
     def divided(self, highest: list[float]) -> list[float]:
         """The highest logit of each row, divided by its temperature; infinite beyond float32."""
@@ -118,55 +100,6 @@ class RowTable:
             for row, controls in self.controls.items():
                 found[row] /= np.float32(controls.divisor)
         return list(map(float, found))
-
-
-class RandomRows:
-    """The randomly sampled rows of a table, on its device, padded to a common batch size.
-
-    Args:
-        table: Table with at least one randomly sampled row.
-
-    Attributes:
-        index: Indices of these rows, int64 ``[R]``.
-        padded_index: `index` padded with its first entry, int64 ``[padded(R)]``; None if that is
-            all rows in order.
-        columns: Controls of these rows.
-        num_processed: Number of rows in ``table.processed`` that are randomly sampled.
-        processed_entries: Indices in ``table.processed``, int64.
-        processed_rows: Indices in `index` of the same rows, int64.
-    """
-
-    def __init__(self, table: RowTable) -> None:
-        self._table = table
-        self._extra = padded(len(table.random)) - len(table.random)
-        rows = table.random + table.random[:1] * self._extra
-        self.index = upload_ids(table.random, table.device)
-        every = not self._extra and len(rows) == len(table.owners)
-        self.padded_index = None if every else upload_ids(rows, table.device)
-        self.columns = SamplingColumns.of([table.controls[row] for row in rows], table.vocab_size, table.device)
-        index_of = {row: index for index, row in enumerate(table.random)}
-        both = [(entry, index_of[row]) for entry, row in enumerate(table.processed) if row in index_of]
-        self.num_processed = len(both)
-        self.processed_entries = upload_ids([entry for entry, _ in both], table.device)
-        self.processed_rows = upload_ids([row for _, row in both], table.device)
-        self._next: tuple[list[int], torch.Tensor] | None = None
-
-    def uniforms(self) -> torch.Tensor:
-        """This step's random numbers, float64 ``[padded(R), 1]`` on the device."""
-        positions = self._table.positions()
-        if self._next is not None and self._next[0] == positions:
-            return self._next[1]
-        return self._upload(positions)
-
-    def prepare_next(self) -> None:
-        """Upload the next step's random numbers, which are used if every row grows by one token."""
-        positions = [position + 1 for position in self._table.positions()]
-        self._next = (positions, self._upload(positions))
-
-    def _upload(self, positions: Sequence[int]) -> torch.Tensor:
-        uniforms = self._table.uniforms_at(positions)
-        filled = np.concatenate((uniforms, np.repeat(uniforms[:1], self._extra)))
-        return upload(torch.from_numpy(filled)[:, None], self._table.device)
 
 
 def controls_of(params: SamplingParams) -> Controls:

@@ -4,63 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from adapters.chain import Planned, apply_edits, apply_late
 from adapters.contract import apply_bitmask
-from adapters.devices import upload_ids
 from adapters.sampling.candidates import highest_ids
 from adapters.sampling.whole_row import block_maxima, find_highest, is_searched_fast
 from worker.engines.embedded.plan import Edits, Plan, Samples
-from worker.engines.embedded.sampling.device_sampler import DeviceStep
 from worker.engines.embedded.sampling.logprobs import attach, token_logprobs
 from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
-from worker.engines.embedded.sampling.selection_kernels import choose_select
 from worker.engines.embedded.sampling.truncation import truncate_and_sample
 
 
-class Launched(Protocol):
-    """Sampling that may still be running on a device."""
-
-    def collect(self) -> Samples:
-        """The tokens; synchronises with the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Sampling that has been done on the host."""
-
-    samples: Samples
-
-    def collect(self) -> Samples:
-        """The tokens."""
-        return self.samples
-
-
 class Sampler:
-    """Samples a token for each row; batch-invariant.
+    """Samples a token for each row, on the CPU wherever the logits are; batch-invariant.
 
     Args:
         vocab_size: Width of a row.
         undecodable_ids: Ids that are never sampled.
-        device: Device of the logits.
-        sync_free: Read no value on the host before the tokens are sampled, so that the host does
-            not wait for the device. The default on every device but the CPU; the tokens are the
-            same either way.
     """
 
-    def __init__(
-        self, vocab_size: int, undecodable_ids: tuple[int, ...], device: torch.device, sync_free: bool | None = None
-    ) -> None:
+    def __init__(self, vocab_size: int, undecodable_ids: tuple[int, ...]) -> None:
         self._vocab_size = vocab_size
-        self._device = device
-        self._never = _never(undecodable_ids, vocab_size, device)
-        self._table = RowTable((), None, vocab_size, device)
-        self._select = choose_select(device) if (device.type != "cpu" if sync_free is None else sync_free) else None
+        self._never = _never(undecodable_ids, vocab_size)
+        self._table = RowTable((), None, vocab_size)
 
     def sample(
         self,
@@ -70,57 +39,37 @@ class Sampler:
         offsets: Sequence[int] | None = None,
         bitmask: torch.Tensor | None = None,
     ) -> Samples:
-        """Tokens for ``plan.sampled``: `launch` and `collect`."""
-        return self.launch(logits, edits, plan, offsets, bitmask).collect()
-
-    def launch(
-        self,
-        logits: torch.Tensor,
-        edits: Edits,
-        plan: Plan,
-        offsets: Sequence[int] | None = None,
-        bitmask: torch.Tensor | None = None,
-    ) -> Launched:
-        """Start sampling for ``plan.sampled``; float32 `logits` ``[n, V]`` are edited in place.
-
-        The requests' tokens must not change until it returns. On a device it does not synchronise,
-        except for a request with a shaping processor that is not batched, whose result is checked.
+        """Tokens for ``plan.sampled``.
 
         Args:
-            logits: One row per request, or as many as `offsets` say.
+            logits: ``[n, V]``, one row per request, or as many as `offsets` say. Those in float32
+                on a CPU are edited in place, others copied.
             edits: Edits by row.
             plan: Plan whose ``sampled`` requests own the rows.
             offsets: Rows ``offsets[i]`` to ``offsets[i + 1]`` are request i's, at consecutive
                 positions from the length of its tokens on; a request may have none.
-            bitmask: int32 ``[n, ceil(V / 32)]``, a hard mask on top of the chains'; see
+            bitmask: int32 ``[n, ceil(V / 32)]`` on the CPU, a hard mask on top of the chains'; see
                 `adapters.contract.edits.Allow`.
 
         Raises:
             ValueError: as `RowTable`, or a shape does not fit.
         """
         if not self._table.is_for(plan.sampled, offsets):
-            self._table = RowTable(plan.sampled, offsets, self._vocab_size, self._device)
+            self._table = RowTable(plan.sampled, offsets, self._vocab_size)
         table = self._table
         self._check_shapes(logits, bitmask)
         if not table.owners:
-            return Chosen(Samples([]))
-        logits = logits.float()
+            return Samples([])
+        logits = logits.float().cpu()
         self._mask_never(logits)
         raw = logits.index_select(0, table.raw_index) if table.raw else None
         errors = {row: str(failure) for row, failure in edits.failures.items()}
         if edits.planned or bitmask is not None:
             self._edit(logits, edits.planned, bitmask, errors)
-        if self._select is not None:
-            return DeviceStep(logits, table, edits.planned, raw, errors, self._select)
         samples = self._choose(logits, table, edits.planned, errors)
         if raw is not None:
             _attach_logprobs(samples, raw, table, table.raw, frozenset())
-        return Chosen(samples)
-
-    def prepare_next(self) -> None:
-        """Upload what the next step needs while the device computes this one; only saves time."""
-        if self._select is not None and self._table.random:
-            self._table.random_rows.prepare_next()
+        return samples
 
     def _check_shapes(self, logits: torch.Tensor, bitmask: torch.Tensor | None) -> None:
         count, width = len(self._table.owners), self._vocab_size
@@ -209,13 +158,13 @@ def _choose_plain(logits: torch.Tensor, errors: dict[int, str]) -> Samples:
     return Samples(token_ids, errors)
 
 
-def _never(ids: tuple[int, ...], vocab_size: int, device: torch.device) -> slice | torch.Tensor | None:
+def _never(ids: tuple[int, ...], vocab_size: int) -> slice | torch.Tensor | None:
     """Ids as an index: a slice, which is cheaper to fill, where they are a tail as padding is."""
     if not ids:
         return None
     if ids == tuple(range(ids[0], vocab_size)):
         return slice(ids[0], vocab_size)
-    return upload_ids(ids, device)
+    return torch.tensor(ids)
 
 
 def _attach_logprobs(

@@ -1,11 +1,11 @@
-"""Temperature, min-p, top-k, top-p and sampling on the CPU: logits and a uniform to a token.
+"""Temperature, min-p, top-k, top-p and sampling: logits and a uniform to a token.
 
 Order: temperature, then min-p, then top-k, renormalised, then top-p, each with the rule of
 `adapters.sampling`, which the processors of these names apply to whole rows. Sums of weights are
 exact, so that a token depends on its row, its controls and its uniform random number alone, bit for
 bit, whichever path finds it. A few hundred of the highest logits nearly always include every token
 that can be sampled. It is detected when they do not; then the weights of the whole row are
-computed, one row at a time. `device_truncation` gives the same tokens sync-free.
+computed, one row at a time.
 """
 
 from __future__ import annotations
@@ -107,16 +107,15 @@ class Group:
         controls: Controls by row; top-k below `vocab_size`.
         width: Candidates per row; 0 for rows whose every logit gets a weight.
         vocab_size: Width of a row of logits.
-        device: Device of the logits.
 
     Attributes:
         is_wide: Whether no row's nucleus was within the candidates at the last step. It likely will
             not be at the next step either, so that searching for candidates is skipped.
     """
 
-    def __init__(self, controls: dict[int, Controls], width: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, controls: dict[int, Controls], width: int, vocab_size: int) -> None:
         def column(values: list[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+            return torch.tensor(values, dtype=dtype)[:, None]
 
         rows = list(controls.values())
         self.controls = controls
@@ -124,7 +123,7 @@ class Group:
         self.width = width
         self.is_wide = False
         self.vocab_size = vocab_size
-        self.index = torch.tensor(self.rows, dtype=torch.long, device=device)
+        self.index = torch.tensor(self.rows, dtype=torch.long)
         self.divisor = None
         if any(one.divisor != 1 for one in rows):
             self.divisor = column([one.divisor for one in rows], torch.float32)
@@ -132,7 +131,7 @@ class Group:
         self.last = None
         if any(one.top_k for one in rows):
             lasts = [min(one.top_k or width, width) - 1 for one in rows]
-            self.last = torch.tensor(lasts, dtype=torch.long, device=device)[:, None]
+            self.last = torch.tensor(lasts, dtype=torch.long)[:, None]
         self.share = None
         if any(one.share < 1 for one in rows):
             self.share = column([one.share for one in rows])
@@ -150,17 +149,17 @@ class Group:
     def without(self, rows: AbstractSet[int]) -> Group:
         """This group less some rows."""
         rest = {row: one for row, one in self.controls.items() if row not in rows}
-        return self if len(rest) == len(self.rows) else Group(rest, self.width, self.vocab_size, self.index.device)
+        return self if len(rest) == len(self.rows) else Group(rest, self.width, self.vocab_size)
 
 
-def group_rows(controls: Mapping[int, Controls], vocab_size: int, device: torch.device) -> list[Group]:
+def group_rows(controls: Mapping[int, Controls], vocab_size: int) -> list[Group]:
     """Rows grouped by width, so that no row pays for another row's controls."""
     found: dict[int, dict[int, Controls]] = {}
     for row, one in controls.items():
         if one.top_k >= vocab_size:
             one = replace(one, top_k=0)
         found.setdefault(_width(one, vocab_size), {})[row] = one
-    return [Group(members, width, vocab_size, device) for width, members in sorted(found.items())]
+    return [Group(members, width, vocab_size) for width, members in sorted(found.items())]
 
 
 def _width(controls: Controls, vocab_size: int) -> int:
