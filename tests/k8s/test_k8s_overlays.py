@@ -25,7 +25,6 @@ from worker.metrics import OUTCOMES
 
 OVERLAYS = {
     "cpu": ("embedded", "cpu"),
-    "gpu": ("embedded", "cuda"),
     "trtllm": ("trtllm", "auto"),
     "vllm": ("vllm", "auto"),
 }

@@ -180,7 +180,7 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be one of auto, int8, got 'fp8'"),
         (["--engine", "trtllm", "--max-mixed-chunk", "64"], "--max-mixed-chunk 64 needs --engine embedded"),
         (["--engine", "trtllm", "--step-timeout-s", "5"], "--step-timeout-s 5.0 needs --engine embedded or vllm"),
-        (["--dtype", "float16", "--device", "cpu"], "--dtype float16 needs CUDA, but --device is cpu"),
+        (["--dtype", "float16"], "--dtype float16 needs --engine trtllm or vllm"),
         (["--endpoint-types", "chat,audio"], "--endpoint-types must be of chat, completions, none, got 'chat,audio'"),
         (
             ["--endpoint", "dyn://a.b"],

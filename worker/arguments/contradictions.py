@@ -116,8 +116,8 @@ def refuse_contradictions(a: Arguments) -> None:
     _refuse_options_of_other_engines(a)
     if a.engine == "vllm":
         _refuse_vllm_contradictions(a)
-    if a.dtype == "float16" and a.device == "cpu":
-        raise ConfigurationError("--dtype float16 needs CUDA, but --device is cpu")
+    if a.dtype == "float16" and a.engine == "embedded":
+        raise ConfigurationError("--dtype float16 needs --engine trtllm or vllm")
     unknown = set(a.endpoint_types.split(",")) - {"chat", "completions", "none"}
     if unknown:
         raise ConfigurationError(f"--endpoint-types must be of chat, completions, none, got {a.endpoint_types!r}")

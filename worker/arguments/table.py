@@ -42,7 +42,8 @@ class Arguments:
     )
     dtype: str = option(
         "auto",
-        "Data type of weights and activations; auto is the checkpoint's own, on a CPU float32 in place of float16.",
+        "Data type of weights and activations; auto is the checkpoint's own. The embedded engine computes float16 as "
+        "float32.",
         choices=("auto", "float32", "bfloat16", "float16"),
         engine=True,
     )
@@ -105,7 +106,7 @@ class Arguments:
     max_mixed_chunk: int | None = option(
         None,
         "Prompt tokens per prompt in a step that also decodes, to whole tiles of 32; less beside few rows and behind "
-        "its first 1024 tokens. Default: 64 on a CPU, 512 on CUDA.",
+        "its first 1024 tokens. Default: 64.",
         parse=positive,
         engine=True,
     )

@@ -11,7 +11,7 @@ import torch
 
 from worker.errors import StartupError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NUMERICS = ("auto", "exact", "fast")
 KERNELS = ("auto", "native", "native-amx", "native-avx512", "native-avx2", "native-generic", "torch")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
@@ -27,8 +27,8 @@ class EmbeddedConfig:
     Attributes:
         model_path: Directory of a Hugging Face causal language model, with safetensors weights.
         device: ``auto`` (CUDA if there is any), ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: ``auto``, ``float32``, ``bfloat16`` or, on CUDA only, ``float16``. ``auto`` is the
-            checkpoint's own; on a CPU, float32 in place of float16.
+        dtype: ``auto``, ``float32`` or ``bfloat16``. ``auto`` is the checkpoint's own if it is one
+            of these, else float32.
         numerics: ``exact`` (the same tokens in any batch, bit by bit), ``fast``, or ``auto``: exact
             where it costs next to nothing; see `numerics.py`.
         kernels: ``native`` (our own, for a CPU; see `native`), with the fastest instructions that
@@ -49,8 +49,7 @@ class EmbeddedConfig:
         max_num_batched_tokens: Token budget of a step; longer prompts are prefilled in chunks.
         max_mixed_chunk: Prompt tokens per prompt in a mixed batch, one that decodes too: with n
             prompts in prefill or about to be, n times as many. Fewer deep in a prompt, and beside
-            few decode rows; see `Scheduler`. None means 64 on a CPU, 512 on CUDA, so that prompts
-            hardly slow decoding.
+            few decode rows; see `Scheduler`. None means 64, so that prompts hardly slow decoding.
         context_length: Longest prompt + answer in tokens; None means the model's own limit.
         kv_block_size: Tokens per KV block.
         kv_blocks: KV blocks to own; None means as many as `kv_cache_memory` holds.
@@ -150,11 +149,8 @@ def resolve_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def resolve_dtype(dtype: str, device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
-    """The dtype to compute in. Raises `StartupError` for float16 on a CPU."""
+def resolve_dtype(dtype: str, checkpoint: torch.dtype) -> torch.dtype:
+    """The dtype to compute in."""
     if dtype != "auto":
-        if dtype == "float16" and device.type == "cpu":
-            raise StartupError("--dtype float16 needs CUDA; use bfloat16 or float32 on a CPU")
         return DTYPES[dtype]
-    served = (torch.float32, torch.bfloat16) if device.type == "cpu" else tuple(DTYPES.values())
-    return checkpoint if checkpoint in served else torch.float32
+    return checkpoint if checkpoint in DTYPES.values() else torch.float32

@@ -23,9 +23,9 @@ from worker.engines.embedded.speculation import (
 )
 from worker.engines.embedded.transfer import KvConnector, KvHandle
 
-MIXED_CHUNKS = {"cpu": 64, "cuda": 512}
-"""Prompt tokens that take about as long as two steps that only decode, by device type; the default
-of `EmbeddedConfig.max_mixed_chunk`.
+MIXED_CHUNK = 64
+"""Prompt tokens that take about as long as two steps that only decode, on a CPU; the default of
+`EmbeddedConfig.max_mixed_chunk`.
 """
 
 STARVED_POLL_S = 0.005
@@ -225,7 +225,7 @@ def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> St
     num_pages = num_kv_blocks * config.kv_block_size // page_size
     model.allocate_kv(num_pages, page_size)
     cache = KvCache(num_pages, page_size, config.kv_block_size, is_dense=model.wants_dense_kv)
-    mixed = config.max_mixed_chunk or MIXED_CHUNKS.get(model.device.type)
+    mixed = config.max_mixed_chunk or MIXED_CHUNK
     scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, mixed)
     return Stepper(model, scheduler, make_speculator(config, model))
 

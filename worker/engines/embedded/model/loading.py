@@ -71,7 +71,7 @@ def _load_model(config: EmbeddedConfig) -> HfModel:
     provenance = provenance_of(directory, copies)
     settings = read_settings(directory)
     device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device, checkpoint_dtype(settings))
+    dtype = resolve_dtype(config.dtype, checkpoint_dtype(settings))
     quantisation = config.quantization if config.quantization in FORMATS else None
     format = format_of(settings)
     if format is not None and quantisation is not None:
