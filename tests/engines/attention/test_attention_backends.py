@@ -11,7 +11,13 @@ import pytest
 import torch
 from random_checkpoints import TYPES, write
 
-from worker.engines.embedded.attention import AttentionBackend, AttentionLayer, AttentionSizes, RopeTables
+from worker.engines.embedded.attention import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionSizes,
+    AttentionStep,
+    RopeTables,
+)
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache.store import KvStore, SequenceSlice
 from worker.engines.embedded.model import kernels, load_model
@@ -26,32 +32,18 @@ SIZES = AttentionSizes(2, 1, 8, None, PAGE, torch.float32, torch.device("cpu"))
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class PlainStep:
+class PlainStep(AttentionStep):
     """Attention as in a textbook: token by token and head by head."""
 
-    def __init__(self, store: KvStore, sequences: Sequence[SequenceSlice], slot_mapping: torch.Tensor) -> None:
-        self.store = store
-        self.sequences = sequences
-        self.slot_mapping = (slot_mapping[0], slot_mapping[1])
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int,
-        softcap: float | None = None,
+    def _attend(
+        self, layer: int, query: torch.Tensor, scale: float, window: int, softcap: float | None
     ) -> torch.Tensor:
-        tokens = len(self.slot_mapping[0])
-        self.store.write(layer, self.slot_mapping, key[:tokens], value[:tokens])
-        keys, values = self.store.keys[layer], self.store.values[layer]
+        keys, values = self._store.keys[layer], self._store.values[layer]
         size = keys.shape[2]
         group = query.shape[1] // keys.shape[1]
         attended = torch.zeros_like(query)
         token = 0
-        for sequence in self.sequences:
+        for sequence in self._sequences:
             for position in range(sequence.start, sequence.stop):
                 seen = range(max(0, position - window + 1) if window else 0, position + 1)
                 for head in range(query.shape[1]):
@@ -102,7 +94,7 @@ class BatchDependentAttention(PlainAttention):
     def plan(self, store: KvStore, sequences: Sequence[SequenceSlice], slot_mapping: torch.Tensor) -> PlainStep:
         class Step(PlainStep):
             def attend(self, *arguments: Any, **named: Any) -> torch.Tensor:
-                return super().attend(*arguments, **named) * (1 + len(self.sequences) * 2**-20)
+                return super().attend(*arguments, **named) * (1 + len(self._sequences) * 2**-20)
 
         return Step(store, sequences, slot_mapping)
 

@@ -7,6 +7,7 @@ RoPE. Only `model.kernels.choose_kernels` names the backends.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,11 +94,21 @@ class RopeTables:
         return self.cosine[:, None], signed[:, None]
 
 
-class AttentionStep(Protocol):
-    """One step's attention, planned once and used by every layer.
+class AttentionStep(ABC):
+    """One step's attention, planned once and used by every layer; arguments as
+    `AttentionBackend.plan`.
 
     Rows of its inputs behind the step's tokens are padding; their results are 0.
+
+    Attributes:
+        tokens: Number of tokens in the step, T.
     """
+
+    def __init__(self, store: KvStore, sequences: Sequence[SequenceSlice], slot_mapping: torch.Tensor) -> None:
+        self.tokens = slot_mapping.shape[1]
+        self._store = store
+        self._sequences = sequences
+        self._slot_mapping = (slot_mapping[0], slot_mapping[1])
 
     def attend(
         self,
@@ -120,7 +131,13 @@ class AttentionStep(Protocol):
             window: Tokens that a token attends to, itself among them; 0 for all before it.
             softcap: Scores go through ``softcap * tanh(score / softcap)``; None for none.
         """
+        rows, count = len(query), self.tokens
+        if rows > count:
+            query, key, value = query[:count], key[:count], value[:count]
+        self._store.write(layer, self._slot_mapping, key, value)
+        return pad_rows(self._attend(layer, query, scale, window, softcap), rows)
 
+    @abstractmethod
     def attend_qkv(self, layer: AttentionLayer, qkv: torch.Tensor, rope: RopeTables) -> torch.Tensor:
         """`attend` for a fused QKV projection: RMSNorm per head and RoPE come first.
 
@@ -129,6 +146,12 @@ class AttentionStep(Protocol):
             qkv: Queries, keys and values ``[T, H + 2 * Hkv, D]``, contiguous.
             rope: RoPE angles of the same tokens.
         """
+
+    @abstractmethod
+    def _attend(
+        self, layer: int, query: torch.Tensor, scale: float, window: int, softcap: float | None
+    ) -> torch.Tensor:
+        """Attend over the cache, where the step's KV is by now; arguments as `attend`, unpadded."""
 
 
 class AttentionBackend(Protocol):
@@ -173,4 +196,6 @@ class AttentionBackend(Protocol):
 
 def pad_rows(attended: torch.Tensor, rows: int) -> torch.Tensor:
     """``[n, H, D]`` with rows of 0 behind it, `rows` in all."""
+    if len(attended) == rows:
+        return attended
     return functional.pad(attended, (0, 0, 0, 0, 0, rows - len(attended)))

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from worker.engines.embedded import native
-from worker.engines.embedded.attention.backend import AttentionLayer, AttentionSizes, RopeTables, pad_rows
+from worker.engines.embedded.attention.backend import (
+    AttentionLayer,
+    AttentionSizes,
+    AttentionStep,
+    RopeTables,
+    pad_rows,
+)
 from worker.engines.embedded.kv_cache import KvStore, SequenceSlice
 from worker.engines.embedded.native.layers import DecoderLayers, StepTensors
 
@@ -41,48 +47,23 @@ class NativeAttention:
         return NativeStep(store, sequences, slot_mapping)
 
 
-class NativeStep:
-    """Implements `AttentionStep`; arguments as `AttentionBackend.plan`.
-
-    Attributes:
-        tokens: Number of tokens in the step, T.
-    """
+class NativeStep(AttentionStep):
+    """A step of the native kernels."""
 
     def __init__(self, store: KvStore, sequences: Sequence[SequenceSlice], slot_mapping: torch.Tensor) -> None:
-        self._store = store
-        self._sequences = sequences
-        self._slot_mapping = (slot_mapping[0], slot_mapping[1])
-        self.tokens = slot_mapping.shape[1]
+        super().__init__(store, sequences, slot_mapping)
         self._tiles: native.Tiles | None = None
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionStep.attend`."""
-        rows, count = len(query), self.tokens
-        if rows > count:
-            query, key, value = query[:count], key[:count], value[:count]
-        self._store.write(layer, self._slot_mapping, key, value)
-        attended = self._attend(layer, query, scale, window, softcap)
-        return attended if rows == count else pad_rows(attended, rows)
 
     def attend_qkv(self, layer: AttentionLayer, qkv: torch.Tensor, rope: RopeTables) -> torch.Tensor:
         """See `AttentionStep.attend_qkv`."""
-        rows, count = len(qkv), self.tokens
-        if rows > count:
-            qkv = qkv[:count]
+        rows = len(qkv)
+        if rows > self.tokens:
+            qkv = qkv[: self.tokens]
         projections = native.Projections(qkv, layer.heads, rope.cosine, rope.sine, layer.head_norms)
         keys, values = self._store.keys[layer.index], self._store.values[layer.index]
         query = native.rotate_and_store(projections, keys, values, self._slot_mapping)
         attended = self._attend(layer.index, query, layer.scale, layer.window, None)
-        return attended if rows == count else pad_rows(attended, rows)
+        return pad_rows(attended, rows)
 
     def compute_layers(self, layers: DecoderLayers, hidden: torch.Tensor, rope: RopeTables) -> torch.Tensor:
         """Hidden states ``[T, hidden]`` behind all layers, in place of those before the first."""

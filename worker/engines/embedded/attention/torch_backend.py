@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from worker.engines.embedded.attention.backend import AttentionLayer, AttentionSizes, RopeTables, pad_rows
+from worker.engines.embedded.attention.backend import AttentionLayer, AttentionSizes, AttentionStep, RopeTables
 from worker.engines.embedded.attention.online_softmax import CallShapes, TorchKernel, lse_merge, partial_attention
 from worker.engines.embedded.attention.split_kv import SplitKvPlan, plan_split_kv
 from worker.engines.embedded.kv_cache import KvStore, SequenceSlice
@@ -63,36 +63,15 @@ class TorchAttention:
         return TorchStep(store, sequences, slot_mapping, self.shapes)
 
 
-class TorchStep:
-    """Implements `AttentionStep`; arguments as `AttentionBackend.plan` and `TorchAttention`."""
+class TorchStep(AttentionStep):
+    """A step of torch's kernels; `shapes` as in `TorchAttention`."""
 
     def __init__(
         self, store: KvStore, sequences: Sequence[SequenceSlice], slot_mapping: torch.Tensor, shapes: CallShapes
     ) -> None:
-        self._store = store
-        self._sequences = sequences
-        self._slot_mapping = (slot_mapping[0], slot_mapping[1])
-        self._tokens = slot_mapping.shape[1]
+        super().__init__(store, sequences, slot_mapping)
         self._shapes = shapes
         self._plans: dict[int, SplitKvPlan] = {}
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionStep.attend`."""
-        rows, count = len(query), self._tokens
-        if rows > count:
-            query, key, value = query[:count], key[:count], value[:count]
-        self._store.write(layer, self._slot_mapping, key, value)
-        attended = self._attend(layer, query, scale, window, softcap)
-        return attended if rows == count else pad_rows(attended, rows)
 
     def attend_qkv(self, layer: AttentionLayer, qkv: torch.Tensor, rope: RopeTables) -> torch.Tensor:
         """See `AttentionStep.attend_qkv`."""

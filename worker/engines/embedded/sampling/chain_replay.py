@@ -70,7 +70,7 @@ class ChainReplay:
         """
         for position, row in enumerate(logits, start + 1):
             if self.wants_prompt and position == self._chain.position:
-                self._replay(self._tokens[position], row.float().clone())
+                self._replay(self._tokens[position], row.to("cpu", torch.float32, copy=True))
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """Does nothing: they are not wanted."""
