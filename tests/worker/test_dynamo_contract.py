@@ -149,6 +149,7 @@ def test_errors_with_a_status(error: ServingError, status: int) -> None:
         ("health_check_payload", ["self"]),
         ("supported_controls", ["self"]),
         ("engine_control", ["self", "control", "body"]),
+        ("on_endpoint_ready", ["self", "endpoint"]),
     ],
 )
 def test_hooks(hook: str, parameters: list[str]) -> None:
