@@ -1,4 +1,4 @@
-"""Prints the forward-pass metrics of an endpoint as JSON lines, read as Dynamo's planner reads them."""
+"""Prints the forward passes of an endpoint as JSON lines, read as Dynamo's planner reads them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ async def main(endpoint: str) -> None:
     runtime = DistributedRuntime(asyncio.get_running_loop(), "file", "tcp", event_plane="zmq")
     subscriber = FpmEventSubscriber(runtime.endpoint(endpoint))
     while (message := await asyncio.to_thread(subscriber.recv)) is not None:
-        print(msgspec.json.encode(decode(message)).decode(), flush=True)
+        sys.stdout.buffer.write(msgspec.json.encode(decode(message)) + b"\n")
+        sys.stdout.flush()
 
 
 asyncio.run(main(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""What Dynamo's planner is told of a worker: its forward passes, through Dynamo's own subscriber."""
+"""What Dynamo's planner is told of a worker: its forward passes, by Dynamo's own subscriber."""
 
 from __future__ import annotations
 

@@ -405,11 +405,12 @@ def test_statistics() -> None:
 
 
 def test_forward_passes() -> None:
-    counts = {
-        **{"numContextRequests": 1, "numCtxTokens": 2, "numCtxKvTokens": 3, "numGenRequests": 4, "numGenKvTokens": 5},
-        **{"numQueuedContextRequests": 6, "numQueuedCtxTokens": 7, "numQueuedGenRequests": 8},
-        **{"numQueuedGenKvTokens": 9, "numPausedRequests": 10, "numPausedKvTokens": 11},
-    }
+    names = [
+        *("numContextRequests", "numCtxTokens", "numCtxKvTokens", "numGenRequests", "numGenKvTokens"),
+        *("numQueuedContextRequests", "numQueuedCtxTokens", "numQueuedGenRequests", "numQueuedGenKvTokens"),
+        *("numPausedRequests", "numPausedKvTokens"),
+    ]
+    counts = dict(zip(names, range(1, 12), strict=True))
     record = {"inflightBatchingStats": counts, "iterLatencyMS": 250.0}
     assert forward_pass(record) == ForwardPass(1, 2, 3, 4, 5, 6, 7, 18, 20, 0.25)
     for key in counts:

@@ -16,7 +16,8 @@ class ForwardPass:
     Attributes:
         num_prefill: Requests of which a chunk of the prompt was computed.
         prefill_tokens: Tokens of these chunks.
-        prefill_kv_tokens: Tokens before these chunks, whose KV was read: prefix hits and earlier chunks.
+        prefill_kv_tokens: Tokens before these chunks, whose KV was read: prefix hits and chunks of
+            earlier steps.
         num_decode: Requests whose newest token was computed.
         decode_kv_tokens: Tokens of these requests, prompt and answer.
         num_waiting_prefill: Waiting requests that have not run.

@@ -108,7 +108,7 @@ class RouterEvents:
 
 
 class PlannerReports:
-    """Publishes an engine's forward passes as Dynamo's ``ForwardPassMetrics``; a planner scales a pool by them.
+    """Publishes an engine's forward passes as Dynamo's ``ForwardPassMetrics``, for its planner.
 
     Args:
         endpoint: Endpoint of the runtime that the worker serves.

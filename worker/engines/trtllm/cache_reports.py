@@ -128,7 +128,7 @@ _PASS_KEYS = (
 
 
 def forward_pass(stats: Mapping[str, Any]) -> ForwardPass:
-    """The forward pass of one record of statistics; paused requests are waiting ones that were preempted.
+    """The forward pass of one record of statistics. Paused requests were preempted, and wait.
 
     Raises:
         LookupError: this version of TensorRT-LLM counts less.
