@@ -67,7 +67,7 @@ def test_planner_is_told_of_each_step(stack: Stack, receiver: Process) -> None:
 
 def test_planner_is_told_of_tensorrt_llms_steps(stack: Stack, receiver: Process) -> None:
     stack.start_frontend()
-    stack.start_worker("--engine", "trtllm", "--publish-forward-pass-metrics", "true", **STAND_IN)
+    stack.start_worker("--engine", "trtllm", "--publish-forward-pass-metrics", "true", **STAND_IN)  # type: ignore[arg-type]
 
     def heard() -> list[dict[str, Any]]:
         complete(stack)
