@@ -59,7 +59,7 @@ def names(cls: type) -> set[str]:
 def test_snapshots_are_refused_by_name() -> None:
     installation.check_snapshot({"DYN_SNAPSHOT_CONTROL_DIR": ""})
     with pytest.raises(
-        ConfigurationError, match="^DYN_SNAPSHOT_CONTROL_DIR is set, but this worker takes no snapshots"
+        ConfigurationError, match=r"^DYN_SNAPSHOT_CONTROL_DIR is set, but this worker takes no snapshots"
     ):
         installation.check_runtime(ARGUMENTS, {"DYN_SNAPSHOT_CONTROL_DIR": "/snapshot-control"})
 
