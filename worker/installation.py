@@ -15,6 +15,7 @@ from worker.errors import ConfigurationError, StartupError
 from worker.lifecycle.drain import FLUSH_S, MIGRATION_TIMEOUT_S
 
 OLDEST_VERSION = (1, 4, 2)
+SNAPSHOT_DIRECTORY = "DYN_SNAPSHOT_CONTROL_DIR"
 SHUTDOWN_LIMIT = "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"
 
 
@@ -48,6 +49,7 @@ def check_runtime(arguments: Arguments, environ: MutableMapping[str, str]) -> No
     """Raises `ConfigurationError` if the chosen runtime is not installed, or set wrong."""
     if arguments.runtime == "dynamo":
         check_dynamo()
+        check_snapshot(environ)
         allow_drain(arguments.drain_timeout_s, environ)
     elif importlib.util.find_spec("nats") is None:
         raise ConfigurationError("--runtime nats: nats-py is not installed")
@@ -70,6 +72,12 @@ def check_dynamo() -> None:
     if version < OLDEST_VERSION:
         found, needed = (".".join(map(str, numbers)) for numbers in (version, OLDEST_VERSION))
         raise ConfigurationError(f"ai-dynamo {found} is too old, need {needed}")
+
+
+def check_snapshot(environ: Mapping[str, str]) -> None:
+    """Raises `ConfigurationError` if Dynamo Snapshot waits for this process to be ready for it."""
+    if environ.get(SNAPSHOT_DIRECTORY):
+        raise ConfigurationError(f"{SNAPSHOT_DIRECTORY} is set, but this worker takes no snapshots: a start is as fast")
 
 
 def check_ports(environ: Mapping[str, str]) -> None:

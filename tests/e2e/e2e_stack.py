@@ -240,6 +240,10 @@ class Stack:
         self.wait_for_frontend()
         return http(f"{self.url}/v1/{path}", {"model": MODEL, **body})
 
+    def keep(self, process: Process) -> None:
+        """End this process with the others."""
+        self._processes.append(process)
+
     @property
     def workers(self) -> list[Worker]:
         return [process for process in self._processes if isinstance(process, Worker)]

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from adapters.trtllm import Step
 from worker.engines import EngineRequest, RequestHints
+from worker.engines.forward_pass import ForwardPass
 from worker.engines.library_outputs import LEAST_LOGPROB
 from worker.engines.trtllm import reports, verify
-from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
+from worker.engines.trtllm.cache_reports import EventRelay, forward_pass, kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import Cursor, entries_of
 from worker.engines.trtllm.health import Watch, described, own_check, submission_error
@@ -401,6 +402,21 @@ def test_statistics() -> None:
     assert kv_blocks({"kvCacheStats": {"usedNumBlocks": 3, "maxNumBlocks": 9}}) == (3, 9)
     assert kv_blocks({"kvCacheStats": {}}) is None
     assert kv_blocks({}) is None
+
+
+def test_forward_passes() -> None:
+    names = [
+        *("numContextRequests", "numCtxTokens", "numCtxKvTokens", "numGenRequests", "numGenKvTokens"),
+        *("numQueuedContextRequests", "numQueuedCtxTokens", "numQueuedGenRequests", "numQueuedGenKvTokens"),
+        *("numPausedRequests", "numPausedKvTokens"),
+    ]
+    counts = dict(zip(names, range(1, 12), strict=True))
+    record = {"inflightBatchingStats": counts, "iterLatencyMS": 250.0}
+    assert forward_pass(record) == ForwardPass(1, 2, 3, 4, 5, 6, 7, 18, 20, 0.25)
+    for key in counts:
+        fewer = {name: count for name, count in counts.items() if name != key}
+        with pytest.raises(LookupError, match=f"need a newer version: inflightBatchingStats has no {key}$"):
+            forward_pass({"inflightBatchingStats": fewer})
 
 
 # Hints

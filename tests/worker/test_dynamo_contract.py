@@ -56,6 +56,14 @@ def names(cls: type) -> set[str]:
     return {field.name for field in dataclasses.fields(cls)}
 
 
+def test_snapshots_are_refused_by_name() -> None:
+    installation.check_snapshot({"DYN_SNAPSHOT_CONTROL_DIR": ""})
+    with pytest.raises(
+        ConfigurationError, match=r"^DYN_SNAPSHOT_CONTROL_DIR is set, but this worker takes no snapshots"
+    ):
+        installation.check_runtime(ARGUMENTS, {"DYN_SNAPSHOT_CONTROL_DIR": "/snapshot-control"})
+
+
 def test_the_version_is_one_that_is_tested() -> None:
     installation.check_dynamo()
     assert DYNAMO in ((1, 4), (1, 6))
@@ -149,6 +157,7 @@ def test_errors_with_a_status(error: ServingError, status: int) -> None:
         ("health_check_payload", ["self"]),
         ("supported_controls", ["self"]),
         ("engine_control", ["self", "control", "body"]),
+        ("on_endpoint_ready", ["self", "endpoint"]),
     ],
 )
 def test_hooks(hook: str, parameters: list[str]) -> None:

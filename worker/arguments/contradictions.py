@@ -12,6 +12,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "pipeline_parallel_size": (*_TRTLLM, *_VLLM),
     "kv_cache_memory": (*_EMBEDDED, *_VLLM),
     "step_timeout_s": (*_EMBEDDED, *_VLLM),
+    "publish_forward_pass_metrics": (*_EMBEDDED, *_TRTLLM),
     "engine_args": _VLLM,
     **dict.fromkeys(("history", "processor_errors"), _TRTLLM),
     **dict.fromkeys(
@@ -49,6 +50,7 @@ _ONLY_DYNAMO = (
     "request_plane",
     "response_plane",
     "event_plane",
+    "publish_forward_pass_metrics",
     "dyn_tool_call_parser",
     "dyn_reasoning_parser",
 )

@@ -287,6 +287,12 @@ class Arguments:
         "With the zmq event plane, true listens on 0.0.0.0.",
         parse=truth,
     )
+    publish_forward_pass_metrics: bool = option(
+        False,
+        "Publish what each step computes on the event plane, for Dynamo's planner; not with --engine vllm or --runtime "
+        "nats (docs/metrics.md).",
+        parse=truth,
+    )
     dyn_tool_call_parser: str | None = option(
         None,
         "Tool-call parser that the frontend applies, to every chat that is not streamed (docs/request.md).",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dynamo.common.backend.worker import WorkerConfig
 
     from worker.engines import EngineInfo
+    from worker.engines.forward_pass import ForwardPass
 
 
 def worker_config(arguments: Arguments) -> WorkerConfig:
@@ -104,6 +105,39 @@ class RouterEvents:
 
     def removed(self, block_hashes: Sequence[int]) -> None:
         self._publisher.publish_removed([_signed(each) for each in block_hashes])
+
+
+class PlannerReports:
+    """Publishes an engine's forward passes as Dynamo's ``ForwardPassMetrics``, for its planner.
+
+    Args:
+        endpoint: Endpoint of the runtime that the worker serves.
+    """
+
+    def __init__(self, endpoint: Any) -> None:
+        from dynamo.llm import FpmDirectPublisher
+
+        self._publisher = FpmDirectPublisher(endpoint, str(endpoint.connection_id()), dp_size=1)
+
+    def publish(self, computed: ForwardPass) -> None:
+        """Publish one forward pass; it is left to the runtime's own threads."""
+        self._publisher.publish(
+            dp_rank=0,
+            scheduled_num_prefill_requests=computed.num_prefill,
+            scheduled_sum_prefill_tokens=computed.prefill_tokens,
+            scheduled_sum_prefill_kv_tokens=computed.prefill_kv_tokens,
+            scheduled_num_decode_requests=computed.num_decode,
+            scheduled_sum_decode_kv_tokens=computed.decode_kv_tokens,
+            queued_num_prefill_requests=computed.num_waiting_prefill,
+            queued_sum_prefill_tokens=computed.waiting_prefill_tokens,
+            queued_num_decode_requests=computed.num_waiting_decode,
+            queued_sum_decode_kv_tokens=computed.waiting_decode_tokens,
+            wall_time_secs=computed.seconds,
+        )
+
+    def close(self) -> None:
+        """End publishing."""
+        self._publisher.shutdown()
 
 
 def _signed(number: int) -> int:

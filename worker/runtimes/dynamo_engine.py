@@ -18,6 +18,7 @@ from worker.arguments import Arguments
 from worker.build import Built, build
 from worker.disaggregation.seal import Seal
 from worker.engines import ServingEngine
+from worker.engines.forward_pass import ReportsForwardPasses
 from worker.errors import ServingError
 from worker.processors.builder import make_chain_builder
 from worker.requests.refusals import refusal_chunk
@@ -52,6 +53,7 @@ class WorkerEngine(LLMEngine):
             engine, arguments, seal=seal, smoke=smoke, shut_down=shut_down, make_chains=make_chains
         )
         self._registration: asyncio.Task[None] | None = None
+        self._passes: runtime.PlannerReports | None = None
 
     @classmethod
     def of(cls, built: Built) -> tuple[WorkerEngine, WorkerConfig]:
@@ -99,6 +101,8 @@ class WorkerEngine(LLMEngine):
         """Drain, then stop the engine. Also called after a failed `start`; idempotent."""
         if self._registration is not None:
             self._registration.cancel()
+        if self._passes is not None:
+            self._passes.close()
         await self.server.close()
 
     async def register_prometheus(self, metrics: Any) -> None:
@@ -115,6 +119,13 @@ class WorkerEngine(LLMEngine):
             server.engine.report_blocks(runtime.RouterEvents(publisher, block_size))
 
         return [PushSource(on_ready=on_ready, dp_rank=0)]
+
+    async def on_endpoint_ready(self, endpoint: Any) -> None:
+        """Publish forward-pass metrics from now on, if they are wanted."""
+        engine = self.server.engine
+        if self.server.arguments.publish_forward_pass_metrics and isinstance(engine, ReportsForwardPasses):
+            self._passes = runtime.PlannerReports(endpoint)
+            engine.report_forward_passes(self._passes.publish)
 
     def component_metrics_dp_ranks(self) -> list[int]:
         return [0]

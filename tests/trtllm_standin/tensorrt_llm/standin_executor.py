@@ -28,6 +28,12 @@ from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.errors import ServingError
 from worker.sampling import SamplingParams as EmbeddedParams
 
+_BATCH_KEYS = [
+    *("numContextRequests", "numCtxTokens", "numCtxKvTokens", "numGenRequests", "numGenKvTokens"),
+    *("numQueuedContextRequests", "numQueuedCtxTokens", "numQueuedGenRequests", "numQueuedGenKvTokens"),
+    *("numPausedRequests", "numPausedKvTokens"),
+]
+
 adapters.chain.chain.DEFAULT_STEP_BUDGET_S = 3600.0  # of the row below, which is not a processor of the request
 
 
@@ -335,7 +341,10 @@ class Executor:
         block, total = self.settings["tokens_per_block"], self.settings["total_blocks"]
         if self.settings["stats"]:
             used = sum(math.ceil(row.prompt_length / block) for rows in self.rows.values() for row in rows)
-            self.connection.send(("stats", 0, {"kvCacheStats": {"usedNumBlocks": used, "maxNumBlocks": total}}))
+            cache = {"usedNumBlocks": used, "maxNumBlocks": total}
+            batch = dict.fromkeys(_BATCH_KEYS, 0) | {"numGenRequests": 1, "numGenKvTokens": len(prompt)}
+            stats = {"kvCacheStats": cache, "inflightBatchingStats": batch, "iterLatencyMS": 2.0}
+            self.connection.send(("stats", 0, stats))
         if self.settings["events"]:
             for window in SWITCHES.windows:
                 self._publish(self._stored(prompt, block, window, self.salts.get(client_id)), window)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +14,7 @@ from worker.engines import BATCH_SIZES
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.held_outputs import HeldOutputs
 from worker.engines.embedded.kv_cache import KvCache, choose_page_size
+from worker.engines.embedded.passes import count_pass
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampling import Sampler
 from worker.engines.embedded.scheduler import Scheduler
@@ -22,6 +25,7 @@ from worker.engines.embedded.speculation import (
     load_draft_model,
 )
 from worker.engines.embedded.transfer import KvConnector, KvHandle
+from worker.engines.forward_pass import ForwardPassSink
 
 MIXED_CHUNK = 64
 """Prompt tokens that take about as long as two steps that only decode, on a CPU; the default of
@@ -46,12 +50,14 @@ class Stepper:
         steps_by_batch_size, num_rows: See `EngineLoad`.
         speculator: The same.
         connector: Leases KV to other workers and receives it from them; None in aggregated serving.
+        pass_sink: Called with what each step has computed; None if nobody wants to know.
     """
 
     def __init__(self, model: Model, scheduler: Scheduler, speculator: Speculator | None = None) -> None:
         self.model = model
         self.scheduler = scheduler
         self.connector: KvConnector | None = None
+        self.pass_sink: ForwardPassSink | None = None
         self.speculator = speculator or Speculator()
         self.sampler = Sampler(model.vocab_size, model.undecodable_ids)
         self.steps_by_batch_size = [0] * (len(BATCH_SIZES) + 1)
@@ -102,6 +108,7 @@ class Stepper:
             self.connector.poll()
             if self.scheduler.is_idle:
                 return []
+        started = time.perf_counter()
         plan = self.scheduler.schedule(prompts_first)
         self._starved = not plan.num_tokens
         if self._starved:
@@ -109,6 +116,7 @@ class Stepper:
         rows = len(plan.sampled)
         self.steps_by_batch_size[bisect_left(BATCH_SIZES, rows)] += 1
         self.num_rows += rows
+        counted = None if self.pass_sink is None else count_pass(plan, self.scheduler.queues.waiting)
         if plan.decode:
             plan = self.scheduler.add_drafts(plan, self.speculator.draft(plan))
         logits = self.model.forward(plan)
@@ -124,6 +132,8 @@ class Stepper:
             accepted = dict(zip(map(id, plan.decode), self._verify(plan, logits, outputs), strict=True))
             self.speculator.learn(computed, [accepted.get(id(one), 0) for one in computed.decode])
         self._note_ended(plan, outputs)
+        if self.pass_sink is not None and counted is not None:
+            self.pass_sink(replace(counted, seconds=time.perf_counter() - started))
         return self._held.release(plan.sampled, outputs)
 
     def _sample(self, plan: Plan, logits: torch.Tensor, computed: Plan | None = None) -> list[Output]:

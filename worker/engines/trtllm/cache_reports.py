@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any
 
 from worker.engines import KvEventSink
+from worker.engines.forward_pass import ForwardPass
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,47 @@ def _salt_of(data: Mapping[str, Any]) -> str | None:
     if len(salts) > 1:
         raise ValueError("a KV event has blocks of several salts")
     return next(iter(salts), None)
+
+
+_PASS_KEYS = (
+    "numContextRequests",
+    "numCtxTokens",
+    "numCtxKvTokens",
+    "numGenRequests",
+    "numGenKvTokens",
+    "numQueuedContextRequests",
+    "numQueuedCtxTokens",
+    "numQueuedGenRequests",
+    "numQueuedGenKvTokens",
+    "numPausedRequests",
+    "numPausedKvTokens",
+)
+
+
+def forward_pass(stats: Mapping[str, Any]) -> ForwardPass:
+    """The forward pass of one record of statistics. Paused requests were preempted, and wait.
+
+    Raises:
+        LookupError: this version of TensorRT-LLM counts less.
+    """
+    batch = stats.get("inflightBatchingStats") or {}
+    missing = [key for key in _PASS_KEYS if type(batch.get(key)) is not int]
+    if missing:
+        raise LookupError(
+            f"forward-pass metrics need a newer version: inflightBatchingStats has no {', '.join(missing)}"
+        )
+    return ForwardPass(
+        num_prefill=batch["numContextRequests"],
+        prefill_tokens=batch["numCtxTokens"],
+        prefill_kv_tokens=batch["numCtxKvTokens"],
+        num_decode=batch["numGenRequests"],
+        decode_kv_tokens=batch["numGenKvTokens"],
+        num_waiting_prefill=batch["numQueuedContextRequests"],
+        waiting_prefill_tokens=batch["numQueuedCtxTokens"],
+        num_waiting_decode=batch["numQueuedGenRequests"] + batch["numPausedRequests"],
+        waiting_decode_tokens=batch["numQueuedGenKvTokens"] + batch["numPausedKvTokens"],
+        seconds=float(stats.get("iterLatencyMS") or 0) / 1000,
+    )
 
 
 def kv_blocks(stats: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ from typing import Any
 from adapters.trtllm import ChainAdapter, Step
 from adapters.trtllm.side_channel import SideChannel
 from worker.engines import EngineInfo, EngineRequest, KeepKv, KvEventSink, KvPart, LocalPrefill, ReadKv, TokenDelta
+from worker.engines.forward_pass import ForwardPassSink
 from worker.engines.library_engine import LibraryEngine
 from worker.engines.refusals import check_prompt, check_queue
 from worker.engines.trtllm import disaggregated_params
@@ -245,6 +246,11 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         """Call ``callback`` with used and total KV blocks whenever the executor reports them."""
         assert self._reports is not None, "start comes first"
         self._reports.on_load = callback
+
+    def report_forward_passes(self, sink: ForwardPassSink) -> None:
+        """Tell `sink` of every forward pass that the executor reports."""
+        assert self._reports is not None, "start comes first"
+        self._reports.on_pass = sink
 
     def report_blocks(self, sink: KvEventSink) -> None:
         """Report the cached prefixes to `sink`, if the event buffer is on. Thread-safe."""

@@ -7,7 +7,8 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
+from worker.engines.forward_pass import ForwardPassSink
+from worker.engines.trtllm.cache_reports import EventRelay, forward_pass, kv_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +30,23 @@ class ExecutorReports:
 
     Attributes:
         on_load: Called with used and total KV blocks whenever the executor reports them.
+        on_pass: Called with each forward pass that the executor reports.
     """
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self.on_load: Callable[[int, int], None] | None = None
+        self.on_pass: ForwardPassSink | None = None
 
     async def poll_load(self) -> None:
-        """Forward the executor's statistics to `on_load`."""
+        """Forward the executor's statistics to `on_load` and `on_pass`."""
 
         def take(record: Mapping[str, Any]) -> None:
             found = kv_blocks(record)
             if found is not None and self.on_load is not None:
                 self.on_load(*found)
+            if self.on_pass is not None:
+                self.on_pass(forward_pass(record))
 
         await _poll("statistics", lambda: self._llm.get_stats_async(timeout=1), take)
 

@@ -27,7 +27,7 @@ from worker.engines.embedded.model import HfModel, check_first_pass, load_model
 from worker.engines.embedded.model.numerics import shown_threads
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling import LogitsCollector
-from worker.engines.embedded.serving.step_thread import Listen, StepThread, Stop, Submit
+from worker.engines.embedded.serving.step_thread import Listen, Measure, StepThread, Stop, Submit
 from worker.engines.embedded.serving.stream import Stream
 from worker.engines.embedded.serving.streams import Streams
 from worker.engines.embedded.speculation import SpeculativeConfig
@@ -40,6 +40,7 @@ from worker.engines.embedded.transfer import (
     note_mode,
     open_connector,
 )
+from worker.engines.forward_pass import ForwardPassSink
 from worker.engines.refusals import check_queue
 from worker.errors import Draining, EngineBroken, StartupError
 from worker.sampling import SamplingParams
@@ -194,6 +195,11 @@ class EmbeddedEngine:
         """Tell `sink` of the blocks in the cache, and then of blocks cached and evicted."""
         assert self._thread is not None
         self._thread.tell(Listen(sink))
+
+    def report_forward_passes(self, sink: ForwardPassSink) -> None:
+        """Tell `sink` of every step from now on."""
+        assert self._thread is not None
+        self._thread.tell(Measure(sink))
 
     def load(self) -> EngineLoad:
         """Queues, batches and drafted tokens; see `worker.engines.Measured`."""

@@ -19,6 +19,7 @@ from worker.engines.embedded.serving.outbox import Outbox
 from worker.engines.embedded.serving.pacing import Pacing
 from worker.engines.embedded.step import Stepper
 from worker.engines.embedded.transfer import KvHandle
+from worker.engines.forward_pass import ForwardPassSink
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,13 @@ class Listen:
 
 
 @dataclass(frozen=True, slots=True)
+class Measure:
+    """Message: tell `sink` of each forward pass from now on."""
+
+    sink: ForwardPassSink
+
+
+@dataclass(frozen=True, slots=True)
 class Wake:
     """Message: the consumers have caught up, so that decoding continues."""
 
@@ -55,7 +63,7 @@ class Stop:
     """Message: end the thread."""
 
 
-Message = Submit | Abort | Listen | Wake | Stop
+Message = Submit | Abort | Listen | Measure | Wake | Stop
 
 
 class StepThread:
@@ -134,6 +142,8 @@ class StepThread:
                     self._sink = sink
                     self._stepper.scheduler.cache.record_events()
                     self._report_blocks()
+                case Measure(pass_sink):
+                    self._stepper.pass_sink = pass_sink
                 case Wake():
                     pass
                 case Stop():

@@ -1,0 +1,77 @@
+"""What Dynamo's planner is told of a worker: its forward passes, by Dynamo's own subscriber."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_stack import STAND_IN, Process, Stack, wait_for
+
+RECEIVER = Path(__file__).with_name("pass_receiver.py")
+PROMPT, TOKENS = [5] * 40, 30
+
+
+@pytest.fixture
+def receiver(stack: Stack) -> Process:
+    process = Process(
+        [sys.executable, str(RECEIVER), "dynamo.backend.generate"], stack.environ, stack.directory / "passes"
+    )
+    stack.keep(process)
+    return process
+
+
+def passes(receiver: Process) -> list[dict[str, Any]]:
+    """The forward passes so far, without the heartbeats of an idle engine."""
+    lines = [json.loads(line) for line in receiver.log.splitlines() if line.startswith("{")]
+    return [one for one in lines if one["wall_time"] > 0]
+
+
+def is_said(receiver: Process, decode_kv_tokens: int) -> bool:
+    """Whether the newest pass decoded one request of so many tokens."""
+    said = passes(receiver)
+    return bool(said) and said[-1]["scheduled_requests"]["sum_decode_kv_tokens"] == decode_kv_tokens
+
+
+def complete(stack: Stack) -> None:
+    status, text = stack.post("completions", prompt=PROMPT, max_tokens=TOKENS, ignore_eos=True)
+    assert status == 200, text
+
+
+def test_planner_is_told_of_each_step(stack: Stack, receiver: Process) -> None:
+    stack.start_frontend()
+    stack.start_worker("--publish-forward-pass-metrics", "true")
+    last = len(PROMPT) + TOKENS - 1
+
+    def is_heard() -> bool:
+        complete(stack)
+        return is_said(receiver, last)
+
+    wait_for(is_heard, "forward passes")  # what was computed before the subscription is not told
+    num_before = len(passes(receiver))
+    complete(stack)
+    wait_for(lambda: len(passes(receiver)) == num_before + TOKENS, "the passes of one request")
+
+    said = passes(receiver)[num_before:]
+    (instance,) = (path.name.rpartition("%2F")[2] for path in stack.registered())
+    assert {int(one["worker_id"]) for one in said} == {int(instance, 16)}
+    scheduled = [one["scheduled_requests"] for one in said]
+    prompt, decoded = scheduled[0], scheduled[1:]
+    assert (prompt["num_prefill_requests"], prompt["sum_prefill_tokens"], prompt["sum_prefill_kv_tokens"]) == (1, 8, 32)
+    assert [(one["num_decode_requests"], one["sum_decode_kv_tokens"]) for one in decoded] == [
+        (1, length) for length in range(len(PROMPT) + 1, last + 1)
+    ]
+
+
+def test_planner_is_told_of_tensorrt_llms_steps(stack: Stack, receiver: Process) -> None:
+    stack.start_frontend()
+    stack.start_worker("--engine", "trtllm", "--publish-forward-pass-metrics", "true", **STAND_IN)  # type: ignore[arg-type]
+
+    def heard() -> list[dict[str, Any]]:
+        complete(stack)
+        return passes(receiver)
+
+    said = wait_for(heard, "forward passes")
+    assert said[-1]["scheduled_requests"]["sum_decode_kv_tokens"] == len(PROMPT)

@@ -1,0 +1,32 @@
+"""What a step of the embedded engine computed, as planners are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from worker.engines.embedded.plan import Plan, Request
+from worker.engines.forward_pass import ForwardPass
+
+
+def count_pass(plan: Plan, waiting: Iterable[Request], seconds: float = 0.0) -> ForwardPass:
+    """The counts of a step, before its tokens are committed.
+
+    Args:
+        plan: The step.
+        waiting: Requests in the waiting queue.
+        seconds: Duration of the step.
+    """
+    preempted = [one for one in waiting if one.num_preemptions]
+    new = [one for one in waiting if not one.num_preemptions]
+    return ForwardPass(
+        num_prefill=len({id(chunk.request) for chunk in plan.chunks}),
+        prefill_tokens=sum(chunk.stop - chunk.start for chunk in plan.chunks),
+        prefill_kv_tokens=sum(chunk.start for chunk in plan.chunks),
+        num_decode=len(plan.decode),
+        decode_kv_tokens=sum(len(one.tokens) for one in plan.decode),
+        num_waiting_prefill=len(new),
+        waiting_prefill_tokens=sum(len(one.tokens) for one in new),
+        num_waiting_decode=len(preempted),
+        waiting_decode_tokens=sum(len(one.tokens) for one in preempted),
+        seconds=seconds,
+    )
