@@ -87,6 +87,7 @@ class FakeLlm:
         errored: Whether the engine is dead.
         gate: Steps wait for it.
         failure: Raised at the first step, if set.
+        loggers: Loggers of statistics.
     """
 
     vllm_config = CONFIG
@@ -101,12 +102,15 @@ class FakeLlm:
         self.gate.set()
         self.failure: Exception | None = None
         self.is_shut_down = False
+        self.loggers: list[Any] = []
         self._receiver = ChainReceiver(ModelFacts.of(CONFIG))
         self._extension = Extension()
 
     @classmethod
-    def from_engine_args(cls, arguments: Any) -> FakeLlm:
-        return cls()
+    def from_engine_args(cls, arguments: Any, stat_loggers: list[Any]) -> FakeLlm:
+        made = cls()
+        made.loggers = [factory(CONFIG, 0) for factory in stat_loggers]
+        return made
 
     async def generate(
         self, prompt: Mapping[str, Any], params: FakeParams, request_id: str, **hints: Any

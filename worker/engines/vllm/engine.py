@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
+
+from prometheus_client import REGISTRY, Metric
 
 from adapters.chain import ProcessorChain
 from adapters.vllm.model import ModelFacts
 from adapters.vllm.requests import REPORT
-from worker.engines import EngineInfo, EngineRequest, KvEventSink, TokenDelta
+from worker.engines import EngineInfo, EngineLoad, EngineRequest, KvEventSink, TokenDelta
 from worker.engines.daemon_threads import in_daemon_thread
 from worker.engines.refusals import check_prompt, check_queue
 from worker.engines.vllm.core_reports import CoreReports
 from worker.engines.vllm.deltas import Reader
+from worker.engines.vllm.kv_events import KvEvents
+from worker.engines.vllm.loads import LoadReports
 from worker.engines.vllm.package import Package, read_package
 from worker.engines.vllm.params import SHIPPED, NativeRequest, Served, Shipped, native_request, shipped
 from worker.engines.vllm.parent_watch import name_worker
@@ -32,6 +36,9 @@ SHUTDOWN_S = 30.0
 
 WATCH_S = 1.0
 """Pause between looks at whether vLLM's processes live, seconds."""
+
+METRICS = "vllm:"
+"""Prefix of vLLM's metrics in Prometheus's own registry of the process."""
 
 PRIORITIES = 1024
 """Steps of vLLM's priorities, which are integers, per 1 of a request's."""
@@ -53,9 +60,12 @@ class VllmEngine:
         self._info: EngineInfo | None = None
         self._served: Served | None = None
         self._reports: CoreReports | None = None
+        self._loads = LoadReports()
+        self._events: KvEvents | None = None
         self._requests = RequestTable()
         self._numbers = count()
         self._on_broken: Callable[[str], None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: asyncio.Task[None] | None = None
         self._heard_s = 0.0  # the event loop's time of the newest output, or of the first request after a pause
         self._drops: set[asyncio.Task[None]] = set()
@@ -77,10 +87,14 @@ class VllmEngine:
             raise StartupError("the vLLM engine was started twice")
         package = self._package = await asyncio.to_thread(self._read_package)
         name_worker()
+        if self.config.has_events:
+            self._events = KvEvents()
         arguments = self.config.engine_arguments(package.engine_fields, package.version, is_cpu=package.is_cpu)
+        if self._events is not None:
+            arguments["kv_events_config"] = self._events.config
         try:
             # vLLM blocks until the model is loaded
-            self._llm = await asyncio.to_thread(_load, package, arguments)
+            self._llm = await asyncio.to_thread(_load, package, arguments, self._loads)
         except Exception as error:  # the start-up boundary
             raise StartupError(f"vLLM {package.version}: {' '.join(str(error).split())}") from error
         facts = ModelFacts.of(self._llm.vllm_config)
@@ -88,6 +102,7 @@ class VllmEngine:
         self._served = Served(facts.vocab_size, ends, is_parallel=self.config.tensor_parallel_size > 1)
         self._reports = CoreReports(self._llm)
         self._info = _describe(self._llm.vllm_config, package.version, facts.vocab_size, ends)
+        self._loop = asyncio.get_running_loop()
         self._watch = asyncio.create_task(self._watch_processes())
         await check_processors(self.generate, self._info)
         return self._info
@@ -106,6 +121,8 @@ class VllmEngine:
                 await asyncio.wait_for(asyncio.wrap_future(ending), SHUTDOWN_S)
             except TimeoutError:
                 logger.warning("vLLM did not shut down within %g s", SHUTDOWN_S)
+        if self._events is not None:
+            await self._events.close()
 
     # Requests
 
@@ -250,10 +267,23 @@ class VllmEngine:
         self._on_broken = callback
 
     def tell_load(self, callback: Callable[[int, int], None]) -> None:
-        """Does nothing: vLLM reports a share of its KV cache to its own logs alone."""
+        """Call ``callback`` with used and total KV blocks at each step of vLLM."""
+        self._loads.on_load = callback
+
+    def load(self) -> EngineLoad:
+        """Queues and batches; see `worker.engines.Measured`."""
+        return self._loads.load()
+
+    def collect(self) -> Iterator[Metric]:
+        """vLLM's own metrics; see `worker.engines.Collecting`."""
+        return (metric for metric in REGISTRY.collect() if metric.name.startswith(METRICS))
 
     def report_blocks(self, sink: KvEventSink) -> None:
-        """Does nothing: vLLM's KV events are not forwarded."""
+        """Report the cached prefixes to `sink`, if vLLM publishes KV events. Thread-safe."""
+        if self._events is not None:
+            assert self._info is not None
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._events.follow, sink, self._info.kv_block_size)
 
     def num_leased(self) -> int:
         """Always 0: there are no KV transfers."""
@@ -280,8 +310,8 @@ class VllmEngine:
             self._on_broken(cause)
 
 
-def _load(package: Package, arguments: Mapping[str, Any]) -> Any:
-    return package.async_llm.from_engine_args(package.engine_args(**arguments))
+def _load(package: Package, arguments: Mapping[str, Any], loads: LoadReports) -> Any:
+    return package.async_llm.from_engine_args(package.engine_args(**arguments), stat_loggers=[loads])
 
 
 def _describe(config: Any, version: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> EngineInfo:

@@ -77,7 +77,7 @@ REFUSED = {
     "spec_tokens": _SPECULATION,
     "kv_transfer_config": _DISAGGREGATION,
     "ec_transfer_config": _DISAGGREGATION,
-    "kv_events_config": "the worker forwards no KV events of vLLM",
+    "kv_events_config": "the worker forwards KV events itself (--enable-kv-routing)",
     "data_parallel_size": _ONE_ENGINE,
     "data_parallel_rank": _ONE_ENGINE,
     "generation_config": "the worker reads generation_config.json itself (--default-sampling)",
@@ -106,12 +106,14 @@ class VllmConfig:
         max_queue: Length of the waiting queue.
         step_timeout_s: Seconds without an output, while requests run, after which vLLM is taken for
             broken.
+        has_events: Whether vLLM publishes KV events.
     """
 
     model_path: str
     options: Mapping[str, Any] = field(default_factory=dict)
     max_queue: int = 256
     step_timeout_s: float = 300.0
+    has_events: bool = False
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -163,6 +165,7 @@ def config_from(arguments: Arguments) -> VllmConfig:
         options=options,
         max_queue=arguments.max_queue,
         step_timeout_s=arguments.step_timeout_s,
+        has_events=arguments.publishes_kv_events and arguments.runtime == "dynamo",
     )
 
 
