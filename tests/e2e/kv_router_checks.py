@@ -27,7 +27,7 @@ def prompt_of(number: int, length: int) -> list[int]:
 
 
 def check_prefixes_stay(stack: Stack, length: int) -> None:
-    """Four prefixes of so many tokens, whole blocks, are found again whenever they are asked for."""
+    """Four prefixes of so many tokens, whole blocks, are found again whenever they are asked."""
     wait_for(lambda: stack.post("completions", prompt="ready?", max_tokens=1)[0] == 200, "an answer")
     prefixes = [prompt_of(number, length) for number in range(4)]
     for prefix in prefixes:

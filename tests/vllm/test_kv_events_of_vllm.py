@@ -33,6 +33,7 @@ class Router:
         block_hashes: Sequence[int],
         token_ids: Sequence[int],
         cache_salt: str | None = None,
+        lora_name: str | None = None,
     ) -> None:
         self.known.update(block_hashes)
         self.stored_blocks.put_nowait((parent_hash, list(block_hashes), list(token_ids), cache_salt))
@@ -98,7 +99,7 @@ async def test_a_lost_message_is_asked_for(caplog: pytest.LogCaptureFixture) -> 
 
 
 async def test_what_vllm_has_forgotten_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
-    """It repeats the newest ``buffer_steps`` messages: an eviction may have been among the others."""
+    """It repeats ``buffer_steps`` messages: an eviction may have been among earlier ones."""
     async with followed(buffer_steps=1) as (events, made, router):
         made.publish(stored(1))
         events.follow(router, 2)

@@ -1,4 +1,4 @@
-"""Two workers on vLLM behind Dynamo's KV router, and vLLM's own numbers among a worker's metrics."""
+"""Two workers on vLLM behind Dynamo's KV router, and vLLM's load among a worker's metrics."""
 
 from __future__ import annotations
 

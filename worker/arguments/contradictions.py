@@ -13,6 +13,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "kv_cache_memory": (*_EMBEDDED, *_VLLM),
     "step_timeout_s": (*_EMBEDDED, *_VLLM),
     "engine_args": _VLLM,
+    "lora_modules": _VLLM,
     **dict.fromkeys(("history", "processor_errors"), _TRTLLM),
     **dict.fromkeys(
         (
@@ -34,6 +35,8 @@ def _refuse_options_of_other_engines(a: Arguments) -> None:
 
 
 def _refuse_vllm_contradictions(a: Arguments) -> None:
+    if a.served_model_name in dict(a.lora_modules):
+        raise ConfigurationError(f"--lora-modules: {a.served_model_name} is the name of the model itself")
     if a.device != "auto":
         raise ConfigurationError(f"--engine vllm chooses its devices itself, but --device is {a.device}")
     if a.disaggregation_mode not in ("aggregated", "agg"):

@@ -61,6 +61,7 @@ class EngineInfo:
             compare it.
         kv_dtype: Data type of the stored keys and values, and that in which they were computed if
             it is another one; compared likewise.
+        adapters: Digests of the LoRA adapters that requests may choose, by name.
     """
 
     name: str
@@ -77,6 +78,7 @@ class EngineInfo:
     computed_by: str = ""
     made_by: str = ""
     kv_dtype: str = ""
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,7 @@ class KvEventSink(Protocol):
         block_hashes: Sequence[int],
         token_ids: Sequence[int],
         cache_salt: str | None = None,
+        lora_name: str | None = None,
     ) -> None:
         """Consecutive blocks of a sequence are cached now.
 
@@ -220,6 +223,7 @@ class KvEventSink(Protocol):
             token_ids: Tokens of all these blocks.
             cache_salt: Salt of the request that they come from, None if it has none or the engine
                 reports none.
+            lora_name: LoRA adapter of the request, None for the model itself.
         """
 
     def removed(self, block_hashes: Sequence[int]) -> None:

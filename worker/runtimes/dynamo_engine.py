@@ -22,6 +22,7 @@ from worker.errors import ServingError
 from worker.processors.builder import make_chain_builder
 from worker.requests.refusals import refusal_chunk
 from worker.runtimes import dynamo as runtime
+from worker.runtimes.adapters import register_adapters
 from worker.runtimes.file_discovery import entries_of, keep_registered
 from worker.server import RequestServer
 from worker.server.description import describe
@@ -52,6 +53,7 @@ class WorkerEngine(LLMEngine):
             engine, arguments, seal=seal, smoke=smoke, shut_down=shut_down, make_chains=make_chains
         )
         self._registration: asyncio.Task[None] | None = None
+        self._adapters: asyncio.Task[None] | None = None
 
     @classmethod
     def of(cls, built: Built) -> tuple[WorkerEngine, WorkerConfig]:
@@ -70,6 +72,12 @@ class WorkerEngine(LLMEngine):
         if entries is not None:
             self._registration = asyncio.create_task(keep_registered(entries, lambda: self.server.is_leaving))
         return runtime.engine_config(info, arguments)
+
+    async def on_endpoint_ready(self, endpoint: Any) -> None:
+        """Called by the runtime before it registers the model."""
+        if self.server.info.adapters:
+            registering = register_adapters(endpoint, self.server.info, self.server.arguments)
+            self._adapters = asyncio.create_task(registering)
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """One request. Everything that can refuse it does so before the first chunk."""
@@ -97,8 +105,9 @@ class WorkerEngine(LLMEngine):
 
     async def cleanup(self) -> None:
         """Drain, then stop the engine. Also called after a failed `start`; idempotent."""
-        if self._registration is not None:
-            self._registration.cancel()
+        for task in (self._registration, self._adapters):
+            if task is not None:
+                task.cancel()
         await self.server.close()
 
     async def register_prometheus(self, metrics: Any) -> None:

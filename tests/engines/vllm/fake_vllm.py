@@ -204,6 +204,7 @@ def package() -> Package:
         delta="delta",
         dead_error=Died,
         client_errors=(ValueError,),
+        lora_request=SimpleNamespace,
     )
 
 

@@ -180,7 +180,7 @@ async def test_hints_and_salt_reach_vllm() -> None:
     hints = RequestHints({"traceparent": "00-1"}, priority=0.5)
     async with running() as (engine, llm):
         await collect(engine, EngineRequest("r", PROMPT, SamplingParams(max_tokens=1), cache_salt="s", hints=hints))
-    assert llm.hints == [{"priority": -512, "trace_headers": {"traceparent": "00-1"}}]
+    assert llm.hints == [{"priority": -512, "trace_headers": {"traceparent": "00-1"}, "lora_request": None}]
     assert llm.prompts == [{"prompt_token_ids": PROMPT, "cache_salt": "s"}]
 
 

@@ -69,8 +69,9 @@ class Router:
         block_hashes: Sequence[int],
         token_ids: Sequence[int],
         cache_salt: str | None = None,
+        lora_name: str | None = None,
     ) -> None:
-        self.calls.append(("stored", parent_hash, list(block_hashes), list(token_ids), cache_salt))
+        self.calls.append(("stored", parent_hash, list(block_hashes), list(token_ids), cache_salt, lora_name))
         assert parent_hash is None or parent_hash in self.known
         assert all(0 <= each < 2**64 for each in block_hashes)
         self.known.update(block_hashes)
@@ -96,21 +97,24 @@ def test_blocks_keep_hashes_tokens_and_order() -> None:
         BlockRemoved([long, 77]),
     )
     assert router.calls == [
-        ("stored", None, [2**64 - 1, 5], [1, 2, 3, 4], None),
-        ("stored", 5, [short], [5, 6], None),
+        ("stored", None, [2**64 - 1, 5], [1, 2, 3, 4], None, None),
+        ("stored", 5, [short], [5, 6], None, None),
         ("removed", [short]),
     ]
 
 
-def test_a_salt_is_that_of_the_whole_sequence() -> None:
+def test_salt_and_adapter_are_those_of_the_whole_sequence() -> None:
     """vLLM says it with the first block alone."""
     router = relayed(
         BlockStored([1, 2], [1, 2, 3, 4], extra_keys=[("tenant",), None]),
         BlockStored([3], [5, 6], parent_block_hash=2, extra_keys=[None]),
         BlockStored([4], [1, 2], extra_keys=[("adapter", "tenant")], lora_name="adapter"),
         BlockStored([5], [1, 2], extra_keys=[("adapter",)], lora_name="adapter"),
+        BlockStored([6], [3, 4], parent_block_hash=5, extra_keys=[("adapter",)], lora_name="adapter"),
     )
-    assert [call[4] for call in router.calls] == ["tenant", "tenant", "tenant", None]
+    salted, adapted = [call[4] for call in router.calls], [call[5] for call in router.calls]
+    assert salted == ["tenant", "tenant", "tenant", None, None]
+    assert adapted == [None, None, "adapter", "adapter", "adapter"]
 
 
 def test_events_of_other_layers_media_and_sizes_are_left_out() -> None:
@@ -123,7 +127,7 @@ def test_events_of_other_layers_media_and_sizes_are_left_out() -> None:
         BlockRemoved([1], group_idx=0),
         BlockRemoved([1], group_idx=1, medium="CPU"),
     )
-    assert router.calls == [("stored", None, [1], [1, 2], None)]
+    assert router.calls == [("stored", None, [1], [1, 2], None, None)]
 
 
 def test_a_block_that_is_cached_twice_is_evicted_twice() -> None:

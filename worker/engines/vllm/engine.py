@@ -21,6 +21,7 @@ from worker.engines.vllm.core_reports import CoreReports
 from worker.engines.vllm.deltas import Reader
 from worker.engines.vllm.kv_events import KvEvents
 from worker.engines.vllm.loads import LoadReports
+from worker.engines.vllm.lora import Adapter
 from worker.engines.vllm.package import Package, read_package
 from worker.engines.vllm.params import SHIPPED, NativeRequest, Served, Shipped, native_request, shipped
 from worker.engines.vllm.parent_watch import name_worker
@@ -61,6 +62,7 @@ class VllmEngine:
         self._served: Served | None = None
         self._reports: CoreReports | None = None
         self._loads = LoadReports()
+        self._adapters: dict[str, Any] = {}
         self._events: KvEvents | None = None
         self._requests = RequestTable()
         self._numbers = count()
@@ -101,7 +103,9 @@ class VllmEngine:
         ends = tuple(sorted(facts.eos_token_ids))
         self._served = Served(facts.vocab_size, ends, is_parallel=self.config.tensor_parallel_size > 1)
         self._reports = CoreReports(self._llm)
-        self._info = _describe(self._llm.vllm_config, package.version, facts.vocab_size, ends)
+        self._adapters = await _load_adapters(self._llm, package, self.config.adapters)
+        digests = {adapter.name: adapter.digest for adapter in self.config.adapters}
+        self._info = _describe(self._llm.vllm_config, package.version, facts.vocab_size, ends, digests)
         self._loop = asyncio.get_running_loop()
         self._watch = asyncio.create_task(self._watch_processes())
         await check_processors(self.generate, self._info)
@@ -212,6 +216,7 @@ class VllmEngine:
             name,
             priority=-round(hints.priority * PRIORITIES),
             trace_headers=dict(hints.trace_headers) or None,
+            lora_request=None if request.lora_name is None else self._adapters[request.lora_name],
         )
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -314,7 +319,24 @@ def _load(package: Package, arguments: Mapping[str, Any], loads: LoadReports) ->
     return package.async_llm.from_engine_args(package.engine_args(**arguments), stat_loggers=[loads])
 
 
-def _describe(config: Any, version: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> EngineInfo:
+async def _load_adapters(llm: Any, package: Package, adapters: Sequence[Adapter]) -> dict[str, Any]:
+    """A ``LoRARequest`` for each adapter, by name, once vLLM has loaded it."""
+    found = {}
+    for number, adapter in enumerate(adapters, 1):
+        found[adapter.name] = package.lora_request(
+            lora_name=adapter.name, lora_int_id=number, lora_path=str(adapter.path)
+        )
+        try:
+            await llm.add_lora(found[adapter.name])
+        except Exception as error:  # the start-up boundary
+            problem = f"vLLM {package.version}: {' '.join(str(error).split())}"
+            raise StartupError(f"--lora-modules: {adapter.name}: {problem}") from error
+    return found
+
+
+def _describe(
+    config: Any, version: str, vocab_size: int, eos_token_ids: tuple[int, ...], adapters: Mapping[str, str]
+) -> EngineInfo:
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
     made_by = f"vLLM, {str(model.dtype).removeprefix('torch.')}"
     return EngineInfo(
@@ -330,4 +352,5 @@ def _describe(config: Any, version: str, vocab_size: int, eos_token_ids: tuple[i
         draws_by_seed=False,
         computed_by=f"{made_by}, {config.device_config.device_type}",
         made_by=made_by,
+        adapters=adapters,
     )

@@ -20,9 +20,14 @@ ON_DEVICE = frozenset({None, "GPU"})
 
 @dataclass(slots=True)
 class _Cached:
-    """A block that the router knows; equal blocks of concurrent requests are cached several times."""
+    """A block that the router knows; equal blocks of concurrent requests are cached several times.
 
-    cache_salt: str | None
+    Attributes:
+        origin: Salt and LoRA adapter of the sequence.
+        count: Blocks with these contents.
+    """
+
+    origin: tuple[str | None, str | None]
     count: int = 1
 
 
@@ -101,17 +106,17 @@ class EventRelay:
             return
         parent = None if event.parent_block_hash is None else _hash_of(event.parent_block_hash)
         if parent is None:
-            salt = _salt_of(event)
+            origin = _salt_of(event), event.lora_name
         elif parent in self._cached:
-            salt = self._cached[parent].cache_salt
+            origin = self._cached[parent].origin
         else:  # its event was lost
             return
         for each in hashes:
             if each in self._cached:
                 self._cached[each].count += 1
             else:
-                self._cached[each] = _Cached(salt)
-        self._sink.stored(parent, hashes, event.token_ids, salt)
+                self._cached[each] = _Cached(origin)
+        self._sink.stored(parent, hashes, event.token_ids, *origin)
 
     def _removed(self, hashes: list[int]) -> None:
         gone = []
@@ -140,7 +145,7 @@ def _hash_of(block_hash: int | bytes) -> int:
 
 
 def _salt_of(event: Any) -> str | None:
-    """The salt of a sequence: vLLM's keys of its first block are the LoRA's name, pictures, salt."""
+    """The salt of a sequence: keys of its first block are the LoRA's name, pictures, the salt."""
     texts = [key for key in (event.extra_keys or [None])[0] or () if isinstance(key, str)]
     if event.lora_name is not None:
         texts = texts[1:]

@@ -1,4 +1,4 @@
-"""vLLM's KV events, which its scheduler publishes by ZeroMQ, over sockets in a private directory."""
+"""vLLM's KV events, which its scheduler publishes by ZeroMQ, over sockets of this worker's own."""
 
 from __future__ import annotations
 

@@ -55,6 +55,7 @@ class Package:
         delta: The output kind of new tokens alone.
         dead_error: The exception of an engine that died.
         client_errors: Exceptions that one request is to blame for.
+        lora_request: The class ``LoRARequest``.
         is_cpu: Whether it computes on a CPU.
     """
 
@@ -67,6 +68,7 @@ class Package:
     delta: Any
     dead_error: type[Exception]
     client_errors: tuple[type[Exception], ...]
+    lora_request: Any
     is_cpu: bool = False
 
 
@@ -93,6 +95,7 @@ def read_package(environ: MutableMapping[str, str] = os.environ) -> Package:
             delta=sampling.RequestOutputKind.DELTA,
             dead_error=errors.EngineDeadError,
             client_errors=(ValueError, importlib.import_module("vllm.exceptions").VLLMClientError),
+            lora_request=importlib.import_module("vllm.lora.request").LoRARequest,
             is_cpu=bool(importlib.import_module("vllm.platforms").current_platform.is_cpu()),
         )
         importlib.import_module("worker.engines.vllm.processors")

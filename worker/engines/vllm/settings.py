@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from worker.arguments import OPTIONS, Arguments, load_yaml
+from worker.engines.vllm.lora import Adapter, arguments_for, read_adapters
 from worker.errors import ConfigurationError, StartupError
 from worker.sampling.params import MAX_LOGPROBS
 
@@ -82,7 +83,7 @@ REFUSED = {
     "data_parallel_rank": _ONE_ENGINE,
     "generation_config": "the worker reads generation_config.json itself (--default-sampling)",
     "override_generation_config": "the worker reads generation_config.json itself (--default-sampling)",
-    "enable_lora": "this worker serves no LoRA adapters",
+    "enable_lora": "adapters are --lora-modules NAME=DIRECTORY",
     "watermark_config": _CONTROLS,
     "enable_trace_replay": _CONTROLS,
     "return_sampling_mask": "vLLM then takes no greedy requests",
@@ -107,6 +108,7 @@ class VllmConfig:
         step_timeout_s: Seconds without an output, while requests run, after which vLLM is taken for
             broken.
         has_events: Whether vLLM publishes KV events.
+        adapters: LoRA adapters that requests may choose.
     """
 
     model_path: str
@@ -114,6 +116,7 @@ class VllmConfig:
     max_queue: int = 256
     step_timeout_s: float = 300.0
     has_events: bool = False
+    adapters: Sequence[Adapter] = ()
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -131,7 +134,8 @@ class VllmConfig:
         Raises:
             StartupError: it lacks one.
         """
-        arguments = {"model": self.model_path, "generation_config": "vllm", **self.options, **OWN}
+        ours = {"model": self.model_path, "generation_config": "vllm", **arguments_for(self.adapters)}
+        arguments = {**ours, **self.options, **OWN}
         if is_cpu and not os.environ.get(SPACE_ON_CPU) and not any(name in arguments for name in SIZES_OF_CACHE):
             arguments["kv_cache_memory_bytes"] = min(MAX_CACHE_ON_CPU, _available_memory() // 4)
         for name in arguments:
@@ -166,6 +170,7 @@ def config_from(arguments: Arguments) -> VllmConfig:
         max_queue=arguments.max_queue,
         step_timeout_s=arguments.step_timeout_s,
         has_events=arguments.publishes_kv_events and arguments.runtime == "dynamo",
+        adapters=read_adapters(arguments.lora_modules, arguments.model_path),
     )
 
 
