@@ -88,6 +88,7 @@ class FakeLlm:
         gate: Steps wait for it.
         failure: Raised at the first step, if set.
         loggers: Loggers of statistics.
+        adapters: LoRA adapters that were loaded.
     """
 
     vllm_config = CONFIG
@@ -103,6 +104,7 @@ class FakeLlm:
         self.failure: Exception | None = None
         self.is_shut_down = False
         self.loggers: list[Any] = []
+        self.adapters: list[Any] = []
         self._receiver = ChainReceiver(ModelFacts.of(CONFIG))
         self._extension = Extension()
 
@@ -175,6 +177,9 @@ class FakeLlm:
         await asyncio.sleep(0)
         return [getattr(self._extension, method)(*args)]
 
+    async def add_lora(self, adapter: Any) -> None:
+        self.adapters.append(adapter)
+
     def shutdown(self) -> None:
         self.is_shut_down = True
 
@@ -209,9 +214,11 @@ def package() -> Package:
 
 
 @contextlib.asynccontextmanager
-async def running(config: VllmConfig | None = None) -> AsyncIterator[tuple[VllmEngine, FakeLlm]]:
+async def running(
+    config: VllmConfig | None = None, found: Package | None = None
+) -> AsyncIterator[tuple[VllmEngine, FakeLlm]]:
     """The engine on the double, started."""
-    engine = VllmEngine(config or VllmConfig(model_path="fake"), package)
+    engine = VllmEngine(config or VllmConfig(model_path="fake"), package if found is None else lambda: found)
     try:
         await engine.start()
         llm: FakeLlm = engine._llm

@@ -281,7 +281,7 @@ class _Broken(FakeLlm):
     """Does not load."""
 
     @classmethod
-    def from_engine_args(cls, arguments: Any) -> FakeLlm:
+    def from_engine_args(cls, arguments: Any, stat_loggers: list[Any]) -> FakeLlm:
         raise RuntimeError("out of\nmemory")
 
 

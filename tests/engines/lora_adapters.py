@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,7 +14,7 @@ RANK = 8
 TARGETS = ("q_proj", "v_proj")
 
 
-def write_adapter(directory: Path, model: Path, *, seed: int = 0, rank: int = RANK, **config: Any) -> Path:
+def write_adapter(directory: Path, model: Path, *, seed: int = 0, rank: int = RANK) -> Path:
     """An adapter of the attention's queries and values that changes what the model says."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -35,19 +34,19 @@ def write_adapter(directory: Path, model: Path, *, seed: int = 0, rank: int = RA
         "bias": "none",
         "target_modules": list(TARGETS),
     }
-    (directory / "adapter_config.json").write_text(json.dumps(known | config), encoding="utf-8")
+    (directory / "adapter_config.json").write_text(json.dumps(known), encoding="utf-8")
     return directory
 
 
 def merged(directory: Path, model: Path, adapter: Path) -> Path:
-    """The model with the adapter's weights added to its own."""
+    """The model with the adapter's weights added to its own, in float32."""
     shutil.copytree(model, directory)
     weights = load_file(directory / "model.safetensors")
     tensors = load_file(adapter / "adapter_model.safetensors")
     for name in _targets(model):
         prefix = "base_model.model." + name.removesuffix(".weight")
         a, b = tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"]
-        weights[name] = (weights[name].float() + ALPHA / a.shape[0] * (b @ a)).to(weights[name].dtype)
+        weights[name] = weights[name].float() + ALPHA / a.shape[0] * (b @ a)
     save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
     return directory
 
