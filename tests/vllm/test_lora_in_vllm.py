@@ -56,7 +56,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         found = Served(stack, worker, adapters)
         wait_for(lambda: found.models() == {MODEL, *adapters}, "the adapters in the frontend")
         for name in adapters:
-            wait_for(lambda name=name: stack.post("completions", model=name, prompt="a")[0] == 200, "an answer")
+            wait_for(
+                lambda name=name: stack.post("completions", model=name, prompt="a", max_tokens=1)[0] == 200, "an answer"
+            )
         yield found
 
 

@@ -77,7 +77,7 @@ def raw_logits(tokens: list[int]) -> torch.Tensor:
 
 
 class FakeLlm:
-    """Decodes greedily, one request at a time.
+    """Decodes one request at a time.
 
     Attributes:
         prompts: Prompts that `generate` was given, in order.
@@ -105,6 +105,7 @@ class FakeLlm:
         self.is_shut_down = False
         self.loggers: list[Any] = []
         self.adapters: list[Any] = []
+        self._generator = torch.Generator().manual_seed(0)
         self._receiver = ChainReceiver(ModelFacts.of(CONFIG))
         self._extension = Extension()
 
@@ -131,9 +132,9 @@ class FakeLlm:
                 if self.failure is not None:
                     raise self.failure
                 raw = raw_logits([*given, *output])
-                logits = raw.clone()
+                logits = self._controlled(params, raw, given, output)
                 batch.apply(logits)
-                output.append(int(logits.argmax()))
+                output.append(self._chosen(params, logits))
                 reason = self._reason(params, output)
                 yield self._output(params, raw, given, output, reason)
                 if reason is None:
@@ -144,6 +145,23 @@ class FakeLlm:
         except asyncio.CancelledError:
             self.aborted.append(request_id)
             raise
+
+    def _controlled(self, params: FakeParams, raw: torch.Tensor, given: list[int], output: list[int]) -> torch.Tensor:
+        """Logits with the controls that the engine's probes try."""
+        logits = raw.clone()
+        seen = sorted({*given, *output})
+        penalty = params.repetition_penalty
+        logits[0, seen] = torch.where(logits[0, seen] > 0, logits[0, seen] / penalty, logits[0, seen] * penalty)
+        if len(output) < params.min_tokens:
+            logits[0, params.stop_token_ids] = -torch.inf
+        return logits
+
+    def _chosen(self, params: FakeParams, logits: torch.Tensor) -> int:
+        """The most likely token if it is the only one left, else a sampled one."""
+        if params.temperature == 0 or params.top_k == 1 or params.top_p < 1e-3 or params.min_p == 1:
+            return int(logits.argmax())
+        shares = (logits[0] / params.temperature).softmax(-1)
+        return int(torch.multinomial(shares, 1, generator=self._generator))
 
     def _reason(self, params: FakeParams, output: list[int]) -> str | None:
         if output[-1] in params.stop_token_ids:

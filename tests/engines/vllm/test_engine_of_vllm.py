@@ -266,7 +266,8 @@ class _Deaf(FakeLlm):
     """Does not apply processors."""
 
     def _output(self, params: Any, raw: Any, given: Any, output: list[int], reason: str | None) -> Any:
-        output[-1] = 2
+        if params.extra_args is not None:
+            output[-1] = 2
         return super()._output(params, raw, given, output, reason)
 
 

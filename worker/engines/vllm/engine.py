@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -17,6 +18,7 @@ from adapters.vllm.requests import REPORT
 from worker.engines import EngineInfo, EngineLoad, EngineRequest, KvEventSink, TokenDelta
 from worker.engines.daemon_threads import in_daemon_thread
 from worker.engines.refusals import check_prompt, check_queue
+from worker.engines.vllm.control_probes import find_native
 from worker.engines.vllm.core_reports import CoreReports
 from worker.engines.vllm.deltas import Reader
 from worker.engines.vllm.kv_events import KvEvents
@@ -108,6 +110,7 @@ class VllmEngine:
         self._info = _describe(self._llm.vllm_config, package.version, facts.vocab_size, ends, digests)
         self._loop = asyncio.get_running_loop()
         self._watch = asyncio.create_task(self._watch_processes())
+        self._served = replace(self._served, native=await find_native(self._llm, package, self._info))
         await check_processors(self.generate, self._info)
         return self._info
 
