@@ -41,7 +41,7 @@ class Adapted(FakeEngine):
         return super().generate(request)
 
 
-async def started(engine: FakeEngine) -> WorkerEngine:
+async def started(engine: Any) -> WorkerEngine:
     worker = WorkerEngine(engine, ARGUMENTS, shut_down=lambda: None, make_chains=chains)
     await worker.start(0)
     return worker

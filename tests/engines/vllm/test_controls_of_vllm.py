@@ -30,7 +30,7 @@ def without(*names: str) -> type[FakeLlm]:
             return super()._chosen(neutral(params), logits)
 
     def neutral(params: FakeParams) -> FakeParams:
-        ignored = {name: getattr(FakeParams(), name) for name in names if name != "temperature"}
+        ignored: dict[str, Any] = {name: getattr(FakeParams(), name) for name in names if name != "temperature"}
         return replace(params, **ignored, **({"temperature": 0.0} if "temperature" in names else {}))
 
     return Ignores
@@ -48,8 +48,9 @@ async def test_all_of_them_are_vllms_where_they_are_applied() -> None:
 
 @pytest.mark.parametrize("name", PROBED)
 async def test_one_that_is_ignored_runs_in_the_chain(name: str) -> None:
-    value = {"repetition_penalty": 1.5, "min_tokens": 2, "top_k": 4, "temperature": 2.0}.get(name, 0.5)
-    params = SamplingParams(max_tokens=3, **{"temperature": 1.0, name: value})
+    value: Any = {"repetition_penalty": 1.5, "min_tokens": 2, "top_k": 4, "temperature": 2.0}.get(name, 0.5)
+    fields: dict[str, Any] = {"temperature": 1.0, name: value}
+    params = SamplingParams(max_tokens=3, **fields)
     async with running(None, of(without(name))) as (engine, llm):
         assert engine._served is not None
         lost = {"temperature", "top_k", "top_p", "min_p"} if name == "temperature" else {name}
@@ -77,7 +78,8 @@ class Endless(FakeLlm):
 def silent(what: str) -> type[FakeLlm]:
     class Silent(FakeLlm):
         def _output(self, params: FakeParams, *rest: Any) -> Any:
-            return super()._output(replace(params, **{what: None}), *rest)
+            fields: dict[str, Any] = {what: None}
+            return super()._output(replace(params, **fields), *rest)
 
     return Silent
 

@@ -45,7 +45,7 @@ def test_adapters_become_vllms_arguments(model: Path, tmp_path: Path) -> None:
     assert given.engine_arguments(known, "0.0")["max_loras"] == 1
 
 
-def configured(**config: Any) -> Callable[[Path], None]:
+def configured(**config: Any) -> Callable[[Path], object]:
     def change(adapter: Path) -> None:
         known = json.loads((adapter / CONFIG).read_text())
         (adapter / CONFIG).write_text(json.dumps(known | config))
@@ -53,7 +53,7 @@ def configured(**config: Any) -> Callable[[Path], None]:
     return change
 
 
-def weighed(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+def weighed(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], object]:
     def write(adapter: Path) -> None:
         tensors = change(load_file(adapter / WEIGHTS))
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(adapter / WEIGHTS))
@@ -61,11 +61,11 @@ def weighed(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
     return write
 
 
-def renamed(before: str, after: str) -> Callable[[Path], None]:
+def renamed(before: str, after: str) -> Callable[[Path], object]:
     return weighed(lambda tensors: {name.replace(before, after): tensor for name, tensor in tensors.items()})
 
 
-BAD: list[tuple[Callable[[Path], None], str]] = [
+BAD: list[tuple[Callable[[Path], object], str]] = [
     (lambda adapter: (adapter / CONFIG).unlink(), f"{CONFIG} cannot be read: No such file"),
     (lambda adapter: (adapter / CONFIG).write_text("{"), f"{CONFIG}: "),
     (configured(peft_type="IA3"), "peft_type must be LORA, got 'IA3'"),

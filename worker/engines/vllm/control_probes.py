@@ -107,12 +107,12 @@ async def find_native(llm: Any, package: Package, info: EngineInfo) -> frozenset
 async def _find_native(probes: _Probes) -> frozenset[str]:
     base = await probes.ask(logprobs=1, prompt_logprobs=1)
     _check_greedy(base, probes.prompt)
-    stopped, hot, is_long, repeats, *cut = await asyncio.gather(
-        probes.ask(stop_token_ids=base.tokens[:1]),
-        probes.ask(temperature=HOT),
+    asked: list[dict[str, Any]] = [{"stop_token_ids": base.tokens[:1]}, {"temperature": HOT}]
+    asked += [{"temperature": HOT, name: value} for name, value in ONE_LEFT.items()]
+    (stopped, hot, *cut), is_long, repeats = await asyncio.gather(
+        asyncio.gather(*(probes.ask(**fields) for fields in asked)),
         probes.keeps_stop_tokens_away(base.tokens[0]),
         probes.penalises_repetition(),
-        *(probes.ask(temperature=HOT, **{name: value}) for name, value in ONE_LEFT.items()),
     )
     if (stopped.tokens, stopped.stop_reason) != (base.tokens[:1], base.tokens[0]):
         raise StartupError(f"an answer goes on after the stop token {base.tokens[0]}: {stopped.tokens}")
