@@ -18,8 +18,14 @@ from worker.errors import StartupError
 
 NUM_TOKENS = 3
 STRONG = 1000.0
-HOT = 50.0
-"""Temperature at which three sampled tokens are not by chance the most likely ones."""
+HOT = 2.0
+"""vLLM's highest temperature."""
+
+NUM_SAMPLES = 2
+"""Answers at that temperature."""
+
+LIKELY = 4
+"""Tokens that may share the highest logit, in bfloat16; sampled ones rank far behind."""
 
 ONE_LEFT = {"top_k": 1, "top_p": 1e-6, "min_p": 1.0}
 """Truncation that leaves the most likely token alone, however hot."""
@@ -36,6 +42,20 @@ class _Answer:
     logprobs: list[Any] = field(default_factory=list)
     prompt_logprobs: list[Any] = field(default_factory=list)
     stop_reason: Any = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks of the tokens."""
+        return [found[token].rank for token, found in zip(self.tokens, self.logprobs, strict=True)]
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no token is more likely than the one that was chosen."""
+        pairs = list(zip(self.tokens, self.logprobs, strict=False))
+        return len(pairs) == NUM_TOKENS and all(
+            token in found and found[token].logprob == max(each.logprob for each in found.values())
+            for token, found in pairs
+        )
 
 
 class _Probes:
@@ -67,10 +87,15 @@ class _Probes:
             found.stop_reason = choice.stop_reason
         return found
 
-    async def keeps_stop_tokens_away(self, token_id: int) -> bool:
-        """Whether ``min_tokens`` does, of the token that would come first."""
-        tokens = (await self.ask(stop_token_ids=[token_id], min_tokens=NUM_TOKENS)).tokens
-        return len(tokens) == NUM_TOKENS and token_id not in tokens
+    async def keeps_away(self, token_ids: list[int]) -> bool:
+        """Whether ``min_tokens`` keeps stop tokens away, one of which would come first."""
+        tokens = (await self.ask(stop_token_ids=token_ids, min_tokens=NUM_TOKENS)).tokens
+        return len(tokens) == NUM_TOKENS and not set(token_ids) & set(tokens)
+
+    async def wanders(self, **cut: Any) -> bool:
+        """Whether hot answers have tokens that are not among the most likely ones."""
+        answers = await asyncio.gather(*(self.ask(temperature=HOT, logprobs=1, **cut) for _ in range(NUM_SAMPLES)))
+        return any(rank > LIKELY for answer in answers for rank in answer.ranks)
 
     async def penalises_repetition(self) -> bool:
         """An engine that ignores the penalty gives one answer twice, which cannot be both."""
@@ -105,31 +130,30 @@ async def find_native(llm: Any, package: Package, info: EngineInfo) -> frozenset
 
 
 async def _find_native(probes: _Probes) -> frozenset[str]:
-    base = await probes.ask(logprobs=1, prompt_logprobs=1)
+    base = await probes.ask(logprobs=LIKELY, prompt_logprobs=1)
     _check_greedy(base, probes.prompt)
-    asked: list[dict[str, Any]] = [{"stop_token_ids": base.tokens[:1]}, {"temperature": HOT}]
-    asked += [{"temperature": HOT, name: value} for name, value in ONE_LEFT.items()]
-    (stopped, hot, *cut), is_long, repeats = await asyncio.gather(
-        asyncio.gather(*(probes.ask(**fields) for fields in asked)),
-        probes.keeps_stop_tokens_away(base.tokens[0]),
+    first = sorted(base.logprobs[0])
+    cuts: list[dict[str, Any]] = [{name: value} for name, value in ONE_LEFT.items()]
+    stopped, is_long, repeats, (is_hot, *cut) = await asyncio.gather(
+        probes.ask(stop_token_ids=first),
+        probes.keeps_away(first),
         probes.penalises_repetition(),
+        asyncio.gather(*(probes.wanders(**cut) for cut in [{}, *cuts])),
     )
-    if (stopped.tokens, stopped.stop_reason) != (base.tokens[:1], base.tokens[0]):
-        raise StartupError(f"an answer goes on after the stop token {base.tokens[0]}: {stopped.tokens}")
+    if len(stopped.tokens) != 1 or stopped.stop_reason != stopped.tokens[0]:
+        raise StartupError(f"an answer goes on after a stop token of {first}: {stopped.tokens}")
     found = set(UNSEEN)
     found |= {name for name, holds in (("min_tokens", is_long), ("repetition_penalty", repeats)) if holds}
-    if hot.tokens != base.tokens:  # else truncation could not be told from a sampler that is always greedy
+    if is_hot:  # else truncation could not be told from a sampler that is always greedy
         found |= {"temperature"}
-        found |= {name for name, answer in zip(ONE_LEFT, cut, strict=True) if answer.tokens == base.tokens}
+        found |= {name for name, wanders in zip(ONE_LEFT, cut, strict=True) if not wanders}
     return frozenset(found)
 
 
 def _check_greedy(base: _Answer, prompt: list[int]) -> None:
-    """Raises `StartupError` unless the tokens are the most likely ones, with their ranks."""
-    ranks = [found[token].rank for token, found in zip(base.tokens, base.logprobs, strict=False) if token in found]
-    if len(base.tokens) != NUM_TOKENS or ranks != [1] * NUM_TOKENS:
-        problem = f"greedy tokens {base.tokens} must have rank 1 in the raw log probabilities, got {ranks}"
-        raise StartupError(problem)
+    """Raises `StartupError` unless tokens are the most likely ones, and scores are reported."""
+    if not base.is_greedy:
+        raise StartupError(f"greedy tokens {base.tokens} are not the most likely ones of the log probabilities")
     scores = base.prompt_logprobs
     if len(scores) != len(prompt) or prompt[1] not in (scores[1] or {}):
         raise StartupError("the log probabilities of a prompt's tokens are not reported")
