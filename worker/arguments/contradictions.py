@@ -40,7 +40,7 @@ def _refuse_vllm_contradictions(a: Arguments) -> None:
     if a.device != "auto":
         raise ConfigurationError(f"--engine vllm chooses its devices itself, but --device is {a.device}")
     if a.disaggregation_mode not in ("aggregated", "agg"):
-        problem = "has no disaggregated roles: a chain's state does not cross vLLM's KV transfer"
+        problem = "has no disaggregated roles: this worker does not drive vLLM's KV connectors"
         raise ConfigurationError(f"--engine vllm {problem}, but --disaggregation-mode is {a.disaggregation_mode}")
 
 

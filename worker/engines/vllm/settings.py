@@ -51,7 +51,7 @@ MAX_CACHE_ON_CPU = 4 * 2**30
 """Largest KV cache on a CPU unless one is asked for, bytes: vLLM would take most of the memory."""
 
 _SPECULATION = "vLLM does not call this interface of logits processors with drafts on every device"
-_DISAGGREGATION = "this engine has no disaggregated roles"
+_DISAGGREGATION = "this worker does not drive vLLM's KV connectors"
 _ONE_ENGINE = "a worker drives one engine; start several workers behind the router"
 _CONTROLS = "it changes tokens behind the request's own controls"
 _ANSWERS = "this worker generates answers from token ids"
