@@ -30,7 +30,7 @@ class LoadReports:
         self._is_told = False
 
     def __call__(self, vllm_config: Any, engine_index: int = 0) -> LoadReports:
-        """What vLLM calls to make a logger."""
+        """Return the logger itself, as vLLM calls it to make one."""
         self._total = int(vllm_config.cache_config.num_gpu_blocks or 0)
         return self
 
