@@ -16,6 +16,7 @@ from worker.engines import EngineInfo, EngineRequest, TokenDelta
 from worker.errors import ConfigurationError
 from worker.replay.recorded import RecordedModel
 from worker.replay.verdict import check_model_digest
+from worker.runtimes import adapters
 from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.sampling import SamplingParams
 
@@ -102,3 +103,21 @@ async def test_an_answer_goes_on_in_its_own_adapter_alone() -> None:
     for name, generated in (("mine", [5]), ("other", []), (None, [])):
         found = (await worker(store).begin("a", dataclasses.replace(moved, lora_name=name))).request
         assert (found.lora_name, found.generated_token_ids) == (name, generated)
+
+
+async def test_adapters_are_registered_again_until_the_worker_leaves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    registered: list[str] = []
+
+    async def register(endpoint: Any, name: str, *_: Any) -> None:
+        registered.append(name)
+        if len(registered) == 1:
+            raise RuntimeError("discovery is away")
+
+    monkeypatch.setattr(adapters, "_register", register)
+    monkeypatch.setattr(adapters, "PAUSES_S", (0.0, 0.0, 0.0))
+    info = dataclasses.replace(INFO, adapters=ADAPTERS)
+    await adapters.register_adapters(None, info, ARGUMENTS, lambda: len(registered) == 4)
+    assert registered == ["mine", "other"] * 2
+    assert "the LoRA adapter mine is not registered: discovery is away" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -21,16 +22,21 @@ has not seen, and the runtime registers the model after it has said that the end
 _TYPES = {"chat": "Chat", "completions": "Completions"}
 
 
-async def register_adapters(endpoint: Any, info: EngineInfo, arguments: Arguments) -> None:
-    """Register every adapter of an engine at the endpoint that serves its model.
+async def register_adapters(
+    endpoint: Any, info: EngineInfo, arguments: Arguments, is_leaving: Callable[[], bool]
+) -> None:
+    """Register every adapter of an engine at the endpoint that serves its model, until it leaves.
 
     Args:
         endpoint: The runtime's.
         info: Description of the engine.
         arguments: Options of the worker.
+        is_leaving: Whether the worker shuts down.
     """
     for pause in PAUSES_S:
         await asyncio.sleep(pause)
+        if is_leaving():
+            return
         for name in info.adapters:
             try:
                 await _register(endpoint, name, info, arguments)

@@ -75,8 +75,9 @@ class WorkerEngine(LLMEngine):
 
     async def on_endpoint_ready(self, endpoint: Any) -> None:
         """Called by the runtime before it registers the model."""
-        if self.server.info.adapters:
-            registering = register_adapters(endpoint, self.server.info, self.server.arguments)
+        server = self.server
+        if server.info.adapters:
+            registering = register_adapters(endpoint, server.info, server.arguments, lambda: server.is_leaving)
             self._adapters = asyncio.create_task(registering)
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -65,7 +65,7 @@ class Contrary(FakeLlm):
     """Greedy tokens are the least likely ones."""
 
     def _chosen(self, params: FakeParams, logits: torch.Tensor) -> int:
-        return int(logits.argmin())
+        return super()._chosen(params, logits) if params.extra_args else int(logits.argmin())
 
 
 class Endless(FakeLlm):
@@ -102,9 +102,11 @@ async def test_what_no_chain_can_do_keeps_it_from_starting(kind: Callable[[], ty
 
 async def test_a_request_that_fails_keeps_it_from_starting() -> None:
     class Fails(FakeLlm):
-        def __init__(self) -> None:
-            super().__init__()
-            self.failure = RuntimeError("no kernel\nimage")
+        async def generate(self, prompt: Any, params: FakeParams, request_id: str, **hints: Any) -> AsyncIterator[Any]:
+            if "control" in request_id:
+                raise RuntimeError("no kernel\nimage")
+            async for output in super().generate(prompt, params, request_id, **hints):
+                yield output
 
     engine = VllmEngine(VllmConfig(model_path="fake"), lambda: of(Fails))
     with pytest.raises(StartupError, match=r"vLLM 0\.0 failed on its first requests: no kernel image"):

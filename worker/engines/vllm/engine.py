@@ -110,8 +110,8 @@ class VllmEngine:
         self._info = _describe(self._llm.vllm_config, package.version, facts.vocab_size, ends, digests)
         self._loop = asyncio.get_running_loop()
         self._watch = asyncio.create_task(self._watch_processes())
-        self._served = replace(self._served, native=await find_native(self._llm, package, self._info))
         await check_processors(self.generate, self._info)
+        self._served = replace(self._served, native=await find_native(self._llm, package, self._info))
         return self._info
 
     async def stop(self) -> None:
