@@ -22,6 +22,7 @@ from worker.errors import Draining, EngineBroken, Overloaded
 
 BREAKS = os.environ.get("SCRIPT_BREAKS") == "true"
 STEP_S = float(os.environ.get("SCRIPT_STEP_S", "0.02"))
+ADAPTERS = dict.fromkeys(os.environ.get("SCRIPT_ADAPTERS", "").split(), "0" * 32)
 
 
 class ScriptedEngine:
@@ -46,6 +47,7 @@ class ScriptedEngine:
             total_kv_blocks=1024,
             max_num_seqs=64,
             max_num_batched_tokens=1024,
+            adapters=ADAPTERS,
         )
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from e2e_stack import Stack, Worker, running_stack, wait_for
+from kv_router_checks import complete, prompt_of
 from servers import EtcdServer, NatsServer
-from test_disagg_router import complete, prompt_of
 
 ENGINE = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "8", "--enable-kv-routing", "true")
 

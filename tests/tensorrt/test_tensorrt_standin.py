@@ -131,6 +131,7 @@ class Sink:
         block_hashes: Sequence[int],
         token_ids: Sequence[int],
         cache_salt: str | None = None,
+        lora_name: str | None = None,
     ) -> None:
         self.heard.put_nowait((parent_hash, list(block_hashes), list(token_ids), cache_salt))
 

@@ -74,6 +74,7 @@ def example(option: Option) -> str:
         "boundary_store": "nats:nats://127.0.0.1:4222",
         "otlp_endpoint": "http://collector:4318/v1/traces",
         "nats_reply_prefixes": "_INBOX_app.,_R_.",
+        "lora_modules": "one=/one,other=/other",
     }.get(option.name, "word")
 
 
@@ -95,7 +96,7 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
     trtllm = ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors")
     extra = ["--max-num-batched-tokens", "4000"] if option.name == "max_num_seqs" else []
     extra += ["--engine", "trtllm"] if option.name in trtllm else []
-    extra += ["--engine", "vllm"] if option.name == "engine_args" else []
+    extra += ["--engine", "vllm"] if option.name in ("engine_args", "lora_modules") else []
     extra += ["--migration", "on"] if option.name == "boundary_store" else []
     extra += ["--runtime", "nats"] if option.name in NATS else []
     extra += {"nats_tls_cert": ["--nats-tls-key", "k"], "nats_tls_key": ["--nats-tls-cert", "c"]}.get(option.name, [])

@@ -45,6 +45,17 @@ def test_what_is_missing_twice_is_written_again(store: Path) -> None:
     assert entries.check() == []
 
 
+def test_entries_of_adapters_are_kept_too(store: Path) -> None:
+    adapters = [store / "v1" / "mdc" / f"dynamo%2Fbackend%2Fgenerate%2F{INSTANCE + n:x}%2Fmine" for n in (0, 1)]
+    for path in adapters:
+        path.write_text("adapter")
+    entries = FileEntries(store, INSTANCE)
+    entries.check()
+    for path in adapters:
+        path.unlink()
+    assert (entries.check(), entries.check()) == ([], adapters[:1])
+
+
 def test_others_are_left_alone(store: Path) -> None:
     entries = FileEntries(store, INSTANCE)
     entries.check()

@@ -14,6 +14,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "step_timeout_s": (*_EMBEDDED, *_VLLM),
     "publish_forward_pass_metrics": (*_EMBEDDED, *_TRTLLM),
     "engine_args": _VLLM,
+    "lora_modules": _VLLM,
     **dict.fromkeys(("history", "processor_errors"), _TRTLLM),
     **dict.fromkeys(
         (
@@ -35,10 +36,12 @@ def _refuse_options_of_other_engines(a: Arguments) -> None:
 
 
 def _refuse_vllm_contradictions(a: Arguments) -> None:
+    if a.served_model_name in dict(a.lora_modules):
+        raise ConfigurationError(f"--lora-modules: {a.served_model_name} is the name of the model itself")
     if a.device != "auto":
         raise ConfigurationError(f"--engine vllm chooses its devices itself, but --device is {a.device}")
     if a.disaggregation_mode not in ("aggregated", "agg"):
-        problem = "has no disaggregated roles: a chain's state does not cross vLLM's KV transfer"
+        problem = "has no disaggregated roles: this worker does not drive vLLM's KV connectors"
         raise ConfigurationError(f"--engine vllm {problem}, but --disaggregation-mode is {a.disaggregation_mode}")
 
 

@@ -10,6 +10,7 @@ from worker.arguments.values import (
     comma_list,
     device,
     memory_size,
+    named_directories,
     not_negative,
     packed_copy,
     positive,
@@ -195,6 +196,13 @@ class Arguments:
         (),
         "Names of installed third-party logits processors (entry points) that requests may name, separated by commas.",
         parse=comma_list,
+        many=True,
+    )
+    lora_modules: tuple[tuple[str, str], ...] = option(
+        (),
+        "With --engine vllm: LoRA adapters that requests choose as their model, NAME=DIRECTORY, several separated by "
+        "commas or given one by one.",
+        parse=named_directories,
         many=True,
     )
     thinking_start: str | None = option(

@@ -91,6 +91,14 @@ def comma_list(text: str) -> tuple[str, ...]:
     return entries
 
 
+def named_directories(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = tuple(entry.partition("=")[::2] for entry in comma_list(text))
+    names = [name for name, _ in pairs]
+    if not all(name and directory for name, directory in pairs) or len(set(names)) < len(names):
+        raise ValueError("NAME=DIRECTORY entries of different names")
+    return pairs
+
+
 def truth(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise ValueError("true or false")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from adapters.chain import ProcessorFailed, Receipt
 from worker.engines.request import NO_HINTS, EngineRequest, KeepKv, KvPart, LocalPrefill, ReadKv, RequestHints
 
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
 __all__ = [
     "BATCH_SIZES",
     "NO_HINTS",
+    "Collecting",
     "EngineInfo",
     "EngineLoad",
     "EngineRequest",
@@ -57,6 +61,7 @@ class EngineInfo:
             compare it.
         kv_dtype: Data type of the stored keys and values, and that in which they were computed if
             it is another one; compared likewise.
+        adapters: Digests of the LoRA adapters that requests may choose, by name.
     """
 
     name: str
@@ -73,6 +78,7 @@ class EngineInfo:
     computed_by: str = ""
     made_by: str = ""
     kv_dtype: str = ""
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +213,7 @@ class KvEventSink(Protocol):
         block_hashes: Sequence[int],
         token_ids: Sequence[int],
         cache_salt: str | None = None,
+        lora_name: str | None = None,
     ) -> None:
         """Consecutive blocks of a sequence are cached now.
 
@@ -216,6 +223,7 @@ class KvEventSink(Protocol):
             token_ids: Tokens of all these blocks.
             cache_salt: Salt of the request that they come from, None if it has none or the engine
                 reports none.
+            lora_name: LoRA adapter of the request, None for the model itself.
         """
 
     def removed(self, block_hashes: Sequence[int]) -> None:
@@ -292,3 +300,11 @@ class Measured(Protocol):
 
     def load(self) -> EngineLoad:
         """The load now; may be called by any thread."""
+
+
+@runtime_checkable
+class Collecting(Protocol):
+    """An engine whose library has metrics of its own, beside the worker's."""
+
+    def collect(self) -> Iterable[Metric]:
+        """The library's metrics of now, under its names; `prometheus_client` calls it."""

@@ -81,6 +81,7 @@ class EngineRequest:
             in it have different random numbers.
         kv: The engine's part in a KV transfer, None where it computes the whole request.
         cache_salt: Requests share the KV of a common prefix only if they have the same salt.
+        lora_name: LoRA adapter, one of `EngineInfo.adapters`; None for the model itself.
         hints: Facts that change no token.
         defaulted: Names of the fields of `params` whose values are the model's, since the request
             leaves them unset.
@@ -95,6 +96,7 @@ class EngineRequest:
     choice: int = 0
     kv: KvPart | None = None
     cache_salt: str | None = None
+    lora_name: str | None = None
     hints: RequestHints = NO_HINTS
     defaulted: frozenset[str] = frozenset()
 

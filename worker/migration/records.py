@@ -79,8 +79,8 @@ class BoundaryRecords:
             InvalidRequest: it is a continuation, and this worker computes other bits than the one
                 before.
         """
-        key = self.key_of(request_id)
-        for found_key, found in await self._found(request_id):
+        key = self.key_of(request_id, request.lora_name)
+        for found_key, found in await self._found(request_id, request.lora_name):
             if not (is_continued := found.is_continued_by(request)) and not found.is_repeated_by(request):
                 continue
             if found.attempts >= MAX_CRASHES:
@@ -92,9 +92,9 @@ class BoundaryRecords:
             return self._record(key, request, found.attempts, found if found_key == key else None)
         return self._record(key, request)
 
-    def key_of(self, request_id: str) -> str:
-        """Key of a request's record in the store."""
-        return _key(self._pool, request_id)
+    def key_of(self, request_id: str, lora_name: str | None = None) -> str:
+        """Key of the record of a request, to the model or to an adapter, in the store."""
+        return _key(self._pool, request_id, lora_name)
 
     async def close(self) -> None:
         """Remove the records of ended requests, within `TIMEOUT_S`, and close the store."""
@@ -106,10 +106,10 @@ class BoundaryRecords:
             await asyncio.wait_for(asyncio.gather(*removals, return_exceptions=True), TIMEOUT_S)
         await self._store.close()
 
-    async def _found(self, request_id: str) -> list[tuple[str, Boundary]]:
+    async def _found(self, request_id: str, lora_name: str | None) -> list[tuple[str, Boundary]]:
         """The records of a request: its own pool's, and on a prefill worker that of its answer."""
         pools = [self._pool] if self._answering is None else [self._pool, self._answering]
-        keys = [_key(pool, request_id) for pool in pools]
+        keys = [_key(pool, request_id, lora_name) for pool in pools]
         found = [(key, await self._store.read(key)) for key in keys]
         return [(key, one) for key, one in found if one is not None]
 
@@ -158,5 +158,6 @@ def records_of(arguments: Arguments) -> BoundaryRecords | None:
     return BoundaryRecords(store, json.dumps(pool))
 
 
-def _key(pool: str, request_id: str) -> str:
-    return blake2b(f"{pool}\0{request_id}".encode(), digest_size=16).hexdigest()
+def _key(pool: str, request_id: str, lora_name: str | None) -> str:
+    model = pool if lora_name is None else json.dumps([pool, lora_name])
+    return blake2b(f"{model}\0{request_id}".encode(), digest_size=16).hexdigest()

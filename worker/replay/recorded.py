@@ -33,12 +33,21 @@ class RecordedEngine(BaseModel):
     options: dict[str, Any]
 
 
+class RecordedAdapter(BaseModel):
+    """LoRA adapter of an answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+    digest: str
+
+
 class RecordedModel(BaseModel):
     """Section ``model`` of a receipt."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     name: str
     digest: str | None
+    adapter: RecordedAdapter | None = None
 
 
 class RecordedToken(BaseModel):

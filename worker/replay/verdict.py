@@ -9,7 +9,10 @@ from worker.requests.receipts import ServerRecord, TokenDigest
 
 
 def check_model_digest(server: ServerRecord, receipt: RecordedReceipt) -> None:
-    """Raises `ConfigurationError` if the receipt is of another checkpoint."""
+    """Raises `ConfigurationError` if the receipt is of another checkpoint, or of a LoRA adapter."""
+    if receipt.model.adapter is not None:
+        name = receipt.model.adapter.name
+        raise ConfigurationError(f"model.adapter: the answer is of the LoRA adapter {name}, which replay does not load")
     if receipt.model.digest is not None and server.model_digest != receipt.model.digest:
         raise ConfigurationError(
             f"model.digest: the receipt is of a checkpoint with {receipt.model.digest}, "

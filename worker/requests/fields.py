@@ -337,7 +337,11 @@ _OTHER_FIELDS: tuple[Field, ...] = (
     _no_effect("routing.dp_rank", _ROUTER),
     _no_effect("routing.prefill_dp_rank", _ROUTER),
     _no_effect("routing.expected_output_tokens", _ROUTER),
-    _refused("routing.lora_name", "this worker serves no LoRA adapters"),
+    _honoured(
+        "routing.lora_name",
+        text,
+        "LoRA adapter of `--lora-modules` that the client chose as its model; others are refused by name.",
+    ),
     _honoured("routing.cache_salt", text, "Requests share the KV of common beginnings only if their salt is the same."),
     _no_effect("routing.priority_jump", _ROUTER),
     _no_effect("routing.strict_priority", _ROUTER),

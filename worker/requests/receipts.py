@@ -77,6 +77,7 @@ class ServerRecord:
         model: Served model name.
         model_digest: Digest of the checkpoint; see `worker.engines.embedded.transfer.fingerprint`.
             None if it cannot be read.
+        adapters: Digests of the LoRA adapters, by name.
     """
 
     engine: str
@@ -85,6 +86,7 @@ class ServerRecord:
     options: Mapping[str, Any]
     model: str
     model_digest: str | None
+    adapters: Mapping[str, str]
 
     @classmethod
     def of(cls, info: EngineInfo, arguments: Arguments, digest: Future[str]) -> ServerRecord:
@@ -101,10 +103,14 @@ class ServerRecord:
             found = None
         names = OPTIONS_OF_BITS if info.name == "embedded" else ()
         options = {name: getattr(arguments, name) for name in names}
-        return cls(info.name, info.version, info.computed_by, options, arguments.served_model_name, found)
+        model = arguments.served_model_name
+        return cls(info.name, info.version, info.computed_by, options, model, found, info.adapters)
 
-    def as_json(self) -> dict[str, Any]:
-        """JSON data for the receipt."""
+    def as_json(self, lora_name: str | None) -> dict[str, Any]:
+        """JSON data for the receipt of a request to the model or to one of its adapters."""
+        model: dict[str, Any] = {"name": self.model, "digest": self.model_digest}
+        if lora_name is not None:
+            model["adapter"] = {"name": lora_name, "digest": self.adapters[lora_name]}
         return {
             "engine": {
                 "name": self.engine,
@@ -112,7 +118,7 @@ class ServerRecord:
                 "computed_by": self.computed_by,
                 "options": dict(self.options),
             },
-            "model": {"name": self.model, "digest": self.model_digest},
+            "model": model,
         }
 
 
@@ -135,7 +141,7 @@ class RequestReceipt:
     def __init__(
         self, server: ServerRecord, engine_request: EngineRequest, selection: Selection, *, smoke: bool = False
     ) -> None:
-        self._server = server.as_json()
+        self._server = server.as_json(engine_request.lora_name)
         self._prompt = TokenDigest(engine_request.prompt_token_ids)
         self._answer = TokenDigest(engine_request.generated_token_ids)
         self._num_preemptions: int | None = None

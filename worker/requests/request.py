@@ -58,6 +58,7 @@ class GenerationRequest:
         require_reasoning: Whether the grammar starts after the thinking.
         annotations: The client's annotations, verbatim.
         cache_salt: Requests share KV only with those of the same salt.
+        lora_name: LoRA adapter that the client chose as its model; None for the model itself.
         priority: Urgency beside other requests; 0 is usual, and more is sooner.
         prefill_result: Parameters of the KV transfer, with the frontend's additions; None
             without one.
@@ -73,6 +74,7 @@ class GenerationRequest:
     require_reasoning: bool = False
     annotations: tuple[str, ...] = ()
     cache_salt: str | None = None
+    lora_name: str | None = None
     priority: float = 0
     prefill_result: Mapping[str, Any] | None = None
     is_probe: bool = False

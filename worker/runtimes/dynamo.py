@@ -97,11 +97,13 @@ class RouterEvents:
         block_hashes: Sequence[int],
         token_ids: Sequence[int],
         cache_salt: str | None = None,
+        lora_name: str | None = None,
     ) -> None:
         parent = None if parent_hash is None else _signed(parent_hash)
         sizes = [self._block_size] * len(block_hashes)
         hashes = [_signed(each) for each in block_hashes]
-        self._publisher.publish_stored(list(token_ids), sizes, hashes, parent, cache_salt=cache_salt)
+        names = {"lora_name": lora_name, "cache_salt": cache_salt}
+        self._publisher.publish_stored(list(token_ids), sizes, hashes, parent, **names)
 
     def removed(self, block_hashes: Sequence[int]) -> None:
         self._publisher.publish_removed([_signed(each) for each in block_hashes])

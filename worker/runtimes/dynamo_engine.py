@@ -23,6 +23,7 @@ from worker.errors import ServingError
 from worker.processors.builder import make_chain_builder
 from worker.requests.refusals import refusal_chunk
 from worker.runtimes import dynamo as runtime
+from worker.runtimes.adapters import register_adapters
 from worker.runtimes.file_discovery import entries_of, keep_registered
 from worker.server import RequestServer
 from worker.server.description import describe
@@ -54,6 +55,7 @@ class WorkerEngine(LLMEngine):
         )
         self._registration: asyncio.Task[None] | None = None
         self._passes: runtime.PlannerReports | None = None
+        self._adapters: asyncio.Task[None] | None = None
 
     @classmethod
     def of(cls, built: Built) -> tuple[WorkerEngine, WorkerConfig]:
@@ -72,6 +74,16 @@ class WorkerEngine(LLMEngine):
         if entries is not None:
             self._registration = asyncio.create_task(keep_registered(entries, lambda: self.server.is_leaving))
         return runtime.engine_config(info, arguments)
+
+    async def on_endpoint_ready(self, endpoint: Any) -> None:
+        """Called by the runtime before it registers the model."""
+        server = self.server
+        if server.info.adapters:
+            registering = register_adapters(endpoint, server.info, server.arguments, lambda: server.is_leaving)
+            self._adapters = asyncio.create_task(registering)
+        if server.arguments.publish_forward_pass_metrics and isinstance(server.engine, ReportsForwardPasses):
+            self._passes = runtime.PlannerReports(endpoint)
+            server.engine.report_forward_passes(self._passes.publish)
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """One request. Everything that can refuse it does so before the first chunk."""
@@ -99,8 +111,9 @@ class WorkerEngine(LLMEngine):
 
     async def cleanup(self) -> None:
         """Drain, then stop the engine. Also called after a failed `start`; idempotent."""
-        if self._registration is not None:
-            self._registration.cancel()
+        for task in (self._registration, self._adapters):
+            if task is not None:
+                task.cancel()
         if self._passes is not None:
             self._passes.close()
         await self.server.close()
@@ -119,13 +132,6 @@ class WorkerEngine(LLMEngine):
             server.engine.report_blocks(runtime.RouterEvents(publisher, block_size))
 
         return [PushSource(on_ready=on_ready, dp_rank=0)]
-
-    async def on_endpoint_ready(self, endpoint: Any) -> None:
-        """Publish forward-pass metrics from now on, if they are wanted."""
-        engine = self.server.engine
-        if self.server.arguments.publish_forward_pass_metrics and isinstance(engine, ReportsForwardPasses):
-            self._passes = runtime.PlannerReports(endpoint)
-            engine.report_forward_passes(self._passes.publish)
 
     def component_metrics_dp_ranks(self) -> list[int]:
         return [0]

@@ -49,16 +49,16 @@ def entries_of(backend: str, environ: Mapping[str, str], instance_id: int) -> Fi
 
 
 class FileEntries:
-    """The files of one instance: its endpoint's and its model's.
+    """The files of one instance: its endpoint's, its model's and its LoRA adapters'.
 
     Args:
         directory: Directory of discovery.
-        instance_id: Ends the names of the files, in hexadecimal digits.
+        instance_id: Part of the names of the files, in hexadecimal digits.
     """
 
     def __init__(self, directory: Path, instance_id: int) -> None:
         self._directory = directory.absolute()
-        self._pattern = f"v1/*/*%2F{instance_id:x}"
+        self._patterns = [f"v1/*/*%2F{instance_id:x}{adapter}" for adapter in ("", "%2F*")]
         self._contents: dict[Path, bytes] = {}
         self._missing: set[Path] = set()
 
@@ -76,7 +76,8 @@ class FileEntries:
         Raises:
             OSError: the directory cannot be read, or a file cannot be written.
         """
-        found = {path: path.read_bytes() for path in self._directory.glob(self._pattern)}
+        paths = [path for pattern in self._patterns for path in self._directory.glob(pattern)]
+        found = {path: path.read_bytes() for path in paths}
         self._contents.update(found)
         missing = self._contents.keys() - found.keys()
         lost, self._missing = sorted(missing & self._missing), missing

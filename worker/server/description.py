@@ -16,6 +16,7 @@ def describe(server: RequestServer) -> dict[str, Any]:
         "engine": info.name,
         "engine_version": info.version,
         "model": arguments.served_model_name,
+        "adapters": dict(info.adapters),
         "dtype": arguments.dtype,
         "history": arguments.history,
         "processor_errors": arguments.processor_errors,

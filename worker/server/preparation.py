@@ -15,6 +15,7 @@ from adapters.catalog import Selection
 from worker.arguments import Arguments
 from worker.engines import EngineInfo, EngineRequest, ReadKv, RequestHints
 from worker.engines.request import KvPart
+from worker.errors import InvalidRequest, shown
 from worker.processors.builder import ServedChainBuilder
 from worker.processors.smoke import SmokeTest
 from worker.requests.receipts import RequestReceipt, ServerRecord
@@ -94,7 +95,12 @@ class Preparation:
 
     def parse(self, raw: Mapping[str, Any]) -> GenerationRequest:
         """The typed request. Raises `InvalidRequest`."""
-        return parse_request(raw, self._limits)
+        request = parse_request(raw, self._limits)
+        if request.lora_name is not None and request.lora_name not in self.info.adapters:
+            served = ", ".join(sorted(self.info.adapters)) or "none"
+            problem = f"this worker has no LoRA adapter {shown(request.lora_name)}; it has {served}"
+            raise InvalidRequest("routing.lora_name", problem)
+        return request
 
     def without_chain(
         self,
@@ -120,6 +126,7 @@ class Preparation:
             choice=choice,
             kv=kv,
             cache_salt=request.cache_salt,
+            lora_name=request.lora_name,
             hints=hints,
             defaulted=defaulted,
         )

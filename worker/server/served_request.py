@@ -81,6 +81,7 @@ class ServedRequest:
             Draining, InvalidRequest: it is not admitted; see `InFlightRequests.admit`.
         """
         self.entry.is_probe, self.entry.num_prompt_tokens = request.is_probe, len(request.prompt_token_ids)
+        self.entry.model = request.lora_name or self.entry.model
         self._slot = self._in_flight.admit(self.entry.request_id, 0)
         self.record = UnrecordedRequest(request)
 

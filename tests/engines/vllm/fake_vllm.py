@@ -77,7 +77,7 @@ def raw_logits(tokens: list[int]) -> torch.Tensor:
 
 
 class FakeLlm:
-    """Decodes greedily, one request at a time.
+    """Decodes one request at a time.
 
     Attributes:
         prompts: Prompts that `generate` was given, in order.
@@ -87,6 +87,8 @@ class FakeLlm:
         errored: Whether the engine is dead.
         gate: Steps wait for it.
         failure: Raised at the first step, if set.
+        loggers: Loggers of statistics.
+        adapters: LoRA adapters that were loaded.
     """
 
     vllm_config = CONFIG
@@ -101,12 +103,17 @@ class FakeLlm:
         self.gate.set()
         self.failure: Exception | None = None
         self.is_shut_down = False
+        self.loggers: list[Any] = []
+        self.adapters: list[Any] = []
+        self._generator = torch.Generator().manual_seed(0)
         self._receiver = ChainReceiver(ModelFacts.of(CONFIG))
         self._extension = Extension()
 
     @classmethod
-    def from_engine_args(cls, arguments: Any) -> FakeLlm:
-        return cls()
+    def from_engine_args(cls, arguments: Any, stat_loggers: list[Any]) -> FakeLlm:
+        made = cls()
+        made.loggers = [factory(CONFIG, 0) for factory in stat_loggers]
+        return made
 
     async def generate(
         self, prompt: Mapping[str, Any], params: FakeParams, request_id: str, **hints: Any
@@ -125,9 +132,9 @@ class FakeLlm:
                 if self.failure is not None:
                     raise self.failure
                 raw = raw_logits([*given, *output])
-                logits = raw.clone()
+                logits = self._controlled(params, raw, given, output)
                 batch.apply(logits)
-                output.append(int(logits.argmax()))
+                output.append(self._chosen(params, logits))
                 reason = self._reason(params, output)
                 yield self._output(params, raw, given, output, reason)
                 if reason is None:
@@ -138,6 +145,23 @@ class FakeLlm:
         except asyncio.CancelledError:
             self.aborted.append(request_id)
             raise
+
+    def _controlled(self, params: FakeParams, raw: torch.Tensor, given: list[int], output: list[int]) -> torch.Tensor:
+        """Logits with the controls that the engine's probes try."""
+        logits = raw.clone()
+        seen = sorted({*given, *output})
+        penalty = params.repetition_penalty
+        logits[0, seen] = torch.where(logits[0, seen] > 0, logits[0, seen] / penalty, logits[0, seen] * penalty)
+        if len(output) < params.min_tokens:
+            logits[0, params.stop_token_ids] = -torch.inf
+        return logits
+
+    def _chosen(self, params: FakeParams, logits: torch.Tensor) -> int:
+        """The most likely token if it is the only one left, else a sampled one."""
+        if params.temperature == 0 or params.top_k == 1 or params.top_p < 1e-3 or params.min_p == 1:
+            return int(logits.argmax())
+        shares = (logits[0] / params.temperature).softmax(-1)
+        return int(torch.multinomial(shares, 1, generator=self._generator))
 
     def _reason(self, params: FakeParams, output: list[int]) -> str | None:
         if output[-1] in params.stop_token_ids:
@@ -171,6 +195,9 @@ class FakeLlm:
         await asyncio.sleep(0)
         return [getattr(self._extension, method)(*args)]
 
+    async def add_lora(self, adapter: Any) -> None:
+        self.adapters.append(adapter)
+
     def shutdown(self) -> None:
         self.is_shut_down = True
 
@@ -200,13 +227,16 @@ def package() -> Package:
         delta="delta",
         dead_error=Died,
         client_errors=(ValueError,),
+        lora_request=SimpleNamespace,
     )
 
 
 @contextlib.asynccontextmanager
-async def running(config: VllmConfig | None = None) -> AsyncIterator[tuple[VllmEngine, FakeLlm]]:
+async def running(
+    config: VllmConfig | None = None, found: Package | None = None
+) -> AsyncIterator[tuple[VllmEngine, FakeLlm]]:
     """The engine on the double, started."""
-    engine = VllmEngine(config or VllmConfig(model_path="fake"), package)
+    engine = VllmEngine(config or VllmConfig(model_path="fake"), package if found is None else lambda: found)
     try:
         await engine.start()
         llm: FakeLlm = engine._llm

@@ -81,7 +81,7 @@ def test_what_contradicts_the_worker_is_refused() -> None:
         assert refusal("--engine-args", json.dumps({name: None})) == f"--engine-args: {name}: cannot be given: {reason}"
     for flag, value in (("--numerics", "exact"), ("--speculative-config", "{}"), ("--history", "lagged")):
         assert f"{flag} {value} needs --engine" in refusal(flag, value)
-    assert "has no disaggregated roles" in refusal("--disaggregation-mode", "decode")
+    assert "does not drive vLLM's KV connectors" in refusal("--disaggregation-mode", "decode")
     with pytest.raises(ConfigurationError, match=r"--engine-args \{\} needs --engine vllm"):
         parse_arguments(["--model-path", "/m", "--engine-args", "{}"], {})
 

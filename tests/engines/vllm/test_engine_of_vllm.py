@@ -180,7 +180,7 @@ async def test_hints_and_salt_reach_vllm() -> None:
     hints = RequestHints({"traceparent": "00-1"}, priority=0.5)
     async with running() as (engine, llm):
         await collect(engine, EngineRequest("r", PROMPT, SamplingParams(max_tokens=1), cache_salt="s", hints=hints))
-    assert llm.hints == [{"priority": -512, "trace_headers": {"traceparent": "00-1"}}]
+    assert llm.hints == [{"priority": -512, "trace_headers": {"traceparent": "00-1"}, "lora_request": None}]
     assert llm.prompts == [{"prompt_token_ids": PROMPT, "cache_salt": "s"}]
 
 
@@ -266,7 +266,8 @@ class _Deaf(FakeLlm):
     """Does not apply processors."""
 
     def _output(self, params: Any, raw: Any, given: Any, output: list[int], reason: str | None) -> Any:
-        output[-1] = 2
+        if params.extra_args is not None:
+            output[-1] = 2
         return super()._output(params, raw, given, output, reason)
 
 
@@ -281,7 +282,7 @@ class _Broken(FakeLlm):
     """Does not load."""
 
     @classmethod
-    def from_engine_args(cls, arguments: Any) -> FakeLlm:
+    def from_engine_args(cls, arguments: Any, stat_loggers: list[Any]) -> FakeLlm:
         raise RuntimeError("out of\nmemory")
 
 

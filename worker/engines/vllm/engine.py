@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
+
+from prometheus_client import REGISTRY, Metric
 
 from adapters.chain import ProcessorChain
 from adapters.vllm.model import ModelFacts
 from adapters.vllm.requests import REPORT
-from worker.engines import EngineInfo, EngineRequest, KvEventSink, TokenDelta
+from worker.engines import EngineInfo, EngineLoad, EngineRequest, KvEventSink, TokenDelta
 from worker.engines.library_engine import LibraryEngine
 from worker.engines.refusals import check_prompt, check_queue
 from worker.engines.request_table import RequestTable
+from worker.engines.vllm.control_probes import find_native
 from worker.engines.vllm.core_reports import CoreReports
 from worker.engines.vllm.deltas import Reader
+from worker.engines.vllm.kv_events import KvEvents
+from worker.engines.vllm.loads import LoadReports
+from worker.engines.vllm.lora import Adapter
 from worker.engines.vllm.package import Package, read_package
 from worker.engines.vllm.params import SHIPPED, NativeRequest, Served, Shipped, native_request, shipped
 from worker.engines.vllm.parent_watch import name_worker
@@ -30,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 WATCH_S = 1.0
 """Pause between looks at whether vLLM's processes live, seconds."""
+
+METRICS = "vllm:"
+"""Prefix of vLLM's metrics in Prometheus's own registry of the process."""
 
 PRIORITIES = 1024
 """Steps of vLLM's priorities, which are integers, per 1 of a request's."""
@@ -52,7 +62,11 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         self._package: Package | None = None
         self._served: Served | None = None
         self._reports: CoreReports | None = None
+        self._loads = LoadReports()
+        self._adapters: dict[str, Any] = {}
+        self._events: KvEvents | None = None
         self._numbers = count()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: asyncio.Task[None] | None = None
         self._heard_s = 0.0  # the event loop's time of the newest output, or of the first request after a pause
         self._drops: set[asyncio.Task[None]] = set()
@@ -69,19 +83,27 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             raise StartupError("the vLLM engine was started twice")
         package = self._package = await asyncio.to_thread(self._read_package)
         name_worker()
+        if self.config.has_events:
+            self._events = KvEvents()
         arguments = self.config.engine_arguments(package.engine_fields, package.version, is_cpu=package.is_cpu)
+        if self._events is not None:
+            arguments["kv_events_config"] = self._events.config
         try:
             # vLLM blocks until the model is loaded
-            self._llm = await asyncio.to_thread(_load, package, arguments)
+            self._llm = await asyncio.to_thread(_load, package, arguments, self._loads)
         except Exception as error:  # the start-up boundary
             raise StartupError(f"vLLM {package.version}: {one_line(error)}") from error
         facts = ModelFacts.of(self._llm.vllm_config)
         ends = tuple(sorted(facts.eos_token_ids))
         self._served = Served(facts.vocab_size, ends, is_parallel=self.config.tensor_parallel_size > 1)
         self._reports = CoreReports(self._llm)
-        self._info = _describe(self._llm.vllm_config, package.version, facts.vocab_size, ends)
+        self._adapters = await _load_adapters(self._llm, package, self.config.adapters)
+        digests = {adapter.name: adapter.digest for adapter in self.config.adapters}
+        self._info = _describe(self._llm.vllm_config, package.version, facts.vocab_size, ends, digests)
+        self._loop = asyncio.get_running_loop()
         self._watch = asyncio.create_task(self._watch_processes())
         await check_processors(self.generate, self._info)
+        self._served = replace(self._served, native=await find_native(self._llm, package, self._info))
         return self._info
 
     async def stop(self) -> None:
@@ -92,6 +114,8 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
         await self._shut_down()
+        if self._events is not None:
+            await self._events.close()
 
     # Requests
 
@@ -160,6 +184,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             name,
             priority=-round(hints.priority * PRIORITIES),
             trace_headers=dict(hints.trace_headers) or None,
+            lora_request=None if request.lora_name is None else self._adapters[request.lora_name],
         )
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -211,10 +236,23 @@ class VllmEngine(LibraryEngine[RunningRequest]):
     # Reports to the runtime
 
     def tell_load(self, callback: Callable[[int, int], None]) -> None:
-        """Does nothing: vLLM reports a share of its KV cache to its own logs alone."""
+        """Call ``callback`` with used and total KV blocks at each step of vLLM."""
+        self._loads.on_load = callback
+
+    def load(self) -> EngineLoad:
+        """Queues and batches; see `worker.engines.Measured`."""
+        return self._loads.load()
+
+    def collect(self) -> Iterator[Metric]:
+        """vLLM's own metrics; see `worker.engines.Collecting`."""
+        return (metric for metric in REGISTRY.collect() if metric.name.startswith(METRICS))
 
     def report_blocks(self, sink: KvEventSink) -> None:
-        """Does nothing: vLLM's KV events are not forwarded."""
+        """Report the cached prefixes to `sink`, if vLLM publishes KV events. Thread-safe."""
+        if self._events is not None:
+            assert self._info is not None
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._events.follow, sink, self._info.kv_block_size)
 
     async def _watch_processes(self) -> None:
         loop = asyncio.get_running_loop()
@@ -226,11 +264,28 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         self._break("vLLM's engine died")
 
 
-def _load(package: Package, arguments: Mapping[str, Any]) -> Any:
-    return package.async_llm.from_engine_args(package.engine_args(**arguments))
+def _load(package: Package, arguments: Mapping[str, Any], loads: LoadReports) -> Any:
+    return package.async_llm.from_engine_args(package.engine_args(**arguments), stat_loggers=[loads])
 
 
-def _describe(config: Any, version: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> EngineInfo:
+async def _load_adapters(llm: Any, package: Package, adapters: Sequence[Adapter]) -> dict[str, Any]:
+    """A ``LoRARequest`` for each adapter, by name, once vLLM has loaded it."""
+    found = {}
+    for number, adapter in enumerate(adapters, 1):
+        found[adapter.name] = package.lora_request(
+            lora_name=adapter.name, lora_int_id=number, lora_path=str(adapter.path)
+        )
+        try:
+            await llm.add_lora(found[adapter.name])
+        except Exception as error:  # the start-up boundary
+            problem = f"vLLM {package.version}: {one_line(error)}"
+            raise StartupError(f"--lora-modules: {adapter.name}: {problem}") from error
+    return found
+
+
+def _describe(
+    config: Any, version: str, vocab_size: int, eos_token_ids: tuple[int, ...], adapters: Mapping[str, str]
+) -> EngineInfo:
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
     made_by = f"vLLM, {str(model.dtype).removeprefix('torch.')}"
     return EngineInfo(
@@ -246,4 +301,5 @@ def _describe(config: Any, version: str, vocab_size: int, eos_token_ids: tuple[i
         draws_by_seed=False,
         computed_by=f"{made_by}, {config.device_config.device_type}",
         made_by=made_by,
+        adapters=adapters,
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import os
+import typing
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +33,9 @@ NEEDED = frozenset(
         "ignore_eos",
         "max_tokens",
         "min_tokens",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
         "logprobs",
         "prompt_logprobs",
         "detokenize",
@@ -38,7 +43,13 @@ NEEDED = frozenset(
         "extra_args",
     }
 )
-"""Fields of ``SamplingParams`` without which nothing can be served."""
+"""Fields of ``SamplingParams`` that the worker sets."""
+
+NEEDED_OF_PROMPT = frozenset({"prompt_token_ids", "cache_salt"})
+"""Fields of ``TokensPrompt`` that the worker sets."""
+
+NEEDED_OF_GENERATE = frozenset({"priority", "trace_headers", "lora_request"})
+"""Arguments of ``AsyncLLM.generate`` that the worker gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,7 @@ class Package:
         delta: The output kind of new tokens alone.
         dead_error: The exception of an engine that died.
         client_errors: Exceptions that one request is to blame for.
+        lora_request: The class ``LoRARequest``.
         is_cpu: Whether it computes on a CPU.
     """
 
@@ -67,6 +79,7 @@ class Package:
     delta: Any
     dead_error: type[Exception]
     client_errors: tuple[type[Exception], ...]
+    lora_request: Any
     is_cpu: bool = False
 
 
@@ -93,14 +106,20 @@ def read_package(environ: MutableMapping[str, str] = os.environ) -> Package:
             delta=sampling.RequestOutputKind.DELTA,
             dead_error=errors.EngineDeadError,
             client_errors=(ValueError, importlib.import_module("vllm.exceptions").VLLMClientError),
+            lora_request=importlib.import_module("vllm.lora.request").LoRARequest,
             is_cpu=bool(importlib.import_module("vllm.platforms").current_platform.is_cpu()),
         )
         importlib.import_module("worker.engines.vllm.processors")
     except Exception as error:  # the library's import: whatever its kernels run into
         problem = f"{type(error).__name__}: {one_line(error)}"
         raise StartupError(f"--engine vllm: vllm cannot be used: {problem}") from error
-    missing = NEEDED - frozenset(package.sampling_params.__struct_fields__)
-    if missing:
-        names = ", ".join(sorted(missing))
-        raise StartupError(f"--engine vllm: SamplingParams of vLLM {package.version} has no {names}")
+    for what, needed, known in (
+        ("SamplingParams", NEEDED, package.sampling_params.__struct_fields__),
+        ("TokensPrompt", NEEDED_OF_PROMPT, typing.get_type_hints(package.tokens_prompt)),
+        ("AsyncLLM.generate", NEEDED_OF_GENERATE, inspect.signature(package.async_llm.generate).parameters),
+    ):
+        missing = needed - frozenset(known)
+        if missing:
+            names = ", ".join(sorted(missing))
+            raise StartupError(f"--engine vllm: {what} of vLLM {package.version} has no {names}")
     return package

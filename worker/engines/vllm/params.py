@@ -66,11 +66,13 @@ class Served:
         vocab_size: Width of a row of logits.
         eos_token_ids: Ids that end an answer unless ``ignore_eos``.
         is_parallel: Whether several processes apply the same chain: their clocks differ.
+        native: Controls that vLLM applies with the worker's own meaning; others run in the chain.
     """
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     is_parallel: bool = False
+    native: frozenset[str] = EARLY | SAMPLER
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ def native_request(request: EngineRequest, served: Served) -> NativeRequest:
     is_drawn = random and params.seed is not None
     is_cool = random and 0 < (params.temperature or 0) < LEAST_TEMPERATURE
     fields = _fields(params, ends, len(generated))
-    if chain is None and not generated and not is_drawn and not is_cool and _is_native(params):
+    if chain is None and not generated and not is_drawn and not is_cool and _is_native(params, served.native):
         return NativeRequest(fields | _native(params, random), ends)
     if chain is not None:
         begin(chain, request)
@@ -120,7 +122,9 @@ def native_request(request: EngineRequest, served: Served) -> NativeRequest:
     late = is_drawn or is_cool
     try:
         extra = other_members(params, 0, served.vocab_size)
-        rest, chain = with_field_processors(params, chain, prompt, context, extra, by_sampler=SAMPLER, late=late)
+        rest, chain = with_field_processors(
+            params, chain, prompt, context, extra, by_sampler=SAMPLER & served.native, late=late
+        )
         if is_drawn:
             chain = chain or _empty(context, prompt)
             chain.add([SeededSampler(params.seed, request.choice)], last=True)
@@ -150,13 +154,12 @@ def shipped(native: NativeRequest, report: str, eos_token_ids: Sequence[int]) ->
     return Shipped(packed, native.draws, end_id, report)
 
 
-def _is_native(params: SamplingParams) -> bool:
+def _is_native(params: SamplingParams, known: frozenset[str]) -> bool:
     """Whether vLLM applies all that is asked for. Its ``min_tokens`` keeps the model's end tokens
     away with ``ignore_eos`` too.
     """
     if params.logits_processors or params.embedding_bias is not None:
         return False
-    known = EARLY | SAMPLER
     if params.ignore_eos:
         known -= {"min_tokens"}
     return all(

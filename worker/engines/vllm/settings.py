@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from worker.arguments import OPTIONS, Arguments, load_yaml
+from worker.engines.vllm.lora import Adapter, arguments_for, read_adapters
 from worker.errors import ConfigurationError, StartupError
 from worker.sampling.params import MAX_LOGPROBS
 
@@ -50,7 +51,7 @@ MAX_CACHE_ON_CPU = 4 * 2**30
 """Largest KV cache on a CPU unless one is asked for, bytes: vLLM would take most of the memory."""
 
 _SPECULATION = "vLLM does not call this interface of logits processors with drafts on every device"
-_DISAGGREGATION = "this engine has no disaggregated roles"
+_DISAGGREGATION = "this worker does not drive vLLM's KV connectors"
 _ONE_ENGINE = "a worker drives one engine; start several workers behind the router"
 _CONTROLS = "it changes tokens behind the request's own controls"
 _ANSWERS = "this worker generates answers from token ids"
@@ -77,12 +78,12 @@ REFUSED = {
     "spec_tokens": _SPECULATION,
     "kv_transfer_config": _DISAGGREGATION,
     "ec_transfer_config": _DISAGGREGATION,
-    "kv_events_config": "the worker forwards no KV events of vLLM",
+    "kv_events_config": "the worker forwards KV events itself (--enable-kv-routing)",
     "data_parallel_size": _ONE_ENGINE,
     "data_parallel_rank": _ONE_ENGINE,
     "generation_config": "the worker reads generation_config.json itself (--default-sampling)",
     "override_generation_config": "the worker reads generation_config.json itself (--default-sampling)",
-    "enable_lora": "this worker serves no LoRA adapters",
+    "enable_lora": "adapters are --lora-modules NAME=DIRECTORY",
     "watermark_config": _CONTROLS,
     "enable_trace_replay": _CONTROLS,
     "return_sampling_mask": "vLLM then takes no greedy requests",
@@ -106,12 +107,16 @@ class VllmConfig:
         max_queue: Length of the waiting queue.
         step_timeout_s: Seconds without an output, while requests run, after which vLLM is taken for
             broken.
+        has_events: Whether vLLM publishes KV events.
+        adapters: LoRA adapters that requests may choose.
     """
 
     model_path: str
     options: Mapping[str, Any] = field(default_factory=dict)
     max_queue: int = 256
     step_timeout_s: float = 300.0
+    has_events: bool = False
+    adapters: Sequence[Adapter] = ()
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -129,7 +134,8 @@ class VllmConfig:
         Raises:
             StartupError: it lacks one.
         """
-        arguments = {"model": self.model_path, "generation_config": "vllm", **self.options, **OWN}
+        ours = {"model": self.model_path, "generation_config": "vllm", **arguments_for(self.adapters)}
+        arguments = {**ours, **self.options, **OWN}
         if is_cpu and not os.environ.get(SPACE_ON_CPU) and not any(name in arguments for name in SIZES_OF_CACHE):
             arguments["kv_cache_memory_bytes"] = min(MAX_CACHE_ON_CPU, _available_memory() // 4)
         for name in arguments:
@@ -163,6 +169,8 @@ def config_from(arguments: Arguments) -> VllmConfig:
         options=options,
         max_queue=arguments.max_queue,
         step_timeout_s=arguments.step_timeout_s,
+        has_events=arguments.publishes_kv_events and arguments.runtime == "dynamo",
+        adapters=read_adapters(arguments.lora_modules, arguments.model_path),
     )
 
 

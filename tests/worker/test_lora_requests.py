@@ -1,0 +1,123 @@
+"""Requests to LoRA adapters: who is refused, what receipts say, and where an answer may go on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from dynamo.llm import exceptions
+from test_boundary_records import Memory, worker
+from test_boundary_records import request as boundary_request
+from test_llm_engine import ARGUMENTS, INFO, FakeEngine, chains, collect, request, two_tokens
+
+from worker.engines import EngineInfo, EngineRequest, TokenDelta
+from worker.errors import ConfigurationError
+from worker.replay.recorded import RecordedModel
+from worker.replay.verdict import check_model_digest
+from worker.runtimes import adapters
+from worker.runtimes.dynamo_engine import WorkerEngine
+from worker.sampling import SamplingParams
+
+ADAPTERS = {"mine": "d" * 32, "other": "e" * 32}
+
+
+async def reporting(request_id: str, params: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+    yield TokenDelta([5], finish_reason="length", engine_data={"logits_processors": {"version": 1}})
+
+
+class Adapted(FakeEngine):
+    """An engine with adapters."""
+
+    def __init__(self) -> None:
+        super().__init__(reporting)
+        self.chosen: list[str | None] = []
+
+    async def start(self) -> EngineInfo:
+        return dataclasses.replace(INFO, adapters=ADAPTERS)
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        self.chosen.append(request.lora_name)
+        return super().generate(request)
+
+
+async def started(engine: Any) -> WorkerEngine:
+    worker = WorkerEngine(engine, ARGUMENTS, shut_down=lambda: None, make_chains=chains)
+    await worker.start(0)
+    return worker
+
+
+def to(name: str | None, **fields: Any) -> Any:
+    return request(model=name or "tiny", routing={} if name is None else {"lora_name": name}, **fields)
+
+
+async def test_a_request_reaches_the_adapter_that_it_names() -> None:
+    engine = Adapted()
+    worker = await started(engine)
+    for name in (None, "mine", "other"):
+        await collect(worker, to(name))
+    assert engine.chosen == [None, "mine", "other"]
+    with pytest.raises(exceptions.InvalidArgument, match=r"no LoRA adapter 'nobody'; it has mine, other"):
+        await collect(worker, to("nobody"))
+    assert (await worker.engine_control("info", {}))["adapters"] == ADAPTERS
+
+
+async def test_an_engine_without_adapters_refuses_them_by_name() -> None:
+    worker = await started(FakeEngine(two_tokens))
+    with pytest.raises(exceptions.InvalidArgument, match=r"routing\.lora_name: .*'mine'; it has none"):
+        await collect(worker, to("mine"))
+
+
+async def test_a_receipt_names_the_adapter() -> None:
+    worker = await started(Adapted())
+    wants = {"annotations": ['logits_processors:{"version": 1, "receipt": true, "processors": []}']}
+    models = []
+    for name in (None, "mine"):
+        chunks = await collect(worker, to(name, **wants))
+        models.append(chunks[-1]["engine_data"]["logits_processors"]["model"])
+    assert "adapter" not in models[0]
+    assert models[1]["adapter"] == {"name": "mine", "digest": ADAPTERS["mine"]}
+    assert (models[1]["name"], models[1]["digest"]) == (models[0]["name"], models[0]["digest"])
+
+
+def test_replay_refuses_the_answer_of_an_adapter() -> None:
+    model = RecordedModel.model_validate({"name": "m", "digest": None, "adapter": {"name": "mine", "digest": "d"}})
+
+    class Receipt:
+        """The part of a receipt that is looked at."""
+
+    receipt: Any = Receipt()
+    receipt.model = model
+    with pytest.raises(ConfigurationError, match=r"model\.adapter: the answer is of the LoRA adapter mine"):
+        check_model_digest(None, receipt)  # type: ignore[arg-type]
+
+
+async def test_an_answer_goes_on_in_its_own_adapter_alone() -> None:
+    store = Memory()
+    mine = dataclasses.replace(boundary_request(1, 2), lora_name="mine")
+    record = await worker(store).begin("a", mine)
+    record.write(7)
+    await record.wait_written()
+    moved = boundary_request(1, 2, 5, max_tokens=8)
+    for name, generated in (("mine", [5]), ("other", []), (None, [])):
+        found = (await worker(store).begin("a", dataclasses.replace(moved, lora_name=name))).request
+        assert (found.lora_name, found.generated_token_ids) == (name, generated)
+
+
+async def test_adapters_are_registered_again_until_the_worker_leaves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    registered: list[str] = []
+
+    async def register(endpoint: Any, name: str, *_: Any) -> None:
+        registered.append(name)
+        if len(registered) == 1:
+            raise RuntimeError("discovery is away")
+
+    monkeypatch.setattr(adapters, "_register", register)
+    monkeypatch.setattr(adapters, "PAUSES_S", (0.0, 0.0, 0.0))
+    info = dataclasses.replace(INFO, adapters=ADAPTERS)
+    await adapters.register_adapters(None, info, ARGUMENTS, lambda: len(registered) == 4)
+    assert registered == ["mine", "other"] * 2
+    assert "the LoRA adapter mine is not registered: discovery is away" in caplog.text
