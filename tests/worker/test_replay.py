@@ -341,6 +341,24 @@ async def test_bad_command_lines(receipt: dict[str, Any], files: Files, capsys: 
     assert "--prompt-file" in capsys.readouterr().err
 
 
+async def test_a_receipt_of_vllm_is_replayed_there_or_as_asked(
+    receipt: dict[str, Any], files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM is in an environment of its own; `tests/vllm/test_engine_e2e.py` replays in it."""
+    engine = {"name": "vllm", "version": "0.32.0", "computed_by": "vLLM, float32, cpu", "options": {"dtype": "auto"}}
+    vllms = {**receipt, "engine": engine, "numerics": "fast"}
+    assert await files.replay(vllms, PROMPT) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--engine vllm: vllm is not installed; run this in the environment that has it" in line
+    assert "or give --engine embedded" in line
+    assert await files.replay(vllms, PROMPT, "--position", str(len(PROMPT))) == 2
+    assert "--engine vllm: shows no logits; give --engine embedded" in capsys.readouterr().err
+    assert await files.replay(vllms, PROMPT, "--engine", "embedded", "--dtype", "float32") == 0
+    said = capsys.readouterr().out
+    assert "note: the answer was made with fast numerics: equal tokens are likely, and not promised" in said
+    assert "note: engine.name was 'vllm' and is 'embedded' here: tokens may differ" in said
+
+
 async def test_an_answer_that_differs_from_the_record_is_reported(
     receipt: dict[str, Any], files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
