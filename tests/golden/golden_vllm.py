@@ -25,13 +25,12 @@ from golden_modes import Migrated, Mode, OneWorker, Request
 from golden_workers import Bench, LocalWorker
 
 from adapters.chain import ProcessorChain, apply_chain
-from adapters.contract import Context
-from adapters.processors.seeded_sampler import SeededSampler
 from worker.engines import EngineRequest
 from worker.engines.vllm import VllmEngine, config_from
 from worker.engines.vllm.package import Package, read_package
+from worker.replay.decisions import whole_chain
 from worker.requests.request import parse_request
-from worker.sampling.field_processors import for_engine, is_sampled, with_field_processors
+from worker.sampling.field_processors import for_engine
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "vllm"))  # the engine's process imports `golden_recorder`
 
@@ -152,10 +151,9 @@ class Replays:
         rows = {int(path.name): np.fromfile(path, np.float32) for path in folder.iterdir() if path.name != RESUMED}
         shutil.rmtree(folder)
         chosen = await self._chosen(case.reference, sent, answer, rows)
-        acting = self._matrix.acting
-        if case.row not in acting:
-            if case.row == NO_PROCESSOR or chosen != await self._chosen(case.plain, sent, answer, rows):
-                acting.add(case.row)
+        acts = case.row in {*self._matrix.acting, NO_PROCESSOR}
+        if acts or chosen != await self._chosen(case.plain, sent, answer, rows):
+            self._matrix.acting.add(case.row)
         num_hidden = len(chosen) - len(answer)
         assert num_hidden == 0 or chosen[-1] in self._bench.limits.eos_token_ids, f"{chosen[-1]} is no end token"
         assert num_hidden == (len(tokens) < case.max_tokens), f"{len(tokens)} tokens, and no end token"
@@ -186,18 +184,9 @@ class Replays:
         request = parse_request(case.raw(), self._bench.limits)
         selection = chains.select(request, {})
         params = for_engine(request.params, seed=SEED)
-        asked = await chains.prepare(
-            EngineRequest("", case.prompt, params, seed=SEED), selection, request.params.max_tokens
-        )
-        context = Context(chains.vocabulary, frozenset(self._bench.limits.eos_token_ids), SEED)
-        random = is_sampled(params, asked.chain)
-        _, chain = with_field_processors(params, asked.chain, case.prompt, context, by_sampler=(), late=True)
-        if chain is None:
-            chain = ProcessorChain([], context)
-            chain.start(case.prompt)
-        if random:
-            chain.add([SeededSampler(SEED, 0)], last=True)
-        return chain
+        asked = EngineRequest("", case.prompt, params, seed=SEED)
+        asked = await chains.prepare(asked, selection, params.max_tokens)
+        return whole_chain(asked, chains.vocabulary, self._bench.limits.eos_token_ids)
 
 
 async def run_in_vllm(

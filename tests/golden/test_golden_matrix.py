@@ -15,6 +15,7 @@ from golden_matrix import CellFailed, Matrix, compare_all, run
 from golden_modes import MODES, Request
 from golden_report import DOCUMENT, differences, documented_cells, documented_runs, markdown, read, terminal, write
 from golden_served import SERVED_MODES, Rounds, error_of
+from golden_vllm import COLUMN, MIGRATED
 from golden_workers import Bench, Failed, Refused
 
 from adapters.processors import BUILTINS
@@ -66,14 +67,17 @@ RUNS = {
 }
 """Arguments of ``scripts/golden`` by the name of their run."""
 
+VLLM_RUN = "SmolLM2-135M-Instruct, vLLM"
+"""The run in vLLM's environment; `scripts/test --all` compares it, and `tests/vllm` a short one."""
+
 
 def test_the_page_is_complete_and_every_cell_holds() -> None:
-    assert set(documented_runs()) == set(RUNS)
+    assert set(documented_runs()) == {*RUNS, VLLM_RUN}
     cells = documented_cells()
     assert set(cells) == set(NAMES)
     outcome = "(equal|refused: [^,]+.*)"
     for row in cells.values():
-        assert list(row) == list(dict.fromkeys(mode.name for mode in (*MODES, *SERVED_MODES)))
+        assert list(row) == [*dict.fromkeys(mode.name for mode in (*MODES, *SERVED_MODES)), COLUMN, MIGRATED]
         for text in row.values():
             assert re.fullmatch(f"{outcome}|greedy {outcome}, seeded {outcome}", text)
 

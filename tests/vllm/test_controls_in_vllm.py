@@ -8,6 +8,8 @@ import pytest
 from engine import Recording, facts_of, generate, params, replayed
 from vllm import LLM, SamplingParams
 
+from adapters.vllm.reports import REPORTS
+
 PROMPT = list(range(400, 420))
 END = 0
 """SmolLM2's end token in generation_config.json."""
@@ -38,11 +40,12 @@ def test_stop_strings_end_forced_text(llm: LLM, fields: dict[str, Any], answer: 
     assert forced(llm, **fields) == answer
 
 
-def test_a_forced_end_waits_for_min_tokens(llm: LLM) -> None:
+def test_an_end_that_min_tokens_rules_out_is_a_failure(llm: LLM) -> None:
     """vLLM masks end tokens until then, before processors: what is forced cannot be had."""
-    text, reason, _ = forced(llm, min_tokens=12)
-    assert reason == "stop"
-    assert text.startswith("one two three four")
+    REPORTS.take_failures()
+    assert forced(llm, min_tokens=12, report="early") == ("one two three four", "stop", END)
+    (failure,) = REPORTS.take_failures()
+    assert (failure["report"], failure["reason"]) == ("early", "unsatisfiable")
 
 
 @pytest.mark.parametrize("number", [0, 1, 5])

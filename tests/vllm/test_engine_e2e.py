@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from e2e_stack import MODEL, Stack, Worker, leave_until_cancelled, wait_for
-from processor_requests import PATIENT, Reply, chat, check_failed, check_refused, of, send
+from processor_requests import PATIENT, Reply, chat, check_failed, check_refused, of
 from vllm_stack import start_vllm_worker, vllm_workers
 
 from adapters.client import processor
@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.real_model, pytest.mark.timeout(900)]
 
 Shared = tuple[Stack, Worker]
 TEXT = "".join(f"line {number} of a text that one grammar allows\n" for number in range(12))
-REPLAYED = ("--kv-cache-memory", "1GiB", "--context-length", "1024", "--engine-args", '{"enforce_eager": true}')
 THIRD_PARTIES = ("acme/one=third_party_e2e:OneToken", "acme/raises=third_party_e2e:Raises")
 
 
@@ -164,23 +163,30 @@ def test_a_stop_string_across_tokens(served: Shared) -> None:
     assert (reply.content, reply.finish_reason) == ("one t", "stop")
 
 
-def test_an_answer_is_made_again_from_its_receipt(served: Shared, tmp_path: Path) -> None:
-    """In another vLLM of the same kind, which has nothing else to do either."""
-    stack = served[0]
-    messages = [{"role": "user", "content": "Tell me of the sea."}]
-    body = {"model": MODEL, "messages": messages, "temperature": 0.9, "seed": 5, "max_tokens": 24}
-    selected = of(processor("xtc", threshold=0.05, probability=0.9), receipt=True)
-    reply = send(stack, "chat/completions", {**body, **selected})
-    assert reply.status == 200, reply.text
+def test_an_answer_and_its_decisions_are_made_again(served: Shared, tmp_path: Path) -> None:
+    """The answer in another vLLM, which has nothing else to do either; the decisions in the
+    embedded engine.
+    """
+    stack, content = served[0], "Tell me of the sea."
+    xtc = processor("xtc", threshold=0.05, probability=0.9)
+    reply = chat(stack, xtc, content=content, temperature=0.9, seed=5, max_tokens=24, ignore_eos=True, receipt=True)
     (tmp_path / "response.json").write_text(reply.text)
-    (tmp_path / "request.json").write_text(json.dumps(body))
-    command = [sys.executable, "-m", "worker", "replay", tmp_path / "response.json"]
-    command += ["--prompt-file", tmp_path / "request.json", "--model-path", stack.model_path, *REPLAYED]
-    done = subprocess.run(list(map(str, command)), env=stack.environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("engine: vllm 0.32.0, computed by vLLM, float32, cpu\n")
-    assert "note: the answer was made with fast numerics" in done.stdout
-    assert done.stdout.endswith("answer: 24 tokens, equal to those recorded\n")
+    (tmp_path / "request.json").write_text(json.dumps({"messages": [{"role": "user", "content": content}]}))
+    response = str(tmp_path / "response.json")
+
+    def replayed(*options: str) -> str:
+        command = [sys.executable, "-m", "worker", "replay", response, "--prompt-file", str(tmp_path / "request.json")]
+        command += ["--model-path", str(stack.model_path), "--context-length", "1024", *options]
+        done = subprocess.run(command, env=stack.environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    said = replayed("--kv-cache-memory", "1GiB", "--engine-args", '{"enforce_eager": true}')
+    assert said.startswith("engine: vllm 0.32.0, computed by vLLM, float32, cpu\n")
+    assert "note: the answer was made with fast numerics" in said
+    assert said.endswith("answer: 24 tokens, equal to those recorded\n")
+    said = replayed("--engine", "embedded", "--device", "cpu", "--answer-file", response)
+    assert "decisions: 24 of 24 tokens are allowed by the processors" in said
 
 
 async def test_a_forced_text_goes_on_in_another_worker(served: Shared, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from worker.engines.embedded.plan import Request
 from worker.errors import ConfigurationError, ServingError
 from worker.models import named_model
 from worker.processors.builder import ServedChainBuilder
+from worker.replay.decisions import decisions, hold, lines, read_answer
 from worker.replay.on_vllm import started
 from worker.replay.position import PositionTap, table
 from worker.replay.prompt import read_prompt
@@ -55,7 +56,10 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
         "--logits-processor where the worker had them.",
     )
     parser.add_argument("--prompt-file", required=True, type=Path, help="token ids (JSON), a request body, or text")
-    parser.add_argument("--position", type=int, help="show what each processor did there; absolute, as in receipts")
+    way = parser.add_mutually_exclusive_group()
+    told = "the answer's token ids: make each decision again after them, instead of the answer"
+    way.add_argument("--answer-file", type=Path, help=told)
+    way.add_argument("--position", type=int, help="show what each processor did there; absolute, as in receipts")
     if not argv or argv[0].startswith("-"):
         parser.parse_args([*argv[:1], "--prompt-file", ""])  # --help
         raise ConfigurationError("the first argument must be the receipt's file")
@@ -78,12 +82,18 @@ def _say(line: str) -> None:
 async def _main(options: argparse.Namespace, arguments: Arguments, recorded: Recorded) -> int:
     receipt = recorded.receipt
     _check_position(options.position, receipt)
-    if arguments.engine == "vllm" and options.position is None:
+    if arguments.engine == "vllm" and options.position is None and options.answer_file is None:
         async with started(arguments) as engine:
             asked = _asked(options, arguments, recorded, engine.server, engine.chains)
             return _tell(await engine.replay(*asked, receipt.generated_tokens), engine.server, receipt)
     async with loaded(arguments) as model:
         asked = _asked(options, arguments, recorded, model.server, model.chains)
+        if options.answer_file is not None:
+            ends = recorded.params.end_token_ids.union(model.info.eos_token_ids)
+            answer = read_answer(options.answer_file, receipt, ends)
+            found = await decisions(model, *asked, answer)
+            print(*notes(model.server, receipt), *lines(found, receipt, model.tokenizer), sep="\n")
+            return EXIT_EQUAL if hold(found, receipt) else EXIT_DIFFERENT
         request, tap = await model.request("replay", *asked), None
         if options.position is not None:
             copy = await model.request("replay", *asked)

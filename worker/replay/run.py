@@ -126,7 +126,7 @@ class Replayed:
 
 def replay(stepper: Stepper, request: Request, num_tokens: int, tap: PositionTap | None = None) -> Replayed:
     """Decode at most ``num_tokens`` tokens, an end token too, of the engine's only request."""
-    request.tap = tap
+    request.tap = tap or request.tap
     stepper.add(request)
     tokens: list[int] = []
     last = Output(request.id)
