@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ import psutil
 import pytest
 from launched_script import REPOSITORY, LaunchedScript, launched
 
+from adapters.client import logits_processors, processor
 from worker.models import DEFAULT_MODEL
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(900)]
@@ -37,15 +39,19 @@ print(context.eval(f"JSON.stringify(bodyOf({', '.join(map(json.dumps, given))}))
 
 @contextmanager
 def agg(directory: Path, **variables: str) -> Iterator[LaunchedScript]:
-    """The script with the default model, from where it is kept."""
+    """The script with the default model, from where it is kept, and a directory for sockets whose
+    name is short enough.
+    """
     own = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "DLW_"))}
     kept = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     chosen = {"ENGINE": "vllm", "DLW_VENV": str(FRONTEND), "DLW_VLLM_VENV": sys.prefix, "MODEL_PATH": ""}
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(prefix="dlw-") as short:
         for name in os.environ.keys() - own.keys():
             patch.delenv(name)
-        with launched(directory, *OPTIONS, variables={**chosen, "XDG_CACHE_HOME": kept, **variables}) as script:
+        where = {"XDG_CACHE_HOME": kept, "TMPDIR": short}
+        with launched(directory, *OPTIONS, variables={**chosen, **where, **variables}) as script:
             yield script
+        assert list(Path(short).iterdir()) == []
 
 
 def page_request(base: str, *arguments: Any) -> httpx.Response:
@@ -89,6 +95,8 @@ def test_conversations_the_playground_and_sigterm(tmp_path: Path) -> None:
             texts = [choice.message.content for choice in four.choices]
             assert texts[0] == first
             assert len(set(texts)) == 4
+            forced = logits_processors(processor("forced_sequence", text="one two three four"))
+            assert ask(stop=["wo thr"], extra_body=forced) == "one t"
         chosen = [{"name": "choice", "args": {"choices": ["maybe"]}}]
         answer = page_request(script.url.removesuffix("/v1"), script.model, messages, {"temperature": 0.7}, chosen)
         assert answer.status_code == 200, answer.text
@@ -102,7 +110,6 @@ def test_conversations_the_playground_and_sigterm(tmp_path: Path) -> None:
         script.process.send_signal(signal.SIGTERM)
         assert script.finish() == 0, script.output
     assert psutil.wait_procs(processes, timeout=60)[1] == []
-    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_the_smoke_test_and_a_killed_worker(tmp_path: Path) -> None:

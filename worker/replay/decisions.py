@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from adapters.catalog import Requested, Selection
-from adapters.chain import ProcessorChain, apply_plan
-from adapters.contract import Context, Stage
+from adapters.chain import ProcessorChain, ProcessorFailed, apply_plan
+from adapters.contract import Context
 from adapters.processors.forcing import ForcedPrefix
 from adapters.processors.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
+from worker.engines.chain_members import other_members
 from worker.engines.embedded.plan import Request
 from worker.errors import ConfigurationError
 from worker.replay.recorded import RecordedReceipt
@@ -45,7 +46,7 @@ class Decision:
         position: Absolute position, as in receipts.
         token_id: The token that was recorded.
         chosen: The token that is chosen here.
-        ruled_out_by: Processor that allows other tokens alone, None if the token may be chosen.
+        ruled_out_by: Processor whose mask or forcing leaves other tokens alone, None without one.
     """
 
     position: int
@@ -87,7 +88,7 @@ class DecisionTap:
         row[self._never] = -torch.inf
         for member, plan in self._chain.plan_each():
             apply_plan(self._chain, plan, row)
-            if ruled_out_by is None and member.stage < Stage.TEMPERATURE and bool(row[token_id] == -torch.inf):
+            if ruled_out_by is None and not plan.permits(token_id):
                 ruled_out_by = member.name
         self.decisions.append(Decision(position, token_id, int(row.argmax()), ruled_out_by))
         self._chain.accept(token_id, position)
@@ -107,10 +108,11 @@ def whole_chain(request: EngineRequest, vocabulary: Vocabulary, end_token_ids: C
     params, chain = request.params, request.chain
     random = is_sampled(params, chain)
     context = Context(vocabulary, frozenset(end_token_ids), request.seed, request.choice, max_tokens=params.max_tokens)
-    _, chain = with_field_processors(params, chain, request.prompt_token_ids, context, by_sampler=(), late=True)
+    prompt, extra = request.prompt_token_ids, other_members(params, 0, vocabulary.size)
+    _, chain = with_field_processors(params, chain, prompt, context, extra, by_sampler=(), late=True)
     if chain is None:
         chain = ProcessorChain([], context)
-        chain.start(request.prompt_token_ids)
+        chain.start(prompt)
     if random:
         chain.add([SeededSampler(request.seed, request.choice)], last=True)
     return chain
@@ -163,7 +165,8 @@ async def decisions(
     """Every decision of an answer, from the logits of this model.
 
     Raises:
-        ConfigurationError: a processor takes tokens back, so that the answer is not its history.
+        ConfigurationError: a processor takes tokens back, so that the answer is not its history, or
+            fails here.
         InvalidRequest: the request cannot be served.
     """
     ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(model.info.eos_token_ids))
@@ -173,7 +176,10 @@ async def decisions(
         raise ConfigurationError("--answer-file: the answer has a processor that takes tokens back; replay it without")
     request = await _forced(model, prompt, answer)
     request.tap = tap = DecisionTap([*prompt, *answer], chain, model.stepper.model.undecodable_ids)
-    replay(model.stepper, request, len(answer))
+    try:
+        replay(model.stepper, request, len(answer))
+    except ProcessorFailed as failure:
+        raise ConfigurationError(f"--answer-file: {failure}") from None
     return tap.decisions
 
 
