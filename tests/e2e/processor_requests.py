@@ -171,8 +171,8 @@ def annotation(text: str) -> dict[str, Any]:
     return {"nvext": {"annotations": ["logits_processors:" + text]}}
 
 
-def of(*processors: dict[str, Any]) -> dict[str, Any]:
-    return logits_processors(*processors)
+def of(*processors: dict[str, Any], receipt: bool = False) -> dict[str, Any]:
+    return logits_processors(*processors, receipt=receipt)
 
 
 def with_third_parties(stack: Stack, *names: str) -> list[str]:

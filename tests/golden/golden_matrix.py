@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,10 @@ from golden_modes import Mode, Request, aggregated
 from golden_workers import Bench, Refused
 
 EQUAL = "equal"
+
+
+Judge = Callable[[Request, Sequence[int]], Awaitable[Sequence[int]]]
+"""What the tokens of a request must be, given those that it got."""
 
 
 class CellFailed(Exception):
@@ -206,13 +210,20 @@ async def _alone(
     return texts
 
 
-async def compare_all(mode: Mode, texts: Sequence[tuple[Case, list[int]]], matrix: Matrix) -> None:
+async def as_alone(request: Request, tokens: Sequence[int]) -> Sequence[int]:
+    """The text of a worker that had nothing else to do."""
+    return request.expected
+
+
+async def compare_all(
+    mode: Mode, texts: Sequence[tuple[Case, list[int]]], matrix: Matrix, judge: Judge = as_alone
+) -> None:
     """Compare the texts of all cases in one mode, which is running; the result is in ``matrix``."""
     places = asyncio.Semaphore(mode.at_once)
 
     async def compare(case: Case, request: Request) -> None:
         async with places:
-            await _compare(mode, request, matrix.cell(case, mode.name))
+            await _compare(mode, request, matrix.cell(case, mode.name), judge)
 
     waiting = []
     for case, text in texts:
@@ -227,18 +238,19 @@ async def compare_all(mode: Mode, texts: Sequence[tuple[Case, list[int]]], matri
     await asyncio.gather(*waiting)
 
 
-async def _compare(mode: Mode, request: Request, cell: Cell) -> None:
+async def _compare(mode: Mode, request: Request, cell: Cell, judge: Judge) -> None:
     try:
-        tokens = tuple(await mode.tokens(request))
+        tokens = await mode.tokens(request)
+        expected = await judge(request, tokens)
     except Refused as refusal:
         cell.refusals[str(refusal)] += 1
     except Exception as error:  # a text that is missing is a finding as a wrong one is
         cell.problems.append(f"{request}: {type(error).__name__}: {error}")
     else:
-        if tokens == request.expected:
+        if list(tokens) == list(expected):
             cell.num_equal += 1
         else:
-            cell.problems.append(f"{request}: {_difference(tokens, request.expected)}")
+            cell.problems.append(f"{request}: {_difference(tokens, expected)}")
 
 
 def _difference(tokens: Sequence[int], expected: Sequence[int]) -> str:

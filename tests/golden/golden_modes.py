@@ -10,7 +10,7 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,12 +43,14 @@ class Request:
         expected: The text, from a worker that had nothing else to do.
         choice: Which of the choices of n > 1.
         num_sent: How many of its tokens another worker has sent before it died.
+        id: Name of the request in a worker that answers it by itself.
     """
 
     case: Case
     expected: tuple[int, ...]
     choice: int = 0
     num_sent: int = 0
+    id: str = field(default_factory=new_id)
 
     def __str__(self) -> str:
         place = f", choice {self.choice}" if self.choice else f", after {self.num_sent} tokens" if self.num_sent else ""
@@ -99,7 +101,8 @@ class Answering:
         return (Request(case, tuple(alone)),)
 
     async def tokens(self, request: Request) -> list[int]:
-        return await self.answer(request.case.raw() if self.is_warm else cold(request.case))
+        raw = request.case.raw() if self.is_warm else cold(request.case)
+        return await self.answer(raw, request.id)
 
     async def answer(self, raw: Raw, request_id: str | None = None) -> list[int]:
         """The token ids of an answer. Raises `Refused`."""
@@ -270,7 +273,6 @@ class Migrated:
     @asynccontextmanager
     async def running(self, bench: Bench) -> AsyncIterator[None]:
         argv = ["--migration", "on", "--boundary-store", f"file:{bench.directory / 'boundaries'}"]
-        self._limits = bench.limits
         records = records_of(bench.arguments(*argv))
         assert records is not None
         self._records = records
@@ -278,6 +280,7 @@ class Migrated:
         self._num_moved = 0
         self._cuts_everywhere = self._at_every_token and not bench.is_large
         async with self._to.running(bench, *argv):
+            self._limits = bench.limits
             records.computes(self._to.info)  # the worker that died was one like it
             yield
             found, moved = self._to.num_continued, self._num_moved
@@ -292,8 +295,8 @@ class Migrated:
         return [Request(case, tuple(alone), num_sent=number) for number in cuts]
 
     async def tokens(self, request: Request) -> list[int]:
-        raw, request_id = cold(request.case), new_id()
-        record = await self._records.begin(request_id, parse_request(raw, self._limits))
+        raw = cold(request.case)
+        record = await self._records.begin(request.id, parse_request(raw, self._limits))
         record.write(raw["sampling_options"]["seed"])
         await record.wait_written()
         record.drop()  # as a worker that is killed
@@ -302,7 +305,7 @@ class Migrated:
         ends = {**raw["stop_conditions"], "max_tokens": left}  # as 1.4.2 does, which leaves min_tokens as it is
         moved = {**raw, "token_ids": raw["token_ids"] + sent, "stop_conditions": ends}
         self._num_moved += 1
-        return sent + await self._to.answer(moved, request_id)
+        return sent + await self._to.answer(moved, request.id)
 
 
 class Choices:

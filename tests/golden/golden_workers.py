@@ -156,7 +156,7 @@ class Bench:
     def arguments(self, *argv: str) -> Arguments:
         """Options of a worker."""
         embedded = [*EXACT, "--kv-cache-dtype", self.kv_cache_dtype]
-        return parse_arguments([*self.argv, *([] if "trtllm" in argv else embedded), *argv], {})
+        return parse_arguments([*self.argv, *([] if "--engine" in argv else embedded), *argv], {})
 
     async def worker(self, *argv: str, engine: ServingEngine | None = None) -> LocalWorker:
         """A worker that serves; ``engine`` takes the place of the one that its options choose."""

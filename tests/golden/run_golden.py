@@ -34,6 +34,9 @@ and for prompt and answer to need a second page of KV.
 NUM_TOKENS_LARGE = 8
 """The same of a model that is not tiny, with one set of arguments per processor."""
 
+NUM_TOKENS_VLLM = 16
+"""The same inside vLLM."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0 if every cell is equal or refused and as the page shows it, 1 if not, 2 if
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="golden-") as directory:
         try:
-            name, model = _model(options.model, Path(directory))
+            name, model = _model(options, Path(directory))
             matrix = asyncio.run(_run(name, model, Path(directory), options))
         except StartupError as error:
             say(f"error: {error}")
@@ -64,27 +67,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/golden", description=(__doc__ or "").partition(": ")[2])
-    models = f"checkpoint directory, {TINY} (default), or default for {DEFAULT_MODEL}"
-    parser.add_argument("--model", default=TINY, help=models)
+    models = f"checkpoint directory, {TINY} (default; vLLM has no kernels for it), or default for {DEFAULT_MODEL}"
+    parser.add_argument("--model", help=models)
     served = (
         f"over real processes, Dynamo's frontend and at least {NUM_KILLS} killed workers, instead of in one process"
     )
-    parser.add_argument("--all", action="store_true", help=served)
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--all", action="store_true", help=served)
+    way.add_argument("--vllm", action="store_true", help="inside vLLM, in .venv-vllm of scripts/install --vllm")
     parser.add_argument("--json", type=Path, help="file to put the run into, beside others that it has")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.model = options.model or ("default" if options.vllm else TINY)
+    return options
 
 
 def _name(model: str, options: argparse.Namespace) -> str:
     """The name of a run."""
-    return f"{model}, {'processes' if options.all else 'in-process'}"
+    return f"{model}, {'vLLM' if options.vllm else 'processes' if options.all else 'in-process'}"
 
 
-def _model(given: str, directory: Path) -> tuple[str, Path]:
+def _model(options: argparse.Namespace, directory: Path) -> tuple[str, Path]:
     """Name and checkpoint of a model; the default one in the form that the launch scripts serve."""
+    given = options.model
     if given == TINY:
         return TINY, write_tiny_model(directory / TINY)
     if given == "default":
-        return DEFAULT_MODEL, prepare_default_model(model_cache(os.environ), say, keeps_blocks=True)
+        return DEFAULT_MODEL, prepare_default_model(model_cache(os.environ), say, keeps_blocks=not options.vllm)
     return Path(given).name, Path(given)
 
 
@@ -98,9 +106,13 @@ async def _run(name: str, model: Path, directory: Path, options: argparse.Namesp
         if options.json:
             write(options.json, _name(name, options), matrix.as_json())
 
-    modes = SERVED_MODES if served else MODES
-    num_tokens = NUM_TOKENS_LARGE if is_large else NUM_TOKENS_SERVED if served else NUM_TOKENS
     try:
+        if options.vllm:
+            from golden_vllm import run_in_vllm
+
+            return await run_in_vllm(bench, name, NUM_TOKENS_VLLM, save=save)
+        modes = SERVED_MODES if served else MODES
+        num_tokens = NUM_TOKENS_LARGE if is_large else NUM_TOKENS_SERVED if served else NUM_TOKENS
         return await run(bench, modes, name, num_tokens, is_short=is_large or served, save=save)
     finally:
         await bench.close()

@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from golden_cases import FIELDS, SAMPLINGS, THIRD_PARTIES, Case
 from golden_matrix import CellFailed, Matrix, compare_all, run
 from golden_modes import MODES, Request
 from golden_report import DOCUMENT, differences, documented_cells, documented_runs, markdown, read, terminal, write
 from golden_served import SERVED_MODES, Rounds, error_of
+from golden_vllm import COLUMN, MIGRATED, Replays
 from golden_workers import Bench, Failed, Refused
 
 from adapters.processors import BUILTINS
@@ -66,14 +68,17 @@ RUNS = {
 }
 """Arguments of ``scripts/golden`` by the name of their run."""
 
+VLLM_RUN = "SmolLM2-135M-Instruct, vLLM"
+"""The run in vLLM's environment; `scripts/test --all` compares it, and `tests/vllm` a short one."""
+
 
 def test_the_page_is_complete_and_every_cell_holds() -> None:
-    assert set(documented_runs()) == set(RUNS)
+    assert set(documented_runs()) == {*RUNS, VLLM_RUN}
     cells = documented_cells()
     assert set(cells) == set(NAMES)
     outcome = "(equal|refused: [^,]+.*)"
     for row in cells.values():
-        assert list(row) == list(dict.fromkeys(mode.name for mode in (*MODES, *SERVED_MODES)))
+        assert list(row) == [*dict.fromkeys(mode.name for mode in (*MODES, *SERVED_MODES)), COLUMN, MIGRATED]
         for text in row.values():
             assert re.fullmatch(f"{outcome}|greedy {outcome}, seeded {outcome}", text)
 
@@ -179,6 +184,35 @@ async def test_the_report(tmp_path: Path) -> None:
     assert (
         markdown([matrix.as_json(), other.as_json()]).splitlines()[2] == "| top_k | seeded refused [1], seeded equal |"
     )
+
+
+async def test_what_vllms_logits_do_not_give_is_found(tmp_path: Path) -> None:
+    bench = Bench(write_tiny_model(tmp_path / "tiny"), tmp_path)
+    matrix = Matrix("tiny")
+    replays = Replays(bench, matrix)
+
+    async def judged(tokens: list[int]) -> list[int]:
+        """The judgement on an answer to logits that are highest for 7, then for 9, then for 9."""
+        request = Request(Case("banned_tokens", {"token_ids": [7]}, "greedy", (1, 2, 3), 3), ())
+        folder = tmp_path / "logits" / request.id
+        folder.mkdir(parents=True)
+        for position, best in enumerate((7, 9, 9)[: len(tokens) + 1], 3):
+            row = np.zeros(bench.limits.vocab_size, np.float32)
+            row[[8, best]] = 1.0, 2.0
+            row.tofile(folder / str(position))
+        return await replays.judge(request, tokens)
+
+    try:
+        worker = await bench.worker()
+        assert await judged([8, 9, 9]) == [8, 9, 9]
+        assert matrix.acting == {"banned_tokens"}
+        assert await judged([7, 9, 9]) == [8, 9, 9]
+        assert await judged([8, 8, 9]) == [8, 9, 9]
+        with pytest.raises(AssertionError, match="9 is no end token"):
+            await judged([8, 9])
+        await worker.stop()
+    finally:
+        await bench.close()
 
 
 # The rounds of the run with kills

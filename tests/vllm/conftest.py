@@ -6,12 +6,15 @@ import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path += [str(TESTS / folder) for folder in ("golden", "engines", "adapters/vllm", "adapters/conformance", "e2e")]
+sys.path += [
+    str(TESTS / folder) for folder in ("golden", "engines", "adapters/vllm", "adapters/conformance", "e2e", "launch")
+]
 
 POLICY = Path(tempfile.mkdtemp(prefix="vllm-policy-")) / "policy.yaml"
 POLICY.write_text("keys: {kit: {env: KIT_KEY}}\n", encoding="utf-8")
@@ -31,14 +34,23 @@ os.environ |= {
             "huggingface/repetition_penalty=transformers:RepetitionPenaltyLogitsProcessor",
             "huggingface/synthid=transformers:SynthIDTextWatermarkLogitsProcessor",
             "acme/raises=third_parties:RaisesAtTheThird",
+            "acme/fixed=third_parties:Fixed",
         ]
     ),
 }
 
 with warnings.catch_warnings(action="ignore"):  # vLLM's own, and of what it imports
-    from vllm import LLM, SamplingParams  # noqa: F401
+    from engine import default_model, running
+    from vllm import LLM
 
     import adapters.vllm.processors  # noqa: F401
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[LLM]:
+    """SmolLM2 in an engine that all files share."""
+    with running(default_model()) as found:
+        yield found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

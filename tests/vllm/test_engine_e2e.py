@@ -5,29 +5,36 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from e2e_stack import MODEL, Stack, Worker, leave_until_cancelled
+from e2e_stack import MODEL, Stack, Worker, leave_until_cancelled, wait_for
 from processor_requests import PATIENT, Reply, chat, check_failed, check_refused, of
-from vllm_stack import vllm_worker
+from vllm_stack import start_vllm_worker, vllm_workers
 
 from adapters.client import processor
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(900)]
 
 Shared = tuple[Stack, Worker]
+TEXT = "".join(f"line {number} of a text that one grammar allows\n" for number in range(12))
 THIRD_PARTIES = ("acme/one=third_party_e2e:OneToken", "acme/raises=third_party_e2e:Raises")
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     options = [part for name in THIRD_PARTIES for part in ("--logits-processor", name)]
-    with vllm_worker(tmp_path_factory.mktemp("vllm") / "stack", *PATIENT, *options) as running:
-        yield running
+    directory = tmp_path_factory.mktemp("vllm") / "stack"
+    with vllm_workers(directory, 0, frontend=["--migration-limit", "3"]) as (stack, _):
+        yield stack, start_vllm_worker(stack, *PATIENT, *options, *migration(stack))
+
+
+def migration(stack: Stack) -> list[str]:
+    return ["--migration", "on", "--boundary-store", f"file:{stack.directory / 'boundaries'}"]
 
 
 def test_a_greedy_conversation(served: Shared) -> None:
@@ -150,8 +157,69 @@ async def test_a_client_that_leaves_frees_its_request(served: Shared) -> None:
     assert chat(served[0], processor("choice", choices=["ok"])).content == "ok"
 
 
+def test_an_answer_and_its_decisions_are_made_again(served: Shared, tmp_path: Path) -> None:
+    """The answer in another vLLM, which has nothing else to do either; the decisions in the
+    embedded engine.
+    """
+    stack, content = served[0], "Tell me of the sea."
+    xtc = processor("xtc", threshold=0.05, probability=0.9)
+    reply = chat(stack, xtc, content=content, temperature=0.9, seed=5, max_tokens=24, ignore_eos=True, receipt=True)
+    (tmp_path / "response.json").write_text(reply.text)
+    (tmp_path / "request.json").write_text(json.dumps({"messages": [{"role": "user", "content": content}]}))
+    response = str(tmp_path / "response.json")
+
+    def replayed(*options: str) -> str:
+        command = [sys.executable, "-m", "worker", "replay", response, "--prompt-file", str(tmp_path / "request.json")]
+        command += ["--model-path", str(stack.model_path), "--context-length", "1024", *options]
+        done = subprocess.run(command, env=stack.environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    said = replayed("--kv-cache-memory", "1GiB", "--engine", "vllm", "--engine-args", '{"enforce_eager": true}')
+    assert said.startswith("engine: vllm 0.32.0, computed by vLLM, float32, cpu\n")
+    assert "note: the answer was made with fast numerics" in said
+    assert said.endswith("answer: 24 tokens, equal to those recorded\n")
+    said = replayed("--engine", "embedded", "--device", "cpu", "--answer-file", response)
+    assert "decisions: 24 of 24 tokens are allowed by the processors" in said
+
+
+async def test_a_forced_text_goes_on_in_another_worker(served: Shared, tmp_path: Path) -> None:
+    """Two clients: a second worker leaves with one of the answers, and the first finishes both."""
+    stack, first = served
+    second = start_vllm_worker(stack, *migration(stack), "--drain-timeout-s", "0")
+    texts = ["", ""]
+
+    async def leave() -> None:
+        while min(map(len, texts)) < 20:
+            await asyncio.sleep(0.02)
+        assert all(worker.metric("dlw_in_flight_requests") == 1 for worker in (first, second))
+        second.signal(signal.SIGTERM)
+
+    async with stack.async_client() as client:
+
+        async def ask(number: int) -> tuple[str | None, str]:
+            mode, finish_reason = "", None
+            extra = of(processor("choice", choices=[TEXT]), receipt=True)
+            stream = await client.completions.create(
+                model=MODEL, prompt="Once", max_tokens=400, stream=True, extra_body=extra
+            )
+            async for chunk in stream:
+                texts[number] += "".join(choice.text or "" for choice in chunk.choices)
+                finish_reason = next((one.finish_reason for one in chunk.choices if one.finish_reason), finish_reason)
+                data = (getattr(chunk, "nvext", None) or {}).get("engine_data")
+                mode = data["logits_processors"]["mode"] if data else mode
+            return finish_reason, mode
+
+        *answers, _ = await asyncio.wait_for(asyncio.gather(ask(0), ask(1), leave()), 200)
+    assert texts == [TEXT, TEXT]
+    assert [finish_reason for finish_reason, _ in answers] == ["stop", "stop"]
+    assert sorted(mode.partition(" at ")[0] for _, mode in answers) == ["aggregated", "migrated"]
+    assert await asyncio.to_thread(second.wait) == 0
+    wait_for(lambda: "drained: 0 finished, 1 migrated" in second.log, "the line of the drain")
+
+
 async def test_a_worker_that_drains_finishes_its_requests(served: Shared) -> None:
-    """The last test of this worker."""
+    """The last test of these workers."""
     stack, worker = served
     async with stack.async_client() as client:
         stream = await client.completions.create(
@@ -165,13 +233,3 @@ async def test_a_worker_that_drains_finishes_its_requests(served: Shared) -> Non
         assert num_chunks > 20
     assert worker.wait() == 0
     assert "drained: 1 finished, 0 migrated" in worker.log
-
-
-def test_the_smoke_test_and_a_killed_worker(tmp_path: Path) -> None:
-    with vllm_worker(tmp_path / "stack", DYN_ENABLE_TEST_LOGITS_PROCESSOR="1") as (stack, worker):
-        reply = chat(stack, temperature=1.3, seed=4, logprobs=False, top_logprobs=None)
-        below = psutil.Process(worker.child.pid).children(recursive=True)
-    assert reply.content == "Hello world!"
-    assert reply.finish_reason == "stop"
-    assert len(below) >= 2  # the worker was killed, and vLLM's processes end with it
-    assert psutil.wait_procs(below, timeout=60)[1] == []

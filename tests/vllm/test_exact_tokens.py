@@ -1,4 +1,7 @@
-"""Every token of vLLM's is the one that a fresh chain chooses from vLLM's own logits."""
+"""The class alone: every token of vLLM's is the one that a fresh chain chooses from its own logits.
+
+`test_golden_in_vllm` has the same of the worker's engine.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,10 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 import pytest
-from builtin_examples import EXAMPLES
 from engine import Recording, default_model, facts_of, generate, num_preemptions, params, replayed, running
-from golden_cases import FIELDS, SAMPLINGS, Case, Cases
-from golden_report import markdown, section
+from golden_cases import FIELDS, Case, Cases
 from vllm import LLM, SamplingParams
-from vllm.exceptions import VLLMValidationError
 
-from adapters.client import processor
 from adapters.processors import BUILTINS
 from adapters.vllm.model import ServedModel
 from adapters.vllm.requests import chain_of, read
@@ -22,13 +21,6 @@ NUM_TOKENS = 8
 NUM_TOKENS_LONG = 24
 NUM_BATCHED = 32
 REFUSED = {"phrase_ban"}
-MODE = "vLLM (CPU)"
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with running(default_model()) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +44,6 @@ def asked_of(case: Case, number: int) -> SamplingParams:
     return params(*case.processors, report=str(number), **fields)
 
 
-def check(llm: LLM, cases: Sequence[Case], at_once: int) -> None:
-    """Answer all cases, and compare every token."""
-    Recording.raw.clear()
-    asked = [asked_of(case, number) for number, case in enumerate(cases)]
-    answers: list[list[int]] = []
-    for begin in range(0, len(cases), at_once):
-        part = slice(begin, begin + at_once)
-        answers += generate(llm, [case.prompt for case in cases[part]], asked[part])
-    compare(llm, cases, asked, answers)
-
-
 def compare(llm: LLM, cases: Sequence[Case], asked: Sequence[SamplingParams], answers: Sequence[Sequence[int]]) -> None:
     """Every token must be the one of a fresh chain."""
     model, wrong = facts_of(llm), {}
@@ -74,22 +55,10 @@ def compare(llm: LLM, cases: Sequence[Case], asked: Sequence[SamplingParams], an
     assert all(answers)
 
 
-def test_each_processor_alone(llm: LLM, cases: list[Case]) -> None:
-    check(llm, cases, 1)
-
-
-def test_each_processor_in_a_batch_of_sixteen_and_on_the_page(llm: LLM, cases: list[Case]) -> None:
-    check(llm, cases, len(cases))
-    cells: dict[str, dict[str, dict[str, str]]] = {}
-    for case in cases:
-        cells.setdefault(case.row, {MODE: {}})[MODE][case.sampling] = "equal"
-    for name in REFUSED:
-        with pytest.raises(VLLMValidationError) as caught:
-            llm.generate("x", params(processor(name, **EXAMPLES[name][0])), use_tqdm=False)
-        reason = f"refused: {str(caught.value).removeprefix('logits_processors.')}"
-        cells[name] = {MODE: dict.fromkeys(SAMPLINGS, reason)}
-    table = markdown([{"modes": [MODE], "cells": cells}])
-    assert section("vllm") == table, table
+def test_each_processor_in_a_batch_of_sixteen(llm: LLM, cases: list[Case]) -> None:
+    Recording.raw.clear()
+    asked = [asked_of(case, number) for number, case in enumerate(cases)]
+    compare(llm, cases, asked, generate(llm, [case.prompt for case in cases], asked))
 
 
 def draws(case: Case, model: ServedModel) -> bool:

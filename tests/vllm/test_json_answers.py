@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from engine import default_model, params, running, tiny
+from engine import params, running, tiny
 
 SCALARS: list[dict[str, Any]] = [
     {"type": "boolean"},
@@ -47,9 +48,8 @@ SCHEMAS = [
 
 
 @pytest.mark.parametrize("name", ["default", "qwen3", "gemma3_text", "llama"])
-def test_every_answer_is_valid(name: str, tmp_path: Path) -> None:
+def test_every_answer_is_valid(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     assert len(SCHEMAS) == 40
-    model = default_model() if name == "default" else tiny(tmp_path, name)
     asked = [
         params(
             {"name": "json_schema", "args": {"schema": schema}},
@@ -59,7 +59,8 @@ def test_every_answer_is_valid(name: str, tmp_path: Path) -> None:
         )
         for number, schema in enumerate(SCHEMAS)
     ]
-    with running(model) as llm:
+    shared = nullcontext(request.getfixturevalue("llm")) if name == "default" else running(tiny(tmp_path, name))
+    with shared as llm:
         outputs = llm.generate(["Answer in JSON:"] * len(asked), asked, use_tqdm=False)
     for schema, output in zip(SCHEMAS, outputs, strict=True):
         (answer,) = output.outputs

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine import Recording, default_model, facts_of, generate, params, replayed, running, selected
+from engine import Recording, facts_of, generate, params, replayed, selected
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
@@ -15,12 +14,6 @@ from adapters.vllm.reports import REPORTS
 FATIGUE = {"name": "dynamo/fatigue"}
 MIROSTAT = {"name": "mirostat"}
 PROMPT = list(range(400, 420))
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with running(default_model()) as found:
-        yield found
 
 
 def schema(value: dict[str, Any]) -> dict[str, Any]:
@@ -98,13 +91,6 @@ def test_an_aborted_request_leaves_the_others_theirs(llm: LLM) -> None:
         answer = found[f"abort-{number}"]
         assert len(answer) == 12
         assert answer == replayed(model, PROMPT, asked[number], answer, str(number))
-
-
-def test_stop_strings_end_forced_text(llm: LLM) -> None:
-    forced = {"name": "forced_sequence", "args": {"text": "one two three four"}}
-    asked = params(forced, stop=[" three"], max_tokens=30, temperature=0.0)
-    answer = llm.generate("Count:", asked, use_tqdm=False)[0].outputs[0]
-    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("one two", "stop", " three")
 
 
 @pytest.mark.parametrize("seed", [None, 5])

@@ -153,12 +153,16 @@ def test_equal_prompts_share_their_kv(client: openai.OpenAI, server: str) -> Non
 
 
 def test_sixteen_clients_at_once_get_their_own(client: openai.OpenAI) -> None:
+    """Two answers each, streamed for every other client."""
     schema = {"type": "object", "properties": {"n": {"const": 0}}, "required": ["n"], "additionalProperties": False}
 
     def answer(number: int) -> str:
         own = {**schema, "properties": {"n": {"const": number}}}
         extra = named({"name": "json_schema", "args": {"schema": own}})
-        return str(ask(client, "Number:", extra, max_tokens=40, n=2).choices[1].text)
+        if number % 2:
+            return str(ask(client, "Number:", extra, max_tokens=40, n=2).choices[1].text)
+        chunks = ask(client, "Number:", extra, max_tokens=40, n=2, stream=True)
+        return "".join(choice.text for chunk in chunks for choice in chunk.choices if choice.index == 1)
 
     with ThreadPoolExecutor(16) as pool:
         assert [json.loads(text)["n"] for text in pool.map(answer, range(16))] == list(range(16))

@@ -33,17 +33,12 @@ def vllm_workers(
         ours = {key: value for key, value in stack.environ.items() if not key.startswith(("VLLM_", "DLW_PROCESSOR"))}
         stack.environ = {**ours, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests' / 'e2e'}"}
         stack.start_frontend(*frontend)
-        workers = []
-        for _ in range(count):
-            worker = stack.start_worker(*OPTIONS, *arguments, wait=False, **environ)  # type: ignore[arg-type]
-            workers.append(worker)
-            wait_for(lambda at=worker: "Registered endpoint" in at.log or not at.running, "vLLM to load", START_S)
-            stack.wait_registered(worker)
-        yield stack, workers
+        yield stack, [start_vllm_worker(stack, *arguments, **environ) for _ in range(count)]
 
 
-@contextlib.contextmanager
-def vllm_worker(directory: Path, *arguments: str, **environ: str) -> Iterator[tuple[Stack, Worker]]:
-    """One frontend and one worker that has loaded the model."""
-    with vllm_workers(directory, 1, *arguments, **environ) as (stack, (worker,)):
-        yield stack, worker
+def start_vllm_worker(stack: Stack, *arguments: str, **environ: str) -> Worker:
+    """A worker that has loaded the model, behind the stack's frontend."""
+    worker = stack.start_worker(*OPTIONS, *arguments, wait=False, **environ)  # type: ignore[arg-type]
+    wait_for(lambda: "Registered endpoint" in worker.log or not worker.running, "vLLM to load", START_S)
+    stack.wait_registered(worker)
+    return worker

@@ -341,6 +341,91 @@ async def test_bad_command_lines(receipt: dict[str, Any], files: Files, capsys: 
     assert "--prompt-file" in capsys.readouterr().err
 
 
+async def test_a_receipt_of_vllm_is_replayed_there_or_as_asked(
+    receipt: dict[str, Any], files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM is in an environment of its own; `tests/vllm/test_engine_e2e.py` replays in it."""
+    engine = {"name": "vllm", "version": "0.32.0", "computed_by": "vLLM, float32, cpu", "options": {"dtype": "auto"}}
+    vllms = {**receipt, "engine": engine, "numerics": "fast"}
+    assert await files.replay(vllms, PROMPT) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--engine vllm: vllm is not installed; run this in the environment that has it" in line
+    assert "or give --engine embedded" in line
+    assert await files.replay(vllms, PROMPT, "--position", str(len(PROMPT))) == 2
+    assert "--engine vllm: shows no logits; give --engine embedded" in capsys.readouterr().err
+    assert await files.replay(vllms, PROMPT, "--engine", "embedded", "--dtype", "float32") == 0
+    said = capsys.readouterr().out
+    assert "note: the answer was made with fast numerics: equal tokens are likely, and not promised" in said
+    assert "note: engine.name was 'vllm' and is 'embedded' here: tokens may differ" in said
+
+
+async def decided(
+    answer: Answer, files: Files, capsys: pytest.CaptureFixture[str], token_ids: list[int] | None = None
+) -> tuple[int, list[str]]:
+    """Exit status and lines for the decisions of an answer, which may have other tokens instead."""
+    digest = {} if token_ids is None else {"answer_digest": str(TokenDigest(token_ids))}
+    receipt = {**answer.receipt, **digest}
+    path = files.receipt.with_name("answer.json")
+    path.write_text(json.dumps(token_ids or answer.token_ids))
+    status = await files.replay(receipt, PROMPT, "--answer-file", str(path))
+    return status, [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("engine", "note"))]
+
+
+@pytest.mark.parametrize("name", ASKED)
+async def test_decisions_are_made_again_after_the_recorded_tokens(
+    name: str, plain: Client, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processors, options = ASKED[name]
+    answer = await plain.ask(PROMPT, *processors, sampling_options=options, stop_conditions={"max_tokens": 12})
+    number = answer.receipt["generated_tokens"]
+    said = f"decisions: {number} of {number} tokens are allowed by the processors, {number} are chosen again"
+    assert await decided(answer, files, capsys) == (0, [said])
+
+
+async def test_another_token_is_another_decision(
+    plain: Client, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = processor("banned_tokens", token_ids=[7, 8])
+    answer = await plain.ask(PROMPT, chosen, stop_conditions={"max_tokens": 6, "ignore_eos": True})
+    last, position = answer.token_ids[-1], len(PROMPT) + 5
+    status, lines = await decided(answer, files, capsys, [*answer.token_ids[:-1], last + 1])
+    assert status == 0
+    assert lines[0] == "decisions: 6 of 6 tokens are allowed by the processors, 5 are chosen again"
+    assert lines[1].startswith(f"position {position}: {last + 1} ")
+    assert f"was taken, here {last} " in lines[1]
+    status, lines = await decided(answer, files, capsys, [*answer.token_ids[:-1], 7])
+    assert status == 1
+    assert lines[0] == "decisions: 5 of 6 tokens are allowed by the processors, 5 are chosen again"
+    assert lines[1].startswith(f"position {position}: 7 ")
+    assert lines[1].endswith("was taken, RULED OUT by banned_tokens")
+
+
+async def test_the_tokens_of_an_answer_come_from_its_response(
+    plain: Client, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An end token that the response does not show is found by the digest."""
+    whole = await plain.ask(PROMPT, stop_conditions={"max_tokens": 12})
+    end = whole.token_ids[7]
+    answer = await plain.ask(PROMPT, stop_conditions={"max_tokens": 12, "stop_token_ids_hidden": [end]})
+    content = [{"token": f"token_id:{token_id}"} for token_id in answer.token_ids]
+    response = {
+        "choices": [{"logprobs": {"content": content}}],
+        "nvext": {"engine_data": {"logits_processors": answer.receipt}},
+    }
+    assert await files.replay(response, PROMPT, "--answer-file", str(files.receipt)) == 0, capsys.readouterr()
+    number = len(content) + 1
+    assert f"{number} tokens are allowed by the processors, {number} are chosen again" in capsys.readouterr().out
+    for data, message in (
+        ([1, 2], "answer_digest: the receipt is of another answer"),
+        ({"choices": []}, "expected a JSON list of token ids, or a response with logprobs"),
+        ([1.5], "expected a JSON list of token ids"),
+    ):
+        path = files.receipt.with_name("other.json")
+        path.write_text(json.dumps(data))
+        assert await files.replay(response, PROMPT, "--answer-file", str(path)) == 2
+        assert message in capsys.readouterr().err
+
+
 async def test_an_answer_that_differs_from_the_record_is_reported(
     receipt: dict[str, Any], files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:

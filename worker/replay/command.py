@@ -15,15 +15,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from adapters.catalog import Selection
 from worker.arguments import Arguments, StrictParser, parse_arguments
 from worker.engines.embedded.plan import Request
 from worker.errors import ConfigurationError, ServingError, one_line
 from worker.models import named_model
+from worker.processors.builder import ServedChainBuilder
+from worker.replay.decisions import decisions, hold, lines, read_answer
+from worker.replay.on_vllm import started
 from worker.replay.position import PositionTap, table
 from worker.replay.prompt import read_prompt
 from worker.replay.recorded import Recorded, RecordedReceipt, as_recorded, read_receipt, selection_of
-from worker.replay.run import loaded, replay
+from worker.replay.run import Replayed, loaded, replay
 from worker.replay.verdict import check_model_digest, is_equal, notes, verdict
+from worker.requests.receipts import ServerRecord
+from worker.sampling import SamplingParams
 
 EXIT_EQUAL, EXIT_DIFFERENT, EXIT_TROUBLE = 0, 1, 2
 
@@ -50,7 +56,10 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
         "--logits-processor where the worker had them.",
     )
     parser.add_argument("--prompt-file", required=True, type=Path, help="token ids (JSON), a request body, or text")
-    parser.add_argument("--position", type=int, help="show what each processor did there; absolute, as in receipts")
+    way = parser.add_mutually_exclusive_group()
+    told = "the answer's token ids: make each decision again after them, instead of the answer"
+    way.add_argument("--answer-file", type=Path, help=told)
+    way.add_argument("--position", type=int, help="show what each processor did there; absolute, as in receipts")
     if not argv or argv[0].startswith("-"):
         parser.parse_args([*argv[:1], "--prompt-file", ""])  # --help
         raise ConfigurationError("the first argument must be the receipt's file")
@@ -61,7 +70,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
 
 def _with_named_model(arguments: Arguments) -> Arguments:
     """The arguments with the model that ``--model-path default`` or ``tiny`` means."""
-    named = named_model(arguments.model_path, _say, arguments.quantization == "auto")
+    keeps_blocks = arguments.engine == "embedded" and arguments.quantization == "auto"
+    named = named_model(arguments.model_path, _say, keeps_blocks)
     return arguments if named is None else replace(arguments, model_path=str(named))
 
 
@@ -72,18 +82,44 @@ def _say(line: str) -> None:
 async def _main(options: argparse.Namespace, arguments: Arguments, recorded: Recorded) -> int:
     receipt = recorded.receipt
     _check_position(options.position, receipt)
+    if arguments.engine == "vllm" and options.position is None and options.answer_file is None:
+        async with started(arguments) as engine:
+            asked = _asked(options, arguments, recorded, engine.server, engine.chains)
+            return _tell(await engine.replay(*asked, receipt.generated_tokens), engine.server, receipt)
     async with loaded(arguments) as model:
-        check_model_digest(model.server, receipt)
-        prompt = read_prompt(options.prompt_file, receipt, model.tokenizer)
-        selection = selection_of(recorded, arguments.processor_policy, model.chains.catalog)
-        asked = prompt, recorded.params, selection, recorded.request.choice
+        asked = _asked(options, arguments, recorded, model.server, model.chains)
+        if options.answer_file is not None:
+            ends = recorded.params.end_token_ids.union(model.info.eos_token_ids)
+            answer = read_answer(options.answer_file, receipt, ends)
+            found = await decisions(model, *asked, answer)
+            print(*notes(model.server, receipt), *lines(found, receipt, model.tokenizer), sep="\n")
+            return EXIT_EQUAL if hold(found, receipt) else EXIT_DIFFERENT
         request, tap = await model.request("replay", *asked), None
         if options.position is not None:
             copy = await model.request("replay", *asked)
             tap = model.tap(request, copy, positions=(options.position,))
         replayed = replay(model.stepper, request, receipt.generated_tokens, tap)
         effects = [] if tap is None else _effects(tap, options.position, request, model.tokenizer)
-    print(*notes(model.server, receipt), verdict(replayed, receipt), *effects, sep="\n")
+    return _tell(replayed, model.server, receipt, effects)
+
+
+def _asked(
+    options: argparse.Namespace,
+    arguments: Arguments,
+    recorded: Recorded,
+    server: ServerRecord,
+    chains: ServedChainBuilder,
+) -> tuple[list[int], SamplingParams, Selection, int]:
+    """Prompt, sampling parameters, processors and choice of the recorded request."""
+    check_model_digest(server, recorded.receipt)
+    prompt = read_prompt(options.prompt_file, recorded.receipt, chains.vocabulary.tokenizer)
+    selection = selection_of(recorded, arguments.processor_policy, chains.catalog)
+    return prompt, recorded.params, selection, recorded.request.choice
+
+
+def _tell(replayed: Replayed, server: ServerRecord, receipt: RecordedReceipt, effects: Sequence[str] = ()) -> int:
+    """Print the result; the exit status."""
+    print(*notes(server, receipt), verdict(replayed, receipt), *effects, sep="\n")
     return EXIT_EQUAL if is_equal(replayed, receipt) else EXIT_DIFFERENT
 
 

@@ -179,17 +179,24 @@ def _validated(schema: type[Schema], data: object, where: str) -> Schema:
 
 
 def as_recorded(arguments: Arguments, receipt: RecordedReceipt) -> Arguments:
-    """The options, with the receipt's where bits depend on them and none are given."""
+    """The options, with the receipt's where bits depend on them and none are given.
+
+    The engine is the receipt's if that is vLLM; TensorRT-LLM's answers are replayed on the embedded
+    engine.
+    """
     values: dict[str, Any] = {"disaggregation_mode": "aggregated"}
+    if receipt.engine.name == "vllm":
+        values["engine"] = "vllm"
     readers = {option.name: option for option in OPTIONS}
     for name, value in receipt.engine.options.items():
         if name not in OPTIONS_OF_BITS:
             raise ConfigurationError(f"engine.options.{name}: is not known; known are {', '.join(OPTIONS_OF_BITS)}")
         if value is not None:
             values[name] = readers[name].read(str(value), f"engine.options.{name}")
+    recorded = arguments.given | values.keys()
     values |= {"max_num_seqs": 1, "served_model_name": receipt.model.name, "processor_step_budget_s": STEP_BUDGET_S}
     given = arguments.given - {"disaggregation_mode"}
-    return replace(arguments, **{name: value for name, value in values.items() if name not in given})
+    return replace(arguments, **{name: value for name, value in values.items() if name not in given}, given=recorded)
 
 
 def selection_of(recorded: Recorded, policy_file: str | None, catalog: Catalog) -> Selection:

@@ -63,15 +63,28 @@ class LoadedModel:
         Raises:
             InvalidRequest: it cannot be served.
         """
-        assert params.seed is not None
-        budget = self.info.context_length - len(prompt) if params.max_tokens is None else params.max_tokens
-        engine_request = EngineRequest(name, prompt, params, seed=params.seed, choice=choice, cache_salt=name)
-        engine_request = await self.chains.prepare(engine_request, selection, budget)
-        return admit(engine_request, 0, self.stepper.model, self.info.context_length)
+        asked = await prepared(self.chains, self.info, name, prompt, params, selection, choice)
+        return admit(asked, 0, self.stepper.model, self.info.context_length)
 
     def tap(self, request: Request, copy: Request, **options: Any) -> PositionTap:
         """A tap on the request; `options` as of `PositionTap`."""
         return PositionTap(request, copy, self.stepper.model.undecodable_ids, **options)
+
+
+async def prepared(
+    chains: ServedChainBuilder,
+    info: EngineInfo,
+    name: str,
+    prompt: list[int],
+    params: SamplingParams,
+    selection: Selection,
+    choice: int,
+) -> EngineRequest:
+    """The request for an engine, with its chain; see `LoadedModel.request`."""
+    assert params.seed is not None
+    budget = info.context_length - len(prompt) if params.max_tokens is None else params.max_tokens
+    request = EngineRequest(name, prompt, params, seed=params.seed, choice=choice, cache_salt=name)
+    return await chains.prepare(request, selection, budget)
 
 
 @asynccontextmanager
@@ -81,6 +94,8 @@ async def loaded(arguments: Arguments) -> AsyncIterator[LoadedModel]:
     Raises:
         ServingError: it cannot be loaded, or a request to it is refused.
     """
+    if arguments.engine != "embedded":
+        raise ConfigurationError(f"--engine {arguments.engine}: shows no logits; give --engine embedded")
     check_model(arguments)
     arguments = with_checkpoint(arguments)
     config = embedded_config(arguments)
@@ -111,7 +126,7 @@ class Replayed:
 
 def replay(stepper: Stepper, request: Request, num_tokens: int, tap: PositionTap | None = None) -> Replayed:
     """Decode at most ``num_tokens`` tokens, an end token too, of the engine's only request."""
-    request.tap = tap
+    request.tap = tap or request.tap
     stepper.add(request)
     tokens: list[int] = []
     last = Output(request.id)

@@ -33,7 +33,7 @@ def notes(server: ServerRecord, receipt: RecordedReceipt) -> list[str]:
     if receipt.numerics != "exact":
         lines.append("note: the answer was made with fast numerics: equal tokens are likely, and not promised")
     for name, then, now in (
-        ("engine", was.name, server.engine),
+        ("name", was.name, server.engine),
         ("version", was.version, server.version),
         ("computed_by", was.computed_by, server.computed_by),
     ):

@@ -36,6 +36,9 @@ OPTIONS_OF_BITS = (
 a KV page.
 """
 
+RECORDED_OPTIONS = {"embedded": OPTIONS_OF_BITS, "vllm": ("dtype",)}
+"""The options in the receipts of each engine; ``--engine-args`` are the operator's own."""
+
 _UNRECORDED = frozenset({"logits_processor", "pad_id", "best_of", "detokenize", "prompt_logprobs"})
 """Fields of `SamplingParams` that are recorded as processors, or change no token here."""
 
@@ -73,7 +76,7 @@ class ServerRecord:
         engine: ``embedded``, ``trtllm`` or ``vllm``.
         version: Version of the library that decodes.
         computed_by: See `EngineInfo.computed_by`.
-        options: The worker's options that bits depend on, by name; of the embedded engine.
+        options: The worker's options that bits depend on, by name; see `RECORDED_OPTIONS`.
         model: Served model name.
         model_digest: Digest of the checkpoint; see `worker.engines.embedded.transfer.fingerprint`.
             None if it cannot be read.
@@ -101,8 +104,7 @@ class ServerRecord:
             found = digest.result()
         except StartupError:
             found = None
-        names = OPTIONS_OF_BITS if info.name == "embedded" else ()
-        options = {name: getattr(arguments, name) for name in names}
+        options = {name: getattr(arguments, name) for name in RECORDED_OPTIONS.get(info.name, ())}
         model = arguments.served_model_name
         return cls(info.name, info.version, info.computed_by, options, model, found, info.adapters)
 

@@ -57,7 +57,7 @@ def test_options_become_vllms_arguments(tmp_path: Path) -> None:
 
 def test_a_cpu_s_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM would take most of the machine's memory."""
-    known = {*package().engine_fields, "kv_cache_memory_bytes", "num_gpu_blocks_override"}
+    known = {*package().engine_fields, "kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization"}
 
     def cache(*argv: str) -> object:
         return config(*argv).engine_arguments(known, "0.0", is_cpu=True).get("kv_cache_memory_bytes")
@@ -66,7 +66,8 @@ def test_a_cpu_s_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(found, int)
     assert 0 < found <= 2**32
     assert cache("--kv-cache-memory", "9GiB") == 9 * 2**30
-    assert cache("--kv-blocks", "7") is None
+    assert cache("--kv-blocks", "7") is not None  # a number of blocks says nothing of memory
+    assert cache("--engine-args", '{"gpu_memory_utilization": 0.5}') is None
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     assert cache() is None
 

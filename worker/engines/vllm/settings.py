@@ -41,8 +41,10 @@ FROM_OPTIONS = {
 }
 """Arguments that options of the worker set where they are given; vLLM's default holds otherwise."""
 
-SIZES_OF_CACHE = ("kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization")
-"""Arguments that say how large the KV cache is."""
+SIZES_OF_CACHE = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+"""Arguments that say how much memory the KV cache may take. A number of blocks does not: on a CPU
+vLLM then wants nearly all memory to be free, whatever it is.
+"""
 
 SPACE_ON_CPU = "VLLM_CPU_KVCACHE_SPACE"
 """Variable of vLLM that says it too."""

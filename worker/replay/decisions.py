@@ -1,0 +1,215 @@
+"""The decisions of a recorded answer: each made again, after the tokens that were recorded.
+
+An answer that is made again with other logits may take another token, and has another text from
+there on. Here every position has the recorded history, so that each decision stands by itself: what
+the processors rule out does not depend on the last bits of logits, and what is chosen seldom does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adapters.catalog import Requested, Selection
+from adapters.chain import ProcessorChain, ProcessorFailed, apply_plan
+from adapters.contract import Context
+from adapters.processors.forcing import ForcedPrefix
+from adapters.processors.seeded_sampler import SeededSampler
+from adapters.vocabulary import Vocabulary
+from worker.engines import EngineRequest
+from worker.engines.chain_members import other_members
+from worker.engines.embedded.plan import Request
+from worker.errors import ConfigurationError
+from worker.replay.recorded import RecordedReceipt
+from worker.replay.run import LoadedModel, prepared, replay
+from worker.requests.receipts import TokenDigest
+from worker.sampling import SamplingParams
+from worker.sampling.field_processors import is_sampled, with_field_processors
+
+MAX_SHOWN = 5
+"""Decisions that are shown one by one."""
+
+TOKEN_ID = "token_id:"
+"""Beginning of a token in log probabilities with ``return_tokens_as_token_ids``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One position of a recorded answer.
+
+    Attributes:
+        position: Absolute position, as in receipts.
+        token_id: The token that was recorded.
+        chosen: The token that is chosen here.
+        ruled_out_by: Processor whose mask or forcing leaves other tokens alone, None without one.
+    """
+
+    position: int
+    token_id: int
+    chosen: int
+    ruled_out_by: str | None
+
+
+class DecisionTap:
+    """A `LogitsTap` that makes each decision of a request whose tokens are forced.
+
+    Args:
+        tokens: Recorded prompt and answer.
+        chain: Chain of the recorded request with all fields in it; see `whole_chain`.
+        never_ids: Ids that are never sampled.
+
+    Attributes:
+        decisions: Decisions so far.
+    """
+
+    wants_generated = True
+    wants_prompt = False
+    first_wanted = 0
+
+    def __init__(self, tokens: Sequence[int], chain: ProcessorChain, never_ids: Sequence[int]) -> None:
+        self._tokens = tokens
+        self._chain = chain
+        self._never = list(never_ids)
+        self.decisions: list[Decision] = []
+
+    def see_prompt(self, start: int, logits: torch.Tensor) -> None:
+        """Ignore the row; only those of the answer are wanted."""
+
+    def see_generated(self, position: int, logits: torch.Tensor) -> None:
+        """The row ``[V]`` from which the token at `position` is sampled."""
+        if position != self._chain.position or position >= len(self._tokens):  # seen before, or after the answer
+            return
+        row, token_id, ruled_out_by = logits.float().clone(), self._tokens[position], None
+        row[self._never] = -torch.inf
+        for member, plan in self._chain.plan_each():
+            apply_plan(self._chain, plan, row)
+            if ruled_out_by is None and not plan.permits(token_id):
+                ruled_out_by = member.name
+        self.decisions.append(Decision(position, token_id, int(row.argmax()), ruled_out_by))
+        self._chain.accept(token_id, position)
+
+
+def whole_chain(request: EngineRequest, vocabulary: Vocabulary, end_token_ids: Collection[int]) -> ProcessorChain:
+    """The chain of a request with all of its fields, and the draw of one that is sampled.
+
+    Args:
+        request: A request with a seed, its processors prepared.
+        vocabulary: Vocabulary of the model.
+        end_token_ids: Ids that end the answer.
+
+    Raises:
+        InvalidRequest: a field cannot be honoured.
+    """
+    params, chain = request.params, request.chain
+    random = is_sampled(params, chain)
+    context = Context(vocabulary, frozenset(end_token_ids), request.seed, request.choice, max_tokens=params.max_tokens)
+    prompt, extra = request.prompt_token_ids, other_members(params, 0, vocabulary.size)
+    _, chain = with_field_processors(params, chain, prompt, context, extra, by_sampler=(), late=True)
+    if chain is None:
+        chain = ProcessorChain([], context)
+        chain.start(prompt)
+    if random:
+        chain.add([SeededSampler(request.seed, request.choice)], last=True)
+    return chain
+
+
+def read_answer(path: Path, receipt: RecordedReceipt, end_token_ids: Collection[int]) -> list[int]:
+    """The answer's token ids, of the digest in the receipt.
+
+    Args:
+        path: A JSON list of token ids, or the response with them in its log probabilities
+            (``return_tokens_as_token_ids``). An end token may be missing.
+        receipt: Receipt of the answer.
+        end_token_ids: Ids that end an answer.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is another answer.
+    """
+    try:
+        found = _ids(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--answer-file {path}: {error}") from None
+    if found is None:
+        wanted = "expected a JSON list of token ids, or a response with logprobs and return_tokens_as_token_ids"
+        raise ConfigurationError(f"--answer-file {path}: {wanted}")
+    for answer in (found, *([*found, end] for end in sorted(end_token_ids))):
+        if str(TokenDigest(answer)) == receipt.answer_digest:
+            return answer
+    raise ConfigurationError(f"answer_digest: the receipt is of another answer than --answer-file {path}")
+
+
+def _ids(data: Any) -> list[int] | None:
+    if isinstance(data, dict):
+        try:
+            texts = [each["token"] for each in data["choices"][0]["logprobs"]["content"]]
+            return [int(text.removeprefix(TOKEN_ID)) for text in texts]
+        except (KeyError, IndexError, TypeError, AttributeError):
+            return None
+    is_list = isinstance(data, list) and all(type(each) is int and 0 <= each < 2**31 for each in data)
+    return data if is_list else None
+
+
+async def decisions(
+    model: LoadedModel,
+    prompt: list[int],
+    params: SamplingParams,
+    selection: Selection,
+    choice: int,
+    answer: Sequence[int],
+) -> list[Decision]:
+    """Every decision of an answer, from the logits of this model.
+
+    Raises:
+        ConfigurationError: a processor takes tokens back, so that the answer is not its history, or
+            fails here.
+        InvalidRequest: the request cannot be served.
+    """
+    ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(model.info.eos_token_ids))
+    asked = await prepared(model.chains, model.info, "decisions", prompt, params, selection, choice)
+    chain = whole_chain(asked, model.chains.vocabulary, ends)
+    if chain.backtracks:
+        raise ConfigurationError("--answer-file: the answer has a processor that takes tokens back; replay it without")
+    request = await _forced(model, prompt, answer)
+    request.tap = tap = DecisionTap([*prompt, *answer], chain, model.stepper.model.undecodable_ids)
+    try:
+        replay(model.stepper, request, len(answer))
+    except ProcessorFailed as failure:
+        raise ConfigurationError(f"--answer-file: {failure}") from None
+    return tap.decisions
+
+
+async def _forced(model: LoadedModel, prompt: list[int], answer: Sequence[int]) -> Request:
+    """A request whose answer is the recorded one."""
+    params = SamplingParams(max_tokens=len(answer), ignore_eos=True, seed=0)
+    forced = Requested(ForcedPrefix.name, {"token_ids": list(answer)})
+    return await model.request("forced", prompt, params, Selection((forced,)))
+
+
+def lines(found: Sequence[Decision], receipt: RecordedReceipt, tokenizer: Any) -> list[str]:
+    """What is to be said of the decisions: how many hold, and the first of those that do not."""
+
+    def shown(token_id: int) -> str:
+        return f"{token_id} {tokenizer.decode([token_id])!r}"
+
+    ruled_out = [each for each in found if each.ruled_out_by is not None]
+    others = [each for each in found if each.ruled_out_by is None and each.chosen != each.token_id]
+    again = len(found) - len(ruled_out) - len(others)
+    head = (
+        f"decisions: {len(found) - len(ruled_out)} of {receipt.generated_tokens} tokens are allowed by the processors"
+    )
+    told = [
+        f"position {each.position}: {shown(each.token_id)} was taken, "
+        + (f"here {shown(each.chosen)}" if each.ruled_out_by is None else f"RULED OUT by {each.ruled_out_by}")
+        for each in [*ruled_out, *others][:MAX_SHOWN]
+    ]
+    return [f"{head}, {again} are chosen again", *told]
+
+
+def hold(found: Sequence[Decision], receipt: RecordedReceipt) -> bool:
+    """Whether every token was a decision that the processors allow."""
+    return len(found) == receipt.generated_tokens and all(each.ruled_out_by is None for each in found)
