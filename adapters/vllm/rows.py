@@ -267,10 +267,19 @@ def _unusable(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, Pro
     ]
     if not checked:
         return {}
-    highest = logits[upload_ids([index for index, _ in checked], logits.device)].amax(-1).tolist()
+    highest = _highest(logits, [index for index, _ in checked])
     found = {}
     for (index, chain), value in zip(checked, highest, strict=True):
         problem = "nan" if value != value else {torch.inf: "infinite", -torch.inf: "empty"}.get(value)
         if problem is not None:
             found[index] = chain.fail("chain", problem, f"{PROBLEMS[problem]} at position {chain.position}")
+    return found
+
+
+def _highest(logits: torch.Tensor, indices: Sequence[int]) -> list[float]:
+    """The highest value of some rows, NaN where a row holds one. No row is copied on a CPU."""
+    if logits.device.type == "cpu":
+        values = logits.numpy()
+        return [float(values[index].max()) for index in indices]
+    found: list[float] = logits[upload_ids(indices, logits.device)].amax(-1).tolist()
     return found
