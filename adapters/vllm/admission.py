@@ -8,6 +8,7 @@ from typing import Any
 
 from adapters.catalog import SelectionError
 from adapters.vllm.grammars import wait_compiled, wanted_grammars
+from adapters.vllm.metrics import publish
 from adapters.vllm.model import model_of
 from adapters.vllm.requests import REPORT, SELECTION, Params, chain_of, read
 
@@ -22,6 +23,7 @@ def check(params: Params) -> None:
     config = _config_of_caller()
     if config is None:
         raise RuntimeError("validate_params was not called by a part of vLLM that has a vllm_config")
+    publish(config)
     model = model_of(config)
     try:
         asked = read(params, model, drawn_seed=0)

@@ -24,7 +24,7 @@ from adapters.processors.grammar import grammar_cache
 from adapters.vllm.model import ServedModel
 from adapters.vllm.requests import SELECTION, selection_of
 
-WAIT_S = 0.2
+WAIT_S = 0.5
 """Wall time for which admission waits for a request's grammars in an event loop, seconds."""
 
 STEP_S = 1.0
@@ -46,10 +46,14 @@ def wanted_grammars(selection: Selection, context: Context, model: ServedModel) 
 
     Raises:
         SelectionError: the arguments of one cannot be honoured.
+        NotCompiled: none can be compiled.
     """
     if model.context.vocabulary.tokenizer is None or not model.catalog.has_grammars(selection):
         return []
-    model.guard_grammars()
+    try:
+        model.guard_grammars()
+    except SandboxUnavailable as error:
+        raise NotCompiled(f"{SELECTION}: no grammar can be compiled: the sandbox {error}") from None
     return model.catalog.grammars(selection, context)
 
 
@@ -58,6 +62,7 @@ def grammars_in(body: bytes, model: ServedModel) -> Wanted:
 
     Raises:
         ValueError: it is not JSON, or its selection cannot be honoured.
+        NotCompiled: none can be compiled.
     """
     named = selection_of(_extra_args(json.loads(body)).get(SELECTION))
     selection = model.policy.apply(named, model.catalog)

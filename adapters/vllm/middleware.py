@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from adapters.processors.grammar import grammar_cache
-from adapters.vllm.grammars import are_slow, grammars_in
+from adapters.vllm.grammars import NotCompiled, are_slow, grammars_in
+from adapters.vllm.metrics import publish
 from adapters.vllm.model import ServedModel, model_of
 from adapters.vllm.requests import SELECTION
 
@@ -46,6 +47,7 @@ class Middleware:
         """Serve a request, or the start of the server, which loads the tokenizer."""
         engine = getattr(scope["app"].state, "engine_client", None)
         if engine is not None and scope["type"] == "lifespan":
+            publish(engine.vllm_config)
             self._threads.submit(_load, engine.vllm_config)
         if engine is not None and scope["type"] == "http" and _has_json(scope):
             receive = _Held(receive, lambda body: self._prepare(engine, body)).receive
@@ -59,7 +61,7 @@ class Middleware:
         try:
             model = await in_thread(self._threads, model_of, engine.vllm_config)
             wanted = await in_thread(self._threads, grammars_in, body, model)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, NotCompiled):
             return  # admission refuses it, with the reason
         cache = grammar_cache(model.context.vocabulary)
         compiling = [asyncio.wrap_future(cache.request(grammar)) for _, grammar in wanted]

@@ -123,7 +123,11 @@ class ServedModel:
     def guard_grammars(self) -> None:
         """Compile grammars in a sandbox process from now on, so that one that explodes is refused.
 
-        Needed where requests are admitted. The engine's process compiles what passed there.
+        Needed where requests are admitted. The engine's process compiles what passed there. The
+        first call waits for the process, which takes seconds.
+
+        Raises:
+            SandboxUnavailable: the process cannot be started.
         """
         cache = grammar_cache(self.context.vocabulary)
         with _loading:
@@ -131,6 +135,7 @@ class ServedModel:
                 sandbox = GrammarSandbox(lambda: tokenizer_tables(self.context.vocabulary), timeout_s=GRAMMAR_TIMEOUT_S)
                 sandbox.start()
                 cache.sandbox = sandbox
+                sandbox.wait_ready()
 
     def has_compiled(self, grammars: Sequence[str]) -> bool:
         """Start to compile grammars in this process; whether all are compiled, or refused."""

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotPr
 from adapters.vllm.admission import check
 from adapters.vllm.grammars import NotCompiled
 from adapters.vllm.indexed import Indexed
+from adapters.vllm.metrics import error_counter
 from adapters.vllm.model import model_of
 from adapters.vllm.rows import Builder, MakesRows, RowEditor
 from adapters.vllm.slots import Slots
@@ -50,7 +51,7 @@ class Processors(BatchProcessor, SlotProcessor):
         """Maker of the rows of requests; the worker's own class has another."""
         model = model_of(vllm_config)
         model.warm_up()
-        return Builder(model)
+        return Builder(model, error_counter(vllm_config))
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:

@@ -58,7 +58,9 @@ class Slots:
 
     def add(self, slot: int, params: Params) -> bool:
         """Begin a request in a slot, or go on with one; whether it has processors."""
-        self._slots.pop(slot, None)
+        left = self._slots.pop(slot, None)
+        if left is not None and left.row is not None:
+            left.row.settle()
         is_resumed = int(self._states.prefill_len.np[slot]) > int(self._states.prompt_len.np[slot])
         if is_resumed and rows_of(params):
             self._slots[slot] = _Slot(params, None)  # its tokens are on the device at its first step
