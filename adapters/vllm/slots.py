@@ -164,7 +164,10 @@ class _Standing:
         """Move the chain to row ``depth``, if there is one and its draft can have been sampled."""
         if self.row.failed_at is not None or depth == len(self.rows):
             return False
-        draft = self.rows[depth].fed
+        draft, context = self.rows[depth].fed, self.chain.context
+        length = self.chain.position + 1 - self.chain.prompt_length
+        if draft in context.end_token_ids or length == context.max_tokens:  # the answer ends before that row
+            return False
         if float(logits[self.rows[depth - 1].index, draft]) == -torch.inf:
             return False
         self.chain.accept(draft, self.chain.position)
