@@ -3,7 +3,7 @@
     scripts/install --vllm                               # once: vLLM's environment
     .venv-vllm/bin/python benchmarks/vllm_processors.py  # ten minutes
 
-SmolLM2-135M-Instruct on vLLM's CPU build, 16 requests at a time, 96 tokens each. A round runs all
+SmolLM2-135M-Instruct on vLLM's CPU build, 16 requests at a time, 48 tokens each. A round runs all
 cases one after the other, every second one backwards. Ratios are those within a round, since other
 work on the machine slows whole rounds; the median of all rounds counts. Compared are
 
@@ -50,7 +50,7 @@ from adapters.vllm.processors import Processors
 from worker.models import model_cache, prepare_default_model
 
 RESULTS = Path(__file__).parent / "results" / "vllm_processors.md"
-ROWS, NEW, STEP_ROWS = 16, 96, 32
+ROWS, NEW, STEP_ROWS = 16, 48, 32
 NUM_STEPS, NUM_WARM_STEPS = 160, 10
 TARGETS = {"loaded": 0.98, "chains": 0.90}
 STEP_TARGET_MS = 1.0

@@ -8,6 +8,7 @@ files of its own for that, in ``PROMETHEUS_MULTIPROC_DIR``, and its counter is u
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import stat
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ def error_counter(config: Any) -> Callable[[Failure], None] | None:
     if parallel.rank % parallel.tensor_parallel_size:
         return None
     if _has_several_servers():
-        return _Counter().count
+        return partial(_count_in, _library_counter())
     try:
         return ErrorFile(_directory() / f"{config.instance_id}-{os.getpid()}.json").count
     except OSError as error:
@@ -51,24 +53,25 @@ def error_counter(config: Any) -> Callable[[Failure], None] | None:
 
 def publish(config: Any) -> None:
     """Add the counts of an engine to the metrics of this process, its server. Idempotent."""
-    if config.instance_id not in _published and not _has_several_servers():
-        _published.add(config.instance_id)
-        prometheus_client.REGISTRY.register(ErrorFiles(config.instance_id))
+    if not _has_several_servers():
+        _registered_files().instance_ids.add(config.instance_id)
 
 
-_published: set[str] = set()
+@cache
+def _registered_files() -> ErrorFiles:
+    files = ErrorFiles()
+    prometheus_client.REGISTRY.register(files)
+    return files
 
 
-class _Counter:
-    """`prometheus_client`'s counter, which has a file for each process."""
+@cache
+def _library_counter() -> prometheus_client.Counter:
+    return prometheus_client.Counter(NAME, DOCUMENTATION, LABELS)
 
-    def __init__(self) -> None:
-        self._counter = prometheus_client.Counter(NAME, DOCUMENTATION, LABELS)
 
-    def count(self, failure: Failure) -> None:
-        """Count a failure."""
-        for labels in _labels(failure):
-            self._counter.labels(*labels).inc()
+def _count_in(counter: prometheus_client.Counter, failure: Failure) -> None:
+    for labels in _labels(failure):
+        counter.labels(*labels).inc()
 
 
 class ErrorFile:
@@ -102,27 +105,32 @@ class ErrorFile:
 
 
 class ErrorFiles(Collector):
-    """Sums the counts of all processes of an engine.
+    """Sums the counts of all processes of some engines.
 
-    Args:
-        instance_id: The engine's id; those of its data-parallel ranks begin with it.
+    Attributes:
+        instance_ids: Ids of the engines; those of their data-parallel ranks begin with them.
     """
 
-    def __init__(self, instance_id: str) -> None:
-        self._pattern = f"{instance_id}*.json"
+    def __init__(self) -> None:
+        self.instance_ids: set[str] = set()
 
     def collect(self) -> Iterator[Metric]:
         """The counter."""
-        counts: Counter[tuple[str, str]] = Counter()
-        for path in _directory().glob(self._pattern):
-            try:
-                counts.update({(name, reason): number for name, reason, number in json.loads(path.read_text())})
-            except FileNotFoundError:  # its process has ended
-                continue
         family = CounterMetricFamily(NAME, DOCUMENTATION, labels=LABELS)
-        for labels, number in counts.items():
+        for labels, number in self._counts().items():
             family.add_metric(labels, number)
         yield family
+
+    def _counts(self) -> Counter[tuple[str, str]]:
+        counts: Counter[tuple[str, str]] = Counter()
+        try:
+            paths = [path for each in self.instance_ids for path in _directory().glob(f"{each}*.json")]
+        except OSError:  # which the engine has told
+            return counts
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):  # its process has ended
+                counts.update({(name, reason): number for name, reason, number in json.loads(path.read_text())})
+        return counts
 
 
 def _labels(failure: Failure) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from adapters.grammars.sandbox import SandboxUnavailable
 from adapters.processors.grammar import grammar_cache
 from adapters.vllm.grammars import NotCompiled, are_slow, grammars_in
 from adapters.vllm.metrics import publish
@@ -135,5 +136,5 @@ def _load(config: Any) -> None:
         model = model_of(config)
         model.warm_up()
         model.guard_grammars()
-    except ValueError as error:  # the engine tells it at its start
+    except (OSError, ValueError, SandboxUnavailable) as error:  # the start of the engine, and admission, tell it too
         logger.warning("no grammar can be compiled: %s", error)

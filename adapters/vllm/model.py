@@ -130,7 +130,7 @@ class ServedModel:
             SandboxUnavailable: the process cannot be started.
         """
         cache = grammar_cache(self.context.vocabulary)
-        with _loading:
+        with _guarding:
             if cache.sandbox is None:
                 sandbox = GrammarSandbox(lambda: tokenizer_tables(self.context.vocabulary), timeout_s=GRAMMAR_TIMEOUT_S)
                 sandbox.start()
@@ -167,7 +167,7 @@ def served_model(facts: ModelFacts) -> ServedModel:
     return ServedModel.load(facts)
 
 
-_loading = Lock()
+_loading, _guarding = Lock(), Lock()
 _facts: list[tuple[ReferenceType[Any], ModelFacts]] = []
 
 

@@ -42,7 +42,9 @@ def failure(processor: str = "acme/raises", reason: str = "raised") -> Failure:
 
 
 def counted(instance_id: str = "one") -> dict[tuple[str, ...], float]:
-    (metric,) = ErrorFiles(instance_id).collect()
+    files = ErrorFiles()
+    files.instance_ids.add(instance_id)
+    (metric,) = files.collect()
     assert metric.name == "dlw_processor_errors"
     return {tuple(each.labels.values()): each.value for each in metric.samples}
 
@@ -66,8 +68,8 @@ def test_one_of_the_tensor_parallel_processes_counts() -> None:
 
 
 def test_the_server_has_the_counter_once() -> None:
-    for _ in range(2):
-        publish(config("published"))
+    for instance_id in ("published", "published", "another"):
+        publish(config(instance_id))
     counter = error_counter(config("published"))
     assert counter is not None
     counter(failure())
@@ -78,6 +80,7 @@ def test_the_server_has_the_counter_once() -> None:
 def test_a_directory_of_another_user_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     assert error_counter(config()) is None
+    assert counted() == {}
     assert list(tmp_path.rglob("*.json")) == []
 
 
@@ -98,7 +101,8 @@ from types import SimpleNamespace
 from adapters.vllm.metrics import error_counter
 from adapters.vllm.reports import Failure
 parallel = SimpleNamespace(rank=0, tensor_parallel_size=1)
-counter = error_counter(SimpleNamespace(instance_id="x", parallel_config=parallel))
+error_counter(SimpleNamespace(instance_id="x", parallel_config=parallel))
+counter = error_counter(SimpleNamespace(instance_id="y", parallel_config=parallel))
 counter(Failure("", "acme/raises", "raised", "it did", 3))
 """
 COLLECTS = """
