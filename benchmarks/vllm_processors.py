@@ -1,17 +1,18 @@
 """Cost of the logits processors inside vLLM, as ratios within one run.
 
     scripts/install --vllm                               # once: vLLM's environment
-    .venv-vllm/bin/python benchmarks/vllm_processors.py  # five minutes
+    .venv-vllm/bin/python benchmarks/vllm_processors.py  # ten minutes
 
-SmolLM2-135M-Instruct on vLLM's CPU build, 16 requests at a time, 96 tokens each. Rounds of all
-cases are interleaved, and the fastest of each counts, since other work on the machine can only make
-a round slower. Compared are
+SmolLM2-135M-Instruct on vLLM's CPU build, 16 requests at a time, 48 tokens each. A round runs all
+cases one after the other, every second one backwards. Ratios are those within a round, since other
+work on the machine slows whole rounds; the median of all rounds counts. Compared are
 
 * plain requests with `adapters.vllm:Processors` loaded, with those of an engine without it;
 * json_schema and repetition_penalty on every row, with plain requests of the same engine, and with
   vLLM's own structured outputs beside its own penalty (xgrammar and guidance);
-* the time of a step for 32 typical chains (bias, penalties, minimum length, JSON Schema), without
-  any model, from vLLM's update to edited logits.
+* the time of the class's own step, from vLLM's update to edited logits, without any model: for
+  requests without processors, and for 32 typical chains (bias, penalties, minimum length, and JSON
+  Schema, whose masks llguidance computes).
 
 Results go to ``benchmarks/results/vllm_processors.md``.
 """
@@ -25,7 +26,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,8 @@ from adapters.vllm.processors import Processors
 from worker.models import model_cache, prepare_default_model
 
 RESULTS = Path(__file__).parent / "results" / "vllm_processors.md"
-ROWS, NEW, STEP_ROWS = 16, 96, 32
+ROWS, NEW, STEP_ROWS = 16, 48, 32
+NUM_STEPS, NUM_WARM_STEPS = 160, 10
 TARGETS = {"loaded": 0.98, "chains": 0.90}
 STEP_TARGET_MS = 1.0
 SCHEMA = {
@@ -96,99 +99,141 @@ def engine(model: Path, backend: str, *, loaded: bool) -> LLM:
     )
 
 
-def tokens_per_s(llm: LLM, params: Callable[[], SamplingParams]) -> float:
-    """Tokens per second of one round, prefill included."""
-    began = time.perf_counter()
+@dataclass(frozen=True)
+class Speed:
+    """One case in one round, prefill included.
+
+    Attributes:
+        per_s: Tokens per second.
+        per_cpu_s: Tokens per second of this process's processor time.
+    """
+
+    per_s: float
+    per_cpu_s: float
+
+
+def speed(llm: LLM, params: Callable[[], SamplingParams]) -> Speed:
+    """One round of a case."""
+    began, began_cpu = time.perf_counter(), time.process_time()
     outputs = llm.generate(PROMPTS, [params() for _ in PROMPTS], use_tqdm=False)
-    seconds = time.perf_counter() - began
-    return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return Speed(tokens / (time.perf_counter() - began), tokens / (time.process_time() - began_cpu))
 
 
-def step_ms(llm: LLM) -> tuple[float, float]:
-    """Median milliseconds of a step with `STEP_ROWS` typical chains, and of one with a row."""
+TYPICAL: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("logit_bias", {"bias": {str(i * 7 + 300): 1.5 for i in range(50)}}),
+    ("repetition_penalty", {"penalty": 1.1}),
+    ("frequency_penalty", {"penalty": 0.3}),
+    ("min_tokens", {"n": 20}),
+    ("json_schema", {"schema": SCHEMA}),
+)
+"""The processors of a typical chain."""
+
+
+def step_ms(llm: LLM, rows: int, extra_args: dict[str, Any] | None) -> float:
+    """Median milliseconds of processor time of the class's step, of the fastest half of the steps.
+
+    Args:
+        llm: An engine, whose configuration counts.
+        rows: Requests in the batch.
+        extra_args: What each of them asks for.
+    """
     config = llm.llm_engine.vllm_config
     width = config.model_config.get_vocab_size()
-    typical = selection(
-        ("logit_bias", {"bias": {str(i * 7 + 300): 1.5 for i in range(50)}}),
-        ("repetition_penalty", {"penalty": 1.1}),
-        ("frequency_penalty", {"penalty": 0.3}),
-        ("min_tokens", {"n": 20}),
-        ("json_schema", {"schema": SCHEMA}),
-    )
-    found = []
-    for rows in (STEP_ROWS, 1):
-        processors = Processors(config, torch.device("cpu"), False)
-        outputs: list[list[int]] = [[] for _ in range(rows)]
-        prompt = list(range(300, 428))
-        added = [
-            (n, SamplingParams(max_tokens=256, extra_args=typical), prompt, output) for n, output in enumerate(outputs)
-        ]
-        processors.update_state(BatchUpdate(rows, [], added, []))
-        source = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
-        times = []
-        for _ in range(80):
-            logits = source.clone()
-            began = time.perf_counter()
-            processors.update_state(None)
-            processors.apply(logits)
-            times.append((time.perf_counter() - began) * 1e3)
-            for output, token_id in zip(outputs, logits.argmax(-1).tolist(), strict=True):
-                output.append(token_id)
-        found.append(statistics.median(times[10:]))
-    return found[0], found[1]
+    processors = Processors(config, torch.device("cpu"), False)
+    outputs: list[list[int]] = [[] for _ in range(rows)]
+    prompt = list(range(300, 428))
+    added = [
+        (n, SamplingParams(max_tokens=256, extra_args=extra_args), prompt, output) for n, output in enumerate(outputs)
+    ]
+    processors.update_state(BatchUpdate(rows, [], added, []))
+    source = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
+    logits, times = source.clone(), []
+    for _ in range(NUM_STEPS):
+        logits.copy_(source)
+        began = time.thread_time()
+        processors.update_state(None)
+        processors.apply(logits)
+        times.append((time.thread_time() - began) * 1e3)
+        for output, token_id in zip(outputs, logits.argmax(-1).tolist(), strict=True):
+            output.append(token_id)
+    fastest = sorted(times[NUM_WARM_STEPS:])[: (NUM_STEPS - NUM_WARM_STEPS) // 2]
+    return statistics.median(fastest)
 
 
-def run(rounds: int) -> dict[str, float]:
-    """Best tokens per second of each case, and the milliseconds of a step."""
+CASES = (
+    ("stock, plain", "stock", "plain"),
+    ("loaded, plain", "loaded", "plain"),
+    ("loaded, chains", "loaded", "chains"),
+    ("stock, xgrammar", "stock", "vLLM's"),
+    ("loaded, guidance", "loaded", "vLLM's"),
+)
+"""Name, engine and parameters of each case."""
+
+
+def run(rounds: int) -> tuple[list[dict[str, Speed]], dict[str, float]]:
+    """The speeds of all cases in each round, and the milliseconds of steps."""
     model = prepare_default_model(model_cache(os.environ), lambda line: None)
     asked = cases()
     engines = {"stock": engine(model, "xgrammar", loaded=False), "loaded": engine(model, "guidance", loaded=True)}
-    wanted = [
-        ("stock, plain", "stock", "plain"),
-        ("loaded, plain", "loaded", "plain"),
-        ("loaded, chains", "loaded", "chains"),
-        ("stock, xgrammar", "stock", "vLLM's"),
-        ("loaded, guidance", "loaded", "vLLM's"),
-    ]
-    best: dict[str, float] = {}
+    found: list[dict[str, Speed]] = []
     for number in range(rounds + 1):
-        for name, which, case in wanted if number % 2 else reversed(wanted):
-            found = tokens_per_s(engines[which], asked[case])
-            if number:  # the first round compiles grammars
-                best[name] = max(best.get(name, 0.0), found)
-                print(f"round {number}: {name} {found:.0f} tokens/s", flush=True)
-    best["step"], best["step of one"] = step_ms(engines["loaded"])
-    return best
+        order = CASES if number % 2 else CASES[::-1]
+        speeds = {name: speed(engines[which], asked[case]) for name, which, case in order}
+        if number:  # the first round compiles grammars
+            found.append(speeds)
+            told = ", ".join(f"{name} {each.per_s:.0f}" for name, each in speeds.items())
+            print(f"round {number}, tokens/s: {told}", flush=True)
+    loaded = engines["loaded"]
+    steps = {
+        f"a step of {ROWS} requests without processors": step_ms(loaded, ROWS, None),
+        f"a step of {STEP_ROWS} typical chains": step_ms(loaded, STEP_ROWS, selection(*TYPICAL)),
+        f"a step of {STEP_ROWS} typical chains without a grammar": step_ms(loaded, STEP_ROWS, selection(*TYPICAL[:-1])),
+        "a step of one typical chain": step_ms(loaded, 1, selection(*TYPICAL)),
+    }
+    return found, steps
 
 
-def report(best: dict[str, float]) -> str:
+def report(found: list[dict[str, Speed]], steps: dict[str, float]) -> str:
     """The page of results."""
-    plain, loaded = best["stock, plain"], best["loaded, plain"]
-    rows: list[Sequence[object]] = [
-        ("class loaded, no processor / stock", f"{loaded / plain:.3f}", f"at least {TARGETS['loaded']}"),
-        (
+
+    def row(what: str, case: str, beside: str, goal: str = "") -> str:
+        ratios = [speeds[case].per_s / speeds[beside].per_s for speeds in found]
+        cpu = statistics.median(speeds[case].per_cpu_s / speeds[beside].per_cpu_s for speeds in found)
+        low, _, high = statistics.quantiles(ratios, n=4)
+        return f"| {what} | {statistics.median(ratios):.3f} | {low:.3f} to {high:.3f} | {cpu:.3f} | {goal} |"
+
+    rows = [
+        row("class loaded, no processor / stock", "loaded, plain", "stock, plain", f"at least {TARGETS['loaded']}"),
+        row(
             "json_schema + repetition_penalty / plain",
-            f"{best['loaded, chains'] / loaded:.3f}",
+            "loaded, chains",
+            "loaded, plain",
             f"at least {TARGETS['chains']}",
         ),
-        ("vLLM's xgrammar + penalty / plain", f"{best['stock, xgrammar'] / plain:.3f}", ""),
-        ("vLLM's guidance + penalty / plain", f"{best['loaded, guidance'] / loaded:.3f}", ""),
-        (f"a step of {STEP_ROWS} typical chains, ms", f"{best['step']:.2f}", f"at most {STEP_TARGET_MS}"),
-        ("a step of one, ms", f"{best['step of one']:.2f}", ""),
+        row("vLLM's xgrammar + penalty / plain", "stock, xgrammar", "stock, plain"),
+        row("vLLM's guidance + penalty / plain", "loaded, guidance", "loaded, plain"),
     ]
-    table = "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
-    figures = ", ".join(f"{name} {value:.0f}" for name, value in best.items() if not name.startswith("step"))
+    times = [f"| {name} | {value:.3f} |" for name, value in steps.items()]
+    medians = {name: statistics.median(speeds[name].per_s for speeds in found) for name, _, _ in CASES}
+    figures = ", ".join(f"{name} {value:.0f}" for name, value in medians.items())
+    lines = "\n".join
     return f"""# Logits processors inside vLLM
 
 `benchmarks/vllm_processors.py` wrote this on {datetime.date.today()}: {processor()}, {os.cpu_count()} cores,
 shared with other jobs, torch {torch.__version__}, {torch.get_num_threads()} threads. SmolLM2-135M-Instruct,
-{ROWS} requests at a time, {NEW} tokens each, the fastest round of each case. Read the ratios, not the figures.
+{ROWS} requests at a time, {NEW} tokens each, {len(found)} rounds. Read the ratios, not the figures.
 
-| what | found | goal |
-| --- | --- | --- |
-{table}
+| tokens per second | median | quartiles | per second of processor time | goal |
+| --- | --- | --- | --- | --- |
+{lines(rows)}
 
-Tokens per second: {figures}.
+| processor time of the class alone | ms |
+| --- | --- |
+{lines(times)}
+
+The goal for {STEP_ROWS} typical chains is {STEP_TARGET_MS} ms; what a grammar adds is mostly its masks,
+which llguidance computes. Tokens per second: {figures}.
 """
 
 
@@ -202,8 +247,8 @@ def processor() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=4, help="rounds that count (default: %(default)s)")
-    page = report(run(parser.parse_args().rounds))
+    parser.add_argument("--rounds", type=int, default=12, help="rounds that count (default: %(default)s)")
+    page = report(*run(parser.parse_args().rounds))
     RESULTS.write_text(page, encoding="utf-8")
     print(page)
 

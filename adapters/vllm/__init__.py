@@ -4,9 +4,10 @@
 frontend; `rows` applies the chains to a batch, in its engine's process, which `indexed` and `slots`
 find in its first and second model runner; `requests` reads what a request asks for and
 decides who draws its tokens; `model` is what all requests to a model share;
-`reports` keeps failures and receipts for `Extension`, a worker extension.
+`reports` keeps failures and receipts for `Extension`, a worker extension. `Middleware` lets
+requests wait for their grammars in vLLM's server, before `admission`; `grammars` has both's limits.
 
-Only `processors` and `extension` need vLLM.
+Only `processors` needs vLLM.
 """
 
 from importlib import import_module
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from adapters.vllm.extension import Extension
+    from adapters.vllm.middleware import Middleware
     from adapters.vllm.processors import Processors
 
-__all__ = ["Extension", "Processors"]
+__all__ = ["Extension", "Middleware", "Processors"]
 
 
 def __getattr__(name: str) -> object:

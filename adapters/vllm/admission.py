@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from asyncio import get_running_loop
 from typing import Any
 
 from adapters.catalog import SelectionError
+from adapters.vllm.grammars import wait_compiled, wanted_grammars
+from adapters.vllm.metrics import publish
 from adapters.vllm.model import model_of
 from adapters.vllm.requests import REPORT, SELECTION, Params, chain_of, read
 
@@ -15,18 +18,21 @@ def check(params: Params) -> None:
 
     Raises:
         ValueError: the request cannot be kept; the message has the JSON path.
+        NotCompiled: a grammar is not compiled yet, and others would wait for it.
     """
     config = _config_of_caller()
     if config is None:
         raise RuntimeError("validate_params was not called by a part of vLLM that has a vllm_config")
+    publish(config)
     model = model_of(config)
     try:
         asked = read(params, model, drawn_seed=0)
         if asked is None:
             return
-        if model.catalog.has_grammars(asked.selection):
-            model.guard_grammars()
+        wanted = wanted_grammars(asked.selection, asked.context, model)
+        compiled = wait_compiled(wanted, model, holds_others=_is_in_event_loop())
         chain_of(asked, params, model)
+        del compiled  # until here they were in use, so the chain's processors found them in the cache
     except SelectionError as error:
         raise ValueError(_told(error, params)) from None
 
@@ -36,6 +42,15 @@ def _told(error: SelectionError, params: Params) -> str:
     if error.path.partition(".")[0] in (REPORT, *params.__annotations__):
         return str(error)
     return f"{SELECTION}.{error}" if error.path else f"{SELECTION}: {error.problem}"
+
+
+def _is_in_event_loop() -> bool:
+    """Whether this runs in the event loop of a server; `vllm.LLM` has none."""
+    try:
+        get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _config_of_caller() -> Any:

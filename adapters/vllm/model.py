@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from threading import Lock
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -27,6 +29,9 @@ ALLOWED = "DLW_ALLOW_LOGITS_PROCESSORS"
 
 GRAMMAR_TIMEOUT_S = 10.0
 """Processor time that a grammar may take to compile, seconds."""
+
+MAX_PREPARED = 4096
+"""Grammars of which it is remembered that the engine has compiled them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,7 @@ class ServedModel:
     context: Context = field(repr=False)
     catalog: Catalog = field(repr=False)
     policy: ModelPolicy
+    _prepared: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False, repr=False, compare=False)
 
     @classmethod
     def load(cls, facts: ModelFacts, environ: Mapping[str, str] = os.environ) -> ServedModel:
@@ -117,13 +123,37 @@ class ServedModel:
     def guard_grammars(self) -> None:
         """Compile grammars in a sandbox process from now on, so that one that explodes is refused.
 
-        Needed where requests are admitted. The engine's process compiles what passed there.
+        Needed where requests are admitted. The engine's process compiles what passed there. The
+        first call waits for the process, which takes seconds.
+
+        Raises:
+            SandboxUnavailable: the process cannot be started.
         """
         cache = grammar_cache(self.context.vocabulary)
-        if cache.sandbox is None:
-            sandbox = GrammarSandbox(lambda: tokenizer_tables(self.context.vocabulary), timeout_s=GRAMMAR_TIMEOUT_S)
-            sandbox.start()
-            cache.sandbox = sandbox
+        with _guarding:
+            if cache.sandbox is None:
+                sandbox = GrammarSandbox(lambda: tokenizer_tables(self.context.vocabulary), timeout_s=GRAMMAR_TIMEOUT_S)
+                sandbox.start()
+                cache.sandbox = sandbox
+                sandbox.wait_ready()
+
+    def has_compiled(self, grammars: Sequence[str]) -> bool:
+        """Start to compile grammars in this process; whether all are compiled, or refused."""
+        cache = grammar_cache(self.context.vocabulary)
+        compiling = [cache.request(grammar) for grammar in grammars]
+        return all(each.done() for each in compiling)
+
+    def note_prepared(self, grammars: Sequence[str]) -> None:
+        """Remember that the engine's processes have compiled grammars."""
+        for grammar in grammars:
+            self._prepared[grammar] = None
+            self._prepared.move_to_end(grammar)
+        while len(self._prepared) > MAX_PREPARED:
+            self._prepared.popitem(last=False)
+
+    def has_prepared(self, grammar: str) -> bool:
+        """Whether `note_prepared` was told of it."""
+        return grammar in self._prepared
 
     def warm_up(self) -> None:
         """Derive from the tokenizer what takes long: no step should wait for it."""
@@ -133,22 +163,24 @@ class ServedModel:
 
 @lru_cache(4)
 def served_model(facts: ModelFacts) -> ServedModel:
-    """`ServedModel.load`, once per process."""
+    """`ServedModel.load`, once per process; the caller holds `_loading` where there are threads."""
     return ServedModel.load(facts)
 
 
+_loading, _guarding = Lock(), Lock()
 _facts: list[tuple[ReferenceType[Any], ModelFacts]] = []
 
 
 def model_of(config: Any) -> ServedModel:
     """The served model of a ``VllmConfig``, whose facts take milliseconds to find out once."""
-    for known, facts in _facts:
-        if known() is config:
-            return served_model(facts)
-    _facts[:] = [each for each in _facts if each[0]() is not None]
-    facts = ModelFacts.of(config)
-    _facts.append((ref(config), facts))
-    return served_model(facts)
+    with _loading:
+        for known, facts in _facts:
+            if known() is config:
+                return served_model(facts)
+        _facts[:] = [each for each in _facts if each[0]() is not None]
+        facts = ModelFacts.of(config)
+        _facts.append((ref(config), facts))
+        return served_model(facts)
 
 
 def _vocabulary(facts: ModelFacts) -> Vocabulary:

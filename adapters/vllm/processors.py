@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.exceptions import GracefulHTTPError
 from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.logits_processor import LogitsProcessor as BatchProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -12,7 +14,9 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotProcessor
 
 from adapters.vllm.admission import check
+from adapters.vllm.grammars import NotCompiled
 from adapters.vllm.indexed import Indexed
+from adapters.vllm.metrics import error_counter
 from adapters.vllm.model import model_of
 from adapters.vllm.rows import Builder, MakesRows, RowEditor
 from adapters.vllm.slots import Slots
@@ -47,7 +51,7 @@ class Processors(BatchProcessor, SlotProcessor):
         """Maker of the rows of requests; the worker's own class has another."""
         model = model_of(vllm_config)
         model.warm_up()
-        return Builder(model)
+        return Builder(model, error_counter(vllm_config))
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -55,8 +59,12 @@ class Processors(BatchProcessor, SlotProcessor):
 
         Raises:
             ValueError: the message has the JSON path and what was expected.
+            GracefulHTTPError: a grammar is not compiled yet; a 503.
         """
-        check(sampling_params)
+        try:
+            check(sampling_params)
+        except NotCompiled as error:
+            raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from None
 
     # V1: rows of the persistent batch
 

@@ -135,7 +135,7 @@ def read(params: Params, model: ServedModel, drawn_seed: int | None = None) -> A
         SelectionError: the selection is malformed, forbidden, or asks for what vLLM cannot keep.
     """
     extra = params.extra_args or {}
-    named = _selection(extra.get(SELECTION))
+    named = selection_of(extra.get(SELECTION))
     report = extra.get(REPORT)
     set_fields = [each.requested(params) for each in (*_PENALTIES, *_LATE)]
     names = {requested.name for requested in named.processors}
@@ -214,8 +214,12 @@ def _take_over(
     chain.add([SeededSampler(None if greedy else context.seed, context.choice)], last=True)
 
 
-def _selection(value: object) -> Selection:
-    """The selection in ``extra_args``: JSON text, as ``vllm_xargs`` carries it, or an object."""
+def selection_of(value: object) -> Selection:
+    """The selection in ``extra_args``: JSON text, as ``vllm_xargs`` carries it, or an object.
+
+    Raises:
+        SelectionError: it is malformed.
+    """
     if value is None:
         return Selection()
     if isinstance(value, Mapping):

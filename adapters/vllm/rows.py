@@ -41,6 +41,7 @@ class Row:
         built: The chain, not started, and whether it draws.
         end_id: Token that ends the answer when the chain fails.
         report: Name under which failure and receipt are kept, None if nobody reads them.
+        count: Counts a failure that ended the request; None if nobody counts.
 
     Attributes:
         failed_at: Position of the token at which the chain failed, None if it did not: every row
@@ -51,13 +52,19 @@ class Row:
         output: The list in which vLLM's first interface keeps the answer, newly made at times.
     """
 
-    def __init__(self, built: Future[tuple[ProcessorChain, bool]], end_id: int, report: str | None = None) -> None:
+    def __init__(
+        self,
+        built: Future[tuple[ProcessorChain, bool]],
+        end_id: int,
+        report: str | None = None,
+        count: Callable[[Failure], None] | None = None,
+    ) -> None:
         self.end_id = end_id
         self.failed_at: int | None = None
         self.draws = False
         self._built = built
         self.output: list[int] | None = None
-        self._report = report
+        self._report, self._count = report, count
         self._provisional: Failure | None = None
         self.chain: ProcessorChain | None = None
         self.num_known = 0
@@ -94,8 +101,9 @@ class Row:
         if self.failed_at is None:
             position = -1 if self.chain is None else self.chain.position
             self.failed_at = max(position, 0)
-            failure = REPORTS.failed(self._report, error.without_frames(), position)
-            self._provisional = failure if after_draft else None
+            self._provisional = REPORTS.failed(self._report, error.without_frames(), position)
+            if not after_draft:
+                self.settle()
 
     def has_failed(self, length: int) -> bool:
         """Whether the chain has failed, at a step where the request has ``length`` tokens.
@@ -104,9 +112,15 @@ class Row:
         """
         if self.failed_at is not None and self._provisional is not None and length <= self.failed_at:
             REPORTS.withdraw(self._provisional)
-            self.failed_at = None
-        self._provisional = None
+            self.failed_at = self._provisional = None
+        self.settle()
         return self.failed_at is not None
+
+    def settle(self) -> None:
+        """Count the failure, if any: its drafts were accepted, or the request has left."""
+        if self._provisional is not None and self._count is not None:
+            self._count(self._provisional)
+        self._provisional = None
 
 
 class _Rows(tuple[Row, ...]):
@@ -170,10 +184,11 @@ class Builder:
 
     Args:
         model: The served model.
+        count: Counts failures that ended their requests; None if nobody counts.
     """
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
+    def __init__(self, model: ServedModel, count: Callable[[Failure], None] | None = None) -> None:
+        self._model, self._count = model, count
         self.never_ids: Sequence[int] = model.never_ids
         self._threads = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-builder")
 
@@ -190,12 +205,12 @@ class Builder:
         except SelectionError as error:  # the policy was changed since the request was admitted
             refused: Future[tuple[ProcessorChain, bool]] = Future()
             refused.set_exception(error)
-            return Row(refused, some_end)
+            return Row(refused, some_end, count=self._count)
         if asked is None:
             return None
         end_id = asked.context.end_token_id
         built = self._threads.submit(chain_of, asked, params, self._model)
-        return with_row(params, Row(built, some_end if end_id is None else end_id, asked.report))
+        return with_row(params, Row(built, some_end if end_id is None else end_id, asked.report, self._count))
 
 
 class RowEditor:
@@ -267,10 +282,19 @@ def _unusable(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, Pro
     ]
     if not checked:
         return {}
-    highest = logits[upload_ids([index for index, _ in checked], logits.device)].amax(-1).tolist()
+    highest = _highest(logits, [index for index, _ in checked])
     found = {}
     for (index, chain), value in zip(checked, highest, strict=True):
         problem = "nan" if value != value else {torch.inf: "infinite", -torch.inf: "empty"}.get(value)
         if problem is not None:
             found[index] = chain.fail("chain", problem, f"{PROBLEMS[problem]} at position {chain.position}")
+    return found
+
+
+def _highest(logits: torch.Tensor, indices: Sequence[int]) -> list[float]:
+    """The highest value of some rows, NaN where a row holds one. No row is copied on a CPU."""
+    if logits.device.type == "cpu":
+        values = logits.numpy()
+        return [float(values[index].max()) for index in indices]
+    found: list[float] = logits[upload_ids(indices, logits.device)].amax(-1).tolist()
     return found

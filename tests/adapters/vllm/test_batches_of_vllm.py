@@ -19,8 +19,11 @@ from vllm_stand_in import FirstRunner, Params, Request, SecondRunner, alone, ser
 import adapters.vllm.requests
 from adapters.catalog import SelectionError
 from adapters.testing.kit_model import kit_vocabulary
+from adapters.vllm.indexed import Indexed
 from adapters.vllm.model import ServedModel
+from adapters.vllm.reports import REPORTS
 from adapters.vllm.requests import chain_of, read
+from adapters.vllm.rows import Builder, RowEditor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "conformance"))
 from builtin_examples import EXAMPLES
@@ -96,8 +99,9 @@ def apart(params: Params) -> Params:
 
 def check_equal(requests: list[Request], answers: list[Request]) -> None:
     for request, answer in zip(requests, answers, strict=True):
-        assert request.tokens == answer.tokens, request.params
-        for row, expected in zip(request.rows, answer.rows, strict=True):
+        length = len(request.tokens) if request.is_aborted else len(answer.tokens)
+        assert request.tokens == answer.tokens[:length], request.params
+        for row, expected in zip(request.rows, answer.rows, strict=not request.is_aborted):
             assert torch.equal(row, expected), request.params
 
 
@@ -124,7 +128,7 @@ def test_moves_and_preemption_change_no_row(requests: list[Request], seed: int) 
 def test_the_stand_ins_do_all_that_vllm_does(runner: type) -> None:
     model = MODELS[runner]
     happened: Counter[str] = Counter()
-    for seed in range(8):
+    for seed in range(24):
         params = [Params(seed=seed, extra_args=selected({"name": name})) for name in STATEFUL]
         requests = [Request(number, params[number % 2], [number, 1, 2, 3]) for number in range(6)]
         answers = [alone(each.number, apart(each.params), each.prompt, model) for each in requests]
@@ -137,11 +141,12 @@ def test_the_stand_ins_do_all_that_vllm_does(runner: type) -> None:
                 accepted=second.num_accepted,
                 rejected=second.num_rejected,
                 chunks=second.num_chunks,
+                aborted=second.num_aborted,
             )
         else:
             first = FirstRunner(model, dice, 3)
             first.run(requests)
-            happened.update(preempted=first.num_preempted, moved=first.num_moved)
+            happened.update(preempted=first.num_preempted, moved=first.num_moved, aborted=first.num_aborted)
         check_equal(requests, answers)
     assert min(happened.values()) > 5, happened
 
@@ -161,6 +166,30 @@ def test_a_failing_row_ends_and_its_neighbours_keep_theirs(runner: type) -> None
         FirstRunner(model, random.Random(3), 4).run(requests)
     check_equal(requests, answers)
     end_id = min(kit_vocabulary().eos_token_ids)
-    for each in requests:
+    stayed = [each for each in requests if not each.is_aborted]
+    assert {each.params is params[0] for each in stayed} == {True, False}
+    for each in stayed:
         failed = each.params is params[0]
         assert (each.tokens[4:] == [end_id] * len(each.tokens[4:])) == failed
+
+
+def test_a_token_that_is_never_shown_ends_the_answer() -> None:
+    """vLLM fills in the newest token for classes that its command line names, and for no other."""
+    REPORTS.take_failures()
+    model = MODELS[FirstRunner]
+    editor = Indexed(Builder(model), RowEditor(model.never_ids))
+    outputs: list[list[int]] = [[], []]
+    for index, output in enumerate(outputs):
+        asked = selected({"name": "banned_tokens", "args": {"token_ids": [9]}})
+        found = editor.new(Params(extra_args=asked), [5, 6], output)
+        assert found is not None
+        editor.requests[index] = found
+    for newest in ((), (-1, 7)):
+        for output, token_id in zip(outputs, newest, strict=False):
+            output.append(token_id)
+        logits = torch.zeros(2, model.facts.vocab_size)
+        editor.apply(logits)
+    (failure,) = REPORTS.take_failures()
+    assert "name adapters.vllm:Processors with --logits-processors" in failure["message"]
+    assert int((logits[0] > -torch.inf).sum()) == 1
+    assert int((logits[1] > -torch.inf).sum()) > 1

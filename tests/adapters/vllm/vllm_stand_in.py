@@ -133,6 +133,7 @@ class Request:
         prompt: Token ids.
         tokens: Prompt and answer.
         rows: Logits of which the tokens of the answer were taken.
+        is_aborted: Whether the client has left.
     """
 
     number: int
@@ -140,6 +141,7 @@ class Request:
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     rows: list[torch.Tensor] = field(default_factory=list)
+    is_aborted: bool = False
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -210,7 +212,7 @@ def _apply(chain: ProcessorChain, row: torch.Tensor) -> None:
 
 
 class SecondRunner:
-    """Model runner V2: slots, rows in any order, chunks, drafts and preemption, by a dice.
+    """Model runner V2: slots, rows in any order, chunks, drafts, preemption, aborts, by a dice.
 
     Args:
         model: The served model.
@@ -245,19 +247,24 @@ class SecondRunner:
         self._running: dict[int, Request] = {}
         self._computed: dict[int, int] = {}
         self._free = list(range(num_slots))
-        self.num_preempted = self.num_accepted = self.num_rejected = self.num_chunks = 0
+        self.num_preempted = self.num_accepted = self.num_rejected = self.num_chunks = self.num_aborted = 0
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Answer all requests."""
+        """Answer all requests, but for those that are aborted."""
         waiting = list(requests)
         while waiting or self._running:
             for slot in list(self._running):
-                if self._dice.random() < 0.1:
+                fate = self._dice.random()
+                if fate < 0.03:
+                    self._leave(slot).is_aborted = True
+                    self.num_aborted += 1
+                elif fate < 0.13:
                     waiting.insert(0, self._leave(slot))
                     self.num_preempted += 1
             while waiting and self._free and (not self._running or self._dice.random() < 0.7):
                 self._join(waiting.pop(0))
-            self._step()
+            if self._running:
+                self._step()
 
     def _leave(self, slot: int) -> Request:
         self._free.append(slot)
@@ -319,9 +326,10 @@ class SecondRunner:
             self._verify(slot, drafts[slot], [logits[where[slot, number]] for number in range(len(drafts[slot]) + 1)])
 
     def _draft(self, request: Request) -> list[int]:
-        """Drafts: tokens of the answer, and others; not beyond the answer's end."""
-        known = self._drafts(request)
-        guess = list(known[len(request.tokens) : len(request.tokens) + self._dice.randrange(4)])[:-1]
+        """Drafts: tokens of the answer, and others, also beyond its end."""
+        known, count = self._drafts(request), self._dice.randrange(4)
+        guess = list(known[len(request.tokens) : len(request.tokens) + count])
+        guess += [self._dice.randrange(100) for _ in range(count - len(guess))]
         return [token_id if self._dice.random() < 0.8 else self._dice.randrange(100) for token_id in guess]
 
     def _verify(self, slot: int, drafts: list[int], rows: list[torch.Tensor]) -> None:
@@ -344,6 +352,8 @@ class SecondRunner:
 class FirstRunner:
     """Model runner V1: a persistent batch that is condensed and reordered, by a dice.
 
+    With asynchronous scheduling the newest token is -1 until the logits are there.
+
     Args:
         model: The served model.
         dice: Decides what happens.
@@ -354,10 +364,12 @@ class FirstRunner:
         self._dice, self._num_rows = dice, num_rows
         self.indexed = Indexed(Builder(model), RowEditor(model.never_ids))
         self._batch: list[tuple[Request, list[int]]] = []
-        self.num_preempted = self.num_moved = 0
+        self._is_async = dice.random() < 0.5
+        self._unshown: list[tuple[list[int], int]] = []
+        self.num_preempted = self.num_moved = self.num_aborted = 0
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Answer all requests."""
+        """Answer all requests, but for those that are aborted."""
         waiting: list[tuple[Request, list[int]]] = [(request, []) for request in requests]
         while waiting or self._batch:
             self._update(waiting)
@@ -370,9 +382,13 @@ class FirstRunner:
         removed, preempted = [], []
         for index, (request, output) in enumerate(self._batch):
             is_preempted = not request.has_ended and self._dice.random() < 0.1
+            if not is_preempted and self._dice.random() < 0.03:
+                request.is_aborted = True
+                self.num_aborted += 1
             if is_preempted:  # resumed with the same list, or with an equal one
+                self._show()
                 preempted.append((request, output if self._dice.random() < 0.5 else list(output)))
-            if is_preempted or request.has_ended:
+            if is_preempted or request.has_ended or request.is_aborted:
                 removed.append(index)
                 rows.append(None)
             else:
@@ -433,9 +449,17 @@ class FirstRunner:
                 for (request, _), chunk in zip(self._batch, is_chunk, strict=True)
             ]
         )
+        self._show()
         self.indexed.apply(logits)
         for (request, output), chunk, row in zip(self._batch, is_chunk, logits, strict=True):
             if not chunk:
                 token_id = sampled(row)
-                output.append(token_id)
+                output.append(-1 if self._is_async else token_id)
+                self._unshown.append((output, token_id))
                 request.take(token_id, row)
+
+    def _show(self) -> None:
+        """As vLLM's ``update_async_output_token_ids``, in place."""
+        for output, token_id in self._unshown:
+            output[-1] = token_id
+        self._unshown.clear()
