@@ -13,7 +13,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "kv_cache_memory": (*_EMBEDDED, *_VLLM),
     "step_timeout_s": (*_EMBEDDED, *_VLLM),
     "engine_args": _VLLM,
-    **dict.fromkeys(("history", "processor_errors"), _TRTLLM),
+    **dict.fromkeys(("history", "processor_errors", "override_engine_args"), _TRTLLM),
     **dict.fromkeys(
         (
             *("numerics", "kernels", "quantization", "activation_dtype", "kv_cache_dtype"),
@@ -51,6 +51,7 @@ _ONLY_DYNAMO = (
     "event_plane",
     "dyn_tool_call_parser",
     "dyn_reasoning_parser",
+    "dyn_default_thinking_mode",
 )
 _ONLY_NATS = (
     "nats_url",

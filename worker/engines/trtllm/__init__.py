@@ -1,6 +1,7 @@
 """TensorRT-LLM's LLM API as an engine. Imports without TensorRT-LLM; `TrtllmEngine.start` needs it.
 
-`settings.py` makes the arguments of ``LLM``, of which `llm_options.py` has a row each;
+`settings.py` makes the arguments of ``LLM``, of which `llm_options.py` has a row each, from the
+worker's options and those of `given.py`;
 `capabilities.py` inspects the installed package, `probes.py` the behaviour of the loaded engine by
 `probe_requests.py`, `description.py` its sizes; `params.py` turns a request into native parameters
 and one callable, and `submission.py` into the arguments beside them; `request_table.py` has the

@@ -80,6 +80,8 @@ class TrtllmEngine:
         if self._info is not None:
             raise StartupError("the TensorRT-LLM engine was started twice")
         self._loop = asyncio.get_running_loop()
+        for note in self.config.notes:
+            logger.warning("%s", note)
         package = self._package = read_package()
         context_length, eos_token_ids = checkpoint_facts(self.config.model_path)
         arguments = self.config.llm_arguments(package.llm_fields, package.version, context_length)
