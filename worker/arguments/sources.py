@@ -120,7 +120,9 @@ def _from_command_line(rows: Sequence[Row], argv: Sequence[str], engine: str) ->
 
 
 def _parser(options: Sequence[Option], rows: Sequence[Row]) -> StrictParser:
-    others = sorted(each for row in rows for each in row.flags if isinstance(row.meaning, ToOption) and each not in _FLAGS)
+    others = sorted(
+        each for row in rows for each in row.flags if isinstance(row.meaning, ToOption) and each not in _FLAGS
+    )
     parser = StrictParser(
         prog="python -m worker",
         description="Serve a model through NVIDIA Dynamo, or over NATS.",

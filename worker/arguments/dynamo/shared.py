@@ -58,8 +58,12 @@ SHARED: tuple[Row, ...] = (
         },
         "values",
     ),
-    *off("DYN_", "forward-pass metrics for the planner are not published; docs/metrics.md has the others", "--fpm-trace"),
-    *off("DYN_", "tool_choice none is the front door's, which writes the prompt", "--exclude-tools-when-tool-choice-none"),
+    *off(
+        "DYN_", "forward-pass metrics for the planner are not published; docs/metrics.md has the others", "--fpm-trace"
+    ),
+    *off(
+        "DYN_", "tool_choice none is the front door's, which writes the prompt", "--exclude-tools-when-tool-choice-none"
+    ),
     Row(("--dyn-enable-structural-tag",), ("DYN_ENABLE_STRUCTURAL_TAG",), Only(("false",), _CALLS), "switch"),
     Row((_TAG,), ("DYN_STRUCTURAL_TAG",), Only(("false", "0", "no", "off"), _CALLS)),
     *(

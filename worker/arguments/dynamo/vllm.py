@@ -51,9 +51,7 @@ VLLM: tuple[Row, ...] = (
         BENCHMARKS,
         *("--benchmark-randomize-kda-state", "--benchmark-hybrid-live-state", "--benchmark-collect-imbalanced"),
     ),
-    *(
-        Row((), (PREFIX + name,), NoEffect(FRONTEND)) for name in ("STREAM_INTERVAL", "SKIP_REQUEST_VALIDATION")
-    ),
+    *(Row((), (PREFIX + name,), NoEffect(FRONTEND)) for name in ("STREAM_INTERVAL", "SKIP_REQUEST_VALIDATION")),
     *(
         Row((), (PREFIX + name,), Only((), ENCODER))
         for name in (

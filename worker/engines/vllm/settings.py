@@ -1,4 +1,6 @@
-"""Arguments of vLLM's ``AsyncEngineArgs``: from the worker's options and ``--engine-args``."""
+"""Arguments of vLLM's ``AsyncEngineArgs``: from the worker's options, vLLM's own flags and
+``--engine-args``.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from worker.arguments import OPTIONS, Arguments, load_yaml
+from worker.engines.vllm.flags import read_flags
 from worker.errors import ConfigurationError, StartupError
 from worker.sampling.params import MAX_LOGPROBS
 
@@ -60,6 +63,7 @@ REFUSED = {
     "worker_extension_cls": "failures and receipts of logits processors come through the worker's own",
     "model": "it is --model-path",
     "model_weights": "it is --model-path",
+    "revision": "it is the worker's --revision",
     "served_model_name": "it is --served-model-name",
     "tokenizer": "the tokenizer is the checkpoint's own",
     "tokenizer_mode": "the tokenizer is the checkpoint's own",
@@ -93,7 +97,7 @@ REFUSED = {
     "enable_prompt_embeds": _ANSWERS,
     "trust_remote_code": "code in a checkpoint is never run",
 }
-"""Arguments that ``--engine-args`` may not give, with the reason."""
+"""Arguments that neither flags of vLLM nor ``--engine-args`` may give, with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,17 +150,25 @@ def config_from(arguments: Arguments) -> VllmConfig:
     Raises:
         ConfigurationError: they contradict each other, or an argument may not be given.
     """
+    flags = read_flags(arguments.engine_flags)
     options = _given(arguments.engine_args)
     for name, reason in REFUSED.items():
-        if name in options:
-            raise ConfigurationError(f"{FLAG}: {name}: cannot be given: {reason}")
+        if name in options or name in flags:
+            shown = f"{FLAG}: {name}" if name in options else f"--{name.replace('_', '-')}"
+            raise ConfigurationError(f"{shown}: cannot be given: {reason}")
+    for name, value in flags.items():
+        if options.setdefault(name, value) != value:
+            flag = f"--{name.replace('_', '-')}"
+            problem = f"{flag} says {value}, but {FLAG} says {name}: {options[name]}; give it in one place"
+            raise ConfigurationError(problem)
     for name, option in FROM_OPTIONS.items():
         if option not in arguments.given or (name == "dtype" and arguments.dtype == "auto"):
             continue
         value = getattr(arguments, option)
         if options.setdefault(name, value) != value:
             flag = next(each.flag for each in OPTIONS if each.name == option)
-            problem = f"{flag} asks for {name}: {value}, but {FLAG} says {options[name]}; give it in one place"
+            other = f"--{name.replace('_', '-')}" if name in flags else FLAG
+            problem = f"{flag} asks for {name}: {value}, but {other} says {options[name]}; give it in one place"
             raise ConfigurationError(problem)
     return VllmConfig(
         model_path=arguments.model_path,
