@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on loopback, with the models of a directory: what huggingface_hub asks of one to download a model."""
+"""A Hugging Face Hub on loopback: the part of one that huggingface_hub asks to download a model."""
 
 from __future__ import annotations
 

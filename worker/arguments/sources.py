@@ -32,7 +32,7 @@ _KUBERNETES_SERVICE = re.compile(r"WORKER_(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_
 def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Arguments:
     """Read the options: the command line wins over the environment, both over the defaults.
 
-    Options and variables of Dynamo's own workers count as this worker's (`worker.arguments.dynamo`).
+    Options and variables of Dynamo's own workers count, too (`worker.arguments.dynamo`).
     A YAML file given with ``--extra-engine-args`` may not contradict either of them.
 
     Raises:
@@ -120,13 +120,12 @@ def _from_command_line(rows: Sequence[Row], argv: Sequence[str], engine: str) ->
 
 
 def _parser(options: Sequence[Option], rows: Sequence[Row]) -> StrictParser:
-    others = sorted(
-        each for row in rows for each in row.flags if isinstance(row.meaning, ToOption) and each not in _FLAGS
-    )
+    aliases = [each for row in rows if isinstance(row.meaning, ToOption) for each in row.flags]
+    others = ", ".join(sorted(set(aliases) - _FLAGS))
     parser = StrictParser(
         prog="python -m worker",
         description="Serve a model through NVIDIA Dynamo, or over NATS.",
-        epilog=f"Names of Dynamo's own workers count too: {', '.join(others)} and more (docs/migrating/dynamo-options.md). "
+        epilog=f"Names of Dynamo's own workers count, too: {others} and more (docs/migrating/). "
         "With --engine vllm, so do vLLM's own flags.",
         allow_abbrev=False,
     )

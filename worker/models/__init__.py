@@ -3,9 +3,9 @@
 `gguf_file` reads a GGUF file's header and tensors; `architectures`, `gguf_weights` and `tokenizer`
 turn them into Hugging Face's configuration, weights and tokenizer; `checkpoint` writes and caches
 the result, `default_model` fetches the model that the launch scripts serve unless another is named,
-`hub` those of the Hugging Face Hub, and `named` finds those two by a name. `model_types` is the register of architectures. `config_json`,
-`geometry` and `weight_files` are the gate that a checkpoint passes. Imported without torch; nothing
-here knows an engine.
+`named` finds models by a name, and `hub` those of the Hugging Face Hub by their ids. `model_types`
+is the register of architectures. `config_json`, `geometry` and `weight_files` are the gate that a
+checkpoint passes. Imported without torch; nothing here knows an engine.
 """
 
 from worker.models.checkpoint import convert_gguf, find_gguf, model_cache

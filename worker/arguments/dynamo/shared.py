@@ -62,7 +62,9 @@ SHARED: tuple[Row, ...] = (
         "DYN_", "forward-pass metrics for the planner are not published; docs/metrics.md has the others", "--fpm-trace"
     ),
     *off(
-        "DYN_", "tool_choice none is the front door's, which writes the prompt", "--exclude-tools-when-tool-choice-none"
+        "DYN_",
+        "the front door sends tool_choice none where it parses calls itself, and their tools stay in the prompt",
+        "--exclude-tools-when-tool-choice-none",
     ),
     Row(("--dyn-enable-structural-tag",), ("DYN_ENABLE_STRUCTURAL_TAG",), Only(("false",), _CALLS), "switch"),
     Row((_TAG,), ("DYN_STRUCTURAL_TAG",), Only(("false", "0", "no", "off"), _CALLS)),

@@ -2,8 +2,9 @@
 
 An argument is the worker's own (a flag sets it, and the file may repeat it), *needed* (it must have
 the value that exact logits processors need, or gives way to it), or *passed* on as it is. One
-without a row is refused: a version's new argument may change tokens without a word, as ``generation_config`` did. Read in
-TensorRT-LLM's ``llmapi/llm_args.py``; `tests/contracts/trtllm.json` says which commit.
+without a row is refused: a version's new argument may change tokens without a word, as
+``generation_config`` did. Read in TensorRT-LLM's ``llmapi/llm_args.py``;
+`tests/contracts/trtllm.json` says which commit.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from worker.errors import ConfigurationError
 
 
 def read_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """Arguments of ``AsyncEngineArgs`` that flags give, by name, as the installed version reads them.
+    """Arguments of ``AsyncEngineArgs`` that flags give, by name, as the installed version reads
+    them.
 
     Args:
         argv: What of the command line is none of the worker's own options.
