@@ -10,7 +10,7 @@ from worker.arguments.dynamo.row import ByVariable, Only, Row, ToOption, off, re
 
 TEXT_ONLY = "this worker serves text alone"
 _CALLS = "the front door holds calls to their tools (docs/front-door.md)"
-_ROUTER = "routing is the frontend's: give it to python -m dynamo.frontend"
+_ROUTER = "routing is the frontend's: give it to dynamo.frontend"
 _TAG = "--dyn-structural-tag"
 
 

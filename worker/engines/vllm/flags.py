@@ -29,15 +29,16 @@ def read_flags(argv: Sequence[str]) -> dict[str, Any]:
     package.engine_args.add_cli_args(parser, async_args_only=False)
     for action in parser._actions:
         action.default = argparse.SUPPRESS  # only what is given
-    return vars(parser.parse_args(list(argv)))
+    found: dict[str, Any] = vars(parser.parse_args(list(argv)))
+    return found
 
 
 def _parser() -> Any:
     """vLLM's parser, whose errors are `ConfigurationError`."""
-    base = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
+    base: Any = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
 
-    class Parser(base):  # type: ignore[misc]  # the base is known where vLLM is installed
+    class Parser(base):  # type: ignore[misc]  # vLLM may be missing here
         def error(self, message: str) -> Any:
-            raise ConfigurationError(f"{message} (of the worker, or of vLLM)")
+            raise ConfigurationError(f"{' '.join(message.split())} (of the worker, or of vLLM)")
 
     return Parser(prog="python -m worker", add_help=False, allow_abbrev=False)
