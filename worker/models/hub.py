@@ -33,7 +33,7 @@ def hub_checkpoint(name: str, revision: str | None, say: Say, *, has_weights: bo
     """The directory of a checkpoint. The network is asked only if the cache lacks a file.
 
     Args:
-        name: Its id; see `is_hub_id`.
+        name: Id of the model; see `is_hub_id`.
         revision: Branch, tag or commit; None is ``main``.
         say: Takes lines about the progress.
         has_weights: Whether the weights are wanted, beside configuration and tokenizer.

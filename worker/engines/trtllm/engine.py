@@ -12,6 +12,7 @@ from typing import Any
 from adapters.trtllm import ChainAdapter, Step
 from adapters.trtllm.side_channel import SideChannel
 from worker.engines import EngineInfo, EngineRequest, KeepKv, KvEventSink, KvPart, LocalPrefill, ReadKv, TokenDelta
+from worker.engines.daemon_threads import in_daemon_thread
 from worker.engines.refusals import check_prompt, check_queue
 from worker.engines.trtllm import disaggregated_params
 from worker.engines.trtllm.cache_reports import EventRelay
@@ -129,9 +130,10 @@ class TrtllmEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
         llm, self._llm = self._llm, None
         if llm is not None:
+            ending = in_daemon_thread("trtllm-shutdown", llm.shutdown)  # a dead executor may hold it for ever
             try:
-                await asyncio.wait_for(asyncio.to_thread(llm.shutdown), SHUTDOWN_S)
-            except TimeoutError:  # a dead executor may block it forever
+                await asyncio.wait_for(asyncio.wrap_future(ending), SHUTDOWN_S)
+            except TimeoutError:
                 logger.warning("TensorRT-LLM did not shut down within %g s", SHUTDOWN_S)
         self._channel.close()
 

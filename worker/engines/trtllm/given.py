@@ -41,7 +41,7 @@ class GivenArguments:
         return given
 
     def source(self, *path: str) -> str:
-        """Where the value at ``path`` came from, or else one in it, or around it."""
+        """Source of the value at ``path``, or else of one in it, or around it."""
         for known, source in reversed(self._sources.items()):
             if known[: len(path)] == path or path[: len(known)] == known:
                 return source

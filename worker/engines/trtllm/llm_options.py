@@ -214,8 +214,8 @@ class Split(NamedTuple):
     """Arguments that were given, sorted by their rows.
 
     Attributes:
-        kept: Those that the worker has to set or pass on.
-        notes: What gave way to the worker's own value, a line each.
+        kept: Arguments that the worker has to set or pass on.
+        notes: A line for each that gave way to the worker's own value.
         refused: Name and problem of the first that is refused, None if none is.
     """
 

@@ -42,7 +42,7 @@ class TrtllmConfig:
             prompt, for decode workers to fetch it.
         canary_interval_s: Seconds without a response after which a canary is sent.
         canary_timeout_s: Timeout of the canary.
-        notes: What of the given arguments is not followed, a line each.
+        notes: A line for each given argument that is not followed.
     """
 
     model_path: str

@@ -16,7 +16,7 @@ def read_flags(argv: Sequence[str]) -> dict[str, Any]:
     them.
 
     Args:
-        argv: What of the command line is none of the worker's own options.
+        argv: Arguments of the command line that are none of the worker's own options.
 
     Raises:
         ConfigurationError: a flag is unknown or malformed.

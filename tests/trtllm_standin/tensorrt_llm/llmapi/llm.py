@@ -166,6 +166,7 @@ class _NewLLM:
 
     def shutdown(self) -> None:
         """Ends the executor. Idempotent."""
+        time.sleep(SWITCHES.shutdown_blocks_s)
         if self._down and self._process.poll() is not None:
             return
         self._down = True
