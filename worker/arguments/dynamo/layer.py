@@ -17,7 +17,7 @@ class Setting:
 
     Attributes:
         path: Names of the argument, and of the keys in it.
-        value: Its value.
+        value: Value of the argument.
         source: Flag or variable that gave it.
     """
 
@@ -27,7 +27,7 @@ class Setting:
 
 
 class Layer:
-    """What the command line says, or what the environment says.
+    """Values that the command line gives, or the environment.
 
     Args:
         options: Every option of this worker, by name.

@@ -77,10 +77,10 @@ class Row:
     """One option of a Dynamo worker.
 
     Attributes:
-        flags: Its spellings, the newest first; none for a variable without a flag.
-        env: Its variables.
+        flags: Spellings of the option, the newest first; none for a variable without a flag.
+        env: Variables of the option.
         meaning: The option's meaning here.
-        takes: What follows a flag.
+        takes: Number of values behind a flag.
     """
 
     flags: tuple[str, ...]
@@ -141,8 +141,8 @@ def rows(prefix: str, meanings: Mapping[str, Meaning], takes: Takes = "value") -
 
     Args:
         prefix: Beginning of the variables, such as ``DYN_TRTLLM_``.
-        meanings: By flag.
-        takes: What follows each.
+        meanings: Meanings of the options, by flag.
+        takes: Number of values behind each flag.
     """
     for flag, meaning in meanings.items():
         name = flag.removeprefix("--").replace("-", "_").upper()

@@ -25,7 +25,7 @@ class GivenArguments:
 
     @classmethod
     def of(cls, arguments: Arguments) -> GivenArguments:
-        """What the worker's options say.
+        """The arguments in the worker's options.
 
         Raises:
             ConfigurationError: a file or a text cannot be read, or a value has two sources.
