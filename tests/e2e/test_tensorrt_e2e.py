@@ -160,7 +160,7 @@ def test_a_deployment_of_dynamos_worker_is_taken_over(stack: Stack, tmp_path: Pa
             "--extra-engine-args",
             str(path),
             "--override-engine-args",
-            '{"max_beam_width": 1, "enable_iter_req_stats": true}',
+            '{"max_beam_width": 1, "return_perf_metrics": true}',
         ),
         DYN_TRTLLM_MAX_BATCH_SIZE="16",
         DYN_TRTLLM_TENSOR_PARALLEL_SIZE="1",
@@ -170,6 +170,7 @@ def test_a_deployment_of_dynamos_worker_is_taken_over(stack: Stack, tmp_path: Pa
     assert status == 200, reply
     assert reply["choices"][0]["message"]["content"].startswith("Hello world!")
     assert "disable_overlap_scheduler: false gives way to true" in worker.log
+    assert worker.metric("trtllm_request_success_total", engine_type="trtllm") == 1
 
 
 STARTUP: dict[str, tuple[list[str], int, str]] = {

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from adapters.chain import ProcessorFailed, Receipt
 from worker.engines.request import NO_HINTS, EngineRequest, KeepKv, KvPart, LocalPrefill, ReadKv, RequestHints
 
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
 __all__ = [
     "BATCH_SIZES",
     "NO_HINTS",
+    "Collecting",
     "EngineInfo",
     "EngineLoad",
     "EngineRequest",
@@ -292,3 +296,11 @@ class Measured(Protocol):
 
     def load(self) -> EngineLoad:
         """The load now; may be called by any thread."""
+
+
+@runtime_checkable
+class Collecting(Protocol):
+    """An engine whose library has metrics of its own, beside the worker's."""
+
+    def collect(self) -> Iterable[Metric]:
+        """The library's metrics of now, under its names; `prometheus_client` calls it."""

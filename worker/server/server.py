@@ -13,6 +13,7 @@ from worker.arguments import Arguments
 from worker.disaggregation.seal import Seal
 from worker.disaggregation.serving import DisaggregatedServing, TransferMetrics
 from worker.engines import (
+    Collecting,
     EngineInfo,
     KeepsAlive,
     Measured,
@@ -299,6 +300,8 @@ def _publish_engine(
     metrics.describe_engine(info)
     if isinstance(engine, Measured):
         LoadMetrics(engine, info, metrics.registry)
+    if isinstance(engine, Collecting):
+        metrics.registry.register(engine)
     if disaggregation.role != "aggregated":
         TransferMetrics(engine, disaggregation, metrics.registry)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from itertools import count
 from typing import Any
+
+from prometheus_client import Metric
 
 from adapters.trtllm import ChainAdapter, Step
 from adapters.trtllm.side_channel import SideChannel
@@ -20,6 +22,7 @@ from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.description import ModelSizes, describe
 from worker.engines.trtllm.health import Watch, own_check, submission_error
+from worker.engines.trtllm.library_metrics import LibraryMetrics, collected
 from worker.engines.trtllm.output_reader import OutputReader
 from worker.engines.trtllm.params import NativeRequest, Served, callable_of, native_request
 from worker.engines.trtllm.probe_requests import PROBE, ProbeRequests
@@ -105,6 +108,7 @@ class TrtllmEngine:
         )
         sizes = ModelSizes(calls.vocab_size, context_length, eos_token_ids)
         self._info = await describe(self._llm, package.version, sizes, self.config.max_num_seqs)
+        metrics = LibraryMetrics.load(self.config.served_model_name)
         watch = Watch(
             own_check(self._llm),
             probes.send_canary,
@@ -113,8 +117,8 @@ class TrtllmEngine:
             self.config.canary_timeout_s,
             self._break,
         )
-        self._reader = OutputReader(package, self._channel, watch, self._requests, self._break)
-        self._reports = ExecutorReports(self._llm)
+        self._reader = OutputReader(package, self._channel, watch, self._requests, self._break, metrics)
+        self._reports = ExecutorReports(self._llm, metrics)
         self._tasks = [asyncio.create_task(watch.run()), asyncio.create_task(self._reports.poll_load())]
         if self.config.role != "aggregated":
             logger.warning("NVIDIA does not support logits processors with disaggregated serving: docs/tensorrt-llm.md")
@@ -330,3 +334,7 @@ class TrtllmEngine:
     def honoured(self) -> list[str]:
         """Controls that this version honours exactly; the others run as processors."""
         return sorted(self._served.honoured) if self._served is not None else []
+
+    def collect(self) -> Iterable[Metric]:
+        """TensorRT-LLM's own metrics of now; `prometheus_client` calls it."""
+        return collected()

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
+from worker.engines.trtllm.library_metrics import LibraryMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -26,19 +27,23 @@ class ExecutorReports:
 
     Args:
         llm: The library's ``LLM``.
+        metrics: TensorRT-LLM's own metrics, None if the version has none.
 
     Attributes:
         on_load: Called with used and total KV blocks whenever the executor reports them.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, metrics: LibraryMetrics | None = None) -> None:
         self._llm = llm
+        self._metrics = metrics
         self.on_load: Callable[[int, int], None] | None = None
 
     async def poll_load(self) -> None:
         """Forward the executor's statistics to `on_load`."""
 
         def take(record: Mapping[str, Any]) -> None:
+            if self._metrics is not None:
+                self._metrics.note_statistics(record)
             found = kv_blocks(record)
             if found is not None and self.on_load is not None:
                 self.on_load(*found)

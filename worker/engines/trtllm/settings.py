@@ -43,6 +43,7 @@ class TrtllmConfig:
         canary_interval_s: Seconds without a response after which a canary is sent.
         canary_timeout_s: Timeout of the canary.
         notes: A line for each given argument that is not followed.
+        served_model_name: Name that clients ask for, a label of TensorRT-LLM's own metrics.
     """
 
     model_path: str
@@ -57,6 +58,7 @@ class TrtllmConfig:
     canary_interval_s: float = 10.0
     canary_timeout_s: float = 60.0
     notes: tuple[str, ...] = ()
+    served_model_name: str = ""
 
     def llm_arguments(self, known: Collection[str], version: str, context_length: int | None = None) -> dict[str, Any]:
         """Arguments for the installed version.
@@ -124,6 +126,7 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
         role=role,
         kv_lease_s=arguments.kv_lease_s,
         notes=sorted_.notes,
+        served_model_name=arguments.served_model_name,
     )
 
 
