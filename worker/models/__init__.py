@@ -5,7 +5,8 @@ turn them into Hugging Face's configuration, weights and tokenizer; `checkpoint`
 the result, `default_model` fetches the model that the launch scripts serve unless another is named,
 `named` finds models by a name, and `hub` those of the Hugging Face Hub by their ids. `model_types`
 is the register of architectures. `config_json`, `geometry` and `weight_files` are the gate that a
-checkpoint passes. Imported without torch; nothing here knows an engine.
+checkpoint passes, and `json_files` looks for code in it. Imported without torch; nothing here knows
+an engine.
 """
 
 from worker.models.checkpoint import convert_gguf, find_gguf, model_cache

@@ -4,7 +4,6 @@ own names.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from worker.arguments import OPTIONS, Arguments
 from worker.engines.trtllm import llm_options
 from worker.engines.trtllm.given import GivenArguments
 from worker.errors import ConfigurationError, StartupError
+from worker.models.json_files import has_code, read_json_file
 
 Role = Literal["aggregated", "prefill", "decode"]
 
@@ -94,8 +94,8 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
     # a context-only request takes one step, so there is nothing to overlap; versions of 2025 refuse
     # overlap
     overlaps = arguments.history == "lagged" and role != "prefill"
-    has_code = _has_code(arguments.model_path)
-    rows = llm_options.needed(model_path=arguments.model_path, overlaps=overlaps, has_code=has_code)
+    needs_trust = has_code(arguments.model_path)
+    rows = llm_options.needed(model_path=arguments.model_path, overlaps=overlaps, has_code=needs_trust)
     given = GivenArguments.of(arguments)
     sorted_ = llm_options.split(given.values, rows)
     if sorted_.refused is not None:
@@ -215,28 +215,10 @@ def checkpoint_facts(model_path: str) -> tuple[int | None, tuple[int, ...]]:
     Raises:
         StartupError: a file cannot be read.
     """
-    config = _read_json(Path(model_path) / "config.json")
+    config = read_json_file(Path(model_path) / "config.json")
     text = config.get("text_config", config)
     length = text.get("max_position_embeddings")
-    generation = _read_json(Path(model_path) / "generation_config.json")
+    generation = read_json_file(Path(model_path) / "generation_config.json")
     found = generation.get("eos_token_id", text.get("eos_token_id"))
     ends = [] if found is None else found if isinstance(found, list) else [found]
     return length, tuple(int(token) for token in ends)
-
-
-def _has_code(model_path: str) -> bool:
-    """Whether the checkpoint names code of its own, for its model or its tokenizer."""
-    files = ("config.json", "tokenizer_config.json")
-    return any("auto_map" in _read_json(Path(model_path) / name) for name in files)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StartupError(f"--model-path: cannot read {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise StartupError(f"--model-path: {path} does not hold a JSON object")
-    return content

@@ -16,6 +16,7 @@ from typing import Any
 from worker.arguments import OPTIONS, Arguments, load_yaml
 from worker.engines.vllm.flags import read_flags
 from worker.errors import ConfigurationError, StartupError
+from worker.models.json_files import has_code
 from worker.sampling.params import MAX_LOGPROBS
 
 FLAG = "--engine-args"
@@ -56,6 +57,7 @@ _SPECULATION = "vLLM does not call this interface of logits processors with draf
 _DISAGGREGATION = "this engine has no disaggregated roles"
 _ONE_ENGINE = "a worker drives one engine; start several workers behind the router"
 _CONTROLS = "it changes tokens behind the request's own controls"
+_TRUST = "trust_remote_code"
 _ANSWERS = "this worker generates answers from token ids"
 
 REFUSED = {
@@ -95,7 +97,7 @@ REFUSED = {
     "convert": _ANSWERS,
     "pooler_config": _ANSWERS,
     "enable_prompt_embeds": _ANSWERS,
-    "trust_remote_code": "code in a checkpoint is never run",
+    _TRUST: "code in a checkpoint is never run",
 }
 """Arguments that neither flags of vLLM nor ``--engine-args`` may give, with the reason."""
 
@@ -152,6 +154,9 @@ def config_from(arguments: Arguments) -> VllmConfig:
     """
     flags = read_flags(arguments.engine_flags)
     options = _given(arguments.engine_args)
+    for given in (flags, options):
+        if not given.get(_TRUST) or not has_code(arguments.model_path):
+            given.pop(_TRUST, None)  # a checkpoint without code needs no trust
     for name, reason in REFUSED.items():
         if name in options or name in flags:
             shown = f"{FLAG}: {name}" if name in options else f"--{name.replace('_', '-')}"
