@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import sys
@@ -15,7 +14,7 @@ import yaml
 
 from worker import __version__
 from worker.arguments.contradictions import refuse_contradictions
-from worker.arguments.dynamo import PREFIXES, Layer, Row, Setting, rows_for
+from worker.arguments.dynamo import PREFIXES, Layer, Row, rows_for, take_dotted
 from worker.arguments.dynamo.row import ByVariable, ToOption, negation
 from worker.arguments.option import Option, StrictParser, from_environment
 from worker.arguments.table import ENVIRONMENT_PREFIX, OPTIONS, Arguments
@@ -73,9 +72,13 @@ def _from_environment(rows: Sequence[Row], environ: Mapping[str, str], engine: s
         row = known.get(variable)
         if row is not None and not isinstance(row.meaning, ByVariable):
             layer.add_row(row, environ[variable], variable)
-        elif row is None and environ[variable]:
+        elif row is None and environ[variable] and not _OF_KUBERNETES.search(f"{variable}={environ[variable]}"):
             _refuse_variable(variable, engine)
     return layer
+
+
+_OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?=|_PORT(_\d+_\w+)?=(\w+://|\d|tcp|udp|sctp)")
+"""Variables in which Kubernetes describes a Service whose name begins as those of Dynamo do."""
 
 
 def _refuse_variable(name: str, engine: str) -> None:
@@ -113,7 +116,7 @@ def _from_command_line(rows: Sequence[Row], argv: Sequence[str], engine: str) ->
         for flag, text in getattr(texts, row.name, None) or ():
             layer.add_row(row, text, flag)
     if engine == "trtllm":
-        rest = _take_dotted(rest, layer)
+        rest = take_dotted(rest, layer)
     if rest and engine != "vllm":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return layer, rest
@@ -157,38 +160,6 @@ class _Spelled(argparse.Action):
             values = "false" if negation(flag) else "true"
         text = values if isinstance(values, str) else ",".join(values)
         setattr(namespace, self.dest, [*(getattr(namespace, self.dest) or ()), (flag, text)])
-
-
-_DOTTED = "--trtllm."
-"""Beginning of flags that name an argument of TensorRT-LLM, and of keys in it."""
-
-
-def _take_dotted(rest: Sequence[str], layer: Layer) -> list[str]:
-    """Takes flags such as ``--trtllm.kv_cache_config.max_tokens 8192``; the other arguments."""
-    left, waiting = [], list(rest)
-    while waiting:
-        flag = waiting.pop(0)
-        if not flag.startswith(_DOTTED):
-            left.append(flag)
-            continue
-        if not waiting or waiting[0].startswith("--"):
-            raise ConfigurationError(f"argument {flag}: expected one argument")
-        path = tuple(flag.removeprefix(_DOTTED).split("."))
-        if not all(path):
-            raise ConfigurationError(f"{flag}: must name an argument, and keys in it, separated by dots")
-        layer.add_setting(Setting(path, _scalar(waiting.pop(0)), flag))
-    return left
-
-
-def _scalar(text: str) -> Any:
-    """The value that Dynamo reads in a text: a word, a number, or the text."""
-    words = {"none": None, "null": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return text
 
 
 class _UniqueKeys(yaml.SafeLoader):
