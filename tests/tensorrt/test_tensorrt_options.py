@@ -10,19 +10,12 @@ from typing import Any
 import pytest
 import yaml
 from stand_in import running
+from trtllm_files import configured
 
-from worker.arguments import parse_arguments
-from worker.engines.trtllm import TrtllmEngine, config_from
+from worker.engines.trtllm import TrtllmEngine
 from worker.engines.trtllm.llm_options import NEEDED, OWN, PASSED
-from worker.engines.trtllm.settings import EVENT_BUFFER, TrtllmConfig
+from worker.engines.trtllm.settings import EVENT_BUFFER
 from worker.errors import ConfigurationError, StartupError
-
-
-def configured(tmp_path: Path, text: str = "", *argv: str, model_path: str = "/m") -> TrtllmConfig:
-    path = tmp_path / "extra.yaml"
-    path.write_text(text)
-    arguments = ["--model-path", model_path, "--engine", "trtllm", "--extra-engine-args", str(path), *argv]
-    return config_from(parse_arguments(arguments, {}))
 
 
 def test_settings_by_default(tmp_path: Path) -> None:
@@ -103,91 +96,6 @@ def test_what_a_version_lacks(tmp_path: Path) -> None:
     for lacking in ("print_iter_log", "disable_overlap_scheduler"):
         with pytest.raises(StartupError, match=f"has no argument '{lacking}'"):
             config.llm_arguments(known - {lacking}, "x")
-
-
-# Engine configurations of Dynamo: examples/backends/trtllm/engine_configs @20bff1da, @b6f88b1f.
-
-_QWEN3 = {
-    "tensor_parallel_size": 1,
-    "moe_expert_parallel_size": 1,
-    "enable_attention_dp": False,
-    "max_num_tokens": 8192,
-    "trust_remote_code": True,
-    "backend": "pytorch",
-    "enable_chunked_prefill": True,
-    "kv_cache_config": {"free_gpu_memory_fraction": 0.5},
-    "cuda_graph_config": {"max_batch_size": 16},
-}
-_TRANSCEIVER = {"cache_transceiver_config": {"backend": "DEFAULT"}}
-_DEEPSEEK = {
-    "backend": "pytorch",
-    "tensor_parallel_size": 4,
-    "moe_expert_parallel_size": 4,
-    "pipeline_parallel_size": 1,
-    "max_seq_len": 8448,
-    "kv_cache_config": {"free_gpu_memory_fraction": 0.85, "dtype": "fp8"},
-    "print_iter_log": True,
-    "cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer": 16384},
-}
-_GEMMA3 = {
-    "tensor_parallel_size": 1,
-    "backend": "pytorch",
-    "disable_overlap_scheduler": True,
-    "kv_cache_config": {"max_attention_window": [512, 512, 512, 512, 512, 32768]},
-    "cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer": 16384},
-}
-STOCK: list[tuple[str, str, dict[str, Any], str | None]] = [
-    ("qwen3/agg", "aggregated", {**_QWEN3, "max_batch_size": 16}, None),
-    ("qwen3/prefill", "prefill", {**_QWEN3, **_TRANSCEIVER, "disable_overlap_scheduler": True}, None),
-    (
-        "qwen3/decode",
-        "decode",
-        {**_QWEN3, **_TRANSCEIVER, "disable_overlap_scheduler": False},
-        "disable_overlap_scheduler: must be true, got false: steps overlap with --history lagged alone",
-    ),
-    (
-        "deepseek-r1/prefill",
-        "prefill",
-        {**_DEEPSEEK, "enable_attention_dp": True, "disable_overlap_scheduler": True},
-        "enable_attention_dp: must be false, got true: its ranks have batches",
-    ),
-    (
-        "deepseek-r1/decode",
-        "decode",
-        {**_DEEPSEEK, "enable_attention_dp": False, "disable_overlap_scheduler": False},
-        "disable_overlap_scheduler: must be true",
-    ),
-    ("gemma3/vswa_prefill", "prefill", _GEMMA3, None),
-    ("beams", "aggregated", {"max_beam_width": 1}, None),
-]
-
-
-@pytest.mark.parametrize(("name", "role", "content", "problem"), STOCK, ids=[one[0] for one in STOCK])
-def test_nvidias_own_files(tmp_path: Path, name: str, role: str, content: dict[str, Any], problem: str | None) -> None:
-    def read() -> TrtllmConfig:
-        return configured(tmp_path, yaml.safe_dump(content), "--disaggregation-mode", role)
-
-    if problem is not None:
-        with pytest.raises(ConfigurationError, match=problem):
-            read()
-        return
-    options = read().options
-    assert not set(options) & set(NEEDED) - {"generation_config"}  # what is needed is what versions do anyway
-    for key in set(content) - set(NEEDED) - {"cache_transceiver_config", "kv_cache_config"}:
-        assert options[key] == content[key]
-    for key in ("cache_transceiver_config", "kv_cache_config"):
-        assert content.get(key, {}).items() <= (options.get(key) or {}).items()
-
-
-async def test_nvidias_file_on_the_stand_in(tmp_path: Path, model: Path) -> None:
-    """Every key of it is one of the library's, so a library that knows them takes what is left."""
-    path = tmp_path / "agg.yaml"
-    path.write_text(yaml.safe_dump({**_QWEN3, "max_batch_size": 16}))
-    async with running(model, "--extra-engine-args", str(path), "--max-num-seqs", "16") as served:
-        args = served._llm.args
-        assert (args.max_batch_size, args.max_num_tokens, args.trust_remote_code) == (16, 8192, False)
-        assert served._info is not None
-        assert served._info.max_num_seqs == 16
 
 
 @pytest.mark.parametrize("name", sorted(NEEDED))

@@ -93,7 +93,10 @@ READABLE = [option for option in OPTIONS if option.name != "extra_engine_args"] 
 def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -> None:
     text = example(option)
     model = [] if option.name == "model_path" else MODEL
-    trtllm = ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors")
+    trtllm = (
+        *("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors"),
+        "override_engine_args",
+    )
     extra = ["--max-num-batched-tokens", "4000"] if option.name == "max_num_seqs" else []
     extra += ["--engine", "trtllm"] if option.name in trtllm else []
     extra += ["--engine", "vllm"] if option.name in ("engine_args", "lora_modules") else []

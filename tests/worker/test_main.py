@@ -13,8 +13,9 @@ import pytest
 
 import worker.__main__ as program
 import worker.installation as checks
+import worker.models
 from worker.arguments import Arguments, parse_arguments
-from worker.build import Built, check_model
+from worker.build import Built, check_model, with_hub_model
 from worker.errors import ConfigurationError, StartupError
 from worker.runtimes.dynamo_engine import WorkerEngine
 
@@ -69,6 +70,23 @@ def test_models_that_are_none(tmp_path: Path) -> None:
     check()
     with pytest.raises(StartupError, match=r"--custom-jinja-template /nowhere\.jinja: no such file"):
         check("--custom-jinja-template", "/nowhere.jinja")
+
+
+def test_a_revision_is_of_an_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[object] = []
+
+    def download(name: str, revision: str | None, say: object) -> Path:
+        asked.append((name, revision))
+        return tmp_path
+
+    monkeypatch.setattr(worker.models, "hub_checkpoint", download)
+    with pytest.raises(ConfigurationError, match=r"--revision is of an id .*, but --model-path is /models/tiny"):
+        with_hub_model(arguments("--revision", "v1"))
+    made = with_hub_model(parse_arguments(["--model", "acme/m-1.5", "--revision", "v1"], {}))
+    assert (made.model_path, made.served_model_name) == (str(tmp_path), "acme/m-1.5")
+    named = with_hub_model(parse_arguments(["--model", "acme/m-1.5", "--served-model-name", "m"], {}))
+    assert named.served_model_name == "m"
+    assert asked == [("acme/m-1.5", "v1"), ("acme/m-1.5", None)]
 
 
 class Serving:

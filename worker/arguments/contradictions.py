@@ -15,7 +15,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "publish_forward_pass_metrics": (*_EMBEDDED, *_TRTLLM),
     "engine_args": _VLLM,
     "lora_modules": _VLLM,
-    **dict.fromkeys(("history", "processor_errors"), _TRTLLM),
+    **dict.fromkeys(("history", "processor_errors", "override_engine_args"), _TRTLLM),
     **dict.fromkeys(
         (
             *("numerics", "kernels", "quantization", "activation_dtype", "kv_cache_dtype"),
@@ -56,6 +56,7 @@ _ONLY_DYNAMO = (
     "publish_forward_pass_metrics",
     "dyn_tool_call_parser",
     "dyn_reasoning_parser",
+    "dyn_default_thinking_mode",
 )
 _ONLY_NATS = (
     "nats_url",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from worker.arguments.dynamo.layer import Setting
 from worker.arguments.option import Option, option, options_of
 from worker.arguments.values import (
     comma_list,
@@ -33,9 +34,14 @@ class Arguments:
     """
 
     model_path: str = option(
-        None, "Directory of the Hugging Face checkpoint to serve, or a GGUF file (docs/models.md). Required."
+        None,
+        "Directory of the Hugging Face checkpoint to serve, its id on the Hugging Face Hub, or a GGUF file "
+        "(docs/models.md). Required.",
     )
-    served_model_name: str = option(None, "Name that clients ask for. Default: last part of the model path.")
+    revision: str | None = option(None, "Branch, tag or commit of a model that is named by its id. Default: main.")
+    served_model_name: str = option(
+        None, "Name that clients ask for. Default: last part of the model path, or the model's id."
+    )
     runtime: str = option("dynamo", "Runtime that delivers requests (docs/nats.md).", choices=("dynamo", "nats"))
     engine: str = option("embedded", "Engine that decodes.", choices=("embedded", "trtllm", "vllm"))
     device: str = option(
@@ -174,6 +180,9 @@ class Arguments:
     extra_engine_args: str | None = option(
         None, "YAML file of engine options, keyed by option name; with TensorRT-LLM by the names of its LLM arguments."
     )
+    override_engine_args: str | None = option(
+        None, "With TensorRT-LLM: JSON object of LLM arguments that wins over the file of --extra-engine-args."
+    )
     engine_args: str | None = option(
         None, "With vLLM: arguments of its AsyncEngineArgs, a JSON object or a YAML or JSON file (docs/vllm.md)."
     )
@@ -309,6 +318,12 @@ class Arguments:
     dyn_reasoning_parser: str | None = option(
         None, "Reasoning parser that the frontend applies.", env="DYN_REASONING_PARSER"
     )
+    dyn_default_thinking_mode: str | None = option(
+        None,
+        "Whether chat templates think unless a request says so; the template's own default when unset.",
+        env="DYN_DEFAULT_THINKING_MODE",
+        choices=("enabled", "disabled"),
+    )
     custom_jinja_template: str | None = option(
         None, "Chat template file that replaces the model's own.", env="DYN_CUSTOM_JINJA_TEMPLATE"
     )
@@ -353,6 +368,10 @@ class Arguments:
         0, "With --runtime nats: port of /metrics, /live and /health; 0 serves none.", parse=not_negative
     )
     metrics_host: str = option("127.0.0.1", "Address of --metrics-port.")
+    engine_settings: tuple[Setting, ...] = ()
+    """Arguments of TensorRT-LLM's ``LLM`` from flags and variables of Dynamo's worker."""
+    engine_flags: tuple[str, ...] = ()
+    """Arguments of the command line that are left for vLLM's own parser."""
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
     """Names of the options that were given somewhere: TensorRT-LLM has defaults of its own for
     the others.

@@ -39,6 +39,13 @@ def not_negative(text: str) -> int:
     return int(text)
 
 
+def fraction(text: str) -> float:
+    found = float(text) if re.fullmatch(r"[0-9]{0,3}(\.[0-9]{1,9})?", text) and text else 0.0
+    if not 0 < found <= 1:
+        raise ValueError("a fraction above 0, of at most 1")
+    return found
+
+
 SUBJECT_PART = r"[!-)+,\-/-=?-~]+"
 """A part of a subject of NATS: printable ASCII without dots and wildcards."""
 

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -28,6 +29,7 @@ from worker.frontdoor.options import Options, parse_options
 from worker.frontdoor.server import FrontDoor
 from worker.frontdoor.uploads import Uploads
 from worker.frontdoor.upstreams import Upstreams
+from worker.models import hub_checkpoint, is_hub_id
 
 logger = logging.getLogger("worker.frontdoor.main")
 
@@ -122,13 +124,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     for each in (logger, call_formats.logger):
         each.setLevel(logging.INFO)
     try:
-        options = parse_options(argv)
+        options = _with_hub_model(parse_options(argv))
         uvloop.run(serve(options))
     except ConfigurationError as error:
         return _complain(error, 2)
     except StartupError as error:
         return _complain(error, 1)
     return 0
+
+
+def _with_hub_model(options: Options) -> Options:
+    """The options with the directory of a model that is named by its id on the Hugging Face Hub,
+    without its weights. Raises `StartupError`.
+    """
+    name = options.model_path
+    if name is None or not is_hub_id(name):
+        return options
+    return replace(options, model_path=str(hub_checkpoint(name, options.revision, logger.info, has_weights=False)))
 
 
 def _complain(error: Exception, status: int) -> int:

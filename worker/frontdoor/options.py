@@ -156,7 +156,7 @@ class Options:
     )
     model_path: str | None = option(
         None,
-        "Directory or GGUF file of the model that the workers serve, for its tokenizer and its chat template; by "
+        "Directory, GGUF file or id of the model that the workers serve, for its tokenizer and its chat template; by "
         "default the workers' --model-path.",
         parse=text,
     )
@@ -178,6 +178,7 @@ class Options:
         4096, "MiB of all files together, results among them, beyond which an upload gets a 413.", parse=_count
     )
     batch_concurrency: int = option(8, "Requests of all batches that are under way at a time.", parse=_count)
+    revision: str | None = None
     logits_processor: tuple[str, ...] = ()
     allow_logits_processors: tuple[str, ...] = ()
     custom_jinja_template: str | None = None
@@ -256,6 +257,7 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
 
 _WORKERS = (
     "model_path",
+    "revision",
     "logits_processor",
     "allow_logits_processors",
     "custom_jinja_template",

@@ -1,6 +1,7 @@
-"""``python -m worker.models [FILE.gguf]``: prints the directory of a checkpoint, made if needed.
+"""``python -m worker.models [MODEL]``: prints the directory of a checkpoint, made if needed.
 
-Without a file, of the model that the launch scripts serve by default. Progress and errors go to
+MODEL is a GGUF file, or an id on the Hugging Face Hub, whose files are downloaded if needed.
+Without one, it is the model that the launch scripts serve by default. Progress and errors go to
 stderr; exit 1 after an error.
 """
 
@@ -13,13 +14,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from worker.errors import StartupError, one_line
-from worker.models import convert_gguf, find_gguf, model_cache, prepare_default_model
+from worker.models import (
+    convert_gguf,
+    find_gguf,
+    hub_checkpoint,
+    is_hub_id,
+    model_cache,
+    prepare_default_model,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m worker.models", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("file", metavar="FILE.gguf", type=Path, nargs="?")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="GGUF file, or id on the Hugging Face Hub")
+    parser.add_argument("--revision", help="branch, tag or commit of an id")
     parser.add_argument("--cache", metavar="DIR", type=Path, default=model_cache(), help="where checkpoints are kept")
     parser.add_argument(
         "--quantised", action="store_true", help="keep blocks as they are where the embedded engine reads them"
@@ -32,10 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what is half done is removed
     try:
-        if options.file is None:
+        if options.model is None:
             path = prepare_default_model(options.cache, say, options.quantised)
+        elif is_hub_id(options.model):
+            path = hub_checkpoint(options.model, options.revision, say)
         else:
-            path = convert_gguf(_gguf_in(options.file), options.cache, say, options.quantised)
+            path = convert_gguf(_gguf_in(Path(options.model)), options.cache, say, options.quantised)
     except StartupError as error:
         say(one_line(error))
         return 1

@@ -16,7 +16,7 @@ from pathlib import Path
 from worker.engines.embedded.config import ACTIVATION_DTYPES, DTYPES, KV_CACHE_DTYPES
 from worker.engines.embedded.model.quantisation import FORMATS
 from worker.errors import StartupError, one_line
-from worker.models import convert_gguf, find_gguf, model_cache
+from worker.models import convert_gguf, find_gguf, hub_checkpoint, is_hub_id, model_cache
 from worker.quantize.output import write_quantised
 from worker.quantize.report import report
 
@@ -42,7 +42,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="python -m worker quantize",
         description="Say what quantisation does to a model's predictions, and write the quantised checkpoint.",
     )
-    parser.add_argument("model", metavar="MODEL", type=Path, help="directory of a checkpoint, or a GGUF file")
+    parser.add_argument("model", metavar="MODEL", type=Path, help="directory of a checkpoint, its id, or a GGUF file")
     parser.add_argument("--to", choices=FORMATS, help="what weights are rounded to")
     parser.add_argument("--activation-dtype", choices=ACTIVATION_DTYPES, default="auto", help="of the report")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of the report")
@@ -61,11 +61,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _say(line: str) -> None:
+    print(f"quantize: {line}", file=sys.stderr)
+
+
 def _checkpoint(path: Path) -> Path:
-    """The checkpoint, dequantised, of `path`. Raises `StartupError`."""
+    """The checkpoint, dequantised, of `path`, or of the id that it is. Raises `StartupError`."""
+    if is_hub_id(str(path)):
+        return hub_checkpoint(str(path), None, _say)
     file = find_gguf(path)
     if file is not None:
-        return convert_gguf(file, model_cache(os.environ), lambda line: print(f"quantize: {line}", file=sys.stderr))
+        return convert_gguf(file, model_cache(os.environ), _say)
     if not (path / "config.json").is_file():
         raise StartupError(f"{path}: no config.json, so not a Hugging Face checkpoint")
     return path

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from adapters.catalog import Selection
 from worker.arguments import Arguments
-from worker.build import check_model, embedded_config, with_checkpoint
+from worker.build import check_model, embedded_config, with_checkpoint, with_hub_model
 from worker.engines import EngineInfo, EngineRequest
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.host import limit_threads
@@ -96,6 +96,7 @@ async def loaded(arguments: Arguments) -> AsyncIterator[LoadedModel]:
     """
     if arguments.engine != "embedded":
         raise ConfigurationError(f"--engine {arguments.engine}: shows no logits; give --engine embedded")
+    arguments = with_hub_model(arguments)
     check_model(arguments)
     arguments = with_checkpoint(arguments)
     config = embedded_config(arguments)

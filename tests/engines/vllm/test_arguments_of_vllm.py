@@ -79,12 +79,28 @@ def test_what_contradicts_the_worker_is_refused() -> None:
     assert "is not JSON" in refusal("--engine-args", "{")
     assert "--engine-args /no/file: " in refusal("--engine-args", "/no/file")
     for name, reason in REFUSED_ARGUMENTS.items():
+        if name == "trust_remote_code":  # only where the checkpoint has code
+            continue
         assert refusal("--engine-args", json.dumps({name: None})) == f"--engine-args: {name}: cannot be given: {reason}"
     for flag, value in (("--numerics", "exact"), ("--speculative-config", "{}"), ("--history", "lagged")):
         assert f"{flag} {value} needs --engine" in refusal(flag, value)
     assert "does not drive vLLM's KV connectors" in refusal("--disaggregation-mode", "decode")
     with pytest.raises(ConfigurationError, match=r"--engine-args \{\} needs --engine vllm"):
         parse_arguments(["--model-path", "/m", "--engine-args", "{}"], {})
+
+
+def test_code_in_a_checkpoint_is_not_trusted(tmp_path: Path) -> None:
+    """One without code needs no trust, so that trust may be offered."""
+
+    def made(value: bool) -> object:
+        argv = ["--model", str(tmp_path), "--engine", "vllm", "--engine-args", json.dumps({"trust_remote_code": value})]
+        return config_from(parse_arguments(argv, {})).options
+
+    assert made(True) == made(False) == {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": "tokenizer.Own"}}))
+    assert made(False) == {}
+    with pytest.raises(ConfigurationError, match="trust_remote_code: cannot be given: code in a checkpoint is never"):
+        made(True)
 
 
 def test_an_unknown_argument_names_those_close_to_it() -> None:

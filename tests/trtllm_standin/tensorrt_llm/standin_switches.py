@@ -51,6 +51,8 @@ class Switches:
         lifecycle: `DisaggregatedParams` has the ids of a hand-off, which a context-only request's
             output sets.
         health_blocks_s: Seconds that `LLM._check_health` blocks its caller.
+        shutdown_blocks_s: Seconds that `LLM.shutdown` blocks its caller, as where the executor is
+            dead.
     """
 
     version: str = NEW
@@ -69,6 +71,7 @@ class Switches:
     windows: list[int] = field(default_factory=lambda: [4096])
     lifecycle: bool = False
     health_blocks_s: float = 0.0
+    shutdown_blocks_s: float = 0.0
 
     @property
     def is_old(self) -> bool:

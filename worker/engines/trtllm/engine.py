@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from itertools import count
 from typing import Any
+
+from prometheus_client import Metric
 
 from adapters.trtllm import ChainAdapter, Step
 from adapters.trtllm.side_channel import SideChannel
@@ -21,6 +23,7 @@ from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.description import ModelSizes, describe
 from worker.engines.trtllm.health import Watch, own_check, submission_error
+from worker.engines.trtllm.library_metrics import LibraryMetrics, collected
 from worker.engines.trtllm.output_reader import OutputReader
 from worker.engines.trtllm.params import NativeRequest, Served, callable_of, native_request
 from worker.engines.trtllm.probe_requests import PROBE, ProbeRequests
@@ -69,6 +72,8 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         if self._info is not None:
             raise StartupError("the TensorRT-LLM engine was started twice")
         self._loop = asyncio.get_running_loop()
+        for note in self.config.notes:
+            logger.warning("%s", note)
         package = self._package = read_package()
         context_length, eos_token_ids = checkpoint_facts(self.config.model_path)
         arguments = self.config.llm_arguments(package.llm_fields, package.version, context_length)
@@ -91,6 +96,7 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         )
         sizes = ModelSizes(calls.vocab_size, context_length, eos_token_ids)
         self._info = await describe(self._llm, package.version, sizes, self.config.max_num_seqs)
+        metrics = LibraryMetrics.load(self.config.served_model_name)
         watch = Watch(
             own_check(self._llm),
             probes.send_canary,
@@ -99,8 +105,8 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
             self.config.canary_timeout_s,
             self._break,
         )
-        self._reader = OutputReader(package, self._channel, watch, self._requests, self._break)
-        self._reports = ExecutorReports(self._llm)
+        self._reader = OutputReader(package, self._channel, watch, self._requests, self._break, metrics)
+        self._reports = ExecutorReports(self._llm, metrics)
         self._tasks = [asyncio.create_task(watch.run()), asyncio.create_task(self._reports.poll_load())]
         if self.config.role != "aggregated":
             logger.warning("NVIDIA does not support logits processors with disaggregated serving: docs/tensorrt-llm.md")
@@ -271,3 +277,7 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
     def honoured(self) -> list[str]:
         """Controls that this version honours exactly; the others run as processors."""
         return sorted(self._served.honoured) if self._served is not None else []
+
+    def collect(self) -> Iterable[Metric]:
+        """TensorRT-LLM's own metrics of now; `prometheus_client` calls it."""
+        return collected()

@@ -1,16 +1,17 @@
 """Arguments of ``tensorrt_llm.LLM`` that a YAML file may give: one row for each.
 
 An argument is the worker's own (a flag sets it, and the file may repeat it), *needed* (it must have
-the value that exact logits processors need), or *passed* on as it is. One without a row is refused:
-a version's new argument may change tokens without a word, as ``generation_config`` did. Read in
-TensorRT-LLM's ``llmapi/llm_args.py``; `tests/contracts/trtllm.json` says which commit.
+the value that exact logits processors need, or gives way to it), or *passed* on as it is. One
+without a row is refused: a version's new argument may change tokens without a word, as
+``generation_config`` did. Read in TensorRT-LLM's ``llmapi/llm_args.py``;
+`tests/contracts/trtllm.json` says which commit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 OWN = frozenset(
     {
@@ -36,15 +37,22 @@ class Needed:
 
     Attributes:
         values: Accepted in the file; the first is the library's default, or the worker sets it.
-        reason: Reason to refuse any other value.
+        reason: Reason to refuse any other value, or to put the first one in its place.
+        gives_way: Whether a value gives way to the first one, with a line in the log, because no
+            answer depends on it: the files of NVIDIA's examples have such values.
     """
 
     values: tuple[Any, ...]
     reason: str
+    gives_way: Callable[[Any], bool] = lambda value: False
 
     def accepts(self, value: Any) -> bool:
         """Whether the value is one of these, of the same type: ``true`` is not 1."""
         return any(type(value) is type(each) and value == each for each in self.values)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 _TOKENIZER = "the tokenizer is the checkpoint's own"
@@ -68,20 +76,22 @@ NEEDED: dict[str, Needed] = {
     "generation_config": Needed(
         ("trtllm",), "controls that a request leaves out would get the model's defaults, and greedy requests be sampled"
     ),
-    "guided_decoding_backend": Needed((None,), "grammars run as logits processors"),
+    "guided_decoding_backend": Needed(
+        (None,), "grammars run as logits processors", lambda value: value in ("xgrammar", "llguidance")
+    ),
     "lookahead_config": Needed((None,), _NO_SPECULATION),
     "lora_config": Needed((None,), _NO_LORA),
     "max_beam_width": Needed((1, None), "beam search is not served"),
     "mm_encoder_only": Needed((False,), _GENERATES),
     "mpi_session": Needed((None,), _NO_OBJECTS),
-    "num_postprocess_workers": Needed((0,), "the worker sends token ids"),
+    "num_postprocess_workers": Needed((0,), "the worker sends token ids", _is_count),
     "num_serve_frontends": Needed((1,), "the frontend is Dynamo's"),
     "post_processor_hook": Needed((None,), "nothing changes an answer after its logits processors"),
     "reasoning_parser": Needed((None,), "thinking budgets run as logits processors, and the frontend parses reasoning"),
     "sampler_type": Needed(("auto", "TorchSampler"), "later versions have TorchSampler alone"),
     "skip_tokenizer_init": Needed((False,), "TensorRT-LLM's tokenizer sets up stop tokens"),
     "speculative_config": Needed((None,), _NO_SPECULATION),
-    "stream_interval": Needed((1,), "every token must be a delta"),
+    "stream_interval": Needed((1,), "every token must be a delta", _is_count),
     "tokenizer": Needed((None,), _TOKENIZER),
     "trust_remote_code": Needed((False,), "the checkpoint has code of its own, and code in a checkpoint is never run"),
 }
@@ -189,34 +199,52 @@ def needed(*, model_path: str, overlaps: bool, has_code: bool) -> dict[str, Need
             file may offer it.
     """
     history = "steps overlap with --history lagged alone, and on a prefill worker never"
+    gives_way = (lambda value: False) if overlaps else (lambda value: value is False)
     rows = {
         **NEEDED,
         "model": Needed((model_path,), "it is --model-path"),
-        "disable_overlap_scheduler": Needed((not overlaps,), history),
+        "disable_overlap_scheduler": Needed((not overlaps,), history, gives_way),
     }
     if not has_code:
         rows["trust_remote_code"] = Needed((False, True), "")
     return rows
 
 
-def split(given: Mapping[str, Any], rows: Mapping[str, Needed]) -> tuple[dict[str, Any], str | None]:
-    """The arguments of a file that the worker has to set or pass on, and the first problem.
+class Split(NamedTuple):
+    """Arguments that were given, sorted by their rows.
+
+    Attributes:
+        kept: Arguments that the worker has to set or pass on.
+        notes: A line for each that gave way to the worker's own value.
+        refused: Name and problem of the first that is refused, None if none is.
+    """
+
+    kept: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    refused: tuple[str, str] | None = None
+
+
+def split(given: Mapping[str, Any], rows: Mapping[str, Needed]) -> Split:
+    """Sort arguments of ``LLM``.
 
     Args:
-        given: The file's content.
+        given: The arguments.
         rows: Rows of the arguments, made by `needed`.
     """
-    kept = {}
+    kept, notes = {}, []
     for name, value in given.items():
         row = rows.get(name)
-        if row is not None and not row.accepts(value):
-            return {}, f"{name}: must be {_shown(row.values[0])}, got {_shown(value)}: {row.reason}"
-        if row is None and name not in OWN and name not in PASSED:
+        if row is not None and row.gives_way(value) and not row.accepts(value):
+            notes.append(f"{name}: {_shown(value)} gives way to {_shown(row.values[0])}: {row.reason}")
+        elif row is not None and not row.accepts(value):
+            problem = f"must be {_shown(row.values[0])}, got {_shown(value)}: {row.reason}"
+            return Split({}, refused=(name, problem))
+        elif row is None and name not in OWN and name not in PASSED:
             problem = "is in no row of this worker's table, so whether logits processors stay exact is unknown"
-            return {}, f"{name}: {problem} (docs/tensorrt-llm.md)"
-        if row is None:
+            return Split({}, refused=(name, f"{problem} (docs/tensorrt-llm.md)"))
+        elif row is None:
             kept[name] = value
-    return kept, None
+    return Split(kept, tuple(notes))
 
 
 def _shown(value: Any) -> str:

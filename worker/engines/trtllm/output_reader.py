@@ -11,6 +11,7 @@ from adapters.trtllm.side_channel import SideChannel
 from worker.engines.trtllm import disaggregated_params
 from worker.engines.trtllm.capabilities import Package
 from worker.engines.trtllm.health import Watch, described
+from worker.engines.trtllm.library_metrics import LibraryMetrics
 from worker.engines.trtllm.reported_requests import ReportedRequests
 from worker.engines.trtllm.running_request import RunningRequest
 from worker.errors import EngineBroken, RequestFailed, ServingError, one_line
@@ -27,6 +28,7 @@ class OutputReader:
         watch: Monitor of the executor.
         requests: The running requests.
         broken: Called with the reason when the executor is found dead.
+        metrics: TensorRT-LLM's own metrics, None if the version has none.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class OutputReader:
         watch: Watch,
         requests: ReportedRequests,
         broken: Callable[[str], None],
+        metrics: LibraryMetrics | None,
     ) -> None:
         self._package = package
         self._channel = channel
         self._watch = watch
         self._requests = requests
         self._broken = broken
+        self._metrics = metrics
 
     async def read(self, request: RunningRequest, *, is_prefill: bool, seed: int | None) -> None:
         """Convert the engine's outputs to the request's deltas until it ends.
@@ -87,7 +91,7 @@ class OutputReader:
 
     async def _follow(self, request: RunningRequest) -> None:
         async for output in request.result:
-            self._heard()
+            self._heard(output)
             request.advance(output.outputs)
             if request.done:
                 return
@@ -95,7 +99,7 @@ class OutputReader:
 
     def _finish_prefill(self, request: RunningRequest, output: Any, seed: int | None) -> None:
         """The only delta of a prefill: first token and KV handle, or the complete answer."""
-        self._heard()
+        self._heard(output)
         self._requests.last_prefill_s = asyncio.get_running_loop().time()
         (choice,) = output.outputs
         if choice.finish_reason in disaggregated_params.GOES_ON:
@@ -105,6 +109,8 @@ class OutputReader:
             request.kv = disaggregated_params.encode(params, seed=seed, logprobs=logprobs)
         request.advance(output.outputs)
 
-    def _heard(self) -> None:
+    def _heard(self, output: Any) -> None:
         self._channel.poll()  # reports on these tokens were sent before them
         self._watch.heard()
+        if self._metrics is not None:
+            self._metrics.note_output(output)

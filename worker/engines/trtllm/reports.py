@@ -9,6 +9,7 @@ from typing import Any
 
 from worker.engines.forward_pass import ForwardPassSink
 from worker.engines.trtllm.cache_reports import EventRelay, forward_pass, kv_blocks
+from worker.engines.trtllm.library_metrics import LibraryMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +28,16 @@ class ExecutorReports:
 
     Args:
         llm: The library's ``LLM``.
+        metrics: TensorRT-LLM's own metrics, None if the version has none.
 
     Attributes:
         on_load: Called with used and total KV blocks whenever the executor reports them.
         on_pass: Called with each forward pass that the executor reports.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, metrics: LibraryMetrics | None = None) -> None:
         self._llm = llm
+        self._metrics = metrics
         self.on_load: Callable[[int, int], None] | None = None
         self.on_pass: ForwardPassSink | None = None
 
@@ -42,6 +45,8 @@ class ExecutorReports:
         """Forward the executor's statistics to `on_load` and `on_pass`."""
 
         def take(record: Mapping[str, Any]) -> None:
+            if self._metrics is not None:
+                self._metrics.note_statistics(record)
             found = kv_blocks(record)
             if found is not None and self.on_load is not None:
                 self.on_load(*found)

@@ -1,17 +1,20 @@
-"""Arguments of ``tensorrt_llm.LLM``: from the worker's options and a YAML file."""
+"""Arguments of ``tensorrt_llm.LLM``: from the worker's options, and those that are given by their
+own names.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from worker.arguments import OPTIONS, Arguments, load_yaml
+from worker.arguments import OPTIONS, Arguments
 from worker.engines.trtllm import llm_options
-from worker.errors import ConfigurationError, StartupError, one_line
+from worker.engines.trtllm.given import GivenArguments
+from worker.errors import ConfigurationError, StartupError
+from worker.models.json_files import has_code, read_json_file
 
 Role = Literal["aggregated", "prefill", "decode"]
 
@@ -39,6 +42,8 @@ class TrtllmConfig:
             prompt, for decode workers to fetch it.
         canary_interval_s: Seconds without a response after which a canary is sent.
         canary_timeout_s: Timeout of the canary.
+        notes: A line for each given argument that is not followed.
+        served_model_name: Name that clients ask for, a label of TensorRT-LLM's own metrics.
     """
 
     model_path: str
@@ -52,6 +57,8 @@ class TrtllmConfig:
     kv_lease_s: float = 30.0
     canary_interval_s: float = 10.0
     canary_timeout_s: float = 60.0
+    notes: tuple[str, ...] = ()
+    served_model_name: str = ""
 
     def llm_arguments(self, known: Collection[str], version: str, context_length: int | None = None) -> dict[str, Any]:
         """Arguments for the installed version.
@@ -78,22 +85,23 @@ class TrtllmConfig:
 
 
 def config_from(arguments: Arguments) -> TrtllmConfig:
-    """Settings from the worker's options and the YAML file.
+    """Settings from the worker's options and the arguments of `GivenArguments`.
 
     Raises:
         ConfigurationError: they contradict each other, or a name may not be set.
     """
-    path = arguments.extra_engine_args
     role: Role = arguments.disaggregation_mode  # type: ignore[assignment]  # one of its choices
     # a context-only request takes one step, so there is nothing to overlap; versions of 2025 refuse
     # overlap
     overlaps = arguments.history == "lagged" and role != "prefill"
-    has_code = _has_code(arguments.model_path)
-    rows = llm_options.needed(model_path=arguments.model_path, overlaps=overlaps, has_code=has_code)
-    given, problem = llm_options.split({} if path is None else load_yaml(path), rows)
-    if problem is not None:
-        raise ConfigurationError(f"--extra-engine-args {path}: {problem}")
-    options = _Options(given, path)
+    needs_trust = has_code(arguments.model_path)
+    rows = llm_options.needed(model_path=arguments.model_path, overlaps=overlaps, has_code=needs_trust)
+    given = GivenArguments.of(arguments)
+    sorted_ = llm_options.split(given.values, rows)
+    if sorted_.refused is not None:
+        name, problem = sorted_.refused
+        raise ConfigurationError(f"{given.source(name)}: {name}: {problem}")
+    options = _Options(sorted_.kept, given)
     _add_sizes(options, arguments)
     _add_cache(options, arguments)
     if role != "aggregated":
@@ -103,7 +111,7 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
     options.default("enable_chunked_prefill", arguments.history == "exact")
     if arguments.history == "lagged" and options.values["enable_chunked_prefill"]:
         problem = "with --history lagged a prompt must be prefilled at once"
-        raise ConfigurationError(f"--extra-engine-args {path}: enable_chunked_prefill: {problem}")
+        raise ConfigurationError(f"{given.source('enable_chunked_prefill')}: enable_chunked_prefill: {problem}")
     options.default("scheduler_config", {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"})
     options.default("enable_iter_perf_stats", True)
     batch = options.values.get("max_batch_size")
@@ -117,6 +125,8 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
         fails_open=arguments.processor_errors == "open",
         role=role,
         kv_lease_s=arguments.kv_lease_s,
+        notes=sorted_.notes,
+        served_model_name=arguments.served_model_name,
     )
 
 
@@ -132,7 +142,7 @@ def _add_sizes(options: _Options, arguments: Arguments) -> None:
 
 def _add_cache(options: _Options, arguments: Arguments) -> None:
     cache = dict(options.values.get("kv_cache_config") or {})
-    inner = _Options(cache, options.path)
+    inner = _Options(cache, options.given, ("kv_cache_config",))
     inner.flag("tokens_per_block", arguments, "kv_block_size")
     if arguments.kv_blocks is not None:
         block = inner.values.get("tokens_per_block")
@@ -151,24 +161,31 @@ def _add_transceiver(options: _Options, arguments: Arguments) -> None:
 
     A transfer may begin until the lease ends, so it gets as long again.
     """
-    transceiver = _Options(options.values.get("cache_transceiver_config") or {}, options.path)
+    section = "cache_transceiver_config"
+    transceiver = _Options(options.values.get(section) or {}, options.given, (section,))
     lease_ms = math.ceil(arguments.kv_lease_s * 1000)
     if transceiver.values.get("backend") is None:
         transceiver.values["backend"] = "DEFAULT"
     timeout = transceiver.values.setdefault("kv_transfer_timeout_ms", 2 * lease_ms)
     if type(timeout) is not int or timeout < lease_ms:
         problem = f"must be at least the {lease_ms} ms of --kv-lease-s, got {timeout!r}"
-        name = "cache_transceiver_config.kv_transfer_timeout_ms"
-        raise ConfigurationError(f"--extra-engine-args {options.path}: {name}: {problem}")
-    options.values["cache_transceiver_config"] = transceiver.values
+        raise ConfigurationError(f"{options.given.source(section)}: {section}.kv_transfer_timeout_ms: {problem}")
+    options.values[section] = transceiver.values
 
 
 class _Options:
-    """Values by name; those of the YAML file have priority, and a flag must not contradict them."""
+    """Values by name; those that were given have priority, and a flag must not contradict them.
 
-    def __init__(self, given: Mapping[str, Any], path: str | None) -> None:
-        self.values = dict(given)
-        self.path = path
+    Args:
+        values: The values.
+        given: The arguments that they come from.
+        section: Names of the arguments that they are in.
+    """
+
+    def __init__(self, values: Mapping[str, Any], given: GivenArguments, section: tuple[str, ...] = ()) -> None:
+        self.values = dict(values)
+        self.given = given
+        self.section = section
         self.optional: set[str] = set()
 
     def flag(self, name: str, arguments: Arguments, option: str) -> None:
@@ -178,9 +195,10 @@ class _Options:
             self.same(name, value, next(each.flag for each in OPTIONS if each.name == option))
 
     def same(self, name: str, value: Any, flag: str) -> None:
-        """Set a value that the file may repeat but not contradict."""
+        """Set a value that may be repeated elsewhere but not contradicted."""
         if self.values.setdefault(name, value) != value:
-            problem = f"{flag} asks for {name}: {value}, but {self.path} says {self.values[name]}; give it in one place"
+            other = self.given.source(*self.section, name)
+            problem = f"{flag} asks for {name}: {value}, but {other} says {self.values[name]}; give it in one place"
             raise ConfigurationError(problem)
 
     def default(self, name: str, value: Any, *, needed: bool = False) -> None:
@@ -197,28 +215,10 @@ def checkpoint_facts(model_path: str) -> tuple[int | None, tuple[int, ...]]:
     Raises:
         StartupError: a file cannot be read.
     """
-    config = _read_json(Path(model_path) / "config.json")
+    config = read_json_file(Path(model_path) / "config.json")
     text = config.get("text_config", config)
     length = text.get("max_position_embeddings")
-    generation = _read_json(Path(model_path) / "generation_config.json")
+    generation = read_json_file(Path(model_path) / "generation_config.json")
     found = generation.get("eos_token_id", text.get("eos_token_id"))
     ends = [] if found is None else found if isinstance(found, list) else [found]
     return length, tuple(int(token) for token in ends)
-
-
-def _has_code(model_path: str) -> bool:
-    """Whether the checkpoint names code of its own, for its model or its tokenizer."""
-    files = ("config.json", "tokenizer_config.json")
-    return any("auto_map" in _read_json(Path(model_path) / name) for name in files)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StartupError(f"--model-path: cannot read {path}: {one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise StartupError(f"--model-path: {path} does not hold a JSON object")
-    return content

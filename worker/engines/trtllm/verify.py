@@ -8,10 +8,11 @@ there, from the import on.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from worker.engines.trtllm.capabilities import read_package
 from worker.engines.trtllm.engine import TrtllmEngine
 from worker.engines.trtllm.settings import config_from
 from worker.errors import ConfigurationError, InvalidRequest, ServingError
+from worker.models import hub_checkpoint, is_hub_id
 from worker.sampling import SamplingParams
 
 PROMPT = [9, 30, 41, 77, 12]
@@ -270,7 +272,11 @@ async def verify(argv: Sequence[str], write: Callable[[str], object]) -> bool:
     Raises:
         ServingError: the engine does not start. There is no report then.
     """
-    engine = TrtllmEngine(config_from(parse_arguments(["--engine", "trtllm", *argv])))
+    arguments = parse_arguments(["--engine", "trtllm", *argv])
+    if is_hub_id(arguments.model_path):
+        path = hub_checkpoint(arguments.model_path, arguments.revision, lambda line: _say(f"verify: {line}"))
+        arguments = replace(arguments, model_path=str(path))
+    engine = TrtllmEngine(config_from(arguments))
     began = time.perf_counter()
     try:
         info = await engine.start()
@@ -280,6 +286,10 @@ async def verify(argv: Sequence[str], write: Callable[[str], object]) -> bool:
         return all(check.ok for check in checks)
     finally:
         await engine.stop()
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
 
 
 def _check_writable(path: Path) -> None:
@@ -299,11 +309,13 @@ def main() -> int:
         _check_writable(Path(path))
         return 0 if asyncio.run(verify(options, Path(path).write_text)) else 1
     except ServingError as error:
-        sys.stderr.write(f"verify: error: {error}\n")
+        _say(f"verify: error: {error}")
         return 2
 
 
 if __name__ == "__main__":
     from worker.engines.trtllm import verify as module  # the engine's process must find `_Raises` by this module's name
 
-    sys.exit(module.main())
+    status = module.main()
+    sys.stderr.flush()
+    os._exit(status)  # Python's own exit would wait for what TensorRT-LLM has of a dead executor

@@ -1,6 +1,7 @@
 """vLLM's ``AsyncLLM`` as an engine. Imports without vLLM; `VllmEngine.start` needs it.
 
-`settings.py` makes the arguments of ``AsyncEngineArgs``; `package.py` imports the library and finds
+`settings.py` makes the arguments of ``AsyncEngineArgs``, of vLLM's own flags too, which `flags.py`
+reads; `package.py` imports the library and finds
 out what it takes; `params.py` turns a request into native fields and one chain. In vLLM's process
 `chain_receiver.py` takes the chain, for the class in `processors.py`. `requests.py` has the running
 requests, `deltas.py` reads their outputs; `core_reports.py` fetches failures and receipts;

@@ -1,4 +1,6 @@
-"""Arguments of vLLM's ``AsyncEngineArgs``: from the worker's options and ``--engine-args``."""
+"""Arguments of vLLM's ``AsyncEngineArgs``: from the worker's options, vLLM's own flags and
+``--engine-args``.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from worker.arguments import OPTIONS, Arguments, load_yaml
+from worker.engines.vllm.flags import read_flags
 from worker.engines.vllm.lora import Adapter, arguments_for, read_adapters
 from worker.errors import ConfigurationError, StartupError
+from worker.models.json_files import has_code
 from worker.sampling.params import MAX_LOGPROBS
 
 FLAG = "--engine-args"
@@ -56,6 +60,7 @@ _SPECULATION = "vLLM does not call this interface of logits processors with draf
 _DISAGGREGATION = "this worker does not drive vLLM's KV connectors"
 _ONE_ENGINE = "a worker drives one engine; start several workers behind the router"
 _CONTROLS = "it changes tokens behind the request's own controls"
+_TRUST = "trust_remote_code"
 _ANSWERS = "this worker generates answers from token ids"
 
 REFUSED = {
@@ -63,6 +68,7 @@ REFUSED = {
     "worker_extension_cls": "failures and receipts of logits processors come through the worker's own",
     "model": "it is --model-path",
     "model_weights": "it is --model-path",
+    "revision": "it is the worker's --revision",
     "served_model_name": "it is --served-model-name",
     "tokenizer": "the tokenizer is the checkpoint's own",
     "tokenizer_mode": "the tokenizer is the checkpoint's own",
@@ -94,9 +100,9 @@ REFUSED = {
     "convert": _ANSWERS,
     "pooler_config": _ANSWERS,
     "enable_prompt_embeds": _ANSWERS,
-    "trust_remote_code": "code in a checkpoint is never run",
+    _TRUST: "code in a checkpoint is never run",
 }
-"""Arguments that ``--engine-args`` may not give, with the reason."""
+"""Arguments that neither flags of vLLM nor ``--engine-args`` may give, with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,17 +160,28 @@ def config_from(arguments: Arguments) -> VllmConfig:
     Raises:
         ConfigurationError: they contradict each other, or an argument may not be given.
     """
+    flags = read_flags(arguments.engine_flags)
     options = _given(arguments.engine_args)
+    for given in (flags, options):
+        if not given.get(_TRUST) or not has_code(arguments.model_path):
+            given.pop(_TRUST, None)  # a checkpoint without code needs no trust
     for name, reason in REFUSED.items():
-        if name in options:
-            raise ConfigurationError(f"{FLAG}: {name}: cannot be given: {reason}")
+        if name in options or name in flags:
+            shown = f"{FLAG}: {name}" if name in options else f"--{name.replace('_', '-')}"
+            raise ConfigurationError(f"{shown}: cannot be given: {reason}")
+    for name, value in flags.items():
+        if options.setdefault(name, value) != value:
+            flag = f"--{name.replace('_', '-')}"
+            problem = f"{flag} says {value}, but {FLAG} says {name}: {options[name]}; give it in one place"
+            raise ConfigurationError(problem)
     for name, option in FROM_OPTIONS.items():
         if option not in arguments.given or (name == "dtype" and arguments.dtype == "auto"):
             continue
         value = getattr(arguments, option)
         if options.setdefault(name, value) != value:
             flag = next(each.flag for each in OPTIONS if each.name == option)
-            problem = f"{flag} asks for {name}: {value}, but {FLAG} says {options[name]}; give it in one place"
+            other = f"--{name.replace('_', '-')}" if name in flags else FLAG
+            problem = f"{flag} asks for {name}: {value}, but {other} says {options[name]}; give it in one place"
             raise ConfigurationError(problem)
     return VllmConfig(
         model_path=arguments.model_path,

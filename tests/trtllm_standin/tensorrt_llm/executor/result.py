@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, List, Literal, Optional
@@ -75,6 +76,8 @@ class RequestOutput:
         self.decoding_iter = 0
         self.avg_decoded_tokens_per_iter: float | None = None
         self.metrics_dict: dict[str, float] = {}
+        self.is_measured = False
+        self._began_s = time.monotonic()
         self._abort = abort
         self._aborted = False
         try:
@@ -135,6 +138,8 @@ class RequestOutput:
             self.finished = True
             raise RequestError(response["error"])
         self.finished = response["last"]
+        if self.finished and self.is_measured:
+            self.metrics_dict = {"e2e": time.monotonic() - self._began_s}
         self.disaggregated_params = response["disaggregated_params"] or self.disaggregated_params
         self.decoding_iter += 1
         self._take(self.outputs[response["index"]], response)

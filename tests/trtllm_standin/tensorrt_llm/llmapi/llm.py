@@ -89,6 +89,7 @@ class _NewLLM:
             )
         )
         result = RequestOutput(client_id, prompt, params.n, self._abort, disaggregated_params)
+        result.is_measured = self.args.return_perf_metrics
         with self._lock:
             self._results[client_id] = result
         self._send(payload)
@@ -166,6 +167,7 @@ class _NewLLM:
 
     def shutdown(self) -> None:
         """Ends the executor. Idempotent."""
+        time.sleep(SWITCHES.shutdown_blocks_s)
         if self._down and self._process.poll() is not None:
             return
         self._down = True

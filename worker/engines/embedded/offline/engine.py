@@ -20,7 +20,7 @@ from worker.engines.embedded.offline.session import Session
 from worker.engines.embedded.plan import Model
 from worker.engines.embedded.serving import load
 from worker.errors import InvalidRequest, StartupError
-from worker.models import convert_gguf, find_gguf, model_cache, named_model
+from worker.models import convert_gguf, find_gguf, hub_checkpoint, is_hub_id, model_cache, named_model
 from worker.models.named import DEFAULT, DEFAULT_DTYPE
 from worker.sampling import SamplingParams
 
@@ -37,10 +37,10 @@ class Engine:
             print(result.text)
 
     Args:
-        model_path: Directory of the checkpoint, or a GGUF file, which is converted once into the
-            cache (`worker.models`); the text ``default`` for the model that the launch scripts
-            serve, in float32 unless `settings` say otherwise, or ``tiny``. A tokenizer is needed
-            only for text input or output.
+        model_path: Directory of the checkpoint, or its id on the Hugging Face Hub, or a GGUF file,
+            which is converted once into the cache (`worker.models`); the text ``default`` for the
+            model that the launch scripts serve, in float32 unless `settings` say otherwise, or
+            ``tiny``. A tokenizer is needed only for text input or output.
         model: A model to use instead of the checkpoint's; the tokenizer is still read from
             `model_path`.
         catalog: Logits processors that may be named; the built-in ones by default.
@@ -187,6 +187,8 @@ def _checkpoint(model: str | Path, quantization: str) -> Path:
     named = named_model(model, logger.info, keeps_blocks) if isinstance(model, str) else None
     if named is not None:
         return named
+    if isinstance(model, str) and is_hub_id(model):
+        return hub_checkpoint(model, None, logger.info)
     file = find_gguf(Path(model))
     return Path(model) if file is None else convert_gguf(file, model_cache(), logger.info, keeps_blocks)
 

@@ -1,0 +1,124 @@
+"""Checkpoints by their ids on the Hugging Face Hub: from its local cache, or downloaded into it.
+
+The cache is the one of all programs that use huggingface_hub (``HF_HOME``, ``HF_HUB_CACHE``), and
+so are ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from worker.errors import StartupError
+
+if TYPE_CHECKING:
+    from worker.models.checkpoint import Say
+
+_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
+_TEXTS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+_WEIGHTS = ["*.safetensors"]
+_ELSEWHERE = ["*/*", "consolidated*"]
+"""Files of other formats: of subfolders, and of Mistral's own."""
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether ``name`` is an id, OWNER/NAME, and no path of this machine."""
+    return _ID.fullmatch(name) is not None and not Path(name).exists()
+
+
+def hub_checkpoint(name: str, revision: str | None, say: Say, *, has_weights: bool = True) -> Path:
+    """The directory of a checkpoint. The network is asked only if the cache lacks a file.
+
+    Args:
+        name: Id of the model; see `is_hub_id`.
+        revision: Branch, tag or commit; None is ``main``.
+        say: Takes lines about the progress.
+        has_weights: Whether the weights are wanted, beside configuration and tokenizer.
+
+    Raises:
+        StartupError: it is not in the cache and cannot be downloaded, or has no safetensors.
+    """
+    cached = _snapshot(name, revision, has_weights, is_local=True)
+    if cached is not None and _is_whole(cached, has_weights):
+        return cached
+    if not _is_offline():
+        say(f"downloading {name} into the cache of Hugging Face models ...")
+    path = _snapshot(name, revision, has_weights, is_local=False)
+    assert path is not None
+    if not _is_whole(path, has_weights):
+        raise StartupError(f"--model-path {name}: the model has no config.json, or no weights in safetensors")
+    say(f"downloaded {name}")
+    return path
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _snapshot(name: str, revision: str | None, has_weights: bool, *, is_local: bool) -> Path | None:
+    """The directory of what is in the cache, None if nothing is; or of what was downloaded."""
+    from huggingface_hub import snapshot_download  # takes a second, which others need not wait for
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = [*_TEXTS, *_WEIGHTS] if has_weights else _TEXTS
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=patterns,
+                ignore_patterns=_ELSEWHERE,
+                local_files_only=is_local,
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, RuntimeError) as error:
+        if is_local and isinstance(error, LocalEntryNotFoundError):
+            return None
+        raise StartupError(f"--model-path {name}: no such directory, and {_reason(name, revision, error)}") from error
+
+
+def _reason(name: str, revision: str | None, error: Exception) -> str:
+    """The cause of a failed download, and the cure."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if _is_offline():
+        cache = constants.HF_HUB_CACHE
+        return f"the cache {cache} has not all of the model, which HF_HUB_OFFLINE keeps from being downloaded"
+    if isinstance(error, GatedRepoError):
+        return f"the model is gated: accept its terms at {constants.ENDPOINT}/{name} and set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"{constants.ENDPOINT} has no such model, or only for its members: set HF_TOKEN"
+    if isinstance(error, RevisionNotFoundError):
+        return f"the model has no revision {revision or 'main'!r} (--revision)"
+    said = " ".join(str(_first_cause(error)).split())[:200]
+    if isinstance(error, HfHubHTTPError):
+        return f"{constants.ENDPOINT} refuses it: {said}"
+    return f"it cannot be downloaded from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}: {said}"
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _is_whole(path: Path, has_weights: bool) -> bool:
+    """Whether the files that a checkpoint needs are there; a download may have been cut off."""
+    if not (path / "config.json").is_file():
+        return False
+    if not has_weights:
+        return True
+    try:
+        index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        names = set(index["weight_map"].values())
+    except FileNotFoundError:
+        return any(each.is_file() for each in path.glob("*.safetensors"))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return False
+    return all(os.path.isfile(path / str(each)) for each in names)
