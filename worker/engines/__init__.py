@@ -57,6 +57,9 @@ class EngineInfo:
             compare it.
         kv_dtype: Data type of the stored keys and values, and that in which they were computed if
             it is another one; compared likewise.
+        honours_priority: The waiting queue is ordered by the requests' priorities.
+        honours_choice: Requests with one seed that differ in `EngineRequest.choice` are served.
+        reports_blocks: `ServingEngine.report_blocks` tells of the cached blocks.
     """
 
     name: str
@@ -73,6 +76,9 @@ class EngineInfo:
     computed_by: str = ""
     made_by: str = ""
     kv_dtype: str = ""
+    honours_priority: bool = False
+    honours_choice: bool = True
+    reports_blocks: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,6 +298,8 @@ def _describe(config: Any, version: str, vocab_size: int, eos_token_ids: tuple[i
         max_num_seqs=int(scheduler.max_num_seqs),
         max_num_batched_tokens=int(scheduler.max_num_batched_tokens),
         draws_by_seed=False,
+        honours_priority=True,
+        reports_blocks=False,
         computed_by=f"{made_by}, {config.device_config.device_type}",
         made_by=made_by,
     )
