@@ -41,7 +41,9 @@ def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str
 
 def _from_command_line(argv: Sequence[str] | None) -> dict[str, Any]:
     parser = StrictParser(
-        prog="python -m worker", description="Serve a model through NVIDIA Dynamo, over NATS, or behind OpenEngine.", allow_abbrev=False
+        prog="python -m worker",
+        description="Serve a model through NVIDIA Dynamo, over NATS, or behind OpenEngine.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"dynamo-logits-worker {__version__}")
     for option in OPTIONS:

@@ -14,7 +14,7 @@ STOP_STRING = "stop_string"
 """Key of the stop string that ended an answer, in its last chunk."""
 
 STOP_TOKEN = "stop_token_id"
-"""Key of the token that ended an answer, in its last chunk: an end token, or one of the request's."""
+"""Key of the token that ended an answer, in its last chunk."""
 
 
 class ResponseBuilder:

@@ -171,7 +171,7 @@ class ServedRequest:
         return chunk
 
     def _stop_match(self, delta: TokenDelta) -> dict[str, Any]:
-        """What ended the answer, in keys of the last chunk: a stop string or a token."""
+        """The end of the answer in keys of the last chunk: a stop string or a token."""
         if self._stop_text is not None and self._stop_text.stopped_by is not None:
             return {STOP_STRING: self._stop_text.stopped_by}
         return {} if delta.stop_reason is None else {STOP_TOKEN: delta.stop_reason}

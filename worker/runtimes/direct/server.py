@@ -1,4 +1,4 @@
-"""`DirectServer`: serves messages, their prompts read, every choice a request of `worker.server`."""
+"""`DirectServer`: serves messages, every choice of one as a request of `worker.server`."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
-from worker.runtimes.nats.protocol import HEARTBEAT_S
 from worker.runtimes.direct.request import DirectRequest
+from worker.runtimes.nats.protocol import HEARTBEAT_S
 from worker.runtimes.nats.stream import AnswerStream
 
 

@@ -12,10 +12,10 @@ from worker.arguments import Arguments
 from worker.build import Built
 from worker.errors import StartupError
 from worker.migration.nats_store import INBOX
+from worker.runtimes.direct.probes import ProbeServer, open_probes
+from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.nats.batch.consumer import BatchConsumer
 from worker.runtimes.nats.connection import ConnectionOptions, connect, disconnect
-from worker.runtimes.direct.server import DirectServer
-from worker.runtimes.direct.probes import ProbeServer, open_probes
 from worker.runtimes.nats.service import NatsService
 from worker.server import RequestServer
 

@@ -20,8 +20,8 @@ from worker import __version__
 from worker.arguments import Arguments
 from worker.errors import Draining, InvalidRequest, RequestFailed, ServingError
 from worker.metrics import OUTCOMES
-from worker.runtimes.nats import protocol
 from worker.runtimes.direct.server import DirectServer
+from worker.runtimes.nats import protocol
 from worker.runtimes.nats.open_answers import OpenAnswers
 from worker.runtimes.nats.protocol import REQUEST_ID, WINDOW, Subjects
 from worker.runtimes.nats.replies import ReplyGuard

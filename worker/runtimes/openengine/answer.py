@@ -27,7 +27,7 @@ class Answer:
 
     Args:
         request_id: Id that the events have.
-        asked: What the request asks for.
+        asked: Request as it was read.
         request: The request as it is served.
         token_text: Texts of tokens, None without a tokenizer.
         end_ids: The model's own end tokens.

@@ -6,7 +6,7 @@ import contextlib
 import uuid
 from collections.abc import Sequence
 
-import grpc
+from grpc.aio import ServicerContext
 
 from worker.errors import Draining, InvalidRequest, ServingError
 from worker.runtimes.openengine import wire
@@ -17,8 +17,6 @@ from worker.runtimes.openengine.inference import Inference
 from worker.runtimes.openengine.kv_events import KEPT_BATCHES, KvEvents
 from worker.runtimes.openengine.request import check_model
 from worker.server import RequestServer
-
-Context = grpc.aio.ServicerContext
 
 
 class Control:
@@ -43,24 +41,24 @@ class Control:
         """Offer KV events; ``address`` is the host and port that clients reach this worker at."""
         self._events, self._address = events, address
 
-    async def get_server_info(self, request: wire.GetServerInfoRequest, context: Context) -> wire.ServerInfo:
+    async def get_server_info(self, request: wire.GetServerInfoRequest, context: ServicerContext) -> wire.ServerInfo:
         self._check_loaded()
         return server_info(self._server, self.instance_id)
 
-    async def get_model_info(self, request: wire.GetModelInfoRequest, context: Context) -> wire.ModelInfo:
+    async def get_model_info(self, request: wire.GetModelInfoRequest, context: ServicerContext) -> wire.ModelInfo:
         self._check_loaded()
         check_model(request.model, self._inference.names)
         return model_info(self._server)
 
-    async def get_load(self, request: wire.GetLoadRequest, context: Context) -> wire.LoadInfo:
+    async def get_load(self, request: wire.GetLoadRequest, context: ServicerContext) -> wire.LoadInfo:
         self._check_loaded()
         return load_info(self._server, self.instance_id, per_rank=request.include_per_rank)
 
-    async def health(self, request: wire.HealthRequest, context: Context) -> wire.HealthResponse:
+    async def health(self, request: wire.HealthRequest, context: ServicerContext) -> wire.HealthResponse:
         check_model(request.model, self._inference.names)
         return await health(self._server, request)
 
-    async def abort(self, request: wire.AbortRequest, context: Context) -> wire.AbortResponse:
+    async def abort(self, request: wire.AbortRequest, context: ServicerContext) -> wire.AbortResponse:
         kind = request.WhichOneof("target")
         if kind is None:
             raise InvalidRequest("target", "must be request_id, kv_session or all_requests, got none")
@@ -74,17 +72,17 @@ class Control:
             raise UnknownRequest("request_id", "no request in flight has this id")
         return wire.AbortResponse(status=wire.ABORT_STATUS_ABORTED)
 
-    async def load_lora(self, request: wire.LoadLoraRequest, context: Context) -> wire.LoadLoraResponse:
+    async def load_lora(self, request: wire.LoadLoraRequest, context: ServicerContext) -> wire.LoadLoraResponse:
         raise _no_lora()
 
-    async def unload_lora(self, request: wire.UnloadLoraRequest, context: Context) -> wire.UnloadLoraResponse:
+    async def unload_lora(self, request: wire.UnloadLoraRequest, context: ServicerContext) -> wire.UnloadLoraResponse:
         raise _no_lora()
 
-    async def list_loras(self, request: wire.ListLorasRequest, context: Context) -> wire.ListLorasResponse:
+    async def list_loras(self, request: wire.ListLorasRequest, context: ServicerContext) -> wire.ListLorasResponse:
         raise _no_lora()
 
     async def get_kv_event_sources(
-        self, request: wire.GetKvEventSourcesRequest, context: Context
+        self, request: wire.GetKvEventSourcesRequest, context: ServicerContext
     ) -> wire.GetKvEventSourcesResponse:
         self._check_loaded()
         if self._events is None or not _has_rank(request.data_parallel_ranks):
@@ -99,8 +97,8 @@ class Control:
         )
         return wire.GetKvEventSourcesResponse(sources=[source])
 
-    async def subscribe_kv_events(self, request: wire.SubscribeKvEventsRequest, context: Context) -> None:
-        """Send KV events until the client goes. A subscriber that is too slow ends with an error."""
+    async def subscribe_kv_events(self, request: wire.SubscribeKvEventsRequest, context: ServicerContext) -> None:
+        """Send KV events until the client goes; one that is too slow ends with an error."""
         self._check_loaded()
         if self._events is None:
             raise Unsupported("SubscribeKvEvents", "this worker publishes no KV events")

@@ -27,7 +27,7 @@ RANK = 0
 
 
 def server_info(server: RequestServer, instance_id: str) -> wire.ServerInfo:
-    """What ``GetServerInfo`` answers."""
+    """The answer of ``GetServerInfo``."""
     info, arguments = server.info, server.arguments
     return wire.ServerInfo(
         engine_name="dynamo-logits-worker",
@@ -58,7 +58,7 @@ def server_info(server: RequestServer, instance_id: str) -> wire.ServerInfo:
 
 
 def model_info(server: RequestServer) -> wire.ModelInfo:
-    """What ``GetModelInfo`` answers: the fields of a request that are honoured."""
+    """The answer of ``GetModelInfo``: the fields of a request that are honoured."""
     info, arguments = server.info, server.arguments
     has_text = server.chains.vocabulary.tokenizer is not None
     scores = wire.LogprobCapabilities(
@@ -99,7 +99,7 @@ def model_info(server: RequestServer) -> wire.ModelInfo:
 
 
 def load_info(server: RequestServer, instance_id: str, *, per_rank: bool) -> wire.LoadInfo:
-    """What ``GetLoad`` answers; an engine that does not know its queues leaves them out."""
+    """The answer of ``GetLoad``; an engine that does not know its queues leaves them out."""
     load: dict[str, Any] = {"used_kv_blocks": server.kv_load.used, "total_kv_blocks": server.kv_load.total}
     attributes: dict[str, Any] = {"in_flight": len(server.in_flight)}
     if isinstance(server.engine, Measured):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc.aio import ServicerContext
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -88,14 +89,12 @@ class _Tokens(grpc.aio.ServerInterceptor):
     def __init__(self, tokens: list[str]) -> None:
         self._expected = [f"Bearer {token}".encode() for token in tokens]
 
-        async def refuse_call(request: Any, context: grpc.aio.ServicerContext) -> None:
+        async def refuse_call(request: Any, context: ServicerContext) -> None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: must be Bearer and a token")
 
         self._refusal = grpc.unary_unary_rpc_method_handler(refuse_call)
 
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
-    ) -> Any:
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """The handler of a call, or one that refuses it."""
         if not handler_call_details.method.startswith(OPEN_METHODS):
             given = [value for key, value in handler_call_details.invocation_metadata if key == "authorization"]
@@ -104,7 +103,7 @@ class _Tokens(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
     def _knows(self, given: bytes) -> bool:
-        return any([hmac.compare_digest(given, expected) for expected in self._expected])
+        return any(hmac.compare_digest(given, expected) for expected in self._expected)
 
 
 def _credentials(arguments: Arguments) -> grpc.ServerCredentials | None:
@@ -136,7 +135,7 @@ def _handler(service: str, implementation: object) -> grpc.GenericRpcHandler:
 def _refusing(call: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
     """A call whose errors of serving are the statuses of refusals."""
 
-    async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def answer(request: Any, context: ServicerContext) -> Any:
         try:
             return await call(request, context)
         except ServingError as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import status_pb2
+from grpc.aio import ServicerContext
 
 from worker.errors import (
     BoundaryStoreUnavailable,
@@ -32,7 +33,7 @@ class Unsupported(InvalidRequest):
 
 
 class WrongRole(InvalidRequest):
-    """It is for a worker of another role in disaggregated serving."""
+    """Another role in disaggregated serving has it."""
 
 
 class UnknownModel(InvalidRequest):
@@ -93,8 +94,8 @@ def engine_error(error: ServingError) -> wire.EngineError:
     return wire.EngineError(code=found.code, message=str(error), retryable=found.retryable)
 
 
-async def refuse(context: grpc.aio.ServicerContext, error: ServingError) -> None:
-    """End a call before it is accepted, with a status whose details have the `EngineError`."""
+async def refuse(context: ServicerContext, error: ServingError) -> None:
+    """End a call with the status of ``error``, whose details have the `EngineError`."""
     found, message = _class_of(error).status, str(error)
     detail = any_pb2.Any()
     detail.Pack(engine_error(error))

@@ -24,7 +24,7 @@ _WORSE = (
 
 
 async def health(server: RequestServer, request: wire.HealthRequest) -> wire.HealthResponse:
-    """What ``Health`` answers: the worst state of its checks."""
+    """The answer of ``Health``: the worst state of its checks."""
     checks = [_model(server)]
     if request.role not in (wire.ENGINE_ROLE_UNSPECIFIED, wire.ENGINE_ROLE_AGGREGATED):
         checks.append(_check("role", wire.HEALTH_STATE_NOT_READY, "this worker is aggregated"))

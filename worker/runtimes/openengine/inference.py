@@ -10,8 +10,9 @@ from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, replace
 
 import grpc
+from grpc.aio import ServicerContext
 
-from worker.errors import Draining, InvalidRequest, RequestFailed, ServingError
+from worker.errors import Draining, EngineBroken, InvalidRequest, ServingError
 from worker.requests.prompt_scores import token_text
 from worker.runtimes.direct.request import DirectRequest
 from worker.runtimes.direct.server import DirectServer
@@ -63,13 +64,17 @@ class Inference:
         self._stall_s = stall_s
         self._running: dict[str, _Running] = {}
 
-    async def generate(self, request: wire.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def generate(self, request: wire.GenerateRequest, context: ServicerContext) -> None:
         """Answer a request with a stream of events.
 
-        A request that fails while it runs has an `EngineError` as its last event.
+        A request that fails has an `EngineError` as its last event: Dynamo's sidecar gives a worker
+        no requests for some seconds after the status of a failure, so that one request's failure
+        would be that of others. A worker that leaves ends its streams with that status: Dynamo's
+        frontend migrates their requests, which it does not after an `EngineError`.
 
         Raises:
-            ServingError: it is refused, before the first event.
+            InvalidRequest: it is refused, before the first event.
+            Draining, EngineBroken: this worker leaves.
         """
         request_id = request.request_id or uuid.uuid4().hex
         last, has_begun = None, False
@@ -79,7 +84,7 @@ class Inference:
                     await self._write(context, event)
                     has_begun = True
         except ServingError as error:
-            if not has_begun and not isinstance(error, RequestFailed):
+            if isinstance(error, (Draining, EngineBroken)) or (isinstance(error, InvalidRequest) and not has_begun):
                 raise
             last = engine_error(error)
         except _Stalled as stall:
@@ -88,7 +93,7 @@ class Inference:
         if last is not None:
             await self._write(context, wire.GenerateResponse(request_id=request_id, error=last))
 
-    async def _write(self, context: grpc.aio.ServicerContext, event: wire.GenerateResponse) -> None:
+    async def _write(self, context: ServicerContext, event: wire.GenerateResponse) -> None:
         """Send an event as soon as the client's flow control lets it. Raises `_Stalled`."""
         try:
             async with asyncio.timeout(self._stall_s):
@@ -97,21 +102,21 @@ class Inference:
             raise _Stalled(f"its client has read nothing for {self._stall_s:g} s") from None
 
     async def _events(
-        self, request_id: str, request: wire.GenerateRequest, context: grpc.aio.ServicerContext
+        self, request_id: str, request: wire.GenerateRequest, context: ServicerContext
     ) -> AsyncGenerator[wire.GenerateResponse, None]:
         direct = self.direct
         if direct is None:
             raise Draining("this worker is not serving yet")
-        try:
-            with self._run(request_id) as running:
-                honours_priority = self._server.info.honours_priority
-                hints = read_hints(context.invocation_metadata(), honours_priority=honours_priority)
-                asked = read(request, self.names, hints)
+        with self._run(request_id) as running:
+            honours_priority = self._server.info.honours_priority
+            hints = read_hints(context.invocation_metadata(), honours_priority=honours_priority)
+            asked = read(request, self.names, hints)
+            try:
                 running.request = _with_stops(await direct.parsed(asked.message))
                 async for event in self._answer(request_id, asked, running, hints):
                     yield event
-        except InvalidRequest as error:
-            raise renamed(error) from error.__cause__
+            except InvalidRequest as error:
+                raise renamed(error, request) from error.__cause__
 
     async def _answer(
         self, request_id: str, asked: Asked, running: _Running, hints: CallHints

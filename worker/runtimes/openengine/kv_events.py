@@ -18,7 +18,7 @@ KEPT_BATCHES = 4096
 SNAPSHOT_BLOCKS = 64
 """Blocks in each batch of a snapshot."""
 
-_Block = tuple[int | None, array[int], str | None]
+_Block = tuple[int | None, Sequence[int], str | None]
 """A cached block: hash of the one before it, its tokens, and its salt."""
 
 
@@ -55,7 +55,9 @@ class KvEvents:
         cache_salt: str | None = None,
     ) -> None:
         """See `KvEventSink.stored`."""
-        self._loop.call_soon_threadsafe(self._store, parent_hash, tuple(block_hashes), array("I", token_ids), cache_salt)
+        self._loop.call_soon_threadsafe(
+            self._store, parent_hash, tuple(block_hashes), array("I", token_ids), cache_salt
+        )
 
     def removed(self, block_hashes: Sequence[int]) -> None:
         """See `KvEventSink.removed`."""
@@ -92,9 +94,7 @@ class KvEvents:
             self._changed.clear()
             await self._changed.wait()
 
-    def _store(
-        self, parent: int | None, hashes: tuple[int, ...], tokens: array[int], salt: str | None
-    ) -> None:
+    def _store(self, parent: int | None, hashes: tuple[int, ...], tokens: array[int], salt: str | None) -> None:
         size, before = self._block_size, parent
         for index, each in enumerate(hashes):
             self._blocks[each] = (before, tokens[index * size : (index + 1) * size], salt)

@@ -72,6 +72,8 @@ _TOLD: tuple[tuple[str, str], ...] = (
 )
 """Names in errors of the worker, and the protocol's."""
 
+_GUIDE_ARGUMENTS = "sampling_options.guided_decoding.args"
+
 _COPIED = tuple(path for path in FIELDS if path.startswith(("sampling.", "stopping.", "kv.")))
 """Optional scalars whose values are copied."""
 
@@ -110,7 +112,7 @@ class Asked:
 
 
 def read(request: wire.GenerateRequest, names: Iterable[str], hints: CallHints) -> Asked:
-    """What a request asks for.
+    """The request, read.
 
     Args:
         request: The request.
@@ -150,8 +152,10 @@ def read(request: wire.GenerateRequest, names: Iterable[str], hints: CallHints) 
     return Asked(message, first, prompt or 0, output or 0)
 
 
-def renamed(error: InvalidRequest) -> InvalidRequest:
+def renamed(error: InvalidRequest, request: wire.GenerateRequest) -> InvalidRequest:
     """An error of the worker about one of its own fields, told by the protocol's name."""
+    if error.field.startswith(_GUIDE_ARGUMENTS):  # those of the processor that the guide runs as
+        return InvalidRequest(f"guided.{request.guided.WhichOneof('guide')}", error.problem)
     for ours, theirs in _TOLD:
         rest = error.field.removeprefix(ours)
         if rest != error.field and (not rest or rest[0] in ".["):
@@ -172,7 +176,7 @@ def read_hints(metadata: Iterable[tuple[str, str | bytes]], *, honours_priority:
             if key in found:
                 raise InvalidRequest(key, "must be given once")
             found[key] = value if isinstance(value, str) else value.decode(errors="replace")
-    trace = {key: found.pop(key) for key in ("traceparent", "tracestate") if key in found}
+    trace: dict[str, str] = {key: found.pop(key) for key in ("traceparent", "tracestate") if key in found}
     found.pop("openengine-routing-key", None)  # a router has acted on it
     rank = _integer(found, "openengine-target-dp-rank", 0, 2**32 - 1)
     if rank:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import socket
 
-from worker.arguments import Arguments
 from worker.build import Built
 from worker.runtimes.direct.probes import open_probes
 from worker.runtimes.direct.server import DirectServer

@@ -13,10 +13,10 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, RequestFailed, ServingError
+from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.nats.batch import layout, openai
 from worker.runtimes.nats.batch.running import Cancelled, Expired, Returned, RunningRequest
 from worker.runtimes.nats.batch.storage import BatchStorage
-from worker.runtimes.direct.server import DirectServer
 
 logger = logging.getLogger(__name__)
 

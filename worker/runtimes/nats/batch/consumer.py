@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
 from worker.arguments import Arguments
+from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.nats.batch import layout
 from worker.runtimes.nats.batch.answerer import BatchAnswerer, unfailing
 from worker.runtimes.nats.batch.layout import PRIORITIES
@@ -20,7 +21,6 @@ from worker.runtimes.nats.batch.loops import Loops
 from worker.runtimes.nats.batch.queues import WorkQueue
 from worker.runtimes.nats.batch.running import Cancelled, Place, Returned, RunningRequest, Slots, place_of
 from worker.runtimes.nats.batch.storage import BatchStorage, ensure_dead_letters
-from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.nats.protocol import Malformed, Subjects
 
 logger = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from nats.aio.msg import Msg
 
+from worker.runtimes.direct.request import DirectRequest
+from worker.runtimes.direct.server import choice_id
 from worker.runtimes.nats.batch import layout
 from worker.runtimes.nats.batch.layout import QueuedRequest
-from worker.runtimes.direct.server import choice_id
 from worker.runtimes.nats.protocol import Malformed
-from worker.runtimes.direct.request import DirectRequest
 from worker.server import RequestServer
 
 ONLINE_PART = 8
