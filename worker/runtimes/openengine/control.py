@@ -106,6 +106,7 @@ class Control:
             raise InvalidRequest("data_parallel_ranks", f"must have {RANK}, this worker's only rank")
         if request.include_snapshot and request.start_sequence_number:
             raise InvalidRequest("start_sequence_number", "must not be given with include_snapshot")
+        await context.send_initial_metadata(())  # says that events come from now on
         has_begun = False
         batches = self._events.subscribe(request.start_sequence_number, snapshot=request.include_snapshot)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import re
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -109,13 +110,13 @@ class _Tokens(grpc.aio.ServerInterceptor):
 def _credentials(arguments: Arguments) -> grpc.ServerCredentials | None:
     if arguments.grpc_tls_cert is None or arguments.grpc_tls_key is None:
         return None
-    files = {}
-    for flag, path in (("--grpc-tls-key", arguments.grpc_tls_key), ("--grpc-tls-cert", arguments.grpc_tls_cert)):
-        try:
-            files[flag] = Path(path).read_bytes()
-        except OSError as error:
-            raise StartupError(f"{flag} {path}: {error.strerror or error}") from None
-    return grpc.ssl_server_credentials([tuple(files.values())])
+    certificate, key = Path(arguments.grpc_tls_cert), Path(arguments.grpc_tls_key)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)  # gRPC says only that it cannot bind
+        return grpc.ssl_server_credentials([(key.read_bytes(), certificate.read_bytes())])
+    except OSError as error:
+        problem = f"--grpc-tls-cert {certificate}, --grpc-tls-key {key}: {error.strerror or error}"
+        raise StartupError(problem) from None
 
 
 def _handler(service: str, implementation: object) -> grpc.GenericRpcHandler:
@@ -140,5 +141,7 @@ def _refusing(call: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any]
             return await call(request, context)
         except ServingError as error:
             return await refuse(context, error)
+        except grpc.aio.InternalError:  # the client is gone, which a write may learn before this task is cancelled
+            return None
 
     return answer

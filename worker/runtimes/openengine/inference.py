@@ -50,18 +50,16 @@ class Inference:
 
     Args:
         server: Server of requests, which may not be loaded yet.
-        stall_s: Seconds for which a client may read nothing of its answer.
 
     Attributes:
         direct: Serves requests whose prompts are text, None before the model is loaded.
         names: Names of the model, those that requests may have for it.
     """
 
-    def __init__(self, server: RequestServer, stall_s: float = STALL_S) -> None:
+    def __init__(self, server: RequestServer) -> None:
         self.direct: DirectServer | None = None
         self.names = (server.arguments.served_model_name, server.arguments.model_path)
         self._server = server
-        self._stall_s = stall_s
         self._running: dict[str, _Running] = {}
 
     async def generate(self, request: wire.GenerateRequest, context: ServicerContext) -> None:
@@ -81,7 +79,7 @@ class Inference:
         try:
             async with contextlib.aclosing(self._events(request_id, request, context)) as events:
                 async for event in events:
-                    await self._write(context, event)
+                    await _write(context, event)
                     has_begun = True
         except ServingError as error:
             if isinstance(error, (Draining, EngineBroken)) or (isinstance(error, InvalidRequest) and not has_begun):
@@ -91,15 +89,7 @@ class Inference:
             logger.warning("request %s ended: %s", request_id, stall)
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(stall))
         if last is not None:
-            await self._write(context, wire.GenerateResponse(request_id=request_id, error=last))
-
-    async def _write(self, context: ServicerContext, event: wire.GenerateResponse) -> None:
-        """Send an event as soon as the client's flow control lets it. Raises `_Stalled`."""
-        try:
-            async with asyncio.timeout(self._stall_s):
-                await context.write(event)
-        except TimeoutError:
-            raise _Stalled(f"its client has read nothing for {self._stall_s:g} s") from None
+            await _write(context, wire.GenerateResponse(request_id=request_id, error=last))
 
     async def _events(
         self, request_id: str, request: wire.GenerateRequest, context: ServicerContext
@@ -157,6 +147,15 @@ class Inference:
     def abort_all(self) -> int:
         """End every request in flight; returns how many there were."""
         return sum([self.abort(request_id) for request_id in tuple(self._running)])
+
+
+async def _write(context: ServicerContext, event: wire.GenerateResponse) -> None:
+    """Send an event as soon as the client's flow control lets it. Raises `_Stalled`."""
+    try:
+        async with asyncio.timeout(STALL_S):
+            await context.write(event)
+    except TimeoutError:
+        raise _Stalled(f"its client has read nothing for {STALL_S:g} s") from None
 
 
 def _with_stops(request: DirectRequest) -> DirectRequest:

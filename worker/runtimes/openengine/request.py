@@ -72,7 +72,7 @@ _TOLD: tuple[tuple[str, str], ...] = (
 )
 """Names in errors of the worker, and the protocol's."""
 
-_GUIDE_ARGUMENTS = "sampling_options.guided_decoding.args"
+_GUIDE_ARGUMENTS = "sampling_options.guided_decoding.args."
 
 _COPIED = tuple(path for path in FIELDS if path.startswith(("sampling.", "stopping.", "kv.")))
 """Optional scalars whose values are copied."""
@@ -154,8 +154,10 @@ def read(request: wire.GenerateRequest, names: Iterable[str], hints: CallHints) 
 
 def renamed(error: InvalidRequest, request: wire.GenerateRequest) -> InvalidRequest:
     """An error of the worker about one of its own fields, told by the protocol's name."""
-    if error.field.startswith(_GUIDE_ARGUMENTS):  # those of the processor that the guide runs as
-        return InvalidRequest(f"guided.{request.guided.WhichOneof('guide')}", error.problem)
+    if error.field.startswith(_GUIDE_ARGUMENTS):  # args.NAME of the processor that the guide runs as
+        _, _, inner = error.field.removeprefix(_GUIDE_ARGUMENTS).partition(".")
+        guide = f"guided.{request.guided.WhichOneof('guide')}"
+        return InvalidRequest(f"{guide}.{inner}" if inner else guide, error.problem)
     for ours, theirs in _TOLD:
         rest = error.field.removeprefix(ours)
         if rest != error.field and (not rest or rest[0] in ".["):

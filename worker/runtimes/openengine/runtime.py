@@ -67,7 +67,9 @@ class OpenEngineWorker:
             inference.direct = DirectServer(server, arguments)
             if arguments.publishes_kv_events and info.reports_blocks:
                 address = (_reachable(arguments.grpc_host), endpoint.port)
-                control.publish(KvEvents(server.engine.report_blocks, info.kv_block_size), address)
+                events = KvEvents(info.kv_block_size)
+                server.engine.report_blocks(events)
+                control.publish(events, address)
             await endpoint.tell(is_serving=True)
             logger.info("serving %s at %s:%d", arguments.served_model_name, arguments.grpc_host, endpoint.port)
             self.ready.set()
