@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from openengine_workers import PROMPT, OpenEngineClient, engine_error_of, serving
+from openengine_workers import OpenEngineClient, engine_error_of, serving
 
 from worker.runtimes.openengine import wire
-
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
