@@ -1,5 +1,5 @@
-"""Dynamo's sidecar and frontend: the controls that they pass on to OpenEngine (docs/openengine.md), what
-clients see of errors, and migration.
+"""Dynamo's sidecar and frontend: the controls that they pass on to OpenEngine
+(docs/openengine.md), what clients see of errors, and migration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.endpoint import Endpoint
 from worker.runtimes.openengine.errors import engine_error
 
-HELLO = [{"role": "user", "content": "Hello"}]
+HELLO: Any = [{"role": "user", "content": "Hello"}]
 PROCESSORS = {"version": 1, "processors": [{"name": "forced_prefix", "args": {"text": "Yes"}}]}
 
 
@@ -216,7 +216,7 @@ def test_these_controls_are_dropped(recorded: tuple[Sidecars, Recorder], name: s
                 model=str(stack.model_path),
                 messages=HELLO,
                 max_tokens=4,
-                extra_headers=headers,  # type: ignore[arg-type]
+                extra_headers=headers,
             )
     request = recorder.requests.get(timeout=10)
     assert {**request, "request_id": ""} == {**plain, "request_id": ""}
@@ -266,32 +266,26 @@ def num_running(port: int) -> int:
 def test_a_request_migrates_to_another_worker(tmp_path: Path, tiny_model: Path) -> None:
     stack = Sidecars(tmp_path, tiny_model)
     store = ("--migration", "on", "--boundary-store", f"file:{tmp_path / 'store'}", "--drain-timeout-s", "0")
-    body = {"max_tokens": 1200, "ignore_eos": True, "temperature": 1.0, "seed": 7}
     try:
         stack.start_frontend("--migration-limit", "3")
         ports = [free_port(), free_port()]
         workers = {port: stack.start_openengine(port, *store, "--numerics", "exact") for port in ports}
         stack.wait_for_model()
         wait_for(lambda: len(stack.registered()) >= 2, "both workers")
-        status, whole = stack.ask(**body)
+        sampling: dict[str, Any] = {"max_tokens": 1200, "temperature": 1.0, "seed": 7}
+        status, whole = stack.ask("completions", ignore_eos=True, **sampling)
         assert status == 200, whole
         with stack.client() as client:
-            stream = client.chat.completions.create(
-                model=str(stack.model_path),
-                messages=HELLO,  # type: ignore[arg-type]
-                max_tokens=1200,
-                temperature=1.0,
-                seed=7,
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
+            extra = {"ignore_eos": True}
+            model = str(stack.model_path)
+            stream = client.completions.create(model=model, prompt="Hello", stream=True, extra_body=extra, **sampling)
             chunks = iter(stream)
-            text = next(chunks).choices[0].delta.content or ""  # type: ignore[union-attr]
+            text = next(chunks).choices[0].text
             busy = next(worker for port, worker in workers.items() if num_running(port))
             for _ in range(2):  # the second one ends the drain
                 busy.signal(signal.SIGTERM)
-            text += "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)  # type: ignore[union-attr]
+            text += "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
         assert busy.wait() == 0
-        assert text == whole["choices"][0]["message"]["content"]
+        assert text == whole["choices"][0]["text"]
     finally:
         stack.end()

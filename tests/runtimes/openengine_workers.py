@@ -111,7 +111,7 @@ class GeneratedAnswer:
 
 def engine_error_of(error: grpc.aio.AioRpcError) -> wire.EngineError:
     """The `EngineError` in the details of a status."""
-    trailing = {key: value for key, value in error.trailing_metadata() or ()}
+    trailing = dict(error.trailing_metadata() or ())
     status = status_pb2.Status.FromString(trailing["grpc-status-details-bin"])
     assert status.code == error.code().value[0]
     found = wire.EngineError()

@@ -70,8 +70,8 @@ async def test_the_model_says_what_can_be_asked(client: OpenEngineClient) -> Non
     scores = wire.LogprobCapabilities(supported=True, candidate_selection_modes=[modes], max_top_n=100)
     assert info.generation.prompt_logprobs == info.generation.output_logprobs == scores
     assert len(info.generation.guided_decoding.modes) == 6
-    most = {"response": {"output_candidates": {"top_n": scores.max_top_n}}}
-    assert len((await client.answer(**most)).infos()[0].candidates) == 100
+    most = {"output_candidates": {"top_n": scores.max_top_n}}
+    assert len((await client.answer(response=most)).infos()[0].candidates) == 100
     error = await refused(client.call("Control.GetModelInfo", wire.GetModelInfoRequest(model="other")))
     assert error.code() == grpc.StatusCode.NOT_FOUND
     assert engine_error_of(error).code == wire.ERROR_CODE_MODEL_NOT_FOUND
