@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _importing():
             built = build(argv)
-            serve, server = (_on_nats if built.arguments.runtime == "nats" else _on_dynamo)(built)
+            serve, server = _RUNTIMES[built.arguments.runtime](built)
     except ConfigurationError as error:
         return _complain(error, EXIT_CONFIGURATION)
     except StartupError as error:
@@ -78,10 +78,22 @@ def _on_dynamo(built: Built) -> tuple[Callable[[], None], RequestServer]:
 
 
 def _on_nats(built: Built) -> tuple[Callable[[], None], RequestServer]:
-    from worker.runtimes.nats.runtime import NatsWorker, run
+    from worker.runtimes.direct.process import run
+    from worker.runtimes.nats.runtime import NatsWorker
 
     worker = NatsWorker(built)
     return lambda: run(worker), worker.server
+
+
+def _on_openengine(built: Built) -> tuple[Callable[[], None], RequestServer]:
+    from worker.runtimes.direct.process import run
+    from worker.runtimes.openengine.runtime import OpenEngineWorker
+
+    worker = OpenEngineWorker(built)
+    return lambda: run(worker), worker.server
+
+
+_RUNTIMES = {"dynamo": _on_dynamo, "nats": _on_nats, "openengine": _on_openengine}
 
 
 def _served(serve: Callable[[], None], server: RequestServer) -> int:

@@ -18,6 +18,15 @@ OLDEST_VERSION = (1, 4, 2)
 SNAPSHOT_DIRECTORY = "DYN_SNAPSHOT_CONTROL_DIR"
 SHUTDOWN_LIMIT = "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"
 
+_OF_OPENENGINE = {
+    "google": "protobuf",
+    "google.rpc": "googleapis-common-protos",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+}
+"""Modules that ``--runtime openengine`` needs, and the distributions that have them."""
+
 
 def check_threads(environ: Mapping[str, str]) -> None:
     """Raises `ConfigurationError` if ``OMP_NUM_THREADS`` is not what OpenMP takes; it would take
@@ -51,8 +60,14 @@ def check_runtime(arguments: Arguments, environ: MutableMapping[str, str]) -> No
         check_dynamo()
         check_snapshot(environ)
         allow_drain(arguments.drain_timeout_s, environ)
-    elif importlib.util.find_spec("nats") is None:
+    elif arguments.runtime == "nats" and importlib.util.find_spec("nats") is None:
         raise ConfigurationError("--runtime nats: nats-py is not installed")
+    elif arguments.runtime == "openengine":
+        for module, distribution in _OF_OPENENGINE.items():
+            if importlib.util.find_spec(module) is None:
+                raise ConfigurationError(
+                    f"--runtime openengine: {distribution} is not installed; it is in the extra openengine"
+                )
 
 
 def check_engine(arguments: Arguments) -> None:

@@ -27,10 +27,10 @@ from ports import free_port
 from servers import NatsServer
 
 from worker.arguments import Arguments, parse_arguments
+from worker.runtimes.direct.probes import ANSWER_S
 from worker.runtimes.nats.batch import layout
 from worker.runtimes.nats.client import WorkerClient
 from worker.runtimes.nats.connection import ConnectionOptions, connect
-from worker.runtimes.nats.probes import ANSWER_S
 from worker.runtimes.nats.protocol import Subjects
 from worker.runtimes.nats.service import SETTLE_S
 from worker.tiny_model import write_tiny_model

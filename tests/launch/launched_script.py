@@ -193,4 +193,6 @@ def _command_line(process: psutil.Process) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
+    found = ipaddress.ip_address(address)
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None  # gRPC's sockets are of both
+    return (mapped or found).is_loopback

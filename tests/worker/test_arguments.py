@@ -78,14 +78,20 @@ def example(option: Option) -> str:
     }.get(option.name, "word")
 
 
-NATS = frozenset(option.name for option in OPTIONS if option.name.startswith("nats_")) | {
-    "model_version",
-    "batch",
-    "batch_ack_wait_s",
-    "batch_max_deliver",
-    "metrics_port",
-    "metrics_host",
+RUNTIMES = {
+    **dict.fromkeys((option.name for option in OPTIONS if option.name.startswith("nats_")), "nats"),
+    **dict.fromkeys(("model_version", "batch", "batch_ack_wait_s", "batch_max_deliver"), "nats"),
+    **dict.fromkeys((option.name for option in OPTIONS if option.name.startswith("grpc_")), "openengine"),
+    **dict.fromkeys(("metrics_port", "metrics_host"), "openengine"),
 }
+NEEDED = {
+    "nats_tls_cert": ["--nats-tls-key", "k"],
+    "nats_tls_key": ["--nats-tls-cert", "c"],
+    "grpc_tls_cert": ["--grpc-tls-key", "k"],
+    "grpc_tls_key": ["--grpc-tls-cert", "c"],
+}
+"""Options that go with another one."""
+
 READABLE = [option for option in OPTIONS if option.name != "extra_engine_args"]  # that one is tested with files
 
 
@@ -101,8 +107,8 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
     extra += ["--engine", "trtllm"] if option.name in trtllm else []
     extra += ["--engine", "vllm"] if option.name in ("engine_args", "lora_modules") else []
     extra += ["--migration", "on"] if option.name == "boundary_store" else []
-    extra += ["--runtime", "nats"] if option.name in NATS else []
-    extra += {"nats_tls_cert": ["--nats-tls-key", "k"], "nats_tls_key": ["--nats-tls-cert", "c"]}.get(option.name, [])
+    extra += ["--runtime", RUNTIMES[option.name]] if option.name in RUNTIMES else []
+    extra += NEEDED.get(option.name, [])
     by_flag = parse_arguments([*model, *extra, option.flag, text], {})
     by_environment = parse_arguments([*model, *extra], {option.env: text})
     assert by_flag == by_environment
@@ -128,6 +134,18 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         ),
         (["--nats-url", "nats://a:1"], "--nats-url needs --runtime nats"),
         (["--batch"], "--batch needs --runtime nats"),
+        (["--grpc-port", "1"], "--grpc-port needs --runtime openengine"),
+        (["--metrics-port", "1"], "--metrics-port needs --runtime nats or openengine"),
+        (["--runtime", "openengine", "--batch"], "--batch needs --runtime nats"),
+        (["--runtime", "openengine", "--grpc-port", "65536"], "--grpc-port must be a port number, got 65536"),
+        (
+            ["--runtime", "openengine", "--grpc-tls-key", "k"],
+            "--grpc-tls-cert and --grpc-tls-key belong together; give both",
+        ),
+        (
+            ["--runtime", "openengine", "--disaggregation-mode", "decode"],
+            "--disaggregation-mode decode needs --runtime dynamo",
+        ),
         (["--runtime", "nats", "--namespace", "a"], "--namespace needs --runtime dynamo"),
         (
             ["--runtime", "nats", "--disaggregation-mode", "decode"],

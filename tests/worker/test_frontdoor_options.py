@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from worker.arguments import keys_in
 from worker.errors import ConfigurationError, StartupError
-from worker.frontdoor.__main__ import api_keys, make_front_door
+from worker.frontdoor.__main__ import make_front_door
 from worker.frontdoor.options import OPTIONS, parse_options
 from worker.frontdoor.tools import ToolCallSettings
 
@@ -145,12 +146,12 @@ def test_wrong_options_are_named(argv: list[str], environ: dict[str, str], named
 def test_api_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# of March\nfirst\n\n second \n")
-    assert api_keys(str(path)) == ["first", "second"]
-    assert api_keys(None) == []
+    assert keys_in(str(path), "--api-key-file") == ["first", "second"]
+    assert keys_in(None, "--api-key-file") == []
     path.write_text("# none\n")
     for wrong in (path, tmp_path / "missing"):
         with pytest.raises(StartupError, match="--api-key-file"):
-            api_keys(str(wrong))
+            keys_in(str(wrong), "--api-key-file")
 
 
 def test_hosts_headers_rates_and_workers() -> None:

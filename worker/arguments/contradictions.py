@@ -71,30 +71,42 @@ _ONLY_NATS = (
     "batch",
     "batch_ack_wait_s",
     "batch_max_deliver",
-    "metrics_port",
-    "metrics_host",
 )
+_ONLY_OPENENGINE = ("grpc_host", "grpc_port", "grpc_tls_cert", "grpc_tls_key", "grpc_token_file")
+_RUNTIMES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_ONLY_DYNAMO, ("dynamo",)),
+    **dict.fromkeys(_ONLY_NATS, ("nats",)),
+    **dict.fromkeys(_ONLY_OPENENGINE, ("openengine",)),
+    **dict.fromkeys(("metrics_port", "metrics_host"), ("nats", "openengine")),
+}
+"""Runtimes that honour an option, for those that not every runtime honours."""
 
 
 def _refuse_options_of_other_runtimes(a: Arguments) -> None:
-    others = _ONLY_NATS if a.runtime == "dynamo" else _ONLY_DYNAMO
-    needed = "nats" if a.runtime == "dynamo" else "dynamo"
     for option in OPTIONS:
-        if option.name in others and getattr(a, option.name) != option.default:
-            raise ConfigurationError(f"{option.flag} needs --runtime {needed}")
+        runtimes = _RUNTIMES.get(option.name)
+        if runtimes is not None and a.runtime not in runtimes and getattr(a, option.name) != option.default:
+            raise ConfigurationError(f"{option.flag} needs --runtime {' or '.join(runtimes)}")
+    if a.runtime != "dynamo" and a.disaggregation_mode != "aggregated":
+        raise ConfigurationError(f"--disaggregation-mode {a.disaggregation_mode} needs --runtime dynamo")
+    if a.metrics_port > 65535:
+        raise ConfigurationError(f"--metrics-port must be a port number, got {a.metrics_port}")
+
+
+def _refuse_openengine_contradictions(a: Arguments) -> None:
+    if (a.grpc_tls_cert is None) != (a.grpc_tls_key is None):
+        raise ConfigurationError("--grpc-tls-cert and --grpc-tls-key belong together; give both")
+    if a.grpc_port > 65535:
+        raise ConfigurationError(f"--grpc-port must be a port number, got {a.grpc_port}")
 
 
 def _refuse_nats_contradictions(a: Arguments) -> None:
-    if a.disaggregation_mode != "aggregated":
-        raise ConfigurationError(f"--disaggregation-mode {a.disaggregation_mode} needs --runtime dynamo")
     ways = [name for name in ("nats_credentials", "nats_token", "nats_nkey_seed") if getattr(a, name) is not None]
     if len(ways) > 1:
         flags = " and ".join("--" + name.replace("_", "-") for name in ways)
         raise ConfigurationError(f"{flags} both say who the worker is; give one of them")
     if (a.nats_tls_cert is None) != (a.nats_tls_key is None):
         raise ConfigurationError("--nats-tls-cert and --nats-tls-key belong together; give both")
-    if a.metrics_port > 65535:
-        raise ConfigurationError(f"--metrics-port must be a port number, got {a.metrics_port}")
 
 
 def refuse_contradictions(a: Arguments) -> None:
@@ -102,6 +114,8 @@ def refuse_contradictions(a: Arguments) -> None:
     _refuse_options_of_other_runtimes(a)
     if a.runtime == "nats":
         _refuse_nats_contradictions(a)
+    elif a.runtime == "openengine":
+        _refuse_openengine_contradictions(a)
     # the libraries have defaults of their own for what is not given
     sizes_count = a.engine == "embedded" or {"max_num_seqs", "max_num_batched_tokens"} <= a.given
     if sizes_count and a.max_num_batched_tokens < a.max_num_seqs:

@@ -127,7 +127,7 @@ def _parser(options: Sequence[Option], rows: Sequence[Row]) -> StrictParser:
     others = ", ".join(sorted(set(aliases) - _FLAGS))
     parser = StrictParser(
         prog="python -m worker",
-        description="Serve a model through NVIDIA Dynamo, or over NATS.",
+        description="Serve a model through NVIDIA Dynamo, over NATS, or behind OpenEngine.",
         epilog=f"Names of Dynamo's own workers count, too: {others} and more (docs/migrating/). "
         "With --engine vllm, so do vLLM's own flags.",
         allow_abbrev=False,

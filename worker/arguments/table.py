@@ -42,7 +42,12 @@ class Arguments:
     served_model_name: str = option(
         None, "Name that clients ask for. Default: last part of the model path, or the model's id."
     )
-    runtime: str = option("dynamo", "Runtime that delivers requests (docs/nats.md).", choices=("dynamo", "nats"))
+    runtime: str = option(
+        "dynamo",
+        "What delivers requests: Dynamo's runtime, NATS (docs/nats.md), or clients of OpenEngine's gRPC services, as "
+        "Dynamo's sidecar is one (docs/openengine.md).",
+        choices=("dynamo", "nats", "openengine"),
+    )
     engine: str = option("embedded", "Engine that decodes.", choices=("embedded", "trtllm", "vllm"))
     device: str = option(
         "auto", "Where the embedded engine computes: auto (CUDA if there is any), cpu, cuda or cuda:N.", parse=device
@@ -364,8 +369,19 @@ class Arguments:
         "Workers that a request of a batch may take with it before it is set aside as a dead letter.",
         parse=positive,
     )
+    grpc_host: str = option("127.0.0.1", "Address that --runtime openengine listens on.")
+    grpc_port: int = option(
+        50051, "Port that --runtime openengine listens on; 0 takes a free one, which the log names.", parse=not_negative
+    )
+    grpc_tls_cert: str | None = option(None, "File of the certificate chain of --grpc-port; needs --grpc-tls-key.")
+    grpc_tls_key: str | None = option(None, "File of the key of --grpc-tls-cert.")
+    grpc_token_file: str | None = option(
+        None,
+        "File of tokens, one per line; every call of --runtime openengine but those of the health service needs one as "
+        "authorization: Bearer.",
+    )
     metrics_port: int = option(
-        0, "With --runtime nats: port of /metrics, /live and /health; 0 serves none.", parse=not_negative
+        0, "Without Dynamo's runtime: port of /metrics, /live and /health; 0 serves none.", parse=not_negative
     )
     metrics_host: str = option("127.0.0.1", "Address of --metrics-port.")
     engine_settings: tuple[Setting, ...] = ()

@@ -62,6 +62,9 @@ class EngineInfo:
         kv_dtype: Data type of the stored keys and values, and that in which they were computed if
             it is another one; compared likewise.
         adapters: Digests of the LoRA adapters that requests may choose, by name.
+        honours_priority: The waiting queue is ordered by the requests' priorities.
+        honours_choice: Requests with one seed that differ in `EngineRequest.choice` are served.
+        reports_blocks: `ServingEngine.report_blocks` tells of the cached blocks.
     """
 
     name: str
@@ -79,6 +82,9 @@ class EngineInfo:
     made_by: str = ""
     kv_dtype: str = ""
     adapters: Mapping[str, str] = field(default_factory=dict)
+    honours_priority: bool = False
+    honours_choice: bool = True
+    reports_blocks: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 import uvloop
 
 from adapters.catalog import Catalog, CatalogError
+from worker.arguments import keys_in
 from worker.errors import ConfigurationError, StartupError, one_line
 from worker.frontdoor import call_formats
 from worker.frontdoor.batch_lines import LineAnswers
@@ -38,24 +39,6 @@ ROOM_OF_FORM = 64 * 1024
 """Bytes of an upload beside its file."""
 
 
-def api_keys(path: str | None) -> list[str]:
-    """The keys in a file, one per line; blank lines and those that begin with # are none.
-
-    Raises:
-        StartupError: the file cannot be read, or has none.
-    """
-    if path is None:
-        return []
-    try:
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"--api-key-file {path}: {error}") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise StartupError(f"--api-key-file {path}: has no key")
-    return keys
-
-
 def make_front_door(options: Options) -> FrontDoor:
     """The front door of ``options``. Raises `StartupError`."""
     try:
@@ -65,7 +48,7 @@ def make_front_door(options: Options) -> FrontDoor:
     if options.calls is None:
         logger.info("only tool calls that a request forces are held to their tools (--tool-call-format)")
     upstreams = Upstreams(options.upstream, options.connect_timeout_s)
-    return FrontDoor(options, catalog, upstreams, api_keys(options.api_key_file))
+    return FrontDoor(options, catalog, upstreams, keys_in(options.api_key_file, "--api-key-file"))
 
 
 def make_batches(door: FrontDoor) -> BatchService | None:

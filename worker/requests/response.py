@@ -10,6 +10,12 @@ from worker.requests.prompt_scores import TokenText, end_json, scores_json
 from worker.requests.receipts import CHANNEL, RequestReceipt
 from worker.requests.request import GenerationRequest
 
+STOP_STRING = "stop_string"
+"""Key of the stop string that ended an answer, in its last chunk."""
+
+STOP_TOKEN = "stop_token_id"
+"""Key of the token that ended an answer, in its last chunk."""
+
 
 class ResponseBuilder:
     """Builds the chunks of one request and counts its tokens.

@@ -22,6 +22,7 @@ from worker.engines.forward_pass import ReportsForwardPasses
 from worker.errors import ServingError
 from worker.processors.builder import make_chain_builder
 from worker.requests.refusals import refusal_chunk
+from worker.requests.response import STOP_STRING, STOP_TOKEN
 from worker.runtimes import dynamo as runtime
 from worker.runtimes.adapters import register_adapters
 from worker.runtimes.file_discovery import entries_of, keep_registered
@@ -94,6 +95,8 @@ class WorkerEngine(LLMEngine):
             async with contextlib.aclosing(serving) as chunks:
                 async for chunk in chunks:
                     has_begun = True
+                    for key in (STOP_STRING, STOP_TOKEN):  # not in Dynamo's protocol
+                        chunk.pop(key, None)
                     yield chunk
         except ServingError as error:
             refusal = None if has_begun else refusal_chunk(request, error)

@@ -19,7 +19,7 @@ from worker.request_log import RequestEntry
 from worker.requests.prompt_scores import token_text
 from worker.requests.receipts import RequestReceipt
 from worker.requests.request import GenerationRequest
-from worker.requests.response import ResponseBuilder
+from worker.requests.response import STOP_STRING, STOP_TOKEN, ResponseBuilder
 from worker.server.interruptible import Interruptible, call_in
 from worker.server.reports import RequestReports
 from worker.text.deltas import TokenBytes
@@ -165,9 +165,17 @@ class ServedRequest:
         else:
             chains.count(delta)
             chunk = self._filled(delta)
+            if chunk is not None and delta.finish_reason == "stop":
+                chunk.update(self._stop_match(delta))
         if delta.finish_reason is not None:  # the runtime may drop the stream without coming back
             self._loop.call_later(SENT_S, self._settle_record)
         return chunk
+
+    def _stop_match(self, delta: TokenDelta) -> dict[str, Any]:
+        """The end of the answer in keys of the last chunk: a stop string or a token."""
+        if self._stop_text is not None and self._stop_text.stopped_by is not None:
+            return {STOP_STRING: self._stop_text.stopped_by}
+        return {} if delta.stop_reason is None else {STOP_TOKEN: delta.stop_reason}
 
     def _filled(self, delta: TokenDelta) -> dict[str, Any] | None:
         assert self._slot is not None

@@ -25,23 +25,27 @@ class StopText:
         num_generated: Tokens of the answer so far.
 
     Attributes:
-        found: Whether the answer has ended at a stop string.
+        stopped_by: The stop string at which the answer has ended, None while there is none.
     """
 
     def __init__(
         self, token_bytes: TokenBytes, stops: Sequence[str], min_tokens: int = 0, num_generated: int = 0
     ) -> None:
-        self.found = False
+        self.stopped_by: str | None = None
         self._token_bytes = token_bytes
         self._stops = StopStrings([stop.encode() for stop in stops])
         self._text = b""  # as far back as a stop string may have begun
         self._ignored = min_tokens - num_generated
 
+    @property
+    def found(self) -> bool:
+        """Whether the answer has ended at a stop string."""
+        return self.stopped_by is not None
+
     def end(self, delta: Delta) -> None:
         """Leave out of ``delta`` what follows a stop string, and make it the last."""
         for count, token_id in enumerate(delta.token_ids, 1):
             if self._completes(token_id):
-                self.found = True
                 delta.stop_after(count)
                 return
 
@@ -52,4 +56,8 @@ class StopText:
         added = self._token_bytes[token_id]
         text = self._text + added if added else b""
         self._text = self._stops.tail(text)
-        return self._stops.first(text) is not None
+        found = self._stops.first(text)
+        if found is not None:
+            start, end = found
+            self.stopped_by = text[start:end].decode()
+        return found is not None

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -95,7 +96,12 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
             package.sampling_fields, honoured, calls.vocab_size, eos_token_ids, self.config.history == "lagged"
         )
         sizes = ModelSizes(calls.vocab_size, context_length, eos_token_ids)
-        self._info = await describe(self._llm, package.version, sizes, self.config.max_num_seqs)
+        self._info = replace(
+            await describe(self._llm, package.version, sizes, self.config.max_num_seqs),
+            honours_priority="priority" in package.generate_arguments,
+            honours_choice=False,
+            reports_blocks=self.has_events,
+        )
         metrics = LibraryMetrics.load(self.config.served_model_name)
         watch = Watch(
             own_check(self._llm),

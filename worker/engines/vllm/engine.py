@@ -299,6 +299,8 @@ def _describe(
         max_num_seqs=int(scheduler.max_num_seqs),
         max_num_batched_tokens=int(scheduler.max_num_batched_tokens),
         draws_by_seed=False,
+        honours_priority=scheduler.policy == "priority",
+        reports_blocks=config.kv_events_config is not None,
         computed_by=f"{made_by}, {config.device_config.device_type}",
         made_by=made_by,
         adapters=adapters,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
+from worker.runtimes.direct.request import DirectRequest
 from worker.runtimes.nats.protocol import HEARTBEAT_S
-from worker.runtimes.nats.request import NatsRequest
 from worker.runtimes.nats.stream import AnswerStream
 
 
@@ -24,9 +24,9 @@ class OpenAnswers:
         streams: The streams.
     """
 
-    def __init__(self, end: Callable[[str, NatsRequest], None]) -> None:
+    def __init__(self, end: Callable[[str, DirectRequest], None]) -> None:
         self._end = end
-        self._running: dict[str, NatsRequest | None] = {}  # None while the prompt is read
+        self._running: dict[str, DirectRequest | None] = {}  # None while the prompt is read
         self._cancelled: set[str] = set()
         self.streams: dict[str, AnswerStream] = {}
 
@@ -41,7 +41,7 @@ class OpenAnswers:
             self._cancelled.discard(request_id)
             self._drop_settled(request_id, stream)
 
-    def begin(self, request_id: str, request: NatsRequest) -> bool:
+    def begin(self, request_id: str, request: DirectRequest) -> bool:
         """Note the request once its prompt has been read; False if it is cancelled already."""
         self._running[request_id] = request
         return not (self.streams[request_id].is_gone or request_id in self._cancelled)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
@@ -13,10 +12,10 @@ from worker.arguments import Arguments
 from worker.build import Built
 from worker.errors import StartupError
 from worker.migration.nats_store import INBOX
+from worker.runtimes.direct.probes import ProbeServer, open_probes
+from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.nats.batch.consumer import BatchConsumer
 from worker.runtimes.nats.connection import ConnectionOptions, connect, disconnect
-from worker.runtimes.nats.messages import MessageServer
-from worker.runtimes.nats.probes import ProbeServer
 from worker.runtimes.nats.service import NatsService
 from worker.server import RequestServer
 
@@ -79,7 +78,7 @@ class NatsWorker:
         try:
             self._open_probes(client)
             await self.server.load()
-            messages = MessageServer(self.server, self.arguments)
+            messages = DirectServer(self.server, self.arguments)
             self._service = NatsService(messages, self.arguments)
             await self._service.start(client)
             if self.arguments.batch:
@@ -124,27 +123,8 @@ class NatsWorker:
                 return live() or "the NATS server is away"
             return live() or (None if self._batches is None else self._batches.problem)
 
-        host, port = self.arguments.metrics_host, self.arguments.metrics_port
-        if port:
-            try:
-                self._probes = ProbeServer(host, port, self.server.metrics.registry, live, ready)
-            except OSError as error:
-                raise StartupError(f"--metrics-port {port}: {error.strerror or error}") from None
+        self._probes = open_probes(self.arguments, self.server.metrics.registry, live, ready)
 
     async def _connection_closed(self) -> None:
         if not self._leave.is_set():  # the server does not let us in any more
             self.server.fail("the NATS server has closed the connection for good")
-
-
-def run(worker: NatsWorker) -> None:
-    """Serve until SIGTERM or SIGINT. Raises whatever kept the worker from starting."""
-    import uvloop
-
-    uvloop.run(_serve(worker))
-
-
-async def _serve(worker: NatsWorker) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, worker.shut_down)
-    await worker.run()

@@ -20,8 +20,8 @@ from worker import __version__
 from worker.arguments import Arguments
 from worker.errors import Draining, InvalidRequest, RequestFailed, ServingError
 from worker.metrics import OUTCOMES
+from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.nats import protocol
-from worker.runtimes.nats.messages import MessageServer
 from worker.runtimes.nats.open_answers import OpenAnswers
 from worker.runtimes.nats.protocol import REQUEST_ID, WINDOW, Subjects
 from worker.runtimes.nats.replies import ReplyGuard
@@ -43,7 +43,7 @@ class NatsService:
         arguments: The worker's options.
     """
 
-    def __init__(self, messages: MessageServer, arguments: Arguments) -> None:
+    def __init__(self, messages: DirectServer, arguments: Arguments) -> None:
         self.subjects = Subjects(arguments.served_model_name, arguments.model_version)
         self._messages = messages
         self._server = messages.server

@@ -13,10 +13,10 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, RequestFailed, ServingError
+from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.nats.batch import layout, openai
 from worker.runtimes.nats.batch.running import Cancelled, Expired, Returned, RunningRequest
 from worker.runtimes.nats.batch.storage import BatchStorage
-from worker.runtimes.nats.messages import MessageServer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class BatchAnswerer:
         max_deliver: Failures after which a request is set aside.
     """
 
-    def __init__(self, messages: MessageServer, storage: BatchStorage, max_deliver: int) -> None:
+    def __init__(self, messages: DirectServer, storage: BatchStorage, max_deliver: int) -> None:
         self._messages = messages
         self._storage = storage
         self._max_deliver = max_deliver

@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
 from worker.arguments import Arguments
+from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.nats.batch import layout
 from worker.runtimes.nats.batch.answerer import BatchAnswerer, unfailing
 from worker.runtimes.nats.batch.layout import PRIORITIES
@@ -20,7 +21,6 @@ from worker.runtimes.nats.batch.loops import Loops
 from worker.runtimes.nats.batch.queues import WorkQueue
 from worker.runtimes.nats.batch.running import Cancelled, Place, Returned, RunningRequest, Slots, place_of
 from worker.runtimes.nats.batch.storage import BatchStorage, ensure_dead_letters
-from worker.runtimes.nats.messages import MessageServer
 from worker.runtimes.nats.protocol import Malformed, Subjects
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class BatchConsumer:
         arguments: The worker's options.
     """
 
-    def __init__(self, messages: MessageServer, arguments: Arguments) -> None:
+    def __init__(self, messages: DirectServer, arguments: Arguments) -> None:
         self._messages = messages
         self._server = messages.server
         self._subjects = Subjects(arguments.served_model_name, arguments.model_version)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from nats.aio.msg import Msg
 
+from worker.runtimes.direct.request import DirectRequest
+from worker.runtimes.direct.server import choice_id
 from worker.runtimes.nats.batch import layout
 from worker.runtimes.nats.batch.layout import QueuedRequest
-from worker.runtimes.nats.messages import choice_id
 from worker.runtimes.nats.protocol import Malformed
-from worker.runtimes.nats.request import NatsRequest
 from worker.server import RequestServer
 
 ONLINE_PART = 8
@@ -55,7 +55,7 @@ class RunningRequest:
         self.message = message
         self.request = request
         self.id = f"{request.batch}/{layout.digest(request.custom_id.encode())}"  # no client's request can have it
-        self.parsed: NatsRequest | None = None
+        self.parsed: DirectRequest | None = None
         self.ends_as: Exception | None = None
         self.task: asyncio.Task[None] | None = None
 

@@ -1,4 +1,4 @@
-"""Metrics and health of a worker on NATS, over HTTP for Prometheus and Kubernetes."""
+"""Metrics and health of a worker, over HTTP for Prometheus and Kubernetes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from worker.arguments import Arguments
+from worker.errors import StartupError
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
@@ -88,6 +91,20 @@ class ProbeServer:
         except concurrent.futures.TimeoutError:
             asked.cancel()
             return f"the event loop has not answered for {ANSWER_S:g} s"
+
+
+def open_probes(arguments: Arguments, registry: CollectorRegistry, live: Problem, ready: Problem) -> ProbeServer | None:
+    """The server that ``--metrics-port`` asks for, None if it asks for none; see `ProbeServer`.
+
+    Raises:
+        StartupError: the port is taken, or the address is not this machine's.
+    """
+    if not arguments.metrics_port:
+        return None
+    try:
+        return ProbeServer(arguments.metrics_host, arguments.metrics_port, registry, live, ready)
+    except OSError as error:
+        raise StartupError(f"--metrics-port {arguments.metrics_port}: {error.strerror or error}") from None
 
 
 def _bound(host: str, port: int) -> WSGIServer:

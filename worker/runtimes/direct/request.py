@@ -20,13 +20,13 @@ PROMPTS = ("messages", "prompt", "token_ids")
 """The prompt: a chat, a text, or token ids; exactly one of them."""
 
 OWN_FIELDS = (*PROMPTS[:2], "chat_template_args", "tools", "logits_processors", "text")
-"""Fields that only this runtime has."""
+"""Fields that requests from Dynamo do not have."""
 
 SEED_BITS = 53
 
 
 @dataclass(frozen=True, slots=True)
-class NatsRequest:
+class DirectRequest:
     """The request in a message.
 
     Attributes:
@@ -48,7 +48,7 @@ class NatsRequest:
     skip_special_tokens: bool
 
 
-def parse(message: Mapping[str, Any], tokenizer: Any, template: str | None = None) -> NatsRequest:
+def parse(message: Mapping[str, Any], tokenizer: Any, template: str | None = None) -> DirectRequest:
     """The request in ``message``, its prompt as token ids.
 
     Args:
@@ -75,7 +75,7 @@ def parse(message: Mapping[str, Any], tokenizer: Any, template: str | None = Non
         raise InvalidRequest("stop_conditions.stop" if stops else "text", "the model has no tokenizer")
     include, least = sampling.get("include_stop_str_in_output"), stopping.get("min_tokens")
     skip = _section(fields, "output_options").get("skip_special_tokens")
-    return NatsRequest(
+    return DirectRequest(
         fields,
         num_choices,
         stops,

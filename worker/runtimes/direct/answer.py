@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from worker.runtimes.nats.request import NatsRequest
+from worker.requests.response import STOP_STRING, STOP_TOKEN
+from worker.runtimes.direct.request import DirectRequest
 from worker.text.answer_text import AnswerText
 
 _PER_TOKEN = ("log_probs", "top_logprobs")
@@ -25,7 +26,7 @@ class ChoiceText:
         has_stopped: Whether a stop string has ended the answer.
     """
 
-    def __init__(self, request: NatsRequest, tokenizer: Any) -> None:
+    def __init__(self, request: DirectRequest, tokenizer: Any) -> None:
         self.has_stopped = False
         self._request = request
         self._needed = request.wants_text or bool(request.stops)
@@ -89,7 +90,8 @@ class ChoiceText:
             chunk["text"] = text[self._sent_text :]
             self._sent_text = len(text)
         if self.has_stopped and answer.stopped_by is not None:
-            chunk["stop_string"] = answer.stopped_by
+            chunk.pop(STOP_TOKEN, None)
+            chunk[STOP_STRING] = answer.stopped_by
 
     def _usage(self) -> dict[str, Any]:
         prompt = len(self._request.fields["token_ids"])

@@ -1,4 +1,4 @@
-"""Serves messages: their prompts read, every choice a request of `worker.server`."""
+"""`DirectServer`: serves messages, every choice of one as a request of `worker.server`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from worker.arguments import Arguments
-from worker.runtimes.nats.answer import ChoiceText
-from worker.runtimes.nats.request import NatsRequest, parse
+from worker.runtimes.direct.answer import ChoiceText
+from worker.runtimes.direct.request import DirectRequest, parse
 from worker.server import RequestServer
 
 MAX_WAITING = 4
@@ -19,8 +19,8 @@ MAX_WAITING = 4
 Chunk = dict[str, Any]
 
 
-class MessageServer:
-    """Server of messages, from subjects and from queues.
+class DirectServer:
+    """Server of messages, which a runtime of its own brings and whose chunks it sends.
 
     Args:
         server: The loaded server of requests.
@@ -33,28 +33,37 @@ class MessageServer:
         template = arguments.custom_jinja_template
         self._template = None if template is None else Path(template).read_text(encoding="utf-8")
 
-    async def parsed(self, message: Mapping[str, Any]) -> NatsRequest:
+    async def parsed(self, message: Mapping[str, Any]) -> DirectRequest:
         """The request in a message. Raises `InvalidRequest`."""
         return await asyncio.to_thread(parse, message, self.tokenizer, self._template)
 
-    async def chunks(self, request_id: str, request: NatsRequest) -> AsyncGenerator[Chunk, None]:
+    async def chunks(
+        self, request_id: str, request: DirectRequest, trace: Mapping[str, str] | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         """The chunks of every choice, as they come.
+
+        Args:
+            request_id: Id that no other request in flight has.
+            request: The request.
+            trace: Headers of the W3C trace context that it belongs to.
 
         Raises:
             ServingError: the request was refused, or a choice failed, which ends the others.
         """
         single = request.num_choices == 1
-        found = self._choice(request_id, request, 0) if single else self._choices(request_id, request)
+        found = self._choice(request_id, request, 0, trace) if single else self._choices(request_id, request, trace)
         async with contextlib.aclosing(found) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def _choices(self, request_id: str, request: NatsRequest) -> AsyncGenerator[Chunk, None]:
+    async def _choices(
+        self, request_id: str, request: DirectRequest, trace: Mapping[str, str] | None
+    ) -> AsyncGenerator[Chunk, None]:
         queue: asyncio.Queue[Chunk | None] = asyncio.Queue()
         room = asyncio.Semaphore(MAX_WAITING * request.num_choices)
 
         async def run(choice: int) -> None:
-            async with contextlib.aclosing(self._choice(request_id, request, choice)) as chunks:
+            async with contextlib.aclosing(self._choice(request_id, request, choice, trace)) as chunks:
                 async for chunk in chunks:
                     await room.acquire()
                     queue.put_nowait(chunk)
@@ -72,10 +81,12 @@ class MessageServer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _choice(self, request_id: str, request: NatsRequest, choice: int) -> AsyncGenerator[Chunk, None]:
+    async def _choice(
+        self, request_id: str, request: DirectRequest, choice: int, trace: Mapping[str, str] | None
+    ) -> AsyncGenerator[Chunk, None]:
         served_id = choice_id(request_id, request, choice)
         text: ChoiceText | None = None
-        async with contextlib.aclosing(self.server.serve(served_id, request.fields, {}, choice)) as chunks:
+        async with contextlib.aclosing(self.server.serve(served_id, request.fields, {}, choice, trace)) as chunks:
             async for chunk in chunks:
                 text = text or ChoiceText(request, self.tokenizer)  # not before the prompt has been checked
                 sent = text.chunk(chunk)
@@ -84,12 +95,12 @@ class MessageServer:
                 if text.has_stopped:
                     return
 
-    def end(self, request_id: str, request: NatsRequest) -> None:
+    def end(self, request_id: str, request: DirectRequest) -> None:
         """End every choice of a request; its stream ends as cancelled."""
         for choice in range(request.num_choices):
             self.server.end_request(choice_id(request_id, request, choice))
 
 
-def choice_id(request_id: str, request: NatsRequest, choice: int) -> str:
+def choice_id(request_id: str, request: DirectRequest, choice: int) -> str:
     """Id of one choice where it is served."""
     return request_id if request.num_choices == 1 else f"{request_id}.{choice}"

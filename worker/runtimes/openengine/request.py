@@ -1,0 +1,326 @@
+"""A ``GenerateRequest`` and its gRPC metadata → the message that `worker.runtimes.direct` serves.
+
+Every field is honoured, or refused by its name. `FIELDS` has the field of docs/request.md that each
+one becomes; that is parsed and bounded where the request is served, and an error about it is told
+by the protocol's name (`renamed`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct, Value
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from adapters.strict_json import decoder
+from worker.errors import InvalidRequest, shown
+from worker.runtimes.openengine import wire
+from worker.runtimes.openengine.errors import UnknownModel, Unsupported, WrongRole
+
+MAX_ID_CHARACTERS = 256
+
+EXACT_INTEGERS = 2**53
+"""Integers up to this one are numbers of a ``Struct``, which are doubles, without loss."""
+
+FIELDS: dict[str, str] = {
+    "model": "model",
+    "prompt": "prompt",
+    "token_ids.ids": "token_ids",
+    "sampling.temperature": "sampling_options.temperature",
+    "sampling.top_p": "sampling_options.top_p",
+    "sampling.top_k": "sampling_options.top_k",
+    "sampling.min_p": "sampling_options.min_p",
+    "sampling.frequency_penalty": "sampling_options.frequency_penalty",
+    "sampling.presence_penalty": "sampling_options.presence_penalty",
+    "sampling.repetition_penalty": "sampling_options.repetition_penalty",
+    "sampling.seed": "sampling_options.seed",
+    "sampling.num_sequences": "sampling_options.n",
+    "stopping.max_tokens": "stop_conditions.max_tokens",
+    "stopping.min_tokens": "stop_conditions.min_tokens",
+    "stopping.ignore_eos": "stop_conditions.ignore_eos",
+    "stopping.include_stop_in_output": "sampling_options.include_stop_str_in_output",
+    "response.output_candidates": "output_options.logprobs",
+    "response.prompt_candidates": "output_options.prompt_logprobs",
+    "kv.cache_salt": "routing.cache_salt",
+    "guided.json_schema": "sampling_options.guided_decoding.json",
+    "guided.regex": "sampling_options.guided_decoding.regex",
+    "guided.ebnf_grammar": "sampling_options.guided_decoding.grammar",
+    "guided.structural_tag": "sampling_options.guided_decoding.structural_tag",
+    "guided.choice": "sampling_options.guided_decoding.choice",
+    "guided.backend": "sampling_options.guided_decoding.backend",
+    "extra.detokenize": "text",
+    "extra.logits_processors": "logits_processors",
+    "extra.require_reasoning": "require_reasoning",
+    "extra.skip_special_tokens": "output_options.skip_special_tokens",
+}
+"""Fields of the protocol that become one of docs/request.md."""
+
+_TOLD: tuple[tuple[str, str], ...] = (
+    *((ours, theirs) for theirs, ours in FIELDS.items()),
+    ("stop_conditions.stop", "stopping.conditions"),
+    ("stop_conditions.stop_token_ids", "stopping.conditions"),
+    ("sampling_options.guided_decoding", "guided"),
+    ("prompt_token_ids", "token_ids.ids"),
+    ("routing.priority", "openengine-priority"),
+    ("request id", "request_id"),
+)
+"""Names in errors of the worker, and the protocol's."""
+
+_GUIDE_ARGUMENTS = "sampling_options.guided_decoding.args."
+
+_COPIED = tuple(path for path in FIELDS if path.startswith(("sampling.", "stopping.", "kv.")))
+"""Optional scalars whose values are copied."""
+
+_EXTRAS = ("detokenize", "logits_processors", "require_reasoning", "skip_special_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class CallHints:
+    """Metadata of a call that is no part of its message.
+
+    Attributes:
+        priority: Urgency beside other requests; more is sooner.
+        trace: Headers of the W3C trace context.
+    """
+
+    priority: int = 0
+    trace: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that was read.
+
+    Attributes:
+        message: The message for `worker.runtimes.direct`.
+        prompt_scores_from: Index of the first token of the prompt whose log probability is wanted,
+            None if none is.
+        num_prompt_candidates: Candidates wanted per token of the prompt.
+        num_candidates: Candidates wanted per token of an answer.
+    """
+
+    message: dict[str, Any]
+    prompt_scores_from: int | None
+    num_prompt_candidates: int
+    num_candidates: int
+
+
+def read(request: wire.GenerateRequest, names: Iterable[str], hints: CallHints) -> Asked:
+    """The request, read.
+
+    Args:
+        request: The request.
+        names: Names of the model that this worker serves.
+        hints: Metadata of the call.
+
+    Raises:
+        InvalidRequest: a field is unknown, malformed, or asks for what this worker does not have;
+            the others are checked where the request is served.
+    """
+    _refuse_unknown(request, "")
+    _check_identity(request, names)
+    message: dict[str, Any] = {}
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise InvalidRequest("input", "must be prompt or token_ids, got neither")
+    message[kind] = request.prompt if kind == "prompt" else list(request.token_ids.ids)
+    for path in _COPIED:
+        section, _, name = path.partition(".")
+        options = getattr(request, section)
+        if options.HasField(name):
+            _put(message, FIELDS[path], getattr(options, name))
+    _read_conditions(request.stopping, message)
+    _read_kv(request.kv, message)
+    _read_guide(request.guided, message)
+    _read_extra(request.extra, message)
+    scores = request.response
+    output = _candidates(scores, "output")
+    prompt = _candidates(scores, "prompt")
+    _put(message, FIELDS["response.output_candidates"], output)
+    _put(message, FIELDS["response.prompt_candidates"], prompt)
+    if scores.HasField("prompt_logprob_start") and prompt is None:
+        raise InvalidRequest("response.prompt_logprob_start", "needs return_prompt_logprobs")
+    if hints.priority:
+        _put(message, "routing.priority", hints.priority)
+    first = None if prompt is None else scores.prompt_logprob_start
+    return Asked(message, first, prompt or 0, output or 0)
+
+
+def renamed(error: InvalidRequest, request: wire.GenerateRequest) -> InvalidRequest:
+    """An error of the worker about one of its own fields, told by the protocol's name."""
+    if error.field.startswith(_GUIDE_ARGUMENTS):  # args.NAME of the processor that the guide runs as
+        _, _, inner = error.field.removeprefix(_GUIDE_ARGUMENTS).partition(".")
+        guide = f"guided.{request.guided.WhichOneof('guide')}"
+        return InvalidRequest(f"{guide}.{inner}" if inner else guide, error.problem)
+    for ours, theirs in _TOLD:
+        rest = error.field.removeprefix(ours)
+        if rest != error.field and (not rest or rest[0] in ".["):
+            return InvalidRequest(theirs + rest, error.problem)
+    return error
+
+
+def read_hints(metadata: Iterable[tuple[str, str | bytes]], *, honours_priority: bool) -> CallHints:
+    """The metadata of a call.
+
+    Raises:
+        InvalidRequest: a key of the protocol is unknown, repeated or malformed, or asks for what
+            this worker does not have.
+    """
+    found: dict[str, str] = {}
+    for key, value in metadata:
+        if key in ("traceparent", "tracestate") or key.startswith("openengine-"):
+            if key in found:
+                raise InvalidRequest(key, "must be given once")
+            found[key] = value if isinstance(value, str) else value.decode(errors="replace")
+    trace: dict[str, str] = {key: found.pop(key) for key in ("traceparent", "tracestate") if key in found}
+    found.pop("openengine-routing-key", None)  # a router has acted on it
+    rank = _integer(found, "openengine-target-dp-rank", 0, 2**32 - 1)
+    if rank:
+        raise Unsupported("openengine-target-dp-rank", f"must be 0, this worker's only rank, got {rank}")
+    priority = _integer(found, "openengine-priority", -(2**31), 2**31 - 1)
+    if priority and not honours_priority:
+        raise Unsupported("openengine-priority", "this engine serves its clients in turn (supports_priority is false)")
+    for key in found:
+        raise InvalidRequest(key, "unknown metadata of the protocol")
+    return CallHints(priority, trace)
+
+
+def _integer(found: dict[str, str], key: str, low: int, high: int) -> int:
+    text = found.pop(key, "0")
+    if not re.fullmatch(r"-?[0-9]{1,10}", text) or not low <= int(text) <= high:
+        raise InvalidRequest(key, f"must be an integer from {low} to {high}, got {shown(text)}")
+    return int(text)
+
+
+def _refuse_unknown(message: Message, path: str) -> None:
+    """Refuse fields that this revision of the schema does not have: a client may rely on them."""
+    for unknown in UnknownFieldSet(message):
+        where = path.rstrip(".") or "request"
+        raise Unsupported(where, f"field number {unknown.field_number} is not in the schema that this worker has")
+    for one, value in message.ListFields():
+        if one.message_type is None or one.message_type.file.package.startswith("google."):
+            continue
+        for each in (value,) if isinstance(value, Message) else value:
+            _refuse_unknown(each, f"{path}{one.name}.")
+
+
+def _check_identity(request: wire.GenerateRequest, names: Iterable[str]) -> None:
+    if len(request.request_id) > MAX_ID_CHARACTERS or not request.request_id.isprintable():
+        raise InvalidRequest("request_id", f"must be at most {MAX_ID_CHARACTERS} printable characters")
+    check_model(request.model, names)
+    if request.media:
+        raise Unsupported("media", "this worker serves text only")
+    if request.lora_name:
+        raise Unsupported("lora_name", "this worker serves no LoRA adapters")
+
+
+def check_model(model: str, names: Iterable[str]) -> None:
+    """Raises `UnknownModel` if it is none of `names`; an empty one is the model that is served."""
+    if model and model not in names:
+        raise UnknownModel("model", f"{shown(model)} is not served here")
+
+
+def _put(message: dict[str, Any], path: str, value: Any) -> None:
+    """Set a field of the message, if there is a value."""
+    if value is None:
+        return
+    *sections, name = path.split(".")
+    for section in sections:
+        message = message.setdefault(section, {})
+    message[name] = value
+
+
+def _read_conditions(options: wire.StoppingOptions, message: dict[str, Any]) -> None:
+    stops, token_ids = [], []
+    for index, condition in enumerate(options.conditions):
+        kind = condition.WhichOneof("condition")
+        if kind is None or (kind == "stop_text" and not condition.stop_text):
+            raise InvalidRequest(f"stopping.conditions[{index}]", "must have a stop_text that is not empty or a token")
+        if kind == "stop_text":
+            stops.append(condition.stop_text)
+        else:
+            token_ids.append(condition.stop_token_id)
+    _put(message, "stop_conditions.stop", stops or None)
+    _put(message, "stop_conditions.stop_token_ids", token_ids or None)
+
+
+def _read_kv(options: wire.KvOptions, message: dict[str, Any]) -> None:
+    if options.HasField("session"):
+        raise WrongRole("kv.session", "this worker is aggregated: it computes prompts itself")
+    if options.bypass_prefix_cache:  # nobody else has this salt
+        _put(message, FIELDS["kv.cache_salt"], secrets.token_hex(16))
+
+
+def _read_guide(guided: wire.GuidedDecoding, message: dict[str, Any]) -> None:
+    kind = guided.WhichOneof("guide")
+    if kind == "json_object":
+        _put(message, FIELDS["guided.json_schema"], {"type": "object"})
+    elif kind == "choice":
+        _put(message, FIELDS["guided.choice"], list(guided.choice.choices))
+    elif kind is not None:
+        _put(message, FIELDS[f"guided.{kind}"], getattr(guided, kind))
+    _put(message, FIELDS["guided.backend"], guided.backend or None)
+
+
+def _candidates(options: wire.ResponseOptions, which: str) -> int | None:
+    """Candidates per token, 0 for the token itself alone, None for no log probabilities."""
+    wanted, selection = f"return_{which}_logprobs", getattr(options, f"{which}_candidates")
+    kind = selection.WhichOneof("selection")
+    if kind in ("token_ids", "all"):
+        raise Unsupported(f"response.{which}_candidates.{kind}", "log probabilities are those of the top_n tokens")
+    if options.HasField(wanted) and not getattr(options, wanted):
+        if kind is not None:
+            raise InvalidRequest(f"response.{which}_candidates", f"must not be given where {wanted} is false")
+        return None
+    if kind is None:
+        return 0 if options.HasField(wanted) else None
+    return int(selection.top_n)
+
+
+def _read_extra(extra: Struct, message: dict[str, Any]) -> None:
+    for key in extra.fields:
+        if key not in _EXTRAS:
+            raise Unsupported(f"extra.{shown(key).strip(chr(39))}", f"unknown; there are {', '.join(_EXTRAS)}")
+    given = {key: _json(f"extra.{key}", value) for key, value in extra.fields.items()}
+    chosen = given.get("logits_processors")
+    if isinstance(chosen, str):
+        given["logits_processors"] = _decoded("extra.logits_processors", chosen)
+    for key, value in given.items():
+        _put(message, FIELDS[f"extra.{key}"], value)
+
+
+def _decoded(path: str, text: str) -> Any:
+    try:
+        return decoder().decode(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(path, f"must be JSON: {error}") from None
+
+
+def _json(path: str, value: Value) -> Any:
+    """The JSON data of a ``Value``; whole numbers as integers.
+
+    Raises:
+        InvalidRequest: a number is not finite, or so large that an integer may have lost digits.
+    """
+    kind = value.WhichOneof("kind")
+    if kind == "struct_value":
+        return {key: _json(f"{path}.{key}", one) for key, one in value.struct_value.fields.items()}
+    if kind == "list_value":
+        return [_json(f"{path}[{index}]", one) for index, one in enumerate(value.list_value.values)]
+    if kind != "number_value":
+        return None if kind in ("null_value", None) else getattr(value, kind)
+    number = value.number_value
+    if not math.isfinite(number):
+        raise InvalidRequest(path, f"must be a finite number, got {number}")
+    if not number.is_integer():
+        return number
+    if abs(number) > EXACT_INTEGERS:
+        problem = "a Struct's numbers are doubles, in which integers beyond 2^53 lose digits; give "
+        raise InvalidRequest(path, f"{problem}logits_processors as JSON text, got {number:g}")
+    return int(number)
