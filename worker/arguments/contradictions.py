@@ -78,6 +78,7 @@ _RUNTIMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_ONLY_NATS, ("nats",)),
     **dict.fromkeys(_ONLY_OPENENGINE, ("openengine",)),
     **dict.fromkeys(("metrics_port", "metrics_host"), ("nats", "openengine")),
+    "lora_modules": ("dynamo", "nats"),
 }
 """Runtimes that honour an option, for those that not every runtime honours."""
 

@@ -27,6 +27,7 @@ class _Stored:
     hashes: tuple[int, ...]
     tokens: Sequence[int]
     salt: str | None
+    lora_name: str | None
 
     def event(self, block_size: int) -> wire.KvEvent:
         salts = [] if self.salt is None else [wire.OpaqueKeyTuple(values=[self.salt]) for _ in self.hashes]
@@ -36,6 +37,7 @@ class _Stored:
             token_ids=self.tokens,
             block_size=block_size,
             extra_keys=salts,
+            lora_name=self.lora_name or "",
         )
         return wire.KvEvent(block_stored=stored)
 
@@ -44,7 +46,7 @@ class _Stored:
         before = self.parent
         for index, each in enumerate(self.hashes):
             tokens = self.tokens[index * block_size : (index + 1) * block_size]
-            yield each, _Stored(before, (each,), tokens, self.salt)
+            yield each, _Stored(before, (each,), tokens, self.salt, self.lora_name)
             before = each
 
 
@@ -86,9 +88,10 @@ class KvEvents:
         block_hashes: Sequence[int],
         token_ids: Sequence[int],
         cache_salt: str | None = None,
+        lora_name: str | None = None,
     ) -> None:
         """See `worker.engines.KvEventSink.stored`."""
-        stored = _Stored(parent_hash, tuple(block_hashes), array("I", token_ids), cache_salt)
+        stored = _Stored(parent_hash, tuple(block_hashes), array("I", token_ids), cache_salt, lora_name)
         self._loop.call_soon_threadsafe(self._take, stored)
 
     def removed(self, block_hashes: Sequence[int]) -> None:
