@@ -81,6 +81,9 @@ def test_differences_between_the_versions() -> None:
 
 def test_worker_config() -> None:
     config = runtime.worker_config(ARGUMENTS)
+    assert config.default_thinking_mode is None
+    thinking = parse_arguments(["--model-path", "/m", "--dyn-default-thinking-mode", "disabled"], {})
+    assert runtime.worker_config(thinking).default_thinking_mode == "disabled"
     assert config.exclude_tools_when_tool_choice_none is False
     assert (config.namespace, config.component, config.endpoint) == ("dynamo", "backend", "generate")
     assert (config.model_name, config.served_model_name) == ("/models/tiny", "tiny")
