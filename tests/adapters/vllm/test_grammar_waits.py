@@ -24,6 +24,7 @@ from adapters.vllm import admission, grammars, middleware
 from adapters.vllm.grammars import STEP_S, WAIT_S, NotCompiled, wait_compiled
 from adapters.vllm.middleware import Middleware, _Held
 from adapters.vllm.model import ServedModel
+from adapters.vllm.requests import selection_of
 
 GRAMMAR = {"name": "json_schema", "args": {"schema": {"type": "integer"}}}
 SELECTED = json.dumps({"version": 1, "processors": [GRAMMAR]})
@@ -354,7 +355,7 @@ def test_the_engine_compiles_and_says_when_it_has(model: ServedModel) -> None:
 def test_the_operators_grammars_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServedModel, "guard_grammars", lambda self: None)
     plain = served_model(penalises_first=False)
-    (requested,) = grammars.selection_of(SELECTED).processors
+    (requested,) = selection_of(SELECTED).processors
     forced = served_model(penalises_first=False, policy=ModelPolicy(mandatory=(requested,)))
     empty = b'{"vllm_xargs": {"logits_processors": {"version": 1, "processors": []}}}'
     assert not grammars.grammars_in(empty, plain)
