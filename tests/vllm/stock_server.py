@@ -1,4 +1,4 @@
-"""vLLM's own API server with the class of processors, in processes of its own."""
+"""vLLM's own API server with the class of processors and the middleware, in other processes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
-def running_server(directory: Path, *arguments: str, **environ: str) -> Iterator[str]:
+def running_server(directory: Path, **environ: str) -> Iterator[str]:
     """Base URL of a server, which answers.
 
     Args:
         directory: Directory of its log.
-        arguments: More arguments of the server.
         environ: More variables of its environment.
     """
     port = free_port()
@@ -36,7 +35,7 @@ def running_server(directory: Path, *arguments: str, **environ: str) -> Iterator
     command += ["--served-model-name", MODEL]
     command += ["--logits-processors", "adapters.vllm:Processors", "--enforce-eager", "--max-model-len", "512"]
     command += ["--worker-extension-cls", "adapters.vllm.extension.Extension", "--max-num-seqs", "16"]
-    command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
+    command += ["--middleware", "adapters.vllm.Middleware", "--host", "127.0.0.1", "--port", str(port)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "vllm"), str(ROOT / "tests" / "adapters" / "vllm")])
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path, **environ}
     log = directory / "log"

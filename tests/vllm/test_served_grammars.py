@@ -14,7 +14,7 @@ from stock_server import MODEL, client_of, running_server
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_server(tmp_path_factory.mktemp("served"), "--middleware", "adapters.vllm.Middleware") as url:
+    with running_server(tmp_path_factory.mktemp("served")) as url:
         yield url
 
 
