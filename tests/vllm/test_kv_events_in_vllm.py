@@ -162,7 +162,7 @@ async def test_an_engine_tells_its_blocks_and_its_load() -> None:
         assert {total for _, total in loads} == {info.total_kv_blocks} == {16}
         load = engine.load()
         assert (load.num_running, load.num_waiting, load.num_used_blocks) == (0, 0, 0)
-        assert load.num_rows == sum(load.steps_by_batch_size) >= 16
+        assert load.num_rows >= sum(load.steps_by_batch_size) >= 16
         names = {metric.name for metric in engine.collect()}
         assert {"vllm:num_requests_running", "vllm:kv_cache_usage_perc"} <= names
     finally:

@@ -11,6 +11,7 @@ from worker.arguments.dynamo.row import ByVariable, Only, Row, ToOption, off, re
 TEXT_ONLY = "this worker serves text alone"
 _CALLS = "the front door holds calls to their tools (docs/front-door.md)"
 _ROUTER = "routing is the frontend's: give it to dynamo.frontend"
+_PASSES = "for the planner there is --publish-forward-pass-metrics (docs/metrics.md)"
 _TAG = "--dyn-structural-tag"
 
 
@@ -58,9 +59,8 @@ SHARED: tuple[Row, ...] = (
         },
         "values",
     ),
-    *off(
-        "DYN_", "forward-pass metrics for the planner are not published; docs/metrics.md has the others", "--fpm-trace"
-    ),
+    *off("DYN_", f"no traces are written; {_PASSES}", "--fpm-trace"),
+    Row((), ("DYN_FORWARDPASS_METRIC_PORT",), Only((), _PASSES)),
     *off(
         "DYN_",
         "the front door sends tool_choice none where it parses calls itself, and their tools stay in the prompt",

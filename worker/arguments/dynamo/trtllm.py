@@ -47,7 +47,7 @@ TRTLLM: tuple[Row, ...] = (
         "switch",
     ),
     *rows(PREFIX, {"--enable-attention-dp": ToSetting("enable_attention_dp", truth)}, "switch"),
-    *rows(PREFIX, {"--publish-metrics": NoEffect("metrics are always published (docs/metrics.md)")}, "switch"),
+    *rows(PREFIX, {"--publish-metrics": ToOption("publish_forward_pass_metrics")}, "switch"),
     Row(("--conversation-affinity",), ("DYN_ENGINE_CONV_AFFINITY",), Only(("false",), AFFINITY), "switch"),
     Row(
         ("--conversation-affinity-dp-rank-source",),
