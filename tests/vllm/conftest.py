@@ -40,17 +40,22 @@ os.environ |= {
 }
 
 with warnings.catch_warnings(action="ignore"):  # vLLM's own, and of what it imports
-    from engine import default_model, running
+    from engine import close_shared, shared
     from vllm import LLM
 
     import adapters.vllm.processors  # noqa: F401
 
 
-@pytest.fixture(scope="session")
-def llm() -> Iterator[LLM]:
-    """SmolLM2 in an engine that all files share."""
-    with running(default_model()) as found:
-        yield found
+@pytest.fixture
+def llm() -> LLM:
+    """SmolLM2 in the engine that tests share."""
+    return shared()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ended() -> Iterator[None]:
+    yield
+    close_shared()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,9 +58,29 @@ class Recording(Processors):
         return found
 
 
+_shared = ExitStack()
+_kept: list[LLM] = []
+
+
+def shared() -> LLM:
+    """SmolLM2 in an engine that tests share until another one is started: the parallel groups of
+    one process go with the first engine that ends.
+    """
+    if not _kept:
+        _kept.append(_shared.enter_context(running(default_model())))
+    return _kept[0]
+
+
+def close_shared() -> None:
+    """End the engine that tests share, if there is one."""
+    _kept.clear()
+    _shared.close()
+
+
 @contextmanager
 def running(model: Path, **options: Any) -> Iterator[LLM]:
-    """An engine, freed afterwards."""
+    """The only engine in this process, freed afterwards."""
+    close_shared()
     settings = {"max_model_len": 512, "max_num_seqs": 16, "block_size": 32, "dtype": "bfloat16"}
     llm = LLM(
         str(model),

@@ -23,13 +23,8 @@ NUM_BATCHED = 32
 REFUSED = {"phrase_ban"}
 
 
-@pytest.fixture(scope="module")
-def cases(llm: LLM) -> list[Case]:
-    """Every processor with arguments that act, greedy and seeded, but for what is refused."""
-    return cases_of(llm, NUM_TOKENS)
-
-
 def cases_of(llm: LLM, num_tokens: int) -> list[Case]:
+    """Every processor with arguments that act, greedy and seeded, but for what is refused."""
     maker = Cases(facts_of(llm).context.vocabulary, num_tokens, is_short=True)
     plain = maker.plain()
     answer = generate(llm, [plain.prompt], [SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)])[0]
@@ -55,7 +50,8 @@ def compare(llm: LLM, cases: Sequence[Case], asked: Sequence[SamplingParams], an
     assert all(answers)
 
 
-def test_each_processor_in_a_batch_of_sixteen(llm: LLM, cases: list[Case]) -> None:
+def test_each_processor_in_a_batch_of_sixteen(llm: LLM) -> None:
+    cases = cases_of(llm, NUM_TOKENS)
     Recording.raw.clear()
     asked = [asked_of(case, number) for number, case in enumerate(cases)]
     compare(llm, cases, asked, generate(llm, [case.prompt for case in cases], asked))

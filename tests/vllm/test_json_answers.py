@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from engine import params, running, tiny
+from engine import params, running, shared, tiny
 
 SCALARS: list[dict[str, Any]] = [
     {"type": "boolean"},
@@ -48,7 +48,7 @@ SCHEMAS = [
 
 
 @pytest.mark.parametrize("name", ["default", "qwen3", "gemma3_text", "llama"])
-def test_every_answer_is_valid(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_every_answer_is_valid(name: str, tmp_path: Path) -> None:
     assert len(SCHEMAS) == 40
     asked = [
         params(
@@ -59,8 +59,8 @@ def test_every_answer_is_valid(name: str, tmp_path: Path, request: pytest.Fixtur
         )
         for number, schema in enumerate(SCHEMAS)
     ]
-    shared = nullcontext(request.getfixturevalue("llm")) if name == "default" else running(tiny(tmp_path, name))
-    with shared as llm:
+    engine = nullcontext(shared()) if name == "default" else running(tiny(tmp_path, name))
+    with engine as llm:
         outputs = llm.generate(["Answer in JSON:"] * len(asked), asked, use_tqdm=False)
     for schema, output in zip(SCHEMAS, outputs, strict=True):
         (answer,) = output.outputs

@@ -191,7 +191,7 @@ async def _forced(model: LoadedModel, prompt: list[int], answer: Sequence[int]) 
 
 
 def lines(found: Sequence[Decision], receipt: RecordedReceipt, tokenizer: Any) -> list[str]:
-    """What is to be said of the decisions: how many hold, and the first of those that do not."""
+    """Lines on the decisions: how many hold, and the first of those that do not."""
 
     def shown(token_id: int) -> str:
         return f"{token_id} {tokenizer.decode([token_id])!r}"
