@@ -234,6 +234,13 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         check_runtime(arguments, {})
 
 
+def test_no_runtime_is_in_its_process() -> None:
+    names = "[name for name in sys.modules if name.partition('.')[0] in ('dynamo', 'nats')]"
+    program = f"import sys, worker.__main__, worker.runtimes.openengine.runtime; print({names})"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert run.stdout == "[]\n"
+
+
 def test_the_schema_files_are_what_protoc_makes() -> None:
     script = REPOSITORY / "scripts" / "generate_openengine.py"
     run = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
