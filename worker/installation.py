@@ -18,14 +18,8 @@ OLDEST_VERSION = (1, 4, 2)
 SNAPSHOT_DIRECTORY = "DYN_SNAPSHOT_CONTROL_DIR"
 SHUTDOWN_LIMIT = "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"
 
-_OF_OPENENGINE = {
-    "google": "protobuf",
-    "google.rpc": "googleapis-common-protos",
-    "grpc": "grpcio",
-    "grpc_health": "grpcio-health-checking",
-    "grpc_reflection": "grpcio-reflection",
-}
-"""Modules that ``--runtime openengine`` needs, and the distributions that have them."""
+_OF_OPENENGINE = ("protobuf", "googleapis-common-protos", "grpcio", "grpcio-health-checking", "grpcio-reflection")
+"""Distributions that ``--runtime openengine`` needs."""
 
 
 def check_threads(environ: Mapping[str, str]) -> None:
@@ -63,11 +57,12 @@ def check_runtime(arguments: Arguments, environ: MutableMapping[str, str]) -> No
     elif arguments.runtime == "nats" and importlib.util.find_spec("nats") is None:
         raise ConfigurationError("--runtime nats: nats-py is not installed")
     elif arguments.runtime == "openengine":
-        for module, distribution in _OF_OPENENGINE.items():
-            if importlib.util.find_spec(module) is None:
-                raise ConfigurationError(
-                    f"--runtime openengine: {distribution} is not installed; it is in the extra openengine"
-                )
+        for name in _OF_OPENENGINE:
+            try:
+                importlib.metadata.distribution(name)
+            except importlib.metadata.PackageNotFoundError:
+                problem = f"{name} is not installed; it is in the extra openengine"
+                raise ConfigurationError(f"--runtime openengine: {problem}") from None
 
 
 def check_engine(arguments: Arguments) -> None:

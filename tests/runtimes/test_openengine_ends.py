@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import grpc
 import pytest
 from openengine_workers import GeneratedAnswer, OpenEngineClient, connected, engine_error_of, running, serving
 
+from worker.engines import EngineRequest, RequestHints
 from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.openengine import inference, wire
 from worker.runtimes.openengine.answer import Answer
@@ -106,6 +108,27 @@ async def test_cancelled_and_late_requests_are_freed(client: OpenEngineClient, w
     assert await rest_of(late, []) == grpc.StatusCode.DEADLINE_EXCEEDED
     await idle(worker)
     assert (await client.answer(request_id="gone")).kinds[-1] == "finished"
+
+
+async def test_trace_and_priority_reach_the_engine(
+    client: OpenEngineClient, worker: OpenEngineWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, preparation = worker.server.engine, worker.server.preparation
+    assert preparation is not None
+    monkeypatch.setattr(preparation, "info", replace(preparation.info, honours_priority=True))
+    hints: list[RequestHints] = []
+    generate = engine.generate
+
+    def spied(request: EngineRequest) -> Any:
+        hints.append(request.hints)
+        return generate(request)
+
+    monkeypatch.setattr(engine, "generate", spied)
+    trace = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "a=b"}
+    await client.answer([*trace.items(), ("openengine-priority", "-3")])
+    assert hints == [RequestHints(trace, -3)]
+    info = await client.call("Control.GetModelInfo", wire.GetModelInfoRequest())
+    assert info.generation.supports_priority
 
 
 async def test_an_id_is_in_use_once(client: OpenEngineClient, worker: OpenEngineWorker) -> None:

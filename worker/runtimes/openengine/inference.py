@@ -75,21 +75,28 @@ class Inference:
             Draining, EngineBroken: this worker leaves.
         """
         request_id = request.request_id or uuid.uuid4().hex
-        last, has_begun = None, False
+        try:
+            async with contextlib.aclosing(self._with_failure(request_id, request, context)) as events:
+                async for event in events:
+                    await _write(context, event)
+        except _Stalled as stall:
+            logger.warning("request %s ended: %s", request_id, stall)
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(stall))
+
+    async def _with_failure(
+        self, request_id: str, request: wire.GenerateRequest, context: ServicerContext
+    ) -> AsyncGenerator[wire.GenerateResponse, None]:
+        """The events of a request, with that of its failure."""
+        has_begun = False
         try:
             async with contextlib.aclosing(self._events(request_id, request, context)) as events:
                 async for event in events:
-                    await _write(context, event)
+                    yield event
                     has_begun = True
         except ServingError as error:
             if isinstance(error, (Draining, EngineBroken)) or (isinstance(error, InvalidRequest) and not has_begun):
                 raise
-            last = engine_error(error)
-        except _Stalled as stall:
-            logger.warning("request %s ended: %s", request_id, stall)
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(stall))
-        if last is not None:
-            await _write(context, wire.GenerateResponse(request_id=request_id, error=last))
+            yield wire.GenerateResponse(request_id=request_id, error=engine_error(error))
 
     async def _events(
         self, request_id: str, request: wire.GenerateRequest, context: ServicerContext
@@ -103,8 +110,9 @@ class Inference:
             asked = read(request, self.names, hints)
             try:
                 running.request = _with_stops(await direct.parsed(asked.message))
-                async for event in self._answer(request_id, asked, running, hints):
-                    yield event
+                async with contextlib.aclosing(self._answer(request_id, asked, running, hints)) as events:
+                    async for event in events:
+                        yield event
             except InvalidRequest as error:
                 raise renamed(error, request) from error.__cause__
 

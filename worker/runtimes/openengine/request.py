@@ -25,8 +25,8 @@ from worker.runtimes.openengine.errors import UnknownModel, Unsupported, WrongRo
 
 MAX_ID_CHARACTERS = 256
 
-EXACT_INTEGERS = 2**53
-"""Integers up to this one are numbers of a ``Struct``, which are doubles, without loss."""
+MAX_INTEGER = 2**53 - 1
+"""Largest integer that a number of a ``Struct``, which is a double, can only be itself."""
 
 FIELDS: dict[str, str] = {
     "model": "model",
@@ -77,7 +77,7 @@ _GUIDE_ARGUMENTS = "sampling_options.guided_decoding.args."
 _COPIED = tuple(path for path in FIELDS if path.startswith(("sampling.", "stopping.", "kv.")))
 """Optional scalars whose values are copied."""
 
-_EXTRAS = ("detokenize", "logits_processors", "require_reasoning", "skip_special_tokens")
+_EXTRAS = tuple(path.removeprefix("extra.") for path in FIELDS if path.startswith("extra."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +320,7 @@ def _json(path: str, value: Value) -> Any:
         raise InvalidRequest(path, f"must be a finite number, got {number}")
     if not number.is_integer():
         return number
-    if abs(number) > EXACT_INTEGERS:
-        problem = "a Struct's numbers are doubles, in which integers beyond 2^53 lose digits; give "
+    if abs(number) > MAX_INTEGER:
+        problem = "a Struct's numbers are doubles, in which integers from 2^53 on lose digits; give "
         raise InvalidRequest(path, f"{problem}logits_processors as JSON text, got {number:g}")
     return int(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import math
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.errors import InvalidRequest
+from worker.arguments import parse_arguments
+from worker.errors import ConfigurationError, InvalidRequest
+from worker.installation import check_runtime
 from worker.requests.fields import FIELDS as REQUEST_FIELDS
 from worker.requests.request import RequestLimits, parse_request
 from worker.runtimes.direct.request import OWN_FIELDS, parse
@@ -167,7 +170,7 @@ def test_numbers_of_a_struct_keep_their_value_or_are_refused(number: float) -> N
     asked, refused = attempt(reading, request)
     if refused is not None:
         assert refused == "extra.logits_processors[0].args.deep[0]"
-        assert not math.isfinite(number) or (number.is_integer() and abs(number) > 2**53)
+        assert not math.isfinite(number) or (number.is_integer() and abs(number) >= 2**53)
         return
     found = asked.message["logits_processors"][0]["args"]["deep"][0]
     assert found == number
@@ -214,6 +217,28 @@ def test_priority_and_trace_come_from_metadata() -> None:
     assert hints == CallHints(-7, {"traceparent": "00-a", "tracestate": "b=c"})
     asked = read(wire.GenerateRequest(prompt="a"), NAMES, hints)
     assert asked.message["routing"] == {"priority": -7}
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.metadata.distribution
+
+    def without_grpc(name: str) -> importlib.metadata.Distribution:
+        if name == "grpcio":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found(name)
+
+    arguments = parse_arguments(["--runtime", "openengine", "--model-path", "/models/tiny"], {})
+    check_runtime(arguments, {})
+    monkeypatch.setattr(importlib.metadata, "distribution", without_grpc)
+    with pytest.raises(ConfigurationError, match="openengine: grpcio is not installed; it is in the extra openengine"):
+        check_runtime(arguments, {})
+
+
+def test_no_runtime_is_in_its_process() -> None:
+    names = "[name for name in sys.modules if name.partition('.')[0] in ('dynamo', 'nats')]"
+    program = f"import sys, worker.__main__, worker.runtimes.openengine.runtime; print({names})"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert run.stdout == "[]\n"
 
 
 def test_the_schema_files_are_what_protoc_makes() -> None:
