@@ -16,7 +16,7 @@ from worker.engines import EngineInfo, EngineRequest, TokenDelta
 from worker.errors import ConfigurationError
 from worker.replay.recorded import RecordedModel
 from worker.replay.verdict import check_model_digest
-from worker.runtimes import adapters
+from worker.runtimes import dynamo_adapters
 from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.sampling import SamplingParams
 
@@ -115,9 +115,9 @@ async def test_adapters_are_registered_again_until_the_worker_leaves(
         if len(registered) == 1:
             raise RuntimeError("discovery is away")
 
-    monkeypatch.setattr(adapters, "_register", register)
-    monkeypatch.setattr(adapters, "PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(dynamo_adapters, "_register", register)
+    monkeypatch.setattr(dynamo_adapters, "PAUSES_S", (0.0, 0.0, 0.0))
     info = dataclasses.replace(INFO, adapters=ADAPTERS)
-    await adapters.register_adapters(None, info, ARGUMENTS, lambda: len(registered) == 4)
+    await dynamo_adapters.register_adapters(None, info, ARGUMENTS, lambda: len(registered) == 4)
     assert registered == ["mine", "other"] * 2
     assert "the LoRA adapter mine is not registered: discovery is away" in caplog.text

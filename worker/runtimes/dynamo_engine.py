@@ -24,7 +24,7 @@ from worker.processors.builder import make_chain_builder
 from worker.requests.refusals import refusal_chunk
 from worker.requests.response import STOP_STRING, STOP_TOKEN
 from worker.runtimes import dynamo as runtime
-from worker.runtimes.adapters import register_adapters
+from worker.runtimes.dynamo_adapters import register_adapters
 from worker.runtimes.file_discovery import entries_of, keep_registered
 from worker.server import RequestServer
 from worker.server.description import describe
