@@ -1,4 +1,4 @@
-"""What a step of the embedded engine computed, as planners are told."""
+"""Counts of a step of the embedded engine, for planners."""
 
 from __future__ import annotations
 
