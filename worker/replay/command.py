@@ -1,8 +1,9 @@
 """The command line: an answer made again, and compared with the recorded one.
 
-``python -m worker replay RECEIPT.json --prompt-file FILE --model-path MODEL [--position N]``, with
-any option of the worker; a model is a path, or a name of `worker.models.named`. Exit 0 if the
-tokens are those that were recorded, 1 if they are not, 2 if that could not be found out.
+``python -m worker replay RECEIPT.json --prompt-file FILE --model-path MODEL [--position N |
+--answer-file FILE]``, with any option of the worker; a model is a path, or a name of
+`worker.models.named`. Exit 0 if the tokens are those that were recorded, or allowed by the
+processors where each decision is made again, 1 if they are not, 2 if that could not be found out.
 """
 
 from __future__ import annotations
