@@ -37,7 +37,8 @@ CONFIG = SimpleNamespace(
         try_get_generation_config=lambda: {"eos_token_id": EOS},
     ),
     cache_config=SimpleNamespace(block_size=16, num_gpu_blocks=100),
-    scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
+    scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64, policy="priority"),
+    kv_events_config=None,
     device_config=SimpleNamespace(device_type="cpu"),
 )
 
