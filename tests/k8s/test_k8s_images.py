@@ -27,6 +27,7 @@ WORKER = "dynamo-logits-worker"
 TRTLLM_BASE: dict[str, str | None] = {
     "ai-dynamo": "1.4.2",
     "ai-dynamo-runtime": "1.4.2",
+    "huggingface-hub": None,
     "jinja2": None,
     "llguidance": "0.7.29",
     "numpy": "1.26.4",
@@ -42,12 +43,13 @@ TRTLLM_BASE: dict[str, str | None] = {
     "uvloop": None,
 }
 """Packages of the base image of the TensorRT-LLM stage, with the version where TensorRT-LLM's
-requirements.txt or one that it names fixes it; torch requires jinja2, and uvloop is added by
-Dynamo's own build of that image."""
+requirements.txt or one that it names fixes it; torch requires jinja2, transformers requires
+huggingface-hub, and uvloop is added by Dynamo's own build of that image."""
 
 
 VLLM_BASE: dict[str, str | None] = {
     "h11": "0.16.0",
+    "huggingface-hub": "2.4.0",
     "jinja2": "3.1.6",
     "llguidance": "1.7.6",
     "numpy": "2.3.5",
