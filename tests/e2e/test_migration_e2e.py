@@ -233,21 +233,23 @@ async def test_scores_survive_preemption_and_a_migration(pool: Stack, tiny_model
     victim, survivor = await asyncio.to_thread(two_workers, pool, "--kv-blocks", "64")
     door = await asyncio.to_thread(Door, pool, "--", "--migration", "on")
 
-    async def ask_scored(kills: Worker | None) -> list[Scored]:
+    async def ask_scored(times: int, kills: Worker | None) -> list[list[Scored]]:
+        """Every client asks so many times in turn; the kill comes in their second answers."""
+        begun = [asyncio.Event() for _ in prompts]
         async with door.async_client() as client:
-            begun = [asyncio.Event() for _ in prompts]
-            asking = [
-                asyncio.create_task(scored(client, prompt, 80, event))
-                for prompt, event in zip(prompts, begun, strict=True)
-            ]
+
+            async def ask(prompt: list[int], in_second: asyncio.Event) -> list[Scored]:
+                return [await scored(client, prompt, 80, in_second if turn == 1 else None) for turn in range(times)]
+
+            asking = [asyncio.create_task(ask(*each)) for each in zip(prompts, begun, strict=True)]
             if kills is not None:
                 await asyncio.gather(*(event.wait() for event in begun[:4]))
                 kills.signal(signal.SIGKILL)
             return await asyncio.gather(*asking)
 
-    crowded = await ask_scored(None)
+    crowded = [one for (one,) in await ask_scored(1, None)]
     assert [(one.token_logprobs, one.prompt_logprobs) for one in crowded] == expected
     assert victim.metric("dlw_preemptions_total") > 0
     assert survivor.metric("dlw_preemptions_total") > 0
-    assert await ask_scored(victim) == crowded
+    assert await ask_scored(4, victim) == [[one] * 4 for one in crowded]
     assert survivor.metric("dlw_continued_requests_total") > 0

@@ -14,7 +14,7 @@ from typing import Any
 
 from worker.engines import EngineInfo
 from worker.engines.vllm.package import Package
-from worker.errors import StartupError
+from worker.errors import StartupError, one_line
 
 NUM_TOKENS = 3
 STRONG = 1000.0
@@ -125,8 +125,7 @@ async def find_native(llm: Any, package: Package, info: EngineInfo) -> frozenset
     except StartupError as error:
         raise StartupError(f"vLLM {info.version}: {error}") from None
     except Exception as error:  # the start-up boundary
-        problem = " ".join(str(error).split())
-        raise StartupError(f"vLLM {info.version} failed on its first requests: {problem}") from error
+        raise StartupError(f"vLLM {info.version} failed on its first requests: {one_line(error)}") from error
 
 
 async def _find_native(probes: _Probes) -> frozenset[str]:
