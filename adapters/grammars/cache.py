@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from weakref import WeakValueDictionary, ref
@@ -123,6 +123,11 @@ class GrammarCache:
         wanted.add_done_callback(partial(_cancel_too, ref(trial)))  # a weak reference: no cycle keeps the grammar alive
         trial.add_done_callback(partial(self._tried, digest, grammar, wanted))
         return wanted
+
+    def prepare(self, grammars: Iterable[str]) -> bool:
+        """Start to compile grammars; whether all of them are compiled, or refused."""
+        compiling = [self.request(grammar) for grammar in grammars]
+        return all(each.done() for each in compiling)
 
     def _find(self, digest: bytes) -> Compiled | Verdict | None:
         with self._lock:

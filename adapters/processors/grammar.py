@@ -125,6 +125,21 @@ class GrammarProcessor(SteeringProcessor):
             ArgumentError: it is malformed.
         """
 
+    @property
+    def source(self) -> str:
+        """The grammar in llguidance's JSON form."""
+        return self._grammar
+
+    @property
+    def address(self) -> tuple[Any, ...] | None:
+        """`Vocabulary.address` of its vocabulary."""
+        return self._address
+
+    @property
+    def compile_s(self) -> float:
+        """Processor time that it took to compile the grammar, seconds."""
+        return self._matcher.compiled.cpu_s
+
     def _use(self, vocabulary: Vocabulary) -> None:
         cache = grammar_cache(vocabulary)
         self._matcher = RequestMatcher(cache, self._grammar, self._num_lexers)

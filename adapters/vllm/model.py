@@ -139,9 +139,7 @@ class ServedModel:
 
     def has_compiled(self, grammars: Sequence[str]) -> bool:
         """Start to compile grammars in this process; whether all are compiled, or refused."""
-        cache = grammar_cache(self.context.vocabulary)
-        compiling = [cache.request(grammar) for grammar in grammars]
-        return all(each.done() for each in compiling)
+        return grammar_cache(self.context.vocabulary).prepare(grammars)
 
     def note_prepared(self, grammars: Sequence[str]) -> None:
         """Remember that the engine's processes have compiled grammars."""

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,26 @@ def test_grammars_and_choices(served: Shared) -> None:
     assert list(json.loads(reply.content)) == ["colour"]
     assert reply.finish_reason == "stop"
     assert chat(served[0], processor("choice", choices=["maybe"])).content == "maybe"
+
+
+def test_a_slow_grammar_holds_nobody(served: Shared) -> None:
+    """vLLM's process compiles it for longer than a step may wait."""
+    stack, _ = served
+    schema = {"type": "integer", "minimum": 0, "multipleOf": 249989}
+    found: list[Reply] = []
+
+    def send() -> None:
+        found.append(chat(stack, processor("json_schema", schema=schema), max_tokens=16))
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    num_answered = 0
+    while sender.is_alive():
+        assert chat(stack, max_tokens=4).content
+        num_answered += 1
+    (reply,) = found
+    assert int(reply.content) % 249989 == 0
+    assert num_answered > 3
 
 
 def test_a_chain_that_draws_and_its_receipt(served: Shared) -> None:

@@ -22,6 +22,7 @@ from worker.engines.request_table import RequestTable
 from worker.engines.vllm.control_probes import find_native
 from worker.engines.vllm.core_reports import CoreReports
 from worker.engines.vllm.deltas import Reader
+from worker.engines.vllm.grammar_waits import GrammarWaits
 from worker.engines.vllm.kv_events import KvEvents
 from worker.engines.vllm.loads import LoadReports
 from worker.engines.vllm.lora import Adapter
@@ -62,6 +63,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         self._package: Package | None = None
         self._served: Served | None = None
         self._reports: CoreReports | None = None
+        self._grammars: GrammarWaits | None = None
         self._loads = LoadReports()
         self._adapters: dict[str, Any] = {}
         self._events: KvEvents | None = None
@@ -97,6 +99,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         ends = tuple(sorted(facts.eos_token_ids))
         self._served = Served(facts.vocab_size, ends, is_parallel=self.config.tensor_parallel_size > 1)
         self._reports = CoreReports(self._llm)
+        self._grammars = GrammarWaits(self._llm)
         self._adapters = await _load_adapters(self._llm, package, self.config.adapters)
         digests = {adapter.name: adapter.digest for adapter in self.config.adapters}
         self._info = _describe(self._llm.vllm_config, package.version, facts.vocab_size, ends, digests)
@@ -170,6 +173,9 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         carried = shipped(native, name, self._served.eos_token_ids)
         running.report = None if carried is None else name
         extra = None if carried is None else {SHIPPED: tuple(carried), REPORT: name}
+        if native.chain is not None and self._grammars is not None:
+            await self._grammars.wait(native.chain)
+            self._heard_s = asyncio.get_running_loop().time()
         sampling = self._package.sampling_params(**native.fields, output_kind=self._package.delta, extra_args=extra)
         prompt = self._package.tokens_prompt(prompt_token_ids=request.token_ids)
         if request.cache_salt is not None:

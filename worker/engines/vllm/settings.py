@@ -28,7 +28,7 @@ OWN = {
     "logprobs_mode": "raw_logprobs",
     "max_logprobs": MAX_LOGPROBS,
     "scheduling_policy": "priority",
-    "worker_extension_cls": "adapters.vllm.extension.Extension",
+    "worker_extension_cls": "worker.engines.vllm.extension.WorkerExtension",
 }
 """Arguments that the worker sets, whatever the options say."""
 

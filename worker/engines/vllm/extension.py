@@ -1,0 +1,22 @@
+"""`WorkerExtension`: what the worker asks of vLLM's processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adapters.processors.grammar import grammar_cache
+from adapters.vllm.extension import Extension
+from adapters.vocabulary import vocabulary_at
+
+
+class WorkerExtension(Extension):
+    """`Extension`, for chains that the worker has built: their vocabulary has an address."""
+
+    def prepare_grammars_at(self, address: tuple[Any, ...], grammars: list[str]) -> bool:
+        """Start to compile grammars in this process; whether all of them are compiled, or refused.
+
+        Args:
+            address: `Vocabulary.address` of the processors that have the grammars.
+            grammars: Grammars in llguidance's JSON form.
+        """
+        return grammar_cache(vocabulary_at(*address)).prepare(grammars)
