@@ -52,7 +52,7 @@ class Engine(LibraryEngine[Asked]):
         assert self._llm is None
 
 
-def test_a_late_release_does_not_touch_the_next_request_of_its_id() -> None:
+def test_a_late_release_spares_the_next_request_of_its_id() -> None:
     table: RequestTable[Asked] = RequestTable()
     first, second = Asked("a"), Asked("a")
     table.add(first)
