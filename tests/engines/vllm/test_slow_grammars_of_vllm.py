@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,15 @@ async def test_a_wait_ends(context: Context, monkeypatch: pytest.MonkeyPatch, ca
     assert "has not compiled a grammar within 0.05 s" in caplog.text
 
 
+async def test_a_question_that_fails_holds_no_request(context: Context, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Core):
+        async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[bool]:
+            raise RuntimeError("no such method")
+
+    await GrammarWaits(Broken(1)).wait(chain(context, "broken", 0.6))
+    assert "vLLM's process compiled no grammar ahead: no such method" in caplog.text
+
+
 async def test_vllms_process_compiles_for_the_chains_vocabulary(context: Context) -> None:
     processor = chain(context, "prepared", 0.6).members[0].processor
     assert isinstance(processor, Regex)
@@ -86,7 +96,8 @@ async def test_vllms_process_compiles_for_the_chains_vocabulary(context: Context
     assert Path(str(address[0])).is_dir()
     source = processor.source.replace("prepared", "unheard")
     extension, cache = WorkerExtension(), grammar_cache(vocabulary_at(*address))
-    while not extension.prepare_grammars_at(address, [source]):
+    as_sent = json.loads(json.dumps(address))
+    while not extension.prepare_grammars_at(as_sent, [source]):
         await asyncio.sleep(0.01)
     misses = cache.num_misses
     assert cache.request(source).done()

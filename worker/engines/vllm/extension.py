@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from adapters.processors.grammar import grammar_cache
@@ -12,11 +13,13 @@ from adapters.vocabulary import vocabulary_at
 class WorkerExtension(Extension):
     """`Extension`, for chains that the worker has built: their vocabulary has an address."""
 
-    def prepare_grammars_at(self, address: tuple[Any, ...], grammars: list[str]) -> bool:
+    def prepare_grammars_at(self, address: Sequence[Any], grammars: list[str]) -> bool:
         """Start to compile grammars in this process; whether all of them are compiled, or refused.
 
         Args:
-            address: `Vocabulary.address` of the processors that have the grammars.
+            address: `Vocabulary.address` of the processors that have the grammars; vLLM makes lists
+                of its tuples.
             grammars: Grammars in llguidance's JSON form.
         """
-        return grammar_cache(vocabulary_at(*address)).prepare(grammars)
+        path, size, ends = address
+        return grammar_cache(vocabulary_at(path, size, None if ends is None else tuple(ends))).prepare(grammars)

@@ -15,6 +15,7 @@ from typing import Any
 from adapters.chain import ProcessorChain
 from adapters.grammars.cache import FAST_S
 from adapters.processors.grammar import GrammarProcessor
+from worker.errors import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,9 @@ class GrammarWaits:
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             logger.warning("vLLM's process has not compiled a grammar within %g s", WAIT_S)
+            return
+        except Exception as error:  # of vLLM's, of any class: a dead engine is noticed where the request begins
+            logger.warning("vLLM's process compiled no grammar ahead: %s", one_line(error))
             return
         self._note(sources)
 
