@@ -5,7 +5,8 @@ frontend; `rows` applies the chains to a batch, in its engine's process, which `
 find in its first and second model runner; `requests` reads what a request asks for and
 decides who draws its tokens; `model` is what all requests to a model share;
 `reports` keeps failures and receipts for `Extension`, a worker extension. `Middleware` lets
-requests wait for their grammars in vLLM's server, before `admission`; `grammars` has both's limits.
+requests wait for their grammars in vLLM's server, before `admission`; `grammars` has both's limits,
+and `prepared` asks vLLM's processes to compile ahead.
 
 Only `processors` needs vLLM.
 """

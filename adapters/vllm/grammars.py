@@ -95,7 +95,7 @@ def wait_compiled(wanted: Wanted, model: ServedModel, *, holds_others: bool) -> 
             raise SelectionError(path, str(error)) from None
         except (SandboxBusy, SandboxUnavailable) as error:
             raise NotCompiled(f"{SELECTION}.{path}: {error}; send the request again later") from None
-        if holds_others and compiled.cpu_s > STEP_S and not model.has_prepared(grammar):
+        if holds_others and compiled.cpu_s > STEP_S and grammar not in model.prepared:
             problem = f"takes {compiled.cpu_s:.1f} s to compile, over the {STEP_S:g} s for which others may wait"
             raise SelectionError(path, f"{problem}; start the server with {FLAGS}")
         found.append(compiled)

@@ -12,7 +12,7 @@ from adapters.grammars.sandbox import SandboxUnavailable
 from adapters.processors.grammar import grammar_cache
 from adapters.vllm.grammars import NotCompiled, are_slow, grammars_in
 from adapters.vllm.metrics import publish
-from adapters.vllm.model import ServedModel, model_of
+from adapters.vllm.model import model_of
 from adapters.vllm.requests import SELECTION
 
 logger = logging.getLogger(__name__)
@@ -21,12 +21,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-
-POLL_S = 0.05
-"""Time between questions whether the engine has compiled a grammar, seconds."""
-
-PREPARE_S = 60.0
-"""Time for which a request waits for the engine to compile its grammars, seconds."""
 
 
 class Middleware:
@@ -68,21 +62,7 @@ class Middleware:
         compiling = [asyncio.wrap_future(cache.request(grammar)) for _, grammar in wanted]
         slow = are_slow(await asyncio.gather(*compiling, return_exceptions=True), wanted)
         if slow and engine.vllm_config.parallel_config.worker_extension_cls:
-            await _prepare_engine(engine, slow, model)
-
-
-async def _prepare_engine(engine: Any, grammars: list[str], model: ServedModel) -> None:
-    """Wait until the engine's processes have compiled grammars."""
-    try:
-        async with asyncio.timeout(PREPARE_S):
-            while True:
-                if all(await engine.collective_rpc("prepare_grammars", args=(grammars,))):
-                    break
-                await asyncio.sleep(POLL_S)
-    except Exception as error:  # of vLLM's, of any class: an extension without this method, or a dead engine
-        logger.warning("the engine compiled no grammar ahead: %s: %s", type(error).__name__, error)
-        return
-    model.note_prepared(grammars)
+            await model.prepared.compile_ahead(slow, lambda: engine.collective_rpc("prepare_grammars", args=(slow,)))
 
 
 class _Held:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -16,6 +15,7 @@ from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.grammars.sandbox import GrammarSandbox
 from adapters.processors.grammar import grammar_cache, tokenizer_tables
+from adapters.vllm.prepared import PreparedGrammars
 from adapters.vocabulary import Vocabulary
 
 POLICY = "DLW_PROCESSOR_POLICY"
@@ -29,9 +29,6 @@ ALLOWED = "DLW_ALLOW_LOGITS_PROCESSORS"
 
 GRAMMAR_TIMEOUT_S = 10.0
 """Processor time that a grammar may take to compile, seconds."""
-
-MAX_PREPARED = 4096
-"""Grammars of which it is remembered that the engine has compiled them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,7 @@ class ServedModel:
     context: Context = field(repr=False)
     catalog: Catalog = field(repr=False)
     policy: ModelPolicy
-    _prepared: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False, repr=False, compare=False)
+    prepared: PreparedGrammars = field(default_factory=PreparedGrammars, init=False, repr=False, compare=False)
 
     @classmethod
     def load(cls, facts: ModelFacts, environ: Mapping[str, str] = os.environ) -> ServedModel:
@@ -140,18 +137,6 @@ class ServedModel:
     def has_compiled(self, grammars: Sequence[str]) -> bool:
         """Start to compile grammars in this process; whether all are compiled, or refused."""
         return grammar_cache(self.context.vocabulary).prepare(grammars)
-
-    def note_prepared(self, grammars: Sequence[str]) -> None:
-        """Remember that the engine's processes have compiled grammars."""
-        for grammar in grammars:
-            self._prepared[grammar] = None
-            self._prepared.move_to_end(grammar)
-        while len(self._prepared) > MAX_PREPARED:
-            self._prepared.popitem(last=False)
-
-    def has_prepared(self, grammar: str) -> bool:
-        """Whether `note_prepared` was told of it."""
-        return grammar in self._prepared
 
     def warm_up(self) -> None:
         """Derive from the tokenizer what takes long: no step should wait for it."""

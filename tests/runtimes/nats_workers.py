@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+from running_workers import taking_requests
 
 from worker.arguments import parse_arguments
 from worker.build import Built, make_engine
@@ -28,19 +28,8 @@ def make_worker(model: Path, url: str, name: str, *argv: str) -> NatsWorker:
 @asynccontextmanager
 async def running(model: Path, url: str, name: str, *argv: str) -> AsyncIterator[NatsWorker]:
     """A worker that takes requests."""
-    worker = make_worker(model, url, name, *argv)
-    serving = asyncio.create_task(worker.run())
-    ready = asyncio.create_task(worker.ready.wait())
-    try:
-        await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            await serving
+    async with taking_requests(make_worker(model, url, name, *argv)) as worker:
         yield worker
-    finally:
-        ready.cancel()
-        worker.shut_down()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
 
 
 async def connected(url: str, name: str, **options: Any) -> WorkerClient:

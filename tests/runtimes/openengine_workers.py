@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import grpc
 from google.rpc import status_pb2
+from running_workers import taking_requests
 
 from worker.arguments import parse_arguments
 from worker.build import Built, make_engine
@@ -131,19 +130,8 @@ def make_worker(model: Path, *argv: str) -> OpenEngineWorker:
 @asynccontextmanager
 async def running(model: Path, *argv: str) -> AsyncIterator[OpenEngineWorker]:
     """A worker that takes requests."""
-    worker = make_worker(model, *argv)
-    serving = asyncio.create_task(worker.run())
-    ready = asyncio.create_task(worker.ready.wait())
-    try:
-        await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            await serving
+    async with taking_requests(make_worker(model, *argv)) as worker:
         yield worker
-    finally:
-        ready.cancel()
-        worker.shut_down()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
 
 
 @asynccontextmanager

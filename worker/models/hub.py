@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from worker.errors import StartupError
+from worker.errors import StartupError, one_line
 
 if TYPE_CHECKING:
     from worker.models.checkpoint import Say
@@ -96,7 +96,7 @@ def _reason(name: str, revision: str | None, error: Exception) -> str:
         return f"{constants.ENDPOINT} has no such model, or only for its members: set HF_TOKEN"
     if isinstance(error, RevisionNotFoundError):
         return f"the model has no revision {revision or 'main'!r} (--revision)"
-    said = " ".join(str(_first_cause(error)).split())[:200]
+    said = one_line(_first_cause(error))[:200]
     if isinstance(error, HfHubHTTPError):
         return f"{constants.ENDPOINT} refuses it: {said}"
     return f"it cannot be downloaded from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}: {said}"

@@ -149,7 +149,7 @@ def test_a_slow_grammar_waits_for_every_process(model: ServedModel, compiling: l
         compiling[0].set_result(compiled(2 * FAST_S))
         await waiting
         assert len(server.engine.asked) == 3
-        assert model.has_prepared(server.engine.asked[0][0])
+        assert server.engine.asked[0][0] in model.prepared
 
     asyncio.run(story())
 
@@ -178,7 +178,7 @@ def test_an_engine_that_cannot_is_no_error(model: ServedModel, compiling: list[F
         compiling[0].set_result(compiled(2 * FAST_S))
         await waiting
         assert server.bodies == [BODY]
-        assert not model._prepared
+        assert not len(model.prepared)
 
     asyncio.run(story())
 
@@ -297,7 +297,7 @@ def test_admission_refuses_what_a_step_would_wait_for(model: ServedModel, monkey
     monkeypatch.setattr(GrammarCache, "request", lambda *_: done)
     with pytest.raises(SelectionError, match=r"args\.schema: takes 2\.0 s to compile, over the 1 s .* --middleware"):
         wait_compiled(wanted(model), model, holds_others=True)
-    model.note_prepared([grammar for _, grammar in wanted(model)])
+    model.prepared.note([grammar for _, grammar in wanted(model)])
     assert wait_compiled(wanted(model), model, holds_others=True) == [done.result()]
 
 

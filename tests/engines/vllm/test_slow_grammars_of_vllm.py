@@ -12,8 +12,8 @@ import pytest
 from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.processors.grammar import Regex, grammar_cache
+from adapters.vllm import prepared
 from adapters.vocabulary import vocabulary_at
-from worker.engines.vllm import grammar_waits
 from worker.engines.vllm.extension import WorkerExtension
 from worker.engines.vllm.grammar_waits import GrammarWaits
 from worker.tiny_model import write_tiny_model
@@ -58,7 +58,7 @@ async def test_a_fast_grammar_asks_nothing(context: Context) -> None:
 
 
 async def test_a_slow_grammar_is_waited_for_once(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_waits, "POLL_S", 0.0)
+    monkeypatch.setattr(prepared, "POLL_S", 0.0)
     core = Core(3)
     waits, slow = GrammarWaits(core), chain(context, "slow", 0.6)
     await waits.wait(slow)
@@ -71,8 +71,8 @@ async def test_a_slow_grammar_is_waited_for_once(context: Context, monkeypatch: 
 
 
 async def test_a_wait_ends(context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(grammar_waits, "WAIT_S", 0.05)
-    monkeypatch.setattr(grammar_waits, "POLL_S", 0.01)
+    monkeypatch.setattr(prepared, "WAIT_S", 0.05)
+    monkeypatch.setattr(prepared, "POLL_S", 0.01)
     core = Core(10**9)
     await asyncio.wait_for(GrammarWaits(core).wait(chain(context, "endless", 0.6)), 10)
     assert core.asked

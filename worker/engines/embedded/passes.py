@@ -8,13 +8,12 @@ from worker.engines.embedded.plan import Plan, Request
 from worker.engines.forward_pass import ForwardPass
 
 
-def count_pass(plan: Plan, waiting: Iterable[Request], seconds: float = 0.0) -> ForwardPass:
-    """The counts of a step, before its tokens are committed.
+def count_pass(plan: Plan, waiting: Iterable[Request]) -> ForwardPass:
+    """The counts of a step, before its tokens are committed; its duration is not known yet, and 0.
 
     Args:
         plan: The step.
         waiting: Requests in the waiting queue.
-        seconds: Duration of the step.
     """
     preempted = [one for one in waiting if one.num_preemptions]
     new = [one for one in waiting if not one.num_preemptions]
@@ -28,5 +27,5 @@ def count_pass(plan: Plan, waiting: Iterable[Request], seconds: float = 0.0) -> 
         waiting_prefill_tokens=sum(len(one.tokens) for one in new),
         num_waiting_decode=len(preempted),
         waiting_decode_tokens=sum(len(one.tokens) for one in preempted),
-        seconds=seconds,
+        seconds=0.0,
     )

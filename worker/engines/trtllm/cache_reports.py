@@ -112,45 +112,36 @@ def _salt_of(data: Mapping[str, Any]) -> str | None:
     return next(iter(salts), None)
 
 
-_PASS_KEYS = (
-    "numContextRequests",
-    "numCtxTokens",
-    "numCtxKvTokens",
-    "numGenRequests",
-    "numGenKvTokens",
-    "numQueuedContextRequests",
-    "numQueuedCtxTokens",
-    "numQueuedGenRequests",
-    "numQueuedGenKvTokens",
-    "numPausedRequests",
-    "numPausedKvTokens",
-)
+_PASS_COUNTS = {
+    "num_prefill": ("numContextRequests",),
+    "prefill_tokens": ("numCtxTokens",),
+    "prefill_kv_tokens": ("numCtxKvTokens",),
+    "num_decode": ("numGenRequests",),
+    "decode_kv_tokens": ("numGenKvTokens",),
+    "num_waiting_prefill": ("numQueuedContextRequests",),
+    "waiting_prefill_tokens": ("numQueuedCtxTokens",),
+    "num_waiting_decode": ("numQueuedGenRequests", "numPausedRequests"),
+    "waiting_decode_tokens": ("numQueuedGenKvTokens", "numPausedKvTokens"),
+}
+"""Counts of a `ForwardPass`, each with the executor's counts that it is the sum of. Paused requests
+were preempted, and wait.
+"""
 
 
 def forward_pass(stats: Mapping[str, Any]) -> ForwardPass:
-    """The forward pass of one record of statistics. Paused requests were preempted, and wait.
+    """The forward pass of one record of statistics.
 
     Raises:
         LookupError: this version of TensorRT-LLM counts less.
     """
     batch = stats.get("inflightBatchingStats") or {}
-    missing = [key for key in _PASS_KEYS if type(batch.get(key)) is not int]
+    missing = [key for keys in _PASS_COUNTS.values() for key in keys if type(batch.get(key)) is not int]
     if missing:
         raise LookupError(
             f"forward-pass metrics need a newer version: inflightBatchingStats has no {', '.join(missing)}"
         )
-    return ForwardPass(
-        num_prefill=batch["numContextRequests"],
-        prefill_tokens=batch["numCtxTokens"],
-        prefill_kv_tokens=batch["numCtxKvTokens"],
-        num_decode=batch["numGenRequests"],
-        decode_kv_tokens=batch["numGenKvTokens"],
-        num_waiting_prefill=batch["numQueuedContextRequests"],
-        waiting_prefill_tokens=batch["numQueuedCtxTokens"],
-        num_waiting_decode=batch["numQueuedGenRequests"] + batch["numPausedRequests"],
-        waiting_decode_tokens=batch["numQueuedGenKvTokens"] + batch["numPausedKvTokens"],
-        seconds=float(stats.get("iterLatencyMS") or 0) / 1000,
-    )
+    counts = {name: sum(batch[key] for key in keys) for name, keys in _PASS_COUNTS.items()}
+    return ForwardPass(**counts, seconds=float(stats.get("iterLatencyMS") or 0) / 1000)
 
 
 def kv_blocks(stats: Mapping[str, Any]) -> tuple[int, int] | None:

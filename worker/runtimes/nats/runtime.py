@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from nats.aio.client import Client
@@ -13,11 +12,11 @@ from worker.build import Built
 from worker.errors import StartupError
 from worker.migration.nats_store import INBOX
 from worker.runtimes.direct.probes import ProbeServer, open_probes
+from worker.runtimes.direct.process import DirectWorker
 from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.nats.batch.consumer import BatchConsumer
 from worker.runtimes.nats.connection import ConnectionOptions, connect, disconnect
 from worker.runtimes.nats.service import NatsService
-from worker.server import RequestServer
 
 logger = logging.getLogger(__name__)
 
@@ -36,33 +35,19 @@ def connection_options(arguments: Arguments) -> ConnectionOptions:
     )
 
 
-class NatsWorker:
+class NatsWorker(DirectWorker):
     """One worker process on NATS, from connecting to leaving.
 
     Args:
         built: The engine and its options.
-
-    Attributes:
-        server: Serves the requests.
-        ready: Set once requests are taken.
     """
 
     def __init__(self, built: Built) -> None:
-        self.arguments = built.arguments
-        self.server = RequestServer(
-            built.engine, built.arguments, seal=built.seal, smoke=built.smoke, shut_down=self.shut_down
-        )
-        self.ready = asyncio.Event()
+        super().__init__(built)
         self._service: NatsService | None = None
         self._batches: BatchConsumer | None = None
-        self._leave = asyncio.Event()
         self._client: Client | None = None
         self._probes: ProbeServer | None = None
-
-    def shut_down(self) -> None:
-        """Stop serving: `run` drains and returns. The second time, the drain ends at once."""
-        self._leave.set()
-        self.server.signalled()
 
     async def run(self) -> None:
         """Serve until `shut_down`.
@@ -113,17 +98,14 @@ class NatsWorker:
     def _open_probes(self, client: Client) -> None:
         """Metrics and health, before the model is loaded: a start is slow, and has metrics too."""
 
-        def live() -> str | None:
-            return self.server.broken or (None if self.ready.is_set() else "starting")
-
         def ready() -> str | None:
             if self._leave.is_set():
                 return "draining"
             if not client.is_connected:
-                return live() or "the NATS server is away"
-            return live() or (None if self._batches is None else self._batches.problem)
+                return self._live() or "the NATS server is away"
+            return self._live() or (None if self._batches is None else self._batches.problem)
 
-        self._probes = open_probes(self.arguments, self.server.metrics.registry, live, ready)
+        self._probes = open_probes(self.arguments, self.server.metrics.registry, self._live, ready)
 
     async def _connection_closed(self) -> None:
         if not self._leave.is_set():  # the server does not let us in any more

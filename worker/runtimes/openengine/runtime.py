@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 
 from worker.build import Built
 from worker.runtimes.direct.probes import open_probes
+from worker.runtimes.direct.process import DirectWorker
 from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.openengine.control import Control
 from worker.runtimes.openengine.endpoint import Endpoint
 from worker.runtimes.openengine.inference import Inference
 from worker.runtimes.openengine.kv_events import KvEvents
-from worker.server import RequestServer
 
 logger = logging.getLogger(__name__)
 
@@ -21,31 +20,19 @@ FLUSH_S = 1.0
 """Seconds for streams to send their last events once the drain is over."""
 
 
-class OpenEngineWorker:
+class OpenEngineWorker(DirectWorker):
     """One worker process behind OpenEngine, from listening to leaving.
 
     Args:
         built: The engine and its options.
 
     Attributes:
-        server: Serves the requests.
-        ready: Set once requests are taken.
         port: Port that it listens on, 0 before.
     """
 
     def __init__(self, built: Built) -> None:
-        self.arguments = built.arguments
-        self.server = RequestServer(
-            built.engine, built.arguments, seal=built.seal, smoke=built.smoke, shut_down=self.shut_down
-        )
-        self.ready = asyncio.Event()
+        super().__init__(built)
         self.port = 0
-        self._leave = asyncio.Event()
-
-    def shut_down(self) -> None:
-        """Stop serving: `run` drains and returns. The second time, the drain ends at once."""
-        self._leave.set()
-        self.server.signalled()
 
     async def run(self) -> None:
         """Serve until `shut_down`. While the model is loaded, calls about its state are answered.
@@ -80,9 +67,6 @@ class OpenEngineWorker:
             await endpoint.stop(FLUSH_S)
             if probes is not None:
                 await probes.close()
-
-    def _live(self) -> str | None:
-        return self.server.broken or (None if self.ready.is_set() else "starting")
 
     def _ready(self) -> str | None:
         return "draining" if self._leave.is_set() else self._live()
