@@ -140,7 +140,7 @@ def step_ms(llm: LLM, rows: int, extra_args: dict[str, Any] | None) -> float:
     Args:
         llm: An engine, whose configuration counts.
         rows: Requests in the batch.
-        extra_args: What each of them asks for.
+        extra_args: Extra arguments of each request.
     """
     config = llm.llm_engine.vllm_config
     width = config.model_config.get_vocab_size()

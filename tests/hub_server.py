@@ -18,7 +18,7 @@ class Hub:
     """A running hub.
 
     Attributes:
-        url: Its address, for ``HF_ENDPOINT``.
+        url: Address of the server, for ``HF_ENDPOINT``.
         requests: Paths that were asked for.
     """
 

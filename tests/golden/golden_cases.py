@@ -168,7 +168,7 @@ class Cases:
 
     Args:
         vocabulary: Of the model.
-        max_tokens: Of each answer.
+        max_tokens: Tokens of each answer at most.
         text: The prompt.
         is_short: One set of arguments per processor, the one that most likely acts.
     """

@@ -157,8 +157,8 @@ async def run(
     Args:
         bench: Starts the workers.
         modes: Columns.
-        name: Of the model.
-        max_tokens: Of each text.
+        name: Name of the model.
+        max_tokens: Tokens of each text at most.
         is_short: One set of arguments per processor.
         rows: Processors and names of fields; all of them if there are none.
         save: Called with what there is after each mode.

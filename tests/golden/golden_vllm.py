@@ -201,8 +201,8 @@ async def run_in_vllm(
 
     Args:
         bench: Starts the workers.
-        name: Of the model.
-        max_tokens: Of each text.
+        name: Name of the model.
+        max_tokens: Tokens of each text at most.
         is_short: In batches and migrated only.
         save: Called with what there is after each mode.
     """
