@@ -90,7 +90,11 @@ def test_a_request_under_way_at_sigterm_finishes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("worker", "worker"), ("dynamo.frontend", "frontend"), ("worker.frontdoor", "front door")],
+    [
+        ("worker", "worker"),
+        pytest.param("dynamo.frontend", "frontend", marks=pytest.mark.campaign),
+        pytest.param("worker.frontdoor", "front door", marks=pytest.mark.campaign),
+    ],
 )
 def test_the_death_of_one_stops_the_other(tmp_path: Path, module: str, name: str) -> None:
     with launched(tmp_path) as script:

@@ -55,6 +55,7 @@ def assert_migration(script: LaunchedScript, *, is_on: bool) -> None:
     assert str(stores.pop()).startswith("file:/") is is_on
 
 
+@pytest.mark.campaign
 def test_every_run_has_a_secret_that_only_its_workers_know(tmp_path: Path) -> None:
     found = set()
     for number in range(2):
@@ -136,6 +137,7 @@ def test_a_worker_that_was_killed_is_started_again(tmp_path: Path) -> None:
         script.assert_nothing_left(children)
 
 
+@pytest.mark.campaign
 def test_the_engine_is_chosen_by_a_variable(tmp_path: Path) -> None:
     """On the stand-in for TensorRT-LLM, as on a machine that has it."""
     stand_in = REPOSITORY / "tests" / "trtllm_standin"
