@@ -1,11 +1,11 @@
-"""Throughput of many answers to one prompt, which share its KV, beside as many requests that do not.
+"""Throughput of many answers to one prompt, which share its KV, and of as many separate requests.
 
-    .venv/bin/python benchmarks/group_sampling.py                              # ours, in-process
-    .venv/bin/python benchmarks/group_sampling.py --url http://127.0.0.1:8000  # over HTTP, through the front door
-    .venv/bin/python benchmarks/group_sampling.py --vllm .venv-vllm/bin/python # and vLLM beside it
+    python benchmarks/group_sampling.py                               # ours, in-process
+    python benchmarks/group_sampling.py --url http://127.0.0.1:8000   # through the front door
+    python benchmarks/group_sampling.py --vllm .venv-vllm/bin/python  # and vLLM beside it
 
-Rounds are interleaved, and each has a new prompt. The fastest round counts, since other work on the machine can only
-make one slower. Prints tokens per second of answers and the ratio.
+Rounds are interleaved, and each has a new prompt. The fastest round counts, since other work on the
+machine can only make one slower. Prints tokens per second of answers and the ratio.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """GRPO of a small model on a toy task: rollouts from workers over HTTP, a trainer in torch.
 
-    python examples/grpo/grpo.py --engine-url http://127.0.0.1:8090 --engine-key KEY --output /tmp/run
-
-README.md says how to start the workers. Each step writes a line of JSON with the mean reward, the largest difference
-between the trainer's and the rollouts' log probabilities, and a digest of the weights.
+README.md says how to start workers and the trainer. Each step writes a line of JSON with the mean
+reward, the largest difference between the trainer's and the rollouts' log probabilities, and a
+digest of the weights.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Step:
 
 
 def train(model_path: Path, sampler: Sampler, settings: Settings, output: Path) -> Iterator[Step]:
-    """Run GRPO (Shao et al. 2024, arXiv:2402.03300) without a KL term, one update per batch of rollouts.
+    """Run GRPO (Shao et al. 2024, arXiv:2402.03300) without a KL term, one update a batch.
 
     Args:
         model_path: Directory of the checkpoint to begin with.
@@ -104,7 +103,9 @@ def train(model_path: Path, sampler: Sampler, settings: Settings, output: Path) 
         prompts = [tokenizer.encode(one.prompt, add_special_tokens=False) for one in questions]
         seed = (settings.seed << 32) + step * settings.prompts
         groups = sampler.sample(prompts, n=settings.answers, max_tokens=settings.max_tokens, seed=seed)
-        texts = [[tokenizer.decode(one.rollout.token_ids, skip_special_tokens=True) for one in group] for group in groups]
+        texts = [
+            [tokenizer.decode(one.rollout.token_ids, skip_special_tokens=True) for one in group] for group in groups
+        ]
         rewards = torch.tensor(
             [[question.reward(text) for text in group] for question, group in zip(questions, texts, strict=True)]
         )
@@ -114,7 +115,9 @@ def train(model_path: Path, sampler: Sampler, settings: Settings, output: Path) 
 
         logprobs = exact([one.rollout for one in samples])
         theirs = [torch.tensor(one.logprobs, dtype=torch.float64) for one in samples]
-        difference = max(float((ours.detach() - rollout).abs().max()) for ours, rollout in zip(logprobs, theirs, strict=True))
+        difference = max(
+            float((ours.detach() - rollout).abs().max()) for ours, rollout in zip(logprobs, theirs, strict=True)
+        )
         optimizer.zero_grad()
         torch.autograd.backward(loss(logprobs, theirs, advantages(rewards).flatten()))
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
@@ -123,7 +126,7 @@ def train(model_path: Path, sampler: Sampler, settings: Settings, output: Path) 
 
 
 def advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """Advantages ``[prompts, answers]``: rewards less their group's mean, by its standard deviation."""
+    """Rewards ``[prompts, answers]`` less their group's mean, by its standard deviation."""
     return (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(-1, keepdim=True) + 1e-4)
 
 

@@ -1,4 +1,4 @@
-"""Workers as a trainer sees them, over HTTP: rollouts from the front door, weights to each worker."""
+"""Workers as a trainer sees them, over HTTP: rollouts from them, and weights to each."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Workers:
             raise RuntimeError("no worker is left")
 
     def sample(self, prompts: Sequence[Sequence[int]], *, n: int, max_tokens: int, seed: int) -> list[list[Sample]]:
-        """`n` answers to each prompt at temperature 1; the same ones for the same seed and weights."""
+        """`n` answers to each prompt at temperature 1; seed and weights determine them."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             asked = [(list(prompt), n, max_tokens, seed + place) for place, prompt in enumerate(prompts)]
             return list(pool.map(lambda one: self._sample(*one), asked))

@@ -136,13 +136,12 @@ class ExactLogprobs:
         if self._packed != self._versions():
             self.refresh()
         requests = [self._request(number, rollout, controls) for number, rollout in enumerate(rollouts)]
-        # the first answer to each prompt before the others, which then find the prompt's KV
-        firsts: dict[tuple[int, ...], Request] = {}
-        for request, rollout in zip(requests, rollouts, strict=True):
-            firsts.setdefault(tuple(rollout.prompt_token_ids), request)
-        first_ones = list(firsts.values())
-        self._run(first_ones)
-        self._run([request for request in requests if request not in first_ones])
+        for request in requests:  # those with one prompt wait for the first one's KV
+            self._stepper.add(request)
+        while not self._stepper.scheduler.is_idle:
+            for output in self._stepper.step():
+                if output.error is not None:
+                    raise RuntimeError(f"rollouts[{output.request_id}]: {output.error}")
         return [request.tap for request in requests if isinstance(request.tap, _AnswerTap)]
 
     def _request(self, number: int, rollout: Rollout, controls: Controls | None) -> Request:
@@ -160,14 +159,6 @@ class ExactLogprobs:
         request.prompt_length -= 1
         request.tap = _AnswerTap(len(prompt), answer, model.undecodable_ids, controls)
         return request
-
-    def _run(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self._stepper.add(request)
-        while not self._stepper.scheduler.is_idle:
-            for output in self._stepper.step():
-                if output.error is not None:
-                    raise RuntimeError(f"rollouts[{output.request_id}]: {output.error}")
 
     def _logits(self, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
         """torch's logits of the answers' tokens, float32 ``[len(token_ids), V]`` each."""
