@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -54,3 +55,29 @@ def attach(
             samples.processed[row] = one[0].logprob
         else:
             samples.logprobs[row] = one
+
+
+def attach_masses(
+    samples: Samples, rows: Sequence[int], raw: torch.Tensor, temperatures: Sequence[float], kept: torch.Tensor
+) -> None:
+    """Complete the raw log probabilities of `rows` for a trainer; see `TokenLogprob`.
+
+    With ``z`` the model's logits divided by the temperature, the mass of the tokens K that could be
+    sampled is ``softmax(z)[t] / softmax(z over K)[t]`` for any t in K. So, where processors only
+    mask, ``log softmax(z)[t]`` is the processed log probability plus the mass's logarithm.
+
+    Args:
+        samples: Sampled tokens, with the raw and processed log probabilities of `rows`.
+        rows: Rows of a batch.
+        raw: The model's logits of them, floating ``[m, V]``.
+        temperatures: Temperature of each.
+        kept: bool ``[m, V]``; tokens that could be sampled, at least one in a row without an error.
+    """
+    tempered = raw.double() / torch.tensor(temperatures, dtype=torch.float64)[:, None]
+    sampled = torch.tensor([samples.token_ids[row] for row in rows])[:, None]
+    # row by row, unlike a sum: its order would depend on the rows beside
+    whole = tempered.log_softmax(-1).gather(-1, sampled)
+    part = tempered.masked_fill_(~kept, -torch.inf).log_softmax(-1).gather(-1, sampled)
+    for row, log_mass in zip(rows, (whole - part)[:, 0].tolist(), strict=True):
+        entry = samples.logprobs[row][0]
+        samples.logprobs[row][0] = replace(entry, processed=samples.processed[row], log_mass=min(log_mass, 0.0))

@@ -12,7 +12,7 @@ from adapters.contract import apply_bitmask
 from adapters.sampling.candidates import highest_ids
 from adapters.sampling.whole_row import block_maxima, find_highest, is_searched_fast
 from worker.engines.embedded.plan import Edits, Plan, Samples
-from worker.engines.embedded.sampling.logprobs import attach, token_logprobs
+from worker.engines.embedded.sampling.logprobs import attach, attach_masses, token_logprobs
 from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
 from worker.engines.embedded.sampling.truncation import truncate_and_sample
@@ -66,9 +66,12 @@ class Sampler:
         errors = {row: str(failure) for row, failure in edits.failures.items()}
         if edits.planned or bitmask is not None:
             self._edit(logits, edits.planned, bitmask, errors)
-        samples = self._choose(logits, table, edits.planned, errors)
+        samples, final = self._choose(logits, table, edits.planned, errors)
         if raw is not None:
             _attach_logprobs(samples, raw, table, table.raw, frozenset())
+        if raw is not None and final is not None and table.trained:
+            kept = final[table.trained_of_processed] > -torch.inf
+            attach_masses(samples, table.trained, raw[table.trained_of_raw], table.temperatures, kept)
         return samples
 
     def _check_shapes(self, logits: torch.Tensor, bitmask: torch.Tensor | None) -> None:
@@ -95,10 +98,15 @@ class Sampler:
         elif self._never is not None:
             logits.index_fill_(-1, self._never, -torch.inf)
 
-    def _choose(self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]) -> Samples:
+    def _choose(
+        self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]
+    ) -> tuple[Samples, torch.Tensor | None]:
+        """Sampled tokens, and for ``table.processed`` the logarithms of what they are sampled from,
+        float64 ``[m, V]``, not normalised.
+        """
         plain = not (table.random or table.processed or planned)
         if plain and is_searched_fast(logits.shape[1]):
-            return _choose_plain(logits, errors)
+            return _choose_plain(logits, errors), None
         maxima = block_maxima(logits)
         groups = table.groups
         highest = table.divided(maxima.amax(-1).tolist())  # propagates NaN
@@ -115,6 +123,7 @@ class Sampler:
         for row, token_id in sampled.items():
             samples.token_ids[row] = token_id
         forced = self._force(logits, samples, planned)
+        final = None
         if table.processed:
             final = logits[table.processed].double()
             for entry, row in enumerate(table.processed):
@@ -124,7 +133,7 @@ class Sampler:
                     final[entry] = -torch.inf
                     final[entry, forced[row]] = 0.0
             _attach_logprobs(samples, final, table, table.processed, table.attributed)
-        return samples
+        return samples, final
 
     def _force(self, logits: torch.Tensor, samples: Samples, planned: list[Planned]) -> dict[int, int]:
         """Override the sampled ids; returns forced ids by row. Ids never sampled are errors."""
