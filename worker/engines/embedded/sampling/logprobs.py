@@ -12,7 +12,24 @@ from worker.engines import TokenLogprob
 from worker.engines.embedded.plan import Samples
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[list[TokenLogprob]]:
+Ids = slice | torch.Tensor | None
+"""Ids as an index, None for no id."""
+
+
+def as_index(ids: Sequence[int], vocab_size: int) -> Ids:
+    """Rising ids as an index: a slice, which is cheaper to fill, where they are a tail as padding
+    is.
+    """
+    if not ids:
+        return None
+    if tuple(ids) == tuple(range(ids[0], vocab_size)):
+        return slice(ids[0], vocab_size)
+    return torch.tensor(ids)
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int], never: Ids = None
+) -> list[list[TokenLogprob]]:
     """The sampled token, then the top-n, for each row.
 
     Ranks are 1-based, by falling probability, ties by rising id. The top-n excludes masked tokens.
@@ -21,10 +38,14 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Seque
         logits: floating ``[m, V]``, not normalised.
         token_ids: Sampled id of each row.
         counts: n of each row's top-n.
+        never: Ids that are never sampled: part of the whole, as in a trainer's forward pass, but
+            neither ranked nor among the top-n.
     """
     logprobs = logits.double().log_softmax(-1)
     sampled = torch.tensor(token_ids, device=logits.device)[:, None]
     chosen = logprobs.gather(-1, sampled)
+    if never is not None:
+        logprobs[:, never] = -torch.inf
     ids = torch.arange(logits.shape[-1], device=logits.device)
     ahead = (logprobs > chosen) | ((logprobs == chosen) & (ids < sampled))
     rows = zip(token_ids, chosen[:, 0].tolist(), (ahead.sum(-1) + 1).tolist(), strict=True)
