@@ -248,7 +248,13 @@ class SamplingParams:
         client_form="derived",
         summary="Alternatives to report per token; 0 is the sampled token alone.",
     )
-    logprobs_mode: str = control(default="raw")
+    logprobs_mode: str = control(
+        default="raw",
+        paths="output_options.logprobs_mode",
+        client_form="derived",
+        summary="Distribution that log probabilities are of: raw, the model's own; processed, what was sampled from; "
+        "train, raw ones and beside them all that a trainer needs (docs/request.md).",
+    )
     prompt_logprobs: int | None = control(
         bounds=Integer(0, MAX_LOGPROBS),
         paths="output_options.prompt_logprobs",
