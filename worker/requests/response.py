@@ -9,6 +9,7 @@ from worker.errors import RequestFailed
 from worker.requests.prompt_scores import TokenText, end_json, scores_json
 from worker.requests.receipts import CHANNEL, RequestReceipt
 from worker.requests.request import GenerationRequest
+from worker.requests.rollout import RolloutData
 
 STOP_STRING = "stop_string"
 """Key of the stop string that ended an answer, in its last chunk."""
@@ -44,7 +45,8 @@ class ResponseBuilder:
         self.num_cached_tokens = 0
         self.num_preemptions: int | None = None
         self._receipt = receipt
-        self._logprobs = request.params.logprobs
+        self._logprobs = None if request.hides_logprobs else request.params.logprobs
+        self._rollout = RolloutData(request)
         self._hidden = hidden
         self._prompt = request.prompt_token_ids
         self._token_text = token_text
@@ -98,6 +100,7 @@ class ResponseBuilder:
             data = {**data, **end_json(end, self._token_text)}
         if delta.engine_data is not None:
             data = {**data, **self._engine_data(delta.engine_data, ends=ends)}
+        data = {**data, **self._rollout.of(delta)}
         if ends and data:  # of an answer that is not streamed the frontend keeps the last chunk's data alone
             data = {**self._scores, **data}
         return data

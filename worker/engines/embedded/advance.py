@@ -24,7 +24,7 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
                 return Output(request.id, finish_reason="error", error=str(failure), chain=chain)
             if position is not None:
                 return Output(request.id, rewound_to=position)
-        if samples.processed and row in samples.processed:
+        if chain.receipt.attribution and row in samples.processed:
             chain.receipt.add_logprob(len(request.tokens) - 1, samples.processed[row])
         output.engine_data = _accept(chain, token, len(request.tokens) - 1, ends)
         output.is_too_short = chain.is_too_short
