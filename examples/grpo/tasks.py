@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,14 +24,14 @@ class Question:
 
 
 def sums(source: random.Random) -> Question:
-    """A sum: half of the reward for a number alone, half for the right one."""
+    """A sum: half of the reward for the share of digits in the answer, half for the right number."""
     left, right = source.randint(1, 9), source.randint(1, 9)
 
     def reward(text: str) -> float:
-        found = re.fullmatch(r"\s*(\d+)\.?\s*", text)
-        return 0.0 if found is None else 0.5 + 0.5 * (int(found[1]) == left + right)
+        digits = sum(one.isdecimal() for one in text) / max(1, len(text))
+        return 0.5 * digits + 0.5 * (text.strip() == str(left + right))
 
-    return Question(CHAT.format(f"{left} + {right} ="), reward)
+    return Question(CHAT.format(f"What is {left} + {right}? Answer with the number alone."), reward)
 
 
 def letters(source: random.Random) -> Question:

@@ -175,7 +175,10 @@ def test_a_forced_token_has_the_mass_that_the_model_gives_it(engine: Engine) -> 
 LATE = {
     "field": (GIVEN["temperature"], None),
     "processor": (None, [{"name": "temperature", "args": {"value": GIVEN["temperature"]}}]),
-    "field that becomes a processor": (GIVEN["temperature"], [{"name": "xtc", "args": {"threshold": 0.1, "probability": 0.0}}]),
+    "field that becomes a processor": (
+        GIVEN["temperature"],
+        [{"name": "xtc", "args": {"threshold": 0.1, "probability": 0.0}}],
+    ),
 }
 
 

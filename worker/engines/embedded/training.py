@@ -207,12 +207,10 @@ class _AnswerTap:
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Take rows ``[n, V]`` of the tokens from `start` on; rows seen before are skipped."""
         seen = self.first_wanted + len(self.logprobs) - start
-        rows = logits[seen:].to("cpu", torch.float32, copy=True)
-        rows[:, self._never] = -torch.inf
-        followed = self.token_ids[len(self.logprobs) :][: len(rows)]
-        distributions: torch.Tensor = rows
+        distributions = logits[seen:].float()
+        followed = self.token_ids[len(self.logprobs) :][: len(distributions)]
         if self._controls is not None:
-            distributions = self._truncated(rows, self._controls)
+            distributions = self._truncated(distributions.clone(), self._controls)
             self._kept.append(distributions != -torch.inf)
         found = token_logprobs(distributions, followed, [0] * len(followed))
         self.logprobs += [one[0].logprob for one in found]
@@ -221,14 +219,12 @@ class _AnswerTap:
         """Does nothing: they are not wanted."""
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
-        """`logits` ``[n, V]`` of all tokens with -inf where no token could be sampled."""
-        if self._kept:
-            return logits.masked_fill(~torch.cat(self._kept), -torch.inf)
-        never = torch.tensor(self._never, dtype=torch.long)
-        return logits.index_fill(-1, never, -torch.inf)
+        """`logits` ``[n, V]`` of all tokens, with -inf for tokens that could not be sampled."""
+        return logits.masked_fill(~torch.cat(self._kept), -torch.inf) if self._kept else logits
 
     def _truncated(self, rows: torch.Tensor, controls: Controls) -> torch.Tensor:
         """The sampler's own distribution of each row, float64 ``[n, V]``."""
+        rows[:, self._never] = -torch.inf
         every = range(len(rows))
         groups = group_rows(dict.fromkeys(every, controls), rows.shape[1])
         _, found = truncate_and_sample(rows, groups, dict.fromkeys(every, 0.0), wanted=frozenset(every))

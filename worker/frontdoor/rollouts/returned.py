@@ -52,7 +52,9 @@ class Returned:
             raise FieldRefused("logprobs_mode", problem)
         extra = frozenset(EXTRA_FIELDS).intersection(_extra_fields(fields))
         if extra and fields.get("n") not in (None, 1):
-            raise FieldRefused("nvext.extra_fields", f"{min(extra)} needs n: 1; return_token_ids has them of each choice")
+            raise FieldRefused(
+                "nvext.extra_fields", f"{min(extra)} needs n: 1; return_token_ids has them of each choice"
+            )
         if PROMPT_LOGPROBS in extra and fields.get(PROMPT_LOGPROBS) is None:
             raise FieldRefused("nvext.extra_fields", f"{PROMPT_LOGPROBS} needs the field {PROMPT_LOGPROBS}")
         return cls(bool(token_ids), mode, extra)
