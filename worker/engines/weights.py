@@ -68,9 +68,8 @@ class Updated:
     seconds: float
 
 
-@runtime_checkable
 class UpdatesWeights(Protocol):
-    """An engine whose weights change while it serves. All methods are called in its event loop."""
+    """Changes the weights of an engine that serves. All methods are called in its event loop."""
 
     @property
     def weight_version(self) -> WeightVersion:
@@ -112,3 +111,17 @@ class UpdatesWeights(Protocol):
 
     async def wake(self) -> None:
         """End the sleep, and go on as before it."""
+
+    def fail(self, failure: ServingError) -> None:
+        """The engine has ended: whoever waits for one of these methods is told."""
+
+
+@runtime_checkable
+class ChangesWeights(Protocol):
+    """An engine whose weights may change while it serves.
+
+    Attributes:
+        weights: Changes them; None before the engine has started, and where that is not wanted.
+    """
+
+    weights: UpdatesWeights | None

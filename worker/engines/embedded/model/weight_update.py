@@ -174,11 +174,9 @@ class _Update:
         if old.head_norms is None:
             return old
         query, key, epsilon = old.head_norms
-        norms = (
-            self._vector(f"{at}.self_attn.{letter}_norm.weight", was)
-            for letter, was in zip("qk", (query, key), strict=True)
-        )
-        return replace(old, head_norms=(*norms, epsilon))
+        query = self._vector(f"{at}.self_attn.q_norm.weight", query)
+        key = self._vector(f"{at}.self_attn.k_norm.weight", key)
+        return replace(old, head_norms=(query, key, epsilon))
 
     def _norm(self, name: str, old: Norm) -> Norm:
         return replace(old, weight=self._vector(f"{name}.weight", old.weight))

@@ -44,7 +44,7 @@ from worker.engines.embedded.transfer import (
 )
 from worker.engines.forward_pass import ForwardPassSink
 from worker.engines.refusals import check_queue
-from worker.engines.weights import WeightVersion
+from worker.engines.weights import UpdatesWeights, WeightVersion
 from worker.errors import Draining, EngineBroken, StartupError
 from worker.sampling import SamplingParams
 
@@ -150,7 +150,7 @@ class EmbeddedEngine:
         self._stepper: Stepper | None = None  # the step thread's; only counts of it are read here
         self._streams = Streams()
         self._numbers = count()
-        self.weights: WeightControl | None = None
+        self.weights: UpdatesWeights | None = None
 
     async def start(self) -> EngineInfo:
         """Load the model and start the step thread.

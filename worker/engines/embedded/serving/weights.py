@@ -227,7 +227,7 @@ class WeightControl:
         try:
             return await done
         finally:
-            self._calls.discard(done)  # type: ignore[arg-type]
+            self._calls.discard(done)
 
 
 def _read(source: Path | memoryview) -> Mapping[str, object]:
