@@ -10,6 +10,7 @@ from worker.requests.prompt_scores import TokenText, end_json, scores_json
 from worker.requests.receipts import CHANNEL, RequestReceipt
 from worker.requests.request import GenerationRequest
 from worker.requests.rollout import RolloutData
+from worker.requests.token_weights import WEIGHTS, TokenWeights
 
 STOP_STRING = "stop_string"
 """Key of the stop string that ended an answer, in its last chunk."""
@@ -27,6 +28,7 @@ class ResponseBuilder:
         num_replayed_tokens: Tokens of it that were sent before the request was migrated.
         num_cached_tokens: Prompt tokens whose KV the engine found in its cache.
         num_preemptions: Preemptions of the request, None where the engine reports none.
+        weights: Versions of the weights that its tokens are sampled from.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class ResponseBuilder:
         self._prompt = request.prompt_token_ids
         self._token_text = token_text
         self._scores: dict[str, Any] = {}
+        self.weights = TokenWeights()
 
     def chunk(self, delta: TokenDelta) -> dict[str, Any]:
         """The chunk for ``delta``. The caller drops one without tokens, finish or engine data.
@@ -66,12 +69,15 @@ class ResponseBuilder:
         self.num_cached_tokens = min(max(self.num_cached_tokens, delta.num_cached_tokens), self.num_prompt_tokens)
         if delta.num_preemptions is not None:
             self.num_preemptions = delta.num_preemptions
+        self.weights.take(delta.weights)
         if self._receipt is not None:
             self._receipt.take(delta)
         chunk: dict[str, Any] = {"token_ids": delta.token_ids[:shown], "index": delta.index}
         if self._logprobs is not None and delta.logprobs is not None:
             _add_logprobs(chunk, delta.logprobs[:shown], self._logprobs)
         data = self._data(delta, shown)
+        if delta.weights or (self.weights.entries and delta.finish_reason is not None):
+            data[WEIGHTS] = self.weights.as_json(self.num_generated_tokens)
         if data:
             chunk["engine_data"] = data
         if delta.finish_reason is not None:

@@ -16,6 +16,9 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     request.tokens.append(token)
     ends = token in request.end_ids or len(request.tokens) >= request.limit
     output = Output(request.id, token, logprobs)
+    if request.weights is not None and request.weights is not request.named_weights:
+        output.weights = (len(request.tokens) - 1 - request.prompt_length, request.weights)
+        request.named_weights = request.weights
     if chain is not None:
         if chain.backtracks:
             try:
