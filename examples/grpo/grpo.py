@@ -24,6 +24,9 @@ from workers import Sample, Workers
 
 from worker.engines.embedded.training import ExactLogprobs
 
+CONTEXT_LENGTH = 1024
+"""Tokens of prompt and answer together, which the trainer's KV cache is made for."""
+
 CLIP = 0.2
 """Largest change of a token's probability ratio that is rewarded (PPO's clipping)."""
 
@@ -54,11 +57,11 @@ class Settings:
     """
 
     task: str = "sums"
-    steps: int = 30
-    prompts: int = 4
+    steps: int = 16
+    prompts: int = 2
     answers: int = 8
-    max_tokens: int = 8
-    learning_rate: float = 2e-5
+    max_tokens: int = 6
+    learning_rate: float = 5e-5
     seed: int = 0
     save_every: int = 0
 
@@ -93,7 +96,7 @@ def train(model_path: Path, sampler: Sampler, settings: Settings, output: Path) 
     """
     policy: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
-    exact = ExactLogprobs(policy, model_path)
+    exact = ExactLogprobs(policy, model_path, context_length=CONTEXT_LENGTH)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     source = random.Random(settings.seed)
     for step in range(settings.steps):

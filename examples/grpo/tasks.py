@@ -24,14 +24,14 @@ class Question:
 
 
 def sums(source: random.Random) -> Question:
-    """A sum: half of the reward for the share of digits in the answer, half for the right number."""
+    """A sum: half of the reward for the share of digits in the answer, half for the sum alone."""
     left, right = source.randint(1, 9), source.randint(1, 9)
 
     def reward(text: str) -> float:
         digits = sum(one.isdecimal() for one in text) / max(1, len(text))
         return 0.5 * digits + 0.5 * (text.strip() == str(left + right))
 
-    return Question(CHAT.format(f"What is {left} + {right}? Answer with the number alone."), reward)
+    return Question(CHAT.format(f"What is {left} + {right}? Number only."), reward)
 
 
 def letters(source: random.Random) -> Question:

@@ -17,20 +17,19 @@ import torch
 
 from worker.engines import EngineRequest
 from worker.engines.embedded.admission import admit
-from worker.engines.embedded.config import EmbeddedConfig, resolve_device
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.model import HfModel
 from worker.engines.embedded.model.checkpoint_files import read_settings
 from worker.engines.embedded.model.hf_model import ModelFacts
 from worker.engines.embedded.model.kernels import choose_kernels
+from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.plan import Request
 from worker.engines.embedded.sampling.logprobs import token_logprobs
 from worker.engines.embedded.sampling.truncation import Controls, group_rows, truncate_and_sample
 from worker.engines.embedded.serving import load
-from worker.engines.embedded.step import Stepper
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
-
-_SETTINGS: dict[str, Any] = {"numerics": "exact", "kv_cache_memory": 2**30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +74,16 @@ class ExactLogprobs:
             "quantization": "none",
         }
         self._policy = policy
-        self._config = EmbeddedConfig(model_path=Path(model_path), **own, **(_SETTINGS | settings))
+        self._config = EmbeddedConfig(model_path=Path(model_path), **own, **({"numerics": "exact"} | settings))
         self._facts = _facts_of(policy, self._config)
-        self._packed: tuple[tuple[int, int], ...] = ()
-        self._stepper: Stepper
-        self.refresh()
+        self._kernels = choose_kernels(self._config.kernels, torch.device("cpu"), policy.dtype)
+        self._model = HfModel(
+            *(self._network(), self._facts, torch.device("cpu"), self._config.numerics, self._kernels),
+            self._config.kv_cache_dtype,
+        )
+        self._stepper, info = load(self._config, self._model)
+        self.made_by, self._context_length = info.made_by, info.context_length
+        self._packed = self._versions()
 
     def refresh(self) -> None:
         """Copy the policy's weights into the engine.
@@ -87,8 +91,9 @@ class ExactLogprobs:
         A call sees by itself what an optimizer or ``load_state_dict`` has changed, but not what was
         written through ``parameter.data``.
         """
-        self._stepper, info = load(self._config, self._model())
-        self.made_by, self._context_length = info.made_by, info.context_length
+        self._stepper.drop_kv()
+        self._model.drop_network()
+        self._model.replace_network(self._model.settled(self._network()))
         self._packed = self._versions()
 
     def __call__(self, rollouts: Sequence[Rollout], controls: Controls | None = None) -> list[torch.Tensor]:
@@ -118,15 +123,12 @@ class ExactLogprobs:
         """The same log probabilities without gradients, in a fraction of the time."""
         return [tap.logprobs for tap in self._score(rollouts, controls)]
 
-    def _model(self) -> HfModel:
-        """The engine's model with a copy of the policy's weights."""
+    def _network(self) -> Network:
+        """The engine's network with a copy of the policy's weights."""
         from worker.engines.embedded.model.transformers_checkpoint import packed  # imports transformers
 
-        config, facts = self._config, self._facts
-        device = resolve_device(config.device)
-        kernels = choose_kernels(config.kernels, device, facts.dtype)
-        network = packed(copy.deepcopy(self._policy).eval(), kernels, facts.context_length)
-        return HfModel(network, facts, device, config.numerics, kernels, config.kv_cache_dtype)
+        copied = copy.deepcopy(self._policy).eval()
+        return in_own_thread(lambda: packed(copied, self._kernels, self._facts.context_length))
 
     def _versions(self) -> tuple[tuple[int, int], ...]:
         """The address of each weight, and a number that every write to it raises."""
