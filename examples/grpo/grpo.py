@@ -1,8 +1,8 @@
 """GRPO of a small model on a toy task: rollouts from workers over HTTP, a trainer in torch.
 
-README.md says how to start workers and the trainer. Each step writes a line of JSON with the mean
-reward, the largest difference between the trainer's and the rollouts' log probabilities, and a
-digest of the weights.
+docs/recipes/rollouts.md says how to start workers and this. Each step writes a line of JSON with
+the mean reward, the largest difference between the trainer's and the rollouts' log probabilities,
+and a digest of the weights.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import save_file
 from tasks import TASKS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workers import Sample, Workers
@@ -34,8 +35,8 @@ CLIP = 0.2
 class Sampler(Protocol):
     """What makes rollouts; `Workers` is one."""
 
-    def update(self, checkpoint: Path, version: str) -> None:
-        """Sample from the weights in `checkpoint` from now on."""
+    def update(self, weights: Path, version: str) -> None:
+        """Sample from the weights in a checkpoint, or a file of some of them, from now on."""
 
     def sample(self, prompts: Sequence[Sequence[int]], *, n: int, max_tokens: int, seed: int) -> list[list[Sample]]:
         """`n` answers to each prompt."""
@@ -53,7 +54,8 @@ class Settings:
         max_tokens: Tokens of an answer at most.
         learning_rate: Learning rate of AdamW.
         seed: Seed of prompts and answers.
-        save_every: Steps between checkpoints that are kept; 0 keeps none.
+        layers: Decoder layers that are trained, from the last one; 0 trains all weights.
+        save_every: Steps between checkpoints that are kept, beside the first; 0 for none.
     """
 
     task: str = "sums"
@@ -63,6 +65,7 @@ class Settings:
     max_tokens: int = 6
     learning_rate: float = 5e-5
     seed: int = 0
+    layers: int = 0
     save_every: int = 0
 
 
@@ -97,11 +100,19 @@ def train(model_path: Path, sampler: Sampler, settings: Settings, output: Path) 
     policy: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
     exact = ExactLogprobs(policy, model_path, context_length=CONTEXT_LENGTH)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+    if settings.layers:
+        policy.requires_grad_(False)
+        policy.model.layers[-settings.layers :].requires_grad_(True)
+    trained = {name: each for name, each in policy.named_parameters() if each.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=settings.learning_rate, weight_decay=0.0)
     source = random.Random(settings.seed)
     for step in range(settings.steps):
-        kept = settings.save_every and step % settings.save_every == 0
-        sampler.update(save(policy, model_path, output / (f"step{step}" if kept else "newest")), str(step))
+        if step == 0 or (settings.save_every and step % settings.save_every == 0):
+            weights = checkpoint(policy, model_path, output / f"step{step}")
+        else:
+            weights = output / "newest.safetensors"
+            save_file(trained, weights)
+        sampler.update(weights, str(step))
         questions = [TASKS[settings.task](source) for _ in range(settings.prompts)]
         prompts = [tokenizer.encode(one.prompt, add_special_tokens=False) for one in questions]
         seed = (settings.seed << 32) + step * settings.prompts
@@ -123,7 +134,7 @@ def train(model_path: Path, sampler: Sampler, settings: Settings, output: Path) 
         )
         optimizer.zero_grad()
         torch.autograd.backward(loss(logprobs, theirs, advantages(rewards).flatten()))
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
         optimizer.step()
         yield Step(step, float(rewards.mean()), difference, sum(map(len, theirs)), digest(policy))
 
@@ -142,7 +153,7 @@ def loss(logprobs: list[torch.Tensor], theirs: list[torch.Tensor], advantage: to
     return -torch.cat(terms).mean()
 
 
-def save(policy: Any, model_path: Path, directory: Path) -> Path:
+def checkpoint(policy: Any, model_path: Path, directory: Path) -> Path:
     """A checkpoint of the policy, with everything beside the weights as it was."""
     directory.mkdir(parents=True, exist_ok=True)
     for file in model_path.iterdir():

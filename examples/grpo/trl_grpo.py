@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from grpo import save
+from grpo import checkpoint
 from tasks import TASKS, Question
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -88,7 +88,7 @@ def main() -> None:
     def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
         """A group of answers for each run of equal prompts, which TRL repeats for a group."""
         version = str(trainer.state.global_step)
-        workers.update(save(policy, options.model, options.output / "newest"), version)
+        workers.update(checkpoint(policy, options.model, options.output / "newest"), version)
         groups = [list(prompts[start : start + options.answers]) for start in range(0, len(prompts), options.answers)]
         ids = [tokenizer.encode(group[0], add_special_tokens=False) for group in groups]
         found = workers.sample(ids, n=options.answers, max_tokens=6, seed=1000 * int(version))

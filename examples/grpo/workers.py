@@ -44,13 +44,13 @@ class Workers:
         self._key = {"authorization": f"Bearer {key}"}
         self._model: str = _asked(f"{url}/v1/models")["data"][0]["id"]
 
-    def update(self, checkpoint: Path, version: str) -> None:
-        """Make every worker that lives serve `checkpoint`, a directory on its machine.
+    def update(self, weights: Path, version: str) -> None:
+        """Make every worker that lives serve a checkpoint, or a file of some tensors, of its disk.
 
         Raises:
             RuntimeError: a worker refuses it, or none lives.
         """
-        body = {"model_path": str(checkpoint), "weight_version": version, "mode": "finish"}
+        body = {"model_path": str(weights), "weight_version": version, "mode": "finish"}
         for url in list(self._engine_urls):
             try:
                 _asked(f"{url}/engine/update_weights_from_disk", body, self._key)

@@ -48,9 +48,9 @@ class Rollout:
 class ExactLogprobs:
     """Differentiable log probabilities of rollouts, which equal the rollouts' own bit for bit.
 
-    Values are those of an engine with a copy of the policy's weights, which is made again whenever
-    a weight has changed. Gradients are those of the same formula as transformers and torch compute
-    it, from the policy's own weights: they agree with the values up to rounding.
+    Values are those of an engine that packs the policy's weights anew for each call: so give it the
+    rollouts of a step together. Gradients are those of the same formula as transformers and torch
+    compute it, from the policy's own weights: they agree with the values up to rounding.
 
     Args:
         policy: transformers' causal language model, on the CPU, without dropout.
@@ -83,18 +83,6 @@ class ExactLogprobs:
         )
         self._stepper, info = load(self._config, self._model)
         self.made_by, self._context_length = info.made_by, info.context_length
-        self._packed = self._versions()
-
-    def refresh(self) -> None:
-        """Copy the policy's weights into the engine.
-
-        A call sees by itself what an optimizer or ``load_state_dict`` has changed, but not what was
-        written through ``parameter.data``.
-        """
-        self._stepper.drop_kv()
-        self._model.drop_network()
-        self._model.replace_network(self._model.settled(self._network()))
-        self._packed = self._versions()
 
     def __call__(self, rollouts: Sequence[Rollout], controls: Controls | None = None) -> list[torch.Tensor]:
         """Log probability of each token of the answers, float64 ``[len(token_ids)]`` each.
@@ -124,20 +112,18 @@ class ExactLogprobs:
         return [tap.logprobs for tap in self._score(rollouts, controls)]
 
     def _network(self) -> Network:
-        """The engine's network with a copy of the policy's weights."""
+        """The engine's network of the policy's weights, some of which it may share."""
         from worker.engines.embedded.model.transformers_checkpoint import packed  # imports transformers
 
-        copied = copy.deepcopy(self._policy).eval()
-        return in_own_thread(lambda: packed(copied, self._kernels, self._facts.context_length))
-
-    def _versions(self) -> tuple[tuple[int, int], ...]:
-        """The address of each weight, and a number that every write to it raises."""
-        return tuple((each.data_ptr(), each._version) for each in self._policy.parameters())
+        parameters = {id(each): each for each in self._policy.parameters()}
+        modules = copy.deepcopy(self._policy, parameters).eval()  # of which `packed` leaves nothing
+        return in_own_thread(lambda: packed(modules, self._kernels, self._facts.context_length))
 
     def _score(self, rollouts: Sequence[Rollout], controls: Controls | None) -> list[_AnswerTap]:
-        if self._packed != self._versions():
-            self.refresh()
         requests = [self._request(number, rollout, controls) for number, rollout in enumerate(rollouts)]
+        self._stepper.drop_kv()
+        self._model.drop_network()
+        self._model.replace_network(self._model.settled(self._network()))
         for request in requests:  # those with one prompt wait for the first one's KV
             self._stepper.add(request)
         while not self._stepper.scheduler.is_idle:
