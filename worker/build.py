@@ -171,4 +171,5 @@ def embedded_config(arguments: Arguments) -> EmbeddedConfig:
         role=arguments.disaggregation_mode,
         kv_lease_s=arguments.kv_lease_s,
         kv_devices=arguments.kv_transfer_devices,
+        weight_updates=arguments.engine_port > 0,
     )

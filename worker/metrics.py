@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from worker.engines import BATCH_SIZES, EngineInfo, EngineLoad, Measured, QueueTimes
+from worker.engines import BATCH_SIZES, EngineInfo, EngineLoad, Measured, QueueTimes, ServingEngine
+from worker.engines.weights import ChangesWeights
 from worker.lifecycle.drain import DrainOutcome, InFlightRequests
 from worker.migration.records import BoundaryRecords
 from worker.requests.fields import FIELDS
@@ -80,6 +81,10 @@ class WorkerMetrics:
     def watch(self, boundaries: BoundaryRecords) -> None:
         """Publish what became of migrated requests and of the boundary store."""
         self.registry.register(BoundaryMetrics(boundaries))
+
+    def watch_weights(self, engine: ServingEngine, counts: Mapping[str, int]) -> None:
+        """Publish the version of an engine's weights, and its updates by outcome."""
+        self.registry.register(WeightMetrics(engine, counts))
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, documentation, buckets=buckets, registry=self.registry)
@@ -157,6 +162,29 @@ class BoundaryMetrics(Collector):
         }
         for name, (documentation, value) in counts.items():
             yield CounterMetricFamily(PREFIX + name, documentation, value=value)
+
+
+class WeightMetrics(Collector):
+    """Metrics of weights that change, read whenever they are collected."""
+
+    def __init__(self, engine: ServingEngine, counts: Mapping[str, int]) -> None:
+        self._engine = engine
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of now; `prometheus_client` calls it."""
+        weights = self._engine.weights if isinstance(self._engine, ChangesWeights) else None
+        if weights is not None:
+            version = "Updates of the weights since the start: the number of their version."
+            yield GaugeMetricFamily(PREFIX + "weight_version", version, weights.weight_version.number)
+            paused = "1 while the engine is paused, asleep, or waits for weights."
+            yield GaugeMetricFamily(PREFIX + "engine_paused", paused, weights.weights_state != "serving")
+        updates = CounterMetricFamily(
+            PREFIX + "weight_updates", "Updates of the weights by outcome.", labels=["outcome"]
+        )
+        for outcome, number in self._counts.items():
+            updates.add_metric([outcome], number)
+        yield updates
 
 
 class LoadMetrics:

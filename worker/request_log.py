@@ -108,7 +108,7 @@ class RequestEntry:
         """The line's data; the key order is stable."""
         builder = self.builder
         first_s = None if self.first_token_s is None else round(self.first_token_s - self.began_s, 6)
-        return {
+        data: dict[str, Any] = {
             "request_id": self.request_id,
             "model": self.model,
             "seed": self.seed,
@@ -124,6 +124,9 @@ class RequestEntry:
             "preemptions": None if builder is None else builder.num_preemptions,
             "processors": list(self.processors),
         }
+        if builder is not None and builder.weights.entries:
+            data["weight_versions"] = builder.weights.as_json(builder.num_generated_tokens)
+        return data
 
 
 _KNOWN = SECTIONS | {row.path for row in FIELDS} | {"logits_processors", "request", "request_id", "prompt_token_ids"}

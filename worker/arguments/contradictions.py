@@ -101,6 +101,13 @@ def _refuse_openengine_contradictions(a: Arguments) -> None:
         raise ConfigurationError(f"--grpc-port must be a port number, got {a.grpc_port}")
 
 
+def _refuse_engine_port_contradictions(a: Arguments) -> None:
+    if a.engine_port > 65535:
+        raise ConfigurationError(f"--engine-port must be a port number, got {a.engine_port}")
+    if a.engine_port and a.engine_key_file is None:
+        raise ConfigurationError("--engine-port needs --engine-key-file: whoever reaches it changes the model")
+
+
 def _refuse_nats_contradictions(a: Arguments) -> None:
     ways = [name for name in ("nats_credentials", "nats_token", "nats_nkey_seed") if getattr(a, name) is not None]
     if len(ways) > 1:
@@ -113,6 +120,7 @@ def _refuse_nats_contradictions(a: Arguments) -> None:
 def refuse_contradictions(a: Arguments) -> None:
     """Raises `ConfigurationError` for the first contradiction."""
     _refuse_options_of_other_runtimes(a)
+    _refuse_engine_port_contradictions(a)
     if a.runtime == "nats":
         _refuse_nats_contradictions(a)
     elif a.runtime == "openengine":

@@ -384,6 +384,16 @@ class Arguments:
         0, "Without Dynamo's runtime: port of /metrics, /live and /health; 0 serves none.", parse=not_negative
     )
     metrics_host: str = option("127.0.0.1", "Address of --metrics-port.")
+    engine_port: int = option(
+        0,
+        "Port of the routes that change the weights while serving, pause, and sleep (docs/weights.md); 0 serves none. "
+        "Needs --engine-key-file.",
+        parse=not_negative,
+    )
+    engine_host: str = option("127.0.0.1", "Address of --engine-port.")
+    engine_key_file: str | None = option(
+        None, "File of keys, one per line; every request to --engine-port needs one as Authorization: Bearer."
+    )
     engine_settings: tuple[Setting, ...] = ()
     """Arguments of TensorRT-LLM's ``LLM`` from flags and variables of Dynamo's worker."""
     engine_flags: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from adapters.chain import ProcessorFailed, Receipt
 from worker.engines.request import NO_HINTS, EngineRequest, KeepKv, KvPart, LocalPrefill, ReadKv, RequestHints
+from worker.engines.weights import WeightVersion
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -89,11 +90,21 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural logarithm of one token's probability, and its rank in the vocabulary from 1."""
+    """Natural logarithm of one token's probability, and its rank in the vocabulary from 1.
+
+    Attributes:
+        processed: Of a sampled token with ``logprobs_mode="train"``: the natural logarithm of its
+            probability in the distribution that it was sampled from, after processors, temperature
+            and truncation, normalised.
+        log_mass: Of the same: the natural logarithm of the probability that the model alone, its
+            logits divided by the request's temperature, gives to all tokens that could be sampled.
+    """
 
     token_id: int
     logprob: float
     rank: int
+    processed: float | None = None
+    log_mass: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +176,9 @@ class TokenDelta:
         kv: Handle of the leased KV, JSON data; on the last delta of a request with `KeepKv`.
         end_logprobs: Log probabilities of the end token that is not among `token_ids`, as an entry
             of `logprobs`; None where the engine reports none.
+        weights: Versions of weights, each with the index in the answer of the first token that is
+            sampled from it; where tokens were rewound, a later entry takes the place of those from
+            its index on. Empty where weights do not change.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -182,6 +196,7 @@ class TokenDelta:
     failure: ProcessorFailed | None = None
     kv: dict[str, Any] | None = None
     end_logprobs: list[TokenLogprob] | None = None
+    weights: list[tuple[int, WeightVersion]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -201,6 +216,7 @@ class TokenDelta:
         self.token_ids = earlier.token_ids + self.token_ids
         if earlier.logprobs is not None or self.logprobs is not None:
             self.logprobs = [*(earlier.logprobs or ()), *(self.logprobs or ())]
+        self.weights = earlier.weights + self.weights
         self.num_cached_tokens = max(earlier.num_cached_tokens, self.num_cached_tokens)
         if earlier.prompt_logprobs is not None:
             self.prompt_logprobs = earlier.prompt_logprobs

@@ -81,6 +81,10 @@ class RequestTable(Generic[R]):
     def end_all(self, failure: ServingError) -> int:
         """Fail every stream, and refuse new requests; returns how many streams there were."""
         self.refusal = self.refusal or failure
+        return self.fail_all(failure)
+
+    def fail_all(self, failure: ServingError) -> int:
+        """Fail every stream; returns how many there were."""
         requests, self._by_id = self._by_id, {}
         for request in requests.values():
             request.end(failure)

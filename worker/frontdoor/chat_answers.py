@@ -1,5 +1,5 @@
-"""Chats whose answers are made of chunks: those with tools, those with log probabilities of their
-prompt, and those that a frontend would misread.
+"""Chats whose answers are made of chunks: those with tools, those with token ids or log
+probabilities of their prompt, and those that a frontend would misread.
 
 All other chats are forwarded byte for byte.
 """
@@ -7,21 +7,28 @@ All other chats are forwarded byte for byte.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from worker.frontdoor.chat_stream import AnswerFailed, assembled, chat
 from worker.frontdoor.completions.chat_scores import scored_request, with_scores
+from worker.frontdoor.completions.prompt_answer import Chunk
+from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import Exchange, server_sent
+from worker.frontdoor.rollouts.chat_prompt import with_prompt_as_messages
+from worker.frontdoor.rollouts.returned import Returned, ReturnedData
 
 
 async def answer_chat(exchange: Exchange) -> None:
     """Answer a chat, as a stream of events or whole: both are made of the same chunks."""
     fields = exchange.fields()
     annotations: dict[str, Any] = {}
-    asked = chat(exchange, scored_request(fields), annotations=annotations)
-    async with aclosing(with_scores(asked, fields)) as chunks:
+    returned = Returned.of(fields)
+    request = returned.request(scored_request(with_prompt_as_messages(fields)))
+    asked = _renamed(chat(exchange, request, annotations=annotations), fields)
+    data = ReturnedData(returned, in_chat=True)
+    async with aclosing(with_scores(asked, fields, data)) as chunks:
         if fields.get("stream"):
             await _stream(exchange, chunks, annotations, with_usage=_asks_for_usage(fields))
         else:
@@ -30,6 +37,18 @@ async def answer_chat(exchange: Exchange) -> None:
             except AnswerFailed as failed:
                 raise failed.refused from None
             await exchange.answer(200, whole)
+
+
+async def _renamed(chunks: AsyncGenerator[Chunk, None], fields: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
+    """The chunks of a chat; errors about a prompt of token ids name the client's field."""
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                yield chunk
+        except Refused as refused:
+            if fields.get("prompt") is None or refused.param not in ("messages", "nvext.token_data"):
+                raise
+            raise refused.renamed("prompt") from None
 
 
 async def _stream(

@@ -13,6 +13,7 @@ from worker.frontdoor.asking import Caller, ask
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.refusal_reading import explained
+from worker.frontdoor.rollouts.returned import join_returned, joined_nvext
 from worker.frontdoor.tool_reading import tool_reading
 
 
@@ -86,7 +87,7 @@ def assembled(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
             _put_together(choices.setdefault(delta["index"], _empty_choice(delta["index"])), delta)
         if chunk.get("nvext"):
             index = chunk["choices"][0]["index"] if chunk.get("choices") else 0
-            extensions[index] = {**extensions.get(index, {}), **chunk["nvext"]}
+            extensions[index] = joined_nvext(extensions.get(index), chunk["nvext"])
     answer["object"] = "chat.completion"
     answer["choices"] = [choices[index] for index in sorted(choices)]
     return answer | joined_extensions(extensions, choices)
@@ -125,6 +126,7 @@ def _put_together(choice: dict[str, Any], delta: dict[str, Any]) -> None:
         elif value is not None:
             message[name] = value
     choice["finish_reason"] = delta.get("finish_reason") or choice["finish_reason"]
+    join_returned(choice, delta)
     found = delta.get("logprobs")
     if found:
         so_far = choice["logprobs"] or {"content": [], "refusal": None}

@@ -74,6 +74,8 @@ def worker_names(endpoint: str, fields: Body, of_selection: Naming) -> Naming:
         if path == SELECTION_FIELD or path.startswith(f"{SELECTION_FIELD}."):
             return of_selection(path.removeprefix(SELECTION_FIELD).removeprefix("."))
         if path in _PROMPT:
+            if (fields.get("nvext") or {}).get("token_data") is not None:
+                return "nvext.token_data"
             return "messages" if endpoint == CHAT else "prompt"
         found = _IN_SECTION.fullmatch(path)
         if found is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from adapters.catalog import MAX_CHOICES
 from worker.frontdoor.errors import FieldRefused
+from worker.frontdoor.rollouts.chat_prompt import check_ids
 from worker.frontdoor.tool_choice import allowed_places, forces_call, is_allowed_tools
 from worker.frontdoor.values import Object, keys_within, printable
 from worker.sampling import MAX_LOGPROBS
@@ -278,6 +279,15 @@ def echo(value: Any, body: Body) -> None:
         raise FieldRefused("echo", "is served by POST /v1/completions alone")
 
 
+def read_by_handler(name: str) -> Check:
+    """A field that the handlers of chats and completions take out: elsewhere it would be lost."""
+
+    def check(value: Any, body: Body) -> None:
+        raise FieldRefused(name, "is served by POST /v1/completions and /v1/chat/completions alone")
+
+    return check
+
+
 def prompt_logprobs(value: Any, body: Body) -> None:
     if type(value) is not int or not 0 <= value <= MAX_LOGPROBS:
         raise FieldRefused("prompt_logprobs", f"must be an integer from 0 to {MAX_LOGPROBS}, got {_shown(value)}")
@@ -317,6 +327,8 @@ def nvext(value: Any, body: Body) -> None:
     for key in ("annotations", "extra_fields"):
         if value.get(key) is not None:
             _entries(f"nvext.{key}", value[key], lambda each: isinstance(each, str), "a text")
+    if value.get("token_data") is not None:
+        check_ids("nvext.token_data", value["token_data"])
     _must_be("nvext.use_raw_prompt", value.get("use_raw_prompt"), bool, "true or false")
     if value.get("use_raw_prompt"):
         raise FieldRefused(

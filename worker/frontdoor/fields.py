@@ -94,9 +94,9 @@ _PROMPT_FIELDS: tuple[ClientField, ...] = (
     ),
     _row(
         "prompt",
-        (COMPLETIONS,),
+        _BOTH,
         "honoured",
-        "The prompt: text, token ids, or a list of either, one choice each.",
+        "The prompt: text, token ids, or a list of either, one choice each; of a chat token ids in place of messages.",
         field_checks.prompt,
     ),
 )
@@ -293,6 +293,23 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         "honoured",
         "Log probabilities of the prompt, in vLLM's form: of each token but the first, and so many alternatives.",
         field_checks.prompt_logprobs,
+    ),
+    ClientField(
+        "return_token_ids",
+        _BOTH,
+        "honoured",
+        "The ids of prompt and answer, in vLLM's form: prompt_token_ids, and token_ids of each choice, with the end token.",
+        check=field_checks.read_by_handler("return_token_ids"),
+        removed=True,
+    ),
+    ClientField(
+        "logprobs_mode",
+        _BOTH,
+        "honoured",
+        "What log probabilities are of: raw (the model, the default), processed (what was sampled from), or train: "
+        "token_ids and train_logprobs (log probabilities for a trainer).",
+        check=field_checks.read_by_handler("logprobs_mode"),
+        removed=True,
     ),
     _refused("prompt_embeds", (COMPLETIONS,), "prompts are text or token ids here"),
     _refused("mm_processor_kwargs", (CHAT,), _TEXT_ONLY, {}),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from worker.frontdoor.fields import CHAT, COMPLETIONS
+from worker.frontdoor.rollouts.returned import asks_back
 
 
 def is_translated(path: str, fields: Mapping[str, Any]) -> bool:
@@ -16,10 +17,12 @@ def is_translated(path: str, fields: Mapping[str, Any]) -> bool:
         path: `CHAT` or `COMPLETIONS`.
         fields: The client's fields.
     """
-    if path == CHAT:
-        return fields.get("prompt_logprobs") is not None
-    if path != COMPLETIONS:
+    if path not in (CHAT, COMPLETIONS):
         return False
+    if asks_back(fields):
+        return True
+    if path == CHAT:
+        return any(fields.get(name) is not None for name in ("prompt_logprobs", "prompt"))
     asks = any(fields.get(name) is not None for name in ("logprobs", "prompt_logprobs"))
     return asks or bool(fields.get("echo")) or is_zero(fields.get("max_tokens"))
 

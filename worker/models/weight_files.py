@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 from adapters.strict_json import read_object
 from worker.errors import one_line
@@ -22,7 +22,7 @@ from worker.models.quantised import CODES, OFFSETS, SCALES
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-_MOST_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
 _SIZES = {
@@ -229,21 +229,34 @@ def read_header(path: Path, name: str) -> dict[str, StoredTensor]:
     try:
         size = os.stat(path).st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_MOST_HEADER_BYTES, size - 8):
-                raise ModelFileError(f"{name}: is cut off or no safetensors file: a header of {length} bytes")
-            header = read_object(file.read(length))
+            return {each: tensor for each, (tensor, _) in header_of(file, size, name).items()}
     except OSError as error:
         raise ModelFileError(f"{name}: cannot be read: {error.strerror or error}") from None
+
+
+def header_of(file: BinaryIO, size: int, name: str) -> dict[str, tuple[StoredTensor, tuple[int, int]]]:
+    """The tensors of safetensors, and where the bytes of each begin and end.
+
+    Args:
+        file: Bytes from the first one on; the header is read.
+        size: Bytes that there are.
+        name: Name of the file, for errors.
+
+    Raises:
+        ModelFileError: it is damaged or cut off.
+    """
+    try:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise ModelFileError(f"{name}: is cut off or no safetensors file: a header of {length} bytes")
+        header = read_object(file.read(length))
     except ValueError as error:
         raise ModelFileError(f"{name}: its header {one_line(error)}") from None
     header.pop("__metadata__", None)
-    tensors, ends = {}, []
-    for each, entry in header.items():
-        tensors[each], part = _entry(name, each, entry, size - 8 - length)
-        ends.append(part)
-    _check_order(name, sorted(ends), size - 8 - length)
-    return tensors
+    begins = 8 + length
+    found = {each: _entry(name, each, entry, size - begins) for each, entry in header.items()}
+    _check_order(name, sorted(part for _, part in found.values()), size - begins)
+    return {each: (tensor, (begins + start, begins + stop)) for each, (tensor, (start, stop)) in found.items()}
 
 
 def _entry(file: str, name: str, entry: Any, size: int) -> tuple[StoredTensor, tuple[int, int]]:

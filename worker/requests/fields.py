@@ -21,7 +21,7 @@ from adapters.processors.arguments import MAX_LIST
 from adapters.processors.structural import format_of
 from adapters.strict_json import Ambiguous, decoder
 from worker.errors import InvalidRequest, shown
-from worker.sampling import Control, GuidedDecodingParams, SamplingParams, sampling_controls
+from worker.sampling import LOGPROBS_MODES, Control, GuidedDecodingParams, SamplingParams, sampling_controls
 
 Fate = Literal["honoured", "frontend", "no effect", "refused"]
 
@@ -222,7 +222,14 @@ def _unpacked(path: str, packed: bytes) -> list[int]:
     return ids.tolist()
 
 
+def logprobs_mode(path: str, value: Any) -> str:
+    if value not in LOGPROBS_MODES:
+        raise InvalidRequest(path, f"must be one of {', '.join(LOGPROBS_MODES)}, got {shown(value)}")
+    return str(value)
+
+
 _PARSERS: dict[str, Parser] = {
+    "logprobs_mode": logprobs_mode,
     "ignore_eos": boolean,
     "allowed_token_ids": allowed_token_ids,
     "bad_words_token_ids": token_sequences,
@@ -303,6 +310,12 @@ _OTHER_FIELDS: tuple[Field, ...] = (
         "include_stop",
     ),
     _no_effect("sampling_options.detokenize", "This worker sends token ids; the frontend makes the text."),
+    _honoured(
+        "output_options.return_token_ids",
+        boolean,
+        "engine_data has the ids of the prompt, and of the answer with the end token that it does not show.",
+        "returns_token_ids",
+    ),
     _frontend("output_options.skip_special_tokens", "The frontend makes the text.", boolean),
     _frontend("output_options.return_tokens_as_token_ids", "The frontend makes the text.", boolean),
     _frontend("output_options.no_stop_trim", "The frontend makes the text.", boolean),
@@ -315,7 +328,8 @@ _OTHER_FIELDS: tuple[Field, ...] = (
     _honoured(
         "annotations",
         client_annotations,
-        "`logits_processors:{json}` selects processors (docs/processors.md). Another one whose name (the part before "
+        "`logits_processors:{json}` selects processors (docs/processors.md); `return_token_ids` and "
+        "`logprobs_mode:MODE` are the fields of output_options. Another one whose name (the part before "
         "a colon) has `logits` or `processor` in it is refused as a mistake. The rest are the client's own or the "
         "frontend's (formatted_prompt, token_ids, llm_metrics, request_id, query_instance_id) and have no effect here.",
     ),

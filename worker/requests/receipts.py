@@ -19,6 +19,7 @@ from worker.engines import EngineInfo, EngineRequest, TokenDelta
 from worker.engines.embedded.transfer import fingerprint_beside
 from worker.errors import StartupError
 from worker.requests.sampling_defaults import FROM_MODEL, same_control
+from worker.requests.token_weights import TokenWeights
 from worker.sampling import SamplingParams
 from worker.sampling.field_processors import is_sampled
 
@@ -147,12 +148,14 @@ class RequestReceipt:
         self._prompt = TokenDigest(engine_request.prompt_token_ids)
         self._answer = TokenDigest(engine_request.generated_token_ids)
         self._num_preemptions: int | None = None
+        self._weights = TokenWeights()
         self._sampling = _sources(engine_request, selection)
         self._request = _recorded(engine_request.params, selection, smoke, engine_request.choice)
 
     def take(self, delta: TokenDelta) -> None:
         """Count a delta of the engine's."""
         self._answer.update(sampled_ids(delta))
+        self._weights.take(delta.weights)
         if delta.num_preemptions is not None:
             self._num_preemptions = delta.num_preemptions
 
@@ -169,6 +172,8 @@ class RequestReceipt:
         data["prompt_digest"] = str(self._prompt)
         data["generated_tokens"] = self._answer.num_tokens
         data["answer_digest"] = str(self._answer)
+        if self._weights.entries:
+            data["weights"] = self._weights.as_json(self._answer.num_tokens, digests=True)
         if ends or len(self._request) <= MAX_REPEATED:
             data["request"] = self._request
         return data

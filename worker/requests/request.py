@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worker.errors import InvalidRequest, shown
-from worker.requests.fields import request_fields, sections_of
+from worker.requests.fields import logprobs_mode, request_fields, sections_of
 from worker.sampling import SamplingParams, sampling_controls
 
 _END_PATHS = (
@@ -56,6 +56,8 @@ class GenerationRequest:
         stop_strings: The frontend matches them.
         model: Name that the client asked for; empty in a health probe.
         require_reasoning: Whether the grammar starts after the thinking.
+        hides_logprobs: Whether log probabilities of the answer are for its `RolloutData` alone.
+        returns_token_ids: Whether the ids of prompt and answer were asked for.
         annotations: The client's annotations, verbatim.
         cache_salt: Requests share KV only with those of the same salt.
         lora_name: LoRA adapter that the client chose as its model; None for the model itself.
@@ -72,6 +74,8 @@ class GenerationRequest:
     stop_strings: tuple[str, ...] = ()
     model: str = ""
     require_reasoning: bool = False
+    hides_logprobs: bool = False
+    returns_token_ids: bool = False
     annotations: tuple[str, ...] = ()
     cache_salt: str | None = None
     lora_name: str | None = None
@@ -158,6 +162,7 @@ def _bounded(values: dict[str, Any], limits: RequestLimits, table: RequestTable)
             "token_ids",
             f"the prompt has {len(prompt)} tokens, but prompt and answer share a context of {limits.context_length}",
         )
+    _read_annotations(values)
     controls = {name: values.pop(name) for name in table.controls & values.keys()}
     _check_scored(len(prompt), controls.get("prompt_logprobs"))
     controls["max_tokens"] = min(controls.get("max_tokens", room), room)
@@ -165,7 +170,30 @@ def _bounded(values: dict[str, Any], limits: RequestLimits, table: RequestTable)
         controls["min_tokens"] = min(controls["min_tokens"], controls["max_tokens"])
     ends, shown_ids = _ends(values, controls.get("ignore_eos", False), limits)
     params = table.record(**controls, **ends, detokenize=False)
-    return GenerationRequest(prompt_token_ids=prompt, params=params, shown_stop_token_ids=shown_ids, **values)
+    hides_logprobs = controls.get("logprobs") is None and controls.get("logprobs_mode") == "train"
+    return GenerationRequest(
+        prompt_token_ids=prompt,
+        params=params,
+        shown_stop_token_ids=shown_ids,
+        hides_logprobs=hides_logprobs,
+        **values,
+    )
+
+
+RETURN_TOKEN_IDS = "return_token_ids"
+"""Annotation, and field of ``output_options``."""
+
+LOGPROBS_MODE = "logprobs_mode:"
+"""Beginning of an annotation; ``output_options`` has a field of that name."""
+
+
+def _read_annotations(values: dict[str, Any]) -> None:
+    """Set what annotations ask for: Dynamo's frontend has no fields for it."""
+    for annotation in values.get("annotations", ()):
+        if annotation == RETURN_TOKEN_IDS:
+            values["returns_token_ids"] = True
+        elif annotation.startswith(LOGPROBS_MODE):
+            values["logprobs_mode"] = logprobs_mode("annotations", annotation.removeprefix(LOGPROBS_MODE))
 
 
 def _check_scored(num_tokens: int, alternatives: int | None) -> None:

@@ -9,6 +9,8 @@ from worker.errors import RequestFailed
 from worker.requests.prompt_scores import TokenText, end_json, scores_json
 from worker.requests.receipts import CHANNEL, RequestReceipt
 from worker.requests.request import GenerationRequest
+from worker.requests.rollout import RolloutData
+from worker.requests.token_weights import WEIGHTS, TokenWeights
 
 STOP_STRING = "stop_string"
 """Key of the stop string that ended an answer, in its last chunk."""
@@ -26,6 +28,7 @@ class ResponseBuilder:
         num_replayed_tokens: Tokens of it that were sent before the request was migrated.
         num_cached_tokens: Prompt tokens whose KV the engine found in its cache.
         num_preemptions: Preemptions of the request, None where the engine reports none.
+        weights: Versions of the weights that its tokens are sampled from.
     """
 
     def __init__(
@@ -44,11 +47,13 @@ class ResponseBuilder:
         self.num_cached_tokens = 0
         self.num_preemptions: int | None = None
         self._receipt = receipt
-        self._logprobs = request.params.logprobs
+        self._logprobs = None if request.hides_logprobs else request.params.logprobs
+        self._rollout = RolloutData(request)
         self._hidden = hidden
         self._prompt = request.prompt_token_ids
         self._token_text = token_text
         self._scores: dict[str, Any] = {}
+        self.weights = TokenWeights()
 
     def chunk(self, delta: TokenDelta) -> dict[str, Any]:
         """The chunk for ``delta``. The caller drops one without tokens, finish or engine data.
@@ -64,12 +69,15 @@ class ResponseBuilder:
         self.num_cached_tokens = min(max(self.num_cached_tokens, delta.num_cached_tokens), self.num_prompt_tokens)
         if delta.num_preemptions is not None:
             self.num_preemptions = delta.num_preemptions
+        self.weights.take(delta.weights)
         if self._receipt is not None:
             self._receipt.take(delta)
         chunk: dict[str, Any] = {"token_ids": delta.token_ids[:shown], "index": delta.index}
         if self._logprobs is not None and delta.logprobs is not None:
             _add_logprobs(chunk, delta.logprobs[:shown], self._logprobs)
         data = self._data(delta, shown)
+        if delta.weights or (self.weights.entries and delta.finish_reason is not None):
+            data[WEIGHTS] = self.weights.as_json(self.num_generated_tokens)
         if data:
             chunk["engine_data"] = data
         if delta.finish_reason is not None:
@@ -98,6 +106,7 @@ class ResponseBuilder:
             data = {**data, **end_json(end, self._token_text)}
         if delta.engine_data is not None:
             data = {**data, **self._engine_data(delta.engine_data, ends=ends)}
+        data = {**data, **self._rollout.of(delta)}
         if ends and data:  # of an answer that is not streamed the frontend keeps the last chunk's data alone
             data = {**self._scores, **data}
         return data

@@ -7,6 +7,6 @@ logits processors of fields.
 
 from worker.sampling.control import Control, sampling_controls
 from worker.sampling.guides import GuidedDecodingParams
-from worker.sampling.params import MAX_LOGPROBS, SamplingParams
+from worker.sampling.params import LOGPROBS_MODES, MAX_LOGPROBS, SamplingParams
 
-__all__ = ["MAX_LOGPROBS", "Control", "GuidedDecodingParams", "SamplingParams", "sampling_controls"]
+__all__ = ["LOGPROBS_MODES", "MAX_LOGPROBS", "Control", "GuidedDecodingParams", "SamplingParams", "sampling_controls"]

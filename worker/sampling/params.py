@@ -38,6 +38,11 @@ from worker.sampling.guides import GuidedDecodingParams, structural_format
 MAX_LOGPROBS = 100
 """Largest top-n of log probabilities, TensorRT-LLM's limit."""
 
+LOGPROBS_MODES = ("raw", "processed", "train")
+"""Distributions that log probabilities are of: the model's own, the one that was sampled from, or
+for a trainer all that `TokenLogprob` has.
+"""
+
 _SEEDS = 2**64
 _BEAMS = "this worker has no beam search"
 _OUTPUT = "this worker returns token ids and log probabilities only"
@@ -243,7 +248,13 @@ class SamplingParams:
         client_form="derived",
         summary="Alternatives to report per token; 0 is the sampled token alone.",
     )
-    logprobs_mode: str = control(default="raw")
+    logprobs_mode: str = control(
+        default="raw",
+        paths="output_options.logprobs_mode",
+        client_form="derived",
+        summary="Distribution that log probabilities are of: raw, the model's own; processed, what was sampled from; "
+        "train, raw ones and beside them all that a trainer needs (docs/request.md).",
+    )
     prompt_logprobs: int | None = control(
         bounds=Integer(0, MAX_LOGPROBS),
         paths="output_options.prompt_logprobs",
@@ -289,6 +300,8 @@ class SamplingParams:
         if self.best_of is None:
             self.best_of = self.n
         self.logprobs = _logprob_count(self.logprobs)
+        if self.logprobs_mode == "train" and self.logprobs is None:
+            self.logprobs = 0
         self.prompt_logprobs = _logprob_count(self.prompt_logprobs)
         self._validate()
 
@@ -301,8 +314,8 @@ class SamplingParams:
             raise ValueError(f"best_of ({self.best_of}) cannot be less than n ({self.n})")
         if self.best_of is not None and self.best_of > 1 and not self.use_beam_search and self.is_greedy:
             raise ValueError(f"best_of must be 1 when decoding is greedy, got {self.best_of}")
-        if self.logprobs_mode not in ("raw", "processed"):
-            raise ValueError(f"logprobs_mode must be 'raw' or 'processed', got {self.logprobs_mode!r}")
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {self.logprobs_mode!r}")
         if self.logprobs_simple_format and (self.logprobs != 0 or self.use_beam_search):
             raise ValueError("logprobs_simple_format needs logprobs=0 and no beam search")
         if self.guided_decoding is not None:

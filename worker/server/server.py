@@ -32,6 +32,7 @@ from worker.requests.client import client_of
 from worker.requests.deadline import until
 from worker.requests.receipts import digest_of_model
 from worker.requests.refusals import ONLY_CHECKED, asks, empty_chunk
+from worker.server.engine_port import EnginePort, open_engine_port
 from worker.server.kv_load import KvLoad
 from worker.server.preparation import MakeChains, Preparation
 from worker.server.reports import RequestReports
@@ -53,6 +54,7 @@ class RequestServer:
         reports: Reports of requests to operators.
         disaggregation: Role of the worker in disaggregated serving.
         smoke: Whether every answer is ``Hello world!``.
+        engine_port: The port of ``--engine-port``, None without, and before `load`.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class RequestServer:
         self.smoke = smoke
         self._shut_down = shut_down
         self.preparation: Preparation | None = None
+        self.engine_port: EnginePort | None = None
         self._preparing: dict[str, ServedRequest] = {}
         self._faults = FaultWindow()
         self._num_signals = 0
@@ -125,7 +128,17 @@ class RequestServer:
             self.engine.tell_broken(self.fail)
             self.engine.tell_load(self.kv_load.report)
         _publish_engine(self.engine, info, self.disaggregation, self.metrics)
+        self._open_engine_port()
         return info
+
+    def _open_engine_port(self) -> None:
+        try:
+            self.engine_port = open_engine_port(self.arguments, self.engine)
+        except StartupError as error:
+            self.startup_error = one_line(error)
+            raise
+        if self.engine_port is not None:
+            self.metrics.watch_weights(self.engine, self.engine_port.routes.counts)
 
     async def serve(
         self,
@@ -259,6 +272,9 @@ class RequestServer:
             outcome = await drain(self.in_flight, self, budget_s)
             self.metrics.count_drain(outcome)
             logger.info("drained: %d finished, %d migrated", outcome.num_finished, outcome.num_migrated)
+        if self.engine_port is not None:
+            await self.engine_port.close()
+            self.engine_port = None
         if self._keepalive is not None:
             self._keepalive.cancel()
         if self.preparation is not None:

@@ -132,7 +132,6 @@ def test_log_probs_against_transformers(controller: TextGenerationController, ch
             position_ids=positions,
             attention_mask=torch.zeros(mask.shape).masked_fill(mask, torch.finfo(torch.float32).min),
         ).logits.double()
-    logits[..., list(controller.engine.session.stepper.model.undecodable_ids)] = -torch.inf
     for key, tokens in enumerate(sequences):
         expected = logits[key, : len(tokens) - 1].log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
         found = [*(requests[key].prompt_log_probs or ()), *(requests[key].generated_log_probs or ())]

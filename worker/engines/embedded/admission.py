@@ -19,7 +19,7 @@ from worker.engines.refusals import IRRELEVANT, REFUSED_EVERYWHERE, RUN_AS_PROCE
 from worker.engines.request import EngineRequest
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
-from worker.sampling.field_processors import with_field_processors
+from worker.sampling.field_processors import temperature_of, with_field_processors
 
 SAMPLED = frozenset(Controls.__dataclass_fields__)
 """Controls of temperature and truncation that the sampler applies; others run as processors."""
@@ -95,6 +95,7 @@ def admit(
             end_ids=end_ids,
             seed=seed,
             chain=chain,
+            temperature=temperature_of(params, chain),
             choice=engine_request.choice,
             cache_salt=engine_request.cache_salt,
             client=engine_request.hints.client,

@@ -16,6 +16,9 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     request.tokens.append(token)
     ends = token in request.end_ids or len(request.tokens) >= request.limit
     output = Output(request.id, token, logprobs)
+    if request.weights is not None and request.weights is not request.named_weights:
+        output.weights = (len(request.tokens) - 1 - request.prompt_length, request.weights)
+        request.named_weights = request.weights
     if chain is not None:
         if chain.backtracks:
             try:
@@ -24,7 +27,7 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
                 return Output(request.id, finish_reason="error", error=str(failure), chain=chain)
             if position is not None:
                 return Output(request.id, rewound_to=position)
-        if samples.processed and row in samples.processed:
+        if chain.receipt.attribution and row in samples.processed:
             chain.receipt.add_logprob(len(request.tokens) - 1, samples.processed[row])
         output.engine_data = _accept(chain, token, len(request.tokens) - 1, ends)
         output.is_too_short = chain.is_too_short

@@ -41,6 +41,13 @@ def hash_block(parent: int, tokens: Sequence[int]) -> int:
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 
-def root_of(cache_salt: str | None) -> int:
-    """Parent hash of a sequence's first block: sequences of different salts share no block."""
-    return ROOT if cache_salt is None else hash_block(ROOT, list(cache_salt.encode("utf-8", "surrogatepass")))
+def root_of(cache_salt: str | None, num_updates: int = 0) -> int:
+    """Parent hash of a sequence's first block: sequences of different salts share no block, nor do
+    those computed with different weights.
+
+    Args:
+        cache_salt: Salt of the request, None for none.
+        num_updates: Updates of the weights since the engine started.
+    """
+    root = ROOT if cache_salt is None else hash_block(ROOT, list(cache_salt.encode("utf-8", "surrogatepass")))
+    return root if not num_updates else hash_block(root, [num_updates])

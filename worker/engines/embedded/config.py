@@ -61,6 +61,7 @@ class EmbeddedConfig:
         role: ``aggregated``, or ``prefill`` or ``decode`` of disaggregated serving.
         kv_lease_s: Seconds until a prefill worker's lease on a prompt's KV times out.
         kv_devices: Network devices over which KV is transferred, as in ``UCX_NET_DEVICES``.
+        weight_updates: Whether weights may change while it serves; answers then name their version.
         step_timeout_s: Seconds after which a step that has not ended counts as hung and ends the
             process.
     """
@@ -87,6 +88,7 @@ class EmbeddedConfig:
     role: str = "aggregated"
     kv_lease_s: float = 30.0
     kv_devices: str = "lo"
+    weight_updates: bool = False
     step_timeout_s: float = 300.0
 
     def check(self) -> None:

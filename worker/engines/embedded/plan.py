@@ -14,6 +14,7 @@ from adapters.chain import Planned, ProcessorChain, ProcessorFailed
 from worker.engines import FinishReason, QueueTimes, TokenLogprob
 from worker.engines.embedded import blocks
 from worker.engines.embedded.logits_tap import LogitsTap
+from worker.engines.weights import WeightVersion
 from worker.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Request:
         seed: Seed of its random numbers, 64 bits.
         chain: Logits processors, in the order law's order, over the request's own history; None if
             there are none.
+        temperature: Temperature of its distribution, by the sampler or a processor.
         choice: Index among several answers to one prompt; an input of its random numbers.
         tap: Observer of its logits, or None.
         tap_error: Failure of `tap`; the request then ends where it would get its next token.
@@ -64,6 +66,8 @@ class Request:
         block_hashes: Hashes of its full blocks, as far as needed; see `blocks.hash_block`.
         cached_blocks: Prefix hit that `KvCache.match_prefix` found last.
         draft_sources: Proposers for it, with their acceptance; the `Speculator`'s own.
+        weights: Version of the weights that computes it, None where weights do not change.
+        named_weights: The version that its outputs have named last.
         is_spoiled: Whether one of its tokens is not finite in the model (`Model.spoiled`): it ends
             with an error where it would get its next token, and caches no more blocks.
     """
@@ -77,6 +81,7 @@ class Request:
     end_ids: frozenset[int]
     seed: int
     chain: ProcessorChain | None = None
+    temperature: float = 1.0
     choice: int = 0
     tap: LogitsTap | None = None
     tap_error: str | None = None
@@ -95,6 +100,8 @@ class Request:
     block_hashes: list[int] = field(default_factory=list)
     cached_blocks: list[blocks.Block] = field(default_factory=list)
     draft_sources: Sequence[Any] | None = None
+    weights: WeightVersion | None = None
+    named_weights: WeightVersion | None = None
     is_spoiled: bool = False
 
     @property
@@ -108,12 +115,24 @@ class Request:
         """The hashes of all full blocks of `tokens`; each is computed once."""
         hashes, tokens = self.block_hashes, self.tokens
         for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
-            parent = hashes[-1] if hashes else blocks.root_of(self.cache_salt)
+            parent = hashes[-1] if hashes else blocks.root_of(self.cache_salt, self._num_updates)
             hashes.append(blocks.hash_block(parent, tokens[start : start + block_size]))
         return hashes
 
+    @property
+    def _num_updates(self) -> int:
+        return 0 if self.weights is None else self.weights.number
+
+    def compute_with(self, weights: WeightVersion) -> None:
+        """Compute its next tokens with other weights; it owns no pages."""
+        assert not self.pages, f"{self.id} has KV of other weights"
+        self.weights = weights
+        self.block_hashes.clear()
+        self.cached_blocks.clear()
+
     def rewind(self, position: int, block_size: int) -> None:
         """Drop the tokens from `position` on, and the blocks that hold any of them."""
+        self.named_weights = None  # they are named again from `position` on
         assert position >= self.num_sent, f"{self.id}: position {position} of {self.num_sent} sent ones"
         num_blocks = position // block_size
         del self.tokens[position:], self.block_hashes[num_blocks:], self.cached_blocks[num_blocks:]
@@ -355,6 +374,8 @@ class Output:
         chain: The request's processors, when it ends.
         kv: Handle of its leased KV, when it ends; see `handle.handle_as_json`.
         end_logprobs: Log probabilities of the end token that it does not show.
+        weights: Index of its token in the answer, and the version that it and those behind it are
+            sampled from, where that is another one than before.
     """
 
     request_id: str
@@ -370,3 +391,4 @@ class Output:
     chain: ProcessorChain | None = None
     kv: dict[str, Any] | None = None
     end_logprobs: list[TokenLogprob] | None = None
+    weights: tuple[int, WeightVersion] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,6 +26,7 @@ from worker.engines.embedded.speculation import (
 )
 from worker.engines.embedded.transfer import KvConnector, KvHandle
 from worker.engines.forward_pass import ForwardPassSink
+from worker.engines.weights import WeightVersion
 
 MIXED_CHUNK = 64
 """Prompt tokens that take about as long as two steps that only decode, on a CPU; the default of
@@ -51,6 +52,10 @@ class Stepper:
         speculator: The same.
         connector: Leases KV to other workers and receives it from them; None in aggregated serving.
         pass_sink: Called with what each step has computed; None if nobody wants to know.
+        weights: Version of the weights that the next step computes with; None where they do not
+            change.
+        is_paused: Whether nothing is computed.
+        gate: Requests that came while none are taken in, with their handles; None while they are.
     """
 
     def __init__(self, model: Model, scheduler: Scheduler, speculator: Speculator | None = None) -> None:
@@ -58,6 +63,9 @@ class Stepper:
         self.scheduler = scheduler
         self.connector: KvConnector | None = None
         self.pass_sink: ForwardPassSink | None = None
+        self.weights: WeightVersion | None = None
+        self.is_paused = False
+        self.gate: list[tuple[Request, KvHandle | None]] | None = None
         self.speculator = speculator or Speculator()
         self.sampler = Sampler(model.vocab_size, model.undecodable_ids)
         self.steps_by_batch_size = [0] * (len(BATCH_SIZES) + 1)
@@ -68,22 +76,78 @@ class Stepper:
 
     def add(self, request: Request, kv: KvHandle | None = None) -> None:
         """Queue a request; one with a handle joins once the KV that it describes has arrived."""
+        if self.gate is not None:
+            self.gate.append((request, kv))
+            return
+        request.weights = self.weights
         request.num_sent = len(request.tokens)
         if request.tap is not None:
             self._tapped.add(request.id)
-        if kv is None:
+        if kv is None or self.connector is None:
             self.scheduler.add(request)
         else:
-            assert self.connector is not None
             self.connector.receive(request, kv)
 
     def abort(self, request_id: str) -> Output | None:
         """End a request and free its pages; None if it has ended already."""
+        for entry in self.gate or ():
+            if entry[0].id == request_id and self.gate is not None:
+                self.gate.remove(entry)
+                return Output(request_id, finish_reason="cancelled", chain=entry[0].chain)
         self._tapped.discard(request_id)
         self._held.drop(request_id, self.scheduler.cache.block_size)
         if self.connector is not None and (given_up := self.connector.abort(request_id)) is not None:
             return given_up
         return self.scheduler.abort(request_id)
+
+    def shut_gate(self) -> None:
+        """Take in no more requests; those that never ran wait outside, too."""
+        if self.gate is None:
+            waiting = self.scheduler.queues.waiting
+            self.gate = [(one, None) for one in waiting if one.num_cached_tokens is None]
+            for one, _ in self.gate:
+                waiting.remove(one)
+
+    def open_gate(self) -> None:
+        """Take in the requests that came meanwhile, in order, and compute again."""
+        self.is_paused = False
+        gated, self.gate = self.gate, None
+        for request, kv in gated or ():
+            self.add(request, kv)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether every request that was taken in has ended."""
+        return self.scheduler.is_idle and (self.connector is None or self.connector.is_drained)
+
+    def change_weights(self, change: Callable[[], None], weights: WeightVersion) -> None:
+        """Let the next step compute with other weights; between two steps.
+
+        KV of the old ones is of no use: requests that run wait, to compute theirs again, and
+        nothing stays cached.
+
+        Args:
+            change: Changes the weights of the model.
+            weights: The new version.
+        """
+        self.drop_kv()
+        change()
+        self.weights = weights
+        if self.connector is not None:
+            self.connector.change_model(weights.digest)
+        for request in self.scheduler.queues.live:
+            request.compute_with(weights)
+
+    def drop_kv(self) -> None:
+        """Give up all KV but that which is pinned for transfer; its requests compute it again."""
+        scheduler = self.scheduler
+        if self.connector is not None:
+            self.connector.recompute()
+        for request in scheduler.queues.running:
+            scheduler.queues.requeue(request)
+        scheduler.cache.clear()
+        for request in scheduler.queues.pinned:
+            scheduler.cache.withdraw(request, 0)
 
     def close(self) -> None:
         """End all KV transfers."""
@@ -93,7 +157,7 @@ class Stepper:
     @property
     def wait_s(self) -> float | None:
         """Time until `step` should be called: 0 at once, None for not before a request is added."""
-        if not self.scheduler.is_idle:
+        if not self.scheduler.is_idle and not self.is_paused:
             return STARVED_POLL_S if self._starved else 0.0
         return None if self.connector is None else self.connector.wait_s
 
@@ -108,6 +172,8 @@ class Stepper:
             self.connector.poll()
             if self.scheduler.is_idle:
                 return []
+        if self.is_paused:
+            return []
         started = time.perf_counter()
         plan = self.scheduler.schedule(prompts_first)
         self._starved = not plan.num_tokens

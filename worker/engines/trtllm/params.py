@@ -180,6 +180,8 @@ def _early(params: SamplingParams) -> list[str]:
 def _must_sample_in_chain(params: SamplingParams, random: bool, has_chain: bool, served: Served) -> bool:
     """Whether the chain itself takes the token."""
     seeded = params.seed is not None and random
+    if params.logprobs_mode == "train":
+        raise InvalidRequest("sampling_params.logprobs_mode", "train is for the embedded engine alone")
     if params.logprobs is None:
         return seeded
     if params.logprobs_mode == "processed" and "logprobs_mode" not in served.sampling_fields:

@@ -9,6 +9,7 @@ from worker.frontdoor import field_checks
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.nvext import with_engine_data
+from worker.frontdoor.rollouts.returned import Returned
 from worker.frontdoor.translated import is_zero
 from worker.frontdoor.values import printable
 from worker.sampling import MAX_LOGPROBS
@@ -30,6 +31,7 @@ class Asked:
 
     Attributes:
         fields: The other fields, for a frontend.
+        returned: Token ids, and log probabilities for a trainer, that it asks back for.
         prompts: The prompts.
         echo: Whether a choice begins with its prompt.
         logprobs: Alternatives per token of prompt and answer, None for no log probabilities.
@@ -41,6 +43,7 @@ class Asked:
     """
 
     fields: Body
+    returned: Returned
     prompts: list[Prompt]
     echo: bool
     logprobs: int | None
@@ -55,9 +58,14 @@ class Asked:
         """A completion. Raises `FieldRefused` for a field that is read here."""
         logprobs = _count("logprobs", fields, MAX_COMPLETION_LOGPROBS)
         is_streamed, n = _flag("stream", fields), fields.get("n")
+        returned, prompts = Returned.of(fields), _prompts(fields.get("prompt"))
+        if returned.extra and len(prompts) > 1:
+            raise FieldRefused("nvext.extra_fields", f"{min(returned.extra)} needs one prompt, got {len(prompts)}")
+        own = {name: value for name, value in fields.items() if name not in _READ_HERE}
         return cls(
-            fields={name: value for name, value in fields.items() if name not in _READ_HERE},
-            prompts=_prompts(fields.get("prompt")),
+            fields=returned.request(own),
+            returned=returned,
+            prompts=prompts,
             echo=_flag("echo", fields),
             logprobs=logprobs,
             prompt_logprobs=num_prompt_logprobs(fields),

@@ -11,6 +11,7 @@ from worker.frontdoor.completions.prompt_answer import Chunk, no_scores
 from worker.frontdoor.completions.prompt_scores import WorkerData
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.nvext import with_engine_data
+from worker.frontdoor.rollouts.returned import PROMPT_LOGPROBS, ReturnedData
 
 
 def scored_request(fields: Body) -> Body:
@@ -24,12 +25,15 @@ def scored_request(fields: Body) -> Body:
     return {**fields, "nvext": with_engine_data(fields.get("nvext"))}
 
 
-async def with_scores(chunks: AsyncGenerator[Chunk, None], fields: Body) -> AsyncGenerator[Chunk, None]:
+async def with_scores(
+    chunks: AsyncGenerator[Chunk, None], fields: Body, data: ReturnedData
+) -> AsyncGenerator[Chunk, None]:
     """The chunks of a chat; the one with the prompt's log probabilities has ``prompt_logprobs``.
 
     Args:
         chunks: Chunks of the answer to `scored_request`.
         fields: The client's fields.
+        data: Puts token ids into them.
 
     Raises:
         AnswerFailed: no chunk has the log probabilities that were asked for.
@@ -38,9 +42,12 @@ async def with_scores(chunks: AsyncGenerator[Chunk, None], fields: Body) -> Asyn
     is_scored = count is None
     async with contextlib.aclosing(chunks):
         async for chunk in chunks:
+            data.take(chunk)
             scores = None if count is None else WorkerData.taken_from(chunk).scores
             if scores is not None and count is not None and not is_scored:
                 chunk["prompt_logprobs"], is_scored = scores.in_vllm_form(count), True
+                if data.repeats_scores:
+                    chunk["nvext"] = {**(chunk.get("nvext") or {}), PROMPT_LOGPROBS: chunk["prompt_logprobs"]}
             yield chunk
     if not is_scored:
         raise AnswerFailed(no_scores())

@@ -16,6 +16,7 @@ from worker.frontdoor.completions.prompt_answer import Chunk, PromptAnswer
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import Exchange, server_sent
 from worker.frontdoor.fields import COMPLETIONS
+from worker.frontdoor.rollouts.returned import join_returned, joined_nvext
 
 AT_ONCE = 32
 """Prompts of one request that are with the frontends at a time."""
@@ -92,7 +93,7 @@ async def _whole(caller: Caller, asked: Asked) -> dict[str, Any]:
     async def take(chunk: Chunk) -> None:
         (choice,) = chunk.pop("choices")
         if chunk.get("nvext"):
-            extensions[choice["index"]] = {**extensions.get(choice["index"], {}), **chunk.pop("nvext")}
+            extensions[choice["index"]] = joined_nvext(extensions.get(choice["index"]), chunk.pop("nvext"))
         if not answer:
             answer.update(chunk)
         _join(choices.setdefault(choice["index"], {}), choice)
@@ -111,6 +112,7 @@ def _join(whole: dict[str, Any], choice: dict[str, Any]) -> None:
         whole.update(choice)
         return
     whole["text"] += choice["text"]
+    join_returned(whole, choice)
     whole["finish_reason"] = choice.get("finish_reason") or whole.get("finish_reason")
     if whole["logprobs"] is not None:
         extend(whole["logprobs"], choice["logprobs"])

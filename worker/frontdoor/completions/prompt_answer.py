@@ -10,6 +10,7 @@ from worker.frontdoor.completions.asked import Asked
 from worker.frontdoor.completions.openai_logprobs import empty_logprobs, extend, of_answer
 from worker.frontdoor.completions.prompt_scores import EndToken, PromptScores, WorkerData
 from worker.frontdoor.errors import Refused
+from worker.frontdoor.rollouts.returned import PROMPT_LOGPROBS, ReturnedData, empty_returned
 
 Chunk = dict[str, Any]
 
@@ -51,9 +52,11 @@ class PromptAnswer:
         self._prompt = asked.prompts[index]
         self._is_scored = asked.num_alternatives(self._prompt) is not None
         self._choices: dict[int, _Choice] = {}
+        self._data = ReturnedData(asked.returned, in_chat=False)
 
     def take(self, chunk: Chunk) -> Iterator[Chunk]:
         """The client's chunks for the next one of the frontend, which is changed."""
+        self._data.take(chunk)
         found = WorkerData.taken_from(chunk)
         if chunk.get("usage"):
             self.usage = self._own_usage(chunk["usage"])
@@ -67,7 +70,14 @@ class PromptAnswer:
                 ready, state.waiting = state.waiting, []
                 for one in ready:
                     self._adapt(one["choices"][0], state)
+                    self._repeat_scores(one)
                     yield one
+
+    def _repeat_scores(self, chunk: Chunk) -> None:
+        """Put the log probabilities of the prompt where Dynamo's clients look for them, too."""
+        scores = chunk["choices"][0].get("prompt_logprobs")
+        if self._data.repeats_scores and scores is not None:
+            chunk["nvext"] = {**(chunk.get("nvext") or {}), PROMPT_LOGPROBS: scores}
 
     def check_complete(self) -> None:
         """Raises `Refused` if the worker has not said what it was asked of the prompt."""
@@ -85,6 +95,7 @@ class PromptAnswer:
         text: str = choice.get("text") or ""
         if asked.is_scored_only:
             text, found, state.end = "", None, None
+            empty_returned(choice)
             choice["finish_reason"] = "length" if choice.get("finish_reason") else None
         choice["index"] += self._index * asked.num_choices
         choice["text"], logprobs = "", empty_logprobs()

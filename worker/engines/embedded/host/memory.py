@@ -28,6 +28,7 @@ HUGE_PAGE_BYTES = 2 * 2**20
 _ALIGNMENT_BYTES = 64
 """Alignment of each tensor, the same as torch's own."""
 
+_MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25
 _RESIDENT_PART = 0.9
@@ -86,6 +87,28 @@ def _untouched(size: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
     except (OSError, OverflowError) as error:
         raise RuntimeError(f"not enough memory: {size} bytes ({error})") from error
+
+
+def give_back(tensors: Iterable[torch.Tensor]) -> None:
+    """Give the huge pages of tensors on a CPU back to the system; they read as zeros afterwards."""
+    spans: list[list[int]] = []
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            continue
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        if spans and 0 <= start - spans[-1][1] < _ALIGNMENT_BYTES:  # the next one of a block
+            spans[-1][1] = stop
+        else:
+            spans.append([start, stop])
+    for start, stop in spans:
+        _madvise(start, stop, _MADV_DONTNEED)
+
+
+def give_back_freed() -> None:
+    """Give back to the system what malloc keeps of freed memory."""
+    libc = ctypes.CDLL(None)
+    if sys.platform == "linux" and hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def keep_freed() -> None:

@@ -11,6 +11,6 @@ finds batch-invariant shapes for them, and `layer_trial` measures whole layers.
 
 from worker.engines.embedded.model.first_pass import check_first_pass
 from worker.engines.embedded.model.hf_model import HfModel
-from worker.engines.embedded.model.loading import load_model
+from worker.engines.embedded.model.loading import load_model, reload_network
 
-__all__ = ["HfModel", "check_first_pass", "load_model"]
+__all__ = ["HfModel", "check_first_pass", "load_model", "reload_network"]

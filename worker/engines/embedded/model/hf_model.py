@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch.nn import functional
@@ -16,18 +17,26 @@ from worker.engines.embedded.attention import AttentionBackend, AttentionSizes
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.kv_cache import Int8Rows, KvStore, row_shape
+from worker.engines.embedded.model import weight_update
 from worker.engines.embedded.model.batch_packing import Batch, pack
 from worker.engines.embedded.model.checkpoint_files import first_line
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.layer_trial import LayerTrial, num_trial_pages, trial_ids
 from worker.engines.embedded.model.linear import linears
+from worker.engines.embedded.model.llama import LlamaNetwork
+from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.numerics import Numerics, choose
+from worker.engines.embedded.model.tiling import GemmTiling, LayerShape
+from worker.engines.embedded.model.weight_update import Given
 from worker.engines.embedded.plan import Plan, Request
+from worker.engines.weights import NotSupported
 from worker.errors import StartupError
 from worker.models.geometry import Geometry
 
 logger = logging.getLogger(__name__)
+
+NetworkT = TypeVar("NetworkT", bound=Network)
 
 _LARGE_BYTES = 64 * 2**20
 """Weights of this size do not stay in the processor's caches from step to step."""
@@ -134,6 +143,7 @@ class HfModel:
         self._page_size = 0
         self._attention: AttentionBackend  # chosen by the page size, too
         self._wanted_numerics = numerics
+        self._tilings: dict[LayerShape, GemmTiling] = {}
         self._row_step = 1
         self._tile = 0
         self.numerics = self.made_by = "fast"
@@ -189,12 +199,57 @@ class HfModel:
         self.wants_dense_kv = chosen.attention.wants_dense_pages
 
     def _settle(self, chosen: Numerics) -> None:
-        layers = list(linears(self._network))
-        for layer in layers:
-            layer.settle(chosen.tilings[layer.shape])
+        self._tilings = chosen.tilings
+        layers = list(linears(self.settled(self._network)))
         self._row_step = min((layer.tiling.step for layer in layers), default=1)
         self._tile = max((layer.tiling.most or 0 for layer in layers), default=0)
         self._attention = chosen.attention
+
+    @property
+    def geometry(self) -> Geometry:
+        """Sizes of the model."""
+        return self._facts.geometry
+
+    def packed_weights(self) -> LlamaWeights:
+        """The weights that the next step computes with. Raises `NotSupported` unless native kernels
+        compute all of the model.
+        """
+        packed = self._network.packed() if isinstance(self._network, LlamaNetwork) else None
+        if packed is None:
+            raise NotSupported(
+                f"weights change while serving where native kernels compute a model of the Llama family; here "
+                f"{self.kernels} kernels compute {self._facts.geometry.model_type}"
+            )
+        return packed
+
+    def updated(self, old: LlamaWeights, given: Given) -> LlamaNetwork:
+        """A network with other weights, made beside the one that computes; see `weight_update`.
+
+        Raises:
+            WeightsRefused: a tensor cannot be taken.
+        """
+        weights = weight_update.updated(old, given, self._facts.geometry, self._kernels)
+        network = LlamaNetwork(weights, self._kernels, self._facts.context_length)
+        return self.settled(network)
+
+    @property
+    def network(self) -> Network:
+        """The network that computes."""
+        return self._network
+
+    def settled(self, network: NetworkT) -> NetworkT:
+        """`network`, of the same sizes, in the tilings that were chosen for this one."""
+        for layer in linears(network):
+            layer.settle(self._tilings[layer.shape])
+        return network
+
+    def replace_network(self, network: Network) -> None:
+        """Compute with another network of the same sizes from the next step on; between steps."""
+        self._network = network
+
+    def drop_network(self) -> None:
+        """Drop the weights, and their memory; `replace_network` comes before the next step."""
+        del self._network
 
     def _inexact(self) -> str | None:
         """The reason why numerics are not exact although GEMMs and attention are; None for none."""

@@ -101,6 +101,15 @@ def _load_model(config: EmbeddedConfig) -> HfModel:
     return HfModel(network, facts, device, config.numerics, kernels, config.kv_cache_dtype, found is not None)
 
 
+def reload_network(config: EmbeddedConfig, model: HfModel) -> Network:
+    """The network of the checkpoint again, for the model that was loaded from it.
+
+    Raises:
+        StartupError: as `load_model`.
+    """
+    return model.settled(load_model(config).network)
+
+
 def _from_checkpoint(
     directory: Path,
     settings: dict[str, Any],

@@ -24,11 +24,12 @@ from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.quantisation import QuantisedWeight
+from worker.engines.embedded.model.stored_weights import weights_in
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.errors import StartupError, one_line
 from worker.models.geometry import Geometry
 from worker.models.model_types import LLAMA_LIKE
-from worker.models.quantised import CODES, OFFSETS, SCALES, format_of
+from worker.models.quantised import format_of
 from worker.models.weight_files import WeightFiles
 
 
@@ -183,31 +184,4 @@ def _set_weight(network: Any, name: str, weight: torch.Tensor | QuantisedWeight)
 
 def _weights(files: WeightFiles) -> Iterable[tuple[str, torch.Tensor | QuantisedWeight]]:
     for file in files.files:
-        tensors = load_file(files.directory / file)
-        for name, tensor in tensors.items():
-            if name.endswith(CODES):
-                weight = name.removesuffix(CODES)
-                yield (
-                    weight,
-                    _checked(weight, QuantisedWeight(tensor, tensors[weight + SCALES], tensors.get(weight + OFFSETS))),
-                )
-            elif not name.endswith((SCALES, OFFSETS)):
-                yield name, tensor
-
-
-def _checked(name: str, weight: QuantisedWeight) -> QuantisedWeight:
-    """`weight`, if the kernels can read it. Raises `ValueError`."""
-    numbers = [weight.scales, *([] if weight.offsets is None else [weight.offsets])]
-    if any(each.ndim != 2 or not each.numel() for each in (weight.codes, *numbers)):
-        raise ValueError(f"weight {name} is in no format that is known")
-    rows, inner = weight.shape
-    groups = weight.scales.shape[1]
-    if (
-        weight.codes.dtype not in (torch.int8, torch.uint8)
-        or any(each.shape != (rows, groups) or each.dtype != weight.scales.dtype for each in numbers)
-        or weight.scales.dtype not in (torch.float16, torch.float32)
-        or inner % groups
-        or (weight.bits == 4 and inner // groups % 8)
-    ):
-        raise ValueError(f"weight {name} is in no format that is known")
-    return weight
+        yield from weights_in(load_file(files.directory / file))

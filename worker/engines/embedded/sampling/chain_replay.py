@@ -54,7 +54,7 @@ class ChainReplay:
         self.first_wanted = request.prompt_length - 1
         self._chain.start(self._tokens[: request.prompt_length], mode="migrated")
         # as the request was when it drew the next token to be replayed
-        params = replace(request.params, logprobs=None)
+        params = replace(request.params, logprobs=None, logprobs_mode="raw")
         self._earlier = replace(request, tokens=self._tokens[: request.prompt_length], params=params)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -11,7 +12,24 @@ from worker.engines import TokenLogprob
 from worker.engines.embedded.plan import Samples
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[list[TokenLogprob]]:
+Ids = slice | torch.Tensor | None
+"""Ids as an index, None for no id."""
+
+
+def as_index(ids: Sequence[int], vocab_size: int) -> Ids:
+    """Rising ids as an index: a slice, which is cheaper to fill, where they are a tail as padding
+    is.
+    """
+    if not ids:
+        return None
+    if tuple(ids) == tuple(range(ids[0], vocab_size)):
+        return slice(ids[0], vocab_size)
+    return torch.tensor(ids)
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int], never: Ids = None
+) -> list[list[TokenLogprob]]:
     """The sampled token, then the top-n, for each row.
 
     Ranks are 1-based, by falling probability, ties by rising id. The top-n excludes masked tokens.
@@ -20,10 +38,14 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Seque
         logits: floating ``[m, V]``, not normalised.
         token_ids: Sampled id of each row.
         counts: n of each row's top-n.
+        never: Ids that are never sampled: part of the whole, as in a trainer's forward pass, but
+            neither ranked nor among the top-n.
     """
     logprobs = logits.double().log_softmax(-1)
     sampled = torch.tensor(token_ids, device=logits.device)[:, None]
     chosen = logprobs.gather(-1, sampled)
+    if never is not None:
+        logprobs[:, never] = -torch.inf
     ids = torch.arange(logits.shape[-1], device=logits.device)
     ahead = (logprobs > chosen) | ((logprobs == chosen) & (ids < sampled))
     rows = zip(token_ids, chosen[:, 0].tolist(), (ahead.sum(-1) + 1).tolist(), strict=True)
@@ -54,3 +76,29 @@ def attach(
             samples.processed[row] = one[0].logprob
         else:
             samples.logprobs[row] = one
+
+
+def attach_masses(
+    samples: Samples, rows: Sequence[int], raw: torch.Tensor, temperatures: Sequence[float], kept: torch.Tensor
+) -> None:
+    """Complete the raw log probabilities of `rows` for a trainer; see `TokenLogprob`.
+
+    With ``z`` the model's logits divided by the temperature, the mass of the tokens K that could be
+    sampled is ``softmax(z)[t] / softmax(z over K)[t]`` for any t in K. So, where processors only
+    mask, ``log softmax(z)[t]`` is the processed log probability plus the mass's logarithm.
+
+    Args:
+        samples: Sampled tokens, with the raw and processed log probabilities of `rows`.
+        rows: Rows of a batch.
+        raw: The model's logits of them, floating ``[m, V]``.
+        temperatures: Temperature of each.
+        kept: bool ``[m, V]``; tokens that could be sampled, at least one in a row without an error.
+    """
+    tempered = raw.double() / torch.tensor(temperatures, dtype=torch.float64)[:, None]
+    sampled = torch.tensor([samples.token_ids[row] for row in rows])[:, None]
+    # row by row, unlike a sum: its order would depend on the rows beside
+    whole = tempered.log_softmax(-1).gather(-1, sampled)
+    part = tempered.masked_fill_(~kept, -torch.inf).log_softmax(-1).gather(-1, sampled)
+    for row, log_mass in zip(rows, (whole - part)[:, 0].tolist(), strict=True):
+        entry = samples.logprobs[row][0]
+        samples.logprobs[row][0] = replace(entry, processed=samples.processed[row], log_mass=min(log_mass, 0.0))

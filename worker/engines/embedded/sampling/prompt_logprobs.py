@@ -20,8 +20,7 @@ class LogitsCollector:
         prompt: Token ids of the prompt.
         top_n: Alternatives per prompt token, 0 for the tokens themselves alone, None for no log
             probabilities.
-        never: Ids that are never sampled; they are masked in log probabilities, as in those of
-            sampled tokens.
+        never: Ids that are never sampled; see `token_logprobs`.
         keep_prompt: Keep the logits of the prompt.
         keep_generated: Keep the logits that tokens are sampled from.
     """
@@ -39,7 +38,7 @@ class LogitsCollector:
         self.first_wanted = 0
         self._prompt = list(prompt)
         self._top_n = top_n
-        self._never = list(never)
+        self._never = torch.tensor(never) if never else None
         self._keep_prompt = keep_prompt
         self._num_seen = 0
         self._logprobs: list[list[TokenLogprob] | None] = [None]
@@ -73,10 +72,8 @@ class LogitsCollector:
         followed = self._prompt[self._num_seen + 1 : self._num_seen + 1 + len(rows)]  # the last token is not followed
         for start in range(0, len(followed), _ROWS_AT_ONCE):
             tokens = followed[start : start + _ROWS_AT_ONCE]
-            part = rows[start : start + len(tokens)].float().clone()
-            if self._never:
-                part[:, self._never] = -torch.inf
-            self._logprobs += token_logprobs(part, tokens, [self._top_n] * len(tokens))
+            part = rows[start : start + len(tokens)].float()
+            self._logprobs += token_logprobs(part, tokens, [self._top_n] * len(tokens), self._never)
 
     @property
     def prompt_logprobs(self) -> list[list[TokenLogprob] | None] | None:

@@ -34,8 +34,10 @@ class RowTable:
         random: Rows that sample randomly; `controls` has the temperature and truncation of each.
         raw: Rows with raw log probabilities.
         processed: Rows whose processed log probabilities are needed.
-        attributed: Rows of `processed` of which only the sampled token's is, for a receipt; their
-            requests report raw ones.
+        attributed: Rows of `processed` of which only the sampled token's is; their requests report
+            raw ones.
+        trained: Rows of `attributed` that report all that `TokenLogprob` has.
+        temperatures: Temperature of each row of `trained`.
         logprob_counts: n of each row's top-n log probabilities.
 
     Raises:
@@ -55,9 +57,12 @@ class RowTable:
         self._seeds = [self.owners[row][0].seed for row in self.random]
         self._choices = [self.owners[row][0].choice for row in self.random]
         logprobs = _rows(params, lambda one: one.logprobs is not None)
-        self.raw = [row for row in logprobs if params[row].logprobs_mode == "raw"]
-        self.attributed = frozenset(row for row in self.raw if _is_attributed(self.owners[row][0]))
+        self.raw = [row for row in logprobs if params[row].logprobs_mode != "processed"]
+        self.trained = [row for row in self.raw if params[row].logprobs_mode == "train"]
+        attributed = {row for row in self.raw if _is_attributed(self.owners[row][0])}
+        self.attributed = frozenset(attributed.union(self.trained))
         self.processed = [row for row in logprobs if row not in self.raw or row in self.attributed]
+        self.temperatures = [self.owners[row][0].temperature for row in self.trained]
         self.controls = {row: controls_of(params[row]) for row in self.random}
 
     def is_for(self, requests: tuple[Request, ...], offsets: Sequence[int] | None) -> bool:
@@ -72,6 +77,16 @@ class RowTable:
     def raw_index(self) -> torch.Tensor:
         """`raw`, int64 ``[n]``."""
         return torch.tensor(self.raw, dtype=torch.int64)
+
+    @cached_property
+    def trained_of_raw(self) -> torch.Tensor:
+        """Indices of `trained` in `raw`, int64 ``[n]``."""
+        return torch.tensor([self.raw.index(row) for row in self.trained])
+
+    @cached_property
+    def trained_of_processed(self) -> torch.Tensor:
+        """Indices of `trained` in `processed`, int64 ``[n]``."""
+        return torch.tensor([self.processed.index(row) for row in self.trained])
 
     @cached_property
     def greedy_index(self) -> torch.Tensor:

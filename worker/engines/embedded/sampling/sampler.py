@@ -12,7 +12,7 @@ from adapters.contract import apply_bitmask
 from adapters.sampling.candidates import highest_ids
 from adapters.sampling.whole_row import block_maxima, find_highest, is_searched_fast
 from worker.engines.embedded.plan import Edits, Plan, Samples
-from worker.engines.embedded.sampling.logprobs import attach, token_logprobs
+from worker.engines.embedded.sampling.logprobs import Ids, as_index, attach, attach_masses, token_logprobs
 from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
 from worker.engines.embedded.sampling.truncation import truncate_and_sample
@@ -28,7 +28,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, undecodable_ids: tuple[int, ...]) -> None:
         self._vocab_size = vocab_size
-        self._never = _never(undecodable_ids, vocab_size)
+        self._never = as_index(undecodable_ids, vocab_size)
         self._table = RowTable((), None, vocab_size)
 
     def sample(
@@ -61,14 +61,17 @@ class Sampler:
         if not table.owners:
             return Samples([])
         logits = logits.float().cpu()
-        self._mask_never(logits)
         raw = logits.index_select(0, table.raw_index) if table.raw else None
+        self._mask_never(logits)
         errors = {row: str(failure) for row, failure in edits.failures.items()}
         if edits.planned or bitmask is not None:
             self._edit(logits, edits.planned, bitmask, errors)
-        samples = self._choose(logits, table, edits.planned, errors)
+        samples, final = self._choose(logits, table, edits.planned, errors)
         if raw is not None:
-            _attach_logprobs(samples, raw, table, table.raw, frozenset())
+            _attach_logprobs(samples, raw, table, table.raw, frozenset(), self._never)
+        if raw is not None and final is not None and table.trained:
+            kept = final[table.trained_of_processed] > -torch.inf
+            attach_masses(samples, table.trained, raw[table.trained_of_raw], table.temperatures, kept)
         return samples
 
     def _check_shapes(self, logits: torch.Tensor, bitmask: torch.Tensor | None) -> None:
@@ -95,10 +98,15 @@ class Sampler:
         elif self._never is not None:
             logits.index_fill_(-1, self._never, -torch.inf)
 
-    def _choose(self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]) -> Samples:
+    def _choose(
+        self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]
+    ) -> tuple[Samples, torch.Tensor | None]:
+        """Sampled tokens, and for ``table.processed`` the logarithms of what they are sampled from,
+        float64 ``[m, V]``, not normalised.
+        """
         plain = not (table.random or table.processed or planned)
         if plain and is_searched_fast(logits.shape[1]):
-            return _choose_plain(logits, errors)
+            return _choose_plain(logits, errors), None
         maxima = block_maxima(logits)
         groups = table.groups
         highest = table.divided(maxima.amax(-1).tolist())  # propagates NaN
@@ -115,6 +123,7 @@ class Sampler:
         for row, token_id in sampled.items():
             samples.token_ids[row] = token_id
         forced = self._force(logits, samples, planned)
+        final = None
         if table.processed:
             final = logits[table.processed].double()
             for entry, row in enumerate(table.processed):
@@ -124,7 +133,7 @@ class Sampler:
                     final[entry] = -torch.inf
                     final[entry, forced[row]] = 0.0
             _attach_logprobs(samples, final, table, table.processed, table.attributed)
-        return samples
+        return samples, final
 
     def _force(self, logits: torch.Tensor, samples: Samples, planned: list[Planned]) -> dict[int, int]:
         """Override the sampled ids; returns forced ids by row. Ids never sampled are errors."""
@@ -158,18 +167,14 @@ def _choose_plain(logits: torch.Tensor, errors: dict[int, str]) -> Samples:
     return Samples(token_ids, errors)
 
 
-def _never(ids: tuple[int, ...], vocab_size: int) -> slice | torch.Tensor | None:
-    """Ids as an index: a slice, which is cheaper to fill, where they are a tail as padding is."""
-    if not ids:
-        return None
-    if ids == tuple(range(ids[0], vocab_size)):
-        return slice(ids[0], vocab_size)
-    return torch.tensor(ids)
-
-
 def _attach_logprobs(
-    samples: Samples, logits: torch.Tensor, table: RowTable, rows: list[int], attributed: frozenset[int]
+    samples: Samples,
+    logits: torch.Tensor,
+    table: RowTable,
+    rows: list[int],
+    attributed: frozenset[int],
+    never: Ids = None,
 ) -> None:
     counts = table.counts(rows, attributed)
-    found = token_logprobs(logits, [samples.token_ids[row] for row in rows], counts)
+    found = token_logprobs(logits, [samples.token_ids[row] for row in rows], counts, never)
     attach(samples, rows, found, attributed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
 from itertools import count
 
 import torch
@@ -30,6 +31,7 @@ from worker.engines.embedded.sampling import LogitsCollector
 from worker.engines.embedded.serving.step_thread import Listen, Measure, StepThread, Stop, Submit
 from worker.engines.embedded.serving.stream import Stream
 from worker.engines.embedded.serving.streams import Streams
+from worker.engines.embedded.serving.weights import WeightControl
 from worker.engines.embedded.speculation import SpeculativeConfig
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.engines.embedded.transfer import (
@@ -42,6 +44,7 @@ from worker.engines.embedded.transfer import (
 )
 from worker.engines.forward_pass import ForwardPassSink
 from worker.engines.refusals import check_queue
+from worker.engines.weights import UpdatesWeights, WeightVersion
 from worker.errors import Draining, EngineBroken, StartupError
 from worker.sampling import SamplingParams
 
@@ -59,7 +62,7 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
     config.check()
     SpeculativeConfig.parse(config.speculative_config)  # before the model, which takes long to load
     identity = None
-    if config.role != "aggregated":
+    if config.role != "aggregated" or config.weight_updates:
         identity = fingerprint_beside(config.model_path, config.packed_copy)
     model = model or load_model(config)
     context_length = config.context_length or model.context_length
@@ -86,13 +89,23 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         made_by=model.made_by if isinstance(model, HfModel) else model.numerics,
         kv_dtype=model.kv_store.dtype_name if isinstance(model, HfModel) else "",
     )
-    if identity is not None:
+    if config.weight_updates:
+        assert identity is not None
+        stepper.weights = WeightVersion(digest=_digest(identity))
+    if identity is not None and config.role != "aggregated":
         if not isinstance(model, HfModel):
             raise StartupError(f"--disaggregation-mode {config.role}: {type(model).__name__} has no KV to transfer")
         stepper.connector = open_connector(
             model.kv_store, stepper.scheduler.transfers, config, identity.result(), model.made_by
         )
     return stepper, info
+
+
+def _digest(identity: Future[str]) -> str:
+    try:
+        return identity.result()
+    except StartupError:  # files that only the engine can read
+        return ""
 
 
 def _computed_by(model: Model) -> str:
@@ -121,6 +134,10 @@ class EmbeddedEngine:
         config: Settings.
         model: A model to use instead of the checkpoint in ``config.model_path``.
         load: Loads the model, in a thread.
+
+    Attributes:
+        weights: Changes the weights; None before `start`, and without
+            `EmbeddedConfig.weight_updates`.
     """
 
     def __init__(self, config: EmbeddedConfig, model: Model | None = None, load: Load = load_for_serving) -> None:
@@ -133,6 +150,7 @@ class EmbeddedEngine:
         self._stepper: Stepper | None = None  # the step thread's; only counts of it are read here
         self._streams = Streams()
         self._numbers = count()
+        self.weights: UpdatesWeights | None = None
 
     async def start(self) -> EngineInfo:
         """Load the model and start the step thread.
@@ -147,12 +165,16 @@ class EmbeddedEngine:
 
         def break_down(cause: str) -> None:
             streams.end_all(EngineBroken(cause))
+            if self.weights is not None:
+                self.weights.fail(EngineBroken(cause))
 
         thread = StepThread(stepper, streams.deliver, break_down, loop, self.config.step_timeout_s)
         self._thread = streams.thread = thread
         self._stepper = stepper
         self._connector = stepper.connector
         self._info = info
+        if stepper.weights is not None and isinstance(stepper.model, HfModel):
+            self.weights = WeightControl(stepper, stepper.model, streams, self.config, stepper.weights)
         thread.start()
         return info
 
@@ -237,6 +259,8 @@ class EmbeddedEngine:
         self._streams.end_all(Draining("the engine was stopped"))
         thread, self._thread, self._stepper = self._thread, None, None
         self._streams.thread = None
+        if self.weights is not None:
+            self.weights.fail(Draining("the engine was stopped"))
         if thread is not None:
             thread.tell(Stop())
             await asyncio.to_thread(thread.join)

@@ -52,7 +52,7 @@ class Outbox:
         if not waiting:
             self.call_soon(self._collect)
 
-    def call_soon(self, callback: Callable[..., None], *arguments: str) -> None:
+    def call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
         """Call `callback` on the loop; not if the loop is closed, which has no caller left."""
         try:
             self._loop.call_soon_threadsafe(callback, *arguments)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from worker.engines import KvEventSink
 from worker.engines.embedded.blocks import ROOT
@@ -54,6 +55,17 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """Message: call `work` with the stepper between two steps, and tell `done` the result; not
+    before the stepper is drained, if `when_drained`.
+    """
+
+    work: Callable[[Stepper], object]
+    done: asyncio.Future[Any]
+    when_drained: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Wake:
     """Message: the consumers have caught up, so that decoding continues."""
 
@@ -63,7 +75,7 @@ class Stop:
     """Message: end the thread."""
 
 
-Message = Submit | Abort | Listen | Measure | Wake | Stop
+Message = Submit | Abort | Listen | Measure | Call | Wake | Stop
 
 
 class StepThread:
@@ -92,6 +104,7 @@ class StepThread:
         self._pacing = Pacing()
         self._outbox = Outbox(loop, deliver, self._pacing)
         self._sink: KvEventSink | None = None
+        self._when_drained: list[Call] = []
         self._thread = threading.Thread(target=self._run, name="embedded-step", daemon=True)
 
     def start(self) -> None:
@@ -144,14 +157,24 @@ class StepThread:
                     self._report_blocks()
                 case Measure(pass_sink):
                     self._stepper.pass_sink = pass_sink
+                case Call(when_drained=True) as call:
+                    self._when_drained.append(call)
+                case Call() as call:
+                    self._carry_out(call)
                 case Wake():
                     pass
                 case Stop():
                     return False
         return True
 
+    def _carry_out(self, call: Call) -> None:
+        self._outbox.call_soon(_tell, call.done, *_called(call.work, self._stepper))
+        self._report_blocks()
+
     def _next_message(self) -> Message | None:
         """The next message; None if there is none, and it is time for a step."""
+        while self._when_drained and self._stepper.is_drained:
+            self._carry_out(self._when_drained.pop(0))
         wait_s = self._stepper.wait_s
         if wait_s == 0:
             wait_s = self._pacing.wait_s(self._stepper.scheduler.queues)
@@ -165,6 +188,22 @@ class StepThread:
     def _report_blocks(self) -> None:
         if self._sink is not None:
             report(self._stepper.scheduler.cache.drain_events(), self._sink)
+
+
+def _called(work: Callable[[Stepper], object], stepper: Stepper) -> tuple[object, Exception | None]:
+    try:
+        return work(stepper), None
+    except Exception as error:  # the caller's: it is told, and the thread goes on
+        return None, error
+
+
+def _tell(done: asyncio.Future[Any], result: object, error: Exception | None) -> None:
+    if done.done():
+        return  # its caller is gone
+    if error is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(result)
 
 
 def report(events: Sequence[BlocksStored | BlocksRemoved], sink: KvEventSink) -> None:

@@ -49,6 +49,8 @@ class Stream(DeltaStream):
             delta.token_ids.append(output.token_id)
             if output.logprobs is not None:
                 delta.logprobs = [*(delta.logprobs or ()), output.logprobs]
+        if output.weights is not None:
+            delta.weights.append(output.weights)
         if output.num_cached_tokens:
             delta.num_cached_tokens = output.num_cached_tokens
         if output.engine_data is not None:

@@ -55,10 +55,12 @@ class Streams(RequestTable[Stream]):
         if self._by_id.get(request.request_id) is request:
             request.leave()
 
-    def end_all(self, failure: ServingError) -> int:
-        """Fail every stream, and refuse new requests; returns how many streams there were."""
+    def fail_all(self, failure: ServingError) -> int:
+        """Fail every stream; returns how many there were."""
         self._behind.clear()
-        return super().end_all(failure)
+        number = super().fail_all(failure)
+        self._pace()
+        return number
 
     def _pace(self) -> None:
         if self.thread is not None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache import KvStore
@@ -119,6 +120,21 @@ class KvConnector:
     def abort(self, request_id: str) -> Output | None:
         """Drop a request that the scheduler does not run yet; None if there is none."""
         return self._decode.abort(request_id)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether no request is on its way here with its KV."""
+        return self._decode.is_drained
+
+    def recompute(self) -> None:
+        """Receive no more of the KV that is on its way here: its requests wait for their turn, and
+        compute it.
+        """
+        self._decode.recompute()
+
+    def change_model(self, fingerprint: str) -> None:
+        """Lease KV of a model with this fingerprint from now on, and receive it."""
+        self.transport.layout = replace(self.transport.layout, model=fingerprint)
 
     def poll(self) -> None:
         """Let all transfers move on for a bounded time: releases, time-outs, reads.

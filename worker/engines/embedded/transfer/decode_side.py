@@ -113,10 +113,37 @@ class DecodeSide:
             return 0.0
         return POLL_S if self._waiting or self._ready or self.abandoned else None
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether no request waits for its KV, or for a slot."""
+        return not (self._waiting or self._reading or self._ready)
+
     def receive(self, request: Request, handle: KvHandle) -> None:
-        """Take in a request whose prompt's KV is leased to this worker."""
+        """Take in a request whose prompt's KV is leased to this worker.
+
+        KV of other weights, which have changed here since the request was admitted, is computed.
+        """
+        if handle.layout.model != self._transport.layout.model:
+            self._compute_here(request, handle)
+            return
         self._queues.arrive(request)
         self._waiting.append(IncomingKv(request, handle))
+
+    def recompute(self) -> None:
+        """Let every request compute its KV itself that has not joined the batch yet."""
+        for incoming in (*self._waiting, *self._reading):
+            self._cancel(incoming)
+            self._compute_here(incoming.request)
+        for request in self._ready:
+            self._transfers.unpin(request)
+            self._queues.add(request)
+        self._ready.clear()
+
+    def _compute_here(self, request: Request, handle: KvHandle | None = None) -> None:
+        if handle is not None:
+            self._transport.release(handle)
+        note_mode(request, "local prefill")
+        self._queues.add(request)
 
     def abort(self, request_id: str) -> Output | None:
         """Drop a request that the scheduler does not run yet; None if there is none."""

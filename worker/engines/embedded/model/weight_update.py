@@ -1,0 +1,300 @@
+"""New weights for a network that serves: checked, packed as at load, and put beside the old ones.
+
+A packed version of a model is one block of memory, in huge pages, as a packed copy is that was
+read. So an update leaves nothing behind when the version before it is dropped, however many tensors
+it had, and decoding is as fast after it. Tensors that an update does not have are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from worker.engines.embedded.attention import AttentionLayer
+from worker.engines.embedded.host import memory as host_memory
+from worker.engines.embedded.model.kernels import KernelBackend
+from worker.engines.embedded.model.linear import Projection
+from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm
+from worker.engines.embedded.model.panels import Panels
+from worker.engines.embedded.model.quantisation import (
+    PackedQuantised,
+    QuantisedGemm,
+    QuantisedWeight,
+    concatenated,
+)
+from worker.engines.embedded.model.stored_weights import Weight
+from worker.engines.embedded.native import PackedWeight
+from worker.engines.embedded.native.quantised import QuantisedPanels
+from worker.engines.weights import WeightsRefused
+from worker.models.beside import side_by_side
+from worker.models.geometry import Geometry
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Tensors of an update, checked, in the data type of the model.
+
+    Attributes:
+        weights: Weights by name.
+        digests: 128 bits of each, hexadecimal digits.
+    """
+
+    weights: Mapping[str, Weight]
+    digests: Mapping[str, str]
+
+
+def check_given(weights: Mapping[str, Weight], geometry: Geometry, dtype: torch.dtype) -> Given:
+    """The tensors of an update, rounded to `dtype`, the model's.
+
+    Raises:
+        WeightsRefused: there are none; or one is not the model's, of another shape, or holds what
+            is not a finite number of `dtype`.
+    """
+    shapes = {tensor.name: tensor.shape for tensor in geometry.tensors()}
+    if not weights:
+        raise WeightsRefused("the update has no tensors")
+    if geometry.tie_word_embeddings and HEAD in weights:
+        weights = _untied_apart(weights)
+    for name, weight in weights.items():
+        if name not in shapes:
+            raise WeightsRefused(f"tensor {name[:200]!r}: the model has none of this name")
+        if tuple(weight.shape) != shapes[name]:
+            raise WeightsRefused(
+                f"tensor {name}: must be of shape {list(shapes[name])}, as the model's is, got {list(weight.shape)}"
+            )
+    names = sorted(weights, key=lambda name: -weights[name].nbytes)
+    checked = dict(zip(names, side_by_side(lambda name: _checked(name, weights[name], dtype), names), strict=True))
+    return Given({name: checked[name][0] for name in weights}, {name: checked[name][1] for name in weights})
+
+
+def _untied_apart(weights: Mapping[str, Weight]) -> dict[str, Weight]:
+    """The weights of a model whose embeddings are tied, without the second name of the one."""
+    head, embedding = weights[HEAD], weights.get(EMBEDDING)
+    if not (isinstance(head, torch.Tensor) and isinstance(embedding, torch.Tensor) and torch.equal(head, embedding)):
+        raise WeightsRefused(
+            f"tensor {HEAD}: the model's embeddings are tied; give {EMBEDDING} alone, or twice the same"
+        )
+    return {name: weight for name, weight in weights.items() if name != HEAD}
+
+
+def _checked(name: str, weight: Weight, dtype: torch.dtype) -> tuple[Weight, str]:
+    digest = blake2b(digest_size=16)
+    parts = [weight] if isinstance(weight, torch.Tensor) else [weight.scales, weight.offsets, weight.codes]
+    for part in (one for one in parts if one is not None and one.is_floating_point()):
+        least, most = (float(each) for each in torch.aminmax(part))
+        highest = max(-least, most)
+        if not highest < float("inf"):
+            raise WeightsRefused(f"tensor {name}: holds a number that is infinite or not a number")
+        if highest > torch.finfo(dtype).max:
+            wanted = str(dtype).removeprefix("torch.")
+            raise WeightsRefused(f"tensor {name}: holds {highest:g}, which {wanted} cannot")
+    if isinstance(weight, torch.Tensor):
+        weight = weight.to(dtype)
+        parts = [weight]
+    for part in (one for one in parts if one is not None):
+        digest.update(part.contiguous().view(torch.uint8).numpy().data)
+    return weight, digest.hexdigest()
+
+
+def updated(old: LlamaWeights, given: Given, geometry: Geometry, kernels: KernelBackend) -> LlamaWeights:
+    """The weights of the next version, packed, in memory of their own.
+
+    Args:
+        old: Packed weights of this version; tensors of the ``meta`` device have no values, and must
+            all be given.
+        given: Tensors that change.
+        geometry: Geometry of the model.
+        kernels: Backends that pack, as they did at load.
+
+    Raises:
+        WeightsRefused: a tensor is not quantised as the model's is, or one is missing.
+    """
+    return _Update(old, given.weights, geometry, kernels).weights()
+
+
+def without_values(weights: LlamaWeights) -> LlamaWeights:
+    """The same weights on the ``meta`` device: shapes alone, in no memory."""
+    found: LlamaWeights = _mapped(weights, lambda tensor: torch.empty_like(tensor, device="meta"))
+    return replace(found, rope=weights.rope)  # which no update has
+
+
+def tensors_in(weights: LlamaWeights) -> list[torch.Tensor]:
+    """All tensors, in the order of the dataclasses' fields."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(weights, note)
+    return found
+
+
+class _Update:
+    def __init__(
+        self, old: LlamaWeights, given: Mapping[str, Weight], geometry: Geometry, kernels: KernelBackend
+    ) -> None:
+        self._old, self._given, self._kernels = old, given, kernels
+        width, heads, kv_heads = geometry.head_dim, geometry.num_attention_heads, geometry.num_key_value_heads
+        self._qkv_rows = [heads * width, kv_heads * width, kv_heads * width]
+        self._slots = iter(host_memory.like(tensors_in(old)))
+
+    def weights(self) -> LlamaWeights:
+        """In the order of the fields: each part is packed, put into its slot, and dropped."""
+        old = self._old
+        rope = self._placed(old.rope)
+        norm = self._placed(self._norm("model.norm", old.norm))
+        tied = old.is_tied
+        head = self._placed(self._projection([EMBEDDING if tied else "lm_head"], old.head, is_unrounded=True))
+        embedding = self._placed(self._embedding(old))
+        layers = tuple(self._layer(f"model.layers.{index}", layer) for index, layer in enumerate(old.layers))
+        return LlamaWeights(old.dtype, rope, norm, head, embedding, tied, layers)
+
+    def _layer(self, at: str, old: LayerWeights) -> LayerWeights:
+        place = self._placed
+        attention = place(self._attention(at, old.attention))
+        input_norm = place(self._norm(f"{at}.input_layernorm", old.input_norm))
+        mlp_norm = place(self._norm(f"{at}.post_attention_layernorm", old.mlp_norm))
+        qkv = place(self._projection([f"{at}.self_attn.{letter}_proj" for letter in "qkv"], old.qkv))
+        output = place(self._projection([f"{at}.self_attn.o_proj"], old.output))
+        mlp = (
+            place(self._projection([f"{at}.mlp.{name}_proj"], was))
+            for name, was in (("gate", old.gate), ("up", old.up), ("down", old.down))
+        )
+        gate, up, down = mlp
+        return LayerWeights(attention, input_norm, mlp_norm, qkv, output, gate, up, down)
+
+    def _attention(self, at: str, old: AttentionLayer) -> AttentionLayer:
+        if old.head_norms is None:
+            return old
+        query, key, epsilon = old.head_norms
+        query = self._vector(f"{at}.self_attn.q_norm.weight", query)
+        key = self._vector(f"{at}.self_attn.k_norm.weight", key)
+        return replace(old, head_norms=(query, key, epsilon))
+
+    def _norm(self, name: str, old: Norm) -> Norm:
+        return replace(old, weight=self._vector(f"{name}.weight", old.weight))
+
+    def _vector(self, name: str, old: torch.Tensor) -> torch.Tensor:
+        found = self._given.get(name)
+        if isinstance(found, QuantisedWeight):
+            raise WeightsRefused(f"tensor {name}: the model's is not quantised")
+        return old if found is None else found
+
+    def _embedding(self, old: LlamaWeights) -> torch.Tensor | QuantisedWeight | PackedQuantised | None:
+        found = self._given.get(EMBEDDING)
+        if found is None or old.embedding is None:
+            return old.embedding
+        if isinstance(old.embedding, torch.Tensor):
+            return found if isinstance(found, torch.Tensor) else found.dequantised().to(old.dtype)
+        if isinstance(found, torch.Tensor):
+            raise _not_as_stored(EMBEDDING)
+        return QuantisedGemm(found, None, rounds_rows=self._kernels.rounds_rows).packed
+
+    def _projection(self, layers: Sequence[str], old: Projection, is_unrounded: bool = False) -> Projection:
+        """The projection of `layers`, names without ``.weight`` and ``.bias``, concatenated."""
+        names = [name if name == EMBEDDING else f"{name}.weight" for name in layers]
+        weight, bias = old.weight, old.bias
+        if any(name in self._given for name in names):
+            weight = self._packed(names, old, is_unrounded)
+        if bias is not None and len(layers) == 1:
+            bias = self._vector(f"{layers[0]}.bias", bias)
+        elif bias is not None:
+            parts = zip(layers, torch.split(bias, self._qkv_rows), strict=True)
+            bias = torch.cat([self._vector(f"{name}.bias", part) for name, part in parts])
+        return Projection(weight, bias)
+
+    def _packed(self, names: Sequence[str], old: Projection, is_unrounded: bool) -> PackedWeight | PackedQuantised:
+        """The weights called `names`, packed as `old` is, whose rows replace those not given."""
+        rows = self._qkv_rows if len(names) > 1 else [old.weight.shape[0]]
+        ends = [sum(rows[: index + 1]) for index in range(len(rows))]
+        weights = [
+            self._given[name] if name in self._given else _rows(name, old.weight, end - count, end)
+            for name, count, end in zip(names, rows, ends, strict=True)
+        ]
+        if isinstance(old.weight, PackedWeight):
+            dense = [
+                one if isinstance(one, torch.Tensor) else one.dequantised().to(old.weight.dtype) for one in weights
+            ]
+            return PackedWeight.of(torch.cat(dense) if len(dense) > 1 else dense[0])
+        return self._quantised(names, weights, is_unrounded)
+
+    def _quantised(self, names: Sequence[str], weights: Sequence[Weight], is_unrounded: bool) -> PackedQuantised:
+        kernels = self._kernels
+        if kernels.quantisation is None:  # the checkpoint is quantised, in a way of its own
+            for name, one in zip(names, weights, strict=True):
+                if isinstance(one, torch.Tensor):
+                    raise _not_as_stored(name)
+        elif any(isinstance(self._given.get(name), QuantisedWeight) for name in names):
+            raise WeightsRefused(f"tensor {names[0]}: is quantised already; --quantization quantises what is not")
+        made = [kernels.quantised(one, is_unrounded) if isinstance(one, torch.Tensor) else one for one in weights]
+        joined = concatenated([one for one in made if isinstance(one, QuantisedWeight)])
+        return QuantisedGemm(joined, None, rounds_rows=kernels.rounds_rows).packed
+
+    def _placed(self, part: Any) -> Any:
+        """`part` with its tensors in their slots of the new block."""
+        return _mapped(part, self._take)
+
+    def _take(self, tensor: torch.Tensor) -> torch.Tensor:
+        slot = next(self._slots)
+        if tensor.is_meta:
+            raise WeightsRefused("after a sleep of level 2 an update must have every tensor of the model")
+        if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
+            raise WeightsRefused(f"a tensor is packed as {tensor.dtype} {list(tensor.shape)}, not as the model's")
+        return slot.copy_(tensor)
+
+
+def _not_as_stored(name: str) -> WeightsRefused:
+    return WeightsRefused(
+        f"tensor {name}: the model's is quantised, as its checkpoint has it; give one of the same format, or start the "
+        "worker with --quantization none, int8 or int4 of a checkpoint that is not"
+    )
+
+
+def _rows(name: str, weight: PackedWeight | PackedQuantised | Any, start: int, stop: int) -> Weight:
+    """Rows ``[start, stop)`` of a packed weight, those of the layer called `name`, as they were."""
+    if isinstance(weight, PackedWeight):
+        panels = weight.panels
+        if panels.is_meta:
+            return torch.empty(stop - start, weight.shape[1], dtype=weight.dtype, device="meta")
+        words = Panels(panels.view(torch.int32).squeeze(-1), weight.shape[1], panels.dtype)
+        return words.rows(torch.arange(start, stop))
+    assert isinstance(weight, PackedQuantised), f"{name} is not packed"
+    first = 0
+    for part in weight.parts:
+        if first <= start and stop <= first + part.columns:
+            return _quantised_rows(part, start - first, stop - first)
+        first += part.columns
+    raise AssertionError(f"{name} lies in several parts")
+
+
+def _quantised_rows(panels: QuantisedPanels, start: int, stop: int) -> QuantisedWeight:
+    """Rows ``[start, stop)`` of a quantised weight; the inverse of `QuantisedWeight.packed`."""
+
+    def rows(one: torch.Tensor) -> torch.Tensor:
+        return one.mT.reshape(-1, one.shape[1])[start:stop].contiguous()
+
+    codes = rows(panels.codes)
+    if panels.bits == 4:
+        codes = codes.view(torch.uint8)
+    elif panels.rounds_rows:
+        codes = codes.view(torch.int8)[:, : panels.inner]
+    return QuantisedWeight(codes, rows(panels.scales), None if panels.offsets is None else rows(panels.offsets))
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with every tensor in it changed, in the order of the dataclasses' fields."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_mapped(each, change) for each in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {one.name: _mapped(getattr(value, one.name), change) for one in fields(value)}
+        return replace(value, **changed)
+    return value

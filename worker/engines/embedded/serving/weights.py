@@ -1,0 +1,255 @@
+"""`WeightControl`: pauses, updates of the weights, and sleep of an asynchronous engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import TypeVar
+
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.host import in_own_thread
+from worker.engines.embedded.host import memory as host_memory
+from worker.engines.embedded.model import HfModel, reload_network
+from worker.engines.embedded.model.llama_weights import LlamaWeights
+from worker.engines.embedded.model.network import Network
+from worker.engines.embedded.model.stored_weights import read_weights
+from worker.engines.embedded.model.weight_update import Given, check_given, without_values
+from worker.engines.embedded.serving.step_thread import Call
+from worker.engines.embedded.serving.streams import Streams
+from worker.engines.embedded.step import Stepper
+from worker.engines.weights import (
+    NotSupported,
+    PauseMode,
+    State,
+    TensorKind,
+    Updated,
+    WeightsRefused,
+    WeightVersion,
+    WrongState,
+)
+from worker.errors import EngineBroken, RequestFailed, ServingError
+from worker.models.problems import ModelFileError
+
+logger = logging.getLogger(__name__)
+
+_NAMES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}
+
+T = TypeVar("T")
+
+
+class WeightControl:
+    """Implements `worker.engines.weights.UpdatesWeights`.
+
+    Args:
+        stepper: The step thread's; the weights of its model change between two steps.
+        model: Its model.
+        streams: Unfinished requests.
+        config: Settings of the engine.
+        base: Version of the weights that the engine has started with.
+    """
+
+    def __init__(
+        self, stepper: Stepper, model: HfModel, streams: Streams, config: EmbeddedConfig, base: WeightVersion
+    ) -> None:
+        self._stepper = stepper
+        self._model = model
+        self._streams = streams
+        self._config = config
+        self._base = self._version = base
+        self._digests: dict[str, str] = {}  # of the tensors that were given since the start
+        self._lock = asyncio.Lock()
+        self._is_paused = False
+        self._level = 0  # of its sleep
+        self._shapes: LlamaWeights | None = None  # while there are no weights
+        self._calls: set[asyncio.Future[object]] = set()
+        self._failure: ServingError | None = None
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        """The version that the next step computes with."""
+        return self._version
+
+    @property
+    def weights_state(self) -> State:
+        """Whether it serves, pauses, sleeps, or waits for weights."""
+        if self._level:
+            return "asleep"
+        if self._shapes is not None:
+            return "needs_weights"
+        return "paused" if self._is_paused else "serving"
+
+    def weight_tensors(self) -> Mapping[str, TensorKind]:
+        """The tensors that an update may hold, by name. Raises `NotSupported`."""
+        if self._shapes is None:
+            self._model.packed_weights()
+        dtype = _NAMES[str(self._model.dtype)]
+        return {tensor.name: TensorKind(tensor.shape, dtype) for tensor in self._model.geometry.tensors()}
+
+    async def update_weights(self, source: Path | memoryview, name: str | None, mode: PauseMode) -> Updated:
+        """See `UpdatesWeights.update_weights`."""
+        async with self._exclusive():
+            if self._level:
+                raise WrongState("the engine sleeps; wake it first")
+            weights = [await asyncio.to_thread(_read, source)]
+            began_s = time.perf_counter()
+            # popped, so that what was read is freed before the old weights are
+            network, given = await asyncio.to_thread(in_own_thread, lambda: self._prepared(weights.pop()))
+            version = self._next_version(given, name)
+            is_held = self.weights_state != "serving"
+            if not is_held:
+                await self._hold(mode)
+            try:
+                await self._call(lambda stepper: self._change(stepper, network, version))
+            finally:
+                if not is_held:
+                    await self._call(Stepper.open_gate)
+            self._digests.update(given.digests)
+            self._version = version
+            if self._shapes is not None:
+                self._shapes = None
+                await self._let_go()
+            seconds = time.perf_counter() - began_s
+            logger.info(
+                "weights: version %s, update %d, of %d tensors in %.2f s",
+                *(version.name, version.number, len(given.weights), seconds),
+            )
+            return Updated(version, len(given.weights), seconds)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `UpdatesWeights.pause`; ``abort`` also ends the wait of a pause before it."""
+        if mode == "abort" and self._lock.locked():
+            self._abort_all()
+        async with self._exclusive(waits=mode == "abort"):
+            if self.weights_state == "serving":
+                await self._hold(mode)
+            self._is_paused = True
+
+    async def resume(self) -> None:
+        """See `UpdatesWeights.resume`."""
+        async with self._exclusive():
+            if self.weights_state in ("asleep", "needs_weights"):
+                raise WrongState(f"the engine is {self.weights_state.replace('_', ' ')}")
+            self._is_paused = False
+            await self._let_go()
+
+    async def flush_cache(self) -> None:
+        """See `UpdatesWeights.flush_cache`."""
+        await self._call(lambda stepper: stepper.scheduler.cache.clear())
+
+    async def sleep(self, level: int) -> None:
+        """See `UpdatesWeights.sleep`; requests in flight go on when it wakes."""
+        async with self._exclusive():
+            if self._config.role != "aggregated":
+                raise NotSupported("a worker of disaggregated serving cannot sleep: others read its memory")
+            if self._level or self._shapes is not None:
+                raise WrongState(f"the engine is {self.weights_state.replace('_', ' ')}")
+            shapes = without_values(self._model.packed_weights()) if level == 2 else None
+            if not self._is_paused:
+                await self._hold("keep")
+            await self._call(lambda stepper: _fall_asleep(stepper, self._model, shapes))
+            self._level, self._shapes = level, shapes
+            await asyncio.to_thread(host_memory.give_back_freed)
+
+    async def wake(self) -> None:
+        """See `UpdatesWeights.wake`; weights that were dropped are read from the checkpoint again,
+        unless an update has changed them.
+        """
+        async with self._exclusive():
+            if not self._level:
+                raise WrongState("the engine does not sleep")
+            if self._shapes is not None and not self._version.number:
+                network = await asyncio.to_thread(reload_network, self._config, self._model)
+                await self._call(lambda stepper: self._model.replace_network(network))
+                self._shapes = None
+            self._level = 0
+            await self._let_go()
+
+    def fail(self, failure: ServingError) -> None:
+        """The step thread has ended: whoever waits for it is told."""
+        self._failure = failure
+        for call in self._calls:
+            if not call.done():
+                call.set_exception(failure)
+
+    def _prepared(self, weights: Mapping[str, object]) -> tuple[Network, Given]:
+        model = self._model
+        old = self._shapes or model.packed_weights()
+        given = check_given(weights, model.geometry, model.dtype)  # type: ignore[arg-type]
+        return model.updated(old, given), given
+
+    def _change(self, stepper: Stepper, network: Network, version: WeightVersion) -> None:
+        stepper.change_weights(lambda: self._model.replace_network(network), version)
+
+    def _next_version(self, given: Given, name: str | None) -> WeightVersion:
+        number = self._version.number + 1
+        digests = self._digests | dict(given.digests)
+        is_whole = len(digests) == sum(1 for _ in self._model.geometry.tensors())
+        digest = _digest_of("" if is_whole else self._base.digest, digests.items())
+        return WeightVersion(number, str(number) if name is None else name, digest)
+
+    async def _hold(self, mode: PauseMode) -> None:
+        """Compute nothing, once what `mode` says has become of requests in flight."""
+        if mode != "keep":
+            await self._call(Stepper.shut_gate)
+            if mode == "abort":
+                self._abort_all()
+        await self._call(_stop_computing, when_drained=mode != "keep")
+
+    async def _let_go(self) -> None:
+        """Compute again, if nothing stands against it."""
+        if self.weights_state == "serving":
+            await self._call(Stepper.open_gate)
+
+    def _abort_all(self) -> None:
+        self._streams.fail_all(RequestFailed("the request was aborted, for its engine's weights change"))
+
+    def _exclusive(self, *, waits: bool = False) -> asyncio.Lock:
+        if self._lock.locked() and not waits:
+            raise WrongState("an update or a pause is under way")
+        return self._lock
+
+    async def _call(self, work: Callable[[Stepper], T], *, when_drained: bool = False) -> T:
+        """Result of `work`, called by the step thread between two steps; not before every request
+        that was taken in has ended, if that is asked for.
+        """
+        if self._failure is not None:
+            raise self._failure
+        thread = self._streams.thread
+        if thread is None:
+            raise EngineBroken("the engine has been stopped")
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls.add(done)  # type: ignore[arg-type]
+        thread.tell(Call(work, done, when_drained))
+        try:
+            return await done
+        finally:
+            self._calls.discard(done)
+
+
+def _read(source: Path | memoryview) -> Mapping[str, object]:
+    try:
+        return read_weights(source)
+    except ModelFileError as error:
+        raise WeightsRefused(str(error)) from None
+
+
+def _stop_computing(stepper: Stepper) -> None:
+    stepper.is_paused = True
+
+
+def _fall_asleep(stepper: Stepper, model: HfModel, shapes: LlamaWeights | None) -> None:
+    stepper.drop_kv()
+    host_memory.give_back(model.kv_store.tensors)
+    if shapes is not None:
+        model.drop_network()
+
+
+def _digest_of(base: str, digests: Iterable[tuple[str, str]]) -> str:
+    digest = blake2b(base.encode(), digest_size=16)
+    for name, found in sorted(digests):
+        digest.update(f"{name}\0{found}\0".encode())
+    return digest.hexdigest()

@@ -1,0 +1,127 @@
+"""The interface of engines whose weights change while they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
+
+from worker.errors import ServingError
+
+PauseMode = Literal["abort", "finish", "keep"]
+PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "finish", "keep")
+"""What becomes of requests in flight: they end with an error, finish first, or stop and go on."""
+
+State = Literal["serving", "paused", "asleep", "needs_weights"]
+
+
+class WeightsRefused(ServingError):
+    """An update that cannot be taken; the weights are as they were."""
+
+
+class WrongState(ServingError):
+    """The engine's state does not allow what was asked: it sleeps, or an update is under way."""
+
+
+class NotSupported(ServingError):
+    """The engine, or its model on its kernels, cannot do what was asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """Identity of the weights that an engine computes with.
+
+    Attributes:
+        number: Number of updates since the start.
+        name: Name that the trainer gave, or `number` as text.
+        digest: 128 bits over the base model and every tensor given since, as hexadecimal digits:
+            equal on two workers if and only if they compute with the same weights. Empty where the
+            base model has no digest.
+    """
+
+    number: int = 0
+    name: str = "0"
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKind:
+    """Shape and data type, in safetensors' word, of a tensor that an update may hold."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """Result of an update.
+
+    Attributes:
+        version: The new version.
+        num_tensors: Tensors that were given.
+        seconds: Time from the end of reading to the first step with the new weights.
+    """
+
+    version: WeightVersion
+    num_tensors: int
+    seconds: float
+
+
+class UpdatesWeights(Protocol):
+    """Changes the weights of an engine that serves. All methods are called in its event loop."""
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        """The version that the next step computes with."""
+
+    @property
+    def weights_state(self) -> State:
+        """Whether it serves, pauses, sleeps, or waits for weights."""
+
+    def weight_tensors(self) -> Mapping[str, TensorKind]:
+        """The tensors that an update may hold, by name. Raises `NotSupported`."""
+
+    async def update_weights(self, source: Path | memoryview, name: str | None, mode: PauseMode) -> Updated:
+        """Replace the weights, all at once or not at all.
+
+        Args:
+            source: Directory of safetensors files, or one such file; or safetensors in memory,
+                which must not change meanwhile.
+            name: Name of the new version, None for its number.
+            mode: What becomes of requests in flight, unless the engine is paused.
+
+        Raises:
+            WeightsRefused: a tensor cannot be taken.
+            WrongState: an update is under way, or the engine sleeps.
+            NotSupported: this engine cannot.
+        """
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Compute nothing until `resume`. Raises `WrongState` while an update is under way."""
+
+    async def resume(self) -> None:
+        """Compute again. Raises `WrongState` where it sleeps or has no weights."""
+
+    async def flush_cache(self) -> None:
+        """Drop the prefix cache."""
+
+    async def sleep(self, level: int) -> None:
+        """Pause, and give memory back: level 1 that of the KV cache, 2 that of the weights too."""
+
+    async def wake(self) -> None:
+        """End the sleep, and go on as before it."""
+
+    def fail(self, failure: ServingError) -> None:
+        """The engine has ended: whoever waits for one of these methods is told."""
+
+
+@runtime_checkable
+class ChangesWeights(Protocol):
+    """An engine whose weights may change while it serves.
+
+    Attributes:
+        weights: Changes them; None before the engine has started, and where that is not wanted.
+    """
+
+    weights: UpdatesWeights | None

@@ -1,0 +1,240 @@
+"""``--engine-port``: HTTP for a trainer that changes the weights of a worker that serves."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import mmap
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from adapters.strict_json import read_object
+from worker.arguments import Arguments, keys_in
+from worker.engines import ServingEngine
+from worker.errors import StartupError, one_line
+from worker.server.engine_routes import Asked, EngineRoutes
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "/engine/"
+
+SILENCE_S = 60.0
+"""Seconds without a byte after which a sender is given up."""
+
+_MAX_CHUNK_HEAD = 1024
+
+
+class Refused(Exception):
+    """A request that no route is asked.
+
+    Args:
+        status: HTTP status.
+        message: Reason.
+        is_read: Whether its body has been read, so that the connection can go on.
+    """
+
+    def __init__(self, status: int, message: str, *, is_read: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.is_read = is_read
+
+
+class EnginePort:
+    """Serves `EngineRoutes` over HTTP, in threads of its own; the routes run in the event loop.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        keys: Keys of which every request carries one.
+        routes: The routes.
+
+    Attributes:
+        port: Port that it listens on.
+
+    Raises:
+        OSError: the port is taken, or the address is not this machine's.
+    """
+
+    def __init__(self, host: str, port: int, keys: Sequence[str], routes: EngineRoutes) -> None:
+        self.routes = routes
+        self._loop = asyncio.get_running_loop()
+        self._keys = [_digest(key) for key in keys]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        handler = type("_Handler", (_Handler,), {"port": self})
+        server = type("_Server", (ThreadingHTTPServer,), {"address_family": family, "daemon_threads": True})
+        self._server: ThreadingHTTPServer = server((str(address[0]), port), handler)
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, name="engine-port", daemon=True).start()
+
+    async def close(self) -> None:
+        """Answer no more."""
+        await asyncio.to_thread(self._server.shutdown)
+        self._server.server_close()
+
+    def is_key(self, authorization: str) -> bool:
+        """Whether a header carries a key; in the same time for every wrong one."""
+        scheme, _, given = authorization.partition(" ")
+        digest = _digest(given.strip())
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
+        return any(matches) and scheme.lower() == "bearer"
+
+    def ask(self, name: str, asked: Asked) -> tuple[int, Mapping[str, Any]]:
+        """Answer of a route, from any thread."""
+        return asyncio.run_coroutine_threadsafe(self.routes.answer(name, asked), self._loop).result()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    port: EnginePort
+    protocol_version = "HTTP/1.1"
+    timeout = SILENCE_S
+
+    def do_GET(self) -> None:
+        """Answer a request that changes nothing."""
+        self._serve()
+
+    def do_POST(self) -> None:
+        """Answer any request."""
+        self._serve()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: the engine logs what changes."""
+
+    def _serve(self) -> None:
+        try:
+            name, asked = self._asked()
+            status, answer = self.port.ask(name, asked)
+        except Refused as refused:
+            self.close_connection = self.close_connection or not refused.is_read
+            status, answer = refused.status, {"status": "error", "message": str(refused)}
+        except (EOFError, TimeoutError, ConnectionError):  # the sender is gone
+            self.close_connection = True
+            return
+        self._send(status, answer)
+
+    def _asked(self) -> tuple[str, Asked]:
+        """The route, and what it is asked. Raises `Refused`."""
+        if not self.port.is_key(self.headers.get("Authorization", "")):
+            raise Refused(401, "Authorization: must be Bearer and a key of --engine-key-file")
+        url, routes = urlsplit(self.path), self.port.routes
+        name = url.path.removeprefix(PREFIX)
+        if not url.path.startswith(PREFIX) or name not in routes.by_name:
+            raise Refused(404, f"there is no such route; there are {', '.join(sorted(routes.by_name))}")
+        if self.command == "GET" and name not in routes.READS:
+            raise Refused(405, f"{PREFIX}{name} must be asked by POST")
+        query = parse_qsl(url.query, keep_blank_values=True)
+        if len(dict(query)) < len(query):
+            raise Refused(400, "query: a field is there twice")
+        kind = self.headers.get_content_type()
+        is_json = kind != "application/octet-stream"
+        body = self._body(name, routes.max_bytes(name, is_json=is_json))
+        if name == "update_weights" and not is_json:
+            return name, Asked(dict(query), body)
+        return name, Asked(dict(query) | self._json(body))
+
+    def _json(self, body: memoryview) -> dict[str, Any]:
+        if not len(body):
+            return {}
+        try:
+            return read_object(bytes(body))
+        except ValueError as error:
+            raise Refused(400, f"body: must be a JSON object: {one_line(error)}", is_read=True) from None
+
+    def _body(self, name: str, most: int) -> memoryview:
+        """The whole body.
+
+        Raises:
+            Refused: it is too large, or has no end.
+            EOFError, TimeoutError: the sender has left in the middle.
+        """
+        is_chunked = self.headers.get("Transfer-Encoding", "").strip().lower() == "chunked"
+        length = self.headers.get("Content-Length")
+        if (is_chunked and length is not None) or (not is_chunked and "Transfer-Encoding" in self.headers):
+            raise Refused(400, "Transfer-Encoding: must be chunked, and without a Content-Length")
+        if length is not None and not (length.isascii() and length.isdecimal()):
+            raise Refused(400, "Content-Length: must be a number of bytes")
+        try:
+            return self._chunks(most) if is_chunked else self._read(int(length or 0), most)
+        except (EOFError, TimeoutError, ConnectionError):
+            if name == "update_weights":
+                self.port.routes.counts["interrupted"] += 1
+                logger.warning("weights: the sender of an update has left in the middle; nothing has changed")
+            raise
+
+    def _read(self, size: int, most: int) -> memoryview:
+        if size > most:
+            raise Refused(413, f"body: must have {most} bytes at most, got {size}")
+        content = memoryview(mmap.mmap(-1, size) if size else bytearray())
+        self._fill(content)
+        return content
+
+    def _chunks(self, most: int) -> memoryview:
+        content, size = memoryview(mmap.mmap(-1, most)), 0  # memory that is not touched is not there
+        while True:
+            head = self.rfile.readline(_MAX_CHUNK_HEAD)
+            try:
+                count = int(head.partition(b";")[0], 16) if head.endswith(b"\n") else -1
+            except ValueError:
+                count = -1
+            if not head:
+                raise EOFError
+            if count < 0:
+                raise Refused(400, "body: a chunk without its size")
+            if size + count > most:
+                raise Refused(413, f"body: must have {most} bytes at most")
+            if not count:
+                break
+            self._fill(content[size : size + count])
+            size += count
+            if self.rfile.readline(3).strip():
+                raise Refused(400, "body: a chunk beyond its size")
+        while (line := self.rfile.readline(_MAX_CHUNK_HEAD)).strip():
+            pass
+        if not line:
+            raise EOFError
+        return content[:size]
+
+    def _fill(self, content: memoryview) -> None:
+        read = 0
+        while read < len(content):
+            more = self.rfile.readinto(content[read:])
+            if not more:
+                raise EOFError
+            read += more
+
+    def _send(self, status: int, answer: Mapping[str, Any]) -> None:
+        body = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        if status == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def open_engine_port(arguments: Arguments, engine: ServingEngine) -> EnginePort | None:
+    """What ``--engine-port`` asks for, None if it asks for nothing.
+
+    Raises:
+        StartupError: the port is taken, the address is not this machine's, or there are no keys.
+    """
+    if not arguments.engine_port:
+        return None
+    keys = keys_in(arguments.engine_key_file, "--engine-key-file")
+    try:
+        return EnginePort(arguments.engine_host, arguments.engine_port, keys, EngineRoutes(engine, arguments))
+    except OSError as error:
+        raise StartupError(f"--engine-port {arguments.engine_port}: {error.strerror or error}") from None

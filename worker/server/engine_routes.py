@@ -1,0 +1,294 @@
+"""The routes of ``--engine-port``: what each takes, checked, and what it does to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from worker.arguments import Arguments
+from worker.engines import ServingEngine
+from worker.engines.weights import (
+    PAUSE_MODES,
+    ChangesWeights,
+    NotSupported,
+    PauseMode,
+    Updated,
+    UpdatesWeights,
+    WeightsRefused,
+    WrongState,
+)
+from worker.errors import Draining, EngineBroken, InvalidRequest, ServingError, StartupError, shown
+
+MAX_JSON_BYTES = 2**16
+
+MAX_NAME = 128
+"""Characters of the name of a version."""
+
+_WIDEST = 8
+"""Bytes of a tensor's element, at most."""
+
+_MOST_HEADER = 2**20 + 2**10
+_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_NAME = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9._-]{0,250}")
+_MODES: dict[str, PauseMode] = {"abort": "abort", "finish": "finish", "keep": "keep", "wait": "finish"}
+"""Modes of a pause by name; ``wait`` is Dynamo's."""
+
+STATUS: tuple[tuple[type[ServingError], int], ...] = (
+    (InvalidRequest, 400),
+    (WeightsRefused, 400),
+    (WrongState, 409),
+    (NotSupported, 501),
+    (Draining, 503),
+    (EngineBroken, 503),
+)
+"""HTTP status of errors; 500 of all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request to a route.
+
+    Attributes:
+        fields: The JSON object in its body, or its query.
+        content: Its body, if that is no JSON.
+    """
+
+    fields: Mapping[str, Any]
+    content: memoryview | None = None
+
+
+Answer = dict[str, Any]
+Route = Callable[[Asked], Awaitable[Answer]]
+
+
+class EngineRoutes:
+    """The routes of one worker, called in its event loop.
+
+    Args:
+        engine: Engine of the worker, started.
+        arguments: Options of the worker.
+
+    Attributes:
+        counts: Updates by outcome: ``done``, ``refused``, or ``interrupted``, whose sender left.
+        by_name: Routes by the last part of their path.
+    """
+
+    READS: frozenset[str] = frozenset(("get_weight_version", "weights"))
+    """Routes that may be asked by GET."""
+
+    def __init__(self, engine: ServingEngine, arguments: Arguments) -> None:
+        self._engine = engine
+        self._arguments = arguments
+        self.counts: Counter[str] = Counter(done=0, refused=0, interrupted=0)
+        self.by_name: Mapping[str, Route] = {
+            "get_weight_version": self._version,
+            "weights": self._tensors,
+            "update_weights_from_disk": self._update_from_disk,
+            "update_weights": self._update,
+            "pause": self._pause,
+            "pause_generation": self._pause,
+            "resume": self._resume,
+            "resume_generation": self._resume,
+            "flush_cache": self._flush_cache,
+            "abort_request": self._abort_request,
+            "sleep": self._sleep,
+            "wake": self._wake,
+            "wake_up": self._wake,
+            "liveness_probe": self._liveness_probe,
+        }
+
+    async def answer(self, name: str, asked: Asked) -> tuple[int, Answer]:
+        """HTTP status and JSON data for a request to the route called `name`."""
+        is_update = name.startswith("update_weights")
+        try:
+            answer = await self.by_name[name](asked)
+        except ServingError as error:
+            self.counts["refused"] += is_update
+            status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
+            return status, {"status": "error", "message": str(error)}
+        self.counts["done"] += is_update
+        return 200, {"status": "ok", **answer}
+
+    def max_bytes(self, name: str, *, is_json: bool) -> int:
+        """Bytes that the body of a request to a route may have."""
+        if is_json or name != "update_weights":
+            return MAX_JSON_BYTES
+        try:
+            shapes = [kind.shape for kind in self._weights.weight_tensors().values()]
+        except ServingError:  # the route says why
+            return MAX_JSON_BYTES
+        sizes = 0
+        for shape in shapes:
+            size = _WIDEST
+            for length in shape:
+                size *= length
+            sizes += size + _MOST_HEADER // 1024
+        return sizes + _MOST_HEADER
+
+    @property
+    def _weights(self) -> UpdatesWeights:
+        engine = self._engine
+        if isinstance(engine, ChangesWeights) and engine.weights is not None:
+            return engine.weights
+        raise NotSupported(
+            f"--engine {self._arguments.engine}: its library changes weights in ways of its own, which this worker "
+            "does not drive; weights change while serving with --engine embedded"
+        )
+
+    async def _version(self, asked: Asked) -> Answer:
+        _check_names(asked, ())
+        weights = self._weights
+        version = weights.weight_version
+        return {
+            "version": version.name,
+            "version_declared": version.name != str(version.number),
+            "number": version.number,
+            "digest": version.digest,
+            "state": weights.weights_state,
+        }
+
+    async def _tensors(self, asked: Asked) -> Answer:
+        _check_names(asked, ())
+        kinds = self._weights.weight_tensors().items()
+        return {"tensors": {name: {"shape": list(kind.shape), "dtype": kind.dtype} for name, kind in kinds}}
+
+    async def _update_from_disk(self, asked: Asked) -> Answer:
+        _check_names(asked, ("model_path", "weight_version", "mode"))
+        path = Path(_text(asked.fields, "model_path", 4096))
+        name, mode, weights = _version_name(asked.fields), _mode(asked.fields), self._weights
+        return await self._done(weights.update_weights(await asyncio.to_thread(self._checkpoint, path), name, mode))
+
+    def _checkpoint(self, path: Path) -> Path:
+        """The path itself, or the checkpoint that a GGUF file is converted into, as at a start."""
+        from worker.models import convert_gguf, find_gguf, model_cache
+
+        if not path.exists():
+            raise InvalidRequest("model_path", f"there is no {shown(str(path))}")
+        file = find_gguf(path)
+        if file is None:
+            return path
+        keeps_blocks = self._arguments.quantization == "auto"
+        try:
+            return convert_gguf(file, model_cache(os.environ), lambda _: None, keeps_blocks)
+        except StartupError as error:
+            raise InvalidRequest("model_path", str(error).removeprefix("--model-path ")) from None
+
+    async def _update(self, asked: Asked) -> Answer:
+        weights, content = self._weights, asked.content
+        if content is not None:
+            _check_names(asked, ("weight_version", "mode"))
+        else:
+            _check_names(asked, ("shared_memory", "size", "weight_version", "mode"))
+        name, mode = _version_name(asked.fields), _mode(asked.fields)
+        if content is None:
+            shared = _text(asked.fields, "shared_memory", 251)
+            size = _integer(asked.fields, "size", 1, self.max_bytes("update_weights", is_json=False))
+            content = await asyncio.to_thread(_copied, shared, size)
+        return await self._done(weights.update_weights(content, name, mode))
+
+    async def _done(self, update: Awaitable[Updated]) -> Answer:
+        updated = await update
+        return {
+            **await self._version(Asked({})),
+            "num_tensors": updated.num_tensors,
+            "seconds": round(updated.seconds, 4),
+        }
+
+    async def _pause(self, asked: Asked) -> Answer:
+        _check_names(asked, ("mode", "clear_cache"))
+        mode, weights = _mode(asked.fields), self._weights
+        clears = asked.fields.get("clear_cache", False)
+        if not isinstance(clears, bool):
+            raise InvalidRequest("clear_cache", f"must be true or false, got {shown(clears)}")
+        await weights.pause(mode)
+        if clears:
+            await weights.flush_cache()
+        return {"mode": mode, "state": weights.weights_state}
+
+    async def _resume(self, asked: Asked) -> Answer:
+        _check_names(asked, ())
+        await self._weights.resume()
+        return {"state": self._weights.weights_state}
+
+    async def _flush_cache(self, asked: Asked) -> Answer:
+        _check_names(asked, ())
+        await self._weights.flush_cache()
+        return {}
+
+    async def _abort_request(self, asked: Asked) -> Answer:
+        _check_names(asked, ("request_id",))
+        request_id = _text(asked.fields, "request_id", 1024)
+        self._engine.abort(request_id)
+        return {"request_id": request_id}
+
+    async def _sleep(self, asked: Asked) -> Answer:
+        _check_names(asked, ("level",))
+        await self._weights.sleep(_integer(asked.fields, "level", 1, 2) if "level" in asked.fields else 1)
+        return {"state": self._weights.weights_state}
+
+    async def _wake(self, asked: Asked) -> Answer:
+        _check_names(asked, ())
+        await self._weights.wake()
+        return {"state": self._weights.weights_state}
+
+    async def _liveness_probe(self, asked: Asked) -> Answer:
+        _check_names(asked, ())
+        return {"alive": True}
+
+
+def _check_names(asked: Asked, names: tuple[str, ...]) -> None:
+    for name in asked.fields:
+        if name not in names:
+            known = f"this route has {', '.join(names)}" if names else "this route has none"
+            raise InvalidRequest(shown(name), f"unknown field; {known}")
+
+
+def _text(fields: Mapping[str, Any], name: str, most: int) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= most or "\0" in value:
+        raise InvalidRequest(name, f"must be a text of 1 to {most} characters, got {shown(value)}")
+    return value
+
+
+def _integer(fields: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    value = fields.get(name)
+    if type(value) is not int or not least <= value <= most:
+        raise InvalidRequest(name, f"must be an integer from {least} to {most}, got {shown(value)}")
+    return value
+
+
+def _version_name(fields: Mapping[str, Any]) -> str | None:
+    return None if fields.get("weight_version") is None else _text(fields, "weight_version", MAX_NAME)
+
+
+def _mode(fields: Mapping[str, Any]) -> PauseMode:
+    value = fields.get("mode", "keep")
+    if not isinstance(value, str) or value not in _MODES:
+        raise InvalidRequest("mode", f"must be {', '.join(PAUSE_MODES)}, got {shown(value)}")
+    return _MODES[value]
+
+
+def _copied(name: str, size: int) -> memoryview:
+    """The first bytes of shared memory, in memory of our own: what the sender does next is its own
+    matter.
+    """
+    if _SHARED_NAME.fullmatch(name) is None:
+        raise InvalidRequest("shared_memory", f"must be the name of shared memory, got {shown(name)}")
+    content = memoryview(mmap.mmap(-1, size))
+    try:
+        with (_SHARED_MEMORY / name.removeprefix("/")).open("rb") as file:
+            read = 0
+            while read < size and (more := file.readinto(content[read:])):
+                read += more
+    except OSError as error:
+        raise InvalidRequest("shared_memory", f"{shown(name)} cannot be read: {error.strerror}") from None
+    if read < size:
+        raise InvalidRequest("size", f"must be at most that of the shared memory, {read} bytes, got {size}")
+    return content
