@@ -69,6 +69,13 @@ class RolloutData:
         return {ROLLOUT: json.dumps(data, separators=(",", ":"))}
 
 
+def first_tokens(text: str, count: int) -> str:
+    """The data of the first `count` tokens of those that a text is of."""
+    data = json.loads(text)
+    cut = {key: values if key == PROMPT_TOKEN_IDS else values[:count] for key, values in data.items()}
+    return json.dumps(cut, separators=(",", ":"))
+
+
 def add_match(chunk: dict[str, Any], match: int | str) -> None:
     """Put the token or the stop string that ended the answer beside the data of a chunk."""
     if ROLLOUT in chunk.get("engine_data", {}):

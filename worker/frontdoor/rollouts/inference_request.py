@@ -62,6 +62,7 @@ NAMES = {
     "prompt": "token_ids",
     **{ours: f"sampling_params.structured_outputs.{theirs}" for theirs, ours in _GUIDES.items()},
     **{name: f"sampling_params.{name}" for name in SAMPLING},
+    "logprobs_mode": "sampling_params.logprobs",
 }
 """Names at the endpoint for the fields of a completion."""
 

@@ -98,6 +98,8 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 NAMES = {
     **{ours: f"sampling_params.{theirs}" for theirs, ours in SAMPLING.items()},
     "cache_salt": "extra_key",
+    "logprobs_mode": "return_logprob",
+    "prompt_logprobs": "logprob_start_len",
 }
 """Names at the endpoint for the fields of a completion."""
 
