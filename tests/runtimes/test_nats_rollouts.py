@@ -20,7 +20,7 @@ from worker.sampling import SamplingParams
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = [9, 30, 41, 77, 30, 41, 12]
-SAMPLED = {"temperature": 0.7, "top_p": 0.9, "seed": 3}
+SAMPLED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 3}
 ASKED: dict[str, Any] = {
     "token_ids": PROMPT,
     "sampling_options": SAMPLED,
