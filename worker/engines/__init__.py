@@ -93,17 +93,20 @@ class TokenLogprob:
     """Natural logarithm of one token's probability, and its rank in the vocabulary from 1.
 
     Attributes:
-        processed: Of a sampled token with ``logprobs_mode="train"``: the natural logarithm of its
-            probability in the distribution that it was sampled from, after processors, temperature
-            and truncation, normalised.
-        log_mass: Of the same: the natural logarithm of the probability that the model alone, its
-            logits divided by the request's temperature, gives to all tokens that could be sampled.
+        processed: Natural logarithm of a sampled token's probability in the distribution that it
+            was sampled from, after processors, temperature and truncation, normalised; this and
+            those below are reported with ``logprobs_mode="train"`` alone.
+        tempered: Natural logarithm of its probability in the model's own distribution at the
+            request's temperature; `logprob` if that is 1.
+        log_mass: Natural logarithm of the probability that the model alone, at the request's
+            temperature, gives to all tokens that could be sampled.
     """
 
     token_id: int
     logprob: float
     rank: int
     processed: float | None = None
+    tempered: float | None = None
     log_mass: float | None = None
 
 

@@ -11,13 +11,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from worker.frontdoor.chat_prompt import with_prompt_as_messages
 from worker.frontdoor.chat_stream import AnswerFailed, assembled, chat
 from worker.frontdoor.completions.chat_scores import scored_request, with_scores
 from worker.frontdoor.completions.prompt_answer import Chunk
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import Exchange, server_sent
-from worker.frontdoor.rollouts.chat_prompt import with_prompt_as_messages
-from worker.frontdoor.rollouts.returned import Returned, ReturnedData
+from worker.frontdoor.returned_tokens import Returned, ReturnedData
 
 
 async def answer_chat(exchange: Exchange) -> None:

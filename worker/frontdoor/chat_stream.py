@@ -13,7 +13,7 @@ from worker.frontdoor.asking import Caller, ask
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.refusal_reading import explained
-from worker.frontdoor.rollouts.returned import join_returned, joined_nvext
+from worker.frontdoor.returned_tokens import join_returned, joined_nvext
 from worker.frontdoor.tool_reading import tool_reading
 
 

@@ -53,8 +53,6 @@ ELSEWHERE: dict[str, str] = {
     "/v1/rerank": _NO_SCORES,
     "/v2/rerank": _NO_SCORES,
     "/invocations": f"use {_CHAT} or {_COMPLETIONS}",
-    "/generate": f"use {_COMPLETIONS}",
-    "/inference/v1/generate": f"use {_COMPLETIONS}; prompt takes token ids",
     "/load": "the workers' load is in GET /metrics",
     "/server_info": "use GET /version and GET /openapi.json",
     "/reset_prefix_cache": _NO_CONTROL,

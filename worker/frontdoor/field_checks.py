@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any
 
 from adapters.catalog import MAX_CHOICES
+from worker.frontdoor.chat_prompt import check_ids
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.rollouts.chat_prompt import check_ids
 from worker.frontdoor.tool_choice import allowed_places, forces_call, is_allowed_tools
 from worker.frontdoor.values import Object, keys_within, printable
 from worker.sampling import MAX_LOGPROBS

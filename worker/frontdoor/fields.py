@@ -298,7 +298,8 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         "return_token_ids",
         _BOTH,
         "honoured",
-        "The ids of prompt and answer, in vLLM's form: prompt_token_ids, and token_ids of each choice, with the end token.",
+        "The ids of prompt and answer, in vLLM's form: prompt_token_ids, and token_ids of each choice, with the end "
+        "token.",
         check=field_checks.read_by_handler("return_token_ids"),
         removed=True,
     ),

@@ -67,6 +67,8 @@ def field_in(message: str, path: str, fields: Body) -> str | None:
     """
     if message.startswith("This model's maximum context length"):
         return "messages" if path == CHAT else "prompt"
+    if message == "Invalid request":  # 1.6.1's reason for ids beyond the vocabulary
+        return _ids_in(path, fields)
     if "recursion limit" in message:
         place = max((place for place, _, _ in _values(fields)), key=lambda each: each.count(".") + each.count("["))
         return re.split(r"[.\[]", place, maxsplit=1)[0]
@@ -82,6 +84,14 @@ def field_in(message: str, path: str, fields: Body) -> str | None:
     shown = _VALUE.search(message)
     places = [] if shown is None else [place for place, _, value in _values(fields) if _is_shown(value, shown)]
     return places[0] if len(set(places)) == 1 else None
+
+
+def _ids_in(path: str, fields: Body) -> str | None:
+    """The field of a request that has token ids as its prompt."""
+    if path == CHAT:
+        nvext = fields.get("nvext")
+        return "nvext.token_data" if isinstance(nvext, dict) and nvext.get("token_data") is not None else None
+    return "prompt" if isinstance(fields.get("prompt"), list) else None
 
 
 def _field_of(message: str) -> str | None:

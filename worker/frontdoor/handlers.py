@@ -12,12 +12,16 @@ from worker.frontdoor.exchange import Handler
 from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.messages.handlers import count_tokens, create_message
 from worker.frontdoor.responses import handlers as responses
+from worker.frontdoor.rollouts.inference import answer_inference
+from worker.frontdoor.rollouts.sglang import answer_generate
 from worker.frontdoor.routes import COUNT_TOKENS, MESSAGES
 
 HANDLERS: Mapping[tuple[str, str], Handler] = {
     **responses.HANDLERS,
     ("POST", MESSAGES): create_message,
     ("POST", COUNT_TOKENS): count_tokens,
+    ("POST", "/generate"): answer_generate,
+    ("POST", "/inference/v1/generate"): answer_inference,
     ("GET", "/version"): service.version,
     ("GET", "/ping"): service.ping,
     ("POST", "/ping"): service.ping,

@@ -125,6 +125,13 @@ ROUTES: tuple[Route, ...] = (
     ),
     handled(f"{BATCHES}/{{id}}", ("GET",), "One of them: how far it is."),
     handled(f"{BATCHES}/{{id}}/cancel", ("POST",), "Ends it early, with the results that there are."),
+    handled(
+        "/generate",
+        ("POST",),
+        "Token ids or text to token ids, as SGLang's ([rollouts](request.md#rollouts)).",
+        query=(),
+    ),
+    handled("/inference/v1/generate", ("POST",), "Token ids to token ids, as vLLM's.", query=()),
     handled("/tokenize", ("POST",), "The token ids of a prompt or of a chat's messages, as vLLM's.", query=()),
     handled("/detokenize", ("POST",), "The text of token ids, as vLLM's.", query=()),
     handled("/version", ("GET",), "The version of this server, as vLLM's.", query=()),

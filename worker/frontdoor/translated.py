@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from worker.frontdoor.fields import CHAT, COMPLETIONS
-from worker.frontdoor.rollouts.returned import asks_back
+from worker.frontdoor.returned_tokens import asks_back
 
 
 def is_translated(path: str, fields: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from worker.errors import InvalidRequest, shown
 from worker.requests.fields import logprobs_mode, request_fields, sections_of
-from worker.sampling import SamplingParams, sampling_controls
+from worker.sampling import MAX_LOGPROBS, SamplingParams, sampling_controls
 
 _END_PATHS = (
     "stop_conditions.stop_token_ids",
@@ -170,12 +170,12 @@ def _bounded(values: dict[str, Any], limits: RequestLimits, table: RequestTable)
         controls["min_tokens"] = min(controls["min_tokens"], controls["max_tokens"])
     ends, shown_ids = _ends(values, controls.get("ignore_eos", False), limits)
     params = table.record(**controls, **ends, detokenize=False)
-    hides_logprobs = controls.get("logprobs") is None and controls.get("logprobs_mode") == "train"
+    if controls.get("logprobs") is None and controls.get("logprobs_mode") == "train":
+        values["hides_logprobs"] = True
     return GenerationRequest(
         prompt_token_ids=prompt,
         params=params,
         shown_stop_token_ids=shown_ids,
-        hides_logprobs=hides_logprobs,
         **values,
     )
 
@@ -187,6 +187,10 @@ LOGPROBS_MODE = "logprobs_mode:"
 """Beginning of an annotation; ``output_options`` has a field of that name."""
 
 
+TOP_LOGPROBS = "top_logprobs:"
+"""Beginning of an annotation: alternatives to report per token, beside ``logprobs_mode:train``."""
+
+
 def _read_annotations(values: dict[str, Any]) -> None:
     """Set what annotations ask for: Dynamo's frontend has no fields for it."""
     for annotation in values.get("annotations", ()):
@@ -194,6 +198,12 @@ def _read_annotations(values: dict[str, Any]) -> None:
             values["returns_token_ids"] = True
         elif annotation.startswith(LOGPROBS_MODE):
             values["logprobs_mode"] = logprobs_mode("annotations", annotation.removeprefix(LOGPROBS_MODE))
+        elif annotation.startswith(TOP_LOGPROBS):
+            count = annotation.removeprefix(TOP_LOGPROBS)
+            if not count.isdecimal() or int(count) > MAX_LOGPROBS:
+                raise InvalidRequest("annotations", f"{TOP_LOGPROBS}N needs an integer from 0 to {MAX_LOGPROBS}")
+            values.setdefault("logprobs", int(count))
+            values["hides_logprobs"] = True
 
 
 def _check_scored(num_tokens: int, alternatives: int | None) -> None:

@@ -18,14 +18,26 @@ from worker.requests.request import GenerationRequest
 ROLLOUT = "rollout"
 """Key of the JSON text in ``engine_data``."""
 
+MATCHED = "matched"
+"""Key of the stop string or token id that ended the answer, in ``engine_data`` beside it."""
+
 PROMPT_TOKEN_IDS = "prompt_token_ids"
 """Key of the prompt's ids, in the first chunk's text alone."""
 
 TOKEN_IDS = "token_ids"
 """Key of the ids that were sampled since the chunk before, with an end token that is not shown."""
 
-TRAIN_KEYS = ("raw", "processed", "log_mass")
+TRAIN_KEYS = ("raw", "tempered", "processed", "log_mass")
 """Keys of the lists beside `TOKEN_IDS`, with a number for each; see `TokenLogprob`."""
+
+
+RANK = "rank"
+"""Key of a list beside them: the rank of each token in the model's own distribution, from 1."""
+
+TOP = "top"
+"""Key of a list beside them, if alternatives were asked for: of each token the likeliest ones, as
+pairs of an id and its raw log probability.
+"""
 
 
 class RolloutData:
@@ -38,10 +50,11 @@ class RolloutData:
     def __init__(self, request: GenerationRequest) -> None:
         self._prompt: Sequence[int] | None = request.prompt_token_ids
         self._trains = request.params.logprobs_mode == "train"
+        self._has_alternatives = bool(request.params.logprobs)
         self._is_wanted = request.returns_token_ids or self._trains
 
     def of(self, delta: TokenDelta) -> dict[str, str]:
-        """What ``engine_data`` has of a delta, empty if nothing was asked for."""
+        """Entries of ``engine_data`` for a delta, empty if nothing was asked for."""
         ids = sampled_ids(delta) if self._is_wanted else []
         if not ids:
             return {}
@@ -50,13 +63,31 @@ class RolloutData:
         data[TOKEN_IDS] = ids
         if self._trains:
             entries = [*(delta.logprobs or ()), *([] if delta.end_logprobs is None else [delta.end_logprobs])]
-            data |= _lists([one[0] for one in entries])
+            data |= _lists([one[0] for one in entries]) | {RANK: [one[0].rank for one in entries]}
+            if self._has_alternatives:
+                data[TOP] = [[[one.token_id, _number(one.logprob)] for one in position[1:]] for position in entries]
         return {ROLLOUT: json.dumps(data, separators=(",", ":"))}
 
 
+def first_tokens(text: str, count: int) -> str:
+    """The data of the first `count` tokens of those that a text is of."""
+    data = json.loads(text)
+    cut = {key: values if key == PROMPT_TOKEN_IDS else values[:count] for key, values in data.items()}
+    return json.dumps(cut, separators=(",", ":"))
+
+
+def add_match(chunk: dict[str, Any], match: int | str) -> None:
+    """Put the token or the stop string that ended the answer beside the data of a chunk."""
+    if ROLLOUT in chunk.get("engine_data", {}):
+        chunk["engine_data"][MATCHED] = match
+
+
 def _lists(entries: Sequence[TokenLogprob]) -> dict[str, list[float]]:
-    columns = ([one.logprob for one in entries], [one.processed for one in entries], [one.log_mass for one in entries])
-    return {
-        key: [max(LEAST_LOGPROB if value is None else value, LEAST_LOGPROB) for value in column]
-        for key, column in zip(TRAIN_KEYS, columns, strict=True)
-    }
+    rows = [(one.logprob, one.tempered, one.processed, one.log_mass) for one in entries]
+    columns = zip(*rows, strict=True)
+    return {key: [_number(value) for value in column] for key, column in zip(TRAIN_KEYS, columns, strict=True)}
+
+
+def _number(value: float | None) -> float:
+    """A number that JSON has, where a float may be minus infinity."""
+    return LEAST_LOGPROB if value is None or value < LEAST_LOGPROB else value

@@ -20,6 +20,7 @@ from worker.requests.prompt_scores import token_text
 from worker.requests.receipts import RequestReceipt
 from worker.requests.request import GenerationRequest
 from worker.requests.response import STOP_STRING, STOP_TOKEN, ResponseBuilder
+from worker.requests.rollout import add_match
 from worker.server.interruptible import Interruptible, call_in
 from worker.server.reports import RequestReports
 from worker.text.deltas import TokenBytes
@@ -166,16 +167,20 @@ class ServedRequest:
             chains.count(delta)
             chunk = self._filled(delta)
             if chunk is not None and delta.finish_reason == "stop":
-                chunk.update(self._stop_match(delta))
+                self._add_stop_match(chunk, delta)
         if delta.finish_reason is not None:  # the runtime may drop the stream without coming back
             self._loop.call_later(SENT_S, self._settle_record)
         return chunk
 
-    def _stop_match(self, delta: TokenDelta) -> dict[str, Any]:
-        """The end of the answer in keys of the last chunk: a stop string or a token."""
-        if self._stop_text is not None and self._stop_text.stopped_by is not None:
-            return {STOP_STRING: self._stop_text.stopped_by}
-        return {} if delta.stop_reason is None else {STOP_TOKEN: delta.stop_reason}
+    def _add_stop_match(self, chunk: dict[str, Any], delta: TokenDelta) -> None:
+        """Add to the last chunk what ended the answer: a stop string or a token."""
+        string = None if self._stop_text is None else self._stop_text.stopped_by
+        if string is not None:
+            chunk[STOP_STRING] = string
+            add_match(chunk, string)
+        elif delta.stop_reason is not None:
+            chunk[STOP_TOKEN] = delta.stop_reason
+            add_match(chunk, delta.stop_reason)
 
     def _filled(self, delta: TokenDelta) -> dict[str, Any] | None:
         assert self._slot is not None

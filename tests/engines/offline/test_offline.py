@@ -28,7 +28,6 @@ from adapters.client import healed
 from adapters.contract import Context
 from adapters.processors.length import MinTokens
 from adapters.vocabulary import Vocabulary
-from worker.engines import TokenLogprob
 from worker.engines.embedded import Engine
 from worker.engines.embedded.admission import REFUSED
 from worker.engines.embedded.offline.request_builder import HONOURED

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from worker.engines import TokenLogprob
 from worker.engines.embedded import Engine
+from worker.engines.embedded.offline.results import Result
 from worker.engines.embedded.speculation import SpeculativeConfig, Speculator
 from worker.sampling import SamplingParams
 
@@ -102,6 +103,8 @@ def test_equal_to_the_formulas_in_float64(
     assert entry.logprob == pytest.approx(log_softmax(raw)[entry.token_id], abs=1e-6)
     assert entry.processed == pytest.approx(log_softmax(only)[entry.token_id], abs=1e-6)
     of_model = log_softmax(raw / temperature)
+    assert entry.tempered == pytest.approx(of_model[entry.token_id], abs=1e-6)
+    assert entry.tempered == entry.logprob or temperature != 1.0
     assert math.exp(entry.log_mass) == pytest.approx(math.fsum(np.exp(of_model[kept])), abs=1e-6)
     if penalty is None:  # the other convention of trainers
         assert entry.processed + entry.log_mass == pytest.approx(of_model[entry.token_id], abs=2e-6)
@@ -125,6 +128,13 @@ def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**{**given, **changes})
 
 
+def entries_of(result: Result) -> list[TokenLogprob]:
+    """The log probabilities of the sampled tokens."""
+    found = [position[0] for position in result.logprobs or [] if isinstance(position, list)]
+    assert [entry.token_id for entry in found] == result.token_ids
+    return found
+
+
 @pytest.fixture(scope="module")
 def engine(checkpoints: dict[str, Path]) -> Engine:
     shape: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_blocks": 128}
@@ -137,8 +147,9 @@ def test_raw_ones_are_those_of_a_plain_forward_pass(engine: Engine, checkpoints:
     for prompt, result in zip(PROMPTS, results, strict=True):
         with torch.no_grad():
             logprobs = model(torch.tensor([[*prompt, *result.token_ids]])).logits[0].double().log_softmax(-1)
-        for place, (token_id, entries) in enumerate(zip(result.token_ids, result.logprobs, strict=True)):
-            assert entries[0].logprob == pytest.approx(float(logprobs[len(prompt) + place - 1, token_id]), abs=1e-5)
+        for place, entry in enumerate(entries_of(result)):
+            expected = float(logprobs[len(prompt) + place - 1, entry.token_id])
+            assert entry.logprob == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("processors", [None, CHAIN], ids=["no chain", "chain"])
@@ -158,15 +169,16 @@ def test_raw_ones_are_our_forward_pass_bit_for_bit(engine: Engine, processors: A
         assert (alone.token_ids, alone.logprobs) == (result.token_ids, result.logprobs)
         whole = [*prompt, *result.token_ids]
         (scored,) = engine.generate([whole], SamplingParams(max_tokens=1, prompt_logprobs=0), progress=False)
-        expected = [entries[0].logprob for entries in scored.prompt_logprobs[len(prompt) :]]
-        assert [entries[0].logprob for entries in result.logprobs] == expected
+        scores = [position[0] for position in scored.prompt_logprobs or [] if isinstance(position, list)]
+        expected = [entry.logprob for entry in scores[len(prompt) - 1 :]]
+        assert [entry.logprob for entry in entries_of(result)] == expected
 
 
 def test_a_forced_token_has_the_mass_that_the_model_gives_it(engine: Engine) -> None:
     forced = [{"name": "forced_prefix", "args": {"token_ids": [30, 41]}}]
     (result,) = engine.generate([PROMPTS[0]], params(max_tokens=2), progress=False, processors=forced)
     assert result.token_ids == [30, 41]
-    for (entry,) in result.logprobs:
+    for entry in entries_of(result):
         assert entry.processed == 0.0
         assert entry.log_mass is not None
         assert entry.log_mass < -1.0
@@ -187,7 +199,7 @@ def test_the_temperature_counts_wherever_it_is_applied(engine: Engine) -> None:
     for temperature, late in LATE.values():
         wanted = params(temperature=temperature, top_k=None, top_p=None)
         (result,) = engine.generate([PROMPTS[0]], wanted, progress=False, processors=late)
-        found.append([(entry.token_id, entry.log_mass) for (entry,) in result.logprobs])
+        found.append([(entry.token_id, entry.log_mass) for entry in entries_of(result)])
     assert found[0] == found[1] == found[2]
     (cold,) = engine.generate([PROMPTS[0]], params(temperature=0.2, top_k=None, top_p=None), progress=False)
-    assert cold.logprobs[0][0].log_mass != found[0][0][1]
+    assert entries_of(cold)[0].log_mass != found[0][0][1]

@@ -9,7 +9,7 @@ from worker.frontdoor import field_checks
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.nvext import with_engine_data
-from worker.frontdoor.rollouts.returned import Returned
+from worker.frontdoor.returned_tokens import Returned
 from worker.frontdoor.translated import is_zero
 from worker.frontdoor.values import printable
 from worker.sampling import MAX_LOGPROBS

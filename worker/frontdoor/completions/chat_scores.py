@@ -11,7 +11,7 @@ from worker.frontdoor.completions.prompt_answer import Chunk, no_scores
 from worker.frontdoor.completions.prompt_scores import WorkerData
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.nvext import with_engine_data
-from worker.frontdoor.rollouts.returned import PROMPT_LOGPROBS, ReturnedData
+from worker.frontdoor.returned_tokens import PROMPT_LOGPROBS, ReturnedData
 
 
 def scored_request(fields: Body) -> Body:

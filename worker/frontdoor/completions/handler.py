@@ -16,7 +16,7 @@ from worker.frontdoor.completions.prompt_answer import Chunk, PromptAnswer
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import Exchange, server_sent
 from worker.frontdoor.fields import COMPLETIONS
-from worker.frontdoor.rollouts.returned import join_returned, joined_nvext
+from worker.frontdoor.returned_tokens import join_returned, joined_nvext
 
 AT_ONCE = 32
 """Prompts of one request that are with the frontends at a time."""

@@ -10,7 +10,7 @@ from worker.frontdoor.completions.asked import Asked
 from worker.frontdoor.completions.openai_logprobs import empty_logprobs, extend, of_answer
 from worker.frontdoor.completions.prompt_scores import EndToken, PromptScores, WorkerData
 from worker.frontdoor.errors import Refused
-from worker.frontdoor.rollouts.returned import PROMPT_LOGPROBS, ReturnedData, empty_returned
+from worker.frontdoor.returned_tokens import PROMPT_LOGPROBS, ReturnedData, empty_returned
 
 Chunk = dict[str, Any]
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from worker.requests.response import STOP_STRING, STOP_TOKEN
+from worker.requests.rollout import ROLLOUT, first_tokens
 from worker.runtimes.direct.request import DirectRequest
 from worker.text.answer_text import AnswerText
 
@@ -51,8 +52,11 @@ class ChoiceText:
             return chunk
         for key, values in self._held.items():
             values += chunk.pop(key, ())
-        finish_reason = chunk.get("finish_reason")
+        finish_reason, num_before = chunk.get("finish_reason"), self._num_taken
         self._take(ends=finish_reason is not None)
+        if self.has_stopped and ROLLOUT in chunk.get("engine_data", {}):
+            data = chunk["engine_data"]
+            chunk["engine_data"] = {**data, ROLLOUT: first_tokens(data[ROLLOUT], self._num_taken - num_before)}
         if self.has_stopped and finish_reason in (None, "length"):
             chunk["finish_reason"] = finish_reason = "stop"
             chunk.setdefault("completion_usage", self._usage())

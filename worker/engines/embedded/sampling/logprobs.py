@@ -11,7 +11,6 @@ import torch
 from worker.engines import TokenLogprob
 from worker.engines.embedded.plan import Samples
 
-
 Ids = slice | torch.Tensor | None
 """Ids as an index, None for no id."""
 
@@ -99,6 +98,10 @@ def attach_masses(
     # row by row, unlike a sum: its order would depend on the rows beside
     whole = tempered.log_softmax(-1).gather(-1, sampled)
     part = tempered.masked_fill_(~kept, -torch.inf).log_softmax(-1).gather(-1, sampled)
-    for row, log_mass in zip(rows, (whole - part)[:, 0].tolist(), strict=True):
-        entry = samples.logprobs[row][0]
-        samples.logprobs[row][0] = replace(entry, processed=samples.processed[row], log_mass=min(log_mass, 0.0))
+    for row, own, log_mass in zip(rows, whole[:, 0].tolist(), (whole - part)[:, 0].tolist(), strict=True):
+        samples.logprobs[row][0] = replace(
+            samples.logprobs[row][0],
+            processed=samples.processed[row],
+            tempered=own,
+            log_mass=min(log_mass, 0.0),
+        )

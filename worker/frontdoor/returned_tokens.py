@@ -11,7 +11,7 @@ from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.nvext import with_annotations, with_engine_data
 from worker.frontdoor.values import printable
 from worker.requests.request import LOGPROBS_MODE, RETURN_TOKEN_IDS
-from worker.requests.rollout import PROMPT_TOKEN_IDS, ROLLOUT, TOKEN_IDS, TRAIN_KEYS
+from worker.requests.rollout import MATCHED, PROMPT_TOKEN_IDS, ROLLOUT, TOKEN_IDS, TRAIN_KEYS
 from worker.sampling import LOGPROBS_MODES
 
 COMPLETION_TOKEN_IDS = "completion_token_ids"
@@ -29,7 +29,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What a chat or completion asks back for.
+    """Fields of a chat or completion about its tokens.
 
     Attributes:
         token_ids: The ids, in vLLM's form.
@@ -101,7 +101,7 @@ class ReturnedData:
     """Puts what the worker says of tokens into the chunks of one answer.
 
     Args:
-        returned: What the request asks for.
+        returned: Fields of the request.
         in_chat: The prompt's ids are the answer's, not the choice's.
     """
 
@@ -117,10 +117,9 @@ class ReturnedData:
 
     def take(self, chunk: dict[str, Any]) -> None:
         """Change a chunk: the worker's text is taken out, and what was asked for put in."""
-        text = taken_text(chunk)
-        if text is None or not chunk.get("choices"):
+        data, returned = taken_data(chunk), self._returned
+        if not data or not chunk.get("choices"):
             return
-        data, returned = json.loads(text), self._returned
         choice, prompt = chunk["choices"][0], data.get(PROMPT_TOKEN_IDS)
         if returned.token_ids or returned.trains:
             choice[TOKEN_IDS] = data[TOKEN_IDS]
@@ -138,16 +137,19 @@ class ReturnedData:
             chunk["nvext"] = {**(chunk.get("nvext") or {}), **extension}
 
 
-def taken_text(chunk: dict[str, Any]) -> str | None:
-    """The worker's text about a chunk's tokens, which then is without it; None if it has none."""
+def taken_data(chunk: dict[str, Any]) -> dict[str, Any]:
+    """The worker's data about a chunk's tokens, taken out of it; empty if there are none.
+
+    The keys are those of `worker.requests.rollout`.
+    """
     nvext = chunk.get("nvext") or {}
-    data = nvext.get("engine_data") or {}
-    text: str | None = data.pop(ROLLOUT, None)
-    if "engine_data" in nvext and not data:
+    engine_data = nvext.get("engine_data") or {}
+    text, matched = engine_data.pop(ROLLOUT, None), engine_data.pop(MATCHED, None)
+    if "engine_data" in nvext and not engine_data:
         del nvext["engine_data"]
     if "nvext" in chunk and not nvext:
         del chunk["nvext"]
-    return text
+    return {} if text is None else {**json.loads(text), MATCHED: matched}
 
 
 def empty_returned(choice: dict[str, Any]) -> None:

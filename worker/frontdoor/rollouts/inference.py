@@ -1,0 +1,128 @@
+"""``POST /inference/v1/generate``: token ids in, token ids out, as vLLM's clients send it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import Any
+
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.exchange import Exchange, server_sent
+from worker.frontdoor.rollouts.generation import Generated, generate, served_model, spans
+from worker.frontdoor.rollouts.inference_request import NAMES, InferenceRequest, read
+from worker.frontdoor.rollouts.tables import renamed
+from worker.requests.rollout import RANK, TOP
+
+Answer = dict[str, Any]
+
+
+async def answer_inference(exchange: Exchange) -> None:
+    """Answer ``POST /inference/v1/generate``, whole or as a stream of deltas.
+
+    Raises:
+        Refused: before the answer has begun.
+    """
+    request = read(exchange.fields())
+    model = await served_model(exchange, request.model)
+    same = {"request_id": request.request_id or exchange.request_id, "output_mode": _mode(request)}
+    try:
+        async with aclosing(generate(exchange, {**request.completion, "model": model}, top=request.top)) as choices:
+            if request.streams:
+                await _stream(exchange, request, choices, same)
+                return
+            found: dict[int, Generated] = {}
+            async for index, generated in choices:
+                found[index] = generated
+    except Refused as refused:
+        raise renamed(refused, NAMES) from None
+    await exchange.answer(200, {**same, "model": model, "created": int(time.time()), **_whole(request, found)})
+
+
+def _mode(request: InferenceRequest) -> str:
+    return "text" if request.has_text else "tokens"
+
+
+def _whole(request: InferenceRequest, found: Mapping[int, Generated]) -> Answer:
+    first = found[min(found)]
+    scores = first.scores
+    answer: Answer = {
+        "choices": [_choice(request, index, found[index], _START) for index in sorted(found)],
+        "usage": first.usage,
+        "prompt_logprobs": None,
+        "prompt_token_ids": first.prompt_token_ids if request.has_prompt else None,
+    }
+    if scores is not None and request.num_scores is not None:
+        answer["prompt_logprobs"] = scores.in_vllm_form(request.num_scores)
+    return answer
+
+
+_START = (0, 0)
+
+
+async def _stream(exchange: Exchange, request: InferenceRequest, choices: Any, same: Answer) -> None:
+    sent: dict[int, tuple[int, int]] = {}
+    usage: Answer = {}
+    try:
+        async for index, generated in choices:
+            if generated.usage:
+                usage = generated.usage
+                continue
+            if not exchange.has_begun:
+                await exchange.begin_events()
+            event = {**same, "choices": [_choice(request, index, generated, sent.get(index, _START))], "usage": None}
+            if request.has_prompt and not sent:
+                event["prompt_token_ids"] = generated.prompt_token_ids
+            sent[index] = generated.num_tokens, len(generated.text)
+            await exchange.send(server_sent(event))
+        if request.has_usage:
+            await exchange.send(server_sent({**same, "choices": [], "usage": usage}))
+    except Refused as refused:
+        if not exchange.has_begun:
+            raise
+        await exchange.send(server_sent(renamed(refused, NAMES).content()))
+    await exchange.send(b"data: [DONE]\n\n")
+    await exchange.end()
+
+
+def _choice(request: InferenceRequest, index: int, generated: Generated, sent: tuple[int, int]) -> Answer:
+    """The choice from its first `sent` tokens and characters on."""
+    first, length = sent
+    is_end = generated.finish_reason is not None
+    versions = spans(generated.weight_versions, generated.num_tokens) if is_end and generated.weight_versions else None
+    choice: Answer = {
+        "index": index,
+        "finish_reason": generated.finish_reason,
+        "stop_reason": _stop_reason(request, generated),
+        "token_ids": generated.token_ids[first:],
+        "logprobs": None if request.top is None else {"content": _content(generated, first)},
+        "weight_versions": versions,
+    }
+    return {**choice, "text": generated.text[length:]} if request.has_text else choice
+
+
+def _stop_reason(request: InferenceRequest, generated: Generated) -> int | str | None:
+    """The stop string, or the token of the request's own that ended it, not one of the model's."""
+    matched = generated.matched
+    own = isinstance(matched, str) or matched in (request.completion.get("stop_token_ids") or ())
+    return matched if own else None
+
+
+def _content(generated: Generated, first: int) -> list[Answer]:
+    """The sampled token of each position from `first` on, raw, with itself and its alternatives."""
+    lists = generated.per_token
+    content = []
+    for place in range(first, generated.num_tokens):
+        own = {
+            "token_id": generated.token_ids[place],
+            "logprob": lists["raw"][place],
+            "rank": lists[RANK][place],
+        }
+        top = lists[TOP][place] if lists[TOP] else []
+        others = [
+            {"token_id": token_id, "logprob": logprob, "rank": rank}
+            for rank, (token_id, logprob) in enumerate(top, start=1)
+            if token_id != own["token_id"]
+        ]
+        content.append({**own, "top_logprobs": [own, *others]})
+    return content
