@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import random
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_checkpoints import write
 from weight_runs import Answer, Tensors, as_bytes, ask, copy_with, running, tensors_of, weights_of
 
 from worker.engines.embedded import EmbeddedEngine
@@ -152,7 +154,7 @@ class Played:
                         assert expected.tokens == answer.tokens[first:end]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(operations=OPERATIONS)
 def test_tokens_are_those_of_the_named_version(sources: list[Path], operations: list[Operation]) -> None:
     async def play() -> None:
@@ -167,3 +169,28 @@ def test_tokens_are_those_of_the_named_version(sources: list[Path], operations: 
             stepper.scheduler.cache.check_blocks()
 
     asyncio.run(play())
+
+
+def resident_mb() -> int:
+    """Memory of this process, MB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE // 10**6
+
+
+async def test_sleep_gives_memory_back(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 16_000, "hidden_size": 512, "num_key_value_heads": 8, "num_attention_heads": 8}
+    write(tmp_path / "wide", "llama", {**sizes, "num_hidden_layers": 2, "head_dim": 64})
+    weights, kv = 2 * 16_000 * 512 * 4 // 10**6, 2 * 2 * 8 * 64 * 4 * 4096 // 10**6
+    async with running(tmp_path / "wide", max_num_batched_tokens=512, kv_blocks=512) as engine:
+        for number in range(16):  # fills the KV cache with prompts
+            await ask(engine, f"r{number}", [number + 1] * 256, 1)
+        awake, answer = resident_mb(), await ask(engine, "before", PROMPT, 4)
+        await weights_of(engine).sleep(1)
+        light = resident_mb()
+        assert light < awake - 0.7 * kv
+        await weights_of(engine).wake()
+        assert (await ask(engine, "between", PROMPT, 4)).tokens == answer.tokens
+        await weights_of(engine).sleep(2)
+        assert resident_mb() < awake - 0.7 * kv - 0.8 * weights
+        await weights_of(engine).wake()  # read from the checkpoint again
+        assert weights_of(engine).weights_state == "serving"
+        assert (await ask(engine, "after", PROMPT, 4)).tokens == answer.tokens
