@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from dynamo.llm.exceptions import InvalidArgument
+from ports import free_port
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from served_worker import Client, serving
@@ -34,7 +35,10 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clie
     """A worker that has answered two requests, failed one and refused one."""
     model = write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
     store = f"file:{tmp_path_factory.mktemp('boundaries')}"
-    async with serving(model, "--migration", "on", "--boundary-store", store) as client:
+    keys = tmp_path_factory.mktemp("keys") / "keys.txt"
+    keys.write_text("a key\n")
+    port = ["--engine-port", str(free_port()), "--engine-key-file", str(keys)]
+    async with serving(model, "--migration", "on", "--boundary-store", store, *port) as client:
         stop = {"max_tokens": 4, "ignore_eos": True}
         regex, bigrams = processor("regex", pattern="[a-z ]{8,30}"), processor("no_repeat_ngram", n=2)
         await client.ask(PROMPT, stop_conditions=stop)

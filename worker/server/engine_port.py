@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
@@ -10,6 +11,7 @@ import logging
 import mmap
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -27,6 +29,9 @@ PREFIX = "/engine/"
 
 SILENCE_S = 60.0
 """Seconds without a byte after which a sender is given up."""
+
+LINGER_S = 2.0
+"""Seconds for which the rest of a body that was refused is read."""
 
 _MAX_CHUNK_HEAD = 1024
 
@@ -117,6 +122,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self._send(status, answer)
+        if self.close_connection:
+            self._drop_body()
+
+    def _drop_body(self) -> None:
+        """Read what is still sent, for a while: a client that cannot send sees no answer."""
+        until_s = time.monotonic() + LINGER_S
+        self.connection.settimeout(LINGER_S)
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            while time.monotonic() < until_s and self.rfile.read1(2**20):
+                pass
 
     def _asked(self) -> tuple[str, Asked]:
         """The route, and what it is asked. Raises `Refused`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from hashlib import blake2b
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def _untied_apart(weights: Mapping[str, Weight]) -> dict[str, Weight]:
 
 
 def _checked(name: str, weight: Weight, dtype: torch.dtype) -> tuple[Weight, str]:
-    digest = blake2b(digest_size=16)
+    digest = sha256()  # which processors have instructions for
     parts = [weight] if isinstance(weight, torch.Tensor) else [weight.scales, weight.offsets, weight.codes]
     for part in (one for one in parts if one is not None and one.is_floating_point()):
         least, most = (float(each) for each in torch.aminmax(part))
@@ -99,7 +99,7 @@ def _checked(name: str, weight: Weight, dtype: torch.dtype) -> tuple[Weight, str
         parts = [weight]
     for part in (one for one in parts if one is not None):
         digest.update(part.contiguous().view(torch.uint8).numpy().data)
-    return weight, digest.hexdigest()
+    return weight, digest.hexdigest()[:32]
 
 
 def updated(old: LlamaWeights, given: Given, geometry: Geometry, kernels: KernelBackend) -> LlamaWeights:
@@ -121,7 +121,8 @@ def updated(old: LlamaWeights, given: Given, geometry: Geometry, kernels: Kernel
 def without_values(weights: LlamaWeights) -> LlamaWeights:
     """The same weights on the ``meta`` device: shapes alone, in no memory."""
     found: LlamaWeights = _mapped(weights, lambda tensor: torch.empty_like(tensor, device="meta"))
-    return replace(found, rope=weights.rope)  # which no update has
+    rope = replace(weights.rope, frequencies=weights.rope.frequencies.clone())  # not a view of the old block
+    return replace(found, rope=rope)  # which no update has
 
 
 def tensors_in(weights: LlamaWeights) -> list[torch.Tensor]:

@@ -1,0 +1,122 @@
+"""Updates of the weights while a worker's engine decodes: seconds, throughput, memory.
+
+``python benchmarks/weights.py [--model DIR] [--updates 20]``, in one process: an engine decodes
+answers one behind the other, while its weights are replaced by those of the same checkpoint. Phases
+without updates and phases between them are interleaved, so that both see the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from checkpoint import write_checkpoint
+
+from worker.engines import EngineRequest
+from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from worker.sampling import SamplingParams
+
+CLIENTS, ANSWER = 8, 128
+
+
+class Load:
+    """Clients that ask for one answer behind the other, and a count of their tokens."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self.num_tokens = self.num_mixed = 0
+        self._engine = engine
+        self._is_over = False
+
+    async def run(self) -> None:
+        """Ask until `stop`."""
+        await asyncio.gather(*(self._client(number) for number in range(CLIENTS)))
+
+    def stop(self) -> None:
+        """Ask no more."""
+        self._is_over = True
+
+    async def _client(self, number: int) -> None:
+        asked = 0
+        while not self._is_over:
+            asked += 1
+            params = SamplingParams(max_tokens=ANSWER, ignore_eos=True, temperature=1.0, seed=asked)
+            versions: list[int] = []
+            async for delta in self._engine.generate(EngineRequest(f"{number}-{asked}", [number + 5] * 32, params)):
+                self.num_tokens += len(delta.token_ids)
+                versions += [first for first, _ in delta.weights]
+            self.num_mixed += len(versions) > 1
+
+    async def rate(self, seconds: float) -> float:
+        """Tokens a second of the next `seconds`."""
+        before, began = self.num_tokens, time.perf_counter()
+        await asyncio.sleep(seconds)
+        return (self.num_tokens - before) / (time.perf_counter() - began)
+
+
+def resident_mb() -> int:
+    """Memory of this process, MB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE // 10**6
+
+
+async def measure(model: Path, updates: int, phase_s: float) -> dict[str, object]:
+    """Figures of one engine."""
+    config = EmbeddedConfig(
+        model_path=model, device="cpu", quantization="none", context_length=1024, weight_updates=True
+    )
+    engine = EmbeddedEngine(config)
+    info = await engine.start()
+    weights = engine.weights
+    assert weights is not None
+    load = Load(engine)
+    running = asyncio.create_task(load.run())
+    await load.rate(phase_s)
+    idle, between, seconds, memory = [], [], [], []
+    for _ in range(updates):
+        idle.append(await load.rate(phase_s))
+        updated = await weights.update_weights(model, None, "finish")
+        seconds.append(updated.seconds)
+        await asyncio.sleep(0.2)
+        between.append(await load.rate(phase_s))
+        memory.append(resident_mb())
+    load.stop()
+    await running
+    quiet = []
+    for _ in range(5):
+        quiet.append((await weights.update_weights(model, None, "keep")).seconds)
+    await engine.stop()
+    return {
+        "computed_by": info.computed_by,
+        "tokens_per_s_before": round(statistics.median(idle), 1),
+        "tokens_per_s_after": round(statistics.median(between), 1),
+        "ratio": round(statistics.median(b / max(a, 1e-9) for a, b in zip(idle, between, strict=True)), 3),
+        "idle": idle, "between": between, "sec": seconds,
+        "update_idle_s": [round(each, 3) for each in sorted(quiet)],
+        "answers_of_two_versions": load.num_mixed,
+        "resident_mb": [memory[0], memory[len(memory) // 2], memory[-1]],
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def main() -> None:
+    """Print the figures as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="checkpoint; by default one of 125 million random parameters")
+    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--phase-s", type=float, default=2.0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        model = arguments.model or Path(directory)
+        if arguments.model is None:
+            write_checkpoint(model)
+        print(json.dumps(asyncio.run(measure(model, arguments.updates, arguments.phase_s)), indent=1))
+
+
+if __name__ == "__main__":
+    main()

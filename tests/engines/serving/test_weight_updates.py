@@ -1,0 +1,196 @@
+"""Weights that change while an engine serves: whole or not at all, and named by every token."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import random
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_checkpoints import write
+from weight_runs import Answer, Tensors, as_bytes, ask, copy_with, running, tensors_of, weights_of
+
+from worker.engines.embedded import EmbeddedEngine
+from worker.engines.weights import PauseMode, WeightsRefused, WrongState
+from worker.tiny_model import write_tiny_model
+
+PROMPT = list(range(20, 60))
+ARCH = "qwen3"  # tied embeddings, norms of heads
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Checkpoints of one shape, the first of which engines start with."""
+    root = tmp_path_factory.mktemp("weights")
+    return [write_tiny_model(root / str(seed), arch=ARCH, seed=seed) for seed in range(3)]
+
+
+async def until(answer: Answer, count: int) -> None:
+    """Wait for the tokens of an answer that is under way."""
+    for _ in range(2000):
+        if len(answer.tokens) >= count:
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError(f"{len(answer.tokens)} of {count} tokens")
+
+
+def broken(kind: str, tensors: Tensors) -> memoryview:
+    """An update that must be refused."""
+    name, whole = "model.norm.weight", dict(tensors)
+    if kind == "nan":
+        whole[name] = whole[name].clone()
+        whole[name][3] = float("nan")
+    elif kind == "shape":
+        whole[name] = torch.ones(7)
+    elif kind == "name":
+        whole["model.norm.wait"] = whole[name].clone()
+    elif kind == "dtype":
+        whole[name] = torch.ones(len(whole[name]), dtype=torch.int64)
+    content = as_bytes(whole)
+    return content[: len(content) - 5] if kind == "cut off" else content
+
+
+Operation = tuple[str, object]
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.integers(1, 60)),
+        st.tuples(st.just("whole"), st.tuples(st.integers(0, 2), st.sampled_from(["keep", "finish"]))),
+        st.tuples(st.just("partial"), st.tuples(st.integers(0, 2), st.integers(0, 99), st.sampled_from(["keep"]))),
+        st.tuples(st.just("broken"), st.sampled_from(["nan", "shape", "name", "dtype", "cut off"])),
+        st.tuples(st.just("wait"), st.integers(0, 12)),
+        st.tuples(st.just("pause"), st.sampled_from(["keep", "finish"])),
+        st.tuples(st.just("resume"), st.none()),
+        st.tuples(st.just("flush"), st.none()),
+        st.tuples(st.just("sleep"), st.none()),
+    ),
+    min_size=3,
+    max_size=10,
+)
+
+
+class Played:
+    """An engine, the tensors of each of its versions by name, and the answers under way."""
+
+    def __init__(self, engine: EmbeddedEngine, sources: list[Path]) -> None:
+        self.engine, self.weights = engine, weights_of(engine)
+        self.given = [tensors_of(path) for path in sources]
+        self.now: Tensors = self.given[0]
+        self.versions: dict[str, Tensors] = {"0": self.now}
+        self.answers: list[tuple[int, asyncio.Task[Answer]]] = []
+        self.is_paused = False
+
+    async def play(self, name: str, value: object) -> None:
+        await getattr(self, f"_{name.replace(' ', '_')}")(value)
+
+    async def _ask(self, count: int) -> None:
+        seed = len(self.answers)
+        asked = ask(self.engine, f"r{seed}", PROMPT, count, seed)
+        self.answers.append((seed, asyncio.create_task(asked)))
+        await asyncio.sleep(0)
+
+    async def _whole(self, value: tuple[int, PauseMode]) -> None:
+        await self._update(self.given[value[0]], value[1])
+
+    async def _partial(self, value: tuple[int, int, PauseMode]) -> None:
+        source, seed, mode = value
+        tensors = self.given[source]
+        names = random.Random(seed).sample(sorted(tensors), 1 + seed % 9)
+        await self._update({name: tensors[name] for name in names}, mode)
+
+    async def _update(self, tensors: Tensors, mode: PauseMode) -> None:
+        updated = await self.weights.update_weights(as_bytes(tensors), None, mode)
+        self.now = {**self.now, **tensors}
+        self.versions[updated.version.name] = self.now
+
+    async def _broken(self, kind: str) -> None:
+        before = self.weights.weight_version
+        with pytest.raises(WeightsRefused):
+            await self.weights.update_weights(broken(kind, self.given[1]), None, "keep")
+        assert self.weights.weight_version == before
+
+    async def _wait(self, number: int) -> None:
+        await asyncio.sleep(0.002 * number)
+
+    async def _pause(self, mode: PauseMode) -> None:
+        await self.weights.pause(mode)
+        self.is_paused = True
+
+    async def _resume(self, _: None) -> None:
+        await self.weights.resume()
+        self.is_paused = False
+
+    async def _flush(self, _: None) -> None:
+        await self.weights.flush_cache()
+
+    async def _sleep(self, _: None) -> None:
+        await self.weights.sleep(1)
+        with pytest.raises(WrongState):
+            await self.weights.resume()
+        await self.weights.wake()
+        assert self.weights.weights_state == ("paused" if self.is_paused else "serving")
+
+    async def check(self, base: Path) -> None:
+        """Every token is that of a fresh engine with exactly the weights of its version."""
+        await self.weights.resume()
+        answers = [(seed, await task) for seed, task in self.answers]
+        by_version: dict[str, list[tuple[int, Answer, int, int]]] = {}
+        for seed, answer in answers:
+            assert answer.finish_reason == "length"
+            assert answer.runs()[0][1] == 0
+            for name, first, end in answer.runs():
+                by_version.setdefault(name, []).append((seed, answer, first, end))
+        for name, found in by_version.items():
+            with tempfile.TemporaryDirectory() as directory:
+                path = copy_with(base, Path(directory) / "fresh", self.versions[name])
+                async with running(path, weight_updates=False) as fresh:
+                    for seed, answer, first, end in found:
+                        before = answer.tokens[:first]
+                        expected = await ask(fresh, "f", PROMPT, end - first, seed, so_far=before)
+                        assert expected.tokens == answer.tokens[first:end]
+
+
+@settings(max_examples=8, deadline=None)
+@given(operations=OPERATIONS)
+def test_tokens_are_those_of_the_named_version(sources: list[Path], operations: list[Operation]) -> None:
+    async def play() -> None:
+        async with running(sources[0]) as engine:
+            played = Played(engine, sources)
+            for name, value in operations:
+                await played.play(name, value)
+            await played.check(sources[0])
+            stepper = engine._stepper
+            assert stepper is not None
+            stepper.scheduler.check_integrity()
+            stepper.scheduler.cache.check_blocks()
+
+    asyncio.run(play())
+
+
+def resident_mb() -> int:
+    """Memory of this process, MB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE // 10**6
+
+
+async def test_sleep_gives_memory_back(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 16_000, "hidden_size": 512, "num_key_value_heads": 8, "num_attention_heads": 8}
+    write(tmp_path / "wide", "llama", {**sizes, "num_hidden_layers": 2, "head_dim": 64})
+    weights, kv = 2 * 16_000 * 512 * 4 // 10**6, 2 * 2 * 8 * 64 * 4 * 4096 // 10**6
+    async with running(tmp_path / "wide", max_num_batched_tokens=512, kv_blocks=512) as engine:
+        for number in range(16):  # fills the KV cache with prompts
+            await ask(engine, f"r{number}", [number + 1] * 256, 1)
+        awake, answer = resident_mb(), await ask(engine, "before", PROMPT, 4)
+        await weights_of(engine).sleep(1)
+        light = resident_mb()
+        assert light < awake - 0.7 * kv
+        await weights_of(engine).wake()
+        assert (await ask(engine, "between", PROMPT, 4)).tokens == answer.tokens
+        await weights_of(engine).sleep(2)
+        assert resident_mb() < awake - 0.7 * kv - 0.8 * weights
+        await weights_of(engine).wake()  # read from the checkpoint again
+        assert weights_of(engine).weights_state == "serving"
+        assert (await ask(engine, "after", PROMPT, 4)).tokens == answer.tokens
