@@ -16,7 +16,7 @@ from adapters.chain.chain import ProcessorChain
 from adapters.chain.failures import ProcessorFailed
 from adapters.chain.members import Member
 from adapters.chain.plan import RowPlan
-from adapters.contract import Allow, Ban, Edit, ShapingProcessor, Sparse, Stage, apply_bitmask, apply_sparse
+from adapters.contract import Allow, Ban, Edit, ShapingProcessor, Sparse, Stage, apply_allows, apply_sparse
 from adapters.devices import upload_ids
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, P
     failures: dict[int, ProcessorFailed] = {}
     soft: dict[Stage, list[_Step]] = {stage: [] for stage in _SOFT_STAGES}
     bans: list[tuple[int, Sparse]] = []
-    allows: dict[int, list[torch.Tensor]] = {}
+    allows: dict[int, Allow] = {}
     for row, chain, plan in planned:
         if plan.force is not None:
             continue
@@ -94,14 +94,13 @@ def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, P
             if isinstance(edit, Ban):
                 bans.append((row, edit))
             elif isinstance(edit, Allow):
-                allows.setdefault(row, []).append(edit.bitmask)
+                allows[row] = _both(allows[row], edit) if row in allows else edit
             elif stage in soft:
                 soft[stage].append((row, chain, edit))
     for steps in soft.values():
         _apply_soft(logits, steps, failures)
     apply_sparse(logits, bans)
-    if allows:
-        apply_bitmask(logits, torch.stack([_intersection(masks) for masks in allows.values()]), list(allows))
+    apply_allows(logits, list(allows.items()))
     return failures
 
 
@@ -238,11 +237,8 @@ def _in_waves(
         apply([(row, chain, queue[i]) for row, chain, queue in queues if i < len(queue)])
 
 
-def _intersection(bitmasks: list[torch.Tensor]) -> torch.Tensor:
-    result = bitmasks[0]
-    for bitmask in bitmasks[1:]:
-        result = result & bitmask
-    return result
+def _both(one: Allow, other: Allow) -> Allow:
+    return Allow(one.bitmask & other.bitmask)
 
 
 def _shape(
