@@ -16,7 +16,7 @@ from adapters.chain.chain import ProcessorChain
 from adapters.chain.failures import ProcessorFailed
 from adapters.chain.members import Member
 from adapters.chain.plan import RowPlan
-from adapters.contract import Allow, Ban, Edit, ShapingProcessor, Sparse, Stage, apply_allows, apply_sparse
+from adapters.contract import Allow, Ban, Bias, Edit, Scale, ShapingProcessor, Sparse, Stage, apply_allows, apply_sparse
 from adapters.devices import upload_ids
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor) -> bool:
             raise failure
     if row.dtype != torch.float32:
         row.copy_(work[0])
-    return chain.has_shaping or bool(plan.allows or plan.bans)
+    return chain.has_shaping or plan.masks
 
 
 Sample = Callable[[ProcessorChain, torch.Tensor], int]
@@ -212,19 +212,22 @@ def replay_token(chain: ProcessorChain, token_id: int, row: torch.Tensor, sample
 
 def _apply_soft(logits: torch.Tensor, steps: Sequence[_Step], failures: dict[int, ProcessorFailed]) -> None:
     """Apply the steps of one stage, those of each row in order."""
-    sparse = [(row, step) for row, _, step in steps if isinstance(step, Sparse)]
-    if len(sparse) == len(steps):
-        apply_sparse(logits, sparse)
+    if not any(isinstance(step, Member) for _, _, step in steps):
+        apply_sparse(logits, _sparse(steps))
         return
     queues: dict[int, tuple[int, ProcessorChain, list[Edit | Member]]] = {}
     for row, chain, step in steps:
         queues.setdefault(row, (row, chain, []))[2].append(step)
 
     def apply_wave(wave: list[_Step]) -> None:
-        apply_sparse(logits, [(row, step) for row, _, step in wave if isinstance(step, Sparse)])
+        apply_sparse(logits, _sparse(wave))
         _shape(logits, [(row, chain, step) for row, chain, step in wave if isinstance(step, Member)], failures)
 
     _in_waves(list(queues.values()), apply_wave)
+
+
+def _sparse(steps: Sequence[_Step]) -> list[tuple[int, Sparse]]:
+    return [(row, step) for row, _, step in steps if isinstance(step, (Bias, Scale, Ban))]  # faster than a union
 
 
 def _in_waves(

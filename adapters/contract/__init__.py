@@ -8,7 +8,14 @@ section or to the answer; `random_numbers` counter-based random numbers.
 """
 
 from adapters.contract.argument_types import MAX_INT, MAX_LIST, MAX_TEXT, Count, PositiveCount, Text, TokenId, TokenIds
-from adapters.contract.bitmasks import apply_bitmask, bitmask_of, count_allowed, is_allowed
+from adapters.contract.bitmasks import (
+    apply_bitmask,
+    bitmask_of,
+    count_allowed,
+    highest_values,
+    is_allowed,
+    mask_rows,
+)
 from adapters.contract.context import ArgumentError, Context, ProcessorArgs
 from adapters.contract.edits import (
     Allow,
@@ -76,7 +83,9 @@ __all__ = [
     "bitmask_of",
     "check_edit",
     "count_allowed",
+    "highest_values",
     "is_allowed",
+    "mask_rows",
     "state_methods",
     "tells_how_long",
     "turn_begin",

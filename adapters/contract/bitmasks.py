@@ -120,20 +120,39 @@ def apply_unpacked(logits: torch.Tensor, masks: Sequence[tuple[int, UnpackedMask
         logits.view(-1).index_add_(0, index, torch.full(index.shape, -torch.inf, dtype=logits.dtype))
     if len(few) == len(masks):
         return
+    many = [(row, mask) for row, mask in masks if mask.masked is None]
+    highest = highest_values(logits, [row for row, _ in many])
     kept: list[tuple[int, torch.Tensor]] = []
     whole: dict[int, tuple[Words, list[int]]] = {}
-    for row, mask in masks:
-        if mask.kept is not None and math.isfinite(logits[row].amax()):  # NaN and +inf must stay recognisable
+    for (row, mask), value in zip(many, highest, strict=True):
+        if mask.kept is not None and math.isfinite(value):  # NaN and +inf must stay recognisable
             kept.append((row, mask.kept))
-        elif mask.masked is None:
+        else:
             whole.setdefault(id(mask), (mask.words, []))[1].append(row)
     if kept:
         index, flat = flat_index(kept, logits.shape[1]), logits.view(-1)
         values = flat.index_select(0, index)
-        logits.index_fill_(0, torch.tensor([row for row, _ in kept]), -torch.inf)
+        mask_rows(logits, [row for row, _ in kept])
         flat.index_copy_(0, index, values)
     for words, rows in whole.values():
         _add_whole(logits, words, rows)
+
+
+def mask_rows(logits: torch.Tensor, rows: Sequence[int]) -> None:
+    """Masks some rows whole."""
+    if logits.device.type == "cpu":
+        for row in rows:  # a third of the time of an indexed fill
+            logits[row].fill_(-torch.inf)
+    else:
+        logits.index_fill_(0, upload_ids(rows, logits.device), -torch.inf)
+
+
+def highest_values(logits: torch.Tensor, rows: Sequence[int]) -> list[float]:
+    """The highest value of some rows of ``logits`` (``[B, V]``), NaN where a row holds one."""
+    if 2 * len(rows) < len(logits):
+        logits, rows = logits[upload_ids(rows, logits.device)], range(len(rows))
+    highest: list[float] = logits.amax(-1).tolist()
+    return [highest[row] for row in rows]
 
 
 def flat_index(parts: Sequence[tuple[int, torch.Tensor]], width: int) -> torch.Tensor:

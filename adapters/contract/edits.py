@@ -239,16 +239,18 @@ def apply_sparse(logits: torch.Tensor, edits: Sequence[tuple[int, Sparse]]) -> N
     """
     while edits:
         wave, edits = _first_per_row(edits)
-        for kind in (Bias, Scale, Ban):
-            _apply_kind(logits, [(row, edit) for row, edit in wave if type(edit) is kind], kind)
+        kinds = {type(edit) for _, edit in wave}
+        for kind in kinds:  # in any order: they are of different rows
+            part = wave if len(kinds) == 1 else [(row, edit) for row, edit in wave if type(edit) is kind]
+            _apply_kind(logits, part, kind)
 
 
 def _first_per_row(
     edits: Sequence[tuple[int, Sparse]],
-) -> tuple[list[tuple[int, Sparse]], list[tuple[int, Sparse]]]:
+) -> tuple[Sequence[tuple[int, Sparse]], Sequence[tuple[int, Sparse]]]:
     """Splits off the first edit of each row, so that one scatter never writes an element twice."""
-    if len({row for row, _ in edits}) == len(edits):
-        return list(edits), []
+    if len(dict(edits)) == len(edits):
+        return edits, ()
     seen: set[int] = set()
     first: list[tuple[int, Sparse]] = []
     rest: list[tuple[int, Sparse]] = []
@@ -258,26 +260,28 @@ def _first_per_row(
     return first, rest
 
 
-def _apply_kind(logits: torch.Tensor, edits: list[tuple[int, Sparse]], kind: type[Edit]) -> None:
-    if not edits:
-        return
+def _apply_kind(logits: torch.Tensor, edits: Sequence[tuple[int, Sparse]], kind: type[Sparse]) -> None:
     device, width = logits.device, logits.shape[1]
     flat = logits.view(-1)
     parts = [edit.token_ids if isinstance(edit, Ban) else edit._ids for _, edit in edits]
-    starts = np.repeat([row * width for row, _ in edits], [len(part) for part in parts])
+    lengths = [len(part) if type(part) is array else part.shape[0] for part in parts]  # len of a tensor is slow
+    starts = np.repeat([row * width for row, _ in edits], lengths)
     index = upload(_joined(parts, torch.int64) + torch.from_numpy(starts), device)
     if kind is Ban:
         flat.index_fill_(0, index, -torch.inf)
         return
     values = upload(_joined([edit._numbers for _, edit in edits if not isinstance(edit, Ban)], torch.float32), device)
+    if kind is Bias and logits.dtype == torch.float32:
+        flat.index_add_(0, index, values)
+        return
     z = flat.index_select(0, index).float()
     z = z + values if kind is Bias else torch.where(z > 0, z / values, z * values)
-    flat.index_copy_(0, index, z.to(logits.dtype))
+    flat.scatter_(0, index, z.to(logits.dtype))
 
 
 def _joined(parts: Sequence[Numbers], dtype: torch.dtype) -> torch.Tensor:
     """The parts one after the other; a single tensor as it is, everything else as a copy."""
-    arrays = [part for part in parts if isinstance(part, array)]
+    arrays = [part for part in parts if type(part) is array]
     if len(arrays) == len(parts):
         joined = bytearray().join(arrays)
         return torch.frombuffer(joined, dtype=dtype) if joined else torch.empty(0, dtype=dtype)
