@@ -75,8 +75,8 @@ def _bits_in(words: Words, width: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Ids of the bits set, ``32 * word + bit``, rising, below ``width``."""
     some = np.flatnonzero(words)
     bits = np.flatnonzero(np.unpackbits(words[some].view(np.uint8), bitorder="little"))
-    ids = some[bits >> 5] * 32 + (bits & 31)
-    return ids[: np.searchsorted(ids, width)]
+    ids: np.ndarray[Any, np.dtype[np.int64]] = some[bits >> 5] * 32 + (bits & 31)
+    return ids[: int(np.searchsorted(ids, width))]
 
 
 def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int] | None = None) -> None:

@@ -264,7 +264,7 @@ def _apply_kind(logits: torch.Tensor, edits: Sequence[tuple[int, Sparse]], kind:
     device, width = logits.device, logits.shape[1]
     flat = logits.view(-1)
     parts = [edit.token_ids if isinstance(edit, Ban) else edit._ids for _, edit in edits]
-    lengths = [len(part) if type(part) is array else part.shape[0] for part in parts]  # len of a tensor is slow
+    lengths = [len(part) if isinstance(part, array) else part.shape[0] for part in parts]  # len of a tensor is slow
     starts = np.repeat([row * width for row, _ in edits], lengths)
     index = upload(_joined(parts, torch.int64) + torch.from_numpy(starts), device)
     if kind is Ban:
@@ -281,7 +281,7 @@ def _apply_kind(logits: torch.Tensor, edits: Sequence[tuple[int, Sparse]], kind:
 
 def _joined(parts: Sequence[Numbers], dtype: torch.dtype) -> torch.Tensor:
     """The parts one after the other; a single tensor as it is, everything else as a copy."""
-    arrays = [part for part in parts if type(part) is array]
+    arrays = [part for part in parts if isinstance(part, array)]
     if len(arrays) == len(parts):
         joined = bytearray().join(arrays)
         return torch.frombuffer(joined, dtype=dtype) if joined else torch.empty(0, dtype=dtype)
