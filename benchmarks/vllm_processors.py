@@ -281,7 +281,8 @@ def report(found: list[dict[str, Speed]], steps: dict[str, float]) -> str:
 
 `benchmarks/vllm_processors.py` wrote this on {datetime.date.today()}: {processor()}, {os.cpu_count()} cores,
 shared with other jobs (load {os.getloadavg()[2]:.0f}), torch {torch.__version__},
-{torch.get_num_threads()} thread(s). SmolLM2-135M-Instruct, {ROWS} requests at a time, {NEW} tokens each, {len(found)} rounds. Read the ratios, not the figures.
+{torch.get_num_threads()} thread(s). SmolLM2-135M-Instruct, {ROWS} requests at a time, {NEW} tokens each,
+{len(found)} rounds. Read the ratios, not the figures.
 
 | tokens per second | median | quartiles | per second of processor time | of the fastest rounds | goal |
 | --- | --- | --- | --- | --- | --- |
@@ -292,9 +293,9 @@ shared with other jobs (load {os.getloadavg()[2]:.0f}), torch {torch.__version__
 {lines(times)}
 
 The goal for {STEP_ROWS} typical chains is {STEP_TARGET_MS} ms. llguidance alone takes a token and
-computes a mask for each row: it tries every token of the vocabulary where the length of a string is bounded, as in this schema. A forward
-pass that takes less time, on more threads or a GPU, makes the same step a larger share. Tokens per second:
-{figures}.
+computes a mask for each row: it tries every token of the vocabulary where the length of a string is
+bounded, as in this schema. A forward pass that takes less time, on more threads or a GPU, makes the same
+step a larger share. Tokens per second: {figures}.
 """
 
 

@@ -177,7 +177,7 @@ class MalformedEdit(Exception):
 
 
 def check_edit(edit: object, *, soft: bool, vocab_size: int, num_tokens: int) -> Edit:
-    """``edit``, if it can be applied to a row; a bitmask is copied, and widened with zeros.
+    """``edit``, if it can be applied to a row; a bitmask comes in a new edit, widened with zeros.
 
     Args:
         edit: Value that a processor returned.
@@ -222,7 +222,7 @@ def _check_bitmask(edit: Allow, num_words: int) -> Allow:
         expected = f"expected int32 [{num_words}] on the CPU"
         raise MalformedEdit(f"Allow holds a bitmask {_described(bitmask)} on {bitmask.device}, {expected}")
     missing = num_words - len(bitmask)
-    return Allow(torch.nn.functional.pad(bitmask, (0, missing)) if missing else bitmask.clone())
+    return Allow(torch.nn.functional.pad(bitmask, (0, missing)) if missing else bitmask)  # it may write into it later
 
 
 def _described(tensor: torch.Tensor) -> str:
