@@ -19,7 +19,6 @@ from adapters.contract import (
     Stage,
     SteeringProcessor,
     check_edit,
-    count_allowed,
     state_methods,
     tells_how_long,
 )
@@ -160,6 +159,4 @@ def _checked_edit(make: Callable[[], Edit | None], soft: bool, vocab_size: int, 
 
 
 def _num_masked(edit: Edit | Member, num_tokens: int) -> int:
-    if isinstance(edit, Ban):
-        return edit.token_ids.numel()
-    return num_tokens - count_allowed(edit.bitmask, num_tokens) if isinstance(edit, Allow) else 0
+    return edit.num_masked(num_tokens) if isinstance(edit, Ban | Allow) else 0

@@ -52,6 +52,11 @@ class RowPlan:
         return [edit.bitmask for _, _, edit, _, _ in self.acts if isinstance(edit, Allow)]
 
     @property
+    def masks(self) -> bool:
+        """Whether there is a hard mask, sparse or packed."""
+        return any(kind == "masked" for _, _, _, kind, _ in self.acts)
+
+    @property
     def late(self) -> list[Member]:
         """Shaping steps of the stage of hard masks and of those after it."""
         return [edit for _, stage, edit, _, _ in self.acts if isinstance(edit, Member) and stage > Stage.SOFT]

@@ -1,12 +1,21 @@
 """The contract of a logits processor, which is all that an author needs.
 
 `processor` has the classes to derive from; `context` the arguments and the context that they are
-built with; `stage` their place in the order law; `edits` what a steering processor returns;
+built with; `stage` their place in the order law; `edits` what a steering processor returns, and
+`bitmasks` the packed masks among it;
 `argument_types` bounded types for arguments; `scope` how a processor is limited to the thinking
 section or to the answer; `random_numbers` counter-based random numbers.
 """
 
 from adapters.contract.argument_types import MAX_INT, MAX_LIST, MAX_TEXT, Count, PositiveCount, Text, TokenId, TokenIds
+from adapters.contract.bitmasks import (
+    apply_bitmask,
+    bitmask_of,
+    count_allowed,
+    highest_values,
+    is_allowed,
+    mask_rows,
+)
 from adapters.contract.context import ArgumentError, Context, ProcessorArgs
 from adapters.contract.edits import (
     Allow,
@@ -17,12 +26,9 @@ from adapters.contract.edits import (
     MalformedEdit,
     Scale,
     Sparse,
-    apply_bitmask,
+    apply_allows,
     apply_sparse,
-    bitmask_of,
     check_edit,
-    count_allowed,
-    is_allowed,
 )
 from adapters.contract.processor import (
     ALWAYS,
@@ -71,12 +77,15 @@ __all__ = [
     "TokenId",
     "TokenIds",
     "Unsatisfiable",
+    "apply_allows",
     "apply_bitmask",
     "apply_sparse",
     "bitmask_of",
     "check_edit",
     "count_allowed",
+    "highest_values",
     "is_allowed",
+    "mask_rows",
     "state_methods",
     "tells_how_long",
     "turn_begin",

@@ -13,16 +13,23 @@ An edit never holds a vocabulary-sized tensor of floats. The classes, in the ord
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 
-from adapters.devices import upload, upload_ids
+from adapters.contract.bitmasks import (
+    UnpackedMask,
+    apply_bitmask,
+    apply_unpacked,
+    bitmask_of,
+    count_allowed,
+    unpacked,
+)
+from adapters.devices import upload
 
 Ids = torch.Tensor | array  # type: ignore[type-arg]
 Numbers = torch.Tensor | array  # type: ignore[type-arg]
@@ -113,6 +120,10 @@ class Ban:
         """The edit of plain ids."""
         return cls(torch.tensor(sorted(token_ids), dtype=torch.int64))
 
+    def num_masked(self, num_tokens: int) -> int:
+        """Number of ids masked."""
+        return self.token_ids.shape[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Allow:
@@ -120,16 +131,33 @@ class Allow:
 
     Attributes:
         bitmask: int32 ``[ceil(V / 32)]`` on the CPU, token ``32 * i + j`` is bit j of word i. Ids
-            beyond a narrower bitmask are masked.
+            beyond a narrower bitmask are masked. Not changed any more: what is computed from it is
+            kept.
     """
 
     kind: ClassVar[str] = "masked"
     bitmask: torch.Tensor
+    _num_masked: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _unpacked: dict[int, UnpackedMask] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, token_ids: Iterable[int], vocab_size: int) -> Allow:
         """Allows exactly ``token_ids``."""
         return cls(bitmask_of(token_ids, vocab_size))
+
+    def num_masked(self, num_tokens: int) -> int:
+        """Number of ids below ``num_tokens`` that are masked."""
+        found = self._num_masked.get(num_tokens)
+        if found is None:
+            found = self._num_masked[num_tokens] = num_tokens - count_allowed(self.bitmask, num_tokens)
+        return found
+
+    def unpacked(self, width: int) -> UnpackedMask:
+        """The form in which a CPU applies it to rows of ``width``."""
+        found = self._unpacked.get(width)
+        if found is None:
+            found = self._unpacked[width] = unpacked(self.bitmask, width)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +177,7 @@ class MalformedEdit(Exception):
 
 
 def check_edit(edit: object, *, soft: bool, vocab_size: int, num_tokens: int) -> Edit:
-    """``edit``, if it can be applied to a row; a bitmask that is too narrow is widened with zeros.
+    """``edit``, if it can be applied to a row; a bitmask comes in a new edit, widened with zeros.
 
     Args:
         edit: Value that a processor returned.
@@ -194,40 +222,11 @@ def _check_bitmask(edit: Allow, num_words: int) -> Allow:
         expected = f"expected int32 [{num_words}] on the CPU"
         raise MalformedEdit(f"Allow holds a bitmask {_described(bitmask)} on {bitmask.device}, {expected}")
     missing = num_words - len(bitmask)
-    return Allow(torch.nn.functional.pad(bitmask, (0, missing))) if missing else edit
+    return Allow(torch.nn.functional.pad(bitmask, (0, missing)) if missing else bitmask)  # it may write into it later
 
 
 def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def bitmask_of(token_ids: Iterable[int], vocab_size: int) -> torch.Tensor:
-    """Packed int32 ``[ceil(vocab_size / 32)]`` with the bits of ``token_ids`` set.
-
-    Raises:
-        ValueError: an id is outside ``[0, vocab_size)``.
-    """
-    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
-    ids = np.fromiter(token_ids, dtype=np.int64)
-    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-        raise ValueError(f"token ids must be between 0 and {vocab_size - 1}")
-    bits[ids] = 1
-    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32).copy())
-
-
-def is_allowed(bitmask: torch.Tensor, token_id: int) -> bool:
-    """Whether the bit of ``token_id`` is set; ids beyond the bitmask are not allowed."""
-    word = token_id >> 5
-    return word < bitmask.shape[0] and bool((int(bitmask[word]) >> (token_id & 31)) & 1)
-
-
-def count_allowed(bitmask: torch.Tensor, num_tokens: int) -> int:
-    """Number of bits set below ``num_tokens``; bits of padding above it do not count."""
-    words = np.ascontiguousarray(bitmask.numpy())
-    num_pairs = min(num_tokens // 64, len(words) // 2)  # of words, as they are counted fastest
-    count = int(np.bitwise_count(words[: 2 * num_pairs].view(np.uint64)).sum(dtype=np.uint32))
-    rest = int.from_bytes(words[2 * num_pairs :][:2].tobytes(), "little")
-    return count + (rest & (1 << num_tokens - 64 * num_pairs) - 1).bit_count()
 
 
 def apply_sparse(logits: torch.Tensor, edits: Sequence[tuple[int, Sparse]]) -> None:
@@ -240,16 +239,18 @@ def apply_sparse(logits: torch.Tensor, edits: Sequence[tuple[int, Sparse]]) -> N
     """
     while edits:
         wave, edits = _first_per_row(edits)
-        for kind in (Bias, Scale, Ban):
-            _apply_kind(logits, [(row, edit) for row, edit in wave if type(edit) is kind], kind)
+        kinds = {type(edit) for _, edit in wave}
+        for kind in kinds:  # in any order: they are of different rows
+            part = wave if len(kinds) == 1 else [(row, edit) for row, edit in wave if type(edit) is kind]
+            _apply_kind(logits, part, kind)
 
 
 def _first_per_row(
     edits: Sequence[tuple[int, Sparse]],
-) -> tuple[list[tuple[int, Sparse]], list[tuple[int, Sparse]]]:
+) -> tuple[Sequence[tuple[int, Sparse]], Sequence[tuple[int, Sparse]]]:
     """Splits off the first edit of each row, so that one scatter never writes an element twice."""
-    if len({row for row, _ in edits}) == len(edits):
-        return list(edits), []
+    if len(dict(edits)) == len(edits):
+        return edits, ()
     seen: set[int] = set()
     first: list[tuple[int, Sparse]] = []
     rest: list[tuple[int, Sparse]] = []
@@ -259,21 +260,23 @@ def _first_per_row(
     return first, rest
 
 
-def _apply_kind(logits: torch.Tensor, edits: list[tuple[int, Sparse]], kind: type[Edit]) -> None:
-    if not edits:
-        return
+def _apply_kind(logits: torch.Tensor, edits: Sequence[tuple[int, Sparse]], kind: type[Sparse]) -> None:
     device, width = logits.device, logits.shape[1]
     flat = logits.view(-1)
     parts = [edit.token_ids if isinstance(edit, Ban) else edit._ids for _, edit in edits]
-    starts = np.repeat([row * width for row, _ in edits], [len(part) for part in parts])
+    lengths = [len(part) if isinstance(part, array) else part.shape[0] for part in parts]  # len of a tensor is slow
+    starts = np.repeat([row * width for row, _ in edits], lengths)
     index = upload(_joined(parts, torch.int64) + torch.from_numpy(starts), device)
     if kind is Ban:
         flat.index_fill_(0, index, -torch.inf)
         return
     values = upload(_joined([edit._numbers for _, edit in edits if not isinstance(edit, Ban)], torch.float32), device)
+    if kind is Bias and logits.dtype == torch.float32:
+        flat.index_add_(0, index, values)
+        return
     z = flat.index_select(0, index).float()
     z = z + values if kind is Bias else torch.where(z > 0, z / values, z * values)
-    flat.index_copy_(0, index, z.to(logits.dtype))
+    flat.scatter_(0, index, z.to(logits.dtype))
 
 
 def _joined(parts: Sequence[Numbers], dtype: torch.dtype) -> torch.Tensor:
@@ -286,109 +289,16 @@ def _joined(parts: Sequence[Numbers], dtype: torch.dtype) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-_FEW = 16
-"""A mask is applied bit by bit if fewer than one word in this many has bits set."""
-
-# Row b holds the eight addends of byte b: 0 where its bit is set, else -inf. Made per device on
-# first use.
-_ADDENDS: dict[torch.device, torch.Tensor] = {}
-
-
-def _addends(device: torch.device) -> torch.Tensor:
-    table = _ADDENDS.get(device)
-    if table is None:
-        bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
-        table = _ADDENDS[device] = upload(torch.where(bits == 1, 0.0, -torch.inf), device)
-    return table
-
-
-def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int] | None = None) -> None:
-    """Masks with -inf every logit whose bit is 0.
-
-    A table maps eight bits to eight addends, 0 or -inf, which costs a tenth of a boolean masked
-    fill; on the CPU one row at a time, so that the addends stay in cache.
+def apply_allows(logits: torch.Tensor, edits: Sequence[tuple[int, Allow]]) -> None:
+    """Apply the packed masks of some rows together: see `apply_bitmask`.
 
     Args:
         logits: float ``[B, V]``, edited in place.
-        bitmask: int32 ``[R, W]``, one row of bits for each of ``rows``; ids beyond ``32 * W`` are
-            masked.
-        rows: Rows of ``logits`` to mask, all of them in order by default.
+        edits: ``(row, edit)``; no row occurs twice.
     """
-    every = range(len(logits)) if rows is None else rows
-    covered = min(logits.shape[1], bitmask.shape[1] * 32)
-    if covered < logits.shape[1]:
-        for row in every:
-            logits[row, covered:] = -torch.inf
+    if not edits:
+        return
     if logits.device.type == "cpu":
-        _mask_on_cpu(logits, bitmask, every, covered)
-        return
-    octets = _on_device(bitmask, logits.device).contiguous().view(torch.uint8).int()
-    addends = _addends(logits.device).index_select(0, octets.flatten()).view(len(octets), -1)[:, :covered]
-    if list(every) == list(range(len(logits))):
-        logits[:, :covered].add_(addends)
-        return
-    logits[:, :covered].index_add_(0, upload_ids(list(every), logits.device), addends.to(logits.dtype))
-
-
-def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return upload(tensor, device) if tensor.device.type == "cpu" else tensor.to(device)
-
-
-def _mask_on_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int], covered: int) -> None:
-    """Mask bit by bit where few words are clear or set (typical of grammars), else whole rows."""
-    allowed = bitmask.cpu().contiguous().numpy()
-    masked = ~allowed
-    some_clear = masked != 0
-    few_clear = _are_few(some_clear)
-    if few_clear.any():
-        some_clear[~few_clear] = False
-        _mask_few(logits, masked, some_clear, rows, covered)
-    if few_clear.all():
-        return
-    few_set = _are_few(allowed != 0)
-    addends = np.empty((masked.shape[1] * 4, 8), dtype=np.float32)
-    for i in np.flatnonzero(~few_clear).tolist():
-        values = logits[rows[i], :covered]
-        if few_set[i] and math.isfinite(values.max()):  # a row with NaN or +inf must stay recognisable
-            _keep_few(values, allowed[i])
-        else:
-            np.take(_addends(logits.device).numpy(), allowed[i].view(np.uint8), axis=0, out=addends, mode="clip")
-            values += torch.from_numpy(addends).view(-1)[:covered]
-
-
-def _are_few(words: np.ndarray[Any, np.dtype[np.bool_]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Whether few words are true, for each row. (A loop is three times as fast as by axis.)"""
-    return np.array([np.count_nonzero(row) * _FEW < words.shape[1] for row in words], dtype=np.bool_)
-
-
-def _mask_few(
-    logits: torch.Tensor,
-    masked: np.ndarray[Any, np.dtype[np.int32]],
-    chosen: np.ndarray[Any, np.dtype[np.bool_]],
-    rows: Sequence[int],
-    covered: int,
-) -> None:
-    """Masks the bits set in the chosen words of all rows together, and no others."""
-    words = np.flatnonzero(chosen)
-    bits = _bits_in(masked.reshape(-1)[words])
-    row, word = np.divmod(words[bits >> 5], masked.shape[1])
-    column = word * 32 + (bits & 31)
-    index = torch.from_numpy((np.asarray(rows)[row] * logits.shape[1] + column)[column < covered])
-    flat = logits.view(-1)
-    flat.index_copy_(0, index, flat[index] + -torch.inf)
-
-
-def _keep_few(values: torch.Tensor, allowed: np.ndarray[Any, np.dtype[np.int32]]) -> None:
-    """Masks one row except for the bits set."""
-    some = np.flatnonzero(allowed)
-    bits = _bits_in(allowed[some])
-    columns = some[bits >> 5] * 32 + (bits & 31)
-    index = torch.from_numpy(columns[columns < len(values)])
-    kept = values[index]
-    values.fill_(-torch.inf)
-    values[index] = kept
-
-
-def _bits_in(words: np.ndarray[Any, np.dtype[np.int32]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Token ids of the bits set, ``32 * word + bit``, rising."""
-    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        apply_unpacked(logits, [(row, edit.unpacked(logits.shape[1])) for row, edit in edits])
+    else:
+        apply_bitmask(logits, torch.stack([edit.bitmask for _, edit in edits]), [row for row, _ in edits])

@@ -12,8 +12,11 @@ from llguidance import LLMatcher
 
 from adapters.contract import Allow
 
-MAX_MASKS = 16
-"""Masks that a thread keeps; for a vocabulary of 150,000 tokens, 38 KB each."""
+MAX_MASKS = 64
+"""Masks that a thread keeps: strings of a bounded length have one for each length that is left.
+
+For a vocabulary of 150,000 tokens 38 KB each, and up to 75 KB where few tokens are masked or kept.
+"""
 
 Words: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 """A packed mask, int32 ``[ceil(width / 32)]``."""

@@ -81,7 +81,9 @@ class RequestMatcher:
             Unsatisfiable: the grammar exceeded a limit, or no token can continue the text.
         """
         masks.compute(self._matcher)
-        if self._matcher.is_error() and self._renew(taken):
+        if not self._matcher.is_error():
+            return
+        if self._renew(taken):
             masks.compute(self._matcher)
         if self._matcher.is_error():
             reason = short_reason(self._matcher.get_error(), "")

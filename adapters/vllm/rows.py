@@ -22,6 +22,7 @@ from adapters.chain import (
     apply_late,
     plan_rows,
 )
+from adapters.contract import highest_values, mask_rows
 from adapters.devices import upload_ids
 from adapters.vllm.model import ServedModel
 from adapters.vllm.reports import REPORTS, Failure
@@ -264,7 +265,7 @@ def _force(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, Proces
     rows = upload_ids([index for index, _, _ in forced], logits.device)
     columns = upload_ids([token_id for _, _, token_id in forced], logits.device)
     ruled_out: list[Any] = (logits[rows, columns] == -torch.inf).tolist()
-    logits[rows] = -torch.inf
+    mask_rows(logits, [index for index, _, _ in forced])
     logits[rows, columns] = 0.0
     return {
         index: chain.fail("forcing", "unsatisfiable", f"token {token_id} is ruled out by the model or another field")
@@ -276,25 +277,14 @@ def _force(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, Proces
 def _unusable(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
     """The rows of which nothing can be sampled any more."""
     checked = [
-        (index, chain)
-        for index, chain, plan in planned
-        if plan.force is None and (chain.has_shaping or plan.allows or plan.bans)
+        (index, chain) for index, chain, plan in planned if plan.force is None and (chain.has_shaping or plan.masks)
     ]
     if not checked:
         return {}
-    highest = _highest(logits, [index for index, _ in checked])
+    highest = highest_values(logits, [index for index, _ in checked])
     found = {}
     for (index, chain), value in zip(checked, highest, strict=True):
         problem = "nan" if value != value else {torch.inf: "infinite", -torch.inf: "empty"}.get(value)
         if problem is not None:
             found[index] = chain.fail("chain", problem, f"{PROBLEMS[problem]} at position {chain.position}")
-    return found
-
-
-def _highest(logits: torch.Tensor, indices: Sequence[int]) -> list[float]:
-    """The highest value of some rows, NaN where a row holds one. No row is copied on a CPU."""
-    if logits.device.type == "cpu":
-        values = logits.numpy()
-        return [float(values[index].max()) for index in indices]
-    found: list[float] = logits[upload_ids(indices, logits.device)].amax(-1).tolist()
     return found
