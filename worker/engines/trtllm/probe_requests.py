@@ -68,7 +68,7 @@ class ProbeRequests:
 
         Args:
             name: The adapter's name.
-            adapter: Its ``LoRARequest``.
+            adapter: The ``LoRARequest`` of it.
 
         Raises:
             StartupError: TensorRT-LLM refuses it.
