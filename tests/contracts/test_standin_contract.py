@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from worker.engines.trtllm.lora import MODULES
+
 Ask = Callable[[str], Any]
 
 FIELDS = """
@@ -235,6 +237,30 @@ def test_llm_args(contract: Any, version: str, ask: Ask) -> None:
     assert found[1] == {name: value for name, value in contract["kv_cache_config"].items() if name not in lacking}
     assert found[2] == contract["cache_transceiver_config"]
     assert found[3] == "refused"
+
+
+@pytest.mark.parametrize(
+    ("module", "cls", "section"),
+    [
+        ("lora_helper", "LoraConfig", "lora_config"),
+        ("executor.request", "LoRARequest", "lora_request"),
+        ("scheduling_params", "SchedulingParams", "scheduling_params"),
+        ("conversation_params", "ConversationParams", "conversation_params"),
+    ],
+)
+def test_records_of_a_submission(contract: Any, ask: Ask, module: str, cls: str, section: str) -> None:
+    facts = contract[section]
+    found = ask(f"{FIELDS}\nfrom tensorrt_llm.{module} import {cls}\nanswer = table({cls})")
+    same(found, facts["fields"] if isinstance(facts, dict) else facts)
+
+
+def test_names_of_adapted_layers(contract: Any, ask: Ask) -> None:
+    found = ask(
+        "from tensorrt_llm.lora_helper import get_default_trtllm_modules_to_hf_modules as names\nanswer = names()"
+    )
+    assert found == contract["lora_config"]["modules"]
+    ours = {theirs: name for name, theirs in MODULES.items()}
+    assert ours == {name: layer for name, layer in found.items() if not name.startswith("moe_")}
 
 
 # What the library does, beyond its names: one row per fact in the contract's ``behaviour``.

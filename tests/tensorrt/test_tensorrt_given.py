@@ -74,7 +74,7 @@ STOCK: list[tuple[str, str, dict[str, Any], str | None]] = [  # file, role, keys
         "deepseek-r1/simple/prefill",
         "prefill",
         _file(**_DEEPSEEK | _STEPS, enable_attention_dp=True),
-        "enable_attention_dp: must be false, got true: its ranks",
+        None,
     ),
     ("deepseek-r1/simple/decode", "decode", _file(**_DEEPSEEK | _OVERLAPS | _GRAPHS), None),
     ("deepseek-r1/mtp/prefill", "prefill", _file(**_DEEPSEEK | _STEPS | _MTP), "speculative_config: must be null"),
@@ -83,13 +83,13 @@ STOCK: list[tuple[str, str, dict[str, Any], str | None]] = [  # file, role, keys
         "deepseek-r1/wide_ep/prefill",
         "prefill",
         _file(**_DEEPSEEK | _STEPS | _WIDE),
-        "enable_attention_dp: must be false",
+        None,
     ),
     (
         "deepseek-r1/wide_ep/decode",
         "decode",
         _file(**_DEEPSEEK | _OVERLAPS | _WIDE),
-        "enable_attention_dp: must be false",
+        None,
     ),
     ("gemma3/vswa_prefill", "prefill", _GEMMA | _STEPS, None),
     ("gemma3/vswa_decode", "decode", _GEMMA, None),
@@ -172,11 +172,12 @@ def test_flags_of_dynamos_worker_become_arguments(tmp_path: Path) -> None:
         "gpus_per_node: 8\n",
         *("--expert-parallel-size", "4", "--gpus-per-node", "8", "--load-format", "dummy", "--max-beam-width", "1"),
         *("--free-gpu-memory-fraction", "0.5", "--trtllm.kv_cache_config.enable_block_reuse", "false"),
-        *("--no-enable-attention-dp", "--no-publish-kv-events"),
+        *("--no-enable-attention-dp", "--no-publish-kv-events", "--no-conversation-affinity"),
     ).options
     assert (options["moe_expert_parallel_size"], options["gpus_per_node"], options["load_format"]) == (4, 8, "dummy")
     assert options["kv_cache_config"] == {"free_gpu_memory_fraction": 0.5, "enable_block_reuse": False}
-    assert not {"max_beam_width", "enable_attention_dp"} & set(options)
+    assert "max_beam_width" not in options
+    assert (options["enable_attention_dp"], options["attention_dp_config"]) == (False, None)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +196,9 @@ def test_flags_of_dynamos_worker_become_arguments(tmp_path: Path) -> None:
         ),
         (
             "",
-            ["--enable-attention-dp"],
-            "--enable-attention-dp: enable_attention_dp: must be false, got true: its ranks have batches, KV caches "
-            "and KV events of their own, and this worker reports one of each",
+            ["--enable-attention-dp", "--trtllm.enable_lm_head_tp_in_adp", "true"],
+            "--trtllm.enable_lm_head_tp_in_adp: enable_lm_head_tp_in_adp: must be false, got true: logits processors "
+            "need whole rows, and its ranks have a part of each",
         ),
         (
             "",

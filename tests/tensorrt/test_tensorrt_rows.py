@@ -39,6 +39,10 @@ pytestmark = pytest.mark.timeout(300)
 SECTIONS = {
     "about": "",
     "behaviour": "tests/contracts/test_standin_contract.py names a test for each",
+    "conversation_params": "test_tensorrt_ranks.py",
+    "lora_config": "test_tensorrt_lora.py",
+    "lora_request": "test_tensorrt_lora.py",
+    "scheduling_params": "test_tensorrt_ranks.py",
     "cache_transceiver_backends": "values",
     "cache_transceiver_config": "TRANSCEIVER",
     "completion_output": "OUTPUT",
@@ -265,11 +269,11 @@ SUBMISSION = {
     "cache_salt": "sent",
     "trace_headers": "sent",
     "priority": "sent",
-    "lora_request": "not sent: no LoRA adapters",
+    "lora_request": "test_tensorrt_lora.py",
     "prompt_adapter_request": "not sent: no prompt adapters",
     "kv_cache_retention_config": "not sent: blocks are evicted in the library's own order",
-    "scheduling_params": "not sent: of attention data parallelism",
-    "conversation_params": "not sent: the router knows conversations",
+    "scheduling_params": "test_tensorrt_ranks.py",
+    "conversation_params": "test_tensorrt_ranks.py",
     "_postproc_params": "not sent: private",
 }
 

@@ -149,7 +149,7 @@ async def test_load_and_kv_events_reach_the_runtime(model: Path, tmp_path: Path,
     options = ("--kv-block-size", "16", "--extra-engine-args", str(path))
     async with running(model, *options, windows=[128, 4096]) as served:
         loads: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
-        served.tell_load(lambda used, total: loads.put_nowait((used, total)))
+        served.tell_load(lambda used, total, dp_rank=0: loads.put_nowait((used, total)))
         sink = Sink()
         assert served.has_events
         served.report_blocks(sink)

@@ -253,7 +253,9 @@ class Sink:
         self.calls: list[tuple[Any, ...]] = []
 
     def stored(self, *arguments: Any) -> None:
-        self.calls.append(("stored", *arguments))
+        *told, adapter = arguments
+        assert adapter is None
+        self.calls.append(("stored", *told))
 
     def removed(self, block_hashes: Sequence[int]) -> None:
         self.calls.append(("removed", block_hashes))
@@ -372,7 +374,7 @@ async def poll(monkeypatch: pytest.MonkeyPatch, start: str, *answers: list[Any] 
     polled = reports.ExecutorReports(llm)
     polled.on_load = lambda *load: sink.calls.append(load)
     relay = EventRelay(sink, 2)
-    task = asyncio.create_task(polled.poll_events(relay) if start == "relay" else polled.poll_load())
+    task = asyncio.create_task(polled.poll_events([relay]) if start == "relay" else polled.poll_load())
     await asyncio.wait_for(llm.exhausted.wait(), 30)
     assert not task.done()
     task.cancel()
@@ -395,7 +397,7 @@ async def test_kv_events_go_on_after_an_error(
 
 async def test_statistics_go_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     record = {"kvCacheStats": {"usedNumBlocks": 3, "maxNumBlocks": 9}}
-    assert await poll(monkeypatch, "load", [None], AssertionError("off"), [record]) == [(3, 9)]
+    assert await poll(monkeypatch, "load", [None], AssertionError("off"), [record]) == [(3, 9, 0)]
 
 
 def test_statistics() -> None:

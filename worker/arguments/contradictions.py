@@ -14,7 +14,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "step_timeout_s": (*_EMBEDDED, *_VLLM),
     "publish_forward_pass_metrics": (*_EMBEDDED, *_TRTLLM),
     "engine_args": _VLLM,
-    "lora_modules": _VLLM,
+    "lora_modules": (*_TRTLLM, *_VLLM),
     **dict.fromkeys(("history", "processor_errors", "override_engine_args"), _TRTLLM),
     **dict.fromkeys(
         (
@@ -36,8 +36,6 @@ def _refuse_options_of_other_engines(a: Arguments) -> None:
 
 
 def _refuse_vllm_contradictions(a: Arguments) -> None:
-    if a.served_model_name in dict(a.lora_modules):
-        raise ConfigurationError(f"--lora-modules: {a.served_model_name} is the name of the model itself")
     if a.device != "auto":
         raise ConfigurationError(f"--engine vllm chooses its devices itself, but --device is {a.device}")
     if a.disaggregation_mode not in ("aggregated", "agg"):
@@ -145,6 +143,11 @@ def refuse_contradictions(a: Arguments) -> None:
     _refuse_options_of_other_engines(a)
     if a.engine == "vllm":
         _refuse_vllm_contradictions(a)
+    if a.served_model_name in dict(a.lora_modules):
+        raise ConfigurationError(f"--lora-modules: {a.served_model_name} is the name of the model itself")
+    if a.lora_modules and a.disaggregation_mode not in ("aggregated", "agg"):
+        problem = "adapters are registered with aggregated workers alone"
+        raise ConfigurationError(f"--lora-modules with --disaggregation-mode {a.disaggregation_mode}: {problem}")
     if a.dtype == "float16" and a.engine == "embedded":
         raise ConfigurationError("--dtype float16 needs --engine trtllm or vllm")
     unknown = set(a.endpoint_types.split(",")) - {"chat", "completions", "none"}

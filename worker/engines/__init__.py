@@ -66,6 +66,8 @@ class EngineInfo:
         honours_priority: The waiting queue is ordered by the requests' priorities.
         honours_choice: Requests with one seed that differ in `EngineRequest.choice` are served.
         reports_blocks: `ServingEngine.report_blocks` tells of the cached blocks.
+        num_dp_ranks: Data parallel ranks, each with a batch and KV blocks of its own: the sizes
+            above are those of one.
     """
 
     name: str
@@ -86,6 +88,12 @@ class EngineInfo:
     honours_priority: bool = False
     honours_choice: bool = True
     reports_blocks: bool = True
+    num_dp_ranks: int = 1
+
+    @property
+    def num_slots(self) -> int:
+        """Requests decoded at the same time at most, by all data parallel ranks."""
+        return self.max_num_seqs * self.num_dp_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +316,21 @@ class KeepsAlive(Protocol):
         """Give an empty delta to each stream that has had none since the last call."""
 
 
+class LoadSink(Protocol):
+    """Receiver of an engine's own counts of its KV blocks."""
+
+    def __call__(self, used: int, total: int, dp_rank: int = 0) -> None:
+        """Take the used and total KV blocks of one data parallel rank."""
+
+
+@runtime_checkable
+class DataParallel(Protocol):
+    """An engine with data parallel ranks, which cache blocks each for itself."""
+
+    def report_blocks_of_ranks(self, sinks: Sequence[KvEventSink]) -> None:
+        """Tell a sink for each rank of its cached blocks; once, like `report_blocks`."""
+
+
 @runtime_checkable
 class SelfReporting(Protocol):
     """An engine that reports its own load and failure, because another process does the work."""
@@ -315,7 +338,7 @@ class SelfReporting(Protocol):
     def tell_broken(self, callback: Callable[[str], None]) -> None:
         """Call ``callback`` with the reason when the engine dies, also without a request."""
 
-    def tell_load(self, callback: Callable[[int, int], None]) -> None:
+    def tell_load(self, callback: LoadSink) -> None:
         """Call ``callback`` with used and total KV blocks whenever the engine reports them."""
 
 

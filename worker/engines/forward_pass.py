@@ -25,6 +25,7 @@ class ForwardPass:
         num_waiting_decode: Waiting requests that were preempted.
         waiting_decode_tokens: Tokens of these, prompt and answer.
         seconds: Duration of the step: planning, forward pass, sampling.
+        dp_rank: Data parallel rank that computed it.
     """
 
     num_prefill: int
@@ -37,6 +38,7 @@ class ForwardPass:
     num_waiting_decode: int
     waiting_decode_tokens: int
     seconds: float
+    dp_rank: int = 0
 
 
 ForwardPassSink = Callable[[ForwardPass], None]

@@ -52,11 +52,15 @@ class RequestHints:
         priority: Urgency beside other requests: more is sooner, 0 is usual.
         client: Label of the client that it comes from, among whom an engine with a queue of its own
             takes turns; None is one client.
+        dp_rank: Data parallel rank that the router chose, None where it chose none.
+        conversation: Label of the conversation that it belongs to, None where the client says none.
     """
 
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     priority: float = 0
     client: str | None = None
+    dp_rank: int | None = None
+    conversation: str | None = None
 
 
 NO_HINTS = RequestHints()

@@ -98,6 +98,18 @@ def text(path: str, value: Any) -> str:
     return value
 
 
+def rank(path: str, value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise InvalidRequest(path, f"must be the number of a rank, from 0, got {shown(value)}")
+    return value
+
+
+def session_id(path: str, value: Any) -> str | None:
+    """The id of a client's session; None where it has none that a text could be."""
+    found = value.get("session_id") if isinstance(value, Mapping) else None
+    return found.strip() or None if isinstance(found, str) else None
+
+
 def prefill_result(path: str, value: Any) -> Mapping[str, Any]:
     """The prefill worker's result, as the frontend passes it on."""
     if not isinstance(value, Mapping):
@@ -339,7 +351,13 @@ _OTHER_FIELDS: tuple[Field, ...] = (
     _no_effect("migration_link", "Trace of the worker that served the request before."),
     _no_effect("migration_state", "State of the frontend's migration."),
     _no_effect("jail_seed", "State of the frontend's stop strings after a migration."),
-    _no_effect("agent_context", "Identity of the client's session, for traces."),
+    _honoured(
+        "agent_context",
+        session_id,
+        "Identity of the client's session: its `session_id` is the conversation that TensorRT-LLM keeps on one "
+        "attention data parallel rank, where it is told to.",
+        "session_id",
+    ),
     _no_effect("router", "Parameters of the router."),
     _no_effect("router_config_override", _ROUTER),
     _no_effect("kv_hint", "A hint about reuse of KV blocks; it changes no token."),
@@ -348,7 +366,11 @@ _OTHER_FIELDS: tuple[Field, ...] = (
     _no_effect("routing.backend_instance_id", _ROUTER),
     _no_effect("routing.prefill_worker_id", _ROUTER),
     _no_effect("routing.decode_worker_id", _ROUTER),
-    _no_effect("routing.dp_rank", _ROUTER),
+    _honoured(
+        "routing.dp_rank",
+        rank,
+        "Rank of TensorRT-LLM's attention data parallelism that the router chose; other engines have one rank.",
+    ),
     _no_effect("routing.prefill_dp_rank", _ROUTER),
     _no_effect("routing.expected_output_tokens", _ROUTER),
     _honoured(

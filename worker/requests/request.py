@@ -62,6 +62,8 @@ class GenerationRequest:
         cache_salt: Requests share KV only with those of the same salt.
         lora_name: LoRA adapter that the client chose as its model; None for the model itself.
         priority: Urgency beside other requests; 0 is usual, and more is sooner.
+        dp_rank: Data parallel rank that the router chose, None where it chose none.
+        session_id: Session of the client that it belongs to, None where the client says none.
         prefill_result: Parameters of the KV transfer, with the frontend's additions; None
             without one.
         is_probe: Whether this is the runtime's health probe.
@@ -80,6 +82,8 @@ class GenerationRequest:
     cache_salt: str | None = None
     lora_name: str | None = None
     priority: float = 0
+    dp_rank: int | None = None
+    session_id: str | None = None
     prefill_result: Mapping[str, Any] | None = None
     is_probe: bool = False
 

@@ -75,6 +75,7 @@ def engine_config(info: EngineInfo, arguments: Arguments) -> EngineConfig:
             total_kv_blocks=info.total_kv_blocks,
             max_num_seqs=info.max_num_seqs,
             max_num_batched_tokens=info.max_num_batched_tokens,
+            data_parallel_size=info.num_dp_ranks,
         ),
     )
 
@@ -114,17 +115,18 @@ class PlannerReports:
 
     Args:
         endpoint: Endpoint of the runtime that the worker serves.
+        num_dp_ranks: Data parallel ranks of the engine.
     """
 
-    def __init__(self, endpoint: Any) -> None:
+    def __init__(self, endpoint: Any, num_dp_ranks: int) -> None:
         from dynamo.llm import FpmDirectPublisher
 
-        self._publisher = FpmDirectPublisher(endpoint, str(endpoint.connection_id()), dp_size=1)
+        self._publisher = FpmDirectPublisher(endpoint, str(endpoint.connection_id()), dp_size=num_dp_ranks)
 
     def publish(self, computed: ForwardPass) -> None:
         """Publish one forward pass; it is left to the runtime's own threads."""
         self._publisher.publish(
-            dp_rank=0,
+            dp_rank=computed.dp_rank,
             scheduled_num_prefill_requests=computed.num_prefill,
             scheduled_sum_prefill_tokens=computed.prefill_tokens,
             scheduled_sum_prefill_kv_tokens=computed.prefill_kv_tokens,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any
 
 from dynamo.common.backend.engine import EngineConfig, LLMEngine
@@ -17,7 +18,7 @@ from dynamo.common.backend.worker import WorkerConfig
 from worker.arguments import Arguments
 from worker.build import Built, build
 from worker.disaggregation.seal import Seal
-from worker.engines import ServingEngine
+from worker.engines import DataParallel, ServingEngine
 from worker.engines.forward_pass import ReportsForwardPasses
 from worker.errors import ServingError
 from worker.processors.builder import make_chain_builder
@@ -83,7 +84,7 @@ class WorkerEngine(LLMEngine):
             registering = register_adapters(endpoint, server.info, server.arguments, lambda: server.is_leaving)
             self._adapters = asyncio.create_task(registering)
         if server.arguments.publish_forward_pass_metrics and isinstance(server.engine, ReportsForwardPasses):
-            self._passes = runtime.PlannerReports(endpoint)
+            self._passes = runtime.PlannerReports(endpoint, server.info.num_dp_ranks)
             server.engine.report_forward_passes(self._passes.publish)
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
@@ -125,30 +126,41 @@ class WorkerEngine(LLMEngine):
         register_engine_registry(metrics, self.server.metrics.registry)
 
     async def kv_event_sources(self) -> list[KvEventSource]:
-        """The source of KV events, if they are published: the engine reports its blocks itself."""
+        """A source of KV events for each data parallel rank, if they are published: the engine
+        reports its blocks itself.
+        """
         server = self.server
         if not server.arguments.publishes_kv_events or server.preparation is None:
             return []
-        block_size = server.info.kv_block_size
+        block_size, num_ranks = server.info.kv_block_size, server.info.num_dp_ranks
+        sinks: dict[int, runtime.RouterEvents] = {}
 
-        def on_ready(publisher: Any) -> None:
-            server.engine.report_blocks(runtime.RouterEvents(publisher, block_size))
+        def on_ready(publisher: Any, dp_rank: int) -> None:
+            sinks[dp_rank] = runtime.RouterEvents(publisher, block_size)
+            if len(sinks) < num_ranks:
+                return
+            if isinstance(server.engine, DataParallel):
+                server.engine.report_blocks_of_ranks([sinks[each] for each in range(num_ranks)])
+            else:
+                server.engine.report_blocks(sinks[0])
 
-        return [PushSource(on_ready=on_ready, dp_rank=0)]
+        return [PushSource(partial(on_ready, dp_rank=dp_rank), dp_rank) for dp_rank in range(num_ranks)]
 
     def component_metrics_dp_ranks(self) -> list[int]:
-        return [0]
+        server = self.server
+        return list(range(1 if server.preparation is None else server.info.num_dp_ranks))
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
         """Publish the KV blocks in use for the router, whenever their number changes."""
-        load, published = self.server.kv_load, -1
+        load, published = self.server.kv_load, dict[int, int]()
 
         def publish() -> None:
-            nonlocal published
-            if load.used != published:
-                published = load.used
-                share = published / load.total if load.total else 0.0
-                publisher.publish(0, ComponentSnapshot(published, load.total, share, dp_rank=0))
+            for dp_rank in self.component_metrics_dp_ranks():
+                used, total = load.used_by(dp_rank), load.rank_total
+                if published.get(dp_rank) != used:
+                    published[dp_rank] = used
+                    share = used / total if total else 0.0
+                    publisher.publish(dp_rank, ComponentSnapshot(used, total, share, dp_rank=dp_rank))
 
         load.on_change = publish
         publish()

@@ -22,6 +22,7 @@ def describe(server: RequestServer) -> dict[str, Any]:
         "processor_errors": arguments.processor_errors,
         "context_length": info.context_length,
         "max_num_seqs": info.max_num_seqs,
+        "num_dp_ranks": info.num_dp_ranks,
         "max_num_batched_tokens": info.max_num_batched_tokens,
         "total_kv_blocks": server.kv_load.total,
         "in_flight": len(server.in_flight),

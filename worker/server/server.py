@@ -214,7 +214,7 @@ class RequestServer:
             selection = chains.select(request, metadata)
             served.entry.processors = [one.name for one in selection.processors if one.name in chains.catalog]
             kv = self.disaggregation.kv_of(request, selection)
-            hints = RequestHints(trace, request.priority, client_of(metadata))
+            hints = RequestHints(trace, request.priority, client_of(metadata), request.dp_rank, request.session_id)
             choice += selection.choice
             engine_request = preparation.without_chain(request_id, request, selection, choice, kv, hints)
             assert served.record is not None

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from worker.arguments import parse_arguments
 from worker.engines import EngineRequest
+from worker.engines.lora_adapters import CONFIG, WEIGHTS, Adapter, read_adapters
 from worker.engines.vllm import VllmConfig, VllmEngine, config_from
-from worker.engines.vllm.lora import CONFIG, WEIGHTS, Adapter, read_adapters
 from worker.engines.vllm.settings import OWN
 from worker.errors import ConfigurationError, StartupError
 from worker.sampling import SamplingParams
@@ -72,6 +72,12 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
     (lambda adapter: (adapter / WEIGHTS).unlink(), f"must have {WEIGHTS}"),
     (lambda adapter: (adapter / WEIGHTS).write_bytes(b"torn"), f"{WEIGHTS}: is cut off"),
     (weighed(lambda tensors: {}), "its rank must be 1 to 512, got 0"),
+    (configured(alpha_pattern={"q_proj": 4}), f"{CONFIG}: alpha_pattern must be empty"),
+    (configured(rank_pattern={"q_proj": 4}), f"{CONFIG}: rank_pattern must be empty"),
+    (
+        configured(r=4),
+        f"{CONFIG}: r must be the rank of base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, 8, got 4",
+    ),
     (renamed("lora_A.weight", "lora_magnitude_vector"), "is no matrix of a LoRA adapter"),
     (renamed("layers.0.", "layers.99."), "another model: model.layers.99.self_attn.q_proj is no layer"),
     (
@@ -110,8 +116,7 @@ def test_command_lines_without_a_use_for_adapters(model: Path, tmp_path: Path) -
     )
     gone = refusal("--engine", "vllm", "--lora-modules", f"mine={tmp_path / 'none'}")
     assert gone == f"--lora-modules: mine: must be the directory of an adapter, got {tmp_path / 'none'}"
-    for engine in ("embedded", "trtllm"):
-        assert "--lora-modules" in refusal("--engine", engine, "--lora-modules", "a=/x")
+    assert "needs --engine trtllm or vllm" in refusal("--engine", "embedded", "--lora-modules", "a=/x")
     with pytest.raises(ConfigurationError, match="needs a checkpoint directory"):
         read_adapters([("mine", str(tmp_path))], str(model / "config.json"))
 

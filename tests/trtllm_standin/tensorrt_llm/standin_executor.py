@@ -15,13 +15,16 @@ import pickle
 import sys
 import threading
 import uuid
+from collections import defaultdict
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import adapters.chain.chain
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
+from tensorrt_llm.lora_helper import adapted
 from tensorrt_llm.standin_switches import SWITCHES
 from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
@@ -182,29 +185,38 @@ class Executor:
     def __init__(self, connection: Connection, settings: dict[str, Any]) -> None:
         self.connection = connection
         self.settings = settings
-        self.engine = EmbeddedEngine(
-            EmbeddedConfig(
-                model_path=settings["model"],
-                device="cpu",
-                dtype=settings["dtype"],
-                max_num_seqs=settings["max_batch_size"],
-                max_num_batched_tokens=max(settings["max_num_tokens"], settings["max_batch_size"]),
-                context_length=settings["max_seq_len"],
-                kv_block_size=settings["tokens_per_block"],
-                max_queue=4096,
-            )
-        )
+        self.engines: dict[tuple[int, int | None], EmbeddedEngine] = {}  # by rank and adapter
+        self.starting = asyncio.Lock()
+        self.places: dict[int, int] = {}
+        self.lora: dict[int, Any] = {}
+        self.conversations: dict[str, int] = {}
+        self.turns = itertools.count()
         self.numbers = itertools.count(1000)
         self.tasks: dict[int, list[asyncio.Task[None]]] = {}
         self.rows: dict[int, list[Row]] = {}
         self.names: dict[int, list[str]] = {}
         self.unfinished: dict[int, int] = {}
         self.salts: dict[int, str | None] = {}
-        self.events = itertools.count()
+        self.events: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
+
+    async def engine(self, rank: int, lora: Any) -> EmbeddedEngine:
+        """The engine of a rank, for the model or an adapter of it; a new adapter is loaded."""
+        key, model = (rank, None if lora is None else lora.lora_int_id), Path(self.settings["model"])
+        async with self.starting:
+            if key not in self.engines:
+                if lora is not None:
+                    config = self.settings["lora"]
+                    modules, most = config["lora_target_modules"], config["max_lora_rank"]
+                    model = await asyncio.to_thread(adapted, model, Path(lora.lora_path), modules, most)
+                engine = _embedded(model, self.settings)
+                await engine.start()
+                self.engines[key] = engine
+        return self.engines[key]
 
     async def run(self) -> None:
         try:
-            await self.engine.start()
+            for rank in range(self.settings["dp_size"]):
+                await self.engine(rank, None)
         except Exception as error:
             self.connection.send(str(error))
             return
@@ -212,7 +224,8 @@ class Executor:
         if self.settings["events"]:
             for window in SWITCHES.windows:
                 data = {"type": "created", "num_blocks_per_cache_level": [self.settings["total_blocks"], 0]}
-                self._publish(data, window)
+                for rank in range(self.settings["dp_size"]):
+                    self._publish(data, window, rank)
         inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(loop, inbox), daemon=True).start()
@@ -223,9 +236,25 @@ class Executor:
             elif kind == "stop":
                 break
             else:
-                for name in self.names.get(client_id, ()):
-                    self.engine.abort(name)
-        await self.engine.stop()
+                self._abort(client_id)
+        for engine in self.engines.values():
+            await engine.stop()
+
+    def _abort(self, client_id: int) -> None:
+        for name in self.names.get(client_id, ()):
+            for engine in self.engines.values():
+                engine.abort(name)
+
+    def _placed(self, rank: int | None, conversation: str | None) -> int:
+        """A rank that is asked for comes before that of the conversation."""
+        if rank is not None:
+            assert 0 <= rank < self.settings["dp_size"]
+            return rank
+        if conversation is None or not self.settings["affinity"]:
+            return next(self.turns) % self.settings["dp_size"]
+        if conversation not in self.conversations:
+            self.conversations[conversation] = next(self.turns) % self.settings["dp_size"]
+        return self.conversations[conversation]
 
     def _read(self, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[bytes | None]) -> None:
         message: bytes | None = b""
@@ -242,6 +271,8 @@ class Executor:
         self.rows[client_id] = []
         self.unfinished[client_id] = params.n
         self.salts[client_id] = body["cache_salt"]
+        self.lora[client_id] = body["lora"]
+        self.places[client_id] = self._placed(body["rank"], body["conversation"])
         self.tasks[client_id] = [
             asyncio.create_task(self._decode(client_id, choice, prompt, params, hand_off)) for choice in range(params.n)
         ]
@@ -294,7 +325,11 @@ class Executor:
             logits_processor=row,
         )
         sent = 0
-        async for delta in self.engine.generate(EngineRequest(self.names[client_id][choice], tokens, wanted)):
+        try:
+            engine = await self.engine(self.places[client_id], self.lora[client_id])
+        except Exception as error:
+            raise ServingError(f"the adapter cannot be loaded: {error}") from error
+        async for delta in engine.generate(EngineRequest(self.names[client_id][choice], tokens, wanted)):
             if row.fatal is not None:
                 self._fail_all(row.fatal)
                 os._exit(3)
@@ -328,8 +363,7 @@ class Executor:
         """A failed forward fails every active request."""
         for client_id in list(self.names):
             self._respond(client_id, {"error": message, "last": True})
-            for name in self.names[client_id]:
-                self.engine.abort(name)
+            self._abort(client_id)
 
     def _respond(self, client_id: int, body: dict[str, Any]) -> None:
         if body["last"] and "error" not in body:
@@ -344,22 +378,30 @@ class Executor:
             cache = {"usedNumBlocks": used, "maxNumBlocks": total}
             batch = dict.fromkeys(_BATCH_KEYS, 0) | {"numGenRequests": 1, "numGenKvTokens": len(prompt)}
             stats = {"kvCacheStats": cache, "inflightBatchingStats": batch, "iterLatencyMS": 2.0}
+            if self.settings["dp_size"] > 1:
+                stats["attentionDpRank"] = self.places[client_id]
             self.connection.send(("stats", 0, stats))
         if self.settings["events"]:
             for window in SWITCHES.windows:
-                self._publish(self._stored(prompt, block, window, self.salts.get(client_id)), window)
+                stored = self._stored(prompt, block, window, self.salts.get(client_id), self.lora[client_id])
+                self._publish(stored, window, self.places[client_id])
         if all(task.done() or task is asyncio.current_task() for task in self.tasks.get(client_id, ())):
-            for table in (self.tasks, self.rows, self.names, self.unfinished, self.salts):
+            for table in (
+                *(self.tasks, self.rows, self.names, self.unfinished, self.salts),
+                *(self.lora, self.places),
+            ):
                 table.pop(client_id, None)
 
-    def _publish(self, data: dict[str, Any], window: int) -> None:
-        event = {"event_id": next(self.events), "data": data, "window_size": window}
+    def _publish(self, data: dict[str, Any], window: int, rank: int = 0) -> None:
+        event = {"event_id": next(self.events[rank]), "data": data, "window_size": window}
+        if self.settings["dp_size"] > 1:
+            event["attention_dp_rank"] = rank
         if self.settings["manager_v2"]:
             event |= {"hash_algo": self.settings["hash_algo"], "layer_group_id": SWITCHES.windows.index(window)}
         self.connection.send(("event", 0, event))
 
-    def _stored(self, prompt: list[int], block: int, window: int, salt: str | None) -> dict[str, Any]:
-        blocks, parent = [], window
+    def _stored(self, prompt: list[int], block: int, window: int, salt: str | None, lora: Any) -> dict[str, Any]:
+        blocks, parent = [], window if lora is None else -window * lora.lora_int_id
         for start in range(0, len(prompt), block):
             part = prompt[start : start + block]
             parent = int.from_bytes(hashlib.blake2b(f"{parent}:{part}".encode(), digest_size=8).digest(), "big")
@@ -368,7 +410,23 @@ class Executor:
             said = hashlib.sha256(str(parent).encode()).hexdigest() if is_text else parent
             one = {"type": "stored_block", "block_hash": said, "tokens": tokens, "cache_level": 0, "priority": 35}
             blocks.append(one if salt is None else {**one, "cache_salt": salt})
-        return {"type": "stored", "parent_hash": None, "blocks": blocks}
+        named = {} if SWITCHES.is_old else {"lora_name": None if lora is None else lora.lora_name}
+        return {"type": "stored", "parent_hash": None, "blocks": blocks, **named}
+
+
+def _embedded(model: Path, settings: dict[str, Any]) -> EmbeddedEngine:
+    return EmbeddedEngine(
+        EmbeddedConfig(
+            model_path=model,
+            device="cpu",
+            dtype=settings["dtype"],
+            max_num_seqs=settings["max_batch_size"],
+            max_num_batched_tokens=max(settings["max_num_tokens"], settings["max_batch_size"]),
+            context_length=settings["max_seq_len"],
+            kv_block_size=settings["tokens_per_block"],
+            max_queue=4096,
+        )
+    )
 
 
 def _ends(params: Any) -> frozenset[int]:

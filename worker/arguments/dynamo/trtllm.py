@@ -8,10 +8,13 @@ from worker.arguments.values import fraction, positive, text, truth
 
 PREFIX = "DYN_TRTLLM_"
 
-AFFINITY = "conversation affinity is of attention data parallelism, which is not served"
+AFFINITY = "attention_dp_config.kv_cache_routing_conversation_affinity"
 DIFFUSION = "diffusion models are not served"
 ENCODER = "there is no encode worker: this worker serves text alone"
 GMS = "the GPU memory service is not driven here"
+PLACES = (
+    "TensorRT-LLM places a conversation's first request; without conversation affinity the router places each request"
+)
 OWN_ARGUMENT = "it is of diffusion models; TensorRT-LLM's own argument goes into --override-engine-args"
 
 TRTLLM: tuple[Row, ...] = (
@@ -48,11 +51,11 @@ TRTLLM: tuple[Row, ...] = (
     ),
     *rows(PREFIX, {"--enable-attention-dp": ToSetting("enable_attention_dp", truth)}, "switch"),
     *rows(PREFIX, {"--publish-metrics": ToOption("publish_forward_pass_metrics")}, "switch"),
-    Row(("--conversation-affinity",), ("DYN_ENGINE_CONV_AFFINITY",), Only(("false",), AFFINITY), "switch"),
+    Row(("--conversation-affinity",), ("DYN_ENGINE_CONV_AFFINITY",), ToSetting(AFFINITY, truth), "switch"),
     Row(
         ("--conversation-affinity-dp-rank-source",),
         ("DYN_ENGINE_CONV_AFFINITY_DP_RANK_SOURCE",),
-        Only(("engine",), AFFINITY),
+        Only(("engine",), PLACES),
     ),
     *off(PREFIX, TEXT_ONLY, "--enable-multimodal", "--frontend-decoding"),
     *refused(PREFIX, ENCODER, "--encode-endpoint"),

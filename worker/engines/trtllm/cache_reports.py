@@ -22,6 +22,8 @@ class EventRelay:
         sink: Receives them.
         block_size: Tokens per full block; a partial block, at the end of a prompt, is skipped with
             its successors.
+        has_adapters: Whether requests may choose LoRA adapters. Blocks of which the version does
+            not say whose they are, are not forwarded then.
         num_gaps: Gaps in the event ids, left by overflows of the buffer.
 
     A model with several attention windows has KV blocks and events for each of them; only those of
@@ -32,10 +34,12 @@ class EventRelay:
 
     sink: KvEventSink
     block_size: int
+    has_adapters: bool = False
     num_gaps: int = 0
     _pool: tuple[int, int] | None = None
     _partial: set[int] = field(default_factory=set)
     _last_id: int | None = None
+    _is_nameless: bool = False
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Forward one event.
@@ -76,7 +80,10 @@ class EventRelay:
     def _stored(self, data: Mapping[str, Any]) -> None:
         token_ids: list[int] = []
         hashes: list[int] = []
-        salt = _salt_of(data)
+        salt, adapter = _salt_of(data), data.get("lora_name")
+        if self.has_adapters and "lora_name" not in data:
+            self._note_nameless()
+            return
         for block in data.get("blocks") or ():
             tokens = [int(token["token_id"]) for token in block["tokens"]]
             block_hash = _hash_of(block["block_hash"])
@@ -87,7 +94,12 @@ class EventRelay:
             hashes.append(block_hash)
         if hashes:
             parent = data.get("parent_hash")
-            self.sink.stored(None if parent is None else _hash_of(parent), hashes, token_ids, salt)
+            self.sink.stored(None if parent is None else _hash_of(parent), hashes, token_ids, salt, adapter)
+
+    def _note_nameless(self) -> None:
+        if not self._is_nameless:
+            logger.warning("this version's KV events do not name LoRA adapters, so that no cached block is reported")
+        self._is_nameless = True
 
     def _removed(self, block_hashes: Iterable[int]) -> None:
         gone = [_hash_of(each) for each in block_hashes]
@@ -141,7 +153,14 @@ def forward_pass(stats: Mapping[str, Any]) -> ForwardPass:
             f"forward-pass metrics need a newer version: inflightBatchingStats has no {', '.join(missing)}"
         )
     counts = {name: sum(batch[key] for key in keys) for name, keys in _PASS_COUNTS.items()}
-    return ForwardPass(**counts, seconds=float(stats.get("iterLatencyMS") or 0) / 1000)
+    return ForwardPass(**counts, seconds=float(stats.get("iterLatencyMS") or 0) / 1000, dp_rank=dp_rank(stats))
+
+
+def dp_rank(record: Mapping[str, Any]) -> int:
+    """Attention data parallel rank of a record of statistics or of a KV event; 0 where there is
+    one.
+    """
+    return int(record.get("attentionDpRank") or record.get("attention_dp_rank") or 0)
 
 
 def kv_blocks(stats: Mapping[str, Any]) -> tuple[int, int] | None:

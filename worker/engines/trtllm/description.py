@@ -8,6 +8,7 @@ from typing import Any
 
 from worker.engines import EngineInfo
 from worker.engines.trtllm.cache_reports import kv_blocks
+from worker.engines.trtllm.placement import num_dp_ranks
 from worker.errors import StartupError
 
 
@@ -56,6 +57,7 @@ async def describe(llm: Any, version: str, sizes: ModelSizes, max_num_seqs: int 
         draws_by_seed=False,
         computed_by="TensorRT-LLM",
         made_by="TensorRT-LLM",
+        num_dp_ranks=num_dp_ranks(llm),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -14,7 +14,17 @@ from prometheus_client import Metric
 
 from adapters.trtllm import ChainAdapter, Step
 from adapters.trtllm.side_channel import SideChannel
-from worker.engines import EngineInfo, EngineRequest, KeepKv, KvEventSink, KvPart, LocalPrefill, ReadKv, TokenDelta
+from worker.engines import (
+    EngineInfo,
+    EngineRequest,
+    KeepKv,
+    KvEventSink,
+    KvPart,
+    LoadSink,
+    LocalPrefill,
+    ReadKv,
+    TokenDelta,
+)
 from worker.engines.forward_pass import ForwardPassSink
 from worker.engines.library_engine import LibraryEngine
 from worker.engines.refusals import check_prompt, check_queue
@@ -25,8 +35,10 @@ from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.description import ModelSizes, describe
 from worker.engines.trtllm.health import Watch, own_check, submission_error
 from worker.engines.trtllm.library_metrics import LibraryMetrics, collected
+from worker.engines.trtllm.lora import lora_argument, lora_requests
 from worker.engines.trtllm.output_reader import OutputReader
 from worker.engines.trtllm.params import NativeRequest, Served, callable_of, native_request
+from worker.engines.trtllm.placement import keeps_conversations, placement
 from worker.engines.trtllm.probe_requests import PROBE, ProbeRequests
 from worker.engines.trtllm.reported_chain import ReportedChain
 from worker.engines.trtllm.reported_requests import ReportedRequests
@@ -55,6 +67,8 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         self.config = config
         self._package: Package | None = None
         self._served: Served | None = None
+        self._adapters: Mapping[str, Any] = {}
+        self._keeps_conversations = False
         self._probes: ProbeRequests | None = None
         self._reader: OutputReader | None = None
         self._reports: ExecutorReports | None = None
@@ -78,6 +92,8 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         package = self._package = read_package()
         context_length, eos_token_ids = checkpoint_facts(self.config.model_path)
         arguments = self.config.llm_arguments(package.llm_fields, package.version, context_length)
+        arguments |= lora_argument(self.config.adapters, package)
+        self._adapters = lora_requests(self.config.adapters)
         try:
             # in the event loop, as in Dynamo's own worker: the executor's queues belong to this
             # thread's loop
@@ -89,8 +105,11 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         except OSError as error:
             raise StartupError(f"processors cannot report: {error}") from error
         probes = self._probes = ProbeRequests(self._llm, package, self._channel)
+        self._keeps_conversations = keeps_conversations(self._llm, package)
         calls = await probes.find_calls(self.config, eos_token_ids)
         honoured = await probes.find_honoured(calls.vocab_size)
+        for name, adapter in self._adapters.items():
+            await probes.try_adapter(name, adapter)
         logger.info("TensorRT-LLM %s honours %s", package.version, ", ".join(sorted(honoured)) or "no control")
         self._served = Served(
             package.sampling_fields, honoured, calls.vocab_size, eos_token_ids, self.config.history == "lagged"
@@ -101,6 +120,7 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
             honours_priority="priority" in package.generate_arguments,
             honours_choice=False,
             reports_blocks=self.has_events,
+            adapters={adapter.name: adapter.digest for adapter in self.config.adapters},
         )
         metrics = LibraryMetrics.load(self.config.served_model_name)
         watch = Watch(
@@ -157,9 +177,14 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         check_prompt(tokens, self._info)
         number = next(self._numbers)
         arguments = own_arguments(engine_request, self._package)
+        arguments |= placement(
+            engine_request.hints, self._info.num_dp_ranks, keeps_conversations=self._keeps_conversations
+        )
+        if engine_request.lora_name is not None:
+            arguments["lora_request"] = self._adapters[engine_request.lora_name]
         made = native_request(engine_request, number, self._served)
         if not isinstance(kv, ReadKv):  # its prompt's KV waits at a prefill worker, and would until the time-out
-            check_queue(len(self._requests), self._info.max_num_seqs, self.config.max_queue)
+            check_queue(len(self._requests), self._info.num_slots, self.config.max_queue)
         request = self._running_request(engine_request.id, made, params, len(tokens))
         request.number = str(number)
         adapter = self._adapter(request, made, params)
@@ -254,7 +279,7 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
 
     # Reports to the runtime
 
-    def tell_load(self, callback: Callable[[int, int], None]) -> None:
+    def tell_load(self, callback: LoadSink) -> None:
         """Call ``callback`` with used and total KV blocks whenever the executor reports them."""
         assert self._reports is not None, "start comes first"
         self._reports.on_load = callback
@@ -266,12 +291,18 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
 
     def report_blocks(self, sink: KvEventSink) -> None:
         """Report the cached prefixes to `sink`, if the event buffer is on. Thread-safe."""
+        self.report_blocks_of_ranks([sink])
+
+    def report_blocks_of_ranks(self, sinks: Sequence[KvEventSink]) -> None:
+        """Report the cached prefixes of each rank, if the event buffer is on. Thread-safe."""
         assert self._info is not None
         assert self._reports is not None
         if not self.has_events:
             return
-        poll, relay = self._reports.poll_events, EventRelay(sink, self._info.kv_block_size)
-        self._loop.call_soon_threadsafe(lambda: self._tasks.append(self._loop.create_task(poll(relay))))
+        size, has_adapters = self._info.kv_block_size, bool(self._adapters)
+        relays = [EventRelay(sink, size, has_adapters) for sink in sinks]
+        poll = self._reports.poll_events
+        self._loop.call_soon_threadsafe(lambda: self._tasks.append(self._loop.create_task(poll(relays))))
 
     @property
     def has_events(self) -> bool:

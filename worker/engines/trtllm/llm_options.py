@@ -57,7 +57,7 @@ def _is_count(value: Any) -> bool:
 
 _TOKENIZER = "the tokenizer is the checkpoint's own"
 _NO_SPECULATION = "logits processors do not work with speculative decoding"
-_NO_LORA = "this worker serves no LoRA adapters"
+_LORA = "adapters are --lora-modules NAME=DIRECTORY"
 _NO_OBJECTS = "a file cannot hold an object"
 _GENERATES = "this worker generates answers"
 
@@ -67,10 +67,10 @@ NEEDED: dict[str, Needed] = {
     "checkpoint_loader": Needed((None,), _NO_OBJECTS),
     "custom_tokenizer": Needed((None,), _TOKENIZER),
     "decoding_config": Needed((None,), _NO_SPECULATION),
-    "enable_attention_dp": Needed(
-        (False,), "its ranks have batches, KV caches and KV events of their own, and this worker reports one of each"
+    "enable_lm_head_tp_in_adp": Needed(
+        (False,), "logits processors need whole rows, and its ranks have a part of each"
     ),
-    "enable_lora": Needed((False,), _NO_LORA),
+    "enable_lora": Needed((False,), _LORA),
     "encode_only": Needed((False,), _GENERATES),
     "gather_generation_logits": Needed((False,), "raw logits are not returned"),
     "generation_config": Needed(
@@ -80,7 +80,7 @@ NEEDED: dict[str, Needed] = {
         (None,), "grammars run as logits processors", lambda value: value in ("xgrammar", "llguidance")
     ),
     "lookahead_config": Needed((None,), _NO_SPECULATION),
-    "lora_config": Needed((None,), _NO_LORA),
+    "lora_config": Needed((None,), _LORA),
     "max_beam_width": Needed((1, None), "beam search is not served"),
     "mm_encoder_only": Needed((False,), _GENERATES),
     "mpi_session": Needed((None,), _NO_OBJECTS),
@@ -115,6 +115,7 @@ PASSED = frozenset(
         "disable_flashinfer_sampling",
         "disable_mm_encoder",
         "dwdp_config",
+        "enable_attention_dp",
         "enable_autotuner",
         "enable_early_first_token_response",
         "enable_encoder_decoder_mixed_cuda_graph",
@@ -122,7 +123,6 @@ PASSED = frozenset(
         "enable_in_graph_sampling",
         "enable_iter_req_stats",
         "enable_layerwise_nvtx_marker",
-        "enable_lm_head_tp_in_adp",
         "enable_low_latency_host_dispatch",
         "enable_min_latency",
         "enable_mla_skip_correction",

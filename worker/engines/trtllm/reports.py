@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from worker.engines import LoadSink
 from worker.engines.forward_pass import ForwardPassSink
-from worker.engines.trtllm.cache_reports import EventRelay, forward_pass, kv_blocks
+from worker.engines.trtllm.cache_reports import EventRelay, dp_rank, forward_pass, kv_blocks
 from worker.engines.trtllm.library_metrics import LibraryMetrics
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class ExecutorReports:
     def __init__(self, llm: Any, metrics: LibraryMetrics | None = None) -> None:
         self._llm = llm
         self._metrics = metrics
-        self.on_load: Callable[[int, int], None] | None = None
+        self.on_load: LoadSink | None = None
         self.on_pass: ForwardPassSink | None = None
 
     async def poll_load(self) -> None:
@@ -49,15 +50,19 @@ class ExecutorReports:
                 self._metrics.note_statistics(record)
             found = kv_blocks(record)
             if found is not None and self.on_load is not None:
-                self.on_load(*found)
+                self.on_load(*found, dp_rank(record))
             if self.on_pass is not None:
                 self.on_pass(forward_pass(record))
 
         await _poll("statistics", lambda: self._llm.get_stats_async(timeout=1), take)
 
-    async def poll_events(self, relay: EventRelay) -> None:
-        """Forward KV events to `relay`."""
-        await _poll("KV events", lambda: self._llm.get_kv_cache_events_async(timeout=1), relay.take)
+    async def poll_events(self, relays: Sequence[EventRelay]) -> None:
+        """Forward KV events to `relays`, one for each attention data parallel rank."""
+
+        def take(event: Mapping[str, Any]) -> None:
+            relays[dp_rank(event)].take(event)
+
+        await _poll("KV events", lambda: self._llm.get_kv_cache_events_async(timeout=1), take)
 
 
 async def _poll(

@@ -5,14 +5,17 @@ own names.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from worker.arguments import OPTIONS, Arguments
+from worker.engines.lora_adapters import Adapter, read_adapters
 from worker.engines.trtllm import llm_options
 from worker.engines.trtllm.given import GivenArguments
+from worker.engines.trtllm.lora import target_modules
+from worker.engines.trtllm.placement import AFFINITY
 from worker.errors import ConfigurationError, StartupError
 from worker.models.json_files import has_code, read_json_file
 
@@ -44,6 +47,7 @@ class TrtllmConfig:
         canary_timeout_s: Timeout of the canary.
         notes: A line for each given argument that is not followed.
         served_model_name: Name that clients ask for, a label of TensorRT-LLM's own metrics.
+        adapters: LoRA adapters that requests may choose.
     """
 
     model_path: str
@@ -59,6 +63,7 @@ class TrtllmConfig:
     canary_timeout_s: float = 60.0
     notes: tuple[str, ...] = ()
     served_model_name: str = ""
+    adapters: Sequence[Adapter] = ()
 
     def llm_arguments(self, known: Collection[str], version: str, context_length: int | None = None) -> dict[str, Any]:
         """Arguments for the installed version.
@@ -114,6 +119,9 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
         raise ConfigurationError(f"{given.source('enable_chunked_prefill')}: enable_chunked_prefill: {problem}")
     options.default("scheduler_config", {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"})
     options.default("enable_iter_perf_stats", True)
+    _check_attention_dp(options, arguments)
+    adapters = read_adapters(arguments.lora_modules, arguments.model_path)
+    target_modules(adapters)  # each layer that they change has to have a name there
     batch = options.values.get("max_batch_size")
     return TrtllmConfig(
         model_path=arguments.model_path,
@@ -127,6 +135,7 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
         kv_lease_s=arguments.kv_lease_s,
         notes=sorted_.notes,
         served_model_name=arguments.served_model_name,
+        adapters=adapters,
     )
 
 
@@ -153,6 +162,28 @@ def _add_cache(options: _Options, arguments: Arguments) -> None:
         inner.default("event_buffer_max_size", EVENT_BUFFER)
     if inner.values:
         options.values["kv_cache_config"] = inner.values
+
+
+def _check_attention_dp(options: _Options, arguments: Arguments) -> None:
+    """Attention data parallelism, which a conversation's rank needs.
+
+    A flag that keeps no conversations gives no argument, which older versions do not have.
+    """
+    section = "attention_dp_config"
+    config = options.values.get(section)
+    if not isinstance(config, dict):
+        config = {}
+    if config.get(AFFINITY) is False:
+        config = {name: value for name, value in config.items() if name != AFFINITY}
+        options.values[section] = config or None
+    is_parallel = options.values.get("enable_attention_dp") is True
+    if config.get(AFFINITY) is True and not is_parallel:
+        source = options.given.source(section, AFFINITY)
+        raise ConfigurationError(f"{source}: conversations are kept on a rank: it needs enable_attention_dp: true")
+    if is_parallel and arguments.lora_modules:
+        raise ConfigurationError("--lora-modules: adapters are not served with enable_attention_dp")
+    if is_parallel and arguments.runtime == "openengine":
+        raise ConfigurationError("enable_attention_dp needs --runtime dynamo or nats")
 
 
 def _add_transceiver(options: _Options, arguments: Arguments) -> None:

@@ -17,6 +17,7 @@ from adapters.vllm.model import ModelFacts
 from adapters.vllm.requests import REPORT
 from worker.engines import EngineInfo, EngineLoad, EngineRequest, KvEventSink, TokenDelta
 from worker.engines.library_engine import LibraryEngine
+from worker.engines.lora_adapters import Adapter
 from worker.engines.refusals import check_prompt, check_queue
 from worker.engines.request_table import RequestTable
 from worker.engines.vllm.control_probes import find_native
@@ -25,7 +26,6 @@ from worker.engines.vllm.deltas import Reader
 from worker.engines.vllm.grammar_waits import GrammarWaits
 from worker.engines.vllm.kv_events import KvEvents
 from worker.engines.vllm.loads import LoadReports
-from worker.engines.vllm.lora import Adapter
 from worker.engines.vllm.package import Package, read_package
 from worker.engines.vllm.params import SHIPPED, NativeRequest, Served, Shipped, native_request, shipped
 from worker.engines.vllm.parent_watch import name_worker

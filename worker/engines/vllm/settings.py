@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from worker.arguments import OPTIONS, Arguments, load_yaml
+from worker.engines.lora_adapters import Adapter, read_adapters
 from worker.engines.vllm.flags import read_flags
-from worker.engines.vllm.lora import Adapter, arguments_for, read_adapters
+from worker.engines.vllm.lora import arguments_for
 from worker.errors import ConfigurationError, StartupError
 from worker.models.json_files import has_code
 from worker.sampling.params import MAX_LOGPROBS

@@ -12,6 +12,10 @@ from tensorrt_llm.llmapi.llm_args import (
     TorchLlmArgs,
 )
 from tensorrt_llm.sampling_params import GuidedDecodingParams, SamplingParams
+from tensorrt_llm.standin_switches import SWITCHES
+
+if not SWITCHES.is_old:
+    from tensorrt_llm.conversation_params import ConversationParams as ConversationParams
 
 __all__ = [
     "LLM",

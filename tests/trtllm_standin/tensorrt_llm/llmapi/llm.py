@@ -28,6 +28,7 @@ from tensorrt_llm.sampling_params import SamplingParams
 from tensorrt_llm.standin_switches import SWITCHES
 
 DEFAULT_REQUEST_PRIORITY = 0.5
+_AFFINITY = "kv_cache_routing_conversation_affinity"
 
 
 class _NewLLM:
@@ -85,6 +86,9 @@ class _NewLLM:
                     "streaming": streaming,
                     "disaggregated_params": disaggregated_params,
                     "cache_salt": cache_salt,
+                    "lora": None if self.args.lora_config is None else lora_request,
+                    "rank": None if scheduling_params is None else scheduling_params.attention_dp_rank,
+                    "conversation": None if conversation_params is None else conversation_params.conversation_id,
                 },
             )
         )
@@ -197,6 +201,9 @@ class _NewLLM:
         self._events_wanted = args.kv_cache_config.event_buffer_max_size > 0
         settings = {
             "model": args.model,
+            "dp_size": args.tensor_parallel_size if args.enable_attention_dp else 1,
+            "affinity": getattr(getattr(args, "attention_dp_config", None), _AFFINITY, False),
+            "lora": None if args.lora_config is None else vars(args.lora_config),
             "dtype": dtype,
             "max_batch_size": min(args.max_batch_size, 64),
             "max_num_tokens": args.max_num_tokens,
@@ -295,8 +302,10 @@ class _OldLLM(_NewLLM):
         return super().generate_async(
             inputs,
             sampling_params,
+            lora_request,
             streaming=streaming,
             disaggregated_params=disaggregated_params,
+            scheduling_params=scheduling_params,
             cache_salt=cache_salt,
         )
 

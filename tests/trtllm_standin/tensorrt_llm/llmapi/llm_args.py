@@ -7,6 +7,7 @@ from typing import Any, Literal, Optional  # the contract's own spelling
 
 from pydantic import BaseModel, ConfigDict, create_model
 
+from tensorrt_llm.lora_helper import LoraConfig
 from tensorrt_llm.standin_switches import SWITCHES
 
 
@@ -66,6 +67,16 @@ class CacheTransceiverConfig(_Strict):
     kv_transfer_sender_future_timeout_ms: Optional[int] = 1000
 
 
+class AttentionDpConfig(_Strict):
+    enable_balance: bool = False
+    timeout_iters: int = 50
+    batching_wait_iters: int = 10
+
+
+class NewAttentionDpConfig(AttentionDpConfig):
+    kv_cache_routing_conversation_affinity: bool = False
+
+
 class _NewArgs(_Strict):
     model: str
     tokenizer: Optional[Any] = None
@@ -78,6 +89,8 @@ class _NewArgs(_Strict):
     moe_tensor_parallel_size: Optional[int] = None
     moe_cluster_parallel_size: Optional[int] = None
     enable_attention_dp: bool = False
+    enable_lora: bool = False
+    lora_config: Optional[LoraConfig] = None
     gpus_per_node: Optional[int] = None
     dtype: str = "auto"
     kv_cache_config: KvCacheConfig = KvCacheConfig()
@@ -102,6 +115,7 @@ class _NewArgs(_Strict):
     enable_iter_perf_stats: bool = False
     enable_iter_req_stats: bool = False
     stream_interval: int = 1
+    attention_dp_config: Optional[AttentionDpConfig] = None
 
 
 TorchLlmArgs: Any = (
@@ -115,6 +129,7 @@ TorchLlmArgs: Any = (
     else create_model(
         "TorchLlmArgs",
         __base__=_NewArgs,
+        attention_dp_config=(Optional[NewAttentionDpConfig], None),
         kv_cache_config=(NewKvCacheConfig, NewKvCacheConfig()),
         generation_config=(Literal["auto", "trtllm"], "trtllm"),
     )

@@ -99,14 +99,14 @@ class Slots:
     @property
     def num_free(self) -> int:
         """Requests that may be fetched now."""
-        slots = self._server.info.max_num_seqs
+        slots = self._server.info.num_slots
         kept = max(1, slots // ONLINE_PART) if slots > 1 else 0
         return max(0, slots - kept - self._num_online - sum(each.num_choices for each in self._running.values()))
 
     @property
     def num_missing(self) -> int:
         """Slots that online requests wait for."""
-        return min(len(self._server.in_flight) - self._server.info.max_num_seqs, self._num_online)
+        return min(len(self._server.in_flight) - self._server.info.num_slots, self._num_online)
 
     @property
     def _num_online(self) -> int:
