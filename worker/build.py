@@ -135,8 +135,9 @@ def make_engine(arguments: Arguments) -> ServingEngine:
     if arguments.engine == "vllm":
         from worker.engines.vllm import VllmEngine
         from worker.engines.vllm import config_from as vllm_config_from
+        from worker.requests.receipts import digest_of_model
 
-        return VllmEngine(vllm_config_from(arguments))
+        return VllmEngine(vllm_config_from(arguments), digest=lambda: digest_of_model(arguments))
 
     from worker.engines.embedded import EmbeddedEngine
 

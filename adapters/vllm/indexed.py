@@ -8,7 +8,7 @@ import torch
 
 from adapters.chain import ProcessorFailed
 from adapters.vllm.requests import Params
-from adapters.vllm.rows import MakesRows, Row, RowEditor, end, follow, rows_of
+from adapters.vllm.rows import MakesRows, Row, RowEditor, end, follow, only_row, rows_of
 
 
 @dataclass(slots=True)
@@ -48,11 +48,11 @@ class Indexed:
             output: The answer so far, a list that vLLM extends.
         """
 
-        def is_same(row: Row) -> bool:
-            return row.output is output or (row.output == output and row not in standing)
-
         standing = [request.row for request in self.requests.values()]
-        row = next(filter(is_same, rows_of(params)), None) or self._builder.new_row(params)
+        rows = rows_of(params)
+        fitting = [row for row in rows if row.output is output]
+        fitting = fitting or [row for row in rows if row.output == output and row not in standing]
+        row = only_row(fitting) or self._builder.new_row(params)
         if row is None:
             return None
         row.output = output

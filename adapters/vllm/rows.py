@@ -50,6 +50,7 @@ class Row:
         draws: Whether the chain draws the token; known once `chain_after` has returned.
         chain: The chain, None until then.
         num_known: Tokens of the chain that vLLM has shown; those after them are drafts.
+        applied: Whether the chain has been applied to logits.
         output: The list in which vLLM's first interface keeps the answer, newly made at times.
     """
 
@@ -69,6 +70,7 @@ class Row:
         self._provisional: Failure | None = None
         self.chain: ProcessorChain | None = None
         self.num_known = 0
+        self.applied = False
 
     def fits(self, tokens: Sequence[int]) -> bool:
         """Whether this row has been applied to the beginning of ``tokens``, prompt and answer."""
@@ -143,7 +145,7 @@ def follow(row: Row, end: int, token_at: Callable[[int], int]) -> ProcessorChain
     chain = row.chain_after(())
     if chain.position > end:
         chain.rewind(end)
-    if chain.observes_logits and end - chain.position > 1:
+    if chain.observes_logits and end - chain.position > int(row.applied):
         raise chain.fail("chain", "skipped", "lost what it knew of the logits when vLLM started the request anew")
     for position in range(row.num_known, end):
         token_id = token_at(position)
@@ -159,6 +161,18 @@ def rows_of(params: Params) -> tuple[Row, ...]:
     """Rows of requests with these parameters."""
     found = (params.extra_args or {}).get(ROWS)
     return found if isinstance(found, _Rows) else ()  # a client may write anything there
+
+
+def only_row(fitting: Sequence[Row]) -> Row | None:
+    """The row, of those that fit a resumed request, with which it goes on; None for a new one.
+
+    Requests for several answers share rows, and equal tokens do not tell theirs apart. Rows after
+    equal tokens are equal, but for a state made of logits, which may differ: such a request goes on
+    with a row of its own alone, and fails where that is not known.
+    """
+    if len(fitting) > 1 and any(row.applied and row.chain and row.chain.observes_logits for row in fitting):
+        return None
+    return max(fitting, key=lambda row: row.num_known, default=None)
 
 
 def with_row(params: Params, row: Row) -> Row:
@@ -235,6 +249,8 @@ class RowEditor:
             after_drafts: Whether drafts precede the positions.
         """
         by_index = {index: row for index, row, _ in rows}
+        for row in by_index.values():
+            row.applied = True
         planned, failures = plan_rows([(index, chain) for index, _, chain in rows])
         self._mask_never(logits, [index for index, row, _ in rows if row.draws])
         failures |= apply_edits(logits, planned)

@@ -10,7 +10,7 @@ import torch
 
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.vllm.requests import Params
-from adapters.vllm.rows import MakesRows, Row, RowEditor, end, follow, rows_of
+from adapters.vllm.rows import MakesRows, Row, RowEditor, end, follow, only_row, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Slots:
         own, tokens = self._slots[slot], self._tokens(slot, length)
         busy = [self._slots[other].row for other in live]
         fitting = [row for row in rows_of(own.params) if row.fits(tokens) and row not in busy]
-        row = max(fitting, key=lambda row: row.num_known, default=None) or self._builder.new_row(own.params)
+        row = only_row(fitting) or self._builder.new_row(own.params)
         assert row is not None  # its first row was made of the same parameters
         for other in self._slots.values():
             if other.row is row:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,3 +100,22 @@ def test_controls_and_receipts_of_an_adapter(served: Served) -> None:
     assert answer["choices"][0]["text"] == "maybe"
     model = answer["nvext"]["engine_data"]["logits_processors"]["model"]
     assert (model["name"], model["adapter"]["name"]) == (MODEL, "two")
+
+
+def test_an_answer_of_an_adapter_is_made_again(served: Served, tmp_path: Path) -> None:
+    """The last test: another vLLM needs room."""
+    wanted = "logits_processors:" + selection(processor("repetition_penalty", penalty=1.2), receipt=True)
+    nvext = {"annotations": [wanted], "extra_fields": ["engine_data"]}
+    (tmp_path / "response.json").write_text(json.dumps(served.ask("two", nvext=nvext)))
+    (tmp_path / "request.json").write_text(json.dumps({"prompt": PROMPT}))
+    stack = served.stack
+    command = [sys.executable, "-m", "worker", "replay", str(tmp_path / "response.json")]
+    command += ["--prompt-file", str(tmp_path / "request.json"), "--model-path", str(stack.model_path)]
+    command += ["--context-length", "1024", "--kv-cache-memory", "1GiB", "--engine-args", '{"enforce_eager": true}']
+
+    def replayed(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *options], env=stack.environ, capture_output=True, text=True, check=False)
+
+    assert "so give its directory too: --lora-modules two=DIRECTORY" in replayed().stderr
+    said = replayed("--lora-modules", f"two={served.adapters['two']}")
+    assert said.stdout.endswith(f"answer: {NUM_TOKENS} tokens, equal to those recorded\n"), said.stdout + said.stderr

@@ -226,16 +226,6 @@ def test_unknown_environment_names() -> None:
     assert refusal(WORKER_MAX_NUM_SEQS="x") == "WORKER_MAX_NUM_SEQS must be an integer of at least 1, got 'x'"
 
 
-def test_variables_of_a_service_called_worker_are_left_alone() -> None:
-    parse(
-        WORKER_SERVICE_HOST="10.0.0.1",
-        WORKER_SERVICE_PORT="80",
-        WORKER_SERVICE_PORT_HTTP="80",
-        WORKER_PORT="tcp://10.0.0.1:80",
-        WORKER_PORT_80_TCP_ADDR="10.0.0.1",
-    )
-
-
 def test_full_endpoint() -> None:
     arguments = parse("--endpoint", "dyn://a.b.c", "--namespace", "a")
     assert (arguments.namespace, arguments.component, arguments.endpoint) == ("a", "b", "c")

@@ -282,22 +282,6 @@ def test_refusals(engine: str, argv: list[str], environ: dict[str, str], message
     assert refusal(engine, *argv, **environ) == message
 
 
-def test_variables_of_kubernetes_services_are_left_alone() -> None:
-    """A Service called dyn-trtllm-agg, described to a worker beside it."""
-    services = {
-        "DYN_TRTLLM_AGG_SERVICE_HOST": "10.0.0.1",
-        "DYN_TRTLLM_AGG_SERVICE_PORT": "8000",
-        "DYN_TRTLLM_AGG_SERVICE_PORT_HTTP": "8000",
-        "DYN_TRTLLM_AGG_PORT": "tcp://10.0.0.1:8000",
-        "DYN_TRTLLM_AGG_PORT_8000_TCP": "tcp://10.0.0.1:8000",
-        "DYN_TRTLLM_AGG_PORT_8000_TCP_PROTO": "tcp",
-        "DYN_TRTLLM_AGG_PORT_8000_TCP_PORT": "8000",
-        "DYN_TRTLLM_AGG_PORT_8000_TCP_ADDR": "10.0.0.1",
-    }
-    for engine in ("embedded", *ENGINES):
-        assert parse(engine, **services) == parse(engine)
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [

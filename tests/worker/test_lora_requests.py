@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from test_llm_engine import ARGUMENTS, INFO, FakeEngine, chains, collect, reques
 from worker.engines import EngineInfo, EngineRequest, TokenDelta
 from worker.errors import ConfigurationError
 from worker.replay.recorded import RecordedModel
-from worker.replay.verdict import check_model_digest
+from worker.replay.verdict import check_adapter, check_model_digest
 from worker.runtimes import dynamo_adapters
 from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.sampling import SamplingParams
@@ -81,16 +82,33 @@ async def test_a_receipt_names_the_adapter() -> None:
     assert (models[1]["name"], models[1]["digest"]) == (models[0]["name"], models[0]["digest"])
 
 
-def test_replay_refuses_the_answer_of_an_adapter() -> None:
+def receipt_of_mine() -> Any:
     model = RecordedModel.model_validate({"name": "m", "digest": None, "adapter": {"name": "mine", "digest": "d"}})
+    return SimpleNamespace(model=model)
 
-    class Receipt:
-        """The part of a receipt that is looked at."""
 
-    receipt: Any = Receipt()
-    receipt.model = model
-    with pytest.raises(ConfigurationError, match=r"model\.adapter: the answer is of the LoRA adapter mine"):
-        check_model_digest(None, receipt)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("given", "on_vllm", "problem"),
+    [
+        (["mine"], False, "which the embedded engine does not load; replay the answer with --engine vllm"),
+        (["other"], True, "so give its directory too: --lora-modules mine=DIRECTORY"),
+    ],
+)
+def test_replay_says_what_an_adapter_needs(given: list[str], on_vllm: bool, problem: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        check_adapter(receipt_of_mine(), given, on_vllm=on_vllm)
+    assert str(refused.value).startswith("model.adapter: the answer is of the LoRA adapter mine, " + problem)
+    check_adapter(receipt_of_mine(), ["mine"], on_vllm=True)
+
+
+def test_replay_refuses_another_adapter_of_the_name() -> None:
+    server: Any = SimpleNamespace(model_digest="m", adapters={"mine": "d"})
+    check_model_digest(server, receipt_of_mine())
+    server.adapters = {"mine": "e"}
+    with pytest.raises(
+        ConfigurationError, match=r"model\.adapter\.digest: the receipt is of an adapter with d, .* has e"
+    ):
+        check_model_digest(server, receipt_of_mine())
 
 
 async def test_an_answer_goes_on_in_its_own_adapter_alone() -> None:

@@ -35,12 +35,17 @@ def _refuse_options_of_other_engines(a: Arguments) -> None:
             raise ConfigurationError(f"{option.flag} {value} needs --engine {' or '.join(engines)}")
 
 
+_MIN_LEASE_OF_VLLM_S = 10.0
+
+
 def _refuse_vllm_contradictions(a: Arguments) -> None:
     if a.device != "auto":
         raise ConfigurationError(f"--engine vllm chooses its devices itself, but --device is {a.device}")
-    if a.disaggregation_mode not in ("aggregated", "agg"):
-        problem = "has no disaggregated roles: this worker does not drive vLLM's KV connectors"
-        raise ConfigurationError(f"--engine vllm {problem}, but --disaggregation-mode is {a.disaggregation_mode}")
+    if a.disaggregation_mode != "aggregated" and a.kv_lease_s < _MIN_LEASE_OF_VLLM_S:
+        problem = (
+            f"must be at least {_MIN_LEASE_OF_VLLM_S:g} with --engine vllm, which pulls no KV in a lease's last 5 s"
+        )
+        raise ConfigurationError(f"--kv-lease-s {problem}, got {a.kv_lease_s:g}")
 
 
 _ONLY_DYNAMO = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,24 +95,20 @@ class StrictParser(argparse.ArgumentParser):
         raise ConfigurationError(message)
 
 
-def from_environment(
-    options: Sequence[Option], prefix: str, environ: Mapping[str, str], others: re.Pattern[str] | None = None
-) -> dict[str, Any]:
+def from_environment(options: Sequence[Option], prefix: str, environ: Mapping[str, str]) -> dict[str, Any]:
     """The values of the options whose variable is set, by name.
 
     Args:
         options: Every option of the command.
         prefix: Beginning of the command's variables.
-        environ: The environment.
-        others: Matches variables of others that begin with ``prefix`` too.
+        environ: The environment, without what Kubernetes describes its Services in.
 
     Raises:
         ConfigurationError: a variable with the prefix is unknown, or a value is malformed.
     """
     known = {option.env: option for option in options}
     for name in sorted(environ):
-        ours = name.startswith(prefix) and not (others and others.fullmatch(name))
-        if ours and name not in known:
+        if name.startswith(prefix) and name not in known:
             raise ConfigurationError(f"unknown environment variable {name}")
     # An empty variable is how a shell or a manifest leaves an option unset.
     return {option.name: option.read(environ[name], name) for name, option in known.items() if environ.get(name)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,16 +15,13 @@ from worker import __version__
 from worker.arguments.contradictions import refuse_contradictions
 from worker.arguments.dynamo import PREFIXES, Layer, Row, rows_for, take_dotted
 from worker.arguments.dynamo.row import ByVariable, ToOption, negation
+from worker.arguments.kubernetes import without_services
 from worker.arguments.option import Option, StrictParser, from_environment
 from worker.arguments.table import ENVIRONMENT_PREFIX, OPTIONS, Arguments
 from worker.errors import ConfigurationError, one_line
 
 _BY_NAME = {option.name: option for option in OPTIONS}
 _FLAGS = frozenset(option.flag for option in OPTIONS)
-
-# Kubernetes describes a Service named "worker" to every pod in these variables; they are not
-# options.
-_KUBERNETES_SERVICE = re.compile(r"WORKER_(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_\w+)?)")
 
 
 def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Arguments:
@@ -39,7 +35,7 @@ def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str
         SystemExit: ``--help`` or ``--version`` was given.
     """
     argv = sys.argv[1:] if argv is None else argv
-    environ = os.environ if environ is None else environ
+    environ = without_services(os.environ if environ is None else environ)
     engine = _engine(argv, environ)
     rows = rows_for(engine)
     variables = _from_environment(rows, environ, engine)
@@ -65,20 +61,16 @@ def _engine(argv: Sequence[str], environ: Mapping[str, str]) -> str:
 
 def _from_environment(rows: Sequence[Row], environ: Mapping[str, str], engine: str) -> Layer:
     layer = Layer(_BY_NAME)
-    for name in from_environment(OPTIONS, ENVIRONMENT_PREFIX, environ, _KUBERNETES_SERVICE):
+    for name in from_environment(OPTIONS, ENVIRONMENT_PREFIX, environ):
         layer.add_option(name, environ[_BY_NAME[name].env], _BY_NAME[name].env)
     known = {variable: row for row in rows for variable in row.env}
     for variable in sorted(environ):
         row = known.get(variable)
         if row is not None and not isinstance(row.meaning, ByVariable):
             layer.add_row(row, environ[variable], variable)
-        elif row is None and environ[variable] and not _OF_KUBERNETES.search(f"{variable}={environ[variable]}"):
+        elif row is None and environ[variable]:
             _refuse_variable(variable, engine)
     return layer
-
-
-_OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?=|_PORT(_\d+_\w+)?=(\w+://|\d|tcp|udp|sctp)")
-"""Variables in which Kubernetes describes a Service whose name begins as those of Dynamo do."""
 
 
 def _refuse_variable(name: str, engine: str) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "RequestHints",
     "SelfReporting",
     "ServingEngine",
+    "StopsLoading",
     "TokenDelta",
     "TokenLogprob",
 ]
@@ -340,6 +341,14 @@ class SelfReporting(Protocol):
 
     def tell_load(self, callback: LoadSink) -> None:
         """Call ``callback`` with used and total KV blocks whenever the engine reports them."""
+
+
+@runtime_checkable
+class StopsLoading(Protocol):
+    """An engine whose start can be ended, because another process does the work."""
+
+    def stop_loading(self) -> None:
+        """End a `ServingEngine.start` under way, which then raises. Nothing without one."""
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ from adapters.calls import FORMATS
 from adapters.contract import Scope
 from worker.arguments import OPTIONS as WORKER_OPTIONS
 from worker.arguments import StrictParser
+from worker.arguments.kubernetes import without_services
 from worker.arguments.option import from_environment, option, options_of
 from worker.arguments.values import matching, text
 from worker.errors import ConfigurationError
@@ -235,7 +236,7 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
         ConfigurationError: an option is unknown, malformed or missing.
         SystemExit: ``--help`` was given.
     """
-    environ = os.environ if environ is None else environ
+    environ = without_services(os.environ if environ is None else environ)
     parser = StrictParser(
         prog="python -m worker.frontdoor",
         description="An OpenAI-compatible endpoint before Dynamo's frontends: every control arrives or is refused.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry
 
@@ -38,10 +38,19 @@ class StartedEngine:
     chains: ServedChainBuilder
 
     async def replay(
-        self, prompt: list[int], params: SamplingParams, selection: Selection, choice: int, num_tokens: int
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        selection: Selection,
+        choice: int,
+        num_tokens: int,
+        lora_name: str | None = None,
     ) -> Replayed:
-        """Decode at most ``num_tokens`` tokens, an end token too; see `LoadedModel.request`."""
+        """Decode at most ``num_tokens`` tokens, an end token too, of the model or an adapter; see
+        `LoadedModel.request`.
+        """
         request = await prepared(self.chains, self.info, "replay", prompt, params, selection, choice)
+        request = replace(request, lora_name=lora_name)
         tokens: list[int] = []
         async with contextlib.aclosing(self.engine.generate(request)) as deltas:
             async for delta in deltas:

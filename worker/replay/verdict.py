@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from worker.errors import ConfigurationError
 from worker.replay.recorded import RecordedReceipt
 from worker.replay.run import Replayed
 from worker.requests.receipts import ServerRecord, TokenDigest
 
 
+def check_adapter(receipt: RecordedReceipt, given: Collection[str], *, on_vllm: bool) -> None:
+    """Raises `ConfigurationError` if an answer of a LoRA adapter cannot be made again.
+
+    Args:
+        receipt: The receipt.
+        given: Names of the adapters in ``--lora-modules``.
+        on_vllm: Whether vLLM makes the answer again; the embedded engine loads no adapters.
+    """
+    if receipt.model.adapter is None:
+        return
+    name = receipt.model.adapter.name
+    problem = None
+    if not on_vllm:
+        problem = (
+            "which the embedded engine does not load; replay the answer with --engine vllm, "
+            "without --answer-file and --position"
+        )
+    elif name not in given:
+        problem = f"so give its directory too: --lora-modules {name}=DIRECTORY"
+    if problem is not None:
+        raise ConfigurationError(f"model.adapter: the answer is of the LoRA adapter {name}, {problem}")
+
+
 def check_model_digest(server: ServerRecord, receipt: RecordedReceipt) -> None:
-    """Raises `ConfigurationError` if the receipt is of another checkpoint, or of a LoRA adapter."""
-    if receipt.model.adapter is not None:
-        name = receipt.model.adapter.name
-        raise ConfigurationError(f"model.adapter: the answer is of the LoRA adapter {name}, which replay does not load")
+    """Raises `ConfigurationError` if the receipt is of another checkpoint, or another adapter."""
     if receipt.model.digest is not None and server.model_digest != receipt.model.digest:
         raise ConfigurationError(
             f"model.digest: the receipt is of a checkpoint with {receipt.model.digest}, "
             f"--model-path has {server.model_digest}"
+        )
+    adapter = receipt.model.adapter
+    if adapter is not None and server.adapters[adapter.name] != adapter.digest:
+        raise ConfigurationError(
+            f"model.adapter.digest: the receipt is of an adapter with {adapter.digest}, "
+            f"--lora-modules {adapter.name}=... has {server.adapters[adapter.name]}"
         )
 
 

@@ -20,6 +20,7 @@ from worker.engines import (
     RequestHints,
     SelfReporting,
     ServingEngine,
+    StopsLoading,
     TokenDelta,
 )
 from worker.errors import Draining, EngineBroken, ServingError, StartupError, one_line
@@ -254,8 +255,12 @@ class RequestServer:
             self._shut_down()
 
     def signalled(self) -> None:
-        """SIGTERM or SIGINT arrived; a second one ends the drain: what is in flight migrates."""
+        """SIGTERM or SIGINT arrived: a load that can be ended ends. A second one ends the drain:
+        what is in flight migrates.
+        """
         self._num_signals += 1
+        if self.preparation is None and isinstance(self.engine, StopsLoading):
+            self.engine.stop_loading()
         if self._num_signals > 1:
             self.in_flight.stop_waiting()
 

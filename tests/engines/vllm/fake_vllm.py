@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +38,7 @@ CONFIG = SimpleNamespace(
         get_vocab_size=lambda: VOCAB_SIZE,
         try_get_generation_config=lambda: {"eos_token_id": EOS},
     ),
-    cache_config=SimpleNamespace(block_size=16, num_gpu_blocks=100),
+    cache_config=SimpleNamespace(block_size=16, num_gpu_blocks=100, cache_dtype="auto"),
     scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64, policy="priority"),
     kv_events_config=None,
     device_config=SimpleNamespace(device_type="cpu"),
@@ -90,6 +92,9 @@ class FakeLlm:
         failure: Raised at the first step, if set.
         loggers: Loggers of statistics.
         adapters: LoRA adapters that were loaded.
+        kept: Names of requests whose KV is kept for another engine.
+        unreachable: Whether KV of other engines cannot be pulled.
+        cannot_check: The problem with the check of leases, if it has one.
     """
 
     vllm_config = CONFIG
@@ -106,6 +111,9 @@ class FakeLlm:
         self.is_shut_down = False
         self.loggers: list[Any] = []
         self.adapters: list[Any] = []
+        self.kept: list[str] = []
+        self.unreachable = False
+        self.cannot_check: str | None = None
         self._generator = torch.Generator().manual_seed(0)
         self._receiver = ChainReceiver(ModelFacts.of(CONFIG))
         self._extension = Extension()
@@ -114,6 +122,11 @@ class FakeLlm:
     def from_engine_args(cls, arguments: Any, stat_loggers: list[Any]) -> FakeLlm:
         made = cls()
         made.loggers = [factory(CONFIG, 0) for factory in stat_loggers]
+        transfer = arguments.get("kv_transfer_config")
+        if transfer is not None:
+            extra = transfer.kv_connector_extra_config
+            config = SimpleNamespace(get_from_extra_config=extra.get, **vars(transfer))
+            made.vllm_config = SimpleNamespace(**{**vars(CONFIG), "kv_transfer_config": config})
         return made
 
     async def generate(
@@ -127,9 +140,13 @@ class FakeLlm:
         request = batch.new(params, given, output)  # type: ignore[arg-type]
         batch.requests = {} if request is None else {0: request}
         reason = None
+        transfer = (params.extra_args or {}).get("kv_transfer_params") or {}
         try:
             while reason is None:
                 await self.gate.wait()
+                if transfer.get("do_remote_prefill") and self.unreachable:
+                    yield self._failed()
+                    return
                 if self.failure is not None:
                     raise self.failure
                 raw = raw_logits([*given, *output])
@@ -137,7 +154,11 @@ class FakeLlm:
                 batch.apply(logits)
                 output.append(self._chosen(params, logits))
                 reason = self._reason(params, output)
-                yield self._output(params, raw, given, output, reason)
+                if transfer.get("do_remote_decode"):
+                    self.kept.append(request_id)
+                made = self._output(params, raw, given, output, reason)
+                made.kv_transfer_params = _params_of(request_id, len(given)) if request_id in self.kept else None
+                yield made
                 if reason is None:
                     await asyncio.sleep(0)
         except GeneratorExit:  # vLLM sends an abort, also for one that has ended
@@ -183,7 +204,7 @@ class FakeLlm:
             scores = [None] + [
                 logprobs_of(raw_logits(given[:i]), given[i], params.prompt_logprobs) for i in range(1, len(given))
             ]
-        times = SimpleNamespace(num_preemptions=0, scheduled_ts=1.5)
+        times = SimpleNamespace(num_preemptions=0, scheduled_ts=1.5, last_token_ts=time.perf_counter())
         return SimpleNamespace(
             outputs=[choice],
             finished=reason is not None,
@@ -192,8 +213,14 @@ class FakeLlm:
             metrics=times,
         )
 
+    def _failed(self) -> Any:
+        choice = SimpleNamespace(token_ids=[], finish_reason="error", stop_reason=None, logprobs=None)
+        return SimpleNamespace(outputs=[choice], finished=True, prompt_logprobs=None, num_cached_tokens=0, metrics=None)
+
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         await asyncio.sleep(0)
+        if method == "arm_lease_check":
+            return [self.cannot_check]
         return [getattr(self._extension, method)(*args)]
 
     async def add_lora(self, adapter: Any) -> None:
@@ -201,6 +228,22 @@ class FakeLlm:
 
     def shutdown(self) -> None:
         self.is_shut_down = True
+
+
+def _params_of(name: str, num_tokens: int) -> dict[str, Any]:
+    """vLLM's own, for a prompt whose KV is kept."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[1, 2]],
+        "remote_engine_id": "prefill-engine",
+        "remote_request_id": name,
+        "remote_host": "127.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 1,
+        "remote_num_tokens": num_tokens,
+        "remote_blocks_expiry_time": None,
+    }
 
 
 def logprobs_of(raw: torch.Tensor, token_id: int, count: int) -> dict[int, Any]:
@@ -221,6 +264,7 @@ def package() -> Package:
             {
                 *("model", "generation_config", "logits_processors", "logprobs_mode", "max_logprobs", "dtype"),
                 *("scheduling_policy", "worker_extension_cls", "enable_log_requests", "max_num_seqs"),
+                "kv_transfer_config",
             }
         ),
         sampling_params=FakeParams,
@@ -229,15 +273,19 @@ def package() -> Package:
         dead_error=Died,
         client_errors=(ValueError,),
         lora_request=SimpleNamespace,
+        kv_transfer_config=SimpleNamespace,
     )
 
 
 @contextlib.asynccontextmanager
 async def running(
-    config: VllmConfig | None = None, found: Package | None = None
+    config: VllmConfig | None = None, found: Package | None = None, digest: str = "digest of the checkpoint"
 ) -> AsyncIterator[tuple[VllmEngine, FakeLlm]]:
-    """The engine on the double, started."""
-    engine = VllmEngine(config or VllmConfig(model_path="fake"), package if found is None else lambda: found)
+    """The engine on the double, started; ``digest`` is that of its checkpoint."""
+    read = package if found is None else lambda: found
+    known = Future[str]()
+    known.set_result(digest)
+    engine = VllmEngine(config or VllmConfig(model_path="fake"), read, lambda: known)
     try:
         await engine.start()
         llm: FakeLlm = engine._llm

@@ -84,7 +84,10 @@ def test_what_contradicts_the_worker_is_refused() -> None:
         assert refusal("--engine-args", json.dumps({name: None})) == f"--engine-args: {name}: cannot be given: {reason}"
     for flag, value in (("--numerics", "exact"), ("--speculative-config", "{}"), ("--history", "lagged")):
         assert f"{flag} {value} needs --engine" in refusal(flag, value)
-    assert "does not drive vLLM's KV connectors" in refusal("--disaggregation-mode", "decode")
+    problem = refusal("--disaggregation-mode", "decode", "--kv-lease-s", "9")
+    assert (
+        problem == "--kv-lease-s must be at least 10 with --engine vllm, which pulls no KV in a lease's last 5 s, got 9"
+    )
     with pytest.raises(ConfigurationError, match=r"--engine-args \{\} needs --engine vllm"):
         parse_arguments(["--model-path", "/m", "--engine-args", "{}"], {})
 

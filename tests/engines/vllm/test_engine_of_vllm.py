@@ -165,7 +165,7 @@ async def test_a_migrated_request_goes_on_as_one() -> None:
         (lambda: EngineRequest("r", [], SamplingParams()), "at least one token"),
         (lambda: EngineRequest("r", [VOCAB_SIZE], SamplingParams()), "token ids from 0 to 63"),
         (lambda: EngineRequest("r", [5] * 96, SamplingParams()), "must be shorter than the context"),
-        (lambda: EngineRequest("r", PROMPT, SamplingParams(), kv=KeepKv()), "no disaggregated roles"),
+        (lambda: EngineRequest("r", PROMPT, SamplingParams(), kv=KeepKv()), "this is an aggregated worker"),
     ],
 )
 async def test_what_cannot_be_kept_is_refused(refused: Any, message: str) -> None:

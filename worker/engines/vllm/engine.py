@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -15,7 +17,8 @@ from prometheus_client import REGISTRY, Metric
 from adapters.chain import ProcessorChain
 from adapters.vllm.model import ModelFacts
 from adapters.vllm.requests import REPORT
-from worker.engines import EngineInfo, EngineLoad, EngineRequest, KvEventSink, TokenDelta
+from worker.engines import EngineInfo, EngineLoad, EngineRequest, KeepKv, KvEventSink, TokenDelta
+from worker.engines.daemon_threads import in_daemon_thread
 from worker.engines.library_engine import LibraryEngine
 from worker.engines.lora_adapters import Adapter
 from worker.engines.refusals import check_prompt, check_queue
@@ -23,16 +26,28 @@ from worker.engines.request_table import RequestTable
 from worker.engines.vllm.control_probes import find_native
 from worker.engines.vllm.core_reports import CoreReports
 from worker.engines.vllm.deltas import Reader
+from worker.engines.vllm.description import describe
 from worker.engines.vllm.grammar_waits import GrammarWaits
+from worker.engines.vllm.kv_connector import transfer_config
 from worker.engines.vllm.kv_events import KvEvents
+from worker.engines.vllm.kv_transfer import KEEP, PARAMS, KvTransfers
+from worker.engines.vllm.loading import Loading
 from worker.engines.vllm.loads import LoadReports
 from worker.engines.vllm.package import Package, read_package
-from worker.engines.vllm.params import SHIPPED, NativeRequest, Served, Shipped, native_request, shipped
+from worker.engines.vllm.params import SHIPPED, NativeRequest, Served, Shipped, native_request, of_prompt, shipped
 from worker.engines.vllm.parent_watch import name_worker
 from worker.engines.vllm.probes import check_processors
 from worker.engines.vllm.requests import RunningRequest
 from worker.engines.vllm.settings import VllmConfig
-from worker.errors import Draining, EngineBroken, InvalidRequest, RequestFailed, StartupError, one_line
+from worker.errors import (
+    KV_TRANSFER_FIELD,
+    Draining,
+    EngineBroken,
+    InvalidRequest,
+    RequestFailed,
+    StartupError,
+    one_line,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +67,23 @@ class VllmEngine(LibraryEngine[RunningRequest]):
     Args:
         config: Settings.
         read: Imports the library.
+        digest: Begins to compute the digest of the checkpoint, for KV transfers.
     """
 
     library = "vLLM"
 
-    def __init__(self, config: VllmConfig, read: Callable[[], Package] = read_package) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        read: Callable[[], Package] = read_package,
+        digest: Callable[[], Future[str]] | None = None,
+    ) -> None:
         super().__init__(RequestTable())
         self.config = config
         self._read_package = read
+        self._digest = digest
+        self._loading = Loading()
+        self._transfers: KvTransfers | None = None
         self._package: Package | None = None
         self._served: Served | None = None
         self._reports: CoreReports | None = None
@@ -83,16 +107,24 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         """
         if self._info is not None:
             raise StartupError("the vLLM engine was started twice")
-        package = self._package = await asyncio.to_thread(self._read_package)
+        return await self._loading.run(self._start())
+
+    async def _start(self) -> EngineInfo:
+        package = self._package = await asyncio.wrap_future(in_daemon_thread("vllm-import", self._read_package))
         name_worker()
         if self.config.has_events:
             self._events = KvEvents()
         arguments = self.config.engine_arguments(package.engine_fields, package.version, is_cpu=package.is_cpu)
         if self._events is not None:
             arguments["kv_events_config"] = self._events.config
+        digest = None
+        if self.config.role != "aggregated":
+            arguments["kv_transfer_config"] = transfer_config(package, self.config, os.environ)
+            assert self._digest is not None, "a prefill or decode worker says which model it has"
+            digest = self._digest()
         try:
-            # vLLM blocks until the model is loaded
-            self._llm = await asyncio.to_thread(_load, package, arguments, self._loads)
+            loading = in_daemon_thread("vllm-load", lambda: _load(package, arguments, self._loads))
+            self._llm = await asyncio.wrap_future(loading)
         except Exception as error:  # the start-up boundary
             raise StartupError(f"vLLM {package.version}: {one_line(error)}") from error
         facts = ModelFacts.of(self._llm.vllm_config)
@@ -102,7 +134,9 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         self._grammars = GrammarWaits(self._llm)
         self._adapters = await _load_adapters(self._llm, package, self.config.adapters)
         digests = {adapter.name: adapter.digest for adapter in self.config.adapters}
-        self._info = _describe(self._llm.vllm_config, package.version, facts.vocab_size, ends, digests)
+        self._info = describe(self._llm.vllm_config, package.version, facts.vocab_size, ends, digests)
+        if digest is not None:
+            self._transfers = await KvTransfers.of(self._llm, self.config.role, package.version, digest, self._loads)
         self._loop = asyncio.get_running_loop()
         self._watch = asyncio.create_task(self._watch_processes())
         await check_processors(self.generate, self._info)
@@ -116,9 +150,14 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         if watch is not None:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
+        self.stop_loading()
         await self._shut_down()
         if self._events is not None:
             await self._events.close()
+
+    def stop_loading(self) -> None:
+        """End a `start` under way: vLLM's processes are killed, and `start` raises."""
+        self._loading.stop()
 
     # Requests
 
@@ -135,24 +174,38 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         self._requests.check(request.id)
         if self._info is None or self._served is None:
             raise EngineBroken("the engine has not been started")
-        if request.kv is not None:
-            raise InvalidRequest("prefill_result.disaggregated_params", "this engine has no disaggregated roles")
         check_prompt(request.token_ids, self._info)
         native = native_request(request, self._served)
-        check_queue(len(self._requests), self._info.max_num_seqs, self.config.max_queue)
         running = RunningRequest(request.id)
+        if self._transfers is not None:
+            self._transfers.take_part(running, request, self._adapter_digest(request))
+        elif request.kv is not None:
+            raise InvalidRequest(KV_TRANSFER_FIELD, "this is an aggregated worker")
+        if running.pulls is None:  # else its KV waits at a prefill worker
+            check_queue(len(self._requests), self._info.max_num_seqs, self.config.max_queue)
         if not len(self._requests):
             self._heard_s = asyncio.get_running_loop().time()
         self._requests.add(running)
         running.task = asyncio.create_task(self._run(running, request, native))
         return running
 
+    def _adapter_digest(self, request: EngineRequest) -> str | None:
+        assert self._info is not None
+        return None if request.lora_name is None else self._info.adapters[request.lora_name]
+
     async def _run(self, running: RunningRequest, request: EngineRequest, native: NativeRequest) -> None:
         """Give a request to vLLM, and put its outputs into the stream until it ends."""
         assert self._package is not None
         try:
-            await self._follow(running, request, native)
+            if isinstance(request.kv, KeepKv):
+                await self._compute_prompt(running, request, native)
+            else:
+                while not await self._follow(running, request, native):
+                    assert self._transfers is not None
+                    self._transfers.note_lost(running)
         except asyncio.CancelledError:
+            if self._transfers is not None:
+                self._transfers.note_cancelled(running)
             if running.report is not None:
                 self._drop_report(running.report)
             raise
@@ -166,25 +219,66 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             logger.exception("request %s", request.id)
             running.fail(RequestFailed(f"vLLM: {type(error).__name__}: {one_line(error)}"))
 
-    async def _follow(self, running: RunningRequest, request: EngineRequest, native: NativeRequest) -> None:
+    async def _compute_prompt(self, running: RunningRequest, request: EngineRequest, native: NativeRequest) -> None:
+        """Let vLLM compute a prompt and keep its KV; the token that it samples is dropped."""
         assert self._served is not None
-        assert self._package is not None
+        assert self._transfers is not None
+        name = f"{request.id}-{next(self._numbers)}"
+        shipped(native, name, self._served.eos_token_ids)  # refuses here what the decode worker would refuse
+        async with contextlib.aclosing(self._outputs(request, name, of_prompt(), {PARAMS: dict(KEEP)})) as outputs:
+            async for output in outputs:
+                self._heard_s = asyncio.get_running_loop().time()
+                if output.finished:
+                    handle = self._transfers.hand_off(output, self._adapter_digest(request))
+                    cached = int(output.num_cached_tokens or 0)
+                    running.put(TokenDelta(finish_reason="length", num_cached_tokens=cached, kv=handle))
+        running.put(TokenDelta(finish_reason="error", error="vLLM ended the request without a reason"))
+
+    async def _follow(self, running: RunningRequest, request: EngineRequest, native: NativeRequest) -> bool:
+        """Put vLLM's outputs into the stream; False if the KV that it waited for did not come."""
+        assert self._served is not None
         params, name = request.params, f"{request.id}-{next(self._numbers)}"
         carried = shipped(native, name, self._served.eos_token_ids)
         running.report = None if carried is None else name
-        extra = None if carried is None else {SHIPPED: tuple(carried), REPORT: name}
+        extra: dict[str, Any] = {} if carried is None else {SHIPPED: tuple(carried), REPORT: name}
+        if running.pulls is not None:
+            extra[PARAMS] = dict(running.pulls)
         if native.chain is not None and self._grammars is not None:
             await self._grammars.wait(native.chain)
             self._heard_s = asyncio.get_running_loop().time()
-        sampling = self._package.sampling_params(**native.fields, output_kind=self._package.delta, extra_args=extra)
-        prompt = self._package.tokens_prompt(prompt_token_ids=request.token_ids)
-        if request.cache_salt is not None:
-            prompt["cache_salt"] = request.cache_salt
         reader = Reader(
             list(request.prompt_token_ids), params.include_stop_str_in_output, params.logprobs, params.prompt_logprobs
         )
+        async with contextlib.aclosing(self._outputs(request, name, native.fields, extra)) as outputs:
+            async for output in outputs:
+                self._heard_s = asyncio.get_running_loop().time()
+                if running.pulls is not None and self._transfers is not None:
+                    if output.outputs[0].finish_reason == "error":
+                        return False
+                    self._transfers.note_received(running)
+                delta = reader.read(output)
+                if carried is not None and native.chain is not None:
+                    end = len(request.token_ids) + reader.num_sent
+                    await self._confirm(running, delta, output.outputs[0].token_ids, end, native.chain, carried)
+                running.put(delta)
+                if running.done and not output.finished:  # an end that vLLM does not know of: it frees the request
+                    return True
+        running.put(TokenDelta(finish_reason="error", error="vLLM ended the request without a reason"))
+        return True
+
+    def _outputs(
+        self, request: EngineRequest, name: str, fields: Mapping[str, Any], extra: Mapping[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        """vLLM's outputs for a request, under a name of its own."""
+        assert self._package is not None
+        sampling = self._package.sampling_params(
+            **fields, output_kind=self._package.delta, extra_args=dict(extra) or None
+        )
+        prompt = self._package.tokens_prompt(prompt_token_ids=request.token_ids)
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
         hints = request.hints
-        outputs = self._llm.generate(
+        outputs: AsyncGenerator[Any, None] = self._llm.generate(
             prompt,
             sampling,
             name,
@@ -192,24 +286,21 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             trace_headers=dict(hints.trace_headers) or None,
             lora_request=None if request.lora_name is None else self._adapters[request.lora_name],
         )
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                self._heard_s = asyncio.get_running_loop().time()
-                delta = reader.read(output)
-                if carried is not None and native.chain is not None:
-                    end = len(request.token_ids) + reader.num_sent
-                    await self._confirm(delta, output.outputs[0].token_ids, end, native.chain, carried)
-                running.put(delta)
-                if running.done and not output.finished:  # an end that vLLM does not know of: it frees the request
-                    return
-        running.put(TokenDelta(finish_reason="error", error="vLLM ended the request without a reason"))
+        return outputs
 
     async def _confirm(
-        self, delta: TokenDelta, sampled: Sequence[int], end: int, chain: ProcessorChain, carried: Shipped
+        self,
+        running: RunningRequest,
+        delta: TokenDelta,
+        sampled: Sequence[int],
+        end: int,
+        chain: ProcessorChain,
+        carried: Shipped,
     ) -> None:
         """Complete a delta of a request with a chain; one that fails forces its end token.
 
         Args:
+            running: The request.
             delta: The delta.
             sampled: Tokens of the delta, hidden ones too.
             end: Number of tokens by now, prompt and answer.
@@ -224,6 +315,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             return
         last = (sampled[-1], end - 1) if sampled and failure is None else None
         delta.receipt = await self._reports.receipt(carried.report, last) or chain.receipt
+        running.note_mode(delta.receipt)
         if failure is not None:
             delta.token_ids, delta.logprobs, delta.end_logprobs = [], None, None
             delta.finish_reason, delta.stop_reason = "error", None
@@ -252,6 +344,14 @@ class VllmEngine(LibraryEngine[RunningRequest]):
     def collect(self) -> Iterator[Metric]:
         """vLLM's own metrics; see `worker.engines.Collecting`."""
         return (metric for metric in REGISTRY.collect() if metric.name.startswith(METRICS))
+
+    def num_leased(self) -> int:
+        """Prompts whose KV is kept for decode workers; see `KvTransfers.num_leased`."""
+        return 0 if self._transfers is None else self._transfers.num_leased()
+
+    def transfers(self) -> Mapping[str, float]:
+        """Counts of KV transfers; see `worker.engines.ServingEngine.transfers`."""
+        return {} if self._transfers is None else self._transfers.measured()
 
     def report_blocks(self, sink: KvEventSink) -> None:
         """Report the cached prefixes to `sink`, if vLLM publishes KV events. Thread-safe."""
@@ -287,27 +387,3 @@ async def _load_adapters(llm: Any, package: Package, adapters: Sequence[Adapter]
             problem = f"vLLM {package.version}: {one_line(error)}"
             raise StartupError(f"--lora-modules: {adapter.name}: {problem}") from error
     return found
-
-
-def _describe(
-    config: Any, version: str, vocab_size: int, eos_token_ids: tuple[int, ...], adapters: Mapping[str, str]
-) -> EngineInfo:
-    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
-    made_by = f"vLLM, {str(model.dtype).removeprefix('torch.')}"
-    return EngineInfo(
-        name="vllm",
-        version=version,
-        context_length=int(model.max_model_len),
-        vocab_size=vocab_size,
-        eos_token_ids=eos_token_ids,
-        kv_block_size=int(cache.block_size),
-        total_kv_blocks=int(cache.num_gpu_blocks or 0),
-        max_num_seqs=int(scheduler.max_num_seqs),
-        max_num_batched_tokens=int(scheduler.max_num_batched_tokens),
-        draws_by_seed=False,
-        honours_priority=scheduler.policy == "priority",
-        reports_blocks=config.kv_events_config is not None,
-        computed_by=f"{made_by}, {config.device_config.device_type}",
-        made_by=made_by,
-        adapters=adapters,
-    )

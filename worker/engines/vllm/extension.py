@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,3 +24,21 @@ class WorkerExtension(Extension):
         """
         path, size, ends = address
         return grammar_cache(vocabulary_at(path, size, None if ends is None else tuple(ends))).prepare(grammars)
+
+    def arm_lease_check(self) -> str | None:
+        """Let vLLM's connector begin no pull whose lease is over; why it cannot, if so.
+
+        vLLM has this check for KV that goes back from decode to prefill, with a switch of its own.
+        """
+        try:
+            group = importlib.import_module("vllm.distributed.kv_transfer").get_kv_transfer_group()
+            puller = group.connector_worker
+            if not callable(puller._is_turn2_read_expired) or puller._bidirectional_kv_xfer_enabled not in (
+                True,
+                False,
+            ):
+                return "its switch is not a switch"
+        except (AttributeError, ImportError) as error:
+            return f"{type(error).__name__}: {error}"
+        puller._bidirectional_kv_xfer_enabled = True
+        return None

@@ -6,13 +6,12 @@ import asyncio
 import importlib
 import logging
 import os
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from worker.engines import KvEventSink
 from worker.engines.vllm.event_relay import EventRelay
+from worker.engines.vllm.socket_directory import SocketDirectory
 from worker.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -35,12 +34,12 @@ class KvEvents:
     """
 
     def __init__(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="dlw-vllm-")  # mode 0700: events hold prompts
+        self._directory = SocketDirectory()  # mode 0700: events hold prompts
         self._task: asyncio.Task[None] | None = None
-        path = Path(self._directory.name) / "replay"
+        path = self._directory.path / "replay"
         if len(os.fsencode(path)) > MAX_PATH:
             problem = f"TMPDIR must leave sockets in it a path of at most {MAX_PATH} bytes, got {path}"
-            self._directory.cleanup()
+            self._directory.close()
             raise StartupError(problem)
 
     @property
@@ -64,10 +63,10 @@ class KvEvents:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._directory.cleanup()
+        self._directory.close()
 
     def _endpoint(self, name: str) -> str:
-        return f"ipc://{self._directory.name}/{name}"
+        return f"ipc://{self._directory.path}/{name}"
 
     async def _follow(self, relay: EventRelay) -> None:
         import zmq

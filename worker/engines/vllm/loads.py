@@ -11,6 +11,9 @@ from worker.engines import BATCH_SIZES, EngineLoad
 
 logger = logging.getLogger(__name__)
 
+_TRANSFERS = {"bytes_transferred": "bytes", "transfer_duration": "seconds", "num_kv_expired_reqs": "timed_out"}
+"""Names of the connector's statistics, and what their sums are here."""
+
 
 class LoadReports:
     """A logger of vLLM's statistics that keeps the newest ones; also its own factory.
@@ -19,6 +22,8 @@ class LoadReports:
 
     Attributes:
         on_load: Called with used and total KV blocks at each step.
+        transfers: Totals of the KV connector's statistics: ``bytes`` and ``seconds`` of what was
+            pulled, and leases that ``timed_out``.
     """
 
     def __init__(self) -> None:
@@ -28,6 +33,7 @@ class LoadReports:
         self._preemptions = self._rows = 0
         self._steps = [0] * (len(BATCH_SIZES) + 1)
         self._is_told = False
+        self.transfers: dict[str, float] = {}
 
     def __call__(self, vllm_config: Any, engine_index: int = 0) -> LoadReports:
         """Return the logger itself, as vLLM calls it to make one."""
@@ -78,5 +84,9 @@ class LoadReports:
         self._running = int(stats.num_running_reqs)
         self._waiting = int(stats.num_waiting_reqs) + int(getattr(stats, "num_skipped_waiting_reqs", 0))
         self._used = round(stats.kv_cache_usage * (self._total - 1))  # the first block holds nothing
+        for name, ours in _TRANSFERS.items():
+            measured = (getattr(stats, "kv_connector_stats", None) or {}).get(name)
+            if measured:
+                self.transfers[ours] = self.transfers.get(ours, 0) + sum(measured)
         if self.on_load is not None:
             self.on_load(self._used, self._total)

@@ -67,6 +67,7 @@ class Package:
         dead_error: The exception of an engine that died.
         client_errors: Exceptions that one request is to blame for.
         lora_request: The class ``LoRARequest``.
+        kv_transfer_config: The class ``KVTransferConfig``.
         is_cpu: Whether it computes on a CPU.
     """
 
@@ -80,6 +81,7 @@ class Package:
     dead_error: type[Exception]
     client_errors: tuple[type[Exception], ...]
     lora_request: Any
+    kv_transfer_config: Any
     is_cpu: bool = False
 
 
@@ -107,6 +109,7 @@ def read_package(environ: MutableMapping[str, str] = os.environ) -> Package:
             dead_error=errors.EngineDeadError,
             client_errors=(ValueError, importlib.import_module("vllm.exceptions").VLLMClientError),
             lora_request=importlib.import_module("vllm.lora.request").LoRARequest,
+            kv_transfer_config=importlib.import_module("vllm.config").KVTransferConfig,
             is_cpu=bool(importlib.import_module("vllm.platforms").current_platform.is_cpu()),
         )
         importlib.import_module("worker.engines.vllm.processors")

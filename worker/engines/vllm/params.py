@@ -137,6 +137,11 @@ def native_request(request: EngineRequest, served: Served) -> NativeRequest:
     return NativeRequest(fields | _sampling(rest, random), ends, chain, is_drawn)
 
 
+def of_prompt() -> dict[str, Any]:
+    """Fields of a request that computes its prompt; vLLM samples a token, which nobody sees."""
+    return {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+
+
 def shipped(native: NativeRequest, report: str, eos_token_ids: Sequence[int]) -> Shipped | None:
     """The record that the parameters carry, None without a chain.
 

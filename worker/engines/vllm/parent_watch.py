@@ -32,7 +32,7 @@ def end_with_worker() -> None:
     if worker in (0, os.getpid()):
         return
     parent = os.getppid()
-    between = parent if _parent_of(parent) == worker else None
+    between = parent if parent_of(parent) == worker else None
 
     def wait() -> None:
         _wait_for_end(worker)
@@ -65,7 +65,7 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _parent_of(pid: int) -> int | None:
+def parent_of(pid: int) -> int | None:
     """The parent of a process, None where the system does not say."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

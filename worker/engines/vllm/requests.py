@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
+from adapters.chain import Mode, Receipt
 from worker.engines import TokenDelta
 from worker.engines.delta_stream import DeltaStream
 from worker.errors import ServingError
@@ -18,11 +20,21 @@ class RunningRequest(DeltaStream):
         request_id: The worker's id.
         task: Task that reads the engine's outputs; when it is cancelled, vLLM frees the request.
         report: Name of its failure and receipt in the engine's process, None without a chain.
+        pulls: vLLM's parameters of the KV transfer that the engine waits for, None if it waits for
+            none.
+        mode: Where the prompt was computed, for receipts; None on an aggregated worker.
     """
 
     request_id: str
     task: asyncio.Task[None] | None = None
     report: str | None = None
+    pulls: dict[str, Any] | None = None
+    mode: Mode | None = None
+
+    def note_mode(self, receipt: Receipt) -> None:
+        """Say in a receipt where the prompt was computed, unless the request was migrated."""
+        if self.mode is not None and receipt.mode != "migrated":
+            receipt.mode = self.mode
 
     def abort(self) -> None:
         """End the stream as ``cancelled``, and free the request in vLLM."""

@@ -58,7 +58,7 @@ MAX_CACHE_ON_CPU = 4 * 2**30
 """Largest KV cache on a CPU unless one is asked for, bytes: vLLM would take most of the memory."""
 
 _SPECULATION = "vLLM does not call this interface of logits processors with drafts on every device"
-_DISAGGREGATION = "this worker does not drive vLLM's KV connectors"
+_DISAGGREGATION = "the worker drives vLLM's NixlConnector itself (--disaggregation-mode)"
 _ONE_ENGINE = "a worker drives one engine; start several workers behind the router"
 _CONTROLS = "it changes tokens behind the request's own controls"
 _TRUST = "trust_remote_code"
@@ -86,7 +86,7 @@ REFUSED = {
     "spec_model": _SPECULATION,
     "spec_tokens": _SPECULATION,
     "kv_transfer_config": _DISAGGREGATION,
-    "ec_transfer_config": _DISAGGREGATION,
+    "ec_transfer_config": "no engine of this worker takes the output of an encoder from another worker",
     "kv_events_config": "the worker forwards KV events itself (--enable-kv-routing)",
     "data_parallel_size": _ONE_ENGINE,
     "data_parallel_rank": _ONE_ENGINE,
@@ -118,6 +118,9 @@ class VllmConfig:
             broken.
         has_events: Whether vLLM publishes KV events.
         adapters: LoRA adapters that requests may choose.
+        role: Disaggregation mode.
+        kv_lease_s: Seconds until a prefill worker's lease on KV times out, unless it is renewed.
+        kv_devices: Network devices over which KV goes, as in ``UCX_NET_DEVICES``.
     """
 
     model_path: str
@@ -126,6 +129,9 @@ class VllmConfig:
     step_timeout_s: float = 300.0
     has_events: bool = False
     adapters: Sequence[Adapter] = ()
+    role: str = "aggregated"
+    kv_lease_s: float = 30.0
+    kv_devices: str = "lo"
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -191,6 +197,9 @@ def config_from(arguments: Arguments) -> VllmConfig:
         step_timeout_s=arguments.step_timeout_s,
         has_events=arguments.publishes_kv_events and arguments.runtime == "dynamo",
         adapters=read_adapters(arguments.lora_modules, arguments.model_path),
+        role=arguments.disaggregation_mode,
+        kv_lease_s=arguments.kv_lease_s,
+        kv_devices=arguments.kv_transfer_devices,
     )
 
 
