@@ -389,6 +389,7 @@ def test_the_table_is_whole() -> None:
     targets = {row.target for row in FIELDS if row.target is not None}
     ends = {"eos_token_ids", "stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden", "include_stop"}
     own = set(GenerationRequest.__dataclass_fields__) - {"params", "shown_stop_token_ids", "generated_token_ids"}
+    own |= {"continues"}  # the part of token_ids that was generated
     assert targets == ends | own | {control.name for control in sampling_controls(SamplingParams) if control.paths}
     for row in FIELDS:
         assert (row.fate == "honoured") == (row.target is not None)

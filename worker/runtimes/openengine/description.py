@@ -53,7 +53,7 @@ def server_info(server: RequestServer, instance_id: str) -> wire.ServerInfo:
             max_batched_tokens=info.max_num_batched_tokens,
             max_loras=0,
         ),
-        extra=_struct(describe(server)),
+        extra=_struct({**describe(server), "numerics": info.made_by, "kv_dtype": info.kv_dtype}),
     )
 
 
