@@ -1,4 +1,4 @@
-"""Prompts as token ids, and tokens as text, by the tokenizer of the model that the workers serve."""
+"""Prompts as token ids, and tokens as text, by the tokenizer of the workers' model."""
 
 from __future__ import annotations
 

@@ -63,19 +63,18 @@ class ThinkingSplit:
             ends: Whether it is the last.
         """
         self._held += text
-        while True:
-            tags = (self._thinking.end,) if self._is_inside else (self._thinking.begin, self._thinking.end)
-            found = [(place, tag) for tag in tags if (place := self._held.find(tag)) >= 0]
-            if not found:
-                break
-            place, tag = min(found)
+        while (place := self._held.find(self._next_tag)) >= 0:
             yield from self._part(self._held[:place])
-            self._held = self._held[place + len(tag) :]
-            self._is_inside = tag == self._thinking.begin
-        keep = 0 if ends else max(_begun(self._held, tag) for tag in tags)
+            self._held = self._held[place + len(self._next_tag) :]
+            self._is_inside = not self._is_inside
+        keep = 0 if ends else _begun(self._held, self._next_tag)
         shown = self._held[: len(self._held) - keep]
         self._held = self._held[len(shown) :]
         yield from self._part(shown)
+
+    @property
+    def _next_tag(self) -> str:
+        return self._thinking.end if self._is_inside else self._thinking.begin
 
     def _part(self, text: str) -> Iterator[tuple[Part, str]]:
         if text:

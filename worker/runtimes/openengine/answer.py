@@ -73,7 +73,8 @@ class Answer:
         return wire.GenerateResponse(request_id=self._request_id, **event)
 
     def _finished(self, chunk: Chunk, data: Mapping[str, Any]) -> wire.GenerateResponse:
-        self._count(chunk["completion_usage"])
+        if "completion_usage" in chunk:  # one that is only checked has none
+            self._count(chunk["completion_usage"])
         self._unfinished -= 1
         told = {key: data[key] for key in (CHANNEL, END_TOKEN) if key in data}
         finished = wire.GenerationFinished(

@@ -9,11 +9,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from google.protobuf.json_format import ParseDict, ParseError
-
 from worker.errors import InvalidRequest
 from worker.runtimes.openengine import wire
-from worker.runtimes.openengine.request import FIELDS, TOLD, Unsupported
+from worker.runtimes.openengine.errors import Unsupported
+from worker.runtimes.openengine.request import FIELDS, TOLD
 
 _GUIDES = tuple(path for path in FIELDS if path.startswith("guided.") and path != "guided.backend")
 _SCORES = {
@@ -47,7 +46,7 @@ def written(message: Mapping[str, Any], request_id: str) -> wire.GenerateRequest
             value = json.dumps(value, separators=(",", ":"))
         try:
             _set(request, theirs, value)
-        except (TypeError, ValueError, AttributeError, ParseError) as error:
+        except (TypeError, ValueError, AttributeError) as error:
             raise InvalidRequest(ours, f"is no value of the protocol's field {theirs}: {error}") from None
     _add_conditions(request, left)
     for path in _paths(left):
@@ -80,7 +79,7 @@ def _set(request: wire.GenerateRequest, path: str, value: Any) -> None:
     elif path == "guided.choice":
         request.guided.choice.choices.extend(value)
     elif section == "extra":
-        ParseDict({name: value}, request.extra) if not request.extra.fields else request.extra.update({name: value})
+        request.extra.update({name: value})
     else:
         setattr(getattr(request, section), name, value % 2**64 if name == "seed" else value)
 
@@ -92,7 +91,9 @@ def _add_conditions(request: wire.GenerateRequest, left: dict[str, Any]) -> None
             try:
                 request.stopping.conditions.add(**{kind: value})
             except (TypeError, ValueError) as error:
-                raise InvalidRequest(ours, f"is no value of the protocol's field stopping.conditions: {error}") from None
+                raise InvalidRequest(
+                    ours, f"is no value of the protocol's field stopping.conditions: {error}"
+                ) from None
 
 
 def _take(message: dict[str, Any], path: str) -> Any:
