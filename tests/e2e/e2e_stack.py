@@ -311,10 +311,11 @@ def running_stack(directory: Path, model_path: Path, *, warm: bool = True) -> It
     one without Dynamo.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    kind = Stack
+    stack = Stack(directory, model_path, warm=warm)
     if os.environ.get("DLW_UPSTREAM") == "grpc":
-        from engine_stack import EngineStack as kind  # which imports this module
-    stack = kind(directory, model_path, warm=warm)
+        from engine_stack import EngineStack  # which imports this module
+
+        stack = EngineStack(directory, model_path, warm=warm)
     try:
         yield stack
     finally:

@@ -38,8 +38,8 @@ class EngineStack(Stack):
     def start_frontend(self, *arguments: str) -> Process | None:  # type: ignore[override]
         """Start nothing: the front door is the frontend."""
 
-    def start_worker(self, *arguments: str, **_: Any) -> Worker:  # type: ignore[override]
-        """Start a worker with the arguments of one of Dynamo's runtime, and wait until it serves."""
+    def start_worker(self, *arguments: str, **_: Any) -> Worker:
+        """Start a worker with the arguments of one of Dynamo's, and wait until it serves."""
         worker = self.start_engine(*arguments)
         wait_for(lambda: http(f"http://127.0.0.1:{worker.port}/health")[0] == 200 or not worker.running, "worker")
         assert worker.running, worker.log

@@ -30,7 +30,7 @@ from worker.frontdoor.handlers import HANDLERS, TRANSLATORS
 from worker.frontdoor.options import Options, parse_options
 from worker.frontdoor.server import FrontDoor
 from worker.frontdoor.uploads import Uploads
-from worker.frontdoor.upstreams import Upstream, Upstreams
+from worker.frontdoor.upstreams import Upstreams
 from worker.models import hub_checkpoint, is_hub_id
 
 if TYPE_CHECKING:
@@ -59,8 +59,7 @@ def make_front_door(options: Options, engines: EngineFrontend | None = None) -> 
         raise StartupError(str(error)) from None
     if options.calls is None:
         logger.info("only tool calls that a request forces are held to their tools (--tool-call-format)")
-    frontends = [each for each in options.upstream if isinstance(each, Upstream)] if engines is None else [engines]
-    upstreams = Upstreams(frontends, options.connect_timeout_s)
+    upstreams = Upstreams(options.frontends if engines is None else [engines], options.connect_timeout_s)
     return FrontDoor(options, catalog, upstreams, keys_in(options.api_key_file, "--api-key-file"))
 
 

@@ -205,6 +205,11 @@ class Options:
     migration: str = "off"
 
     @property
+    def frontends(self) -> tuple[Upstream, ...]:
+        """Dynamo's frontends; none where workers are asked."""
+        return tuple(each for each in self.upstream if isinstance(each, Upstream))
+
+    @property
     def engines(self) -> tuple[EngineAddress, ...]:
         """The workers that are asked without Dynamo's frontend; none where frontends are."""
         return tuple(each for each in self.upstream if isinstance(each, EngineAddress))

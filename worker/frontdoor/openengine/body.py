@@ -101,6 +101,13 @@ def read_body(path: str, body: Mapping[str, Any], headers: Mapping[bytes, bytes]
     return asked
 
 
+def client_name(path: str, body: Mapping[str, Any]) -> str:
+    """The field of a body for one of the message that stands elsewhere in it; others stay."""
+    if path == "chat_template_args" and path not in body:
+        return next((name for name in _VARIABLES if name in body), path)
+    return "nvext.agent_hints.priority" if path == "routing.priority" else path
+
+
 Reader = Callable[[AskedAnswer, str, Any], None]
 
 
@@ -226,6 +233,12 @@ def _read_headers(asked: AskedAnswer, headers: Mapping[bytes, bytes]) -> None:
             raise InvalidRequest(_PRIORITY.decode(), "must be an integer") from None
 
 
+_VARIABLES = (
+    *("chat_template_kwargs", "chat_template_args", "reasoning_effort"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+"""Fields with variables of the chat template."""
+
 _READERS: Mapping[str, Reader] = {
     "messages": _messages,
     "prompt": _prompt,
@@ -239,11 +252,7 @@ _READERS: Mapping[str, Reader] = {
     **dict.fromkeys(GUIDES, _guide),
     "tools": _tools,
     "tool_choice": _tools,
-    "chat_template_args": _template,
-    "chat_template_kwargs": _template,
-    "reasoning_effort": _template,
-    "add_generation_prompt": _template,
-    "continue_final_message": _template,
+    **dict.fromkeys(_VARIABLES, _template),
     "thinking": _thinking,
     "cache_salt": _at("routing.cache_salt"),
     "no_stop_trim": _trim,

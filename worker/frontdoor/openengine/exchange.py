@@ -20,7 +20,7 @@ from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import encoded, server_sent
 from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.openengine.answer import AnswerForm
-from worker.frontdoor.openengine.body import AskedAnswer, read_body
+from worker.frontdoor.openengine.body import AskedAnswer, client_name, read_body
 from worker.frontdoor.openengine.generation import Chunk, Generation
 from worker.frontdoor.openengine.prompts import Prompts
 from worker.frontdoor.openengine.state import state_of
@@ -82,8 +82,6 @@ async def answer(engines: Engines, request: Request, writer: asyncio.StreamWrite
         else:
             status, content_type, body = state_of(engines.workers, request.path, engines.started)
             await answering.whole(status, body, content_type)
-    except InvalidRequest as error:
-        await answering.fail(Refused(400, str(error), error.field))
     except Refused as refused:
         await answering.fail(refused)
     except ConnectionError:
@@ -115,10 +113,21 @@ class _Answering:
         self._lines = b"" if request_id is None else b"%b: %b\r\n" % (REQUEST_ID, request_id)
 
     async def generate(self) -> None:
-        """Answer a chat or a completion."""
+        """Answer a chat or a completion. Raises `Refused`, with the field of the body."""
+        body: Mapping[str, Any] = {}
+        try:
+            body = json.loads(self._request.body)
+            prepare = partial(_prepared, self._engines, self._request, body)
+            at_once = len(self._request.body) <= AT_ONCE
+            await self._generate(prepare() if at_once else await asyncio.to_thread(prepare))
+        except InvalidRequest as error:
+            name = client_name(error.field, body)
+            raise Refused(400, f"{name}: {error.problem}", name) from None
+        except Refused as refused:
+            raise refused.renamed(None if refused.param is None else client_name(refused.param, body)) from None
+
+    async def _generate(self, made: _Prepared) -> None:
         request, engines = self._request, self._engines
-        prepare = partial(_prepared, engines, request)
-        made = prepare() if len(request.body) <= AT_ONCE else await asyncio.to_thread(prepare)
         given = request.headers.get(DYNAMO_ID)
         request_id = str(uuid.uuid4()) if given is None else given.decode("latin-1")
         token_text = engines.prompts.token_text
@@ -183,10 +192,10 @@ class _Answering:
         await self._writer.drain()
 
 
-def _prepared(engines: Engines, request: Request) -> _Prepared:
+def _prepared(engines: Engines, request: Request, body: Mapping[str, Any]) -> _Prepared:
     """The request for the workers. Raises `InvalidRequest`."""
     prompts, thinking = engines.prompts, engines.thinking
-    asked = read_body(request.path, json.loads(request.body), request.headers, thinks=thinking is not None)
+    asked = read_body(request.path, body, request.headers, thinks=thinking is not None)
     priority = asked.message["routing"].pop("priority", None)
     direct = prompts.request(asked.message)
     sampling, stopping = direct.fields["sampling_options"], direct.fields["stop_conditions"]

@@ -94,7 +94,7 @@ class Generation:
                 if has_ended:
                     return
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise _refused(error) from None
+                    raise _refused(error, self.request.fields) from None
                 worker.failed(f"UNAVAILABLE: {error.details()}")
                 left.append(worker)
                 worker.num_left += 1
@@ -118,7 +118,7 @@ class Generation:
     def _chunks(self, event: wire.GenerateResponse) -> list[Chunk]:
         kind = event.WhichOneof("event")
         if kind == "error":
-            raise _error(event.error)
+            raise _error(event.error, self.request.fields)
         if kind == "prompt":
             self._has_scores = True
             return [{"token_ids": [], "engine_data": self._scores(event.prompt)}]
@@ -172,20 +172,20 @@ def _finished(event: wire.GenerateResponse) -> Chunk:
     return chunk
 
 
-def _refused(error: grpc.aio.AioRpcError) -> Refused:
+def _refused(error: grpc.aio.AioRpcError, fields: Mapping[str, Any]) -> Refused:
     """The error of a call that ended with a status."""
     details: Mapping[Any, Any] = dict(error.trailing_metadata() or ())
     found = wire.EngineError()
     if DETAILS in details:
         status = status_pb2.Status.FromString(details[DETAILS])
         if status.details and status.details[0].Unpack(found):
-            return _error(found)
+            return _error(found, fields)
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         return _failed("the worker does not take the token of --upstream-token-file")
     return _failed(f"{error.code().name}: {error.details()}")
 
 
-def _error(error: wire.EngineError) -> Refused:
+def _error(error: wire.EngineError, fields: Mapping[str, Any]) -> Refused:
     """The protocol's error, with the field of docs/request.md that it is about."""
     status = _STATUS.get(error.code, 503 if error.retryable else 500)
     if status != 400:
@@ -193,7 +193,8 @@ def _error(error: wire.EngineError) -> Refused:
     theirs, colon, problem = error.message.partition(": ")
     if not colon or " " in theirs:
         return Refused(400, error.message)
-    return Refused(400, f"{own_name(theirs)}: {problem}", own_name(theirs))
+    ours = own_name(theirs, fields)
+    return Refused(400, f"{ours}: {problem}", ours)
 
 
 def _failed(reason: str) -> Refused:

@@ -54,15 +54,25 @@ def written(message: Mapping[str, Any], request_id: str) -> wire.GenerateRequest
     return request
 
 
-def own_name(field: str) -> str:
-    """The field of the message for one that a worker's error names by the protocol's name."""
+def own_name(field: str, message: Mapping[str, Any]) -> str:
+    """The field of a message that a worker's error names by the protocol's name.
+
+    Args:
+        field: Name in the error.
+        message: The message that the request was made of; of fields that become the same one of the
+            protocol, the one that it has is meant.
+    """
     if field.startswith("guided."):
         return "sampling_options.guided_decoding"
-    for ours, theirs in TOLD:
-        rest = field.removeprefix(theirs)
-        if rest != field and (not rest or rest[0] in ".["):
-            return ours + rest
-    return field
+    found = [ours + rest for ours, theirs in TOLD if (rest := _rest(field, theirs)) is not None]
+    left = copy.deepcopy(dict(message))
+    return next((ours for ours in found if _take(left, ours) is not None), found[0] if found else field)
+
+
+def _rest(field: str, name: str) -> str | None:
+    """The part of a path behind a field's name, None if it is the path of another field."""
+    rest = field.removeprefix(name)
+    return rest if rest != field and (not rest or rest[0] in ".[") else None
 
 
 def _set(request: wire.GenerateRequest, path: str, value: Any) -> None:
