@@ -17,8 +17,8 @@ from worker.arguments.option import from_environment, option, options_of
 from worker.arguments.values import matching, text
 from worker.errors import ConfigurationError
 from worker.frontdoor.call_formats import AUTO, NONE, Model, special_tokens_of, support_of
+from worker.frontdoor.engine_address import EngineAddress
 from worker.frontdoor.field_checks import is_before_1_6
-from worker.frontdoor.openengine.address import EngineAddress
 from worker.frontdoor.tools import ToolCallSettings
 from worker.frontdoor.upstreams import Upstream
 

@@ -1,9 +1,8 @@
 """Every field that a request from Dynamo can have, and what becomes of it.
 
 A field is *honoured* (it becomes part of the `GenerationRequest`), *frontend* (Dynamo's frontend
-has applied it or will), *no effect* (by design, with the reason), or *refused* (`InvalidRequest`
-with the reason). A field without a row is refused. The rows of sampling controls are made of what
-`SamplingParams` says beside its fields. `docs/request.md` shows the same table.
+has applied it or will), *no effect* (by design), or *refused* (`InvalidRequest`), with the reason;
+one without a row is refused. The rows of sampling controls are made of `SamplingParams`.
 """
 
 from __future__ import annotations

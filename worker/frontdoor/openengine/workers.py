@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
+from worker.frontdoor.engine_address import EngineAddress
 from worker.frontdoor.errors import Refused
-from worker.frontdoor.openengine.address import EngineAddress
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.identity import ENGINE_NAME, SCHEMA_REVISION
 

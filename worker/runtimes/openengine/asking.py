@@ -91,7 +91,7 @@ def _set(request: wire.GenerateRequest, path: str, value: Any) -> None:
     elif section == "extra":
         request.extra.update({name: value})
     else:
-        setattr(getattr(request, section), name, value % 2**64 if name == "seed" else value)
+        setattr(getattr(request, section), name, value + 2**64 if name == "seed" and value < 0 else value)
 
 
 def _add_conditions(request: wire.GenerateRequest, left: dict[str, Any]) -> None:
