@@ -176,6 +176,18 @@ class Stack:
         return frontend
 
     @property
+    def upstream(self) -> str:
+        """Address that a front door stands before."""
+        return self.url
+
+    def door_arguments(self, *arguments: str) -> list[str]:
+        """The arguments of a front door that is given ``arguments``."""
+        return list(arguments)
+
+    def wait_for_workers(self, door: Any) -> None:
+        """Until a front door has workers to ask, where it asks them itself."""
+
+    @property
     def frontend(self) -> Process:
         """The frontend that was started last."""
         return next(process for process in reversed(self._processes) if process.log_path.name.startswith("frontend"))
@@ -295,9 +307,15 @@ def _evidence(process: Process, url: str) -> str:
 
 @contextlib.contextmanager
 def running_stack(directory: Path, model_path: Path, *, warm: bool = True) -> Iterator[Stack]:
-    """A stack whose processes are killed at the end."""
+    """A stack whose processes are killed at the end; with ``DLW_UPSTREAM=grpc`` in the environment
+    one without Dynamo.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     stack = Stack(directory, model_path, warm=warm)
+    if os.environ.get("DLW_UPSTREAM") == "grpc":
+        from engine_stack import EngineStack  # which imports this module
+
+        stack = EngineStack(directory, model_path, warm=warm)
     try:
         yield stack
     finally:

@@ -17,12 +17,13 @@ class Door(Process):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "worker.frontdoor", "--port", str(self.port)]
-        command += ["--upstream", upstream or stack.url, *arguments]
+        command += ["--upstream", upstream or stack.upstream, *stack.door_arguments(*arguments)]
         log = stack.directory / f"door{self.port}.log"
         super().__init__(command, {**stack.environ, **environ}, log)
         stack._processes.append(self)
         wait_for(lambda: http(f"{self.url}/v1/logits_processors")[0] in (200, 401) or not self.running, "front door")
         assert self.running, self.log
+        stack.wait_for_workers(self)
 
     def post(self, path: str, **body: Any) -> tuple[int, str]:
         """Status and text of a request to ``/v1/path``."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TypeVar
 
 from worker.runtimes.direct.process import DirectWorker
@@ -28,3 +31,12 @@ async def taking_requests(worker: W) -> AsyncIterator[W]:
         worker.shut_down()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
+
+
+def make_certificate(directory: Path) -> None:
+    """Write ``cert.pem`` and ``key.pem`` of a server on loopback."""
+    assert ssl.OPENSSL_VERSION_INFO >= (1, 1, 1)
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    files = ["-keyout", str(directory / "key.pem"), "-out", str(directory / "cert.pem")]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *files]
+    subprocess.run(command, check=True, capture_output=True)

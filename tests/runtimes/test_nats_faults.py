@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import nkeys
 import pytest
 from nats_workers import EXACT, connected, running
 from ports import free_port
+from running_workers import make_certificate
 from servers import NatsServer
 from warm_start import WarmProcess
 
@@ -168,7 +168,7 @@ async def test_nkeys(tmp_path: Path) -> None:
 
 
 async def test_tls(tmp_path: Path) -> None:
-    _make_certificate(tmp_path)
+    make_certificate(tmp_path)
     paths = {name: str(tmp_path / f"{name}.pem") for name in ("cert", "key")}
     config = f'tls {{ cert_file: "{paths["cert"]}", key_file: "{paths["key"]}" }}\n'
     server = NatsServer(tmp_path / "server", config=config)
@@ -184,14 +184,6 @@ async def test_tls(tmp_path: Path) -> None:
             await connect(ConnectionOptions(url=url, tls_ca=str(tmp_path / "bad.pem")), "test")
     finally:
         server.kill()
-
-
-def _make_certificate(directory: Path) -> None:
-    assert ssl.OPENSSL_VERSION_INFO >= (1, 1, 1)
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    files = ["-keyout", str(directory / "key.pem"), "-out", str(directory / "cert.pem")]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *files]
-    subprocess.run(command, check=True, capture_output=True)
 
 
 async def test_the_blocking_client_and_metrics(nats_server: NatsServer, tiny_model: Path) -> None:

@@ -322,7 +322,7 @@ async def test_a_kept_connection_acknowledges_at_once() -> None:
     async with keeping(say_stream) as (at, _):
         for _ in range(5):
             assert await at.ask(post()) == STREAM
-        kept = at.options.upstream[0].idle[0].socket
+        kept = at.options.frontends[0].idle[0].socket
         assert kept.getsockopt(socket.IPPROTO_TCP, QUICK_ACK) == 1
 
 
@@ -394,7 +394,7 @@ async def test_quick_acknowledgements_are_set_where_delays_would_occur() -> None
 async def test_a_closed_idle_connection_costs_a_second_attempt() -> None:
     async with keeping(say_ok) as (at, frontend):
         await at.ask(post())
-        (upstream,) = at.options.upstream
+        (upstream,) = at.options.frontends
         (connection,) = upstream.idle
         connection.connection_lost = lambda exc: None  # type: ignore[method-assign]  # it is not known yet
         frontend.writers[0].transport.abort()
@@ -470,7 +470,7 @@ async def test_a_client_that_leaves_takes_its_connection_with_it() -> None:
         await asyncio.wait_for(reader.readuntil(b"\n\n"), WAIT_S)
         writer.close()
         await asyncio.wait_for(frontend.gone.wait(), WAIT_S)
-        assert at.options.upstream[0].idle == []
+        assert at.options.frontends[0].idle == []
 
 
 async def test_bytes_that_nobody_asked_for_close_a_kept_connection() -> None:
@@ -478,7 +478,7 @@ async def test_bytes_that_nobody_asked_for_close_a_kept_connection() -> None:
     async with keeping(say_ok) as (at, frontend):
         await at.ask(post())
         frontend.writers[0].write(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx")
-        while at.options.upstream[0].idle:
+        while at.options.frontends[0].idle:
             await asyncio.sleep(0.001)
         assert (await at.ask(post())).endswith(b"{}")
 

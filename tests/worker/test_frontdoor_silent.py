@@ -53,17 +53,17 @@ async def test_a_hung_frontend_gets_no_requests_until_it_recovers(monkeypatch: p
         for _ in range(4):
             await at.ask(post())
         assert len(at.frontends[0].requests) > hung
-        assert [len(each.waiting) for each in at.options.upstream] == [0, 0]
+        assert [len(each.waiting) for each in at.options.frontends] == [0, 0]
 
 
 async def test_clients_that_leave_are_waited_for_no_more() -> None:
     async with house(Stopped(), Stopped()) as at:
         tasks = await asked(at, 4)
-        assert sum(len(each.waiting) for each in at.options.upstream) == 4
+        assert sum(len(each.waiting) for each in at.options.frontends) == 4
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        while any(each.waiting for each in at.options.upstream):
+        while any(each.waiting for each in at.options.frontends):
             await asyncio.sleep(0.001)
 
 

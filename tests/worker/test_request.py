@@ -390,6 +390,7 @@ def test_the_table_is_whole() -> None:
     ends = {"eos_token_ids", "stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden", "include_stop"}
     made = {"params", "shown_stop_token_ids", "generated_token_ids", "hides_logprobs"}
     own = set(GenerationRequest.__dataclass_fields__) - made
+    own |= {"continues"}  # the part of token_ids that was generated
     assert targets == ends | own | {control.name for control in sampling_controls(SamplingParams) if control.paths}
     for row in FIELDS:
         assert (row.fate == "honoured") == (row.target is not None)

@@ -17,6 +17,9 @@ The answer: `answering` has the protocols, `forwarding` hands on the answer of o
 `choices` and `summaries` make one answer of several; `upstreams` keeps connections to the
 frontends, `http` writes answers and finds the end of others'.
 
+`openengine` stands where a frontend would before workers that the front door asks itself, whose
+addresses are those of `engine_address`.
+
 `options` and `__main__` start it. It knows the catalogue of processors and the sampling controls,
 and nothing of models, engines or running workers.
 """

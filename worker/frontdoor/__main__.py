@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -32,6 +33,9 @@ from worker.frontdoor.uploads import Uploads
 from worker.frontdoor.upstreams import Upstreams
 from worker.models import hub_checkpoint, is_hub_id
 
+if TYPE_CHECKING:
+    from worker.frontdoor.openengine.frontend import EngineFrontend
+
 logger = logging.getLogger("worker.frontdoor.main")
 
 BACKLOG = 1024
@@ -39,15 +43,23 @@ ROOM_OF_FORM = 64 * 1024
 """Bytes of an upload beside its file."""
 
 
-def make_front_door(options: Options) -> FrontDoor:
-    """The front door of ``options``. Raises `StartupError`."""
+def make_front_door(options: Options, engines: EngineFrontend | None = None) -> FrontDoor:
+    """The front door of ``options``.
+
+    Args:
+        options: The options.
+        engines: The workers behind OpenEngine that ``--upstream`` names, if it names such.
+
+    Raises:
+        StartupError: a processor or a file is not there.
+    """
     try:
         catalog = Catalog.load(allow=options.allow_logits_processors, options=options.logits_processor)
     except CatalogError as error:
         raise StartupError(str(error)) from None
     if options.calls is None:
         logger.info("only tool calls that a request forces are held to their tools (--tool-call-format)")
-    upstreams = Upstreams(options.upstream, options.connect_timeout_s)
+    upstreams = Upstreams(options.frontends if engines is None else [engines], options.connect_timeout_s)
     return FrontDoor(options, catalog, upstreams, keys_in(options.api_key_file, "--api-key-file"))
 
 
@@ -77,7 +89,13 @@ async def serve(options: Options) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    door = make_front_door(options)
+    engines = None
+    if options.engines:
+        from worker.frontdoor.openengine.opening import open_engines  # only here is gRPC needed
+
+        engines = await asyncio.to_thread(open_engines, options)
+        engines.start()
+    door = make_front_door(options, engines)
     door.batches = make_batches(door)
     gc.collect()
     gc.freeze()  # what is loaded stays, and a collection that looks at it would hold up every answer
@@ -97,6 +115,8 @@ async def serve(options: Options) -> None:
     if door.batches is not None:
         await door.batches.stop()
     await door.drain(options.drain_timeout_s)
+    if engines is not None:
+        await engines.stop()
     if door.batches is not None:
         await door.batches.close()
 
@@ -104,7 +124,7 @@ async def serve(options: Options) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status; every failure is one line on stderr."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    for each in (logger, call_formats.logger):
+    for each in (logger, call_formats.logger, logging.getLogger("worker.frontdoor.openengine")):
         each.setLevel(logging.INFO)
     try:
         options = _with_hub_model(parse_options(argv))

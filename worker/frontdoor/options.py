@@ -18,6 +18,7 @@ from worker.arguments.option import from_environment, option, options_of
 from worker.arguments.values import matching, text
 from worker.errors import ConfigurationError
 from worker.frontdoor.call_formats import AUTO, NONE, Model, special_tokens_of, support_of
+from worker.frontdoor.engine_address import EngineAddress
 from worker.frontdoor.field_checks import is_before_1_6
 from worker.frontdoor.tools import ToolCallSettings
 from worker.frontdoor.upstreams import Upstream
@@ -65,11 +66,20 @@ def _names(text: str) -> tuple[str, ...]:
 _header = matching(r"[A-Za-z0-9-]+", "the name of a header")
 
 
-def _upstreams(text: str) -> tuple[Upstream, ...]:
+def _servers(text: str) -> tuple[Upstream, ...]:
     try:
         return tuple(Upstream.of(url.strip()) for url in text.split(","))
     except ValueError:
         raise ValueError("http://host:port, several separated by commas") from None
+
+
+def _upstreams(text: str) -> tuple[Upstream, ...] | tuple[EngineAddress, ...]:
+    if not text.startswith("grpc"):
+        return _servers(text)
+    try:
+        return tuple(EngineAddress.of(url.strip()) for url in text.split(","))
+    except ValueError:
+        raise ValueError("grpc://host:port or grpcs://host:port, several separated by commas") from None
 
 
 def _call_format(text: str) -> str:
@@ -99,10 +109,18 @@ class Options:
     port: int = option(
         8000, "Port to serve on; 0 takes a free one, which the first line of the log names.", parse=_port
     )
-    upstream: tuple[Upstream, ...] = option(
+    upstream: tuple[Upstream, ...] | tuple[EngineAddress, ...] = option(
         (),
-        "Dynamo frontends, http://host:port, separated by commas; requests go to them round robin. Required.",
+        "Dynamo frontends, http://host:port, separated by commas; requests go to them round robin. Or workers of "
+        "--runtime openengine, grpc://host:port, or grpcs:// over TLS; requests go to the one that has the fewest. "
+        "Required.",
         parse=_upstreams,
+    )
+    upstream_token_file: str | None = option(
+        None, "File whose first line is the token of calls to workers behind OpenEngine.", parse=text
+    )
+    upstream_ca_file: str | None = option(
+        None, "File of root certificates, PEM, of workers at grpcs://; by default those that gRPC brings.", parse=text
     )
     api_key_file: str | None = option(
         None, "File of API keys, one per line; every request needs one, except GET /health and /live.", parse=text
@@ -140,7 +158,7 @@ class Options:
         (),
         "System ports of workers, http://host:port, separated by commas, whose metrics /metrics has beside the "
         "frontend's.",
-        parse=_upstreams,
+        parse=_servers,
     )
     tool_call_format: str = option(
         AUTO,
@@ -188,6 +206,16 @@ class Options:
     migration: str = "off"
 
     @property
+    def frontends(self) -> tuple[Upstream, ...]:
+        """Dynamo's frontends; none where workers are asked."""
+        return tuple(each for each in self.upstream if isinstance(each, Upstream))
+
+    @property
+    def engines(self) -> tuple[EngineAddress, ...]:
+        """The workers that are asked without Dynamo's frontend; none where frontends are."""
+        return tuple(each for each in self.upstream if isinstance(each, EngineAddress))
+
+    @property
     def carries_guides(self) -> bool:
         """Whether grammars go to the workers as processors: Dynamo's frontend does not migrate
         guides. With a reasoning parser they stay guides, because those begin after the thinking.
@@ -199,7 +227,7 @@ class Options:
         """Whether the frontend takes a JSON answer that is not streamed for a call, if it has a
         text ``name`` at its top: hermes up to 1.4.2, whether or not the request has tools.
         """
-        return self.dyn_tool_call_parser == "hermes" and is_before_1_6()
+        return self.dyn_tool_call_parser == "hermes" and is_before_1_6() and not self.engines
 
     @property
     def calls(self) -> ToolCallSettings | None:
@@ -216,7 +244,7 @@ class Options:
         return ToolCallSettings(
             support.format,
             scope,
-            frontend_parses=self.dyn_tool_call_parser is not None,
+            frontend_parses=self.dyn_tool_call_parser is not None and not self.engines,
             special_tokens=special_tokens_of(self.model_path) if FORMATS[support.format].special else frozenset(),
             support=left_out,
         )
@@ -253,7 +281,12 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
             values[one.name] = one.read(given[one.name], one.flag)
     if not values.get("upstream"):
         raise ConfigurationError("--upstream is required")
-    return Options(**_of_workers(given["workers"], environ) | values)
+    options = Options(**_of_workers(given["workers"], environ) | values)
+    if not options.engines and (options.upstream_token_file or options.upstream_ca_file):
+        raise ConfigurationError("--upstream-token-file and --upstream-ca-file are for an --upstream of grpc://")
+    if options.engines and options.model_path is None:
+        raise ConfigurationError("--upstream grpc:// needs --model-path, for the tokenizer and the chat template")
+    return options
 
 
 _WORKERS = (

@@ -30,7 +30,7 @@ from worker.frontdoor.routes import CATALOGUE, OPENAPI, Route, Routes, openapi
 from worker.frontdoor.summaries import Source, Summary, health, metrics
 from worker.frontdoor.texts import Texts
 from worker.frontdoor.tool_reading import needs_chunks
-from worker.frontdoor.translated import is_translated
+from worker.frontdoor.translated import has_several_prompts, is_translated
 from worker.frontdoor.uploads import Uploads
 from worker.frontdoor.upstreams import Upstreams
 
@@ -142,7 +142,7 @@ class FrontDoor:
         `TRANSLATORS` answers. Raises `Refused`.
         """
         fields = parsed(body)
-        if is_translated(path, fields):
+        if is_translated(path, fields) or (self.options.engines and has_several_prompts(path, fields)):
             return fields
         if path == CHAT and needs_chunks(fields, self.calls, parses=self.options.frontend_misreads):
             return fields

@@ -27,6 +27,12 @@ def is_translated(path: str, fields: Mapping[str, Any]) -> bool:
     return asks or bool(fields.get("echo")) or is_zero(fields.get("max_tokens"))
 
 
+def has_several_prompts(path: str, fields: Mapping[str, Any]) -> bool:
+    """Whether it is a completion of several prompts, of which workers take one at a time."""
+    prompt = fields.get("prompt")
+    return path == COMPLETIONS and isinstance(prompt, list) and len(prompt) > 1 and type(prompt[0]) is not int
+
+
 def is_zero(value: Any) -> bool:
     """Whether a value is the integer 0."""
     return type(value) is int and value == 0

@@ -82,6 +82,10 @@ class Upstream:
             raise ValueError(f"must be http://host:port, got {url!r}")
         return cls(parts.hostname, parts.port or 80)
 
+    async def open(self, connection: UpstreamConnection) -> None:
+        """Connect ``connection`` to it. Raises `OSError`."""
+        await asyncio.get_running_loop().create_connection(lambda: connection, self.host, self.port)
+
     def asked(self, connection: UpstreamConnection, now: float) -> None:
         """Note that a request was sent to it."""
         if not self.waiting:
@@ -163,11 +167,9 @@ class Upstreams:
         Raises:
             NoUpstream: none does.
         """
-        loop = asyncio.get_running_loop()
         for upstream in turn:
-            connecting = loop.create_connection(lambda: connection, upstream.host, upstream.port)
             try:
-                await asyncio.wait_for(connecting, self._connect_timeout_s)
+                await asyncio.wait_for(upstream.open(connection), self._connect_timeout_s)
             except (TimeoutError, OSError) as error:
                 self._bury(upstream, error)
             else:
@@ -213,7 +215,7 @@ def acknowledge_at_once(connection: socket.socket) -> None:
     that has sent something, as a request, to be in use both ways, and delays each acknowledgement
     by 40 ms. This ends that, until the next request is sent.
     """
-    if QUICK_ACK is not None:
+    if QUICK_ACK is not None and connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, QUICK_ACK, 1)
 
 

@@ -1,9 +1,8 @@
 """Every field that a request from Dynamo can have, and what becomes of it.
 
 A field is *honoured* (it becomes part of the `GenerationRequest`), *frontend* (Dynamo's frontend
-has applied it or will), *no effect* (by design, with the reason), or *refused* (`InvalidRequest`
-with the reason). A field without a row is refused. The rows of sampling controls are made of what
-`SamplingParams` says beside its fields. `docs/request.md` shows the same table.
+has applied it or will), *no effect* (by design), or *refused* (`InvalidRequest`), with the reason;
+one without a row is refused. The rows of sampling controls are made of `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from adapters.processors.arguments import MAX_LIST
 from adapters.processors.structural import format_of
 from adapters.strict_json import Ambiguous, decoder
 from worker.errors import InvalidRequest, shown
+from worker.requests.continuation import CONTINUES, continuation
 from worker.sampling import LOGPROBS_MODES, Control, GuidedDecodingParams, SamplingParams, sampling_controls
 
 Fate = Literal["honoured", "frontend", "no effect", "refused"]
@@ -345,6 +345,7 @@ _OTHER_FIELDS: tuple[Field, ...] = (
         "a colon) has `logits` or `processor` in it is refused as a mistake. The rest are the client's own or the "
         "frontend's (formatted_prompt, token_ids, llm_metrics, request_id, query_instance_id) and have no effect here.",
     ),
+    _honoured("continues", continuation, CONTINUES),
     _honoured("_HEALTH_CHECK", boolean, "Marks the runtime's health probe, which runs like any request.", "is_probe"),
     _no_effect("mdc_sum", "Checksum of the model card."),
     _no_effect("request_timestamp_ms", "Timing of the frontend."),

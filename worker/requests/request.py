@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worker.errors import InvalidRequest, shown
+from worker.requests.continuation import Continuation
 from worker.requests.fields import logprobs_mode, request_fields, sections_of
 from worker.sampling import MAX_LOGPROBS, SamplingParams, sampling_controls
 
@@ -32,11 +33,15 @@ class RequestLimits:
         context_length: Longest prompt + answer, in tokens.
         vocab_size: Token ids are below it.
         eos_token_ids: The model's end tokens.
+        numerics: Numerics of its answers; see `EngineInfo.made_by`.
+        kv_dtype: See `EngineInfo.kv_dtype`.
     """
 
     context_length: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    numerics: str = ""
+    kv_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +50,8 @@ class GenerationRequest:
 
     Attributes:
         prompt_token_ids: The prompt, at least one token and at most ``context_length - 1``.
-        generated_token_ids: The answer's tokens so far, if the request was migrated; see
-            `worker.migration.boundary.continuation`.
+        generated_token_ids: The answer's tokens so far, if the request was migrated, by the field
+            ``continues`` or by `worker.migration.boundary.continuation`.
         params: The sampling controls; None in it is what the client did not set. ``max_tokens``
             never leads past the end of the context, ``min_tokens`` not past ``max_tokens``. The
             model's end tokens end the answer unless ``ignore_eos``. If any stop token is shown, the
@@ -160,6 +165,11 @@ def _bounded(values: dict[str, Any], limits: RequestLimits, table: RequestTable)
     if not prompt:
         raise InvalidRequest("token_ids", "the prompt is empty")
     _check_vocabulary("token_ids", min(prompt), max(prompt), limits)
+    continues: Continuation | None = values.pop("continues", None)
+    generated: list[int] = []
+    if continues is not None:
+        continues.check(len(prompt), values.get("seed"), limits.numerics, limits.kv_dtype)
+        prompt, generated = prompt[: -continues.generated_tokens], prompt[-continues.generated_tokens :]
     room = limits.context_length - len(prompt)
     if room < 1:
         raise InvalidRequest(
@@ -172,12 +182,15 @@ def _bounded(values: dict[str, Any], limits: RequestLimits, table: RequestTable)
     controls["max_tokens"] = min(controls.get("max_tokens", room), room)
     if "min_tokens" in controls:
         controls["min_tokens"] = min(controls["min_tokens"], controls["max_tokens"])
+    if len(generated) >= controls["max_tokens"]:
+        raise InvalidRequest("continues.generated_tokens", f"must be below the {controls['max_tokens']} of the answer")
     ends, shown_ids = _ends(values, controls.get("ignore_eos", False), limits)
     params = table.record(**controls, **ends, detokenize=False)
     if controls.get("logprobs") is None and controls.get("logprobs_mode") == "train":
         values["hides_logprobs"] = True
     return GenerationRequest(
         prompt_token_ids=prompt,
+        generated_token_ids=generated,
         params=params,
         shown_stop_token_ids=shown_ids,
         **values,

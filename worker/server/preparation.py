@@ -55,7 +55,9 @@ class Preparation:
         self._role = role
         self._smoke = smoke
         self._defaults = defaults
-        self._limits = RequestLimits(info.context_length, info.vocab_size, info.eos_token_ids)
+        self._limits = RequestLimits(
+            info.context_length, info.vocab_size, info.eos_token_ids, info.made_by, info.kv_dtype
+        )
         self._seeds = random.Random(secrets.randbits(128))  # SystemRandom would release the interpreter each time
 
     @classmethod

@@ -130,16 +130,15 @@ def _chat(own: Mapping[str, Any], tokenizer: Any, template: str | None) -> list[
         raise InvalidRequest("chat_template_args", "must be a mapping of the template's own variables")
     if tools is not None and not isinstance(tools, list):
         raise InvalidRequest("tools", f"must be a list, got {shown(tools)}")
+    options = {"add_generation_prompt": not options.get("continue_final_message"), **options}
     try:
-        made = tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=template, add_generation_prompt=True, tokenize=False, **options
-        )
+        made = tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False, **options)
         return list(tokenizer.encode(made, add_special_tokens=False))
     except Exception as error:  # the boundary of the checkpoint's chat template
         raise InvalidRequest("messages", f"the chat template failed: {str(error)[:200]}") from None
 
 
-_RESERVED = {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "return_dict"}
+_RESERVED = {"conversation", "messages", "tools", "chat_template", "tokenize", "return_dict"}
 
 
 def _select(fields: dict[str, Any], chosen: Any) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,11 @@ class DirectServer:
         return await asyncio.to_thread(parse, message, self.tokenizer, self._template)
 
     async def chunks(
-        self, request_id: str, request: DirectRequest, trace: Mapping[str, str] | None = None
+        self,
+        request_id: str,
+        request: DirectRequest,
+        trace: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """The chunks of every choice, as they come.
 
@@ -46,29 +51,30 @@ class DirectServer:
             request_id: Id that no other request in flight has.
             request: The request.
             trace: Headers of the W3C trace context that it belongs to.
+            metadata: Metadata of the request; see `RequestServer.serve`.
 
         Raises:
             ServingError: the request was refused, or a choice failed, which ends the others.
         """
-        single = request.num_choices == 1
-        found = self._choice(request_id, request, 0, trace) if single else self._choices(request_id, request, trace)
+        serve = partial(self._choice, request_id, request, trace, metadata or {})
+        found = serve(0) if request.num_choices == 1 else self._choices(request.num_choices, serve)
         async with contextlib.aclosing(found) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def _choices(
-        self, request_id: str, request: DirectRequest, trace: Mapping[str, str] | None
+        self, num_choices: int, serve: Callable[[int], AsyncGenerator[Chunk, None]]
     ) -> AsyncGenerator[Chunk, None]:
         queue: asyncio.Queue[Chunk | None] = asyncio.Queue()
-        room = asyncio.Semaphore(MAX_WAITING * request.num_choices)
+        room = asyncio.Semaphore(MAX_WAITING * num_choices)
 
         async def run(choice: int) -> None:
-            async with contextlib.aclosing(self._choice(request_id, request, choice, trace)) as chunks:
+            async with contextlib.aclosing(serve(choice)) as chunks:
                 async for chunk in chunks:
                     await room.acquire()
                     queue.put_nowait(chunk)
 
-        tasks = [asyncio.create_task(run(choice)) for choice in range(request.num_choices)]
+        tasks = [asyncio.create_task(run(choice)) for choice in range(num_choices)]
         running = asyncio.gather(*tasks)
         running.add_done_callback(lambda _: queue.put_nowait(None))
         try:
@@ -82,11 +88,16 @@ class DirectServer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _choice(
-        self, request_id: str, request: DirectRequest, choice: int, trace: Mapping[str, str] | None
+        self,
+        request_id: str,
+        request: DirectRequest,
+        trace: Mapping[str, str] | None,
+        metadata: Mapping[str, str],
+        choice: int,
     ) -> AsyncGenerator[Chunk, None]:
         served_id = choice_id(request_id, request, choice)
         text: ChoiceText | None = None
-        async with contextlib.aclosing(self.server.serve(served_id, request.fields, {}, choice, trace)) as chunks:
+        async with contextlib.aclosing(self.server.serve(served_id, request.fields, metadata, choice, trace)) as chunks:
             async for chunk in chunks:
                 text = text or ChoiceText(request, self.tokenizer)  # not before the prompt has been checked
                 sent = text.chunk(chunk)

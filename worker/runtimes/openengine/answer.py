@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from worker.requests.prompt_scores import LEAST_LOGPROB, PROMPT_LOGPROBS, PROMPT_TOKENS, TokenText
+from worker.requests.prompt_scores import END_TOKEN, LEAST_LOGPROB, PROMPT_LOGPROBS, PROMPT_TOKENS, TokenText
 from worker.requests.receipts import CHANNEL
 from worker.requests.response import STOP_STRING, STOP_TOKEN
 from worker.runtimes.direct.request import DirectRequest
@@ -73,13 +73,14 @@ class Answer:
         return wire.GenerateResponse(request_id=self._request_id, **event)
 
     def _finished(self, chunk: Chunk, data: Mapping[str, Any]) -> wire.GenerateResponse:
-        self._count(chunk["completion_usage"])
+        if "completion_usage" in chunk:  # one that is only checked has none
+            self._count(chunk["completion_usage"])
         self._unfinished -= 1
-        receipt = data.get(CHANNEL)
+        told = {key: data[key] for key in (CHANNEL, END_TOKEN) if key in data}
         finished = wire.GenerationFinished(
             output_index=chunk["index"],
             reason=_REASONS[chunk["finish_reason"]],
-            message="" if receipt is None else json.dumps({CHANNEL: receipt}, separators=(",", ":")),
+            message=json.dumps(told, separators=(",", ":")) if told else "",
             stop_match=self._stop_match(chunk),
         )
         return self._event(finished=finished, usage=None if self._unfinished else self._usage)

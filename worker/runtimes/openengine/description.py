@@ -12,15 +12,10 @@ from adapters.catalog import MAX_CHOICES
 from worker import __version__
 from worker.engines import Measured
 from worker.runtimes.openengine import wire
+from worker.runtimes.openengine.identity import ENGINE_NAME, SCHEMA_RELEASE, SCHEMA_REVISION
 from worker.sampling.params import MAX_LOGPROBS
 from worker.server import RequestServer
 from worker.server.description import describe
-
-SCHEMA_REVISION = 1
-"""Revision of the schema that is served, and of the oldest clients that are."""
-
-SCHEMA_RELEASE = "4def7c50b05e0674a0c3b26917399155535966e4"
-"""Commit of the public schema that `openengine.proto` is equal to: it has no releases yet."""
 
 RANK = 0
 """The only data-parallel rank."""
@@ -30,7 +25,7 @@ def server_info(server: RequestServer, instance_id: str) -> wire.ServerInfo:
     """The answer of ``GetServerInfo``."""
     info, arguments = server.info, server.arguments
     return wire.ServerInfo(
-        engine_name="dynamo-logits-worker",
+        engine_name=ENGINE_NAME,
         engine_version=__version__,
         engine_role=wire.ENGINE_ROLE_AGGREGATED,
         instance_id=instance_id,
@@ -53,7 +48,7 @@ def server_info(server: RequestServer, instance_id: str) -> wire.ServerInfo:
             max_batched_tokens=info.max_num_batched_tokens,
             max_loras=0,
         ),
-        extra=_struct(describe(server)),
+        extra=_struct({**describe(server), "numerics": info.made_by, "kv_dtype": info.kv_dtype}),
     )
 
 

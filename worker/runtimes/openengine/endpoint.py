@@ -23,8 +23,12 @@ OPTIONS = (
     ("grpc.so_reuseport", 0),  # a port that is taken is an error
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.max_receive_message_length", 64 * 2**20),
 )
-"""Options of the server: a client whose machine is gone is noticed, and its requests end."""
+"""Options of the server: a client whose machine is gone is noticed, and its requests end; clients
+may notice the same of this machine; prompts and grammars may be as large as other runtimes take.
+"""
 
 OPEN_METHODS = "/grpc.health.v1.Health/"
 """Calls that need no token: probes of Kubernetes have none."""

@@ -127,7 +127,7 @@ class Inference:
             for event in answer.cancelled():
                 yield event
             return
-        async with contextlib.aclosing(direct.chunks(request_id, request, hints.trace)) as chunks:
+        async with contextlib.aclosing(direct.chunks(request_id, request, hints.trace, hints.client)) as chunks:
             async for chunk in chunks:
                 for event in answer.events(chunk):
                     yield event

@@ -20,10 +20,14 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from adapters.strict_json import decoder
 from worker.errors import InvalidRequest, shown
+from worker.requests.client import METADATA_KEY
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.errors import UnknownModel, Unsupported, WrongRole
 
 MAX_ID_CHARACTERS = 256
+
+CLIENT_METADATA = f"x-dynamo-meta-{METADATA_KEY}"
+"""Metadata of a call with the label of the client that the engine's turns are shared among."""
 
 MAX_INTEGER = 2**53 - 1
 """Largest integer that a number of a ``Struct``, which is a double, can only be itself."""
@@ -54,14 +58,19 @@ FIELDS: dict[str, str] = {
     "guided.structural_tag": "sampling_options.guided_decoding.structural_tag",
     "guided.choice": "sampling_options.guided_decoding.choice",
     "guided.backend": "sampling_options.guided_decoding.backend",
+    "extra.allowed_token_ids": "sampling_options.allowed_token_ids",
+    "extra.annotations": "annotations",
+    "extra.bad_words_token_ids": "sampling_options.bad_words_token_ids",
+    "extra.continues": "continues",
     "extra.detokenize": "text",
     "extra.logits_processors": "logits_processors",
+    "extra.max_thinking_tokens": "stop_conditions.max_thinking_tokens",
     "extra.require_reasoning": "require_reasoning",
     "extra.skip_special_tokens": "output_options.skip_special_tokens",
 }
 """Fields of the protocol that become one of docs/request.md."""
 
-_TOLD: tuple[tuple[str, str], ...] = (
+TOLD: tuple[tuple[str, str], ...] = (
     *((ours, theirs) for theirs, ours in FIELDS.items()),
     ("stop_conditions.stop", "stopping.conditions"),
     ("stop_conditions.stop_token_ids", "stopping.conditions"),
@@ -87,10 +96,12 @@ class CallHints:
     Attributes:
         priority: Urgency beside other requests; more is sooner.
         trace: Headers of the W3C trace context.
+        client: Metadata of the request for the server, which have the label of its client.
     """
 
     priority: int = 0
     trace: Mapping[str, str] = field(default_factory=dict)
+    client: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +169,7 @@ def renamed(error: InvalidRequest, request: wire.GenerateRequest) -> InvalidRequ
         _, _, inner = error.field.removeprefix(_GUIDE_ARGUMENTS).partition(".")
         guide = f"guided.{request.guided.WhichOneof('guide')}"
         return InvalidRequest(f"{guide}.{inner}" if inner else guide, error.problem)
-    for ours, theirs in _TOLD:
+    for ours, theirs in TOLD:
         rest = error.field.removeprefix(ours)
         if rest != error.field and (not rest or rest[0] in ".["):
             return InvalidRequest(theirs + rest, error.problem)
@@ -174,11 +185,12 @@ def read_hints(metadata: Iterable[tuple[str, str | bytes]], *, honours_priority:
     """
     found: dict[str, str] = {}
     for key, value in metadata:
-        if key in ("traceparent", "tracestate") or key.startswith("openengine-"):
+        if key in ("traceparent", "tracestate", CLIENT_METADATA) or key.startswith("openengine-"):
             if key in found:
                 raise InvalidRequest(key, "must be given once")
             found[key] = value if isinstance(value, str) else value.decode(errors="replace")
     trace: dict[str, str] = {key: found.pop(key) for key in ("traceparent", "tracestate") if key in found}
+    client = {METADATA_KEY: found.pop(CLIENT_METADATA)} if CLIENT_METADATA in found else {}
     found.pop("openengine-routing-key", None)  # a router has acted on it
     rank = _integer(found, "openengine-target-dp-rank", 0, 2**32 - 1)
     if rank:
@@ -188,7 +200,7 @@ def read_hints(metadata: Iterable[tuple[str, str | bytes]], *, honours_priority:
         raise Unsupported("openengine-priority", "this engine serves its clients in turn (supports_priority is false)")
     for key in found:
         raise InvalidRequest(key, "unknown metadata of the protocol")
-    return CallHints(priority, trace)
+    return CallHints(priority, trace, client)
 
 
 def _integer(found: dict[str, str], key: str, low: int, high: int) -> int:

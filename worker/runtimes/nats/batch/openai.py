@@ -10,19 +10,12 @@ from typing import Any
 
 from adapters.client import from_openai_logit_bias
 from worker.errors import InvalidRequest, ServingError, shown
+from worker.runtimes.direct.openai_fields import guide_of, places
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch.layout import URLS, QueuedRequest, request_digest
-from worker.sampling import SamplingParams, sampling_controls
-from worker.sampling.control import cached
+from worker.sampling import SamplingParams
 
 CHAT, COMPLETIONS = URLS
-
-_OTHER_PLACES = {
-    "n": "sampling_options",
-    "include_stop_str_in_output": "sampling_options",
-    "stop_token_ids": "stop_conditions",
-    "skip_special_tokens": "output_options",
-}
 
 _NO_EFFECT = frozenset({"model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
 _OWN = {
@@ -36,17 +29,6 @@ _OWN = {
 }
 
 Message = dict[str, Any]
-
-
-@cached
-def places(record: type[SamplingParams]) -> Mapping[str, str]:
-    """Section of the message in which a field of a body stands under the same name.
-
-    Args:
-        record: `SamplingParams` or a class derived from it, whose controls are fields of a body.
-    """
-    controls = (one for one in sampling_controls(record) if one.is_client_field)
-    return {name: section for one in controls for section, name in [one.paths[0].split(".")]} | _OTHER_PLACES
 
 
 def message_of(url: str, body: Any, digest: str, record: type[SamplingParams] = SamplingParams) -> Message:
@@ -136,21 +118,12 @@ def _add_processors(message: Message, given: Mapping[str, Any]) -> None:
         message["logits_processors"] = chosen
     form = given.get("response_format")
     if form is not None:
-        guide = _guide(form)
+        try:
+            guide = guide_of(form)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"body.{error.field}", error.problem) from None
         if guide is not None:
             message["sampling_options"]["guided_decoding"] = guide
-
-
-def _guide(form: Any) -> dict[str, Any] | None:
-    kind = form.get("type") if isinstance(form, Mapping) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"json": {"type": "object"}}
-    schema = form.get("json_schema") if kind == "json_schema" else None
-    if isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping):
-        return {"json": schema["schema"]}
-    raise InvalidRequest("body.response_format", "must be of type text, json_object or json_schema with its schema")
 
 
 def response_body(request: QueuedRequest, body: Mapping[str, Any], chunks: Iterable[Message], tokenizer: Any) -> Any:

@@ -1,0 +1,229 @@
+"""One request of the front door to workers behind OpenEngine, and its answer in HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from worker.errors import InvalidRequest
+from worker.frontdoor import http
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.exchange import encoded, server_sent
+from worker.frontdoor.fields import CHAT, COMPLETIONS
+from worker.frontdoor.openengine.answer import AnswerForm
+from worker.frontdoor.openengine.body import AskedAnswer, client_name, read_body
+from worker.frontdoor.openengine.generation import Chunk, Generation
+from worker.frontdoor.openengine.prompts import Prompts
+from worker.frontdoor.openengine.state import state_of
+from worker.frontdoor.openengine.thinking import Thinking, ThinkingSplit
+from worker.frontdoor.openengine.workers import Metadata, Workers
+from worker.frontdoor.request_ids import DYNAMO_ID, REQUEST_ID
+from worker.frontdoor.rewriting import AT_ONCE
+from worker.runtimes.direct.answer import ChoiceText
+from worker.runtimes.direct.request import SEED_BITS, DirectRequest
+from worker.runtimes.openengine.request import CLIENT_METADATA
+
+logger = logging.getLogger(__name__)
+
+_PASSED_ON = (b"traceparent", b"tracestate", CLIENT_METADATA.encode())
+_SHOWN_BEFORE = ("request_id", "token_ids", "formatted_prompt")
+"""Annotations that are answered with an event before the chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request of the front door.
+
+    Attributes:
+        method: HTTP method.
+        path: Path, without the query.
+        headers: Values by name in lower case.
+        body: Bytes of the body.
+    """
+
+    method: str
+    path: str
+    headers: Mapping[bytes, bytes]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The workers, and what is known of their model.
+
+    Attributes:
+        workers: The workers.
+        prompts: Tokenizer of their model.
+        thinking: Marks of its thinking, None if that is part of the answer.
+        started: Time at which the front door was started, seconds since 1970.
+    """
+
+    workers: Workers
+    prompts: Prompts
+    thinking: Thinking | None
+    started: int
+
+
+async def answer(engines: Engines, request: Request, writer: asyncio.StreamWriter) -> None:
+    """Answer a request of the front door, whatever becomes of it."""
+    answering = _Answering(engines, request, writer)
+    try:
+        if request.path in (CHAT, COMPLETIONS):
+            await answering.generate()
+        else:
+            status, content_type, body = state_of(engines.workers, request.path, engines.started)
+            await answering.whole(status, body, content_type)
+    except Refused as refused:
+        await answering.fail(refused)
+    except ConnectionError:
+        raise
+    except Exception:  # the request's boundary
+        logger.exception("a request failed")
+        await answering.fail(Refused(500, "internal error", kind="server_error"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A request that workers can be asked for."""
+
+    asked: AskedAnswer
+    request: DirectRequest
+    metadata: Metadata
+    split: ThinkingSplit | None
+
+
+class _Answering:
+    """The answer to one request."""
+
+    def __init__(self, engines: Engines, request: Request, writer: asyncio.StreamWriter) -> None:
+        self._engines = engines
+        self._request = request
+        self._writer = writer
+        self._has_begun = False
+        request_id = request.headers.get(REQUEST_ID)
+        self._lines = b"" if request_id is None else b"%b: %b\r\n" % (REQUEST_ID, request_id)
+
+    async def generate(self) -> None:
+        """Answer a chat or a completion. Raises `Refused`, with the field of the body."""
+        body: Mapping[str, Any] = {}
+        try:
+            body = json.loads(self._request.body)
+            prepare = partial(_prepared, self._engines, self._request, body)
+            at_once = len(self._request.body) <= AT_ONCE
+            await self._generate(prepare() if at_once else await asyncio.to_thread(prepare))
+        except InvalidRequest as error:
+            name = client_name(error.field, body)
+            raise Refused(400, f"{name}: {error.problem}", name) from None
+        except Refused as refused:
+            raise refused.renamed(None if refused.param is None else client_name(refused.param, body)) from None
+
+    async def _generate(self, made: _Prepared) -> None:
+        request, engines = self._request, self._engines
+        given = request.headers.get(DYNAMO_ID)
+        request_id = str(uuid.uuid4()) if given is None else given.decode("latin-1")
+        token_text = engines.prompts.token_text
+        generation = Generation(engines.workers, made.request, request_id, made.metadata, token_text)
+        form = AnswerForm(made.asked, request_id, int(time.time()), token_text, made.split)
+        async with aclosing(_with_text(generation, engines.prompts.tokenizer)) as chunks:
+            if made.asked.is_streamed:
+                await self._stream(made, request_id, form, chunks)
+            else:
+                await self.whole(200, encoded(form.whole([chunk async for chunk in chunks])))
+
+    async def whole(self, status: int, body: bytes, content_type: bytes = b"application/json") -> None:
+        """Write a whole answer."""
+        head_only = self._request.method == "HEAD"
+        data = http.answer(
+            status, body, keep_alive=True, head_only=head_only, content_type=content_type, headers=self._lines
+        )
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def fail(self, refused: Refused) -> None:
+        """Write an error: the answer, or the last event of a stream that has begun."""
+        if not self._has_begun:
+            await self.whole(refused.status, encoded(refused.content()))
+            return
+        await self._send(server_sent(refused.content()))
+        await self._end()
+
+    async def _stream(
+        self, made: _Prepared, request_id: str, form: AnswerForm, chunks: AsyncGenerator[Chunk, None]
+    ) -> None:
+        async for chunk in chunks:
+            for event in form.events(chunk):
+                if not self._has_begun:
+                    self._has_begun = True
+                    self._writer.write(http.stream_head(b"text/event-stream", self._lines, chunked=True))
+                    for name, value in self._before(made, request_id):
+                        await self._send(f"event: {name}\n: {json.dumps(value)}\n\n".encode())
+                await self._send(server_sent(event))
+        if made.asked.has_usage:
+            await self._send(server_sent(form.usage_event()))
+        await self._send(b"data: [DONE]\n\n")
+        await self._end()
+
+    def _before(self, made: _Prepared, request_id: str) -> Iterator[tuple[str, str]]:
+        """Names and values of the annotations that come before the chunks."""
+        token_ids = made.request.fields["token_ids"]
+        for name in _SHOWN_BEFORE:
+            if name not in made.asked.annotations:
+                continue
+            if name == "formatted_prompt":
+                yield name, str(self._engines.prompts.tokenizer.decode(token_ids))
+            else:
+                yield name, request_id if name == "request_id" else json.dumps(token_ids, separators=(",", ":"))
+
+    async def _send(self, data: bytes) -> None:
+        self._writer.write(http.chunk(data))
+        await self._writer.drain()
+
+    async def _end(self) -> None:
+        self._writer.write(b"0\r\n\r\n")
+        await self._writer.drain()
+
+
+def _prepared(engines: Engines, request: Request, body: Mapping[str, Any]) -> _Prepared:
+    """The request for the workers. Raises `InvalidRequest`."""
+    prompts, thinking = engines.prompts, engines.thinking
+    asked = read_body(request.path, body, request.headers, thinks=thinking is not None)
+    priority = asked.message["routing"].pop("priority", None)
+    direct = prompts.request(asked.message)
+    sampling, stopping = direct.fields["sampling_options"], direct.fields["stop_conditions"]
+    if sampling.get("seed") is None:
+        sampling["seed"] = secrets.randbits(SEED_BITS)  # another worker could not go on without it
+    if direct.stops:
+        stopping["stop"] = list(direct.stops)
+    found = [(name.decode(), request.headers[name].decode("latin-1")) for name in _PASSED_ON if name in request.headers]
+    if priority is not None:
+        found.append(("openengine-priority", str(priority)))
+    split = None
+    if thinking is not None and asked.is_chat:
+        begins = prompts.ends_with(direct.fields["token_ids"], thinking.begin)
+        split = ThinkingSplit(thinking, is_inside=thinking.begins_inside or begins)
+    return _Prepared(asked, direct, found, split)
+
+
+async def _with_text(generation: Generation, tokenizer: Any) -> AsyncGenerator[Chunk, None]:
+    """The chunks of an answer with their text, which ends at a stop string."""
+    text = ChoiceText(generation.request, tokenizer)
+    async with aclosing(generation.chunks()) as chunks:
+        async for chunk in chunks:
+            is_last = "finish_reason" in chunk
+            sent = text.chunk(chunk)
+            if text.has_stopped and not is_last and sent is not None:
+                last: Chunk = await anext(chunks, {})  # the worker, too, ends at the stop string
+                sent |= {key: last[key] for key in ("completion_usage", "engine_data") if key in last}
+            if sent is not None:
+                yield sent
+            if text.has_stopped:
+                return

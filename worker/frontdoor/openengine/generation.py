@@ -1,0 +1,201 @@
+"""`Generation`: the chunks of one answer, from whichever workers generate it.
+
+A worker that dies or leaves does so with the status ``UNAVAILABLE``. Another one of the same kind
+then goes on: it gets the prompt with the tokens of the answer so far, how many those are, the seed
+and the whole budgets, so that processors, random numbers and limits are those of an answer that
+never moved, and no record of the request is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from google.rpc import status_pb2
+
+from worker.engines import TokenLogprob
+from worker.frontdoor.errors import INVALID, Refused
+from worker.frontdoor.openengine.workers import EngineWorker, Kind, Metadata, Workers
+from worker.requests.prompt_scores import TokenText, scores_json
+from worker.requests.response import STOP_STRING, STOP_TOKEN
+from worker.runtimes.direct.request import DirectRequest
+from worker.runtimes.openengine import wire
+from worker.runtimes.openengine.asking import own_name, written
+from worker.runtimes.openengine.errors import DETAILS
+
+logger = logging.getLogger(__name__)
+
+MOST_WORKERS = 4
+"""Workers that are asked for one answer: a request that ends each of them must not end all."""
+
+_STATUS = {
+    wire.ERROR_CODE_INVALID_ARGUMENT: 400,
+    wire.ERROR_CODE_UNSUPPORTED_FEATURE: 400,
+    wire.ERROR_CODE_ROLE_MISMATCH: 400,
+    wire.ERROR_CODE_MODEL_NOT_FOUND: 404,
+    wire.ERROR_CODE_DUPLICATE_REQUEST: 409,
+    wire.ERROR_CODE_OVERLOADED: 503,
+    wire.ERROR_CODE_DRAINING: 503,
+}
+"""HTTP statuses of the protocol's errors; another one is 503 if it may pass, else 500."""
+
+_REASONS = {wire.FINISH_REASON_STOP: "stop", wire.FINISH_REASON_LENGTH: "length"}
+
+Chunk = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Generation:
+    """One answer.
+
+    Attributes:
+        workers: The workers.
+        request: The request as it was parsed, its prompt as token ids.
+        request_id: Id of the request.
+        metadata: Metadata of its calls.
+        token_text: Text of each token.
+        token_ids: The answer so far.
+    """
+
+    workers: Workers
+    request: DirectRequest
+    request_id: str
+    metadata: Metadata
+    token_text: TokenText
+    token_ids: list[int] = field(default_factory=list)
+    _kind: Kind | None = None
+    _has_scores: bool = False
+
+    async def chunks(self) -> AsyncGenerator[Chunk, None]:
+        """The chunks, in the form that `worker.runtimes.direct` gives them, without text.
+
+        Raises:
+            Refused: the request is refused, or has failed.
+        """
+        left: list[EngineWorker] = []
+        has_ended = False
+        while not has_ended:
+            worker = self.workers.choose(str(self.request.fields["model"]), left, self._kind)
+            self._kind = worker.kind
+            try:
+                async with worker.generate(self._ask(worker.kind), self.metadata) as events:
+                    async for event in events:
+                        for chunk in self._chunks(event):
+                            yield chunk
+                            has_ended |= "finish_reason" in chunk
+                if not has_ended:
+                    raise _failed("its answer has no end")
+            except grpc.aio.AioRpcError as error:
+                if has_ended:
+                    return
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise _refused(error, self.request.fields) from None
+                worker.failed(f"UNAVAILABLE: {error.details()}")
+                left.append(worker)
+                worker.num_left += 1
+                if len(left) == MOST_WORKERS:
+                    problem = f"{len(left)} workers have ended with this request; it is not tried again"
+                    raise Refused(503, problem, kind="server_error") from None
+                logger.warning("request %s goes on, at token %d", self.request_id, len(self.token_ids))
+
+    def _ask(self, kind: Kind) -> wire.GenerateRequest:
+        """The request to the next worker."""
+        message = copy.deepcopy(self.request.fields)
+        message["text"] = False  # which is made where it can go on
+        if self._has_scores:
+            message.get("output_options", {}).pop("prompt_logprobs", None)
+        if self.token_ids:
+            message["token_ids"] = message["token_ids"] + self.token_ids
+            known = {"numerics": kind.numerics, "kv_dtype": kind.kv_dtype}
+            message["continues"] = {"generated_tokens": len(self.token_ids), **known}
+        return written(message, self.request_id)
+
+    def _chunks(self, event: wire.GenerateResponse) -> list[Chunk]:
+        kind = event.WhichOneof("event")
+        if kind == "error":
+            raise _error(event.error, self.request.fields)
+        if kind == "prompt":
+            self._has_scores = True
+            return [{"token_ids": [], "engine_data": self._scores(event.prompt)}]
+        if kind == "token":
+            self.token_ids += [token.token_id for token in event.token.tokens]
+            return [_tokens(event.token)]
+        return [_finished(event)] if kind == "finished" else []
+
+    def _scores(self, prompt: wire.PromptOutput) -> dict[str, Any]:
+        """Log probabilities of the prompt as the worker's own data have them."""
+        positions = [_position(token) if token.HasField("logprob") else None for token in prompt.tokens]
+        return scores_json([token.token_id for token in prompt.tokens], positions, self.token_text)
+
+
+def _position(token: wire.TokenInfo) -> list[TokenLogprob]:
+    own = TokenLogprob(token_id=token.token_id, logprob=token.logprob, rank=token.rank)
+    return [own, *(TokenLogprob(token_id=o.token_id, logprob=o.logprob, rank=o.rank) for o in token.candidates)]
+
+
+def _tokens(output: wire.TokenOutput) -> Chunk:
+    chunk: Chunk = {"token_ids": [token.token_id for token in output.tokens]}
+    if output.tokens and all(token.HasField("logprob") for token in output.tokens):
+        chunk["log_probs"] = [token.logprob for token in output.tokens]
+        chunk["top_logprobs"] = [
+            [{"token_id": one.token_id, "logprob": one.logprob} for one in token.candidates] for token in output.tokens
+        ]
+    return chunk
+
+
+def _finished(event: wire.GenerateResponse) -> Chunk:
+    finished, usage = event.finished, event.usage
+    if finished.reason not in _REASONS:
+        raise Refused(503, "the worker ended the request", kind="server_error")
+    chunk: Chunk = {
+        "token_ids": [],
+        "finish_reason": _REASONS[finished.reason],
+        "completion_usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.total_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
+        },
+    }
+    if finished.message:
+        chunk["engine_data"] = json.loads(finished.message)
+    match = finished.stop_match.WhichOneof("match")
+    if match == "stop_text":
+        chunk[STOP_STRING] = finished.stop_match.stop_text
+    elif match is not None:
+        chunk[STOP_TOKEN] = getattr(finished.stop_match, match)
+    return chunk
+
+
+def _refused(error: grpc.aio.AioRpcError, fields: Mapping[str, Any]) -> Refused:
+    """The error of a call that ended with a status."""
+    details: Mapping[Any, Any] = dict(error.trailing_metadata() or ())
+    found = wire.EngineError()
+    if DETAILS in details:
+        status = status_pb2.Status.FromString(details[DETAILS])
+        if status.details and status.details[0].Unpack(found):
+            return _error(found, fields)
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return _failed("the worker does not take the token of --upstream-token-file")
+    return _failed(f"{error.code().name}: {error.details()}")
+
+
+def _error(error: wire.EngineError, fields: Mapping[str, Any]) -> Refused:
+    """The protocol's error, with the field of docs/request.md that it is about."""
+    status = _STATUS.get(error.code, 503 if error.retryable else 500)
+    if status != 400:
+        return Refused(status, error.message, kind=INVALID if status < 500 else "server_error")
+    theirs, colon, problem = error.message.partition(": ")
+    if not colon or " " in theirs:
+        return Refused(400, error.message)
+    ours = own_name(theirs, fields)
+    return Refused(400, f"{ours}: {problem}", ours)
+
+
+def _failed(reason: str) -> Refused:
+    return Refused(502, f"the worker did not answer: {reason}", kind="server_error")

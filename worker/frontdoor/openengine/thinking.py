@@ -1,0 +1,86 @@
+"""Separation of a model's thinking from its answer, as text comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from adapters.vocabulary.thinking_tags import KNOWN_TAGS
+
+Part = Literal["reasoning_content", "content"]
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The way in which a model marks its thinking.
+
+    Attributes:
+        begin: Text before it.
+        end: Text behind it.
+        begins_inside: Whether an answer begins with thinking that no text marks.
+    """
+
+    begin: str
+    end: str
+    begins_inside: bool = False
+
+
+_PLAIN, _MISTRAL = (Thinking(*tags) for tags in KNOWN_TAGS)
+
+PARSERS: dict[str, Thinking] = {
+    "basic": _PLAIN,
+    "qwen3": _PLAIN,
+    "qwen": _PLAIN,
+    "glm45": _PLAIN,
+    "deepseek_v3": _PLAIN,
+    "deepseek_r1": Thinking(*KNOWN_TAGS[0], begins_inside=True),
+    "step3": Thinking(*KNOWN_TAGS[0], begins_inside=True),
+    "mistral": _MISTRAL,
+    "kimi": Thinking("◁think▷", "◁/think▷"),
+}
+"""Names of Dynamo's parsers of reasoning whose thinking is text between two tags."""
+
+
+class ThinkingSplit:
+    """Splits the text of one answer.
+
+    Args:
+        thinking: Marks of the thinking.
+        is_inside: Whether the answer begins with thinking.
+    """
+
+    def __init__(self, thinking: Thinking, *, is_inside: bool) -> None:
+        self._thinking = thinking
+        self._is_inside = is_inside
+        self._held = ""
+
+    def feed(self, text: str, *, ends: bool) -> Iterator[tuple[Part, str]]:
+        """The parts that are final with the next piece of the text, none of them empty.
+
+        Args:
+            text: The piece.
+            ends: Whether it is the last.
+        """
+        self._held += text
+        while (place := self._held.find(self._next_tag)) >= 0:
+            yield from self._part(self._held[:place])
+            self._held = self._held[place + len(self._next_tag) :]
+            self._is_inside = not self._is_inside
+        keep = 0 if ends else _begun(self._held, self._next_tag)
+        shown = self._held[: len(self._held) - keep]
+        self._held = self._held[len(shown) :]
+        yield from self._part(shown)
+
+    @property
+    def _next_tag(self) -> str:
+        return self._thinking.end if self._is_inside else self._thinking.begin
+
+    def _part(self, text: str) -> Iterator[tuple[Part, str]]:
+        if text:
+            yield ("reasoning_content" if self._is_inside else "content"), text
+
+
+def _begun(text: str, tag: str) -> int:
+    """Characters at the end of a text that may be the beginning of a tag."""
+    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)
