@@ -31,7 +31,7 @@ from worker.models.architectures import Architecture
 from worker.models.beside import work_directory
 from worker.models.gguf_file import GgufError, GgufFile
 from worker.models.gguf_weights import Weight
-from worker.models.model_types import LLAMA_LIKE
+from worker.models.model_table import LLAMA_LIKE
 from worker.models.numbers import BYTES, decoded, encoded
 from worker.models.quantised import CODES, OFFSETS, READ, SCALES, Codes, quantization_config, unpack_blocks
 from worker.models.safetensors_file import Stored, write_safetensors

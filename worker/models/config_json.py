@@ -42,7 +42,7 @@ _LEFT_OUT: Any = None
 _OTHER_NAMES = {"num_experts": "num_local_experts"}
 _ONLY = {
     **dict.fromkeys(("is_causal", "return_dict"), True),
-    **dict.fromkeys(("use_bidirectional_attention", "is_encoder_decoder"), False),
+    **dict.fromkeys(("use_bidirectional_attention", "is_encoder_decoder", "alibi", "add_cross_attention"), False),
     **dict.fromkeys(("output_attentions", "output_hidden_states"), False),
 }
 """The values of keys with which a model neither attends both ways nor returns something else."""
@@ -98,8 +98,8 @@ class _RopeByLayer(_Rope):
     sliding_attention: _Rope | None = None
 
 
-class ModelConfig(_Strict):
-    """The keys of ``config.json`` that decide what is computed, of the model types that are served.
+class AnyConfig(_Strict):
+    """The keys of ``config.json`` that mean the same in every model type.
 
     One that is left out is transformers' default of that model type.
     """
@@ -107,12 +107,56 @@ class ModelConfig(_Strict):
     model_type: str
     vocab_size: int = _size("vocab_size")
     hidden_size: int = _size("hidden_size")
-    intermediate_size: int = _size("intermediate_size")
     num_hidden_layers: int = _size("num_hidden_layers")
     num_attention_heads: int = _size("num_attention_heads")
     num_key_value_heads: int | None = _size("num_key_value_heads")
     head_dim: int | None = _size("head_dim")
     max_position_embeddings: int = _size("max_position_embeddings")
+    tie_word_embeddings: bool = False
+    dtype: Literal[DTYPES] | None = None  # type: ignore[valid-type]
+    torch_dtype: Literal[DTYPES] | None = None  # type: ignore[valid-type]
+    eos_token_id: _TokenId | list[_TokenId] | None = None
+    bos_token_id: _TokenId | None = None
+    pad_token_id: _TokenId | None = None
+    rope_scaling: _RopeByLayer | None = None
+    rope_parameters: _RopeByLayer | None = None
+    quantization_config: dict[str, Any] | None = None
+    transformers_weights: None = None  # names other files than those that are checked
+    use_bidirectional_attention: bool | None = False
+    is_causal: bool = True
+    is_encoder_decoder: bool = False
+    return_dict: bool = True
+    output_attentions: bool | None = False
+    output_hidden_states: bool | None = False
+
+    @model_validator(mode="after")
+    def _refuse_variants(self) -> Self:
+        """Raises `ValueError` for what is not computed as transformers does."""
+        for key, wanted in _ONLY.items():
+            if getattr(self, key, None) not in (None, wanted):
+                raise ValueError(f"{key} must be {wanted}, got {not wanted}")
+        return self
+
+
+class OtherConfig(AnyConfig):
+    """The keys of a model type that transformers' own code computes, which reads all others, too:
+    its configuration classes check their types.
+    """
+
+    n_layer: int = _size("num_hidden_layers")
+    num_layers: int = _size("num_hidden_layers")
+    n_head: int = _size("num_attention_heads")
+    n_embd: int = _size("hidden_size")
+    n_positions: int = _size("max_position_embeddings")
+    alibi: bool = False
+    add_cross_attention: bool = False
+    is_decoder: bool = False
+
+
+class ModelConfig(AnyConfig):
+    """The keys of the model types whose geometry is known before transformers is asked."""
+
+    intermediate_size: int = _size("intermediate_size")
     hidden_act: Literal[_ACTIVATIONS] = "silu"  # type: ignore[valid-type]
     hidden_activation: Literal[_ACTIVATIONS] = "silu"  # type: ignore[valid-type]
     rms_norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-6
@@ -120,18 +164,10 @@ class ModelConfig(_Strict):
     attention_dropout: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     attention_bias: bool = False
     mlp_bias: bool = False
-    tie_word_embeddings: bool = False
     use_cache: bool = True
-    dtype: Literal[DTYPES] | None = None  # type: ignore[valid-type]
-    torch_dtype: Literal[DTYPES] | None = None  # type: ignore[valid-type]
-    eos_token_id: _TokenId | list[_TokenId] | None = None
-    bos_token_id: _TokenId | None = None
-    pad_token_id: _TokenId | None = None
     rope_theta: Annotated[float, Field(gt=1, le=1e30)] = _LEFT_OUT
     rope_local_base_freq: Annotated[float, Field(gt=1, le=1e30)] = _LEFT_OUT
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = _LEFT_OUT
-    rope_scaling: _RopeByLayer | None = None
-    rope_parameters: _RopeByLayer | None = None
     sliding_window: Annotated[int, Field(ge=1, le=2**31)] | None = None
     use_sliding_window: bool = False
     sliding_window_pattern: _Count = _LEFT_OUT
@@ -147,14 +183,6 @@ class ModelConfig(_Strict):
     decoder_sparse_step: int = _size("decoder_sparse_step")
     mlp_only_layers: list[Annotated[int, Field(ge=0, lt=1024)]] | None = None
     norm_topk_prob: bool = False
-    quantization_config: dict[str, Any] | None = None
-    transformers_weights: None = None  # names other files than those that are checked
-    use_bidirectional_attention: bool | None = False
-    is_causal: bool = True
-    is_encoder_decoder: bool = False
-    return_dict: bool = True
-    output_attentions: bool | None = False
-    output_hidden_states: bool | None = False
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -163,17 +191,14 @@ class ModelConfig(_Strict):
                 f"layer_types must have an entry for each of num_hidden_layers {self.num_hidden_layers}, "
                 f"got {len(self.layer_types)}"
             )
-        self._refuse_variants()
+        self._refuse_others_keys()
         pad, size = self.pad_token_id, self.vocab_size
         if pad is not None and size is not None and not -size <= pad < size:
             raise ValueError(f"pad_token_id must be below vocab_size {size}, got {pad}")
         return self
 
-    def _refuse_variants(self) -> None:
-        """Raises `ValueError` for what is not computed as transformers does."""
-        for key, wanted in _ONLY.items():
-            if getattr(self, key) not in (None, wanted):
-                raise ValueError(f"{key} must be {wanted}, got {not wanted}")
+    def _refuse_others_keys(self) -> None:
+        """Raises `ValueError` for keys of other model types that change what is computed."""
         if self.final_logit_softcapping is not None and self.model_type not in _SOFTCAPPED:
             raise ValueError(f"final_logit_softcapping is known of {' and '.join(_SOFTCAPPED)} alone")
         for key in ("rope_scaling", "rope_parameters"):
@@ -205,10 +230,12 @@ def read_config(directory: Path) -> dict[str, Any] | None:
     return _read(directory / CONFIG)
 
 
-def check_config(settings: Mapping[str, Any]) -> ModelConfig:
+def check_config(settings: Mapping[str, Any]) -> AnyConfig:
     """Raises `ModelFileError` unless each key of this ``config.json`` has a value of its type and
     range.
     """
+    if settings.get("model_type") not in MODEL_TYPES:
+        return _checked(OtherConfig, settings, CONFIG)
     found = _checked(ModelConfig, settings, CONFIG)
     try:
         check_fit(settings)
@@ -240,6 +267,14 @@ def geometry_of(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Geome
     except GeometryError as error:
         names = {ours: theirs for ours, theirs in _OTHER_NAMES.items() if theirs in settings}
         raise ModelFileError(f"{CONFIG}: {error.named(names)}") from None
+
+
+def check_bounds(config: Mapping[str, Any]) -> None:
+    """Raises `ModelFileError` for a size of transformers' configuration that is out of `BOUNDS`."""
+    for key, (least, most) in BOUNDS.items():
+        value = config.get(key)
+        if type(value) is int and not least <= value <= most:
+            raise ModelFileError(f"{CONFIG}: {key} must be an integer from {least} to {most}, got {shown(value)}")
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -1,4 +1,6 @@
-"""The register of architectures: one entry for each model type that the embedded engine serves."""
+"""The register of architectures whose tensors are known before transformers is asked; what serves a
+model type says `model_table`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,6 @@ class ModelType:
         name: ``model_type`` of ``config.json``.
         class_name: transformers' class, ``architectures`` of ``config.json``.
         gguf: ``general.architecture`` of GGUF files that are converted; None for none.
-        is_llama_like: Whether `LlamaNetwork` computes it: GEMMs with epilogues and, on a CPU, one
-            call a step; only its checkpoints are quantised, and only it has packed copies.
         has_whole_heads: Whether ``hidden_size`` must be a multiple of ``num_attention_heads``.
         derives_head_dim: Whether heads are ``hidden_size / num_attention_heads`` wide unless
             ``head_dim`` says so.
@@ -35,7 +35,6 @@ class ModelType:
     name: str
     class_name: str
     gguf: str | None = None
-    is_llama_like: bool = False
     has_whole_heads: bool = False
     derives_head_dim: bool = False
     attention_biases: Literal["none", "qkv", "configured"] = "none"
@@ -53,21 +52,17 @@ _REGISTER = (
         name="llama",
         class_name="LlamaForCausalLM",
         gguf="llama",
-        is_llama_like=True,
         has_whole_heads=True,
         derives_head_dim=True,
         attention_biases="configured",
         reads_mlp_bias=True,
         gguf_pairs_rows=True,
     ),
-    ModelType(
-        name="mistral", class_name="MistralForCausalLM", is_llama_like=True, derives_head_dim=True, window="model"
-    ),
+    ModelType(name="mistral", class_name="MistralForCausalLM", derives_head_dim=True, window="model"),
     ModelType(
         name="qwen2",
         class_name="Qwen2ForCausalLM",
         gguf="qwen2",
-        is_llama_like=True,
         derives_head_dim=True,
         attention_biases="qkv",
         window="layer",
@@ -76,7 +71,6 @@ _REGISTER = (
         name="qwen3",
         class_name="Qwen3ForCausalLM",
         gguf="qwen3",
-        is_llama_like=True,
         attention_biases="configured",
         has_head_norms=True,
         window="layer",
@@ -110,12 +104,7 @@ _REGISTER = (
 )
 
 MODEL_TYPES = {each.name: each for each in _REGISTER}
-"""Architectures that are tested, by name; others may have attention variants that no backend
-computes.
-"""
-
-LLAMA_LIKE = tuple(each.name for each in _REGISTER if each.is_llama_like)
-"""Names of the architectures that `LlamaNetwork` computes."""
+"""Architectures by name."""
 
 GGUF_TYPES = {each.gguf: each for each in _REGISTER if each.gguf is not None}
 """Architectures by their name in GGUF files."""

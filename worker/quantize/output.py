@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from worker.engines.embedded.model.quantisation import quantise
 from worker.errors import StartupError
 from worker.models.config_json import check_config, read_config
-from worker.models.model_types import LLAMA_LIKE
+from worker.models.model_table import LLAMA_LIKE
 from worker.models.problems import ModelFileError
 from worker.models.quantised import CODES, OFFSETS, SCALES, quantization_config
 from worker.models.weight_files import WeightFiles

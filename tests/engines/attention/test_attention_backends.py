@@ -36,7 +36,13 @@ class PlainStep(AttentionStep):
     """Attention as in a textbook: token by token and head by head."""
 
     def _attend(
-        self, layer: int, query: torch.Tensor, scale: float, window: int, softcap: float | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int,
+        softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = self._store.keys[layer], self._store.values[layer]
         size = keys.shape[2]

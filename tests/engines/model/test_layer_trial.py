@@ -20,7 +20,8 @@ from worker.engines.embedded.model.layer_trial import LayerTrial, num_trial_page
 from worker.engines.embedded.model.llama import LlamaNetwork, _RmsNorm
 from worker.engines.embedded.model.mlp import GatedMlp
 from worker.engines.embedded.model.moe import Experts
-from worker.engines.embedded.model.transformers_network import TransformersNetwork, _Norm
+from worker.engines.embedded.model.transformers_modules import Norm
+from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.errors import StartupError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,7 +50,7 @@ def depends_on_the_batch(compute: Callable[..., torch.Tensor]) -> Callable[..., 
     ("kind", "owner", "name", "message"),
     [
         (("gemma3_text", TYPES["gemma3_text"]), GatedMlp, "forward", "layer 0 has other bits in another batch"),
-        (("gemma2", TYPES["gemma2"]), _Norm, "forward", "layer 0 has other bits in another batch"),
+        (("gemma2", TYPES["gemma2"]), Norm, "forward", "layer 0 has other bits in another batch"),
         (("gemma2", TYPES["gemma2"]), TransformersNetwork, "logits", "the LM head has other bits in another batch"),
         (("llama", {}), LlamaNetwork, "logits", "the LM head has other bits in another batch"),
         (ONE_DENSE, Experts, "forward", "layer 1 has other bits in another batch"),
@@ -135,7 +136,7 @@ def test_a_trial_is_cheap() -> None:
 
 def test_an_activation_that_is_not_ours_is_not_called_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, "llama", {"hidden_act": "mish"})
-    with pytest.raises(StartupError, match="the activation MishActivation is not known to be batch-invariant"):
+    with pytest.raises(StartupError, match="nothing is known of the bits of mish"):
         loaded(tmp_path, "exact")
     with caplog.at_level(logging.WARNING):
         assert loaded(tmp_path, "auto").made_by == "fast"
@@ -166,9 +167,8 @@ def test_experts_have_the_activation_of_their_model(tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected(tokens).logits[0], atol=2e-4, rtol=2e-4)
 
 
-def test_a_norm_of_another_kind_is_refused() -> None:
+def test_a_norm_of_another_kind_is_left_to_transformers() -> None:
     class CenteredRMSNorm(torch.nn.LayerNorm):
         pass
 
-    with pytest.raises(StartupError, match="its CenteredRMSNorm is not served"):
-        _Norm(CenteredRMSNorm(16), TORCH)
+    assert Norm.of(CenteredRMSNorm(16), TORCH) is None

@@ -32,7 +32,7 @@ from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.native import libraries
 from worker.engines.embedded.native.layers import DecoderLayers
 from worker.engines.embedded.step import make_stepper
-from worker.models.model_types import LLAMA_LIKE
+from worker.models.model_table import LLAMA_LIKE
 from worker.sampling import SamplingParams
 
 LENGTHS = (1, 5, 70, 300)

@@ -119,6 +119,7 @@ class AttentionStep(ABC):
         scale: float,
         window: int,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the step's KV to the cache and attend over the cache; returns ``[T, H, D]``.
 
@@ -130,12 +131,13 @@ class AttentionStep(ABC):
             scale: Factor of the scores.
             window: Tokens that a token attends to, itself among them; 0 for all before it.
             softcap: Scores go through ``softcap * tanh(score / softcap)``; None for none.
+            sinks: Score of each query head that has no value behind it ``[H]``; None for none.
         """
         rows, count = len(query), self.tokens
         if rows > count:
             query, key, value = query[:count], key[:count], value[:count]
         self._store.write(layer, self._slot_mapping, key, value)
-        return pad_rows(self._attend(layer, query, scale, window, softcap), rows)
+        return pad_rows(self._attend(layer, query, scale, window, softcap, sinks), rows)
 
     @abstractmethod
     def attend_qkv(self, layer: AttentionLayer, qkv: torch.Tensor, rope: RopeTables) -> torch.Tensor:
@@ -149,7 +151,13 @@ class AttentionStep(ABC):
 
     @abstractmethod
     def _attend(
-        self, layer: int, query: torch.Tensor, scale: float, window: int, softcap: float | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int,
+        softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend over the cache, where the step's KV is by now; arguments as `attend`, unpadded."""
 

@@ -80,8 +80,14 @@ class NativeStep(AttentionStep):
         return self._tiles
 
     def _attend(
-        self, layer: int, query: torch.Tensor, scale: float, window: int, softcap: float | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int,
+        softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = self._store.keys[layer], self._store.values[layer]
         tiles = self._tiles_of(query.shape[1] // keys.shape[1])
-        return native.attend(query, keys, values, tiles, scale, window, softcap)
+        return native.attend(query, keys, values, tiles, scale, window, softcap, sinks)

@@ -142,7 +142,9 @@ def _by_gemms(
     return output, scores.amax(-1).sub_(weights.amax(-1).log_()) if wants_lse else None
 
 
-def lse_merge(output: torch.Tensor, lse: torch.Tensor, splits: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
+def lse_merge(
+    output: torch.Tensor, lse: torch.Tensor, splits: torch.Tensor, absent: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the partial results of each token's splits, weighted by their LSEs.
 
     Args:
@@ -153,15 +155,24 @@ def lse_merge(output: torch.Tensor, lse: torch.Tensor, splits: torch.Tensor, abs
         absent: 0, or -inf where a token has no such split, ``[n, S, 1]``.
 
     Returns:
-        ``[n, H, D]``, of the dtype of `output`.
+        ``[n, H, D]``, of the dtype of `output`, and the LSEs of all splits together ``[n, H]``.
     """
     count, depth = splits.shape
     weights = lse.index_select(0, splits.view(-1)).view(count, depth, -1) + absent
-    weights = weights.sub_(weights.amax(1, keepdim=True)).exp_()[..., None]
+    highest = weights.amax(1, keepdim=True)
+    weights = weights.sub_(highest).exp_()[..., None]
     # one after another, so that absent splits, which weigh 0, change no bits
     total = weights[:, 0].clone()
     merged = weights[:, 0] * output.index_select(0, splits[:, 0])
     for split in range(1, depth):
         total += weights[:, split]
         merged.addcmul_(weights[:, split], output.index_select(0, splits[:, split]).float())
-    return merged.div_(total).to(output.dtype)
+    return merged.div_(total).to(output.dtype), highest[:, 0] + total[..., 0].log()
+
+
+def with_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Results ``[T, H, D]`` of attention whose scores have these LSEs ``[T, H]``, with a score more
+    for each query head that has no value behind it, `sinks` ``[H]``.
+    """
+    share = 1.0 / ((sinks.float() - lse).exp() + 1.0)
+    return (output.float() * share[..., None]).to(output.dtype)

@@ -15,7 +15,13 @@ from functools import cache
 import torch
 
 from worker.engines.embedded.attention.backend import AttentionLayer, AttentionSizes, AttentionStep, RopeTables
-from worker.engines.embedded.attention.online_softmax import CallShapes, TorchKernel, lse_merge, partial_attention
+from worker.engines.embedded.attention.online_softmax import (
+    CallShapes,
+    TorchKernel,
+    lse_merge,
+    partial_attention,
+    with_sinks,
+)
 from worker.engines.embedded.attention.split_kv import SplitKvPlan, plan_split_kv
 from worker.engines.embedded.kv_cache import KvStore, SequenceSlice
 
@@ -87,7 +93,13 @@ class TorchStep(AttentionStep):
         return self.attend(layer.index, rotated[:, :heads], rotated[:, heads:], value, layer.scale, layer.window)
 
     def _attend(
-        self, layer: int, query: torch.Tensor, scale: float, window: int, softcap: float | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int,
+        softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = self._store.keys[layer], self._store.values[layer]
         plan = self._plans.get(window)
@@ -97,7 +109,7 @@ class TorchStep(AttentionStep):
         if plan.queries is not None:
             query = query.index_select(0, plan.queries)
         outputs, lses = [], []
-        wants_lse = plan.split_tokens is not None
+        wants_lse = plan.split_tokens is not None or sinks is not None
         start = 0
         for call in plan.calls:
             stop = start + call.entries * call.tokens
@@ -117,17 +129,27 @@ class TorchStep(AttentionStep):
             if lse is not None:
                 lses.append(lse)
             start = stop
-        return _merge(plan, outputs, lses)
+        output, lse = _merge(plan, outputs, lses)
+        return output if sinks is None or lse is None else with_sinks(output, lse, sinks)
 
 
-def _merge(plan: SplitKvPlan, outputs: list[torch.Tensor], lses: list[torch.Tensor]) -> torch.Tensor:
-    """Each token's result ``[T, H, D]``, from the calls' results ``[n, H, D]`` and LSEs."""
+def _merge(
+    plan: SplitKvPlan, outputs: list[torch.Tensor], lses: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Each token's result ``[T, H, D]`` and LSE ``[T, H]``, from the calls' ``[n, H, D]`` and
+    ``[n, H]``; no LSEs where there are none.
+    """
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     merged = output if plan.last is None else output.index_select(0, plan.last)
-    if plan.split_tokens is None:
-        return merged
+    if not lses:
+        return merged, None
     lse = lses[0] if len(lses) == 1 else torch.cat(lses)
-    return merged.index_copy(0, plan.split_tokens, lse_merge(output, lse, plan.splits, plan.absent))
+    last = lse if plan.last is None else lse.index_select(0, plan.last)
+    if plan.split_tokens is None:
+        return merged, last
+    of_splits, lse_of_splits = lse_merge(output, lse, plan.splits, plan.absent)
+    tokens = plan.split_tokens
+    return merged.index_copy(0, tokens, of_splits), last.index_copy(0, tokens, lse_of_splits)
 
 
 @cache

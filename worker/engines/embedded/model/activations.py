@@ -52,6 +52,16 @@ def _gated(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y / (_exp2(x * -_LOG2_E) + 1.0)
 
 
+def exponentials(x: torch.Tensor) -> torch.Tensor:
+    """``exp(x)`` of float32."""
+    return _exp2(x * _LOG2_E)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """``1 / (1 + exp(-x))`` of float32."""
+    return 1.0 / (exponentials(-x) + 1.0)
+
+
 def _silu(y: torch.Tensor) -> torch.Tensor:
     return _gated(y, y)
 

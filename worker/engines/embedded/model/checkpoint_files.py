@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from worker.errors import StartupError
 from worker.models.config_json import check_config, read_config, read_generation_config
-from worker.models.model_types import MODEL_TYPES
-from worker.models.problems import ModelFileError, shown
+from worker.models.model_table import refusal_of
+from worker.models.problems import ModelFileError
 from worker.models.quantised import format_of
 
 Given = TypeVar("Given")
@@ -32,12 +32,9 @@ def read_settings(directory: Path) -> dict[str, Any]:
     settings = _told(directory, read_config, directory)
     if settings is None:
         raise StartupError(f"--model-path {directory}: it has no config.json")
-    kind = settings.get("model_type")
-    if kind not in MODEL_TYPES:
-        raise StartupError(
-            f"--model-path {directory}: config.json: model_type {shown(kind)} is not served by the embedded engine, "
-            f"which knows {', '.join(MODEL_TYPES)}"
-        )
+    reason = refusal_of(settings.get("model_type"))
+    if reason is not None:
+        raise StartupError(f"--model-path {directory}: config.json: {reason}")
     _told(directory, check_config, settings)
     if settings.get("quantization_config") is not None and format_of(settings) is None:
         raise StartupError(

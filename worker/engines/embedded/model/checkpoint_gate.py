@@ -6,7 +6,7 @@ Importing transformers takes long, so this module is imported where there is no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
 from worker.errors import StartupError, one_line
-from worker.models.config_json import CONFIG, geometry_of
+from worker.models.config_json import CONFIG, check_bounds, geometry_of
 from worker.models.geometry import Geometry
+from worker.models.model_types import MODEL_TYPES
 from worker.models.problems import ModelFileError
 from worker.models.quantised import CODES, OFFSETS, SCALES, format_of
 from worker.models.weight_files import WeightFiles
@@ -36,8 +37,9 @@ _LARGEST_CODE = 128.0
 _FIELDS = tuple(Geometry.__dataclass_fields__)
 
 
-def read_checked(directory: Path, settings: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Geometry]:
-    """transformers' configuration of a checkpoint whose files fit it, and its geometry.
+def read_checked(directory: Path, settings: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Geometry | None]:
+    """transformers' configuration of a checkpoint whose files fit it, and its geometry; None for a
+    model type of which transformers alone knows the tensors, and compares them when it loads them.
 
     Args:
         directory: Directory of the checkpoint.
@@ -50,10 +52,15 @@ def read_checked(directory: Path, settings: Mapping[str, Any], dtype: torch.dtyp
     """
     try:
         config = _configuration(directory)
-        geometry = geometry_of({name: getattr(config, name, None) for name in _FIELDS}, settings)
+        found = {name: getattr(config, name, None) for name in _FIELDS}
         files = WeightFiles(directory, format_of(settings) is not None)
-        files.check(geometry)
-        check_finite(files, geometry, dtype)
+        geometry = None
+        if settings["model_type"] in MODEL_TYPES:
+            geometry = geometry_of(found, settings)
+            files.check(geometry)
+        else:
+            check_bounds(found)
+        check_finite(files, files.tensors if geometry is None else files.names(geometry), dtype)
     except ModelFileError as error:
         raise StartupError(f"--model-path {directory}: {error}") from None
     return config, geometry
@@ -66,12 +73,12 @@ def _configuration(directory: Path) -> Any:
         raise ModelFileError(f"{CONFIG}: {one_line(error)}") from error
 
 
-def check_finite(files: WeightFiles, geometry: Geometry, dtype: torch.dtype) -> None:
-    """Raises `ModelFileError` naming a weight that holds infinity, NaN, or what `dtype` cannot
-    hold; reads all of them once.
+def check_finite(files: WeightFiles, names: Iterable[str], dtype: torch.dtype) -> None:
+    """Raises `ModelFileError` naming one of these weights that holds infinity, NaN, or what `dtype`
+    cannot hold; reads all of them once.
     """
     placed: dict[str, list[str]] = {file: [] for file in files.files}
-    for name in files.names(geometry):
+    for name in names:
         placed[files.tensors[name].file].append(name)
     for file, names in placed.items():
         try:
@@ -83,7 +90,7 @@ def check_finite(files: WeightFiles, geometry: Geometry, dtype: torch.dtype) -> 
 
 
 def _check_tensor(file: str, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    if name.endswith(CODES) or not tensor.numel():
+    if name.endswith(CODES) or not tensor.numel() or not tensor.is_floating_point():
         return
     least, most = (float(each) for each in torch.aminmax(tensor))  # NaN if there is one
     highest = max(-least, most)

@@ -15,10 +15,14 @@ from worker.engines.embedded.model.quantisation import PackedQuantised, Quantise
 
 def has_tied_embeddings(network: Any) -> bool:
     """Whether output layer and embedding of transformers' causal language model share a weight."""
-    embedding, head = network.model.embed_tokens.weight, network.lm_head.weight
-    if isinstance(embedding, QuantisedWeight) or isinstance(head, QuantisedWeight):
-        return embedding is head
-    return bool(embedding.data_ptr() == head.data_ptr() and embedding.shape == head.shape)
+    return is_tied(network.model.embed_tokens, network.lm_head)
+
+
+def is_tied(embedding: Any, head: Any) -> bool:
+    """Whether transformers' `embedding` and output layer share a weight."""
+    if isinstance(embedding.weight, QuantisedWeight) or isinstance(head.weight, QuantisedWeight):
+        return embedding.weight is head.weight
+    return bool(embedding.weight.data_ptr() == head.weight.data_ptr() and embedding.weight.shape == head.weight.shape)
 
 
 class Embedding:

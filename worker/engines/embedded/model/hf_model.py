@@ -254,12 +254,12 @@ class HfModel:
     def _inexact(self) -> str | None:
         """The reason why numerics are not exact although GEMMs and attention are; None for none."""
         if self._network.foreign:
-            return f"the activation {' and '.join(self._network.foreign)} is not known to be batch-invariant"
+            return f"nothing is known of the bits of {' and '.join(self._network.foreign)}"
         facts = self._facts
         ids = trial_ids(facts.heads * facts.head_dim, facts.context_length, facts.vocab_size)
         shape = (num_trial_pages(ids, self._page_size), facts.kv_heads, self._page_size, self._row_width)
-        keys, values = (torch.zeros(shape, dtype=self._row_dtype) for _ in range(2))
-        store = KvStore([keys] * facts.num_layers, [values] * facts.num_layers, self._int8_rows)
+        keys, values = ([torch.zeros(shape, dtype=self._row_dtype) for _ in range(facts.num_layers)] for _ in range(2))
+        store = KvStore(keys, values, self._int8_rows)
 
         def compute(batch: Batch, layer: int) -> torch.Tensor:
             return self._hidden(batch, store, layer)[: len(batch.ids)]

@@ -16,7 +16,8 @@ from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.quantisation import PackedQuantised, QuantisedWeight
 from worker.engines.embedded.native import PackedWeight
 from worker.models.geometry import Geometry
-from worker.models.model_types import LLAMA_LIKE, MODEL_TYPES
+from worker.models.model_table import LLAMA_LIKE
+from worker.models.model_types import MODEL_TYPES
 
 
 @dataclass(frozen=True, slots=True)

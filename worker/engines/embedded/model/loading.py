@@ -26,7 +26,7 @@ from worker.engines.embedded.native.quantised import QuantisedPanels
 from worker.errors import StartupError
 from worker.models.beside import copies_of
 from worker.models.geometry import Geometry
-from worker.models.model_types import LLAMA_LIKE
+from worker.models.model_table import LLAMA_LIKE
 from worker.models.problems import ModelFileError
 from worker.models.quantised import format_of
 from worker.models.weight_files import INDEX, read_index
@@ -130,8 +130,9 @@ def _from_checkpoint(
         network = quantised.network(config, dtype, keeps)
         weights = quantised.format if keeps else None
     network = network.to(device).eval()
-    facts = checkpoint.facts_of(network, geometry, directory, settings, weights)
-    return checkpoint.packed(network, kernels, facts.context_length), facts
+    positions = geometry.max_position_embeddings if geometry is not None else 0
+    packed = checkpoint.packed(network, kernels, positions)
+    return packed, checkpoint.facts_of(config, packed, geometry, dtype, directory, settings, weights)
 
 
 def _can_be_kept(directory: Path, settings: dict[str, Any], kernels: KernelBackend) -> bool:

@@ -13,7 +13,8 @@ class Network(torch.nn.Module, ABC):
     """Embedding, decoder layers and LM head.
 
     Attributes:
-        foreign: Activations that transformers computes, so that nothing is known of their bits.
+        foreign: Functions of torch that are computed as transformers calls them, so that nothing is
+            known of their bits.
     """
 
     foreign: tuple[str, ...] = ()

@@ -27,20 +27,29 @@ from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.engines.embedded.model.stored_weights import weights_in
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.errors import StartupError, one_line
-from worker.models.geometry import Geometry
-from worker.models.model_types import LLAMA_LIKE
+from worker.models.config_json import CONFIG
+from worker.models.geometry import Geometry, GeometryError
+from worker.models.model_table import LLAMA_LIKE
 from worker.models.quantised import format_of
 from worker.models.weight_files import WeightFiles
 
 
 def facts_of(
-    network: Any, geometry: Geometry, directory: Path, settings: dict[str, Any], weights: str | None
+    config: Any,
+    network: Network,
+    geometry: Geometry | None,
+    dtype: torch.dtype,
+    directory: Path,
+    settings: dict[str, Any],
+    weights: str | None,
 ) -> ModelFacts:
-    """Facts of transformers' causal language model, and of the tokenizer beside it.
+    """Facts of a model, and of the tokenizer beside it.
 
     Args:
-        network: Before its layers are taken.
-        geometry: Geometry of the model.
+        config: transformers' configuration.
+        network: Network of the model.
+        geometry: Geometry of the model; None for one that is measured.
+        dtype: Data type of activations.
         directory: Directory of the checkpoint.
         settings: ``config.json``.
         weights: Format of the weights, for people; None for their data type.
@@ -48,15 +57,40 @@ def facts_of(
     Raises:
         StartupError: a file of the checkpoint cannot be read.
     """
-    config, vocab_size = network.config, geometry.vocab_size
+    generic = network if isinstance(network, TransformersNetwork) else None
+    if geometry is None:
+        assert generic is not None, "the tensors of a Llama are known"
+        geometry = _measured(generic, config, directory)
+    vocab_size = geometry.vocab_size
     return ModelFacts(
-        dtype=network.dtype,
+        dtype=dtype,
         geometry=geometry,
-        softcap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
+        softcap=None if generic is None else generic.calls[0].softcap,
         eos_token_ids=tuple(token for token in eos_token_ids(directory, settings) if token < vocab_size),
         undecodable_ids=undecodable_ids(directory, vocab_size),
         weights=weights,
     )
+
+
+def _measured(network: TransformersNetwork, config: Any, directory: Path) -> Geometry:
+    """The sizes that kernels are called with: what transformers' code calls attention with, and the
+    LM head's. Raises `StartupError` for those that do not fit each other.
+    """
+    call, inner = network.calls[0], getattr(config, "intermediate_size", None)
+    try:
+        return Geometry(
+            model_type=config.model_type,
+            vocab_size=network.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=inner if type(inner) is int else 4 * config.hidden_size,
+            num_hidden_layers=len(network.calls),
+            num_attention_heads=call.heads,
+            num_key_value_heads=call.kv_heads,
+            head_dim=network.head_dim,
+            max_position_embeddings=getattr(config, "max_position_embeddings", None),  # type: ignore[arg-type]
+        )
+    except GeometryError as error:
+        raise StartupError(f"--model-path {directory}: {CONFIG}: {error}") from None
 
 
 def packed(network: Any, kernels: KernelBackend, num_positions: int = 0) -> Network:

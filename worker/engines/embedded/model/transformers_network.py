@@ -6,63 +6,94 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from worker.engines.embedded.attention import AttentionStep
-from worker.engines.embedded.model.embedding import Embedding, has_tied_embeddings
+from worker.engines.embedded.model.embedding import Embedding, is_tied
 from worker.engines.embedded.model.kernels import KernelBackend
-from worker.engines.embedded.model.linear import (
-    Linear,
-    Projection,
-    lm_head,
-    pack_all,
-    replace_linears,
-)
+from worker.engines.embedded.model.linear import Linear, Projection, lm_head, pack_all
 from worker.engines.embedded.model.mlp import GatedMlp
-from worker.engines.embedded.model.moe import Experts, Router
 from worker.engines.embedded.model.network import Network
+from worker.engines.embedded.model.row_functions import RowFunctions, as_they_are
+from worker.engines.embedded.model.transformers_attention import (
+    CURRENT,
+    IMPLEMENTATION,
+    Attends,
+    AttentionCall,
+    AttentionProbe,
+    Pass,
+    register,
+)
+from worker.engines.embedded.model.transformers_modules import (
+    Norm,
+    replace_experts,
+    replace_linears,
+    replace_mlps,
+    replace_norms,
+)
 from worker.errors import StartupError
 
-_IMPLEMENTATION = "embedded_kv_store"
-_STEP_ARGUMENT = "embedded_step"
+_PROBED_TOKENS = 3
 
 
 class TransformersNetwork(Network):
-    """Any causal language model that attends through transformers' interface.
+    """Any causal language model that attends through transformers' interface, or torch's function.
 
-    Whatever does more to an element than one addition or multiplication is ours: transformers'
-    layers say in which order things are computed.
+    transformers' code says in which order things are computed; whatever does more to an element
+    than one addition or multiplication is ours: its linear layers, norms, activations and experts
+    are replaced, and so are torch's functions in what is left of it (`RowFunctions`).
 
     Args:
-        network: transformers' causal language model; its linear layers, norms, activations and
-            experts are replaced.
+        network: transformers' causal language model, of no use afterwards.
         kernels: Backends that compute these and attention.
 
     Raises:
-        StartupError: a norm is of a kind that is not known.
+        StartupError: it does not call attention once or more in each layer, or not with the same
+            numbers of heads.
+
+    Attributes:
+        calls: Calls of attention of a forward pass.
+        head_dim: Width of a head in the KV store: the widest of keys and values, and even.
+        vocab_size: Width of a row of logits.
     """
 
     def __init__(self, network: Any, kernels: KernelBackend) -> None:
         super().__init__()
-        _register_attention()
-        network.set_attn_implementation(_IMPLEMENTATION)
-        model = self._model = network.model
-        is_tied = has_tied_embeddings(network)
-        self._head = lm_head(Projection.of(network.lm_head))
-        self._softcap = getattr(network.config, "final_logit_softcapping", None)  # only Gemma's configurations have it
-        self._soft_cap = kernels.soft_cap
-        _replace_experts(model)
-        replace_linears(model)
-        _replace_norms(model, kernels)
-        _replace_mlps(model)
-        mlps = [module for module in model.modules() if isinstance(module, GatedMlp)]
-        self.foreign = tuple(sorted({mlp.foreign for mlp in mlps if mlp.foreign}))
+        register()
+        network.set_attn_implementation(IMPLEMENTATION)
+        model = self._model = network.base_model
+        embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
+        has_tied_head = is_tied(embedding, head)
+        network.config.output_router_logits = False
+        self._head = lm_head(Projection.of(head))
+        self._rest, self._given = network, _Given()
+        setattr(network, network.base_model_prefix, self._given)
+        network.set_output_embeddings(self._head)
+        replace_experts(model)
+        for module in (model, network):
+            replace_linears(module)
+            replace_norms(module, kernels)
+        device = next(model.parameters()).device
+        replace_mlps(model, device)
+        self._layers = _layers(model, network.config.num_hidden_layers)
+        self._only: int | None = None
+        self._returns_tuple = False
+        self._first_calls = [0] * len(self._layers)
+        for index, layer in enumerate(self._layers):
+            layer.forward = self._skippable(index, layer.forward)
+        for module in self.modules():
+            if isinstance(module, (Linear, Norm, GatedMlp)):
+                module.forward = as_they_are(module.forward)  # type: ignore[method-assign]
+        self._functions = RowFunctions(list(self.parameters()), kernels)
+        self.calls = self._probed(device)
+        widest = max(max(call.key_dim, call.value_dim) for call in self.calls)
+        self.head_dim = widest + widest % 2
+        self.vocab_size = self._head.out_features
+        self._routers = self._functions.layers
+        self.foreign = tuple(sorted(self._functions.foreign))
         pack_all(self, kernels)
-        model.embed_tokens = _ScaledEmbedding(model.embed_tokens, self._head, is_tied)
-        self._layer_types: list[str | None] = [None] * len(model.layers)
-        if isinstance(model.rotary_emb.rope_type, dict):  # Gemma 3's layers rotate by their type
-            self._layer_types = [str(layer_type) for layer_type in network.config.layer_types]
+        if type(embedding) is torch.nn.Embedding or hasattr(embedding, "embed_scale"):
+            model.set_input_embeddings(_ScaledEmbedding(embedding, self._head, has_tied_head))
         for parameter in model.parameters() if self._head.gemm.is_packed else ():
             parameter.data = parameter.data.clone()  # what is left would keep the whole checkpoint mapped into memory
 
@@ -70,71 +101,113 @@ class TransformersNetwork(Network):
         self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, only: int | None = None
     ) -> torch.Tensor:
         """See `Network.hidden`."""
-        hidden = self._model.embed_tokens(ids)[None]
-        layers = range(len(self._layer_types)) if only is None else [only]
-        ropes: dict[str | None, Any] = {}
-        for layer_type in {self._layer_types[index] for index in layers}:
-            kind = () if layer_type is None else (layer_type,)
-            ropes[layer_type] = self._model.rotary_emb(hidden, positions[None], *kind)
-        for index in layers:
-            hidden = self._model.layers[index](
-                hidden,
-                attention_mask=None,
-                position_ids=positions[None],
-                position_embeddings=ropes[self._layer_types[index]],
-                **{_STEP_ARGUMENT: step},
-            )
-        last: torch.Tensor = self._model.norm(hidden)[0]
-        return last
+        return self._pass(ids, positions, step, self.head_dim, only)
 
     @property
     def has_windows(self) -> bool:
         """See `Network.has_windows`."""
-        return any(_window(layer) for layer in self._model.layers)
+        return any(call.window for call in self.calls)
 
     def layer_kinds(self) -> list[int]:
-        """See `Network.layer_kinds`: kinds of attention and of MLPs."""
+        """See `Network.layer_kinds`: kinds of attention and of modules."""
         kinds: dict[object, int] = {}
-        for index, layer in enumerate(self._model.layers):
-            kinds.setdefault((self._layer_types[index], _window(layer), type(layer.mlp)), index)
+        for index, layer in enumerate(self._layers):
+            modules = tuple(type(module) for module in layer.modules())
+            kinds.setdefault((self._calls_of(index), modules), index)
         return list(kinds.values())
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Network.logits`."""
-        logits: torch.Tensor = self._head(hidden)
-        return logits if self._softcap is None else self._soft_cap(logits, self._softcap)
+        self._given.hidden = hidden
+        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+        with self._functions:
+            logits: torch.Tensor = self._rest(input_ids=ids, use_cache=False).logits[0]
+        return logits
+
+    def _calls_of(self, layer: int) -> tuple[AttentionCall, ...]:
+        ends = [*self._first_calls[1:], len(self.calls)]
+        return tuple(self.calls[self._first_calls[layer] : ends[layer]])
+
+    def _pass(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: Attends, width: int | None, only: int | None = None
+    ) -> torch.Tensor:
+        self._only = only
+        token = CURRENT.set(Pass(step, width))
+        try:
+            with self._functions:
+                found = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+        finally:
+            CURRENT.reset(token)
+            self._only = None
+        last: torch.Tensor = found[0][0]
+        return last
+
+    @torch.inference_mode()
+    def _probed(self, device: torch.device) -> list[AttentionCall]:
+        """The calls of attention, and all linear layers that functions are called with."""
+        probe = AttentionProbe()
+        ids = torch.zeros(_PROBED_TOKENS, dtype=torch.long, device=device)
+        hidden = self._pass(ids, torch.arange(_PROBED_TOKENS, device=device), probe, None)
+        self.logits(hidden)
+        calls = probe.calls
+        heads = {(call.heads, call.kv_heads) for call in calls}
+        if len(heads) != 1 or len({call.softcap for call in calls}) != 1:
+            raise StartupError(
+                "--model-path: its layers attend with different numbers of heads "
+                f"({', '.join(f'{each} over {kv}' for each, kv in sorted(heads)) or 'none'}), which is not served"
+            )
+        return calls
+
+    def _skippable(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward` of a layer; where another one is the only one computed, its input."""
+
+        def computed(*arguments: Any, **named: Any) -> Any:
+            current = CURRENT.get()
+            if self._only is None or self._only == index:
+                if self._only == index:
+                    current.next_call = self._first_calls[index]
+                else:
+                    self._first_calls[index] = current.next_call
+                result = forward(*arguments, **named)
+                self._returns_tuple = isinstance(result, tuple)
+                return result
+            hidden = arguments[0] if arguments else named["hidden_states"]
+            return (hidden,) if self._returns_tuple else hidden
+
+        return computed
 
 
-def _window(layer: Any) -> int:
-    return getattr(layer.self_attn, "sliding_window", None) or 0  # not all types have windows
+def _layers(model: Any, count: int) -> list[Any]:
+    """The decoder layers of transformers' base model."""
+    found = (each for each in model.modules() if isinstance(each, torch.nn.ModuleList) and len(each) == count)
+    layers = next(found, None)
+    if layers is None:
+        raise StartupError("--model-path: its decoder layers are not found")
+    return list(layers)
 
 
-class _Norm(torch.nn.Module):
-    """RMSNorm, computed in float32 and rounded once.
+class _HiddenStates(BaseModelOutputWithPast):
+    """Last hidden states; all else that a base model may return is None."""
 
-    Args:
-        norm: transformers'.
-        kernels: Backends, one of which computes it.
+    def __getattr__(self, name: str) -> None:
+        return None
 
-    Raises:
-        StartupError: transformers' has other values.
-    """
 
-    def __init__(self, norm: Any, kernels: KernelBackend) -> None:
+class _Given(torch.nn.Module):
+    """In place of the base model: the hidden states that it is given."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self._kernel = kernels.rms_norm
-        self._epsilon = float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
-        weight = norm.weight.detach().float()
-        x = torch.linspace(-3.0, 2.0, weight.numel(), device=weight.device)[None]
-        expected = norm(x)
-        for self._weight in (weight.clone(), weight + 1.0):  # Gemma's are stored without the 1
-            if torch.allclose(torch.rms_norm(x, weight.shape, self._weight, self._epsilon), expected, 1e-3, 1e-3):
-                return
-        raise StartupError(f"--model-path: its {type(norm).__name__} is not served by the embedded engine")
+        self.hidden = torch.empty(0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., K]`` to the same."""
-        return self._kernel(x.float(), self._weight, self._epsilon).to(x.dtype)
+    @property
+    def decoder(self) -> Any:
+        """Itself: some models call a part of the base model."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
+        """See the class."""
+        return _HiddenStates(last_hidden_state=self.hidden[None])
 
 
 class _ScaledEmbedding(torch.nn.Module):
@@ -144,59 +217,9 @@ class _ScaledEmbedding(torch.nn.Module):
         super().__init__()
         weight = embedding.weight.detach()
         scale = getattr(embedding, "embed_scale", None)  # only Gemma's embeddings have it
-        self._scale: torch.Tensor | None = None if scale is None else scale.to(weight.dtype)
+        self._scale: torch.Tensor | None = None if scale is None else torch.as_tensor(scale).to(weight.dtype)
         self._lookup = Embedding(weight, head, is_tied, weight.dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self._lookup(ids)
         return rows if self._scale is None else rows * self._scale
-
-
-def _attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **arguments: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention function; the step comes from `TransformersNetwork.hidden`."""
-    step: AttentionStep = arguments[_STEP_ARGUMENT]
-    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    return step.attend(module.layer_idx, query, key, value, scaling, sliding_window or 0, softcap)[None], None
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """No mask: the attention backend makes its own in each step."""
-
-
-def _register_attention() -> None:
-    """Make `_IMPLEMENTATION` known to transformers; harmless when repeated."""
-    attention: Callable[..., Any] = _attention
-    AttentionInterface.register(_IMPLEMENTATION, attention)
-    AttentionMaskInterface.register(_IMPLEMENTATION, _no_mask)
-
-
-def _replace_experts(model: Any) -> None:
-    for layer in model.layers:
-        if hasattr(layer.mlp, "experts"):
-            layer.mlp.gate = Router(layer.mlp.gate)
-            layer.mlp.experts = Experts(layer.mlp.experts)
-
-
-def _replace_mlps(model: Any) -> None:
-    for layer in model.layers:
-        mlp = layer.mlp
-        if not hasattr(mlp, "experts"):
-            layer.mlp = GatedMlp(mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn)
-
-
-def _replace_norms(module: torch.nn.Module, kernels: KernelBackend) -> None:
-    for name, child in list(module.named_children()):
-        if type(child).__name__.endswith("RMSNorm"):
-            setattr(module, name, _Norm(child, kernels))
-        else:
-            _replace_norms(child, kernels)

@@ -84,7 +84,8 @@ typedef struct {
     FIELD(int64_t, window) /* tokens that a token attends to, itself among them; 0: all before it */                   \
     FIELD(float, scale)                                                                                                \
     FIELD(float, softcap) /* 0 for none */                                                                             \
-    FIELD(int32_t, is_int8) /* keys and values */
+    FIELD(int32_t, is_int8) /* keys and values */                                                                      \
+    FIELD(const float *, sinks) /* [kv_heads * group], scores without a value, or NULL */
 
 /* A decoder layer of the Llama family. */
 #define LAYER(FIELD)                                                                                                   \

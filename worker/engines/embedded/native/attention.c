@@ -260,8 +260,8 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head, const tile_t
     for (int r = 0; r < q.rows; r++) {
         const int64_t token = tile->first + r / c->group, of = head * c->group + r % c->group;
         copy_operands(c->query + token * c->query_stride + of * width, width, q.query + r * width);
-        q.peak[r] = -INFINITY;
-        q.sum[r] = 0;
+        q.peak[r] = c->sinks ? c->sinks[of] * LOG2_E : -INFINITY; /* a sink weighs, and adds nothing */
+        q.sum[r] = c->sinks ? 1 : 0;
     }
     const int64_t stop = tile->position + tile->count;
     for (int64_t begin = first_key(c, tile); begin < stop; begin += block.count) {

@@ -126,6 +126,7 @@ def attend(
     scale: float,
     window: int,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of ``query [T, H, D]`` over the paged KV cache; returns ``[T, H, D]``.
 
@@ -138,8 +139,10 @@ def attend(
         scale: Factor of the scores.
         window: Tokens that a token attends to, itself among them; 0 for all before it.
         softcap: Scores go through ``softcap * tanh(score / softcap)``; None for none.
+        sinks: Score of each query head that has no value behind it ``[H]``; None for none.
     """
     tokens, heads, width = query.shape
+    sinks = None if sinks is None else sinks.float().contiguous()
     _, kv_heads, size, _ = keys.shape
     if query.stride()[1:] != (width, 1):
         query = query.contiguous()
@@ -161,6 +164,7 @@ def attend(
         window=window,
         scale=scale,
         softcap=softcap or 0.0,
+        sinks=address(sinks),
         is_int8=keys.dtype == torch.int8,
     )
     kernels.attend(arguments, kernels.threads())
