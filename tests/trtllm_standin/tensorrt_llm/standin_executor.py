@@ -214,9 +214,8 @@ class Executor:
                 entries = []
             shown = entries if wants_logprobs(params) else None
             last = reason is not None
-            self._respond(
-                client_id, _response(choice, new, shown, reason, stop_reason, cut=cut, passed=passed, last=last)
-            )
+            body = _response(choice, new, shown, reason, stop_reason, cut=cut, passed=passed, last=last)
+            self._respond(client_id, body | {"cached": delta.num_cached_tokens})
 
     def _fail_all(self, message: str) -> None:
         """A failed forward fails every active request."""
