@@ -93,7 +93,7 @@ class WorkerMetrics:
         """Publish what the engine is and how large."""
         described = Gauge(PREFIX + "engine_info", "Always 1.", ["engine", "version"], registry=self.registry)
         described.labels(info.name, info.version).set(1)
-        sequences = Gauge(PREFIX + "max_num_seqs", "Requests decoded at the same time at most.", registry=self.registry)
+        sequences = Gauge(PREFIX + "max_num_seqs", "Requests decoded in one step at most.", registry=self.registry)
         sequences.set(info.num_slots)
 
     def count_outcome(self, outcome: str) -> None:

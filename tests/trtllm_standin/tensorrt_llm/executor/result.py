@@ -138,6 +138,7 @@ class RequestOutput:
             self.finished = True
             raise RequestError(response["error"])
         self.finished = response["last"]
+        self.cached_tokens = max(self.cached_tokens, response.get("cached", 0))
         if self.finished and self.is_measured:
             self.metrics_dict = {"e2e": time.monotonic() - self._began_s}
         self.disaggregated_params = response["disaggregated_params"] or self.disaggregated_params
