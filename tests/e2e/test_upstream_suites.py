@@ -14,8 +14,8 @@ SUITES = {
     "test_tool_calls_e2e": "",
     # a receipt comes with the last chunk of a choice, not with each
     "test_completion_scores": "not (prompt_logprobs_of_a_chat and True)",
-    # the first has a template that knows no tools, which are written as text where it is known; the second asks for a
-    # temperature that Dynamo's frontend refuses
+    # the first has a template without tools, which are written as text where known; the second
+    # a temperature that Dynamo's frontend refuses
     "test_messages_e2e": "not a_single_call and not (names_what and fields0)",
 }
 """Names of the suites, and expressions that leave out what is meant to differ."""
