@@ -23,6 +23,8 @@ __all__ = [
     "test_a_refusal_of_choices_is_that_of_one",
     "test_choices_are_those_of_requests_that_name_them",
 ]
+pytestmark = pytest.mark.campaign
+
 EFFECTS = [each for each in fields.EFFECTS if each[1] != "parallel_tool_calls"]
 """Without the field that is kept where the chat template is known, which it is here."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ async def ready(engines: EngineFrontend, number: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def events(client: httpx.AsyncClient, path: str, **body: Any) -> AsyncIterator[Any]:
+async def events(client: httpx.AsyncClient, path: str, **body: Any) -> AsyncGenerator[Any, None]:
     """The data of the events of a streamed answer."""
     async with client.stream("POST", path, json={"model": "tiny", "stream": True, **body}) as answer:
         if answer.status_code != 200:

@@ -217,7 +217,7 @@ def joined(found: list[Any]) -> Any:
     """What the events of an answer say, however it was cut into chunks."""
     texts: dict[int, str] = {}
     scores: dict[int, list[Any]] = {}
-    ends = {}
+    ends: dict[int, str | None] = {}
     for event in found:
         assert "error" not in event, event
         for one in event["choices"]:

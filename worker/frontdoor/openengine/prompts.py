@@ -44,7 +44,7 @@ class Prompts:
 
     @classmethod
     def load(cls, path: Path, template: Path | None) -> Prompts:
-        """Those of a checkpoint's directory or a GGUF file.
+        """The tokenizer and template of a checkpoint's directory or a GGUF file.
 
         Raises:
             StartupError: it has no tokenizer that can be read.

@@ -1,4 +1,4 @@
-"""What the front door tells of workers behind OpenEngine: their models, health and metrics."""
+"""Models, health and metrics of workers behind OpenEngine, as the front door tells them."""
 
 from __future__ import annotations
 

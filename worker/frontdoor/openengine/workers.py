@@ -59,7 +59,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What an answer depends on beside its request: answers go on only in a worker of one kind.
+    """Properties of a worker that its answers depend on: one goes on only in a worker of its kind.
 
     Attributes:
         numerics: Numerics of the engine; see `EngineInfo.made_by`.
@@ -98,7 +98,7 @@ class EngineWorker:
 
     @property
     def kind(self) -> Kind:
-        """Its kind; it is known once the worker was ready."""
+        """Kind of the worker, known once it was ready."""
         assert self._kind is not None, "the worker was ready"
         return self._kind
 
@@ -205,7 +205,7 @@ class Workers:
 
     @property
     def ready(self) -> list[EngineWorker]:
-        """Those that are given requests."""
+        """Workers that are given requests."""
         return [each for each in self._workers if each.is_ready]
 
     @property

@@ -1,0 +1,56 @@
+"""``UPSTREAM=grpc launch/agg_openengine.sh``: workers and the front door, without Dynamo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launched_script import is_loopback, launched
+
+HELLO = [{"role": "user", "content": "Hello"}]
+FORCED = {"logits_processors": [{"name": "forced_prefix", "args": {"text": "Yes"}}]}
+
+
+@pytest.mark.campaign
+def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
+    variables = {"UPSTREAM": "grpc", "WORKERS": "2"}
+    with launched(tmp_path, script="agg_openengine.sh", variables=variables) as script:
+        script.wait_until_ready()
+        assert script.model == "tiny-model"
+        children = script.children()
+        assert len(children) == 3
+        assert [address for address in script.listening() if not is_loopback(address)] == []
+        with script.client() as client:
+
+            def asked() -> str | None:
+                answer = client.chat.completions.create(
+                    model="tiny-model",
+                    messages=HELLO,  # type: ignore[arg-type]
+                    max_tokens=8,
+                    extra_body=FORCED,
+                )
+                return answer.choices[0].message.content
+
+            before = asked()
+            assert before is not None
+            assert before.startswith("Yes")
+            script.named("worker").kill()
+            assert [asked() for _ in range(4)] == [before] * 4
+        script.press_ctrl_c()
+        assert script.finish() == 0, script.output
+        assert "ended with status 137; starting it again" in script.output
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"UPSTREAM": "http"}, "UPSTREAM must be sidecar or grpc, got 'http'"),
+        ({"UPSTREAM": "grpc", "FRONT_DOOR": "off"}, "with UPSTREAM=grpc the front door is the frontend"),
+        ({"UPSTREAM": "grpc", "WORKERS": "0"}, "WORKERS must be a number from 1 to 99, got '0'"),
+    ],
+    ids=("upstream", "door", "workers"),
+)
+def test_what_it_refuses(tmp_path: Path, variables: dict[str, str], message: str) -> None:
+    with launched(tmp_path, script="agg_openengine.sh", variables=variables) as script:
+        assert script.finish() == 1
+        assert message in script.output
