@@ -152,7 +152,9 @@ def compare(engine: Engine, path: str, prompt: list[int], answer: Answer) -> Non
     text = detokenized(engine, ids)
     if isinstance(expected.stop_reason, int):
         ids.append(expected.stop_reason)
-        text = detokenized(engine, ids) if fields.get("include_stop_str_in_output") else text
+        shown = detokenized(engine, ids) if fields.get("include_stop_str_in_output") else text
+        # the frontend leaves out a character of which a shown stop token is only the end
+        text = text if answer["text"] == text and detokenized(engine, ids[-1:]) == "" else shown
     stops = fields.get("stop", [])
     for count in range(1, len(ids) + 1) if stops else ():
         part = detokenized(engine, ids[:count])
@@ -183,6 +185,7 @@ def test_ids_and_text_and_log_probabilities_agree(door: Door, engine: Engine) ->
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(7200)
 def test_they_agree_in_ten_thousand_answers(door: Door, engine: Engine) -> None:
     fuzz(door, engine, 10_000)
 
