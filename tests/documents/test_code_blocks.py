@@ -30,6 +30,7 @@ from worker.engines.embedded import Engine
 from worker.frontdoor.error_forms import error_body
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES
+from worker.frontdoor.returned_tokens import Returned
 from worker.sampling import SamplingParams
 
 LANGUAGES = {"python", "py", "js", "sh", "console", "json", "yaml", "toml", "text"}
@@ -139,7 +140,8 @@ def test_json_is_what_reads_it_takes(block: Block, engine: Engine) -> None:
     data = json.loads(block.text)
     if "messages" in data or "prompt" in data:
         path = CHAT if "messages" in data else COMPLETIONS
-        check_selection(sent_to_the_worker(path, json.dumps({"model": "m", **data}).encode()), engine)
+        asked = Returned.of(data).request({"model": "m", **data})
+        check_selection(sent_to_the_worker(path, json.dumps(asked).encode()), engine)
     elif "processors" in data and not {"engine", "request_id"} & set(data):
         parse_selection(block.text)
         check_processors(data["processors"], engine)

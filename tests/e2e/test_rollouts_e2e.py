@@ -119,7 +119,7 @@ def offline(engine: Engine, prompt: list[int], fields: Answer) -> Completion:
         named |= {name: float(np.float32(named[name]))} if name in named else {}
     bias = fields.get("logit_bias")
     processors = [{"name": "logit_bias", "args": {"bias": bias}}] if bias else None
-    params = SamplingParams(logprobs_mode="train", end_id=4, **named)
+    params = SamplingParams(logprobs_mode="train", **named)
     (result,) = engine.generate([prompt], params, progress=False, processors=processors)
     return result.outputs[0]
 
@@ -128,7 +128,8 @@ def check(door: Door, engine: Engine, number: int) -> tuple[str, list[int], Answ
     """One answer, streamed and not; returns what the engine is compared with."""
     numbers = random.Random(number)
     fields = controls(numbers, 1000)
-    prompt = [numbers.randrange(5, 1000) for _ in range(numbers.randint(1, 30))]
+    prompt = [numbers.randrange(5, 1000) for _ in range(numbers.randint(0, 30))]
+    prompt.append(30)  # the end of a character, so that the answer's text begins with its own
     path = numbers.choice(["completions", "chat/completions"])
     asked = {**fields, "prompt": prompt, "return_token_ids": True, "logprobs_mode": "train"}
     answer = whole(door, path, **asked)
@@ -152,7 +153,8 @@ def compare(engine: Engine, path: str, prompt: list[int], answer: Answer) -> Non
     text = detokenized(engine, ids)
     if isinstance(expected.stop_reason, int):
         ids.append(expected.stop_reason)
-        text = detokenized(engine, ids) if fields.get("include_stop_str_in_output") else text
+        shown = detokenized(engine, ids) if fields.get("include_stop_str_in_output") else text
+        text = text if answer["text"] == text and DYNAMO < (1, 6) else shown  # 1.4.2 shows no stop token
     stops = fields.get("stop", [])
     for count in range(1, len(ids) + 1) if stops else ():
         part = detokenized(engine, ids[:count])
@@ -161,11 +163,11 @@ def compare(engine: Engine, path: str, prompt: list[int], answer: Answer) -> Non
             ids, text, reason = ids[:count], part[: min(places)], "stop"
             break
     assert (answer["token_ids"], answer["finish_reason"]) == (ids, reason), fields
-    rest = answer["text"].removeprefix(text)
-    if DYNAMO < (1, 6) and stops and reason == "stop":  # 1.4.2 cuts a stop string at its last token alone
-        assert any(stop.startswith(rest) and rest != stop for stop in stops), fields
-        rest = ""
-    assert (answer["text"].startswith(text), rest) == (True, ""), fields
+    if DYNAMO < (1, 6) and stops and reason == "stop":  # 1.4.2 shows parts of a stop string that is not a token
+        assert answer["text"].startswith(text), fields
+        assert detokenized(engine, ids).startswith(answer["text"]), fields
+    else:
+        assert answer["text"] == text, fields
     entries = [position[0] for position in expected.logprobs or [] if isinstance(position, list)]
     for place, entry in enumerate(entries[: len(ids)]):
         found = [answer["train"][key][place] for key in TRAIN]
@@ -183,6 +185,7 @@ def test_ids_and_text_and_log_probabilities_agree(door: Door, engine: Engine) ->
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(7200)
 def test_they_agree_in_ten_thousand_answers(door: Door, engine: Engine) -> None:
     fuzz(door, engine, 10_000)
 

@@ -148,5 +148,5 @@ def spans(versions: Sequence[dict[str, Any]], num_tokens: int) -> list[dict[str,
     starts = [one["from_token"] for one in versions]
     return [
         {"version": one["version"], "start": start, "end": end}
-        for one, start, end in zip(versions, starts, [*starts[1:], num_tokens], strict=True)
+        for one, start, end in zip(versions, starts, [*starts[1:], num_tokens], strict=False)
     ]

@@ -1,0 +1,186 @@
+"""Requests for token ids and log probabilities of trainers, before any server is asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.engines import TokenDelta, TokenLogprob
+from worker.errors import InvalidRequest
+from worker.frontdoor.chat_prompt import with_prompt_as_messages
+from worker.frontdoor.errors import FieldRefused
+from worker.frontdoor.fields import CHAT, COMPLETIONS
+from worker.frontdoor.returned_tokens import Returned, ReturnedData, join_returned, joined_nvext
+from worker.frontdoor.rollouts import inference_request, sglang_request
+from worker.frontdoor.rollouts.generation import spans
+from worker.frontdoor.translated import is_translated
+from worker.requests.request import RequestLimits, parse_request
+from worker.requests.response import ResponseBuilder
+from worker.requests.rollout import TRAIN_KEYS, first_tokens
+
+LIMITS = RequestLimits(context_length=64, vocab_size=100, eos_token_ids=(2,))
+IDS = st.lists(st.integers(5, 99), min_size=1, max_size=12)
+NUMBERS = st.floats(-50, 0)
+HOSTILE = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=4),
+    st.lists(st.one_of(st.booleans(), st.integers(-5, 2**40), st.floats(), st.text(max_size=2)), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+def chunks_of(deltas: list[TokenDelta], **options: Any) -> list[dict[str, Any]]:
+    raw = {"token_ids": [7, 8], "output_options": options, "eos_token_ids": [2]}
+    request = parse_request(raw, LIMITS)
+    builder = ResponseBuilder(request, request.params.end_token_ids)
+    return [builder.chunk(delta) for delta in deltas]
+
+
+@given(ids=IDS, cuts=st.sets(st.integers(1, 11)), numbers=st.data(), ends=st.booleans())
+def test_chunks_together_have_each_token_once(ids: list[int], cuts: set[int], numbers: Any, ends: bool) -> None:
+    """Wherever an answer is cut into chunks, with a hidden end token or without."""
+    entries = [
+        TokenLogprob(one, *(numbers.draw(NUMBERS), 1), *(numbers.draw(NUMBERS) for _ in range(3)))
+        for one in [*ids, *([2] if ends else [])]
+    ]
+    places = [0, *sorted(cut for cut in cuts if cut < len(ids)), len(ids)]
+    deltas = [
+        TokenDelta(ids[start:stop], logprobs=[[one] for one in entries[start:stop]]) for start, stop in pairwise(places)
+    ]
+    deltas[-1].finish_reason = "stop" if ends else "length"
+    if ends:
+        deltas[-1].stop_reason, deltas[-1].end_logprobs = 2, [entries[-1]]
+    chunks = chunks_of(deltas, logprobs_mode="train", return_token_ids=True)
+    choice: dict[str, Any] = {}
+    data = ReturnedData(Returned(token_ids=True, mode="train"), in_chat=False)
+    for chunk in chunks:
+        event = {"choices": [{"index": 0}], "nvext": {"engine_data": json.loads(json.dumps(chunk["engine_data"]))}}
+        data.take(event)
+        assert "nvext" not in event
+        join_returned(choice, event["choices"][0])  # type: ignore[index]
+    assert choice["prompt_token_ids"] == [7, 8]
+    assert choice["token_ids"] == [entry.token_id for entry in entries]
+    rows = [(one.logprob, one.tempered, one.processed, one.log_mass) for one in entries]
+    assert [*zip(*(choice["train_logprobs"][key] for key in TRAIN_KEYS), strict=True)] == rows
+    assert not any("log_probs" in chunk for chunk in chunks)
+
+
+def test_nothing_is_added_to_an_answer_that_did_not_ask() -> None:
+    (chunk,) = chunks_of([TokenDelta([5, 6], finish_reason="length")])
+    assert "engine_data" not in chunk
+
+
+def test_the_data_of_the_first_tokens() -> None:
+    text = json.dumps({"prompt_token_ids": [1, 2, 3], "token_ids": [4, 5, 6], "raw": [-1.0, -2.0, -3.0]})
+    cut = {"prompt_token_ids": [1, 2, 3], "token_ids": [4, 5], "raw": [-1.0, -2.0]}
+    assert json.loads(first_tokens(text, 2)) == cut
+
+
+@pytest.mark.parametrize(
+    ("annotation", "problem"),
+    [("logprobs_mode:all", "must be one of raw, processed, train"), ("top_logprobs:101", "needs an integer from 0")],
+)
+def test_malformed_annotations_are_refused(annotation: str, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        parse_request({"token_ids": [7], "annotations": [annotation]}, LIMITS)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"return_token_ids": True},
+        {"logprobs_mode": "train"},
+        {"nvext": {"extra_fields": ["completion_token_ids"]}},
+    ],
+)
+def test_what_asks_back_is_answered_here(path: str, fields: dict[str, Any]) -> None:
+    assert is_translated(path, {"model": "m", **fields})
+    made = Returned.of(fields).request({"model": "m", **fields})
+    assert not is_translated(path, made)  # the frontend gets none of it
+    assert "engine_data" in made["nvext"]["extra_fields"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"return_token_ids": 1}, "return_token_ids"),
+        ({"logprobs_mode": "both"}, "logprobs_mode"),
+        ({"n": 2, "nvext": {"extra_fields": ["prompt_token_ids"]}}, "nvext.extra_fields"),
+        ({"nvext": {"extra_fields": ["prompt_logprobs"]}}, "nvext.extra_fields"),
+    ],
+)
+def test_what_cannot_be_given_back_is_refused(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(FieldRefused) as refused:
+        Returned.of(fields)
+    assert refused.value.param == field
+
+
+def test_ids_of_two_chunks_are_joined() -> None:
+    first, second = {"completion_token_ids": [1], "timing": 1}, {"completion_token_ids": [2], "timing": 2}
+    assert joined_nvext(joined_nvext(None, first), second) == {"completion_token_ids": [1, 2], "timing": 2}
+
+
+@pytest.mark.parametrize("beside", ["chat_template_kwargs", "add_generation_prompt", "reasoning_effort", "messages"])
+def test_a_prompt_of_ids_takes_no_template(beside: str) -> None:
+    with pytest.raises(FieldRefused):
+        with_prompt_as_messages({"prompt": [1, 2], beside: [{"role": "user", "content": "x"}]})
+
+
+def refused_field(read: Callable[[dict[str, Any]], Any], fields: dict[str, Any]) -> str | None:
+    """The field that a refusal names, None if the request is read."""
+    try:
+        read(fields)
+    except FieldRefused as refused:
+        return str(refused.param).partition("[")[0].partition(".")[0]
+    return None
+
+
+@settings(max_examples=examples(500))
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional=dict.fromkeys([*sglang_request.HONOURED, *sglang_request.REFUSED, "unknown"], HOSTILE)
+        | {"sampling_params": st.dictionaries(st.sampled_from([*sglang_request.SAMPLING, "unknown"]), HOSTILE)},
+    )
+)
+def test_fields_of_sglang_are_read_or_refused_by_name(fields: dict[str, Any]) -> None:
+    field = refused_field(sglang_request.read, fields)
+    assert field in {None, *fields, "input_ids"}
+    assert field is not None or "unknown" not in {*fields, *fields.get("sampling_params", ())}
+
+
+@settings(max_examples=examples(500))
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional=dict.fromkeys([*inference_request.HONOURED, *inference_request.REFUSED, "unknown"], HOSTILE)
+        | {
+            "token_ids": st.one_of(HOSTILE, IDS),
+            "sampling_params": st.dictionaries(st.sampled_from([*inference_request.SAMPLING, "unknown"]), HOSTILE),
+        },
+    )
+)
+def test_fields_of_vllm_are_read_or_refused_by_name(fields: dict[str, Any]) -> None:
+    field = refused_field(inference_request.read, fields)
+    assert field in {None, *fields, "token_ids", "sampling_params"}
+    assert field is not None or "unknown" not in {*fields, *fields["sampling_params"]}
+
+
+def test_weight_versions_in_vllms_form() -> None:
+    versions = [{"version": "6", "from_token": 0}, {"version": "7", "from_token": 4}]
+    assert spans(versions, 9) == [
+        {"version": "6", "start": 0, "end": 4},
+        {"version": "7", "start": 4, "end": 9},
+    ]
+    assert spans([], 9) == []
