@@ -1,4 +1,4 @@
-"""GRPO over HTTP: trainer and rollouts have the same log probabilities, and a run repeats exactly."""
+"""GRPO over HTTP: log probabilities of trainer and rollouts are equal, and runs repeat exactly."""
 
 from __future__ import annotations
 
