@@ -146,8 +146,8 @@ def measure(engines: dict[str, Sample], shape: Shape, rounds: int) -> None:
     print(f"\n{shape.answers} answers of {shape.new} tokens to a prompt of {shape.prompt}\n")
     print("| engine | one request, n answers | n requests, nothing shared | ratio |\n| --- | --- | --- | --- |")
     for name in engines:
-        shared, alone = best[name, True], best[name, False]
-        print(f"| {name} | {shared:.0f} tokens/s | {alone:.0f} tokens/s | {shared / alone:.1f} |")
+        together, alone = best[name, True], best[name, False]
+        print(f"| {name} | {together:.0f} tokens/s | {alone:.0f} tokens/s | {together / alone:.1f} |")
 
 
 def main() -> None:

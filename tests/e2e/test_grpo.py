@@ -1,4 +1,4 @@
-"""GRPO over HTTP: trainer and rollouts have the same log probabilities, and a run repeats."""
+"""GRPO over HTTP: log probabilities of trainer and rollouts are equal, and runs repeat exactly."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def test_a_run_is_equal_when_a_worker_dies(stack: Stack) -> None:
     door = Door(stack)
     settings = {"steps": 3, "max_tokens": 300}
     expected = run(stack, workers.Workers(door.url, [first_url, second_url], KEY), "quiet", **settings)
-    killer = Killer(workers.Workers(door.url, [first_url, second_url], KEY), first)
+    records = stack.directory / "boundaries"
+    killer = Killer(workers.Workers(door.url, [first_url, second_url], KEY), first, records)
     found = run(stack, killer, "killed", **settings)
     assert not first.running
     assert second.metric("dlw_continued_requests_total") > 0
@@ -83,8 +84,8 @@ def test_a_run_is_equal_when_a_worker_dies(stack: Stack) -> None:
 class Killer:
     """`Workers` of which one is killed, by its pid, while it makes the second step's rollouts."""
 
-    def __init__(self, inner: Any, victim: Worker) -> None:
-        self._inner, self._victim = inner, victim
+    def __init__(self, inner: Any, victim: Worker, records: Path) -> None:
+        self._inner, self._victim, self._records = inner, victim, records
 
     def update(self, weights: Path, version: str) -> None:
         self._inner.update(weights, version)
@@ -101,5 +102,5 @@ class Killer:
             killer.join()
 
     def _kill(self) -> None:
-        wait_for(lambda: self._victim.metric("dlw_in_flight_requests") > 0, "a request of the victim's")
+        wait_for(lambda: sum(path.is_file() for path in self._records.rglob("*")) >= 8, "tokens of all answers")
         self._victim.end()

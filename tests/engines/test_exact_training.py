@@ -196,3 +196,16 @@ def test_a_mistake_is_named(exact: ExactLogprobs, name: str) -> None:
 def test_a_full_context_is_scored(exact: ExactLogprobs) -> None:
     (found,) = exact.values([Rollout([5] * 2047, [6])])
     assert len(found) == 1
+
+
+def test_weights_that_are_not_finite_are_an_error(checkpoints: dict[str, Path]) -> None:
+    """Of one call: with the weights of before it computes again."""
+    policy = policy_of(checkpoints["llama"])
+    exact = ExactLogprobs(policy, checkpoints["llama"])
+    expected, norm = exact.values(ROLLOUTS), policy.model.layers[0].input_layernorm.weight
+    before = norm.detach().clone()
+    norm.data.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match=r"rollouts\[\d\]: .*NaN"):
+        exact(ROLLOUTS)
+    norm.data.copy_(before)
+    assert exact.values(ROLLOUTS) == expected

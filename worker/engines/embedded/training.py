@@ -94,6 +94,7 @@ class ExactLogprobs:
 
         Raises:
             InvalidRequest: a token is not in the vocabulary, or a text is too long.
+            RuntimeError: the logits of a token are not finite.
         """
         if not rollouts:
             return []
@@ -126,10 +127,11 @@ class ExactLogprobs:
         self._model.replace_network(self._model.settled(self._network()))
         for request in requests:  # those with one prompt wait for the first one's KV
             self._stepper.add(request)
+        errors = []
         while not self._stepper.scheduler.is_idle:
-            for output in self._stepper.step():
-                if output.error is not None:
-                    raise RuntimeError(f"rollouts[{output.request_id}]: {output.error}")
+            errors += [output for output in self._stepper.step() if output.error is not None]
+        if errors:
+            raise RuntimeError(f"rollouts[{errors[0].request_id}]: {errors[0].error}")
         return [request.tap for request in requests if isinstance(request.tap, _AnswerTap)]
 
     def _request(self, number: int, rollout: Rollout, controls: Controls | None) -> Request:
