@@ -46,7 +46,7 @@ class KvFacts:
     Attributes:
         vllm: Version of vLLM.
         model: Digest of the checkpoint.
-        model_path: Its directory, which vLLM compares too.
+        model_path: Directory of the checkpoint, which vLLM compares too.
         dtype: Data type of the model.
         kv_cache_dtype: vLLM's ``cache_dtype``.
         block_size: Tokens of a block.
