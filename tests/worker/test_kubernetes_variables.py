@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from effort import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.arguments import OPTIONS, parse_arguments
@@ -35,12 +36,19 @@ def variables(service: str, address: str, ports: list[tuple[str, int, str]]) -> 
     return found
 
 
-@given(NAMES, st.sampled_from(["10.0.0.1", "fd00:10:96::a"]), st.lists(PORTS, min_size=1, max_size=3))
-def test_services_of_any_name_change_nothing(service: str, address: str, ports: list[tuple[str, int, str]]) -> None:
+@settings(max_examples=examples(25))
+@given(
+    st.sampled_from(ENGINES),
+    NAMES,
+    st.sampled_from(["10.0.0.1", "fd00:10:96::a"]),
+    st.lists(PORTS, min_size=1, max_size=3),
+)
+def test_services_of_any_name_change_nothing(
+    engine: str, service: str, address: str, ports: list[tuple[str, int, str]]
+) -> None:
     services = variables(service, address, ports)
-    for engine in ENGINES:
-        argv = ["--model-path", "m", "--engine", engine]
-        assert parse_arguments(argv, services) == parse_arguments(argv, {})
+    argv = ["--model-path", "m", "--engine", engine]
+    assert parse_arguments(argv, services) == parse_arguments(argv, {})
     assert parse_options(["--upstream", "http://a"], services) == parse_options(["--upstream", "http://a"], {})
 
 

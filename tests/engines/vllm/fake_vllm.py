@@ -122,11 +122,6 @@ class FakeLlm:
     def from_engine_args(cls, arguments: Any, stat_loggers: list[Any]) -> FakeLlm:
         made = cls()
         made.loggers = [factory(CONFIG, 0) for factory in stat_loggers]
-        transfer = arguments.get("kv_transfer_config")
-        if transfer is not None:
-            extra = transfer.kv_connector_extra_config
-            config = SimpleNamespace(get_from_extra_config=extra.get, **vars(transfer))
-            made.vllm_config = SimpleNamespace(**{**vars(CONFIG), "kv_transfer_config": config})
         return made
 
     async def generate(

@@ -136,7 +136,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         digests = {adapter.name: adapter.digest for adapter in self.config.adapters}
         self._info = describe(self._llm.vllm_config, package.version, facts.vocab_size, ends, digests)
         if digest is not None:
-            self._transfers = await KvTransfers.of(self._llm, self.config.role, package.version, digest, self._loads)
+            self._transfers = await KvTransfers.of(self._llm, self.config, package.version, digest, self._loads)
         self._loop = asyncio.get_running_loop()
         self._watch = asyncio.create_task(self._watch_processes())
         await check_processors(self.generate, self._info)

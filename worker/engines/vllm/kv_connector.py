@@ -15,8 +15,6 @@ from worker.engines.vllm.settings import VllmConfig
 from worker.errors import StartupError, one_line
 
 CONNECTOR = "NixlConnector"
-LEASE = "kv_lease_duration"
-"""The connector's setting of the length of a lease, seconds."""
 
 _HOST, _PORT, _DEVICES = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "UCX_NET_DEVICES"
 
@@ -33,7 +31,7 @@ def transfer_config(package: Package, config: VllmConfig, environ: MutableMappin
         kv_connector=CONNECTOR,
         kv_role="kv_producer" if config.role == "prefill" else "kv_consumer",
         kv_load_failure_policy="fail",
-        kv_connector_extra_config={LEASE: math.ceil(config.kv_lease_s)},
+        kv_connector_extra_config={"kv_lease_duration": math.ceil(config.kv_lease_s)},
         **({"kv_buffer_device": "cpu"} if package.is_cpu else {}),
     )
 

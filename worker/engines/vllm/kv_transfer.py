@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from worker.engines import EngineRequest, KeepKv, ReadKv
-from worker.engines.vllm.kv_connector import LEASE
 from worker.engines.vllm.loads import LoadReports
 from worker.engines.vllm.requests import RunningRequest
+from worker.engines.vllm.settings import VllmConfig
 from worker.errors import KV_TRANSFER_FIELD, InvalidRequest, RequestFailed, StartupError, one_line, shown
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class KvFacts:
     Attributes:
         vllm: Version of vLLM.
         model: Digest of the checkpoint.
-        model_path: Its directory, which vLLM compares too.
+        model_path: Directory of the checkpoint, which vLLM compares too.
         dtype: Data type of the model.
         kv_cache_dtype: vLLM's ``cache_dtype``.
         block_size: Tokens of a block.
@@ -87,12 +87,14 @@ class KvTransfers:
         self._leases: deque[float] = deque()  # times of hand-offs whose first lease is not over
 
     @classmethod
-    async def of(cls, llm: Any, role: str, version: str, digest: Future[str], loads: LoadReports) -> KvTransfers:
+    async def of(
+        cls, llm: Any, config: VllmConfig, version: str, digest: Future[str], loads: LoadReports
+    ) -> KvTransfers:
         """The transfers of a loaded engine whose connector looks when leases end.
 
         Args:
             llm: The library's ``AsyncLLM``.
-            role: ``prefill`` or ``decode``.
+            config: Settings of a prefill or decode worker.
             version: Version of vLLM.
             digest: Digest of the checkpoint, to come.
             loads: Load of the engine.
@@ -103,13 +105,12 @@ class KvTransfers:
         for problem in await llm.collective_rpc("arm_lease_check"):
             if problem is not None:
                 reason = f"its NixlConnector does not look whether a lease is over: {problem}"
-                raise StartupError(f"--disaggregation-mode {role}: vLLM {version}: {reason}")
+                raise StartupError(f"--disaggregation-mode {config.role}: vLLM {version}: {reason}")
         try:
             model = await asyncio.wrap_future(digest)
         except (OSError, ValueError) as error:
             raise StartupError(f"--model-path: the checkpoint cannot be read: {one_line(error)}") from error
-        lease_s = llm.vllm_config.kv_transfer_config.get_from_extra_config(LEASE, None)
-        return cls(role, KvFacts.of(llm.vllm_config, version, model), float(lease_s), loads)
+        return cls(config.role, KvFacts.of(llm.vllm_config, version, model), config.kv_lease_s, loads)
 
     def take_part(self, running: RunningRequest, request: EngineRequest, adapter: str | None) -> None:
         """Note what a request's part in a transfer asks of its stream.

@@ -22,7 +22,8 @@ class RunningRequest(DeltaStream):
         report: Name of its failure and receipt in the engine's process, None without a chain.
         pulls: vLLM's parameters of the KV transfer that the engine waits for, None if it waits for
             none.
-        mode: Where the prompt was computed, for receipts; None on an aggregated worker.
+        mode: Mode for its receipts, which says where the prompt was computed; None on an aggregated
+            worker.
     """
 
     request_id: str
