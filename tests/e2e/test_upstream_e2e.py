@@ -32,7 +32,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "schema": ("chat/completions", {**SAMPLED, "guided_regex": "[a-f]{20}"}),
     "parts": ("chat/completions", {**SAMPLED, "messages": PARTS}),
     "processors": ("chat/completions", {**SAMPLED, "logits_processors": NGRAMS}),
-    "logprobs": ("chat/completions", {**SAMPLED, "logprobs": True, "top_logprobs": 2}),
+    "logprobs": ("chat/completions", {**SAMPLED, "temperature": 0, "logprobs": True, "top_logprobs": 2}),
     "completion": ("completions", {"prompt": "Once upon", "max_tokens": 20}),
     "token ids": ("completions", {"prompt": [5, 6, 7], "max_tokens": 20}),
     "prompts": ("completions", {"prompt": ["Once", "upon"], "max_tokens": 8}),
