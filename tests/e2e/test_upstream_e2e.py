@@ -32,7 +32,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "schema": ("chat/completions", {**SAMPLED, "guided_regex": "[a-f]{20}"}),
     "parts": ("chat/completions", {**SAMPLED, "messages": PARTS}),
     "processors": ("chat/completions", {**SAMPLED, "logits_processors": NGRAMS}),
-    "logprobs": ("chat/completions", {**SAMPLED, "logprobs": True, "top_logprobs": 2}),
+    "logprobs": ("chat/completions", {**SAMPLED, "temperature": 0, "logprobs": True, "top_logprobs": 2}),
     "completion": ("completions", {"prompt": "Once upon", "max_tokens": 20}),
     "token ids": ("completions", {"prompt": [5, 6, 7], "max_tokens": 20}),
     "prompts": ("completions", {"prompt": ["Once", "upon"], "max_tokens": 8}),
@@ -70,7 +70,17 @@ def test_an_answer_is_that_through_dynamo(doors: tuple[Door, Door], name: str) -
     assert comparable(json.loads(ours[1])) == comparable(json.loads(theirs[1]))
 
 
-_OWN = {"id", "created", "created_at", "completed_at", "completion_tokens_details", "cached_tokens", "text_offset"}
+_OWN = {
+    "id",
+    "created",
+    "created_at",
+    "completed_at",
+    "completion_tokens_details",
+    "cached_tokens",
+    "text_offset",
+    "token_id",
+}
+_OWN |= {"token", "bytes"}  # of a part of a character, which Dynamo's frontend shows as it came
 """Keys of one answer, and those that only one of the two has."""
 
 
@@ -80,6 +90,8 @@ def comparable(data: Any) -> Any:
         return {key: comparable(value) for key, value in data.items() if key not in _OWN and value is not None}
     if isinstance(data, list):
         return [comparable(each) for each in data]
+    if isinstance(data, str):
+        return data.rstrip("\ufffd")  # a part of a character at the end, which 1.4.2 does not show
     return pytest.approx(data, abs=1e-5) if isinstance(data, float) else data
 
 

@@ -1,8 +1,7 @@
 """Every field that a request from Dynamo can have, and what becomes of it.
 
-A field is *honoured* (it becomes part of the `GenerationRequest`), *frontend* (Dynamo's frontend
-has applied it or will), *no effect* (by design), or *refused* (`InvalidRequest`), with the reason;
-one without a row is refused. The rows of sampling controls are made of `SamplingParams`.
+A field is *honoured* (part of the `GenerationRequest`), *frontend* (Dynamo's frontend applies it),
+*no effect* or *refused* (`InvalidRequest`), with the reason; one without a row is refused.
 """
 
 from __future__ import annotations
