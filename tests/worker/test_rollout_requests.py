@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,7 @@ from worker.frontdoor.rollouts.generation import spans
 from worker.frontdoor.translated import is_translated
 from worker.requests.request import RequestLimits, parse_request
 from worker.requests.response import ResponseBuilder
-from worker.requests.rollout import TRAIN_KEYS, first_tokens
+from worker.requests.rollout import TRAIN_KEYS, RolloutData, first_tokens
 
 LIMITS = RequestLimits(context_length=64, vocab_size=100, eos_token_ids=(2,))
 IDS = st.lists(st.integers(5, 99), min_size=1, max_size=12)
@@ -78,6 +79,12 @@ def test_chunks_together_have_each_token_once(ids: list[int], cuts: set[int], nu
 def test_nothing_is_added_to_an_answer_that_did_not_ask() -> None:
     (chunk,) = chunks_of([TokenDelta([5, 6], finish_reason="length")])
     assert "engine_data" not in chunk
+
+
+def test_a_migrated_request_does_not_say_its_prompt_again() -> None:
+    request = parse_request({"token_ids": [7, 8], "output_options": {"return_token_ids": True}}, LIMITS)
+    data = RolloutData(replace(request, generated_token_ids=[9]))
+    assert json.loads(data.of(TokenDelta([10]))["rollout"]) == {"token_ids": [10]}
 
 
 def test_the_data_of_the_first_tokens() -> None:

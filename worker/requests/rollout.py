@@ -48,7 +48,8 @@ class RolloutData:
     """
 
     def __init__(self, request: GenerationRequest) -> None:
-        self._prompt: Sequence[int] | None = request.prompt_token_ids
+        # of a migrated request it came with the first tokens
+        self._prompt: Sequence[int] | None = None if request.generated_token_ids else request.prompt_token_ids
         self._trains = request.params.logprobs_mode == "train"
         self._has_alternatives = bool(request.params.logprobs)
         self._is_wanted = request.returns_token_ids or self._trains
