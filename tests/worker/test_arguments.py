@@ -90,7 +90,6 @@ NEEDED = {
     "grpc_tls_cert": ["--grpc-tls-key", "k"],
     "grpc_tls_key": ["--grpc-tls-cert", "c"],
     "engine_port": ["--engine-key-file", "k"],
-    "enable_rl": ["--engine-port", "1", "--engine-key-file", "k"],
 }
 """Options that go with another one."""
 
@@ -139,7 +138,6 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (["--grpc-port", "1"], "--grpc-port needs --runtime openengine"),
         (["--metrics-port", "1"], "--metrics-port needs --runtime nats or openengine"),
         (["--engine-port", "1"], "--engine-port needs --engine-key-file: whoever reaches it changes the model"),
-        (["--enable-rl"], "--enable-rl needs --engine-port, whose routes it lists"),
         (["--engine-port", "65536", "--engine-key-file", "k"], "--engine-port must be a port number, got 65536"),
         (["--runtime", "openengine", "--batch"], "--batch needs --runtime nats"),
         (["--runtime", "openengine", "--grpc-port", "65536"], "--grpc-port must be a port number, got 65536"),

@@ -14,7 +14,6 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "step_timeout_s": (*_EMBEDDED, *_VLLM),
     "publish_forward_pass_metrics": (*_EMBEDDED, *_TRTLLM),
     "engine_args": _VLLM,
-    "enable_rl": _EMBEDDED,
     "lora_modules": _VLLM,
     **dict.fromkeys(("history", "processor_errors", "override_engine_args"), _TRTLLM),
     **dict.fromkeys(
@@ -58,7 +57,6 @@ _ONLY_DYNAMO = (
     "dyn_tool_call_parser",
     "dyn_reasoning_parser",
     "dyn_default_thinking_mode",
-    "enable_rl",
 )
 _ONLY_NATS = (
     "nats_url",
@@ -106,8 +104,6 @@ def _refuse_openengine_contradictions(a: Arguments) -> None:
 def _refuse_engine_port_contradictions(a: Arguments) -> None:
     if a.engine_port > 65535:
         raise ConfigurationError(f"--engine-port must be a port number, got {a.engine_port}")
-    if a.enable_rl and not a.engine_port:
-        raise ConfigurationError("--enable-rl needs --engine-port, whose routes it lists")
     if a.engine_port and a.engine_key_file is None:
         raise ConfigurationError("--engine-port needs --engine-key-file: whoever reaches it changes the model")
 

@@ -394,13 +394,6 @@ class Arguments:
     engine_key_file: str | None = option(
         None, "File of keys, one per line; every request to --engine-port needs one as Authorization: Bearer."
     )
-    enable_rl: bool = option(
-        False,
-        "List the routes of --engine-port at /v1/rl/workers of Dynamo's frontend (docs/weights.md); true, false, or "
-        "the flag alone. Needs --engine-port and ai-dynamo 1.6.",
-        env="DYN_ENABLE_RL",
-        parse=truth,
-    )
     engine_settings: tuple[Setting, ...] = ()
     """Arguments of TensorRT-LLM's ``LLM`` from flags and variables of Dynamo's worker."""
     engine_flags: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ from worker.requests.refusals import refusal_chunk
 from worker.requests.response import STOP_STRING, STOP_TOKEN
 from worker.runtimes import dynamo as runtime
 from worker.runtimes.dynamo_adapters import register_adapters
-from worker.runtimes.dynamo_rl import RlEndpoint
+from worker.runtimes.dynamo_rl import RlEndpoint, has_rl_workers
 from worker.runtimes.file_discovery import entries_of, keep_registered
 from worker.server import RequestServer
 from worker.server.description import describe
@@ -81,7 +81,7 @@ class WorkerEngine(LLMEngine):
     async def on_endpoint_ready(self, endpoint: Any) -> None:
         """Called by the runtime before it registers the model."""
         server = self.server
-        if server.arguments.enable_rl and server.engine_port is not None:
+        if server.engine_port is not None and has_rl_workers():
             self._rl = RlEndpoint(server.arguments, server.engine_port)
         if server.info.adapters:
             registering = register_adapters(endpoint, server.info, server.arguments, lambda: server.is_leaving)

@@ -1,4 +1,4 @@
-"""``--enable-rl``: a worker's routes in the list of Dynamo's frontend, ``/v1/rl/workers``.
+"""The routes of ``--engine-port`` in the list of Dynamo's frontend, ``/v1/rl/workers``.
 
 The frontend asks an endpoint called ``rl``, beside the one that generates, for ``routes``; trainers
 then ask ``system_url/engine/<route>``, which is ``--engine-port`` here. The SDK of 1.6.1 gives a
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -16,11 +17,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from worker.arguments import Arguments
-from worker.errors import StartupError
 from worker.server.engine_port import EnginePort
 
 ENDPOINT = "rl"
 _SYSTEM_PORT = "DYN_SYSTEM_PORT"
+
+
+def has_rl_workers() -> bool:
+    """Whether the installed ai-dynamo has such a list: 1.4.2 has none."""
+    return importlib.util.find_spec("dynamo.common.rl") is not None
 
 
 class RlEndpoint:
@@ -30,15 +35,10 @@ class RlEndpoint:
         arguments: Options of the worker.
         port: Where its routes are.
 
-    Raises:
-        StartupError: the installed ai-dynamo has no such contract.
     """
 
     def __init__(self, arguments: Arguments, port: EnginePort) -> None:
-        try:
-            from dynamo.common.rl import RLRouteRegistry
-        except ImportError:
-            raise StartupError("--enable-rl needs ai-dynamo 1.6 or later") from None
+        from dynamo.common.rl import RLRouteRegistry
         from dynamo.runtime import DistributedRuntime
 
         host = arguments.engine_host

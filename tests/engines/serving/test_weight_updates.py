@@ -201,7 +201,8 @@ async def test_many_updates_under_load(sources: list[Path], tmp_path: Path) -> N
     """200 updates: no answer mixes versions, no memory is left behind, none is far slower."""
     write(tmp_path / "middle", "llama", {"vocab_size": 8000, "hidden_size": 256, "num_hidden_layers": 4})
     size = (tmp_path / "middle" / "model.safetensors").stat().st_size // 10**6
-    content, is_over, answers = as_bytes(tensors_of(tmp_path / "middle")), False, []
+    content, is_over = as_bytes(tensors_of(tmp_path / "middle")), False
+    answers: list[Answer] = []
     async with running(tmp_path / "middle", max_num_batched_tokens=256) as engine:
 
         async def client(number: int) -> None:

@@ -10,6 +10,7 @@ PREFIX = "DYN_VLLM_"
 
 BENCHMARKS = "this worker does not measure itself at start; benchmarks/ measures one that serves"
 GENERATES = "this worker generates answers"
+RL = "this engine reports raw log probabilities; docs/recipes/rollouts.md has rollouts by token ids"
 FRONTEND = "it is the frontend's"
 
 VLLM: tuple[Row, ...] = (
@@ -28,6 +29,7 @@ VLLM: tuple[Row, ...] = (
     *off(PREFIX, ENCODER, "--route-to-encoder"),
     *refused(PREFIX, TEXT_ONLY, "--mm-prompt-template", "--embedding-transfer-mode"),
     *refused("DYN_", TEXT_ONLY, "--custom-encoder-class"),
+    *off("DYN_", RL, "--enable-rl"),
     *off(PREFIX, GENERATES, "--embedding-worker", "--classify-worker", "--embedding-frontend-tokenization"),
     *rows(PREFIX, {"--embedding-worker-processes": Only(("1",), GENERATES)}),
     *off(PREFIX, "answers are streams of one request, not sessions", "--realtime"),
