@@ -172,7 +172,7 @@ class RequestReceipt:
         data["prompt_digest"] = str(self._prompt)
         data["generated_tokens"] = self._answer.num_tokens
         data["answer_digest"] = str(self._answer)
-        if self._weights.entries:
+        if self._weights.are_updated:  # those of the start are the model's digest
             data["weights"] = self._weights.as_json(self._answer.num_tokens, digests=True)
         if ends or len(self._request) <= MAX_REPEATED:
             data["request"] = self._request

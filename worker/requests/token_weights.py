@@ -23,6 +23,11 @@ class TokenWeights:
     def __init__(self) -> None:
         self.entries: list[tuple[int, WeightVersion]] = []
 
+    @property
+    def are_updated(self) -> bool:
+        """Whether a token is sampled from other weights than those that the worker started with."""
+        return any(version.number for _, version in self.entries)
+
     def take(self, weights: Sequence[tuple[int, WeightVersion]]) -> None:
         """Add the entries of a delta; see `TokenDelta.weights`."""
         for first, version in weights:

@@ -26,6 +26,7 @@ from worker.requests.refusals import refusal_chunk
 from worker.requests.response import STOP_STRING, STOP_TOKEN
 from worker.runtimes import dynamo as runtime
 from worker.runtimes.dynamo_adapters import register_adapters
+from worker.runtimes.dynamo_rl import RlEndpoint, has_rl_workers
 from worker.runtimes.file_discovery import entries_of, keep_registered
 from worker.server import RequestServer
 from worker.server.description import describe
@@ -58,6 +59,7 @@ class WorkerEngine(LLMEngine):
         self._registration: asyncio.Task[None] | None = None
         self._passes: runtime.PlannerReports | None = None
         self._adapters: asyncio.Task[None] | None = None
+        self._rl: RlEndpoint | None = None
 
     @classmethod
     def of(cls, built: Built) -> tuple[WorkerEngine, WorkerConfig]:
@@ -80,6 +82,8 @@ class WorkerEngine(LLMEngine):
     async def on_endpoint_ready(self, endpoint: Any) -> None:
         """Called by the runtime before it registers the model."""
         server = self.server
+        if server.engine_port is not None and has_rl_workers():
+            self._rl = RlEndpoint(server.arguments, server.engine_port)
         if server.info.adapters:
             registering = register_adapters(endpoint, server.info, server.arguments, lambda: server.is_leaving)
             self._adapters = asyncio.create_task(registering)
@@ -120,6 +124,8 @@ class WorkerEngine(LLMEngine):
                 task.cancel()
         if self._passes is not None:
             self._passes.close()
+        if self._rl is not None:
+            await self._rl.close()
         await self.server.close()
 
     async def register_prometheus(self, metrics: Any) -> None:

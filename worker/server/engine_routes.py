@@ -116,6 +116,10 @@ class EngineRoutes:
         self.counts["done"] += is_update
         return 200, {"status": "ok", **answer}
 
+    async def tell(self, body: Mapping[str, Any]) -> Answer:
+        """The routes as Dynamo's registry wants one of each; it only names them."""
+        raise NotSupported("routes are asked at --engine-port")
+
     def max_bytes(self, name: str, *, is_json: bool) -> int:
         """Bytes that the body of a request to a route may have."""
         if is_json or name != "update_weights":

@@ -70,9 +70,9 @@ def test_a_quantised_checkpoint_takes_its_own_format(tmp_path: Path) -> None:
     network = model.updated(model.packed_weights(), given)
     assert is_same(network.packed(), fresh.packed_weights())  # type: ignore[arg-type]
     name = "model.layers.0.self_attn.k_proj.weight"
-    dense = {name: load_file(tmp_path / "dense-2" / "model.safetensors")[name]}
+    unquantised = {name: load_file(tmp_path / "dense-2" / "model.safetensors")[name]}
     with pytest.raises(WeightsRefused, match=f"tensor {name}: the model's is quantised, as its checkpoint has it"):
-        model.updated(model.packed_weights(), check_given(dense, model.geometry, model.dtype))
+        model.updated(model.packed_weights(), check_given(unquantised, model.geometry, model.dtype))
 
 
 def test_other_networks_refuse_by_name(tmp_path: Path) -> None:

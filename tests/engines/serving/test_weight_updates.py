@@ -194,3 +194,30 @@ async def test_sleep_gives_memory_back(tmp_path: Path) -> None:
         await weights_of(engine).wake()  # read from the checkpoint again
         assert weights_of(engine).weights_state == "serving"
         assert (await ask(engine, "after", PROMPT, 4)).tokens == answer.tokens
+
+
+@pytest.mark.campaign
+async def test_many_updates_under_load(sources: list[Path], tmp_path: Path) -> None:
+    """200 updates: no answer mixes versions, no memory is left behind, none is far slower."""
+    write(tmp_path / "middle", "llama", {"vocab_size": 8000, "hidden_size": 256, "num_hidden_layers": 4})
+    size = (tmp_path / "middle" / "model.safetensors").stat().st_size // 10**6
+    content, is_over = as_bytes(tensors_of(tmp_path / "middle")), False
+    answers: list[Answer] = []
+    async with running(tmp_path / "middle", max_num_batched_tokens=256) as engine:
+
+        async def client(number: int) -> None:
+            while not is_over:
+                name = f"{number}-{len(answers)}-{random.random()}"
+                answers.append(await ask(engine, name, PROMPT, 40, number))
+
+        clients = [asyncio.create_task(client(number)) for number in range(4)]
+        memory = []
+        for number in range(200):
+            updated = await weights_of(engine).update_weights(content, f"v{number}", "finish")
+            assert updated.version.number == number + 1
+            memory.append(resident_mb())
+        is_over = True
+        await asyncio.gather(*clients)
+    assert len(answers) > 100
+    assert all(len(answer.weights) == 1 and len(answer.tokens) == 40 for answer in answers)
+    assert max(memory[100:]) <= max(memory[20:100]) + size

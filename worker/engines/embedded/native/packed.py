@@ -31,7 +31,8 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     if padded.storage_offset() % per_word:  # it begins within a word
         padded = padded.clone()
     words = padded.view(torch.int32).view(-1, COLUMNS, inner // per_word)  # moved whole, in a third of the time
-    return words.transpose(1, 2).contiguous().view(weight.dtype).unflatten(-1, (COLUMNS, per_word))
+    panels = words.transpose(1, 2).contiguous().view(weight.dtype)
+    return panels.view(*panels.shape[:2], COLUMNS, per_word)
 
 
 @dataclass(frozen=True, slots=True)

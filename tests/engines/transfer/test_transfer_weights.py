@@ -1,0 +1,82 @@
+"""KV of other weights is never read: refused where versions differ, else recomputed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from connector_doubles import Side, run
+from kv_doubles import WIDTH, answer
+
+from worker.engines.weights import WeightVersion
+from worker.errors import InvalidRequest
+
+PROMPT = random.Random(3).choices(range(3, WIDTH), k=120)
+NEW = WeightVersion(1, "1", "f00d")
+
+
+@pytest.fixture
+def sides() -> Iterator[list[Side]]:
+    both = [Side(lease_s=60.0), Side()]
+    yield both
+    for side in both:
+        side.close()
+        assert side.is_empty
+
+
+def update(side: Side) -> None:
+    """New weights, which compute the same: what counts is which KV is read."""
+    side.stepper.change_weights(lambda: None, NEW)
+
+
+def leased(sides: list[Side], name: str) -> None:
+    sides[0].prefill(name, PROMPT)
+    run(sides, lambda: sides[0].finished(name) is not None)
+
+
+def test_workers_of_different_versions_refuse(sides: list[Side]) -> None:
+    prefill, decode = sides
+    leased(sides, "old")
+    old = prefill.handle("old")
+    update(decode)
+    prefill.connector, mine = decode.connector, prefill.connector
+    with pytest.raises(InvalidRequest, match=r"model is 'recall' on the prefill worker and 'f00d' on this decode"):
+        prefill.handle("old")
+    prefill.connector = mine
+    decode.decode("late", PROMPT, old, 4)  # it was admitted before the update
+    run(sides, lambda: decode.finished("late") is not None)
+    assert decode.tokens("late") == answer(PROMPT, 4)
+    assert decode.connector.counts["received"] == 0
+    update(prefill)
+    leased(sides, "new")
+    decode.decode("new", PROMPT, prefill.handle("new"), 4)
+    run(sides, lambda: decode.finished("new") is not None)
+    assert decode.tokens("new") == answer(PROMPT, 4)
+    run(sides, lambda: prefill.is_empty and decode.is_empty)
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+def test_what_is_on_its_way_is_recomputed(sides: list[Side], num_steps: int) -> None:
+    prefill, decode = sides
+    leased(sides, "one")
+    decode.decode("one", PROMPT, prefill.handle("one"), 6)
+    for _ in range(num_steps):
+        decode.step()
+        prefill.step()
+    update(decode)
+    run(sides, lambda: decode.finished("one") is not None)
+    assert decode.tokens("one") == answer(PROMPT, 6)
+    run(sides, lambda: prefill.is_empty and decode.is_empty)
+
+
+def test_cached_blocks_of_old_weights_are_not_found(sides: list[Side]) -> None:
+    prefill = sides[0]
+    leased(sides, "first")
+    update(prefill)
+    leased(sides, "again")
+    outputs = prefill.outputs
+    assert outputs["first"][-1].num_cached_tokens == outputs["again"][-1].num_cached_tokens == 0
+    leased(sides, "hit")
+    assert outputs["hit"][-1].num_cached_tokens > 0
+    prefill.connector._prefill.close()
