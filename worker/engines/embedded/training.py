@@ -75,10 +75,11 @@ class ExactLogprobs:
         }
         self._policy = policy
         self._config = EmbeddedConfig(model_path=Path(model_path), **own, **({"numerics": "exact"} | settings))
-        self._facts = _facts_of(policy, self._config)
         self._kernels = choose_kernels(self._config.kernels, torch.device("cpu"), policy.dtype)
+        network, facts = self._first_network()
+        self._num_positions = facts.context_length
         self._model = HfModel(
-            *(self._network(), self._facts, torch.device("cpu"), self._config.numerics, self._kernels),
+            *(network, facts, torch.device("cpu"), self._config.numerics, self._kernels),
             self._config.kv_cache_dtype,
         )
         self._stepper, info = load(self._config, self._model)
@@ -112,19 +113,29 @@ class ExactLogprobs:
         """The same log probabilities without gradients, in a fraction of the time."""
         return [tap.logprobs for tap in self._score(rollouts, controls)]
 
-    def _network(self) -> Network:
+    def _first_network(self) -> tuple[Network, ModelFacts]:
+        from worker.engines.embedded.model.checkpoint_gate import read_checked  # imports transformers
+        from worker.engines.embedded.model.transformers_checkpoint import facts_of
+
+        directory, dtype = self._config.model_path, self._policy.dtype
+        settings = read_settings(directory)
+        config, geometry = read_checked(directory, settings, dtype)
+        network = self._network(geometry.max_position_embeddings if geometry is not None else 0)
+        return network, facts_of(config, network, geometry, dtype, directory, settings, None)
+
+    def _network(self, num_positions: int) -> Network:
         """The engine's network of the policy's weights, some of which it may share."""
         from worker.engines.embedded.model.transformers_checkpoint import packed  # imports transformers
 
         parameters = {id(each): each for each in self._policy.parameters()}
         modules = copy.deepcopy(self._policy, parameters).eval()  # of which `packed` leaves nothing
-        return in_own_thread(lambda: packed(modules, self._kernels, self._facts.context_length))
+        return in_own_thread(lambda: packed(modules, self._kernels, num_positions))
 
     def _score(self, rollouts: Sequence[Rollout], controls: Controls | None) -> list[_AnswerTap]:
         requests = [self._request(number, rollout, controls) for number, rollout in enumerate(rollouts)]
         self._stepper.drop_kv()
         self._model.drop_network()
-        self._model.replace_network(self._model.settled(self._network()))
+        self._model.replace_network(self._model.settled(self._network(self._num_positions)))
         for request in requests:  # those with one prompt wait for the first one's KV
             self._stepper.add(request)
         errors = []
@@ -235,13 +246,3 @@ class _WithValues(torch.autograd.Function):
 
 
 _with_values: Any = _WithValues.apply
-
-
-def _facts_of(policy: Any, config: EmbeddedConfig) -> ModelFacts:
-    from worker.engines.embedded.model.checkpoint_gate import read_checked  # imports transformers
-    from worker.engines.embedded.model.transformers_checkpoint import facts_of
-
-    directory = Path(config.model_path)
-    settings = read_settings(directory)
-    _, geometry = read_checked(directory, settings, policy.dtype)
-    return facts_of(policy, geometry, directory, settings, None)
