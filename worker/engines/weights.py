@@ -89,7 +89,7 @@ class UpdatesWeights(Protocol):
             source: Directory of safetensors files, or one such file; or safetensors in memory,
                 which must not change meanwhile.
             name: Name of the new version, None for its number.
-            mode: What becomes of requests in flight, unless the engine is paused.
+            mode: Treatment of requests in flight, unless the engine is paused.
 
         Raises:
             WeightsRefused: a tensor cannot be taken.
