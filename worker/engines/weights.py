@@ -11,7 +11,7 @@ from worker.errors import ServingError
 
 PauseMode = Literal["abort", "finish", "keep"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "finish", "keep")
-"""What becomes of requests in flight: they end with an error, finish first, or stop and go on."""
+"""Modes of a pause: requests in flight end with an error, finish first, or stop and go on."""
 
 State = Literal["serving", "paused", "asleep", "needs_weights"]
 
