@@ -11,7 +11,7 @@ from worker.errors import ServingError
 
 PauseMode = Literal["abort", "finish", "keep"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "finish", "keep")
-"""What becomes of requests in flight: they end with an error, finish first, or stop and go on."""
+"""Modes of a pause: requests in flight end with an error, finish first, or stop and go on."""
 
 State = Literal["serving", "paused", "asleep", "needs_weights"]
 
@@ -89,7 +89,7 @@ class UpdatesWeights(Protocol):
             source: Directory of safetensors files, or one such file; or safetensors in memory,
                 which must not change meanwhile.
             name: Name of the new version, None for its number.
-            mode: What becomes of requests in flight, unless the engine is paused.
+            mode: Treatment of requests in flight, unless the engine is paused.
 
         Raises:
             WeightsRefused: a tensor cannot be taken.

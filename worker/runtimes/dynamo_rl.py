@@ -33,7 +33,7 @@ class RlEndpoint:
 
     Args:
         arguments: Options of the worker.
-        port: Where its routes are.
+        port: Port of its routes.
 
     """
 
@@ -52,7 +52,7 @@ class RlEndpoint:
         self._serving = asyncio.ensure_future(self._endpoint.serve_endpoint(self._answer))
 
     def system_status_server_url(self) -> str:
-        """Where the routes are, for the registry."""
+        """URL of the routes, for the registry."""
         return self._url
 
     async def close(self) -> None:

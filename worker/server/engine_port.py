@@ -242,7 +242,7 @@ def _digest(key: str) -> bytes:
 
 
 def open_engine_port(arguments: Arguments, engine: ServingEngine) -> EnginePort | None:
-    """What ``--engine-port`` asks for, None if it asks for nothing.
+    """The port of ``--engine-port``, None without one.
 
     Raises:
         StartupError: the port is taken, the address is not this machine's, or there are no keys.

@@ -57,7 +57,7 @@ class Asked:
 
     Attributes:
         fields: The JSON object in its body, or its query.
-        content: Its body, if that is no JSON.
+        content: Body that is no JSON, None for another one.
     """
 
     fields: Mapping[str, Any]

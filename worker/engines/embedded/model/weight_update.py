@@ -147,7 +147,7 @@ class _Update:
         self._slots = iter(host_memory.like(tensors_in(old)))
 
     def weights(self) -> LlamaWeights:
-        """In the order of the fields: each part is packed, put into its slot, and dropped."""
+        """The new weights, made in the order of the fields: each part is packed into its slot."""
         old = self._old
         rope = self._placed(old.rope)
         norm = self._placed(self._norm("model.norm", old.norm))

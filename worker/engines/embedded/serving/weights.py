@@ -46,7 +46,7 @@ class WeightControl:
 
     Args:
         stepper: The step thread's; the weights of its model change between two steps.
-        model: Its model.
+        model: Model whose weights change.
         streams: Unfinished requests.
         config: Settings of the engine.
         base: Version of the weights that the engine has started with.
