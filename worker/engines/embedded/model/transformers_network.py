@@ -191,7 +191,7 @@ class _HiddenStates(BaseModelOutputWithPast):
 
 
 class _Given(torch.nn.Module):
-    """In place of the base model: the hidden states that it is given."""
+    """Replacement of the base model, which returns the hidden states that it is given."""
 
     def __init__(self) -> None:
         super().__init__()
