@@ -85,6 +85,7 @@ class TransformersNetwork(Network):
                 module.forward = as_they_are(module.forward)  # type: ignore[method-assign]
         self._functions = RowFunctions(list(self.parameters()), kernels)
         self.calls = self._probed(device)
+        self._functions.settle()
         widest = max(max(call.key_dim, call.value_dim) for call in self.calls)
         self.head_dim = widest + widest % 2
         self.vocab_size = self._head.out_features
