@@ -36,7 +36,7 @@ TYPES: dict[str, dict[str, Any]] = {
 """Settings by model type, of those that run transformers' own code."""
 
 EVERY_TYPE = (*ARCHITECTURES, *TYPES)
-"""Every model type that is served."""
+"""Every model type whose tensors are known before transformers is asked."""
 
 
 def ids_of(checkpoint: Path) -> dict[str, Any]:
@@ -45,12 +45,12 @@ def ids_of(checkpoint: Path) -> dict[str, Any]:
     return {name: config[name] for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")}
 
 
-def write(path: Path, model_type: str, settings: dict[str, Any]) -> Any:
+def write(path: Path, model_type: str, settings: dict[str, Any], common: dict[str, Any] = COMMON) -> Any:
     """A random network of this type, whose answers do not repeat one token, and its checkpoint."""
     maker: Any = AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        network = maker.from_config(AutoConfig.for_model(model_type, **(COMMON | settings)), dtype=torch.float32)
+        network = maker.from_config(AutoConfig.for_model(model_type, **(common | settings)), dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in network.named_parameters():
                 if parameter.dim() > 1:

@@ -25,7 +25,7 @@ class Row:
         name: ``model_type`` of ``config.json``.
         network: The network that computes it: ``llama`` (`LlamaNetwork`, with fused layers) or
             ``transformers`` (`TransformersNetwork`); None if it is refused.
-        features: What its attention and its layers have beyond Llama's.
+        features: Parts of attention and layers that Llama's do not have.
         refused: The reason why it is not served; None if it is.
     """
 

@@ -212,5 +212,7 @@ def _window(attention: Any, config: Any) -> int:
 
 def serves(config: Any) -> bool:
     """Whether `LlamaNetwork` computes a model of this configuration."""
+    if config.model_type not in LLAMA_LIKE:
+        return False
     rotated = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-    return config.model_type in LLAMA_LIKE and config.hidden_act == "silu" and rotated == 1.0
+    return bool(config.hidden_act == "silu" and rotated == 1.0)

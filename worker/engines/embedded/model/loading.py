@@ -23,7 +23,7 @@ from worker.engines.embedded.model.packed_copy import PackedCopy, provenance_of
 from worker.engines.embedded.model.quantisation import FORMATS, PackedQuantised
 from worker.engines.embedded.native import PackedWeight
 from worker.engines.embedded.native.quantised import QuantisedPanels
-from worker.errors import StartupError
+from worker.errors import StartupError, one_line
 from worker.models.beside import copies_of
 from worker.models.geometry import Geometry
 from worker.models.model_table import LLAMA_LIKE
@@ -119,7 +119,7 @@ def _from_checkpoint(
     keeps: bool,
 ) -> tuple[Network, ModelFacts]:
     from worker.engines.embedded.model import transformers_checkpoint as checkpoint  # imports transformers
-    from worker.engines.embedded.model.checkpoint_gate import read_checked
+    from worker.engines.embedded.model.checkpoint_gate import UNREADABLE, read_checked
 
     weights = kernels.quantisation
     quantised = None if format_of(settings) is None else checkpoint.QuantisedCheckpoint(directory, settings)
@@ -131,7 +131,12 @@ def _from_checkpoint(
         weights = quantised.format if keeps else None
     network = network.to(device).eval()
     positions = geometry.max_position_embeddings if geometry is not None else 0
-    packed = checkpoint.packed(network, kernels, positions)
+    try:
+        packed = checkpoint.packed(network, kernels, positions)
+    except ModelFileError as error:
+        raise StartupError(f"--model-path {directory}: {error}") from None
+    except UNREADABLE as error:
+        raise StartupError(f"--model-path {directory}: config.json: makes no model: {one_line(error)}") from error
     return packed, checkpoint.facts_of(config, packed, geometry, dtype, directory, settings, weights)
 
 

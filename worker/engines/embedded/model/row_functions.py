@@ -83,6 +83,11 @@ class RowFunctions(TorchFunctionMode):
             **_REPLACED,
         }
 
+    def settle(self) -> None:
+        """Hold no other parameters than those that functions were called with so far."""
+        used = {key for key, _ in (*self._layers, *self._converted)}
+        self._parameters = {key: each for key, each in self._parameters.items() if key in used}
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.__name__

@@ -64,7 +64,7 @@ class Pass:
     """A forward pass.
 
     Attributes:
-        step: Its attention.
+        step: Attention of the pass.
         width: Width of a head in the KV store; None for any.
         next_call: Number of the next call of attention.
     """

@@ -122,6 +122,7 @@ def load_network(directory: Path, config: Any, dtype: torch.dtype) -> Any:
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # told below, with their names
             output_loading_info=True,
         )
     except UNREADABLE as error:

@@ -31,7 +31,7 @@ class Norm(torch.nn.Module):
 
     @classmethod
     def of(cls, norm: Any, kernels: KernelBackend) -> Norm | None:
-        """In place of transformers' `norm`; None if that has other values."""
+        """Replacement of transformers' `norm`; None if that has other values."""
         weight = getattr(norm, "weight", None)
         epsilon = next((getattr(norm, name) for name in ("eps", "variance_epsilon") if hasattr(norm, name)), None)
         if weight is None or weight.dim() != 1 or not isinstance(epsilon, float):

@@ -31,7 +31,7 @@ from worker.engines.embedded.model.transformers_modules import (
     replace_mlps,
     replace_norms,
 )
-from worker.errors import StartupError
+from worker.models.problems import ModelFileError
 
 _PROBED_TOKENS = 3
 
@@ -48,8 +48,7 @@ class TransformersNetwork(Network):
         kernels: Backends that compute these and attention.
 
     Raises:
-        StartupError: it does not call attention once or more in each layer, or not with the same
-            numbers of heads.
+        ModelFileError: not all of its layers attend with the same numbers of heads.
 
     Attributes:
         calls: Calls of attention of a forward pass.
@@ -86,6 +85,7 @@ class TransformersNetwork(Network):
                 module.forward = as_they_are(module.forward)  # type: ignore[method-assign]
         self._functions = RowFunctions(list(self.parameters()), kernels)
         self.calls = self._probed(device)
+        self._functions.settle()
         widest = max(max(call.key_dim, call.value_dim) for call in self.calls)
         self.head_dim = widest + widest % 2
         self.vocab_size = self._head.out_features
@@ -152,10 +152,8 @@ class TransformersNetwork(Network):
         calls = probe.calls
         heads = {(call.heads, call.kv_heads) for call in calls}
         if len(heads) != 1 or len({call.softcap for call in calls}) != 1:
-            raise StartupError(
-                "--model-path: its layers attend with different numbers of heads "
-                f"({', '.join(f'{each} over {kv}' for each, kv in sorted(heads)) or 'none'}), which is not served"
-            )
+            shown = ", ".join(f"{each} over {kv}" for each, kv in sorted(heads)) or "none"
+            raise ModelFileError(f"config.json: its layers must attend with the same numbers of heads, got {shown}")
         return calls
 
     def _skippable(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,7 +180,7 @@ def _layers(model: Any, count: int) -> list[Any]:
     found = (each for each in model.modules() if isinstance(each, torch.nn.ModuleList) and len(each) == count)
     layers = next(found, None)
     if layers is None:
-        raise StartupError("--model-path: its decoder layers are not found")
+        raise ModelFileError(f"config.json: num_hidden_layers must be the number of its layers, got {count}")
     return list(layers)
 
 
@@ -194,7 +192,7 @@ class _HiddenStates(BaseModelOutputWithPast):
 
 
 class _Given(torch.nn.Module):
-    """In place of the base model: the hidden states that it is given."""
+    """Replacement of the base model, which returns the hidden states that it is given."""
 
     def __init__(self) -> None:
         super().__init__()

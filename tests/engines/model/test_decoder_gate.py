@@ -1,0 +1,137 @@
+"""The gate for model types whose tensors transformers alone knows: refused in one line that names
+file and key or tensor, or computed as transformers does.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoder_shapes import write
+from effort import examples
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from served_checkpoint import served_or_refused
+
+KINDS = ("falcon", "gpt2", "gpt_oss", "granite", "phi")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    for kind, path in found.items():
+        write(path, kind, 0)
+    return found
+
+
+def edited(source: Path, path: Path, changes: dict[str, Any]) -> Path:
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(source, path)
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("falcon", {"alibi": True}, "config.json: alibi must be False, got True"),
+        ("gpt2", {"add_cross_attention": True}, "config.json: add_cross_attention must be False, got True"),
+        ("gpt2", {"n_layer": 2**63}, "config.json: n_layer must be less than or equal to 1024"),
+        ("gpt2", {"n_embd": 66}, "`embed_dim` must be divisible by num_heads"),
+        ("gpt_oss", {"use_bidirectional_attention": True}, "config.json: use_bidirectional_attention must be False"),
+        ("gpt_oss", {"num_local_experts": 7}, "weights are incomplete, mismatched_keys: "),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "config.json: quantization_config: "),
+        ("phi", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "config.json: rope_parameters: "),
+        ("phi", {"num_hidden_layers": 5}, "weights are incomplete, missing_keys: "),
+        ("phi", {"vocab_size": "many"}, "config.json: vocab_size must be a valid integer, got 'many'"),
+        ("granite", {"attention_multiplier": "x"}, "config.json: "),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_key(
+    decoders: dict[str, Path], tmp_path: Path, kind: str, changes: dict[str, Any], said: str
+) -> None:
+    found = served_or_refused(edited(decoders[kind], tmp_path / "model", changes))
+    assert found is not None
+    assert said in found
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda weights: weights["model.norm.weight"].fill_(float("nan")), "tensor model.norm.weight holds a number"),
+        (lambda weights: weights.pop("model.layers.1.self_attn.sinks"), "model.layers.1.self_attn.sinks"),
+        (lambda weights: weights.update({"lm_head.weight": torch.ones(9, 64)}), "lm_head.weight"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(
+    decoders: dict[str, Path], tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], said: str
+) -> None:
+    path = edited(decoders["gpt_oss"], tmp_path / "model", {})
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    found = served_or_refused(path)
+    assert found is not None
+    assert said in found
+
+
+KEYS: dict[str, list[Any]] = {
+    "hidden_act": ["gelu", "silu", "relu2", "quick_gelu"],
+    "activation_function": ["relu", "gelu_new", "mish"],
+    "sliding_window": [1, 7, None],
+    "layer_norm_epsilon": [1e-3],
+    "rms_norm_eps": [1e-2],
+    "logits_scaling": [2.0],
+    "attention_multiplier": [0.05, 1.0],
+    "residual_multiplier": [0.1],
+    "embedding_multiplier": [0.5],
+    "tie_word_embeddings": [True, False],
+    "partial_rotary_factor": [0.25, 0.5],
+    "attention_bias": [True, False],
+    "scale_attn_weights": [False],
+    "scale_attn_by_inverse_layer_idx": [True],
+    "reorder_and_upcast_attn": [True],
+    "num_experts_per_tok": [1, 3],
+    "num_attention_heads": [2, 8],
+    "num_key_value_heads": [1, 4],
+    "head_dim": [8],
+    "qk_layernorm": [True],
+    "parallel_attn": [False],
+    "new_decoder_architecture": [True],
+    "multi_query": [False],
+    "layer_types": [["full_attention"] * 3, ["chunked_attention"] * 3],
+    "swiglu_limit": [0.5],
+    "use_cache": [False],
+    "rope_theta": [500.0],
+    "rope_scaling": [{"rope_type": "linear", "factor": 2.0}],
+    "is_causal": [False],
+    "output_router_logits": [True],
+    "output_attentions": [True],
+    "n_inner": [96, 64],
+    "is_decoder": [True],
+}
+"""Values by key, of which a model type has some."""
+
+
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    kind=st.sampled_from(KINDS),
+    changes=st.sampled_from(sorted(KEYS)).flatmap(lambda key: st.fixed_dictionaries({key: st.sampled_from(KEYS[key])})),
+)
+def test_any_key_is_refused_or_computed(
+    decoders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, kind: str, changes: dict[str, Any]
+) -> None:
+    path = edited(decoders[kind], tmp_path_factory.getbasetemp() / "edited", changes)
+    said = served_or_refused(path)  # compares logits with transformers' own
+    assert said is None or said.startswith(
+        ("config.json: ", "cannot load it: ", "weights are incomplete", "model.safe")
+    )
