@@ -111,7 +111,8 @@ def test_an_answer_of_an_adapter_is_made_again(served: Served, tmp_path: Path) -
     stack = served.stack
     command = [sys.executable, "-m", "worker", "replay", str(tmp_path / "response.json")]
     command += ["--prompt-file", str(tmp_path / "request.json"), "--model-path", str(stack.model_path)]
-    command += ["--context-length", "1024", "--kv-cache-memory", "1GiB", "--engine-args", '{"enforce_eager": true}']
+    command += ["--engine", "vllm", "--engine-args", '{"enforce_eager": true}']
+    command += ["--context-length", "1024", "--kv-cache-memory", "1GiB"]
 
     def replayed(*options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*command, *options], env=stack.environ, capture_output=True, text=True, check=False)
