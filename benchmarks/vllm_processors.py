@@ -179,7 +179,7 @@ def llguidance_ms(llm: LLM, schema: dict[str, Any], outputs: list[list[int]]) ->
     """
     vocabulary = model_of(llm.llm_engine.vllm_config).context.vocabulary
     cache = grammar_cache(vocabulary)
-    grammar = JsonSchema.grammar(JsonSchema.Args(schema=schema), vocabulary)
+    grammar = JsonSchema.grammar(JsonSchema.Args.model_validate({"schema": schema}), vocabulary)
     compiled = compile_grammar(cache.tokenizer, grammar)
     matchers = [compiled.deep_copy() for _ in outputs]
     mask, times = np.zeros(cache.tokenizer.eos_token // 32 + 1, dtype=np.int32), []
