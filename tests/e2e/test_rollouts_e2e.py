@@ -166,8 +166,8 @@ def compare(engine: Engine, path: str, prompt: list[int], answer: Answer) -> Non
     if DYNAMO < (1, 6) and stops and reason == "stop":  # 1.4.2 shows parts of a stop string that is not a token
         assert answer["text"].startswith(text), fields
         assert detokenized(engine, ids).startswith(answer["text"]), fields
-    else:
-        assert answer["text"] == text, fields
+    else:  # 1.6.1 shows the beginning of a character at the end
+        assert answer["text"].rstrip("\ufffd") == text.rstrip("\ufffd"), fields
     entries = [position[0] for position in expected.logprobs or [] if isinstance(position, list)]
     for place, entry in enumerate(entries[: len(ids)]):
         found = [answer["train"][key][place] for key in TRAIN]
