@@ -65,6 +65,7 @@ def test_differences_are_zero_and_runs_are_equal(stack: Stack) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(400)  # three runs of long answers
 def test_a_run_is_equal_when_a_worker_dies(stack: Stack) -> None:
     """In the middle of the second step's answers, which go on in the other worker."""
     store = ("--migration", "on", "--boundary-store", f"file:{stack.directory / 'boundaries'}")
