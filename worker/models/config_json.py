@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from adapters.first_problem import first_problem
 from adapters.strict_json import read_object
 from worker.models.geometry import BOUNDS, Geometry, GeometryError, check_fit
+from worker.models.model_table import TABLE
 from worker.models.model_types import MODEL_TYPES
 from worker.models.problems import ModelFileError, shown
 
@@ -151,6 +152,15 @@ class OtherConfig(AnyConfig):
     alibi: bool = False
     add_cross_attention: bool = False
     is_decoder: bool = False
+    sliding_window: Annotated[int, Field(ge=1, le=2**31)] | None = None
+
+    @model_validator(mode="after")
+    def _has_no_window_of_others(self) -> Self:
+        if self.sliding_window is not None and "sliding window" not in TABLE[self.model_type].features:
+            raise ValueError(
+                f"sliding_window must be null in a model of type {self.model_type}, whose layers have none"
+            )
+        return self
 
 
 class ModelConfig(AnyConfig):
