@@ -23,7 +23,7 @@ RANKS = ("--tensor-parallel-size", "2", "--enable-attention-dp", "--kv-block-siz
 def ranks(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Stack, Worker]]:
     with running_stack(tmp_path_factory.mktemp("ranks"), tiny_model) as stack:
         stack.start_frontend("--router-mode", "kv")
-        yield stack, stack.start_worker("--engine", "trtllm", "--enable-kv-routing", "true", *RANKS, **STAND_IN)
+        yield stack, stack.start_worker("--engine", "trtllm", "--enable-kv-routing", "true", *RANKS, **STAND_IN)  # type: ignore[arg-type]
 
 
 def test_the_router_finds_a_prefix_on_its_rank(ranks: tuple[Stack, Worker]) -> None:
@@ -37,7 +37,7 @@ def test_the_router_finds_a_prefix_on_its_rank(ranks: tuple[Stack, Worker]) -> N
 def test_an_adapter_is_a_model_of_its_own(stack: Stack, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "mine", stack.model_path, seed=3)
     stack.start_frontend()
-    stack.start_worker("--engine", "trtllm", "--lora-modules", f"mine={adapter}", **STAND_IN)
+    stack.start_worker("--engine", "trtllm", "--lora-modules", f"mine={adapter}", **STAND_IN)  # type: ignore[arg-type]
 
     def models() -> set[str]:
         return {each["id"] for each in json.loads(http(f"{stack.url}/v1/models")[1])["data"]}

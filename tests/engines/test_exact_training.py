@@ -140,7 +140,7 @@ def test_gradients_are_those_of_float64(path: Path, temperature: float | None) -
     exact = ExactLogprobs(policy, path)
     double = copy.deepcopy(policy).double()
     controls = None if temperature is None else Controls(temperature=temperature)
-    never = [] if controls is None else list(exact._facts.undecodable_ids)
+    never = [] if controls is None else list(exact._model.undecodable_ids)
     found, expected = loss(exact(ROLLOUTS, controls)), loss(plain(double, ROLLOUTS, never, temperature or 1.0))
     assert torch.allclose(found, expected, rtol=1e-4)
     torch.autograd.backward([found, expected])

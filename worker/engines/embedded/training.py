@@ -117,7 +117,7 @@ class ExactLogprobs:
         from worker.engines.embedded.model.checkpoint_gate import read_checked  # imports transformers
         from worker.engines.embedded.model.transformers_checkpoint import facts_of
 
-        directory, dtype = self._config.model_path, self._policy.dtype
+        directory, dtype = Path(self._config.model_path), self._policy.dtype
         settings = read_settings(directory)
         config, geometry = read_checked(directory, settings, dtype)
         network = self._network(geometry.max_position_embeddings if geometry is not None else 0)
