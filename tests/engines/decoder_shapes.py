@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import random_checkpoints
+import torch
+from transformers import AutoModelForCausalLM
 
 from worker.models.model_table import TABLE
 
@@ -88,5 +90,7 @@ def settings(kind: str, shape: int) -> dict[str, Any]:
 
 
 def write(path: Path, kind: str, shape: int) -> Any:
-    """The network of a random checkpoint, as transformers computes it."""
-    return random_checkpoints.write(path, kind, settings(kind, shape), common={})
+    """The network of a random checkpoint, as transformers reads it."""
+    random_checkpoints.write(path, kind, settings(kind, shape), common={})
+    network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # type: ignore[arg-type]
+    return network.eval()
