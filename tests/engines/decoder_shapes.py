@@ -92,5 +92,5 @@ def settings(kind: str, shape: int) -> dict[str, Any]:
 def write(path: Path, kind: str, shape: int) -> Any:
     """The network of a random checkpoint, as transformers reads it."""
     random_checkpoints.write(path, kind, settings(kind, shape), common={})
-    network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # type: ignore[arg-type]
+    network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return network.eval()
