@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from typing import Any
 
 import h11
@@ -298,6 +299,8 @@ class Upstreams:
 
 
 class Transport(asyncio.Transport):
+    family = socket.AF_INET
+
     def __init__(self, connection: UpstreamConnection) -> None:
         super().__init__()
         self.connection = connection

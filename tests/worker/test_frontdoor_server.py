@@ -364,6 +364,8 @@ async def test_each_event_on_a_kept_connection_is_acknowledged_at_once() -> None
 class Acknowledged:
     """A socket that notes what is set."""
 
+    family = socket.AF_INET
+
     def __init__(self) -> None:
         self.options: list[tuple[int, int, int]] = []
 

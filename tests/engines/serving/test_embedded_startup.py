@@ -70,8 +70,8 @@ def cut_the_weights(path: Path) -> None:
         (lambda path: (path / "config.json").unlink(), "no config.json"),
         (lambda path: (path / "config.json").write_text("{"), "config.json: is not JSON"),
         (lambda path: (path / "config.json").write_text("[]"), "JSON object"),
-        (lambda path: edit_config(path, model_type="gpt_oss"), "config.json: model_type 'gpt_oss' is not served"),
-        (lambda path: edit_config(path, model_type=None), "config.json: model_type None is not served"),
+        (lambda path: edit_config(path, model_type="mamba"), "config.json: model_type 'mamba' is not served"),
+        (lambda path: edit_config(path, model_type=None), "config.json: model_type None is not known"),
         (
             lambda path: edit_config(path, quantization_config={"quant_method": "fp8"}),
             "config.json: quantization_config: ",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -47,8 +48,12 @@ class Loads(FakeLlm):
 
 def below() -> list[psutil.Process]:
     """The sleeping process, and the one that has started it."""
-    children = [psutil.Process(child.pid) for child in multiprocessing.active_children()]
-    return [each for child in children for each in (child, *child.children())]
+    found: list[psutil.Process] = []
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that has just ended
+            process = psutil.Process(child.pid)
+            found += [process, *process.children()]
+    return found
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
