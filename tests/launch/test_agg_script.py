@@ -212,6 +212,7 @@ def test_the_client_example(tmp_path: Path) -> None:
         assert (done.stdout, done.stderr) == ("Hello world!\n", "")
 
 
+@pytest.mark.campaign
 def test_the_engine_is_chosen_by_a_variable(tmp_path: Path) -> None:
     """On the stand-in for TensorRT-LLM, as on a machine that has it."""
     with launched(tmp_path) as embedded:

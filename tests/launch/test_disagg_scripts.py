@@ -86,7 +86,9 @@ def test_a_secret_may_be_given(tmp_path: Path) -> None:
         assert f"worker: error: {SECRET} must be at least 32 characters, got 5" in script.output.splitlines()
 
 
-@pytest.mark.parametrize(("script_name", "count"), [("agg_router.sh", 4), ("disagg_router.sh", 4)])
+@pytest.mark.parametrize(
+    ("script_name", "count"), [pytest.param("agg_router.sh", 4, marks=pytest.mark.campaign), ("disagg_router.sh", 4)]
+)
 def test_the_routers_answer(tmp_path: Path, script_name: str, count: int) -> None:
     variables = {"PREFILL_WORKERS": "1", "DECODE_WORKERS": "1", "WORKERS": "2", "WORKER_MIGRATION": "off"}
     with launched(tmp_path, "--device", "cpu", variables=variables, script=script_name) as script:

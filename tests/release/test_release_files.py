@@ -92,6 +92,7 @@ def test_notices_list_the_licence_of_every_distribution() -> None:
     assert set(PYPROJECT["project"]["license-files"]) == {"LICENSE", "THIRD_PARTY_NOTICES.md"}
 
 
+@pytest.mark.campaign
 def test_the_pins_resolve_for_a_stranger(tmp_path: Path) -> None:
     """On every supported Python and architecture: what the public package index has, and wheels of
     all that is compiled.

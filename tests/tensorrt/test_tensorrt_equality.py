@@ -147,7 +147,9 @@ async def test_every_control(controls: dict[str, Any], served: TrtllmEngine, ref
     assert (ours.logprobs is None) is (theirs.logprobs is None)
     for mine, other in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
         assert [(e.token_id, e.rank) for e in mine] == [(e.token_id, e.rank) for e in other]
-        assert [e.logprob for e in mine] == pytest.approx([e.logprob for e in other], abs=1e-5)
+        shares = [one.logprob - two.logprob for one, two in zip(mine, other, strict=True)]
+        assert shares == pytest.approx(shares[:1] * len(shares), abs=1e-5)
+        assert 0 <= shares[0] < 0.1  # of ids that the tokenizer lacks, which TensorRT-LLM is told to leave out
 
 
 async def test_a_prompt_of_several_chunks(model: Path, served: TrtllmEngine, reference: EmbeddedEngine) -> None:

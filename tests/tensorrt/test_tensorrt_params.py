@@ -72,6 +72,8 @@ ROWS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "sampling_options.seed": (5, {"seed": None, "temperature": None}, ()),
     "sampling_options.include_stop_str_in_output": (True, {}, ()),
     "output_options.logprobs": (0, {"logprobs": 0}, ()),
+    "output_options.logprobs_mode": ("raw", {}, ()),
+    "output_options.return_token_ids": (True, {}, ()),
     "eos_token_ids": ([4, 1], {"stop_token_ids": [1, 4]}, ()),
     "require_reasoning": (True, {}, ()),
     # these are arguments of ``generate`` beside the sampling parameters
@@ -98,7 +100,7 @@ OLD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 BY_ANOTHER_ENGINE = {"output_options.prompt_logprobs"}
-OF_THE_SUBMISSION = {"routing.lora_name", "routing.dp_rank", "agent_context"}
+OF_THE_SUBMISSION = {"routing.lora_name", "routing.dp_rank", "agent_context", "continues"}
 
 
 def test_every_honoured_row_is_here() -> None:

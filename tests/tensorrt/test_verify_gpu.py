@@ -34,6 +34,7 @@ def verify(model: Path, report: Path, *argv: str, **switches: object) -> subproc
     )
 
 
+@pytest.mark.campaign
 def test_it_ends_although_the_executor_is_dead(model: Path, tmp_path: Path) -> None:
     """Its process ended during the first check, and its shutdown blocks whoever calls it."""
     done = verify(model, tmp_path / "report.md", dies_on_prompt=True, shutdown_blocks_s=600)

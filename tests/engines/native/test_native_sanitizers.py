@@ -31,8 +31,9 @@ OWN_DIGESTS = {("amx", torch.bfloat16): "256db6e14b3cc3cd"}
 """Of paths that sum in an order of their own."""
 
 
+@pytest.mark.campaign
 @needs_compiler
-@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.campaign), torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_nothing_beside_a_buffer_is_touched(dtype: torch.dtype, tmp_path: Path) -> None:
     """Of the fastest path that this processor has: the others differ in `vector_*.h` alone."""
     path = next(path for path in native.PATHS if path != "amx" and native.unavailable(dtype, path) is None)
