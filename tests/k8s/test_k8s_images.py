@@ -101,7 +101,7 @@ def start(stack: Stack, python: Path, part: Component, log: Path, *, door: bool 
     return Process(command, {**given, **stack.environ, **own, "DLW_POOL_SECRET": given.get("DLW_POOL_SECRET", "")}, log)
 
 
-@pytest.mark.parametrize("graph", ["agg", "disagg"])
+@pytest.mark.parametrize("graph", ["agg", pytest.param("disagg", marks=pytest.mark.campaign)])
 def test_the_embedded_image_serves_its_manifests(stack: Stack, image: Path, graph: str) -> None:
     parts = [part for part in components("frontend", "prefill", "decode", "worker") if part.graph == graph]
     processes: list[Process] = []
