@@ -99,7 +99,12 @@ ROWS: dict[str, list[tuple[str, dict[str, Any], Check]]] = {
         ("annotations", {"nvext": {"annotations": [f"logits_processors:{FORCED}"]}}, changes),
         ("receipts", {"logits_processors": {"receipt": True}}, lambda answer, _: "engine_data" in answer["nvext"]),
     ],
-    "the reason of a refusal": [("reason", {"top_p": 7}, refuses("top_p"))],
+    "the reason of a refusal": [
+        ("reason", {"top_p": 7}, refuses("top_p")),
+        ("ids of tokens", {"return_token_ids": True}, refuses("return_token_ids")),
+        ("ids in nvext", {"nvext": {"extra_fields": ["completion_token_ids"]}}, refuses("return_token_ids")),
+        ("a trainer's", {"logprobs_mode": "train"}, refuses("logprobs_mode")),
+    ],
     "[migration]": [],  # tests/runtimes/test_engine_upstream.py
 }
 """By the beginning of a row: a name, fields, and what shows in the answer."""

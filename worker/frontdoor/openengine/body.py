@@ -8,7 +8,7 @@ would read. A field that neither reads is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from worker.errors import InvalidRequest, shown
 from worker.frontdoor.client_names import METADATA_HEADER
 from worker.frontdoor.field_checks import GUIDES
 from worker.frontdoor.fields import CHAT
+from worker.requests.request import LOGPROBS_MODE, RETURN_TOKEN_IDS
 from worker.runtimes.direct.openai_fields import guide_of, places
 from worker.sampling import SamplingParams
 
@@ -198,11 +199,19 @@ def _trim(asked: AskedAnswer, name: str, value: Any) -> None:
         asked.message["sampling_options"].setdefault("include_stop_str_in_output", True)
 
 
+def _check_carried(annotations: Iterable[str]) -> None:
+    """Refuse what a worker would say of tokens where OpenEngine's events have no place for it."""
+    for asked, annotation in (("return_token_ids", RETURN_TOKEN_IDS), ("logprobs_mode", f"{LOGPROBS_MODE}train")):
+        if annotation in annotations:
+            raise InvalidRequest(asked, "OpenEngine does not carry it; a front door before Dynamo's frontend does")
+
+
 def _nvext(asked: AskedAnswer, name: str, value: Any) -> None:
     for key, each in value.items():
         if each is None or (key == "use_raw_prompt" and each is False):
             continue
         if key == "annotations":
+            _check_carried(each)
             asked.annotations += tuple(each)
         elif key == "extra_fields":
             for place, entry in enumerate(each):
