@@ -94,6 +94,12 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def path_within(path: str, name: str) -> str | None:
+    """The part of a field's path behind `name`, None if it is the path of another field."""
+    rest = path.removeprefix(name)
+    return rest if rest != path and (not rest or rest[0] in ".[") else None
+
+
 def shown(value: Any) -> str:
     """``value`` for an error message: short, never all of a long text that a client sent."""
     if isinstance(value, (list, tuple)):

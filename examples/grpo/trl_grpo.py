@@ -29,7 +29,7 @@ class ExactGrpoTrainer(GRPOTrainer):
 
     Args:
         exact: Log probabilities of the model that is trained.
-        given: What TRL's trainer takes.
+        given: Arguments of TRL's trainer.
 
     Attributes:
         differences: Largest |trainer - rollout| log probability of each step.

@@ -6,10 +6,20 @@ loaded. `option` has what an option is, `values` the parsers of their texts, `ta
 `sources` reads them, and `contradictions` checks them against each other.
 """
 
-from worker.arguments.key_file import keys_in
+from worker.arguments.key_file import KnownKeys, keys_in
 from worker.arguments.option import Option, StrictParser
 from worker.arguments.sources import load_yaml, parse_arguments
 from worker.arguments.table import OPTIONS, Arguments
 from worker.arguments.values import SUBJECT_PART
 
-__all__ = ["OPTIONS", "SUBJECT_PART", "Arguments", "Option", "StrictParser", "keys_in", "load_yaml", "parse_arguments"]
+__all__ = [
+    "OPTIONS",
+    "SUBJECT_PART",
+    "Arguments",
+    "KnownKeys",
+    "Option",
+    "StrictParser",
+    "keys_in",
+    "load_yaml",
+    "parse_arguments",
+]

@@ -1,4 +1,6 @@
-"""Additions to ``nvext``, Dynamo's own fields of a request; a malformed one stays as it is."""
+"""Additions to a request's ``nvext``, Dynamo's own fields, of which a malformed one stays as it is;
+and what is taken out of that of an answer.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,20 @@ def with_engine_data(nvext: Any) -> Any:
 def with_annotations(nvext: Any, *annotations: str) -> Any:
     """``nvext`` with further annotations."""
     return _with_entries(nvext, "annotations", *annotations)
+
+
+def taken_entries(chunk: dict[str, Any], *keys: str) -> list[Any]:
+    """Values of ``engine_data`` in a chunk, which then is without them; None for each that is not
+    there.
+    """
+    nvext = chunk.get("nvext") or {}
+    data = nvext.get("engine_data") or {}
+    values = [data.pop(key, None) for key in keys]
+    if "engine_data" in nvext and not data:
+        del nvext["engine_data"]
+    if "nvext" in chunk and not nvext:
+        del chunk["nvext"]
+    return values
 
 
 def _with_entries(nvext: Any, key: str, *entries: str) -> Any:

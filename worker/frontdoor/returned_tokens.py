@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.nvext import with_annotations, with_engine_data
+from worker.frontdoor.nvext import taken_entries, with_annotations, with_engine_data
 from worker.frontdoor.values import printable
 from worker.requests.request import LOGPROBS_MODE, RETURN_TOKEN_IDS
 from worker.requests.rollout import MATCHED, PROMPT_TOKEN_IDS, ROLLOUT, TOKEN_IDS, TRAIN_KEYS
@@ -142,13 +142,7 @@ def taken_data(chunk: dict[str, Any]) -> dict[str, Any]:
 
     The keys are those of `worker.requests.rollout`.
     """
-    nvext = chunk.get("nvext") or {}
-    engine_data = nvext.get("engine_data") or {}
-    text, matched = engine_data.pop(ROLLOUT, None), engine_data.pop(MATCHED, None)
-    if "engine_data" in nvext and not engine_data:
-        del nvext["engine_data"]
-    if "nvext" in chunk and not nvext:
-        del chunk["nvext"]
+    text, matched = taken_entries(chunk, ROLLOUT, MATCHED)
     return {} if text is None else {**json.loads(text), MATCHED: matched}
 
 

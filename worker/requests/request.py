@@ -203,7 +203,6 @@ RETURN_TOKEN_IDS = "return_token_ids"
 LOGPROBS_MODE = "logprobs_mode:"
 """Beginning of an annotation; ``output_options`` has a field of that name."""
 
-
 TOP_LOGPROBS = "top_logprobs:"
 """Beginning of an annotation: alternatives to report per token, beside ``logprobs_mode:train``."""
 

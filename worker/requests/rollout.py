@@ -30,7 +30,6 @@ TOKEN_IDS = "token_ids"
 TRAIN_KEYS = ("raw", "tempered", "processed", "log_mass")
 """Keys of the lists beside `TOKEN_IDS`, with a number for each; see `TokenLogprob`."""
 
-
 RANK = "rank"
 """Key of a list beside them: the rank of each token in the model's own distribution, from 1."""
 

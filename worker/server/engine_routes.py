@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import mmap
 import os
 import re
@@ -128,13 +129,7 @@ class EngineRoutes:
             shapes = [kind.shape for kind in self._weights.weight_tensors().values()]
         except ServingError:  # the route says why
             return MAX_JSON_BYTES
-        sizes = 0
-        for shape in shapes:
-            size = _WIDEST
-            for length in shape:
-                size *= length
-            sizes += size + _MOST_HEADER // 1024
-        return sizes + _MOST_HEADER
+        return sum(_WIDEST * math.prod(shape) + _MOST_HEADER // 1024 for shape in shapes) + _MOST_HEADER
 
     @property
     def _weights(self) -> UpdatesWeights:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker.frontdoor.completions.openai_logprobs import by_text, text_offsets
+from worker.frontdoor.nvext import taken_entries
 from worker.requests.prompt_scores import END_TOKEN, PROMPT_LOGPROBS, PROMPT_TOKENS
 
 Entry = Mapping[str, Any]
@@ -27,14 +28,7 @@ class WorkerData:
     @classmethod
     def taken_from(cls, chunk: dict[str, Any]) -> WorkerData:
         """The data of a chunk, which then is without them."""
-        nvext = chunk.get("nvext") or {}
-        data = nvext.get("engine_data") or {}
-        positions, tokens = data.pop(PROMPT_LOGPROBS, None), data.pop(PROMPT_TOKENS, None)
-        end = data.pop(END_TOKEN, None)
-        if "engine_data" in nvext and not data:
-            del nvext["engine_data"]
-        if "nvext" in chunk and not nvext:
-            del chunk["nvext"]
+        positions, tokens, end = taken_entries(chunk, PROMPT_LOGPROBS, PROMPT_TOKENS, END_TOKEN)
         scores = None if positions is None or tokens is None else PromptScores(tokens, positions)
         return cls(scores, None if end is None else EndToken(end))
 

@@ -121,12 +121,9 @@ class AnswerForm:
 
     def _extension(self, chunk: Chunk) -> Document:
         """``nvext`` of a chunk, if it has some."""
-        found: Document = {}
-        if "engine_data" in self._asked.extra_fields and chunk.get("engine_data"):
-            found["engine_data"] = dict(chunk["engine_data"])
-        if "completion_token_ids" in self._asked.extra_fields and chunk["token_ids"]:
-            found["completion_token_ids"] = chunk["token_ids"]
-        return {"nvext": found} if found else {}
+        if not self._asked.has_engine_data or not chunk.get("engine_data"):
+            return {}
+        return {"nvext": {"engine_data": dict(chunk["engine_data"])}}
 
     def _usage_form(self, usage: Mapping[str, Any]) -> Document:
         details = {} if self._asked.is_chat else {"audio_tokens": None}
@@ -165,5 +162,3 @@ def _join(whole: Document, part: Mapping[str, Any]) -> None:
     """Add the ``nvext`` of a chunk to that of the answer."""
     if "engine_data" in part:
         whole["engine_data"] = {**whole.get("engine_data", {}), **part["engine_data"]}
-    if "completion_token_ids" in part:
-        whole.setdefault("completion_token_ids", []).extend(part["completion_token_ids"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from adapters.catalog import ANNOTATION
@@ -23,8 +23,8 @@ from worker.sampling import SamplingParams
 
 Message = dict[str, Any]
 
-EXTRA_FIELDS = ("engine_data", "completion_token_ids")
-"""Entries of ``nvext.extra_fields`` that are served."""
+ENGINE_DATA = "engine_data"
+"""The entry of ``nvext.extra_fields`` that is served: the front door reads those of ids itself."""
 
 _FORM = ("model", "stream", "stream_options", "return_tokens_as_token_ids")
 _NO_EFFECT = ("user", "metadata", "prediction", "guided_decoding_backend", "detokenize", "parallel_tool_calls")
@@ -45,7 +45,7 @@ class AskedAnswer:
         names_ids: Whether the texts of tokens are ``token_id:`` and the id.
         annotations: Names of events before the answer that the client asks for, and other
             annotations.
-        extra_fields: Fields of ``nvext`` in the answer.
+        has_engine_data: Whether the answer has the worker's data.
     """
 
     message: Message
@@ -56,7 +56,7 @@ class AskedAnswer:
     has_running_usage: bool = False
     names_ids: bool = False
     annotations: tuple[str, ...] = ()
-    extra_fields: frozenset[str] = field(default_factory=frozenset)
+    has_engine_data: bool = False
 
 
 def read_body(path: str, body: Mapping[str, Any], headers: Mapping[bytes, bytes], *, thinks: bool) -> AskedAnswer:
@@ -215,10 +215,10 @@ def _nvext(asked: AskedAnswer, name: str, value: Any) -> None:
             asked.annotations += tuple(each)
         elif key == "extra_fields":
             for place, entry in enumerate(each):
-                if entry not in EXTRA_FIELDS:
-                    problem = f"must be {' or '.join(EXTRA_FIELDS)} without Dynamo's frontend, got {shown(entry)}"
+                if entry != ENGINE_DATA:
+                    problem = f"must be {ENGINE_DATA} without Dynamo's frontend, got {shown(entry)}"
                     raise InvalidRequest(f"nvext.extra_fields[{place}]", problem)
-            asked.extra_fields = frozenset(each)
+            asked.has_engine_data = bool(each)
         elif key == "max_thinking_tokens":
             asked.message["stop_conditions"][key] = each
         elif key == "cache_salt":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from adapters.vocabulary.thinking_tags import KNOWN_TAGS
+from worker.frontdoor.calls.marks import Marks
 
 Part = Literal["reasoning_content", "content"]
 
@@ -67,7 +68,7 @@ class ThinkingSplit:
             yield from self._part(self._held[:place])
             self._held = self._held[place + len(self._next_tag) :]
             self._is_inside = not self._is_inside
-        keep = 0 if ends else _begun(self._held, self._next_tag)
+        keep = 0 if ends else Marks([self._next_tag]).held_back(self._held)
         shown = self._held[: len(self._held) - keep]
         self._held = self._held[len(shown) :]
         yield from self._part(shown)
@@ -79,8 +80,3 @@ class ThinkingSplit:
     def _part(self, text: str) -> Iterator[tuple[Part, str]]:
         if text:
             yield ("reasoning_content" if self._is_inside else "content"), text
-
-
-def _begun(text: str, tag: str) -> int:
-    """Characters at the end of a text that may be the beginning of a tag."""
-    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)

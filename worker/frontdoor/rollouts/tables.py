@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from worker.errors import path_within
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.field_types import is_one_of
 from worker.frontdoor.values import printable
@@ -49,8 +50,8 @@ def renamed(refused: Refused, names: Mapping[str, str]) -> Refused:
     if refused.param is None:
         return refused
     for ours, theirs in names.items():
-        rest = refused.param.removeprefix(ours)
-        if rest != refused.param and (not rest or rest[0] in ".["):
+        rest = path_within(refused.param, ours)
+        if rest is not None:
             return refused.renamed(theirs + rest)
     return refused
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from worker.errors import InvalidRequest
+from worker.errors import InvalidRequest, path_within
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.errors import Unsupported
 from worker.runtimes.openengine.request import FIELDS, TOLD
@@ -64,15 +64,9 @@ def own_name(field: str, message: Mapping[str, Any]) -> str:
     """
     if field.startswith("guided."):
         return "sampling_options.guided_decoding"
-    found = [ours + rest for ours, theirs in TOLD if (rest := _rest(field, theirs)) is not None]
+    found = [ours + rest for ours, theirs in TOLD if (rest := path_within(field, theirs)) is not None]
     left = copy.deepcopy(dict(message))
     return next((ours for ours in found if _take(left, ours) is not None), found[0] if found else field)
-
-
-def _rest(field: str, name: str) -> str | None:
-    """The part of a path behind a field's name, None if it is the path of another field."""
-    rest = field.removeprefix(name)
-    return rest if rest != field and (not rest or rest[0] in ".[") else None
 
 
 def _set(request: wire.GenerateRequest, path: str, value: Any) -> None:

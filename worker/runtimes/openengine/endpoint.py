@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import re
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,7 +13,7 @@ from grpc.aio import ServicerContext
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from worker.arguments import Arguments, keys_in
+from worker.arguments import Arguments, KnownKeys, keys_in
 from worker.errors import ServingError, StartupError
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.errors import refuse
@@ -92,7 +91,7 @@ class _Tokens(grpc.aio.ServerInterceptor):
     """Refuses calls without one of the tokens as ``authorization: Bearer``."""
 
     def __init__(self, tokens: list[str]) -> None:
-        self._expected = [f"Bearer {token}".encode() for token in tokens]
+        self._expected = KnownKeys(f"Bearer {token}".encode() for token in tokens)
 
         async def refuse_call(request: Any, context: ServicerContext) -> None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: must be Bearer and a token")
@@ -103,12 +102,9 @@ class _Tokens(grpc.aio.ServerInterceptor):
         """The handler of a call, or one that refuses it."""
         if not handler_call_details.method.startswith(OPEN_METHODS):
             given = [value for key, value in handler_call_details.invocation_metadata if key == "authorization"]
-            if len(given) != 1 or not self._knows(str(given[0]).encode()):
+            if len(given) != 1 or str(given[0]).encode() not in self._expected:
                 return self._refusal
         return await continuation(handler_call_details)
-
-    def _knows(self, given: bytes) -> bool:
-        return any(hmac.compare_digest(given, expected) for expected in self._expected)
 
 
 def _credentials(arguments: Arguments) -> grpc.ServerCredentials | None:

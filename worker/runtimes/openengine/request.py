@@ -19,7 +19,7 @@ from google.protobuf.struct_pb2 import Struct, Value
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from adapters.strict_json import decoder
-from worker.errors import InvalidRequest, shown
+from worker.errors import InvalidRequest, path_within, shown
 from worker.requests.client import METADATA_KEY
 from worker.requests.request import LOGPROBS_MODE
 from worker.runtimes.openengine import wire
@@ -171,8 +171,8 @@ def renamed(error: InvalidRequest, request: wire.GenerateRequest) -> InvalidRequ
         guide = f"guided.{request.guided.WhichOneof('guide')}"
         return InvalidRequest(f"{guide}.{inner}" if inner else guide, error.problem)
     for ours, theirs in TOLD:
-        rest = error.field.removeprefix(ours)
-        if rest != error.field and (not rest or rest[0] in ".["):
+        rest = path_within(error.field, ours)
+        if rest is not None:
             return InvalidRequest(theirs + rest, error.problem)
     return error
 
