@@ -1,5 +1,5 @@
-"""``python -m worker``: check, load, serve, drain; with ``replay``, ``inspect`` or ``quantize``
-first, those.
+"""``python -m worker``: check, load, serve, drain; with ``replay``, ``inspect``, ``quantize``
+or ``doctor`` first, those.
 
 Exit 0 after a clean drain, 2 for configuration, 1 for the rest.
 """
@@ -34,18 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_threads(os.environ)
     except ConfigurationError as error:
         return _complain(error, EXIT_CONFIGURATION)
-    if list(argv[:1]) == ["replay"]:
-        from worker.replay import main as replay  # imports torch
-
-        return replay(argv[1:])
-    if list(argv[:1]) == ["inspect"]:
-        from worker.inspect import main as inspect  # imports torch
-
-        return inspect(argv[1:])
-    if list(argv[:1]) == ["quantize"]:
-        from worker.quantize import main as quantize  # imports torch
-
-        return quantize(argv[1:])
+    if argv and (command := _COMMANDS.get(argv[0])) is not None:
+        return command(argv[1:])
     try:
         with _importing():
             built = build(argv)
@@ -55,6 +45,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StartupError as error:
         return _complain(error, EXIT_FAILURE)
     return _served(serve, server)
+
+
+def _replay(argv: Sequence[str]) -> int:
+    from worker.replay import main as replay  # imports torch, as those below do
+
+    return replay(argv)
+
+
+def _inspect(argv: Sequence[str]) -> int:
+    from worker.inspect import main as inspect
+
+    return inspect(argv)
+
+
+def _quantize(argv: Sequence[str]) -> int:
+    from worker.quantize import main as quantize
+
+    return quantize(argv)
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    from worker.doctor import main as doctor
+
+    return doctor(argv)
+
+
+_COMMANDS = {"replay": _replay, "inspect": _inspect, "quantize": _quantize, "doctor": _doctor}
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def check_ports(environ: Mapping[str, str]) -> None:
         highest = _highest_system_port() if port_name == "DYN_SYSTEM_PORT" else 65535
         if not text.isdecimal() or int(text) > highest:
             raise ConfigurationError(f"{port_name} must be a port number up to {highest}, got {text!r}")
-        _check_port(environ.get(host_name) or "0.0.0.0", int(text), port_name)
+        check_port(environ.get(host_name) or "0.0.0.0", int(text), port_name)
 
 
 def _highest_system_port() -> int:
@@ -114,7 +114,8 @@ def _installed_version() -> tuple[int, ...]:
     return tuple(int(part) for part in importlib.metadata.version("ai-dynamo").split(".")[:3] if part.isdecimal())
 
 
-def _check_port(host: str, port: int, name: str) -> None:
+def check_port(host: str, port: int, name: str) -> None:
+    """Raises `StartupError`, which begins with `name`, if nobody can listen on `port` of `host`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

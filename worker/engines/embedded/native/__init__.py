@@ -12,7 +12,7 @@ pages in int8.
 
 from worker.engines.embedded.native.attention import Projections, Tiles, attend, rotate_and_store, supports_heads
 from worker.engines.embedded.native.gemm import ACTIVATIONS, EPILOGUES, Gemm, linear
-from worker.engines.embedded.native.libraries import PATHS
+from worker.engines.embedded.native.libraries import PATHS, cpu_flags
 from worker.engines.embedded.native.packed import COLUMNS, PackedWeight, pack, supports_weight
 from worker.engines.embedded.native.paths import (
     choose_path,
@@ -36,6 +36,7 @@ __all__ = [
     "attend",
     "choose_path",
     "chosen_path",
+    "cpu_flags",
     "is_torch_faster",
     "library",
     "linear",

@@ -1,0 +1,130 @@
+"""The doctor says what a machine lacks before a worker fails for it: on trees that look like
+machines, and on this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.requirements import Requirement
+
+from worker.doctor.finding import Finding
+from worker.doctor.machine import machine
+from worker.doctor.packages import packages, pinned, unmet
+from worker.doctor.ports import ports
+
+GOOD = {
+    "proc/cpuinfo": "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: sse\n",
+    "proc/meminfo": "MemTotal: 32000000 kB\nMemAvailable:   16000000 kB\n",
+    "proc/self/cgroup": "0::/\n",
+    "proc/sys/net/core/somaxconn": "4096\n",
+    "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+    "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance\n",
+    "dev/shm/x": "",
+}
+
+
+def look(root: Path, changed: dict[str, str | None]) -> dict[str, Finding]:
+    """Findings by name on a good machine with these files in place of its own; None is no file."""
+    for name, text in (GOOD | changed).items():
+        if text is not None:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+    return {each.name: each for each in machine(root, {"XDG_CACHE_HOME": str(root)})}
+
+
+def test_a_good_machine_lacks_nothing(tmp_path: Path) -> None:
+    found = look(tmp_path, {})
+    of_the_tree = ("cores", "memory", "huge pages", "backlog", "governor")
+    assert {name: found[name].level for name in of_the_tree} == dict.fromkeys(of_the_tree, "ok")
+    assert "Some CPU, no quota" in found["cores"].found
+    assert found["memory"].found == "15.3 GiB free"
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "file", "text", "said"),
+    [
+        ("cores", "note", "sys/fs/cgroup/cpu.max", "150000 100000", "a quota of 1.5"),
+        ("cores", "note", "sys/fs/cgroup/cpu.max", "50000 100000", "a quota of 0.5"),
+        ("cores", "ok", "sys/fs/cgroup/cpu.max", "200000 100000", "quota 2"),
+        ("memory", "lacks", "proc/meminfo", "MemAvailable: 1000 kB\n", "1 MiB free"),
+        ("memory", "lacks", "proc/meminfo", "", "0 MiB free"),
+        ("huge pages", "note", "sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n", "never"),
+        ("huge pages", "note", "sys/kernel/mm/transparent_hugepage/enabled", None, "absent"),
+        ("/dev/shm", "note", "dev/shm/x", None, "absent"),
+        ("backlog", "note", "proc/sys/net/core/somaxconn", "128\n", "128 connections"),
+        ("governor", "note", "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "powersave\n", "powersave"),
+    ],
+)
+def test_what_lacks_is_said(tmp_path: Path, name: str, level: str, file: str, text: str | None, said: str) -> None:
+    found = look(tmp_path, {file: text})[name]
+    assert found.level == level
+    assert said in found.found
+    assert bool(found.mend) == (level != "ok")
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    group = {"memory.max": str(2**30), "memory.current": "0", "memory.stat": "inactive_file 0\n"}
+    found = look(tmp_path, {f"sys/fs/cgroup/{name}": text for name, text in group.items()})["memory"]
+    assert (found.level, found.found) == ("lacks", "1.0 GiB free below the container's limit")
+
+
+@given(st.dictionaries(st.sampled_from(sorted(GOOD)), st.text(max_size=40) | st.from_regex(r"[\w.: \[\]\n]{0,40}")))
+def test_any_text_in_proc_is_a_finding(tmp_path_factory: pytest.TempPathFactory, changed: dict[str, str]) -> None:
+    for found in look(tmp_path_factory.mktemp("root"), dict(changed)).values():
+        assert len(found.line(12).splitlines()) == 1
+
+
+def test_requirements_are_those_of_the_distribution() -> None:
+    assert unmet([Requirement("torch>=2"), Requirement("torch>=999"), Requirement("no-such-package>=1")]) == [
+        f"torch>=999 ({__import__('torch').__version__})",
+        "no-such-package>=1 (absent)",
+    ]
+    found = {each.name: each for each in packages()}
+    assert found["packages"].level == "ok"
+    assert found["extra trtllm"].level == "note"  # cannot be installed beside the tests
+    assert "tensorrt-llm>=" in found["extra trtllm"].found
+
+
+def test_other_versions_than_the_pins_are_named() -> None:
+    text = "# comment\nhypothesis==0.0.1\nno-such-package==3\ntorch>=2  # any\npytest==1; python_version < '3'\n"
+    found = pinned(text)
+    assert found.level == "note"
+    assert "hypothesis" in found.found
+    assert not any(name in found.found for name in ("torch", "no-such-package", "pytest"))
+
+
+def test_a_taken_port_lacks() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        found = {each.name: each for each in ports({"HTTP_PORT": port})}
+    assert found["HTTP port"].level == "lacks"
+    assert f"127.0.0.1:{port}" in found["HTTP port"].found
+
+
+@pytest.mark.parametrize("text", ["0", "65536", "eighty", "-1"])
+def test_a_port_that_is_none_lacks(text: str) -> None:
+    found = {each.name: each for each in ports({"HTTP_PORT": text})}
+    assert found["HTTP port"].level == "lacks"
+
+
+def test_the_command_on_this_machine(tmp_path: Path) -> None:
+    environ = os.environ | {"HTTP_PORT": "no", "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "worker", "doctor"]
+    asked = subprocess.run([*command, "--json"], env=environ, capture_output=True, text=True, check=False)
+    levels = {each["name"]: each["level"] for each in json.loads(asked.stdout)}
+    assert asked.returncode == 1, asked.stderr
+    assert [name for name, level in levels.items() if level == "lacks"] == ["HTTP port"]
+    wrong = subprocess.run([*command, "--jsom"], env=environ, capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "--jsom" in wrong.stderr

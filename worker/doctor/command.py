@@ -1,0 +1,35 @@
+"""The command line: ``python -m worker doctor [--json]``.
+
+Loads no model and changes nothing. Exit 0 if a worker can be started here, 1 if something lacks,
+2 for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from worker.doctor.machine import machine
+from worker.doctor.packages import packages
+from worker.doctor.ports import ports
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status; a line a finding, or one JSON array, is on standard output."""
+    parser = argparse.ArgumentParser(
+        prog="python -m worker doctor",
+        description="Say what this machine offers a worker and what it lacks, a line each with its mend.",
+    )
+    parser.add_argument("--json", action="store_true", help="print an array of objects instead of lines")
+    options = parser.parse_args(argv)
+    findings = [*machine(Path("/"), os.environ), *packages(), *ports(os.environ)]
+    if options.json:
+        print(json.dumps([each.to_json() for each in findings], indent=1, ensure_ascii=False))
+    else:
+        width = max(len(each.name) for each in findings)
+        for each in findings:
+            print(each.line(width))
+    return int(any(each.level == "lacks" for each in findings))
