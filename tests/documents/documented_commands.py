@@ -41,7 +41,21 @@ _SHELL_VARIABLES = {"PATH", "PWD", "OLDPWD", "SHLVL", "_"}
 ELLIPSES = ("...", "…")
 
 OTHERS_COMMANDS = {
-    *("aiperf", "base64", "cat", "curl", "docker", "fold", "guidellm", "head", "kubectl", "litellm", "llm", "lm_eval"),
+    *(
+        "aiperf",
+        "base64",
+        "cat",
+        "curl",
+        "docker",
+        "fold",
+        "guidellm",
+        "head",
+        "helm",
+        "kubectl",
+        "litellm",
+        "llm",
+        "lm_eval",
+    ),
     *("nats", "od", "openssl", "pip", "sed", "tr"),
 }
 """Commands that are not ours, and that have no parser here."""
@@ -175,6 +189,8 @@ def _check_worker(given: list[str], added: list[str], variables: Mapping[str, st
         parse_arguments(["--model-path", "M", *rest], {})
     elif given[:1] == ["quantize"]:
         importlib.import_module("worker.quantize.command")._parse(given[1:])
+    elif given[:1] == ["doctor"]:
+        importlib.import_module("worker.doctor.command")._parse(given[1:])
     else:
         parse_arguments([*added, *given], _of_worker(variables))
 

@@ -19,12 +19,7 @@ from worker.doctor.ports import ports
 
 def main(argv: Sequence[str]) -> int:
     """The exit status; a line a finding, or one JSON array, is on standard output."""
-    parser = argparse.ArgumentParser(
-        prog="python -m worker doctor",
-        description="Say what this machine offers a worker and what it lacks, a line each with its mend.",
-    )
-    parser.add_argument("--json", action="store_true", help="print an array of objects instead of lines")
-    options = parser.parse_args(argv)
+    options = _parse(argv)
     findings = [*machine(Path("/"), os.environ), *packages(), *ports(os.environ)]
     if options.json:
         print(json.dumps([each.to_json() for each in findings], indent=1, ensure_ascii=False))
@@ -33,3 +28,12 @@ def main(argv: Sequence[str]) -> int:
         for each in findings:
             print(each.line(width))
     return int(any(each.level == "lacks" for each in findings))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m worker doctor",
+        description="Say what this machine offers a worker and what it lacks, a line each with its mend.",
+    )
+    parser.add_argument("--json", action="store_true", help="print an array of objects instead of lines")
+    return parser.parse_args(argv)
