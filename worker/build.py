@@ -141,7 +141,12 @@ def make_engine(arguments: Arguments) -> ServingEngine:
 
     from worker.engines.embedded import EmbeddedEngine
 
-    return EmbeddedEngine(embedded_config(arguments))
+    config = embedded_config(arguments)
+    if arguments.engine == "constant":
+        from worker.engines.embedded.serving import load_constant
+
+        return EmbeddedEngine(config, load=load_constant(arguments.constant_step_s, arguments.constant_prompt_rate))
+    return EmbeddedEngine(config)
 
 
 def embedded_config(arguments: Arguments) -> EmbeddedConfig:

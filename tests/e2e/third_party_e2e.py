@@ -5,6 +5,7 @@ NAME=module:Class``.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 import torch
@@ -53,3 +54,10 @@ class Hangs(BaseLogitsProcessor):
         self.calls += 1
         if self.calls == 3:
             threading.Event().wait()
+
+
+class Sleeps(BaseLogitsProcessor):
+    """Takes 0.4 s for each token."""
+
+    def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
+        time.sleep(0.4)

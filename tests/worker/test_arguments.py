@@ -107,6 +107,7 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
     extra = ["--max-num-batched-tokens", "4000"] if option.name == "max_num_seqs" else []
     extra += ["--engine", "trtllm"] if option.name in trtllm else []
     extra += ["--engine", "vllm"] if option.name in ("engine_args", "lora_modules") else []
+    extra += ["--engine", "constant"] if option.name.startswith("constant_") else []
     extra += ["--migration", "on"] if option.name == "boundary_store" else []
     extra += ["--runtime", RUNTIMES[option.name]] if option.name in RUNTIMES else []
     extra += NEEDED.get(option.name, [])
@@ -180,7 +181,7 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (["--context-length", "1"], "--context-length must be at least 2, got 1"),
         (["--drain-timeout-s", "nan"], "--drain-timeout-s must be a number of seconds of at least 0, got 'nan'"),
         (["--step-timeout-s", "0"], "--step-timeout-s must be a number of seconds above 0, got '0'"),
-        (["--engine", "sglang"], "--engine must be one of embedded, trtllm, vllm, got 'sglang'"),
+        (["--engine", "sglang"], "--engine must be one of embedded, trtllm, vllm, constant, got 'sglang'"),
         (["--engine-args", "{}"], "--engine-args {} needs --engine vllm"),
         (["--engine", "vllm", "--device", "cpu"], "--engine vllm chooses its devices itself, but --device is cpu"),
         (["--device", "tpu"], "--device must be auto, cpu, cuda or cuda:N, got 'tpu'"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from worker.arguments.table import OPTIONS, Arguments
 from worker.errors import ConfigurationError
 
-_EMBEDDED, _TRTLLM, _VLLM = ("embedded",), ("trtllm",), ("vllm",)
+_EMBEDDED, _TRTLLM, _VLLM, _CONSTANT = ("embedded",), ("trtllm",), ("vllm",), ("constant",)
 
 _ONLY: dict[str, tuple[str, ...]] = {
     "tensor_parallel_size": (*_TRTLLM, *_VLLM),
@@ -14,6 +14,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "step_timeout_s": (*_EMBEDDED, *_VLLM),
     "publish_forward_pass_metrics": (*_EMBEDDED, *_TRTLLM),
     "engine_args": _VLLM,
+    **dict.fromkeys(("constant_step_s", "constant_prompt_rate"), _CONSTANT),
     "lora_modules": (*_TRTLLM, *_VLLM),
     **dict.fromkeys(("history", "processor_errors", "override_engine_args"), _TRTLLM),
     **dict.fromkeys(
@@ -46,6 +47,13 @@ def _refuse_vllm_contradictions(a: Arguments) -> None:
             f"must be at least {_MIN_LEASE_OF_VLLM_S:g} with --engine vllm, which pulls no KV in a lease's last 5 s"
         )
         raise ConfigurationError(f"--kv-lease-s {problem}, got {a.kv_lease_s:g}")
+
+
+def _refuse_constant_contradictions(a: Arguments) -> None:
+    if a.disaggregation_mode != "aggregated":
+        raise ConfigurationError(f"--engine constant has no KV: --disaggregation-mode {a.disaggregation_mode}")
+    if a.engine_port:
+        raise ConfigurationError("--engine constant has no weights that --engine-port could change")
 
 
 _ONLY_DYNAMO = (
@@ -129,7 +137,7 @@ def refuse_contradictions(a: Arguments) -> None:
     elif a.runtime == "openengine":
         _refuse_openengine_contradictions(a)
     # the libraries have defaults of their own for what is not given
-    sizes_count = a.engine == "embedded" or {"max_num_seqs", "max_num_batched_tokens"} <= a.given
+    sizes_count = a.engine in ("embedded", "constant") or {"max_num_seqs", "max_num_batched_tokens"} <= a.given
     if sizes_count and a.max_num_batched_tokens < a.max_num_seqs:
         raise ConfigurationError(
             f"--max-num-batched-tokens ({a.max_num_batched_tokens}) must be at least --max-num-seqs ({a.max_num_seqs})"
@@ -148,6 +156,8 @@ def refuse_contradictions(a: Arguments) -> None:
     _refuse_options_of_other_engines(a)
     if a.engine == "vllm":
         _refuse_vllm_contradictions(a)
+    elif a.engine == "constant":
+        _refuse_constant_contradictions(a)
     if a.served_model_name in dict(a.lora_modules):
         raise ConfigurationError(f"--lora-modules: {a.served_model_name} is the name of the model itself")
     if a.lora_modules and a.disaggregation_mode not in ("aggregated", "agg"):

@@ -48,7 +48,17 @@ class Arguments:
         "Dynamo's sidecar is one (docs/openengine.md).",
         choices=("dynamo", "nats", "openengine"),
     )
-    engine: str = option("embedded", "Engine that decodes.", choices=("embedded", "trtllm", "vllm"))
+    engine: str = option(
+        "embedded",
+        "Engine that decodes; constant computes no model and says one token at a set pace, for tests and planning.",
+        choices=("embedded", "trtllm", "vllm", "constant"),
+    )
+    constant_step_s: float = option(
+        0.02, "With --engine constant: seconds between two tokens of a stream.", parse=seconds
+    )
+    constant_prompt_rate: int = option(
+        10_000, "With --engine constant: tokens of prompts that are computed in a second.", parse=positive
+    )
     device: str = option(
         "auto", "Where the embedded engine computes: auto (CUDA if there is any), cpu, cuda or cuda:N.", parse=device
     )

@@ -1,0 +1,184 @@
+"""Each alert fires in a real Prometheus when its cause is there, and what `docs/runbook.md` says
+ends it.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from e2e_stack import MODEL, REPOSITORY, Stack, http, wait_for
+from ports import free_port
+from processor_requests import PATIENT, of, with_third_parties
+from prometheus_server import Prometheus, running_prometheus
+
+from adapters.client import processor
+
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
+
+CPU = ("--device", "cpu", "--dtype", "float32")
+FIRED = {
+    "DlwNoWorker",
+    "DlwEngineBroken",
+    "DlwOverloaded",
+    "DlwQueueLong",
+    "DlwFirstTokenSlow",
+    "DlwTokensSlow",
+    "DlwPreemptions",
+    "DlwProcessorFails",
+    "DlwProcessorBreakerOpen",
+    "DlwGrammarSandboxRestarts",
+    "DlwLocalPrefills",
+    "DlwDrainLong",
+}
+"""The alerts of this file's tests."""
+
+
+@pytest.fixture
+def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
+    with running_prometheus(tmp_path / "prometheus") as server:
+        yield server
+
+
+@contextmanager
+def load(stack: Stack, clients: int, **body: Any) -> Iterator[None]:
+    """Clients that each ask again as soon as they have an answer, or an error."""
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.wait(0.05):
+            http(f"{stack.url}/v1/chat/completions", request(**body), timeout_s=120)
+
+    threads = [threading.Thread(target=ask) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def request(words: int = 1, **body: Any) -> dict[str, Any]:
+    """A chat of that many words."""
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "Hello " * words}], "max_tokens": 8}
+    return asked | {"ignore_eos": True} | body
+
+
+def test_no_worker(stack: Stack, prometheus: Prometheus) -> None:
+    prometheus.wait_fires("DlwNoWorker")
+    stack.start_frontend()
+    prometheus.scrape(stack.start_worker(*CPU))
+    prometheus.wait_clears("DlwNoWorker")
+
+
+def test_an_engine_that_fails_requests(stack: Stack, prometheus: Prometheus) -> None:
+    """The first failure since a start counts, although its counter was never seen before."""
+    stack.start_frontend()
+    worker = stack.start_worker(scripted=True)
+    prometheus.scrape(worker)
+    wait_for(lambda: prometheus.query("dlw_engine_info"), "a scrape")
+    stack.post("completions", prompt="u", max_tokens=8)
+    prometheus.wait_fires("DlwEngineBroken")
+    worker.end()  # its pod is deleted, another one takes its place
+    prometheus.scrape(stack.start_worker(*CPU))
+    prometheus.wait_clears("DlwEngineBroken")
+
+
+def test_a_slow_processor_on_a_full_worker(stack: Stack, prometheus: Prometheus) -> None:
+    alerts = ("DlwTokensSlow", "DlwQueueLong", "DlwFirstTokenSlow", "DlwOverloaded")
+    stack.start_frontend()
+    options = with_third_parties(stack, "acme/sleeps=third_party_e2e:Sleeps")
+    prometheus.scrape(stack.start_worker(*CPU, *PATIENT, *options, "--max-num-seqs", "1", "--max-queue", "2"))
+    with load(stack, 6, **of(processor("acme/sleeps"))):
+        prometheus.wait_fires(*alerts)
+    with load(stack, 2):  # clients that do not name it
+        prometheus.wait_clears(*alerts)
+
+
+def test_preemptions(stack: Stack, prometheus: Prometheus) -> None:
+    stack.start_frontend()
+    port = str(free_port())
+    few = stack.start_worker(*CPU, "--kv-blocks", "48", DYN_SYSTEM_PORT=port)
+    prometheus.scrape(few)
+    with load(stack, 6, words=60, max_tokens=250):
+        prometheus.wait_fires("DlwPreemptions")
+        few.end()
+        stack.start_worker(*CPU, "--kv-blocks", "1024", DYN_SYSTEM_PORT=port)
+        prometheus.wait_clears("DlwPreemptions")
+
+
+def test_a_processor_that_fails(stack: Stack, prometheus: Prometheus) -> None:
+    alerts = ("DlwProcessorFails", "DlwProcessorBreakerOpen")
+    stack.start_frontend()
+    options = with_third_parties(stack, "acme/raises=third_party_e2e:Raises")
+    port = str(free_port())
+    worker = stack.start_worker(*CPU, *PATIENT, *options, DYN_SYSTEM_PORT=port)
+    prometheus.scrape(worker)
+    with load(stack, 2, **of(processor("acme/raises"))):
+        prometheus.wait_fires(*alerts)
+    worker.end()
+    stack.start_worker(*CPU, DYN_SYSTEM_PORT=port)  # without it
+    prometheus.wait_clears(*alerts)
+
+
+def test_a_sandbox_that_dies(stack: Stack, prometheus: Prometheus) -> None:
+    stack.start_frontend()
+    worker = stack.start_worker(*CPU)
+    prometheus.scrape(worker)
+
+    def ask(number: int) -> int:
+        body = request(**of(processor("regex", pattern=f"a{{{number}}}b")))
+        return http(f"{stack.url}/v1/chat/completions", body)[0]
+
+    assert ask(1) == 200
+    for number in range(2, 8):
+        (sandbox,) = wait_for(lambda: worker.children("sandbox"), "the sandbox")
+        sandbox.kill()
+        wait_for(lambda number=number: ask(number) == 200, "a grammar")
+    prometheus.wait_fires("DlwGrammarSandboxRestarts")
+    assert ask(9) == 200
+    prometheus.wait_clears("DlwGrammarSandboxRestarts")
+
+
+def test_decode_without_prefill(stack: Stack, prometheus: Prometheus) -> None:
+    stack.start_frontend()
+    prefill = stack.start_worker(*CPU, "--disaggregation-mode", "prefill", wait=False)
+    stack.wait_endpoint(prefill)
+    decode = stack.start_worker(*CPU, "--disaggregation-mode", "decode")
+    prometheus.scrape(decode)
+    prefill.end()
+    with load(stack, 2, words=40):
+        prometheus.wait_fires("DlwLocalPrefills")
+        again = stack.start_worker(*CPU, "--disaggregation-mode", "prefill", wait=False)
+        stack.wait_endpoint(again)
+        prometheus.wait_clears("DlwLocalPrefills")
+
+
+def test_a_drain_that_does_not_end(stack: Stack, prometheus: Prometheus) -> None:
+    stack.start_frontend()
+    options = with_third_parties(stack, "acme/sleeps=third_party_e2e:Sleeps")
+    worker = stack.start_worker(*CPU, *PATIENT, *options, "--drain-timeout-s", "600")
+    prometheus.scrape(worker)
+    with load(stack, 1, max_tokens=400, **of(processor("acme/sleeps"))):
+        wait_for(lambda: worker.metric("dlw_in_flight_requests") == 1, "a request")
+        worker.signal(signal.SIGTERM)
+        prometheus.wait_fires("DlwDrainLong")
+        worker.end()
+        prometheus.scrape(stack.start_worker(*CPU))
+        prometheus.wait_clears("DlwDrainLong")
+
+
+def test_every_alert_is_here_and_in_the_runbook() -> None:
+    manifest = yaml.safe_load((REPOSITORY / "k8s/monitoring/alerts.yaml").read_text())
+    alerts = [rule["alert"] for group in manifest["spec"]["groups"] for rule in group["rules"]]
+    assert set(alerts) == FIRED
+    assert re.findall(r"^## (Dlw\w+)$", (REPOSITORY / "docs/runbook.md").read_text(), re.MULTILINE) == alerts
