@@ -19,7 +19,7 @@ import yaml
 from e2e_stack import REPOSITORY, Process, Worker, http, wait_for
 from ports import free_port
 
-SECONDS = {"5m": "20s", "10m": "30s", "30m": "45s"}
+SECONDS = {"5m": "20s", "10m": "60s", "30m": "60s"}
 """Windows and waiting times of the rules, and theirs in the tests."""
 
 PATIENCE_S = 180.0

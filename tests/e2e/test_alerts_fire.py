@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from e2e_stack import MODEL, REPOSITORY, Stack, http, wait_for
+from endpoints import Endpoint, tokens
 from ports import free_port
 from processor_requests import PATIENT, of, with_third_parties
 from prometheus_server import Prometheus, running_prometheus
@@ -107,7 +109,7 @@ def test_a_slow_processor_on_a_full_worker(stack: Stack, prometheus: Prometheus)
 def test_preemptions(stack: Stack, prometheus: Prometheus) -> None:
     stack.start_frontend()
     port = str(free_port())
-    few = stack.start_worker(*CPU, "--kv-blocks", "48", DYN_SYSTEM_PORT=port)
+    few = stack.start_worker(*CPU, "--context-length", "512", "--kv-blocks", "48", DYN_SYSTEM_PORT=port)
     prometheus.scrape(few)
     with load(stack, 6, words=60, max_tokens=250):
         prometheus.wait_fires("DlwPreemptions")
@@ -136,7 +138,7 @@ def test_a_sandbox_that_dies(stack: Stack, prometheus: Prometheus) -> None:
     prometheus.scrape(worker)
 
     def ask(number: int) -> int:
-        body = request(**of(processor("regex", pattern=f"a{{{number}}}b")))
+        body = request(ignore_eos=False, **of(processor("regex", pattern=f"a{{{number}}}b")))
         return http(f"{stack.url}/v1/chat/completions", body)[0]
 
     assert ask(1) == 200
@@ -149,17 +151,28 @@ def test_a_sandbox_that_dies(stack: Stack, prometheus: Prometheus) -> None:
     prometheus.wait_clears("DlwGrammarSandboxRestarts")
 
 
-def test_decode_without_prefill(stack: Stack, prometheus: Prometheus) -> None:
+def test_prompts_that_come_without_their_kv(stack: Stack, prometheus: Prometheus) -> None:
+    """As from a frontend that knows no prefill worker."""
     stack.start_frontend()
     prefill = stack.start_worker(*CPU, "--disaggregation-mode", "prefill", wait=False)
     stack.wait_endpoint(prefill)
-    decode = stack.start_worker(*CPU, "--disaggregation-mode", "decode")
-    prometheus.scrape(decode)
-    prefill.end()
+    prometheus.scrape(stack.start_worker(*CPU, "--disaggregation-mode", "decode"))
+    decode = Endpoint(stack, "dynamo.backend")
+    fired = threading.Event()
+
+    def ask() -> None:
+        while not fired.is_set():
+            assert len(tokens(decode.ask([5, 6, 7], 4))) == 4
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            prometheus.wait_fires("DlwLocalPrefills")
+        finally:
+            fired.set()
+        asking.result()
+    decode.end()
     with load(stack, 2, words=40):
-        prometheus.wait_fires("DlwLocalPrefills")
-        again = stack.start_worker(*CPU, "--disaggregation-mode", "prefill", wait=False)
-        stack.wait_endpoint(again)
         prometheus.wait_clears("DlwLocalPrefills")
 
 
