@@ -28,6 +28,7 @@ def test_the_page_shows_the_files() -> None:
         assert (EXAMPLE / name).read_text(encoding="utf-8") in shown, name
 
 
+@pytest.mark.campaign
 def test_it_passes_the_conformance_kit(pytester: pytest.Pytester) -> None:
     for name in ("acme_processors.py", "test_acme_processors.py"):
         shutil.copy(EXAMPLE / name, pytester.path)

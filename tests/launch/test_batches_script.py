@@ -58,6 +58,7 @@ def asked(client: openai.OpenAI, fields: dict[str, Any]) -> Any:
     return message_of(answer)
 
 
+@pytest.mark.campaign
 def test_a_batch_answers_as_the_same_requests_online(tmp_path: Path) -> None:
     """Kept below the user's state directory, where nobody has asked for another."""
     variables = {"XDG_STATE_HOME": str(tmp_path / "state")}

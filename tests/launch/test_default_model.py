@@ -150,6 +150,7 @@ def test_what_was_said_before_counts(served: LaunchedScript) -> None:
     assert text_of(served, messages) == "The capital of Italy is Rome."
 
 
+@pytest.mark.campaign
 def test_prefill_and_decode_in_two_workers_say_the_same(
     served: LaunchedScript, default_model: dict[str, str], tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def test_the_pitfall_that_the_page_tells_is_caught(page_files: dict[str, str]) -
     assert "was masked and came back" in str(report)
 
 
+@pytest.mark.campaign
 def test_the_test_file_of_the_page_runs_one_test_for_each_check(
     page_files: dict[str, str], pytester: pytest.Pytester
 ) -> None:

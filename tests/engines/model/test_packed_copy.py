@@ -373,6 +373,7 @@ load(sys.argv[1])
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_what_killed_processes_left_goes_away(checkpoint: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": MODULES}
     for _ in range(2):
