@@ -136,7 +136,7 @@ class Stack:
 
     def processor_s(self, part: str) -> float:
         """Seconds of processor time so far."""
-        return sum(each.cpu_times().user + each.cpu_times().system for each in self.family(part))
+        return float(sum(each.cpu_times().user + each.cpu_times().system for each in self.family(part)))
 
     def held(self, part: str) -> tuple[int, int]:
         """Bytes of resident memory, and open file descriptors."""

@@ -31,7 +31,7 @@ def shortened() -> dict[str, Any]:
     groups = manifest["spec"]["groups"]
     for group in groups:
         for rule in group["rules"]:
-            rule["expr"] = re.sub(r"\[(\w+)\]", lambda found: f"[{SECONDS[found[1]]}]", rule["expr"])
+            rule["expr"] = re.sub(r"(\[|offset )(\d+m)", lambda found: found[1] + SECONDS[found[2]], rule["expr"])
             if "for" in rule:
                 assert rule["for"] in SECONDS
                 rule["for"] = "2s"

@@ -207,7 +207,7 @@ def test_every_metric_of_a_query_is_scraped(expression: str) -> None:
         if name == "dlw_requests_total":
             assert {value for label, text in matched if label == "outcome" for value in text.split("|")} <= {*OUTCOMES}
         if kind == "counter":
-            assert re.search(rf"(rate|increase)\({name}", expression)
+            assert re.search(rf"(rate|increase)\({name}|{name}\S* offset ", expression)
     grouped = {label for found in re.findall(r" by \(([^)]*)\)", expression) for label in found.split(", ")}
     assert grouped <= SCRAPED | {"le"}.union(*(known.get(name, ("", set()))[1] for name, _ in used))
     assert ("_bucket" in expression) == ("histogram_quantile" in expression)
