@@ -82,9 +82,9 @@ class Held:
 
 
 class Stack:
-    """Processes on loopback; every one is a part, or two workers of one kind each."""
+    """Processes on loopback: a front door, a frontend, `count` workers, and one with migration."""
 
-    def __init__(self, directory: Path, step_s: float) -> None:
+    def __init__(self, directory: Path, step_s: float, slots: int, count: int) -> None:
         self.frontend_port, self.door_port = _free_port(), _free_port()
         model = write_tiny_model(directory / "model")
         environ = os.environ | {
@@ -101,7 +101,16 @@ class Stack:
             "WORKER_ENABLE_KV_ROUTING": "false",
             "WORKER_MODEL_PATH": str(model),
         }
-        worker = ["-m", "worker", "--engine", "constant", "--constant-step-s", str(step_s), "--max-num-seqs", "256"]
+        worker = [
+            "-m",
+            "worker",
+            "--engine",
+            "constant",
+            "--constant-step-s",
+            str(step_s),
+            "--max-num-seqs",
+            str(slots),
+        ]
         store = f"file:{directory / 'store'}"
         commands = {
             FRONTEND: ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(self.frontend_port)],
@@ -110,6 +119,10 @@ class Stack:
                 *("--upstream", f"http://127.0.0.1:{self.frontend_port}"),
             ],
             WORKER: [*worker, "--served-model-name", MODEL, "--component", "plain"],
+            **{
+                f"{WORKER} {number}": [*worker, "--served-model-name", MODEL, "--component", "plain"]
+                for number in range(1, count)
+            },
             STORED: [
                 *(*worker, "--served-model-name", f"{MODEL}-stored", "--component", "stored"),
                 *("--migration", "on", "--boundary-store", store),
@@ -151,8 +164,8 @@ class Stack:
 
 
 @contextlib.contextmanager
-def running(directory: Path, step_s: float) -> Iterator[Stack]:
-    stack = Stack(directory, step_s)
+def running(directory: Path, step_s: float, slots: int = 256, count: int = 1) -> Iterator[Stack]:
+    stack = Stack(directory, step_s, slots, count)
     try:
         stack.await_models()
         yield stack
