@@ -165,7 +165,8 @@ def _check_python(given: list[str], variables: Mapping[str, str], *, is_cut: boo
     unknown = [one for one in variables if one not in known and not one.startswith("DYN_")]
     assert not unknown, unknown
     if given[0] != "-m":
-        with patch.object(sys, "argv", given):
+        beside = [str((ROOT / given[0]).parent), *sys.path]  # as Python does for a script
+        with patch.object(sys, "argv", given), patch.object(sys, "path", beside):
             _check_argparse(lambda: runpy.run_path(str(ROOT / given[0]), run_name="__main__"))
         return
     module, rest = given[1], given[2:]
