@@ -158,7 +158,11 @@ def test_model_name_and_arguments_reach_the_worker(tmp_path: Path) -> None:
     [
         ((), {"MODEL_PATH": "nowhere"}, "worker: error: --model-path nowhere: no such directory"),
         (("--no-such-option",), {}, "worker: error: unrecognized arguments: --no-such-option"),
-        ((), {"ENGINE": "vroom"}, "worker: error: --engine must be one of embedded, trtllm, vllm, constant, got 'vroom'"),
+        (
+            (),
+            {"ENGINE": "vroom"},
+            "worker: error: --engine must be one of embedded, trtllm, vllm, constant, got 'vroom'",
+        ),
     ],
 )
 def test_a_worker_that_refuses_to_start(
