@@ -33,8 +33,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvloop
-from parts import ANSWER, DOOR, FRONTEND, HERE, MODEL, Stack, running
-from serve import stream_completion
+from parts import ANSWER, DOOR, FRONTEND, MODEL, Stack, running
+from serve import HERE, stream_completion
 
 USE = 0.7
 """Share of a core's time that a front door or frontend may be busy with the mean load."""
@@ -100,8 +100,8 @@ class Load:
         source = random.Random(seed)
         at_s = 0.0
         while (at_s := at_s + source.expovariate(self.rate)) < self.seconds:
-            lengths = [max(1, round(source.expovariate(1 / mean))) for mean in (self.prompt, self.answer)]
-            yield Request(at_s, *lengths, group=source.randrange(self.groups) if self.shared else -1)
+            prompt, answer = (max(1, round(source.expovariate(1 / mean))) for mean in (self.prompt, self.answer))
+            yield Request(at_s, prompt, answer, source.randrange(self.groups) if self.shared else -1)
 
 
 class Fleet:
@@ -121,6 +121,7 @@ class Fleet:
         self._source = random.Random(seed)
         self._events: list[tuple[float, int, int]] = []  # time, order, worker whose step ends
         self._order = 0
+        self._alive: Sequence[int] = range(count)
 
     def run(self, requests: Sequence[Request], kill: float = 0.0, kill_at_s: float = math.inf) -> list[Request]:
         """The requests, answered; the first `kill` of the workers die at `kill_at_s`."""
@@ -150,17 +151,12 @@ class Fleet:
             self._begin_step(index, now_s)
 
     def _choose(self, request: Request) -> int:
-        alive = [index for index, batch in enumerate(self.batches) if batch.alive] if not self._all_alive() else None
-        pick = (lambda: self._source.choice(alive)) if alive else (lambda: self._source.randrange(len(self.batches)))
-        found = min((pick(), pick()), key=lambda index: self.batches[index].load)
+        found = min(self._source.choices(self._alive, k=2), key=lambda index: self.batches[index].load)
         if self.by_prefix and request.group >= 0:
             home = request.group % len(self.batches)
             if self.batches[home].alive and self.batches[home].load <= 2 * self.batches[found].load + 4:
                 return home
         return found
-
-    def _all_alive(self) -> bool:
-        return all(batch.alive for batch in self.batches[: max(1, len(self.batches) // 10)])
 
     def _begin_step(self, index: int, now_s: float) -> None:
         batch, worker = self.batches[index], self.worker
@@ -201,6 +197,7 @@ class Fleet:
             batch.alive = False
             lost += [*batch.rows, *batch.waiting]
             batch.rows, batch.waiting = [], deque()
+        self._alive = range(count, len(self.batches))
         for request in lost:
             self._take(request, now_s)
 

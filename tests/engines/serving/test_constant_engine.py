@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 
 from worker.arguments import parse_arguments
 from worker.build import make_engine
-from worker.engines import EngineRequest, ServingEngine
+from worker.engines import EngineRequest
+from worker.engines.embedded import EmbeddedEngine
 from worker.errors import ConfigurationError, StartupError
 from worker.sampling import SamplingParams
 from worker.tiny_model import write_tiny_model
@@ -28,12 +29,15 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def made(model_path: Path, *arguments: str) -> ServingEngine:
-    return make_engine(parse_arguments(["--model-path", str(model_path), "--engine", "constant", *arguments], {}))
+def made(model_path: Path, *arguments: str) -> EmbeddedEngine:
+    chosen = ["--model-path", str(model_path), "--engine", "constant", *arguments]
+    engine = make_engine(parse_arguments(chosen, {}))
+    assert isinstance(engine, EmbeddedEngine)
+    return engine
 
 
 @pytest.fixture
-async def engine(model_path: Path) -> AsyncIterator[ServingEngine]:
+async def engine(model_path: Path) -> AsyncIterator[EmbeddedEngine]:
     engine = made(model_path, "--constant-step-s", "0.01")
     info = await engine.start()
     assert (info.name, info.computed_by) == ("constant", "constant, no model")
@@ -47,25 +51,25 @@ def token(model_path: Path) -> int:
     return ids[0]
 
 
-async def answer(engine: ServingEngine, **params: object) -> list[int]:
+async def answer(engine: EmbeddedEngine, **params: object) -> list[int]:
     ids, last = await collect(engine, "r", PROMPT, SamplingParams(max_tokens=6, **params))  # type: ignore[arg-type]
     assert last.finish_reason == "length"
     return ids
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 2.0, "top_p": 0.9}])
-async def test_it_says_one_token(engine: ServingEngine, token: int, sampling: dict[str, float]) -> None:
+async def test_it_says_one_token(engine: EmbeddedEngine, token: int, sampling: dict[str, float]) -> None:
     assert await answer(engine, **sampling) == [token] * 6
 
 
-async def test_controls_are_applied(engine: ServingEngine, token: int) -> None:
+async def test_controls_are_applied(engine: EmbeddedEngine, token: int) -> None:
     banned = await answer(engine, bad_token_ids=[token])
     assert token not in banned
     ids, last = await collect(engine, "s", PROMPT, SamplingParams(max_tokens=9, stop_token_ids=[token]))
     assert (ids, last.finish_reason, last.stop_reason) == ([], "stop", token)
 
 
-async def test_log_probabilities_are_those_of_the_logits(engine: ServingEngine, token: int) -> None:
+async def test_log_probabilities_are_those_of_the_logits(engine: EmbeddedEngine, token: int) -> None:
     request = EngineRequest("r", PROMPT, SamplingParams(max_tokens=2, logprobs=0, prompt_logprobs=0))
     deltas = [delta async for delta in engine.generate(request)]
     found = [one for delta in deltas for one in delta.logprobs or ()]
@@ -74,7 +78,7 @@ async def test_log_probabilities_are_those_of_the_logits(engine: ServingEngine, 
     assert [one and one[0].logprob for one in scored] == [None, -100.0, -100.0]
 
 
-async def test_no_stream_is_faster_than_its_pace(engine: ServingEngine, token: int) -> None:
+async def test_no_stream_is_faster_than_its_pace(engine: EmbeddedEngine, token: int) -> None:
     begun = time.monotonic()
     answers = await asyncio.gather(*(collect(engine, str(i), PROMPT, SamplingParams(max_tokens=20)) for i in range(5)))
     assert time.monotonic() - begun >= 19 * 0.01
