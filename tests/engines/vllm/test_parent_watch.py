@@ -12,7 +12,7 @@ import pytest
 from worker.engines.vllm.parent_watch import WORKER_PID, end_with_worker
 
 FOLDER = Path(__file__).resolve().parents[3] / "worker" / "engines" / "vllm"
-INNER = "import parent_watch as p; {without}; p.end_with_worker(); print('up', flush=True)"
+INNER = "import parent_watch as p; {without}; p.end_with_worker(); p.end_with_worker(); print('up', flush=True)"
 SLEEP = "import time; time.sleep(600)"
 MIDDLE = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); " + SLEEP
 OUTER = (

@@ -1,5 +1,9 @@
 """Ends vLLM's processes with the worker: one that is killed would leave them, with the device's
 memory, for good.
+
+`end_with_worker` is a plugin of vLLM (entry point ``vllm.general_plugins``), which each of its
+processes calls before it loads anything; the worker's processors call it again, for an installation
+whose plugins are restricted (``VLLM_PLUGINS``).
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ from pathlib import Path
 WORKER_PID = "DLW_VLLM_WORKER_PID"
 """Environment variable: process id of the worker that vLLM's processes belong to."""
 
+WATCH = "worker-watch"
+"""Name of the thread that waits for the worker's end."""
+
 POLL_S = 1.0
 """Pause between looks at the worker where the system has no file descriptors of processes."""
 
@@ -26,10 +33,10 @@ def name_worker(environ: MutableMapping[str, str] = os.environ) -> None:
 
 def end_with_worker() -> None:
     """Kill this process, and the engine's process between it and the worker, once the worker has
-    ended; nothing if no worker named itself.
+    ended; nothing if no worker named itself. Idempotent.
     """
     worker = int(os.environ.get(WORKER_PID, "0"))
-    if worker in (0, os.getpid()):
+    if worker in (0, os.getpid()) or any(thread.name == WATCH for thread in threading.enumerate()):
         return
     parent = os.getppid()
     between = parent if parent_of(parent) == worker else None
@@ -40,7 +47,7 @@ def end_with_worker() -> None:
             if pid is not None and (pid != between or os.getppid() == between):
                 os.kill(pid, signal.SIGKILL)
 
-    threading.Thread(target=wait, name="worker-watch", daemon=True).start()
+    threading.Thread(target=wait, name=WATCH, daemon=True).start()
 
 
 def _wait_for_end(pid: int) -> None:
