@@ -1,9 +1,10 @@
 """Ends vLLM's processes with the worker: one that is killed would leave them, with the device's
 memory, for good.
 
-`end_with_worker` is a plugin of vLLM (entry point ``vllm.general_plugins``), which each of its
-processes calls before it loads anything; the worker's processors call it again, for an installation
-whose plugins are restricted (``VLLM_PLUGINS``).
+`end_with_worker` is a plugin of vLLM, so that each of its processes calls it before it greets the
+worker or loads anything: a platform plugin, which is called at the imports of a spawned process and
+finds no platform, and a general one, for a forked process. The worker's processors call it again,
+for an installation whose plugins are restricted (``VLLM_PLUGINS``).
 """
 
 from __future__ import annotations
