@@ -1,10 +1,10 @@
 """Ends vLLM's processes with the worker: one that is killed would leave them, with the device's
 memory, for good.
 
-`end_with_worker` is a plugin of vLLM, so that each of its processes calls it before it greets the
-worker or loads anything: a platform plugin, which is called at the imports of a spawned process and
-finds no platform, and a general one, for a forked process. The worker's processors call it again,
-for an installation whose plugins are restricted (``VLLM_PLUGINS``).
+Each of vLLM's processes calls `end_with_worker` before it greets the worker or loads anything: a
+forked one by a hook of `name_worker`, and a spawned one while it imports vLLM, as a platform plugin
+that finds no platform. The worker's processors call it again, for an installation whose plugins are
+restricted (``VLLM_PLUGINS``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import MutableMapping
+from functools import cache
 from pathlib import Path
 
 WORKER_PID = "DLW_VLLM_WORKER_PID"
@@ -30,6 +31,12 @@ POLL_S = 1.0
 def name_worker(environ: MutableMapping[str, str] = os.environ) -> None:
     """Tell processes that this one starts which worker they belong to."""
     environ[WORKER_PID] = str(os.getpid())
+    _watch_forks()
+
+
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=end_with_worker)
 
 
 def end_with_worker() -> None:
