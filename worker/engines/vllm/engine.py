@@ -35,7 +35,6 @@ from worker.engines.vllm.loads import LoadReports
 from worker.engines.vllm.lora import load_adapters
 from worker.engines.vllm.package import Package, read_package
 from worker.engines.vllm.params import SHIPPED, NativeRequest, Served, Shipped, native_request, of_prompt, shipped
-from worker.engines.vllm.parent_watch import name_worker
 from worker.engines.vllm.probes import check_processors
 from worker.engines.vllm.requests import RunningRequest
 from worker.engines.vllm.settings import VllmConfig
@@ -48,6 +47,7 @@ from worker.errors import (
     StartupError,
     one_line,
 )
+from worker.parent_watch import name_worker
 
 logger = logging.getLogger(__name__)
 

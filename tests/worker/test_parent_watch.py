@@ -9,18 +9,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from worker.engines.vllm.parent_watch import WORKER_PID, end_with_worker
+from worker.parent_watch import WORKER_PID, end_with_worker
 
-FOLDER = Path(__file__).resolve().parents[3] / "worker" / "engines" / "vllm"
-INNER = "import parent_watch as p; {without}; p.end_with_worker(); p.end_with_worker(); print('up', flush=True)"
+REPOSITORY = Path(__file__).resolve().parents[2]
+INNER = "import worker.parent_watch as p; {without}; p.end_with_worker(); p.end_with_worker(); print('up', flush=True)"
 SLEEP = "import time; time.sleep(600)"
 MIDDLE = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); " + SLEEP
 OUTER = (
-    "import subprocess, sys; from parent_watch import name_worker; name_worker(); "
+    "import subprocess, sys; from worker.parent_watch import name_worker; name_worker(); "
     "subprocess.Popen([sys.executable, '-c', sys.argv[1], sys.argv[2]]); " + SLEEP
 )
 FORKED = (
-    "import os; from parent_watch import name_worker; name_worker(); os.fork() and print('up', flush=True); " + SLEEP
+    "import os; from worker.parent_watch import name_worker; name_worker(); os.fork() and print('up', flush=True); "
+    + SLEEP
 )
 
 
@@ -36,7 +37,7 @@ def test_a_forked_process_watches_from_the_first_line_on() -> None:
 
 def check_that_none_is_left(command: list[str], count: int) -> None:
     """A worker with that many processes below it is killed, and takes them with it."""
-    with subprocess.Popen(command, cwd=FOLDER, stdout=subprocess.PIPE, text=True) as worker:
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == "up\n"
         below = psutil.Process(worker.pid).children(recursive=True)
