@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -48,8 +49,8 @@ def test_answers_go_on_exactly_and_leases_end(pool: tuple[Stack, Worker, list[Wo
     sampled = [processor("xtc", threshold=0.05, probability=0.9), processor("repetition_penalty", penalty=1.3)]
 
     def answer() -> Reply:
-        fields = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.9, "seed": 5, "timeout_s": ANSWER_S}
-        return chat(stack, *sampled, content=LONG, receipt=True, **fields)
+        fields: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.9, "seed": 5}
+        return chat(stack, *sampled, content=LONG, receipt=True, timeout_s=ANSWER_S, **fields)
 
     def waiting(number: int) -> Reply:
         return chat(stack, processor("choice", choices=[WORDS]), content=f"{number}. {LONG}", timeout_s=ANSWER_S)
