@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
-from e2e_stack import Stack, Worker, wait_for
-from processor_requests import Reply, chat
+from e2e_stack import MODEL, Stack, Worker, wait_for
+from processor_requests import Reply, chat, logits_processors
 from test_disagg_in_vllm import LEASE_S, LONG, mode, start, transfers
 from vllm_stack import vllm_workers
 
@@ -19,15 +21,21 @@ from adapters.client import processor
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(1800)]
 
-NUM_TOKENS = 40
+NUM_TOKENS = 80
 ANSWER_S = 300.0
 """Time for an answer behind others, seconds: threads of NIXL take the cores."""
 
 WORDS = "of a sailor, who knew the sea"
 
 
-def generated(worker: Worker) -> float:
-    return worker.metric("dlw_tokens_total", kind="generated")
+def streamed(stack: Stack, body: Mapping[str, Any], lines: list[str]) -> Reply:
+    """A chat whose events are added to ``lines`` as they come."""
+    url = f"{stack.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json={"model": MODEL, "stream": True, **body}, timeout=ANSWER_S) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                lines.append(line)
+    return Reply(answer.status_code, "\n".join(lines), [json.loads(line.removeprefix("data: ")) for line in lines])
 
 
 @pytest.fixture
@@ -48,27 +56,30 @@ def test_answers_go_on_exactly_and_leases_end(pool: tuple[Stack, Worker, list[Wo
     stack, prefill, decoding = pool
     sampled = [processor("xtc", threshold=0.05, probability=0.9), processor("repetition_penalty", penalty=1.3)]
 
-    def answer() -> Reply:
-        fields: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.9, "seed": 5}
-        return chat(stack, *sampled, content=LONG, receipt=True, timeout_s=ANSWER_S, **fields)
+    asking = {"messages": [{"role": "user", "content": LONG}], **logits_processors(*sampled, receipt=True)}
+    asking |= {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.9, "seed": 5}
+    asking |= {"logprobs": True, "return_tokens_as_token_ids": True}
 
     def waiting(number: int) -> Reply:
         return chat(stack, processor("choice", choices=[WORDS]), content=f"{number}. {LONG}", timeout_s=ANSWER_S)
 
-    expected = answer()
+    expected = streamed(stack, asking, [])
     assert mode(expected) == "disaggregated"
+    assert len(expected.token_ids) == NUM_TOKENS
     wait_for(lambda: prefill.metric("dlw_kv_used_blocks") == 0, "no block in use", 2 * LEASE_S)
     ended, kept = transfers(prefill, "timed_out"), transfers(prefill, "leased")
-    dying, before = decoding[0], generated(decoding[0])
+    dying = decoding[0]
+    seen: tuple[list[str], list[str]] = ([], [])
     with ThreadPoolExecutor(4) as threads:
-        asked: list[Future[Reply]] = [threads.submit(answer) for _ in decoding]
+        asked: list[Future[Reply]] = [threads.submit(streamed, stack, asking, lines) for lines in seen]
         for worker in decoding:
             wait_for(lambda worker=worker: worker.metric("dlw_in_flight_requests") == 1, "an answer on each worker")
         asked += [threads.submit(waiting, number) for number in range(len(decoding))]
         for worker in decoding:
             wait_for(lambda worker=worker: worker.metric("dlw_in_flight_requests") == 2, "one more on each worker")
         wait_for(lambda: transfers(prefill, "leased") == kept + 4, "all prompts computed")
-        wait_for(lambda: generated(dying) > before + NUM_TOKENS / 8, "the middle of an answer")
+        wait_for(lambda: min(map(len, seen)) > 4, "the middle of both answers", ANSWER_S)
+        assert not any(each.done() for each in asked)
         engine = [each for each in psutil.Process(dying.child.pid).children(recursive=True) if "VLLM" in each.name()]
         dying.signal(signal.SIGKILL)
         dying.wait()
