@@ -56,7 +56,7 @@ def test_answers_go_on_exactly_and_leases_end(pool: tuple[Stack, Worker, list[Wo
     stack, prefill, decoding = pool
     sampled = [processor("xtc", threshold=0.05, probability=0.9), processor("repetition_penalty", penalty=1.3)]
 
-    asking = {"messages": [{"role": "user", "content": LONG}], **logits_processors(*sampled, receipt=True)}
+    asking: dict[str, Any] = {"messages": [{"role": "user", "content": LONG}], **logits_processors(*sampled, receipt=True)}
     asking |= {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.9, "seed": 5}
     asking |= {"logprobs": True, "return_tokens_as_token_ids": True}
 
