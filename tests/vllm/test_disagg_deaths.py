@@ -57,8 +57,12 @@ def test_answers_go_on_exactly_and_leases_end(pool: tuple[Stack, Worker, list[Wo
     sampled = [processor("xtc", threshold=0.05, probability=0.9), processor("repetition_penalty", penalty=1.3)]
     asking: dict[str, Any] = {
         **logits_processors(*sampled, receipt=True),
-        **{"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.9, "seed": 5},
-        **{"logprobs": True, "return_tokens_as_token_ids": True},
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "temperature": 0.9,
+        "seed": 5,
+        "logprobs": True,
+        "return_tokens_as_token_ids": True,
         "messages": [{"role": "user", "content": LONG}],
     }
 
