@@ -13,11 +13,11 @@ import httpx
 import psutil
 import pytest
 from e2e_stack import MODEL, Stack, Worker, wait_for
-from processor_requests import Reply, chat, logits_processors
+from processor_requests import Reply, chat
 from test_disagg_in_vllm import LEASE_S, LONG, mode, start, transfers
 from vllm_stack import vllm_workers
 
-from adapters.client import processor
+from adapters.client import logits_processors, processor
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(1800)]
 
