@@ -15,7 +15,7 @@ import pytest
 from e2e_stack import MODEL, Stack, Worker, wait_for
 from processor_requests import Reply, chat
 from test_disagg_in_vllm import LEASE_S, LONG, mode, start, transfers
-from vllm_stack import vllm_workers
+from vllm_stack import START_S, vllm_workers
 
 from adapters.client import logits_processors, processor
 
@@ -45,9 +45,9 @@ def pool(tmp_path: Path) -> Iterator[tuple[Stack, Worker, list[Worker]]]:
         migration = ("--migration", "on", "--boundary-store", f"file:{tmp_path / 'boundaries'}")
         prefill = start(stack, "prefill", *migration)
         decoding = [start(stack, "decode", *migration, "--max-num-seqs", "1") for _ in range(2)]
+        wait_for(lambda: stack.post("completions", prompt="ready?", max_tokens=1)[0] == 200, "the pool", START_S)
         for worker in decoding:
             stack.wait_registered(worker)
-        wait_for(lambda: stack.post("completions", prompt="ready?", max_tokens=1)[0] == 200, "the pool", 60)
         yield stack, prefill, decoding
 
 
