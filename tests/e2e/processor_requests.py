@@ -115,6 +115,7 @@ def chat(
     headers: Any = None,
     order: Sequence[str] = (),
     speculation: bool = True,
+    timeout_s: float = 60,
     **body: Any,
 ) -> Reply:
     """A chat with ``processors`` in its annotation, none if there are none, and with ids as its
@@ -128,7 +129,7 @@ def chat(
     fields = {"max_tokens": 16, "logprobs": True, "top_logprobs": 5, "return_tokens_as_token_ids": True}
     messages = [{"role": "user", "content": content}]
     body = {"messages": messages, "stream": stream, **fields, **selected, **body}
-    return send(stack, "chat/completions", body, headers)
+    return send(stack, "chat/completions", body, headers, timeout_s)
 
 
 def complete(stack: Stack, *processors: Mapping[str, Any], prompt: str = PROMPT, **body: Any) -> Reply:

@@ -12,7 +12,7 @@ import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "k8s"
-GRAPHS = ("agg", "agg_router", "disagg", "disagg_router", "agg-trtllm", "disagg-trtllm", "agg-vllm")
+GRAPHS = ("agg", "agg_router", "disagg", "disagg_router", "agg-trtllm", "disagg-trtllm", "agg-vllm", "disagg-vllm")
 WORKERS = ("worker", "prefill", "decode")
 GPU_ENGINES = ("trtllm", "vllm")
 """Engines whose graphs end with their names; every other graph has the embedded engine."""

@@ -45,7 +45,7 @@ def test_the_worker_reads_its_command_line(component: Component) -> None:
     assert arguments.discovery_backend == "kubernetes"
     assert arguments.namespace == "default-dlw-1a2b3c4d"
     assert arguments.component == component.type
-    if arguments.disaggregation_mode != "aggregated" and arguments.engine == "embedded":
+    if arguments.disaggregation_mode != "aggregated" and arguments.engine != "trtllm":
         assert arguments.kv_transfer_devices == "eth0"  # two pods: loopback leads nowhere
 
 
@@ -191,6 +191,7 @@ def test_every_topology_is_what_its_name_says() -> None:
         "disagg": disaggregated,
         "disagg_router": disaggregated,
         "disagg-trtllm": disaggregated,
+        "disagg-vllm": disaggregated,
     }
     names = {f"dlw-{name.replace('_', '-')}" for name in GRAPHS}
     assert {load_graph(name)["metadata"]["name"] for name in GRAPHS} == names

@@ -31,13 +31,14 @@ Raw = dict[str, dict[int, torch.Tensor]]
 
 
 class Recording(Processors):
-    """The processors; records the logits before them, the seeds that were drawn, and who was
-    preempted with a part of the answer.
+    """The processors; records the logits before them, the seeds that were drawn, the most rows of a
+    step, and who was preempted with a part of the answer.
     """
 
     raw: ClassVar[Raw] = defaultdict(dict)
     seeds: ClassVar[dict[str, int]] = {}
     resumed: ClassVar[set[str]] = set()
+    most_rows: ClassVar[int] = 0
 
     def update_state(self, batch_update: Any) -> None:
         for _, asked, _, output in batch_update.added if batch_update else ():
@@ -47,6 +48,7 @@ class Recording(Processors):
         super().update_state(batch_update)
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
+        Recording.most_rows = max(Recording.most_rows, len(self._indexed.requests))
         for index, request in self._indexed.requests.items():
             length = len(request.prompt) + len(request.output)
             if request.row._report is not None:

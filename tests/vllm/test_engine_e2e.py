@@ -194,6 +194,7 @@ def test_an_answer_and_its_decisions_are_made_again(served: Shared, tmp_path: Pa
         command += ["--model-path", str(stack.model_path), "--context-length", "1024", *options]
         done = subprocess.run(command, env=stack.environ, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
         return done.stdout
 
     said = replayed("--kv-cache-memory", "1GiB", "--engine", "vllm", "--engine-args", '{"enforce_eager": true}')

@@ -50,11 +50,13 @@ def compare(llm: LLM, cases: Sequence[Case], asked: Sequence[SamplingParams], an
     assert all(answers)
 
 
-def test_each_processor_in_a_batch_of_sixteen(llm: LLM) -> None:
-    cases = cases_of(llm, NUM_TOKENS)
-    Recording.raw.clear()
-    asked = [asked_of(case, number) for number, case in enumerate(cases)]
-    compare(llm, cases, asked, generate(llm, [case.prompt for case in cases], asked))
+def test_each_processor_in_a_batch_of_sixty_four() -> None:
+    with running(default_model(), max_num_seqs=64) as llm:
+        cases = cases_of(llm, NUM_TOKENS)
+        Recording.raw.clear()
+        asked = [asked_of(case, number) for number, case in enumerate(cases)]
+        compare(llm, cases, asked, generate(llm, [case.prompt for case in cases], asked))
+        assert Recording.most_rows == 64
 
 
 def draws(case: Case, model: ServedModel) -> bool:

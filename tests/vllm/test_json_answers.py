@@ -1,4 +1,4 @@
-"""Forty schemas on four models, sixteen requests at once: every answer is valid."""
+"""Forty schemas on four models, sixteen streams at once: every answer is valid."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 from engine import params, running, shared, tiny
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 SCALARS: list[dict[str, Any]] = [
     {"type": "boolean"},
@@ -47,6 +49,19 @@ SCHEMAS = [
 ]
 
 
+def streamed(llm: LLM, asked: list[SamplingParams]) -> list[tuple[list[str], str | None]]:
+    """Pieces of text of each answer, in order, and why it ended."""
+    found: list[tuple[list[str], str | None]] = [([], None) for _ in asked]
+    for number, each in enumerate(asked):
+        each.output_kind = RequestOutputKind.DELTA
+        llm.llm_engine.add_request(str(number), "Answer in JSON:", each)
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            number, (delta,) = int(output.request_id), output.outputs
+            found[number] = [*found[number][0], delta.text], delta.finish_reason
+    return found
+
+
 @pytest.mark.parametrize("name", ["default", "qwen3", "gemma3_text", "llama"])
 def test_every_answer_is_valid(name: str, tmp_path: Path) -> None:
     assert len(SCHEMAS) == 40
@@ -61,8 +76,8 @@ def test_every_answer_is_valid(name: str, tmp_path: Path) -> None:
     ]
     engine = nullcontext(shared()) if name == "default" else running(tiny(tmp_path, name))
     with engine as llm:
-        outputs = llm.generate(["Answer in JSON:"] * len(asked), asked, use_tqdm=False)
-    for schema, output in zip(SCHEMAS, outputs, strict=True):
-        (answer,) = output.outputs
-        assert answer.finish_reason == "stop", (schema, answer.text)
-        jsonschema.validate(json.loads(answer.text), schema)
+        answers = streamed(llm, asked)
+    for schema, (pieces, finish_reason) in zip(SCHEMAS, answers, strict=True):
+        assert finish_reason == "stop", (schema, pieces)
+        jsonschema.validate(json.loads("".join(pieces)), schema)
+    assert max(len(pieces) for pieces, _ in answers) > 8

@@ -95,6 +95,8 @@ class FakeLlm:
         kept: Names of requests whose KV is kept for another engine.
         unreachable: Whether KV of other engines cannot be pulled.
         cannot_check: The problem with the check of leases, if it has one.
+        output_handler: Task that reads outputs, from the first request on.
+        reads_at_end: Whether it was reading when the processes ended, which vLLM logs as an error.
     """
 
     vllm_config = CONFIG
@@ -114,6 +116,8 @@ class FakeLlm:
         self.kept: list[str] = []
         self.unreachable = False
         self.cannot_check: str | None = None
+        self.output_handler: asyncio.Task[Any] | None = None
+        self.reads_at_end = False
         self._generator = torch.Generator().manual_seed(0)
         self._receiver = ChainReceiver(ModelFacts.of(CONFIG))
         self._extension = Extension()
@@ -130,6 +134,7 @@ class FakeLlm:
         self.prompts.append(prompt)
         self.params.append(params)
         self.hints.append(hints)
+        self.output_handler = self.output_handler or asyncio.create_task(asyncio.sleep(3600))
         given, output = list(prompt["prompt_token_ids"]), list[int]()
         batch = Indexed(self._receiver, RowEditor([]))
         request = batch.new(params, given, output)  # type: ignore[arg-type]
@@ -223,6 +228,7 @@ class FakeLlm:
 
     def shutdown(self) -> None:
         self.is_shut_down = True
+        self.reads_at_end = self.output_handler is not None and not self.output_handler.done()
 
 
 def _params_of(name: str, num_tokens: int) -> dict[str, Any]:

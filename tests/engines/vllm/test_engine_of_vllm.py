@@ -83,7 +83,7 @@ async def test_an_answer_without_processors() -> None:
     assert params.extra_args is None
     assert params.stop_token_ids == [EOS]
     assert llm.aborted == []
-    assert llm.is_shut_down
+    assert (llm.is_shut_down, llm.reads_at_end) == (True, False)
 
 
 async def test_stop_tokens_are_shown_only_if_asked_for() -> None:

@@ -20,7 +20,6 @@ from adapters.vllm.requests import REPORT
 from worker.engines import EngineInfo, EngineLoad, EngineRequest, KeepKv, KvEventSink, TokenDelta
 from worker.engines.daemon_threads import in_daemon_thread
 from worker.engines.library_engine import LibraryEngine
-from worker.engines.lora_adapters import Adapter
 from worker.engines.refusals import check_prompt, check_queue
 from worker.engines.request_table import RequestTable
 from worker.engines.vllm.control_probes import find_native
@@ -33,9 +32,9 @@ from worker.engines.vllm.kv_events import KvEvents
 from worker.engines.vllm.kv_transfer import KEEP, PARAMS, KvTransfers
 from worker.engines.vllm.loading import Loading
 from worker.engines.vllm.loads import LoadReports
+from worker.engines.vllm.lora import load_adapters
 from worker.engines.vllm.package import Package, read_package
 from worker.engines.vllm.params import SHIPPED, NativeRequest, Served, Shipped, native_request, of_prompt, shipped
-from worker.engines.vllm.parent_watch import name_worker
 from worker.engines.vllm.probes import check_processors
 from worker.engines.vllm.requests import RunningRequest
 from worker.engines.vllm.settings import VllmConfig
@@ -48,6 +47,7 @@ from worker.errors import (
     StartupError,
     one_line,
 )
+from worker.parent_watch import name_worker
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         self._served = Served(facts.vocab_size, ends, is_parallel=self.config.tensor_parallel_size > 1)
         self._reports = CoreReports(self._llm)
         self._grammars = GrammarWaits(self._llm)
-        self._adapters = await _load_adapters(self._llm, package, self.config.adapters)
+        self._adapters = await load_adapters(self._llm, package, self.config.adapters)
         digests = {adapter.name: adapter.digest for adapter in self.config.adapters}
         self._info = describe(self._llm.vllm_config, package.version, facts.vocab_size, ends, digests)
         if digest is not None:
@@ -151,6 +151,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
         self.stop_loading()
+        await _stop_reading(self._llm)
         await self._shut_down()
         if self._events is not None:
             await self._events.close()
@@ -374,16 +375,13 @@ def _load(package: Package, arguments: Mapping[str, Any], loads: LoadReports) ->
     return package.async_llm.from_engine_args(package.engine_args(**arguments), stat_loggers=[loads])
 
 
-async def _load_adapters(llm: Any, package: Package, adapters: Sequence[Adapter]) -> dict[str, Any]:
-    """A ``LoRARequest`` for each adapter, by name, once vLLM has loaded it."""
-    found = {}
-    for number, adapter in enumerate(adapters, 1):
-        found[adapter.name] = package.lora_request(
-            lora_name=adapter.name, lora_int_id=number, lora_path=str(adapter.path)
-        )
-        try:
-            await llm.add_lora(found[adapter.name])
-        except Exception as error:  # the start-up boundary
-            problem = f"vLLM {package.version}: {one_line(error)}"
-            raise StartupError(f"--lora-modules: {adapter.name}: {problem}") from error
-    return found
+async def _stop_reading(llm: Any) -> None:
+    """End vLLM's task that reads outputs: it would log the end of the processes as an error.
+
+    Args:
+        llm: The ``AsyncLLM``, None where none was loaded.
+    """
+    reading = getattr(llm, "output_handler", None)
+    if reading is not None:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)

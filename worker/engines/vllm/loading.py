@@ -13,8 +13,8 @@ from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from worker.engines.vllm.parent_watch import parent_of
 from worker.errors import StartupError
+from worker.parent_watch import parent_of
 
 T = TypeVar("T")
 

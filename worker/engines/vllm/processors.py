@@ -13,7 +13,7 @@ from adapters.vllm.model import ModelFacts
 from adapters.vllm.processors import Processors
 from adapters.vllm.rows import MakesRows
 from worker.engines.vllm.chain_receiver import ChainReceiver
-from worker.engines.vllm.parent_watch import end_with_worker
+from worker.parent_watch import end_with_worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

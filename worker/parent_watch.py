@@ -1,5 +1,10 @@
 """Ends vLLM's processes with the worker: one that is killed would leave them, with the device's
 memory, for good.
+
+Each of vLLM's processes calls `end_with_worker` before it greets the worker or loads anything: a
+forked one by a hook of `name_worker`, and a spawned one while it imports vLLM, as a platform plugin
+that finds no platform. The worker's processors call it again, for an installation whose plugins are
+restricted (``VLLM_PLUGINS``).
 """
 
 from __future__ import annotations
@@ -10,10 +15,14 @@ import signal
 import threading
 import time
 from collections.abc import MutableMapping
+from functools import cache
 from pathlib import Path
 
 WORKER_PID = "DLW_VLLM_WORKER_PID"
 """Environment variable: process id of the worker that vLLM's processes belong to."""
+
+WATCH = "worker-watch"
+"""Name of the thread that waits for the worker's end."""
 
 POLL_S = 1.0
 """Pause between looks at the worker where the system has no file descriptors of processes."""
@@ -22,14 +31,20 @@ POLL_S = 1.0
 def name_worker(environ: MutableMapping[str, str] = os.environ) -> None:
     """Tell processes that this one starts which worker they belong to."""
     environ[WORKER_PID] = str(os.getpid())
+    _watch_forks()
+
+
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=end_with_worker)
 
 
 def end_with_worker() -> None:
     """Kill this process, and the engine's process between it and the worker, once the worker has
-    ended; nothing if no worker named itself.
+    ended; nothing if no worker named itself. Idempotent.
     """
     worker = int(os.environ.get(WORKER_PID, "0"))
-    if worker in (0, os.getpid()):
+    if worker in (0, os.getpid()) or any(thread.name == WATCH for thread in threading.enumerate()):
         return
     parent = os.getppid()
     between = parent if parent_of(parent) == worker else None
@@ -40,7 +55,7 @@ def end_with_worker() -> None:
             if pid is not None and (pid != between or os.getppid() == between):
                 os.kill(pid, signal.SIGKILL)
 
-    threading.Thread(target=wait, name="worker-watch", daemon=True).start()
+    threading.Thread(target=wait, name=WATCH, daemon=True).start()
 
 
 def _wait_for_end(pid: int) -> None:

@@ -9,27 +9,39 @@ from pathlib import Path
 import psutil
 import pytest
 
-from worker.engines.vllm.parent_watch import WORKER_PID, end_with_worker
+from worker.parent_watch import WORKER_PID, end_with_worker
 
-FOLDER = Path(__file__).resolve().parents[3] / "worker" / "engines" / "vllm"
-INNER = "import parent_watch as p; {without}; p.end_with_worker(); print('up', flush=True)"
+REPOSITORY = Path(__file__).resolve().parents[2]
+INNER = "import worker.parent_watch as p; {without}; p.end_with_worker(); p.end_with_worker(); print('up', flush=True)"
 SLEEP = "import time; time.sleep(600)"
 MIDDLE = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); " + SLEEP
 OUTER = (
-    "import subprocess, sys; from parent_watch import name_worker; name_worker(); "
+    "import subprocess, sys; from worker.parent_watch import name_worker; name_worker(); "
     "subprocess.Popen([sys.executable, '-c', sys.argv[1], sys.argv[2]]); " + SLEEP
+)
+FORKED = (
+    "import os; from worker.parent_watch import name_worker; name_worker(); os.fork() and print('up', flush=True); "
+    + SLEEP
 )
 
 
 @pytest.mark.parametrize("without", ["pass", "p.POLL_S = 0.05; del p.os.pidfd_open"])
 def test_a_killed_worker_leaves_nothing(without: str) -> None:
     inner = f"{INNER.format(without=without)}; {SLEEP}"
-    command = [sys.executable, "-c", OUTER, MIDDLE, inner]
-    with subprocess.Popen(command, cwd=FOLDER, stdout=subprocess.PIPE, text=True) as worker:
+    check_that_none_is_left([sys.executable, "-c", OUTER, MIDDLE, inner], 2)
+
+
+def test_a_forked_process_watches_from_the_first_line_on() -> None:
+    check_that_none_is_left([sys.executable, "-c", FORKED], 1)
+
+
+def check_that_none_is_left(command: list[str], count: int) -> None:
+    """A worker with that many processes below it is killed, and takes them with it."""
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == "up\n"
         below = psutil.Process(worker.pid).children(recursive=True)
-        assert len(below) == 2
+        assert len(below) == count
         worker.kill()
         worker.wait()
         assert psutil.wait_procs(below, timeout=60)[1] == []
