@@ -214,6 +214,8 @@ def find_tensors(tensors: Mapping[str, TensorHeader], quantization: Quantization
             raise ModelFileError(f"{header.file}: tensor {name}: {weight.name} is there, not quantised, too")
         weights[weight.name] = weight
         taken |= set(weight.parts.values())
+    if not weights:
+        raise ModelFileError(f"config.json: quantization_config: no weight is stored in {quantization.name}")
     rest = [name for name in tensors if name not in taken]
     kv, activations, plain = _sorted(rest, tensors)
     return FoundTensors(weights, plain, activations, kv)

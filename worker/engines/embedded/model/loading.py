@@ -89,7 +89,8 @@ def _load_model(config: EmbeddedConfig) -> HfModel:
     kernels = choose_kernels(config.kernels, device, dtype, quantisation, rounds_rows)
     keeps = format is not None and is_kept and config.quantization == "auto" and kernels.reads_quantised
     if format is not None and config.quantization != "none" and not keeps:
-        logger.info("weights in %s are dequantised: %s kernels do not read them", format, kernels.name)
+        reason = f"{kernels.name} kernels do not read them" if is_kept else "no kernels read them"
+        logger.info("weights in %s are dequantised: %s", format, reason)
     copy = None
     if copies is not None and _can_be_kept(directory, settings, kernels):
         copy = PackedCopy(copies, provenance, _name(dtype, kernels, keeps), _KINDS)

@@ -96,22 +96,14 @@ class ThirdPartyCheckpoint:
         return network
 
     def _log(self, weights: ThirdPartyWeights, keeps: bool) -> None:
-        for reason, count in weights.dequantised.items():
-            logger.info("%d of %d weights in %s are dequantised: %s", count, weights.num_quantised, self._name, reason)
+        reasons = dict(weights.dequantised) if keeps else {}
         rest = weights.num_quantised - self.num_kept - weights.dequantised.total()
         if keeps and rest:
-            logger.info(
-                "%d of %d weights in %s are dequantised: the model's own code, or its experts, computes with them",
-                *(rest, weights.num_quantised, self._name),
-            )
+            reasons["the model's own code, or its experts, computes with them"] = rest
+        for reason, count in reasons.items():
+            logger.info("%d of %d weights in %s are dequantised: %s", count, weights.num_quantised, self._name, reason)
         found = self._files.third_party
-        if found is not None and found.kv_scales:
-            logger.info(
-                "scales of the KV cache are not used (%d tensors, as %s): it is in --kv-cache-dtype",
-                *(len(found.kv_scales), found.kv_scales[0]),
-            )
-        if found is not None and found.activation_scales:
-            logger.info(
-                "scales of activations are not used (%d tensors, as %s): activations are not rounded as they say",
-                *(len(found.activation_scales), found.activation_scales[0]),
-            )
+        scales = [] if found is None else [("the KV cache", found.kv_scales), ("activations", found.activation_scales)]
+        for what, names in scales:
+            if names:
+                logger.info("scales of %s are not used: %d tensors, as %s", what, len(names), names[0])
