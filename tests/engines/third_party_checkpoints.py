@@ -6,14 +6,48 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+
+from worker.engines.embedded.model.quantisation import QuantisedWeight
+from worker.engines.embedded.model.third_party_weights import read_weight
+from worker.models.quantised_tensors import find_tensors
+from worker.models.quantization_config import Quantization, Rule, Scheme
+
+DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+
+
+def read(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> tuple[torch.Tensor, bool]:
+    """The weight of module ``m`` in float32, and whether native kernels read its form."""
+    headers = {
+        f"m{end}": SimpleNamespace(file="f", dtype=DTYPES[each.dtype], shape=tuple(each.shape))
+        for end, each in tensors.items()
+    }
+    found = find_tensors(headers, Quantization("", (Rule(lambda name: True, scheme),)))
+    assert not found.plain
+    [weight] = found.weights.values()
+    value = read_weight(weight, lambda name: tensors[name.removeprefix("m")])
+    assert value.shape == weight.shape
+    is_kept = isinstance(value, QuantisedWeight)
+    return (value.dequantised() if isinstance(value, QuantisedWeight) else value), is_kept
+
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -82,7 +116,7 @@ def bytes_of(of: Integers, is_symmetric: bool = False) -> dict[str, torch.Tensor
 
 
 def rounded(weight: torch.Tensor, bits: int, group: int, is_symmetric: bool, is_ordered: bool = False) -> Integers:
-    """`weight` rounded to whole numbers, in groups of columns that may be `is_ordered` at random."""
+    """`weight` rounded to whole numbers, in groups of columns, at random if `is_ordered`."""
     rows, columns = weight.shape
     width = columns if group < 0 else group
     groups = np.arange(columns) // width
@@ -246,14 +280,15 @@ def write(source: Path, directory: Path, format: str, files: int = 1) -> Path:
 
 
 def save(stored: dict[str, torch.Tensor], directory: Path, files: int = 1) -> None:
-    """Write tensors in some files, in turn."""
-    if files == 1:
-        save_file({name: each.contiguous() for name, each in stored.items()}, directory / "model.safetensors")
-        return
+    """Write tensors in some files, in turn; files that are there are replaced."""
     names = [f"model-{at + 1:05}-of-{files:05}.safetensors" for at in range(files)]
+    if files == 1:
+        names = ["model.safetensors"]
     placed = {name: names[at % files] for at, name in enumerate(sorted(stored))}
     for file in names:
         part = {name: each.contiguous() for name, each in stored.items() if placed[name] == file}
-        save_file(part, directory / file, {"format": "pt"})
-    index = {"metadata": {"total_size": 0}, "weight_map": placed}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        save_file(part, directory / "partial", {"format": "pt"})
+        (directory / "partial").replace(directory / file)
+    if files > 1:
+        index = {"metadata": {"total_size": 0}, "weight_map": placed}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -1,9 +1,9 @@
-"""Weights of other programs' formats: what is read is what the format's definition says, bit by bit."""
+"""Weights in other programs' formats: what is read is what a format's definition says, bitwise; and
+what transformers dequantises, where its code runs on a CPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,39 +11,11 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from third_party_checkpoints import E2M1, Integers, awq, bytes_of, gptq, packed
+from third_party_checkpoints import E2M1, Integers, awq, bytes_of, gptq, packed, read
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from worker.engines.embedded.model.quantisation import QuantisedWeight
-from worker.engines.embedded.model.third_party_weights import read_weight
-from worker.models.quantised_tensors import find_tensors
-from worker.models.quantization_config import Quantization, Rule, Scheme
-
-DTYPES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e8m0fnu: "F8_E8M0",
-}
-
-
-def read(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> tuple[torch.Tensor, bool]:
-    """The weight of module ``m`` in float32, and whether it is in the form of the native kernels."""
-    headers = {
-        f"m{end}": SimpleNamespace(file="f", dtype=DTYPES[each.dtype], shape=tuple(each.shape))
-        for end, each in tensors.items()
-    }
-    found = find_tensors(headers, Quantization("", (Rule(lambda name: True, scheme),)))
-    assert not found.plain
-    [weight] = found.weights.values()
-    value = read_weight(weight, lambda name: tensors[name.removeprefix("m")])
-    assert value.shape == weight.shape
-    is_kept = isinstance(value, QuantisedWeight)
-    return (value.dequantised() if isinstance(value, QuantisedWeight) else value), is_kept
+from worker.models.quantization_config import Scheme
 
 
 @st.composite
@@ -79,7 +51,7 @@ def fits(of: Integers, group: int) -> bool:
 @settings(max_examples=examples(200), deadline=None)
 @given(st.data(), st.sampled_from((4, 8)), st.booleans())
 def test_gptq(data: st.DataObject, bits: int, is_first: bool) -> None:
-    """Zero points of 0, too, which the first format stores one below, across the codes of a word."""
+    """Zero points of 0, too, which the first format stores as a word less one in each code."""
     of, group = data.draw(integers(bits))
     found, is_kept = read(gptq(of, is_first), scheme("gptq", bits, group, is_below=is_first))
     assert torch.equal(found, of.dense())
@@ -117,7 +89,7 @@ def test_compressed_tensors_in_bytes(drawn: tuple[Integers, int]) -> None:
 @settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(((4, 8), (16, 16), None)), st.booleans(), st.booleans())
 def test_fp8(seed: int, block: tuple[int, int] | None, is_of_one: bool, is_power: bool) -> None:
-    """Scales of blocks, the last of which are cut off, of rows, or of the weight; of powers of two, too."""
+    """Scales of blocks, the last ones cut off, of rows, or of the weight; powers of two, too."""
     source = np.random.default_rng(seed)
     rows, columns = (int(each) for each in source.integers(1, 40, 2))
     codes = torch.from_numpy(source.integers(0, 256, (rows, columns), dtype=np.uint8)).view(torch.float8_e4m3fn)
@@ -135,6 +107,9 @@ def test_fp8(seed: int, block: tuple[int, int] | None, is_of_one: bool, is_power
     found, is_kept = read({".weight": codes, name: stored}, Scheme(layout, 8, block=block))  # type: ignore[arg-type]
     assert torch.equal(found, expected)
     assert not is_kept
+    if not (rows % high or columns % wide):
+        theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+        assert torch.equal(found, theirs)
 
 
 @settings(max_examples=examples(50), deadline=None)
@@ -153,4 +128,5 @@ def test_mxfp4(seed: int) -> None:
     tensors = {"_blocks": torch.from_numpy(blocks), "_scales": torch.from_numpy(scales)}
     found, is_kept = read(tensors, Scheme("mxfp4", 4, 32))
     assert torch.equal(found, torch.from_numpy(expected).float())
+    assert torch.equal(found, convert_moe_packed_tensors(*tensors.values(), dtype=torch.float32))
     assert not is_kept

@@ -70,9 +70,9 @@ def test_a_llama_is_what_its_format_means(format: str, checkpoints: dict[str, Pa
                 ("qwen3_moe", "gptq", 12),
                 ("qwen3_moe", "fp8", 0),
                 ("deepseek_v3", "fp8", 0),
-                ("deepseek_v3", "gptq_order", 0),
+                ("deepseek_v3", "gptq_order", 6),
                 ("mixtral", "awq", 12),
-                ("glm4_moe", "packed_8", 15),
+                ("glm4_moe", "packed_8", 19),
             )
         ),
     ],
@@ -198,11 +198,15 @@ def test_modules_that_are_not_converted(checkpoints: dict[str, Path], tmp_path: 
                 tensors[name] = tensor
 
     edit_tensors(path, change)
-    edit(path, dynamic={r"-:.*1\.mlp\.up_proj": {}, r"+:.*\.0\.mlp": {"bits": 8}}, modules_to_not_convert=["k_proj"])
+    edit(
+        path,
+        dynamic={r"-:.*1\.mlp\.up_proj": {}, r"+:.*\.0\.mlp": {"bits": 8}},
+        modules_to_not_convert=["model.layers.0.self_attn.k_proj"],
+    )
     save(dense | {name: each for name, each in theirs.items() if "0.mlp" in name}, path / "dense")
     assert torch.equal(last_logits(load(path)), last_logits(load(path / "dense")))
     edit(path, dynamic=None)
-    with pytest.raises(StartupError, match=r"mlp\.\w+\.qzeros must be of shape"):
+    with pytest.raises(StartupError, match=r"mlp\.\w+\.scales must be of shape"):
         load(path)
 
 
@@ -230,22 +234,26 @@ FP8_ROWS = compressed("float-quantized", num_bits=8, type="float", strategy="cha
         ("gptq", {"quant_method": "hqq"}, "quant_method 'hqq' is not served"),
         ("gptq", {"quant_method": ["gptq"]}, r"quant_method \['gptq'\] is not served"),
         ("gptq", {"bits": 3}, "quantization_config.bits must be 4 or 8, got 3"),
-        ("gptq", {"bits": 8}, "qzeros must be of shape"),
+        ("gptq", {"bits": 8}, "down_proj.scales must be of shape"),
         (
             "gptq",
             {"group_size": 64},
-            r"up_proj.scales must be of shape \[1, 128\], as config.json has it, got \[2, 128\]",
+            r"scales must be of shape \[2, 64\], as config.json has it, got \[4, 64\]",
         ),
         ("gptq", {"group_size": 0}, "group_size must be -1 or above 0, got 0"),
         ("gptq", {"group_size": "32"}, "group_size must be a valid integer, got '32'"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format must be 'gptq' or 'gptq_v2', got 'marlin'"),
         ("gptq", {"is_marlin_format": True}, "is_marlin_format must be False"),
         ("gptq", {"dynamic": {"+:(": {"bits": 8}}}, r"dynamic: '\(' is no pattern"),
-        ("gptq", {"modules_to_not_convert": ["mlp.up_proj"]}, f"{UP}.qweight: .* says that {UP} is not quantised"),
+        (
+            "gptq",
+            {"modules_to_not_convert": ["mlp.up_proj"]},
+            "up_proj.qweight: .* says that .*up_proj is not quantised",
+        ),
         ("awq", {"version": "gemv"}, "version must be 'gemm' or 'GEMM', got 'gemv'"),
         ("awq", {"zero_point": False}, "zero_point must be True, got False"),
-        ("awq", {"quant_method": "gptq"}, "qzeros must be of shape"),
-        ("fp8", {"weight_block_size": [128]}, "weight_block_size must"),
+        ("awq", {"quant_method": "gptq"}, "scales must be of shape"),
+        ("fp8", {"weight_block_size": [128]}, "weight_block_size list should have at least 2 items"),
         ("fp8", {"weight_block_size": [32, 32]}, "weight_scale_inv must be of shape"),
         ("fp8", {"fmt": "e5m2"}, "fmt must be 'e4m3', got 'e5m2'"),
         ("fp8", FP8_ROWS, "weight_scale_inv must be of shape"),
@@ -338,5 +346,5 @@ def test_rounding_once_more(written: dict[str, Path], tmp_path: Path) -> None:
 def test_weights_of_gpt2_lie_transposed(tmp_path: Path) -> None:
     decoder_shapes.write(tmp_path / "gpt2", "gpt2", 0)
     path = write(tmp_path / "gpt2", tmp_path / "it", "gptq")
-    with pytest.raises(StartupError, match="no weight is stored in GPTQ int4|weights of gpt2 lie transposed"):
+    with pytest.raises(StartupError, match="weights of gpt2 lie transposed"):
         load(path)
