@@ -43,9 +43,9 @@ def scheme(layout: Any, bits: int, group: int, **also: Any) -> Scheme:
 
 
 def fits(of: Integers, group: int) -> bool:
+    """Whether columns of a group are side by side; groups may be cut into parts of 8 and more."""
     columns = of.codes.shape[1]
-    is_in_order = bool((of.groups == np.arange(columns) // (columns if group < 0 else group)).all())
-    return is_in_order and (group < 0 or columns % group == 0 or group > columns)
+    return bool((of.groups == np.arange(columns) // (columns if group < 0 else group)).all())
 
 
 @settings(max_examples=examples(200), deadline=None)

@@ -7,6 +7,7 @@ at most 11 bits (float16, bfloat16). All else is dequantised in float32.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -100,7 +101,7 @@ def _reason(stored: ThirdPartyWeight) -> str:
         return "columns of a group are not side by side (act-order)"
     if stored.scheme.layout in ("float-quantized", "fp8", "mxfp4"):
         return "native kernels do not read their codes"
-    return f"native kernels do not read groups of {stored.scheme.group} in rows of {stored.shape[-1]}"
+    return f"native kernels do not read groups of {stored.scheme.group} weights of 4 bits"
 
 
 def _check_finite(numbers: torch.Tensor) -> None:
@@ -224,22 +225,18 @@ def _integers(
     bits, (_, columns) = stored.scheme.bits, stored.shape
     middle = 1 << bits - 1
     scales = scales.float()
-    width = columns if stored.scheme.group is None else stored.scheme.group
+    width = columns if stored.scheme.group is None else min(stored.scheme.group, columns)
     consecutive = torch.arange(columns) // width
     index = consecutive if groups is None else groups.long()
     if not (0 <= int(index.min()) and int(index.max()) < scales.shape[1]):
         raise ValueError(f"groups of columns must be from 0 to {scales.shape[1] - 1}")
-    if torch.equal(index, consecutive) and _fits_kernels(bits, columns, scales.shape[1], width):
-        return _kept(bits, codes, zeros, scales)
+    equal = math.gcd(width, columns)  # the last group may be shorter: parts of groups are equal ones, too
+    if torch.equal(index, consecutive) and (bits == 8 or equal % 8 == 0):
+        firsts = consecutive[::equal]
+        return _kept(bits, codes, zeros[:, firsts] if zeros is not None else None, scales[:, firsts])
     numbers = _unpacked(codes, bits).float()
     zero = torch.full_like(scales, middle) if zeros is None else zeros.float()
     return (numbers - zero[:, index]) * scales[:, index]
-
-
-def _fits_kernels(bits: int, columns: int, groups: int, width: int) -> bool:
-    """Whether native kernels read groups of this width; see `QuantisedPanels`."""
-    width = min(width, columns)
-    return width * groups == columns and (bits == 8 or width % 8 == 0)
 
 
 def _kept(bits: int, codes: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tensor) -> QuantisedWeight:
