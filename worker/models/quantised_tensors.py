@@ -174,7 +174,7 @@ class _Format:
         weight: That of the weight which they stand for.
         dtype: Their type.
         dimensions: Their number of dimensions.
-        parts: What follows from their shape.
+        parts: Shapes of the weight and of its other parts, from theirs.
     """
 
     suffix: str
@@ -197,7 +197,7 @@ _CODE_DTYPES = ("I8", "U8", "I32", "F8_E4M3", "F8_E5M2")
 
 
 def find_tensors(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> FoundTensors:
-    """What the tensors of a checkpoint are.
+    """The tensors of a checkpoint, sorted by use.
 
     Raises:
         ModelFileError: one is missing, has a wrong type or shape, or belongs to nothing.

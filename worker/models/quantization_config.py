@@ -70,8 +70,8 @@ class Quantization:
 
     Attributes:
         name: Format of the weights, for people.
-        rules: Of them the first that matches counts.
-        notes: What the format asks for that is not done, a line each.
+        rules: Rules of which the first that matches counts.
+        notes: Lines about what the format asks for and is not done.
     """
 
     name: str

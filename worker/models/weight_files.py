@@ -89,7 +89,7 @@ class WeightFiles:
         directory: The same.
         files: Names of the files, from the directory.
         tensors: Tensors by name.
-        third_party: What the tensors are of a checkpoint that another program quantised, or None.
+        third_party: Tensors of a checkpoint that another program quantised, sorted; or None.
     """
 
     def __init__(self, directory: Path, is_quantised: bool = False, quantization: Quantization | None = None) -> None:

@@ -1,6 +1,6 @@
 """Decoding with a GPTQ checkpoint, beside the same model in Q4_1 and dequantised.
 
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/third_party.py  # three minutes
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/gptq.py  # three minutes
 
 The default model, whose linear layers are rounded to 4 bits in GPTQ's format, in groups of 32 and
 of 128: symmetric ones, and such with zero points. Beside them are its GGUF file in Q4_1, and the
