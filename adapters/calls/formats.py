@@ -21,12 +21,12 @@ Notation: TypeAlias = Literal["json", "python", "keywords", "xml", "pairs", "tig
 ``json``: one compact JSON object. ``python``: keyword arguments as in ``a=1, b="x"``, whose values
 are Python literals: JSON with ``None``, ``True`` and ``False``. ``keywords``: the same with JSON.
 ``xml``: for each argument ``<parameter=KEY>\\nVALUE\\n</parameter>\\n``. ``pairs``: for each
-argument ``<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>\\n``. ``tight_pairs``: the same without
-line ends; see `adapters.calls.xml_values`.
+argument ``<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>\\n``. ``tight_pairs``: the same
+without line ends; see `adapters.calls.xml_values`.
 """
 
 NUMBER = "#"
-"""Place of a call's number, of one to three digits, in `CallFormat.name_prefix` and `name_suffix`."""
+"""Place of a call's number, of one to three digits, in texts before and behind its name."""
 
 NAME = "[A-Za-z0-9_.-]{1,64}"
 """Regular expression of a function's name."""
