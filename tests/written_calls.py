@@ -141,6 +141,7 @@ def read_one(spelling: str, text: str, schema: dict[str, Any]) -> Call:
     """The only call of an answer."""
     before, call, _, after = _SPELLED[spelling]
     head, middle, tail = (re.escape(part).replace(r"\#", "[0-9]{1,3}") for part in call.split("%s"))
+    middle = middle or "(?=<)"  # what is behind a name alone, too
     found = re.fullmatch(f"{re.escape(before)}{head}([A-Za-z0-9_.-]+?){middle}(.*){tail}{re.escape(after)}", text, re.S)
     assert found, text
     return Call(found[1], _read_arguments(spelling, found[2], schema))
