@@ -214,7 +214,7 @@ FINITE = [
     for name, wanted in FORMATS.items()
     if wanted.channels is None and NUMBER not in wanted.name_suffix and name not in LIKE_OTHERS
 ]
-"""Formats in which few texts are a call: the one that has channels and the one with numbers are not."""
+"""Formats in which few texts are a call: neither channels nor numbers are in them."""
 
 
 def calls(format_: str, **options: Any) -> tuple[type[ToolCalls], dict[str, Any]]:
