@@ -56,7 +56,7 @@ def write_gptq(source: Path, directory: Path, group: int, is_symmetric: bool) ->
 def _rounded(weight: torch.Tensor, group: int, is_symmetric: bool) -> dict[str, torch.Tensor]:
     columns = weight.shape[1]
     index = torch.arange(columns) // group
-    groups = torch.nn.functional.pad(weight, (0, -columns % group)).unflatten(1, (-1, group))
+    groups = torch.nn.functional.pad(weight, (0, -columns % group)).view(len(weight), -1, group)
     least, most = groups.amin(2), groups.amax(2)
     if is_symmetric:
         scales = (groups.abs().amax(2) / 7).half()
@@ -75,8 +75,9 @@ def _rounded(weight: torch.Tensor, group: int, is_symmetric: bool) -> dict[str, 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:
     """Codes ``[n, m]``, eight to an int32, the first one lowest."""
-    parts = codes.unflatten(1, (-1, 8)) << 4 * torch.arange(8)
-    return parts.sum(-1).to(torch.uint32).view(torch.int32)
+    parts = codes.reshape(len(codes), -1, 8) << 4 * torch.arange(8)
+    words: torch.Tensor = parts.sum(-1).to(torch.uint32).view(torch.int32)
+    return words
 
 
 def tokens_per_second(engine: Engine, rows: int) -> float:

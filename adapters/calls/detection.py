@@ -177,9 +177,9 @@ def _named_id(format: str) -> str | None:
 
 def _id_format(template: ChatTemplate) -> str | None:
     """The format of a template that writes a call's id for its name."""
-    for format in FORMATS:
-        call_id = _named_id(format)
-        for arguments in ({_KEY: _VALUE}, json.dumps({_KEY: _VALUE})) if call_id is not None else ():
+    ids = {format: call_id for format in FORMATS if (call_id := _named_id(format)) is not None}
+    for format, call_id in ids.items():
+        for arguments in ({_KEY: _VALUE}, json.dumps({_KEY: _VALUE})):
             try:
                 shown = template.render(_history(call_id, arguments, result=False), _TOOLS)
             except TemplateFailed:

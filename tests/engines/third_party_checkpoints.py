@@ -256,7 +256,8 @@ def write(source: Path, directory: Path, format: str, files: int = 1) -> Path:
         files: Number of files, between which the tensors of a weight may be apart.
     """
     if format == "mxfp4":
-        config, store = {"quant_method": "mxfp4"}, in_mxfp4
+        config: dict[str, Any] = {"quant_method": "mxfp4"}
+        store: Callable[[torch.Tensor], Stored] = in_mxfp4
         is_chosen = lambda name: name.endswith(("gate_up_proj", "down_proj"))  # noqa: E731
     else:
         config, store, _ = FORMATS[format]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -49,7 +51,7 @@ def test_compressed_tensors(format: str, arguments: dict[str, object]) -> None:
     compressor = BaseCompressor.get_value_from_registry(format)
     stored = compressor.compress(state, scheme)
     expected = compressor.decompress(stored, scheme)["weight"]
-    config = {"quant_method": "compressed-tensors", "format": format, "ignore": ["lm_head"]}
+    config: dict[str, Any] = {"quant_method": "compressed-tensors", "format": format, "ignore": ["lm_head"]}
     config["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": args.model_dump(exclude_none=True)}}
     quantization = quantization_of({"quantization_config": config})
     assert quantization is not None

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class TensorHeader(Protocol):
-    """What the header of a file says of a tensor; see `weight_files.StoredTensor`."""
+    """A tensor as the header of a file has it; see `weight_files.StoredTensor`."""
 
     @property
     def file(self) -> str: ...
@@ -170,10 +170,10 @@ class _Format:
     """The codes of a layout.
 
     Attributes:
-        suffix: End of their name, behind the module's.
-        weight: That of the weight which they stand for.
-        dtype: Their type.
-        dimensions: Their number of dimensions.
+        suffix: End of the codes' name, behind the module's.
+        weight: End of the name of the weight that they stand for.
+        dtype: Type of the codes.
+        dimensions: Number of dimensions of the codes.
         parts: Shapes of the weight and of its other parts, from theirs.
     """
 

@@ -31,7 +31,7 @@ class ThirdPartyCheckpoint:
 
     Args:
         directory: Directory of the checkpoint, which `checkpoint_gate.read_checked` has accepted.
-        quantization: Its quantisation.
+        quantization: Quantisation of its weights.
 
     Attributes:
         num_kept: Number of weights that are kept as they are; known once there is a network.
@@ -90,8 +90,8 @@ class ThirdPartyCheckpoint:
                     "served quantised by other programs"
                 )
             is_linear = type(module) is torch.nn.Linear and isinstance(weight, QuantisedWeight)
-            if is_linear and torch.equal(module.weight, dense[f"{name}.weight"]):  # type: ignore[arg-type]
-                module.quantised = weight  # type: ignore[assignment]
+            if is_linear and torch.equal(module.weight, dense[f"{name}.weight"]):
+                module.quantised = weight
                 self.num_kept += 1
         return network
 

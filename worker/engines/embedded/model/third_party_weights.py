@@ -37,7 +37,7 @@ class ThirdPartyWeights:
     """The weights of a checkpoint that another program quantised.
 
     Args:
-        files: Its files.
+        files: Files of the checkpoint.
         dtype: Data type of the weights that are not kept.
 
     Attributes:
@@ -114,7 +114,7 @@ def read_weight(stored: ThirdPartyWeight, tensor: Read, dtype: torch.dtype = tor
     """The weight that is stored so, in the form of the native kernels if it has one.
 
     Args:
-        stored: Its tensors, whose types and shapes fit each other.
+        stored: Tensors of the weight, whose types and shapes fit each other.
         tensor: Reads one of them.
         dtype: Data type of large weights that have no such form, to save memory; others are
             float32.
@@ -215,7 +215,7 @@ def _integers(
     """The weight ``scales * (codes - zeros)``.
 
     Args:
-        stored: Its shape, and bits of a code.
+        stored: Shape of the weight, and bits of a code.
         codes: uint8 ``[N, K * bits / 8]``, without a sign; of 4 bits two in a byte, the first one
             lower.
         zeros: Whole numbers ``[N, groups]``; None for the middle of the codes' range.

@@ -138,8 +138,8 @@ def load_network(
         if report.get(problem):
             names = sorted(str(name) for name in report[problem])
             raise StartupError(f"--model-path {directory}: weights are incomplete, {problem}: {', '.join(names[:3])}")
-    for name in report["unexpected_keys"] if weights is not None else ():
-        if name.endswith(".bias") and weights[name].any():
+    for name in report["unexpected_keys"]:
+        if weights is not None and name.endswith(".bias") and weights[name].any():
             raise StartupError(f"--model-path {directory}: tensor {name} has no place in the model")
     return network
 
