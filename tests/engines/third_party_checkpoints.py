@@ -258,17 +258,16 @@ def write(source: Path, directory: Path, format: str, files: int = 1) -> Path:
     if format == "mxfp4":
         config: dict[str, Any] = {"quant_method": "mxfp4"}
         store: Callable[[torch.Tensor], Stored] = in_mxfp4
-        is_chosen = lambda name: name.endswith(("gate_up_proj", "down_proj"))  # noqa: E731
+        ends: tuple[str, ...] = ("gate_up_proj", "down_proj")
     else:
-        config, store, _ = FORMATS[format]
-        is_chosen = lambda name: name.endswith("_proj.weight") or ".experts." in name  # noqa: E731
+        (config, store, _), ends = FORMATS[format], ("_proj.weight",)
     dense = directory / "dense"
     shutil.copytree(source, directory, ignore=shutil.ignore_patterns("*.safetensors", ".packed"))
     shutil.copytree(directory, dense)
     stored: dict[str, torch.Tensor] = {}
     meant: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if is_chosen(name):
+        if name.endswith(ends):
             parts, meant[name] = store(tensor)
             stored |= {name.removesuffix(".weight") + end: part for end, part in parts.items()}
         else:

@@ -93,7 +93,7 @@ class TextReader:
                 raise Mismatch
 
     def digits(self, most: int) -> Reading[str]:
-        """The next digits, one at least and `most` at most, which are read. Raises `Mismatch`, `Cut`."""
+        """The next digits, from one to `most`, which are read. Raises `Mismatch`, `Cut`."""
         found = ""
         while len(found) < most and (yield from self.peek()) in "0123456789":
             found += self.take(1)
