@@ -48,6 +48,23 @@ _SPELLED = {
     "functionary_v3_1": ("", "<function=%s>%s</function>", "", ""),
     "functionary_v3_2": ("", "%s\n%s", ">>>", ""),
     "nemotron_deci": ("<TOOLCALL>[", '{"name": "%s", "arguments": %s}', ", ", "]</TOOLCALL>"),
+    "granite": ("<|tool_call|>[", '{"name": "%s", "arguments": %s}', ", ", "]"),
+    "exaone4": ("", '<tool_call>{"name": "%s", "arguments": %s}</tool_call>', "\n", ""),
+    "jamba": ("<tool_calls>[", '{"name": "%s", "arguments": %s}', ", ", "]</tool_calls>"),
+    "glm47": ("", "<tool_call>%s%s</tool_call>", "", ""),
+    "olmo3": ("<function_calls>", "%s(%s)", "\n", "</function_calls>"),
+    "cohere2": (
+        "<|START_ACTION|>[\n    ",
+        '{"tool_call_id": "#", "tool_name": "%s", "parameters": %s}',
+        ",\n    ",
+        "\n]<|END_ACTION|>",
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.%s:#<|tool_call_argument_begin|>%s<|tool_call_end|>",
+        "",
+        "<|tool_calls_section_end|>",
+    ),
     "neutral": ("", '<tool_call>{"name": "%s", "arguments": %s}</tool_call>', "\n", ""),
 }
 
@@ -66,7 +83,11 @@ def format_of(spelling: str) -> str:
 def written(spelling: str, *calls: Call) -> str:
     """The text of ``calls``, which follow each other."""
     before, call, between, after = _SPELLED[spelling]
-    return before + between.join(call % (each.name, _arguments(spelling, each.arguments)) for each in calls) + after
+    texts = (
+        call.replace("#", str(index)) % (each.name, _arguments(spelling, each.arguments))
+        for index, each in enumerate(calls)
+    )
+    return before + between.join(texts) + after
 
 
 def said(spelling: str, text: str) -> str:
@@ -87,6 +108,11 @@ def said_before_calls(spelling: str, text: str, *calls: Call) -> str:
 def _arguments(spelling: str, arguments: dict[str, Any]) -> str:
     if spelling == "pythonic":
         return ", ".join(f"{name}={_python(value)}" for name, value in arguments.items())
+    if spelling == "olmo3":
+        return ", ".join(f"{name}={_json(value)}" for name, value in arguments.items())
+    if spelling == "glm47":
+        pairs = ((name, _raw(value)) for name, value in arguments.items())
+        return "".join(f"<arg_key>{name}</arg_key><arg_value>{value}</arg_value>" for name, value in pairs)
     if spelling == "qwen3_coder":
         return "".join(f"<parameter={name}>\n{_raw(value)}\n</parameter>\n" for name, value in arguments.items())
     if spelling == "glm45":
@@ -114,7 +140,8 @@ def _python(value: Any) -> str:
 def read_one(spelling: str, text: str, schema: dict[str, Any]) -> Call:
     """The only call of an answer."""
     before, call, _, after = _SPELLED[spelling]
-    head, middle, tail = (re.escape(part) for part in call.split("%s"))
+    head, middle, tail = (re.escape(part).replace(r"\#", "[0-9]{1,3}") for part in call.split("%s"))
+    middle = middle or "(?=<)"  # what is behind a name alone, too
     found = re.fullmatch(f"{re.escape(before)}{head}([A-Za-z0-9_.-]+?){middle}(.*){tail}{re.escape(after)}", text, re.S)
     assert found, text
     return Call(found[1], _read_arguments(spelling, found[2], schema))
@@ -123,6 +150,7 @@ def read_one(spelling: str, text: str, schema: dict[str, Any]) -> Call:
 _ARGUMENT = {
     "qwen3_coder": r"<parameter=(.*?)>\n(.*?)\n</parameter>\n",
     "glm45": r"<arg_key>(.*?)</arg_key>\n<arg_value>(.*?)</arg_value>\n",
+    "glm47": r"<arg_key>(.*?)</arg_key><arg_value>(.*?)</arg_value>",
 }
 """Regular expressions of one argument between tags."""
 
@@ -133,6 +161,11 @@ def _read_arguments(spelling: str, text: str, schema: dict[str, Any]) -> dict[st
         assert isinstance(call, ast.Call)
         assert not call.args
         return {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    if spelling == "olmo3":
+        words = {"null": None, "true": True, "false": False}
+        call = ast.parse(f"f({text})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        return {str(each.arg): eval(ast.unparse(each.value), {}, words) for each in call.keywords}
     if spelling in _ARGUMENT:
         kinds = argument_kinds(schema)
         found = re.findall(_ARGUMENT[spelling], text, re.S)

@@ -10,9 +10,10 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
-from adapters.calls.formats import FORMATS, NEUTRAL, CallFormat
+from adapters.calls.formats import FORMATS, NEUTRAL, NUMBER, CallFormat
 from adapters.calls.template import ChatTemplate, TemplateFailed
 from adapters.calls.writing import written_calls
 from adapters.calls.xml_values import TAGS
@@ -42,11 +43,17 @@ _MARKS: tuple[tuple[str, str], ...] = (
     ("functionary_v3_1", r"<function=(?!.*<parameter=)"),
     ("phi4", r"functools\["),
     ("nemotron_deci", r"<TOOLCALL>"),
+    ("kimi_k2", r"<\|tool_calls_section_begin\|>"),
+    ("cohere2", r"<\|START_ACTION\|>"),
+    ("granite", r"<\|tool_call\|>(?!.*<\|/tool_call\|>)"),
+    ("olmo3", r"<function_calls>(?!.*<invoke)"),
+    ("jamba", r"<tool_calls>(?!.*<tool_call>)"),
     ("mistral_args", r"\[TOOL_CALLS\].*\[(?:ARGS|CALL_ID)\]"),
     ("mistral", r"\[TOOL_CALLS\]|\[AVAILABLE_TOOLS\]"),
     ("deepseek_v3", f"{_DEEPSEEK}.*```json"),
     ("deepseek_v3_1", _DEEPSEEK),
     ("functionary_v3_2", r">>>(?:\$\{recipient\}|all|'|\{)"),
+    ("exaone4", r'<tool_call>\{\s*\\?"name\\?".*\\?"arguments\\?"'),
     ("hermes", r'<tool_call>\s*\\?n?\s*\{\s*\\?"name\\?".*\\?"arguments\\?"'),
     ("pythonic", r"\[func(?:tion)?_name1?\("),
     ("llama3_json", r'\{\s*\\?"name\\?": function name, \\?"parameters\\?":'),
@@ -67,6 +74,7 @@ class ToolSupport:
         results: Whether it writes results of calls, messages of the role ``tool``.
         system: Whether it writes a system message.
         short_ids: Whether it refuses ids of calls but those of nine letters and digits.
+        named_ids: Whether it writes the id of a call, ``functions.NAME:NUMBER``, for its name.
     """
 
     format: str
@@ -77,11 +85,13 @@ class ToolSupport:
     results: bool = False
     system: bool = True
     short_ids: bool = False
+    named_ids: bool = False
 
     @property
     def is_whole(self) -> bool:
         """Whether the template writes all that a client may send."""
-        return self.tools and self.calls and self.several and self.results and not self.short_ids
+        writes_all = self.tools and self.calls and self.several and self.results
+        return writes_all and not self.short_ids and not self.named_ids
 
 
 def tool_support(
@@ -112,12 +122,13 @@ def tool_support(
         results=shown is not None and _RESULT in shown,
         system=system,
         short_ids=short_ids,
+        named_ids=shown is not None and _named_id(found) is not None and _spelled_format(template, shown) != found,
     )
 
 
 def _format(template: ChatTemplate, shown: str | None, added_tokens: Collection[str]) -> tuple[str, str]:
     """The format of a template that writes tools, and the reason."""
-    spelled = None if shown is None else _spelled_format(template, shown)
+    spelled = None if shown is None else _spelled_format(template, shown) or _id_format(template)
     if spelled is not None:
         return spelled, "the chat template writes a call so"
     marked = _marked_format(template, added_tokens)
@@ -156,6 +167,28 @@ def _with_a_call(template: ChatTemplate) -> tuple[str | None, bool]:
     return None, False
 
 
+def _named_id(format: str) -> str | None:
+    """The id of the sentinel's call in a format whose calls have their ids for names, or None."""
+    wanted = FORMATS[format]
+    _, begun, function = wanted.name_prefix.rpartition("functions.")
+    ending, number, _ = wanted.name_suffix.partition(NUMBER)
+    return f"{begun}{function}{_TOOL}{ending}0" if begun and number else None
+
+
+def _id_format(template: ChatTemplate) -> str | None:
+    """The format of a template that writes a call's id for its name."""
+    ids = {format: call_id for format in FORMATS if (call_id := _named_id(format)) is not None}
+    for format, call_id in ids.items():
+        for arguments in ({_KEY: _VALUE}, json.dumps({_KEY: _VALUE})):
+            try:
+                shown = template.render(_history(call_id, arguments, result=False), _TOOLS)
+            except TemplateFailed:
+                continue
+            if _spelled_format(template, shown) == format:
+                return format
+    return None
+
+
 def _writes_several(template: ChatTemplate, call_id: str) -> bool:
     for write in (dict, json.dumps):
         chats = [_history(call_id[:-1] + last, write({_KEY: _VALUE + last}), result=True) for last in "12"]
@@ -170,14 +203,19 @@ def _spelled_format(template: ChatTemplate, shown: str) -> str | None:
     """The format in which ``shown`` has the call: of several, the one that says most of it."""
     text = _squeezed(shown)
     before = _squeezed(template.render([_USER], _TOOLS))[-_BEFORE:]
-    found = {
-        head: wanted.name
+    found = [
+        (len(head), _is_opened(wanted, shown), wanted.name)
         for wanted in FORMATS.values()
         if wanted.name != NEUTRAL
         for head in _heads(wanted, before)
         if head in text and (wanted.arguments not in TAGS or _beginning(wanted) in shown)
-    }
-    return found[max(found, key=len)] if found else None
+    ]
+    return max(found, key=itemgetter(0, 1))[2] if found else None
+
+
+def _is_opened(wanted: CallFormat, shown: str) -> bool:
+    """Whether the opening is there with its white space, which tells hermes and EXAONE apart."""
+    return f"{wanted.openings[0].text}{wanted.name_prefix[:1]}" in shown
 
 
 def _beginning(wanted: CallFormat) -> str:

@@ -15,14 +15,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Notation: TypeAlias = Literal["json", "python", "xml", "pairs"]
+Notation: TypeAlias = Literal["json", "python", "keywords", "xml", "pairs", "tight_pairs"]
 """Notation of arguments.
 
 ``json``: one compact JSON object. ``python``: keyword arguments as in ``a=1, b="x"``, whose values
-are Python literals: JSON with ``None``, ``True`` and ``False``. ``xml``: for each argument
-``<parameter=KEY>\\nVALUE\\n</parameter>\\n``. ``pairs``: for each argument
-``<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>\\n``; see `adapters.calls.xml_values`.
+are Python literals: JSON with ``None``, ``True`` and ``False``. ``keywords``: the same with JSON.
+``xml``: for each argument ``<parameter=KEY>\\nVALUE\\n</parameter>\\n``. ``pairs``: for each
+argument ``<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>\\n``. ``tight_pairs``: the same
+without line ends; see `adapters.calls.xml_values`.
 """
+
+NUMBER = "#"
+"""Place of a call's number, of one to three digits, in texts before and behind its name."""
 
 NAME = "[A-Za-z0-9_.-]{1,64}"
 """Regular expression of a function's name."""
@@ -83,8 +87,8 @@ class CallFormat:
     Attributes:
         name: Name of the format; of those that Dynamo's frontend parses, its parser's name.
         openings: Beginnings of a block, any of which may stand there.
-        name_prefix: Text before a function's name.
-        name_suffix: Text between the name and the arguments.
+        name_prefix: Text before a function's name; may hold `NUMBER`.
+        name_suffix: Text between the name and the arguments; may hold `NUMBER`.
         call_suffix: Text behind the arguments.
         between: Separator of the calls of one block; None if a block holds one call.
         closing: End of a block.
@@ -249,6 +253,61 @@ _ALL = (
         openings=(Opening("<TOOLCALL>[", "<TOOLCALL>"),),
         between=", ",
         closing="]</TOOLCALL>",
+    ),
+    CallFormat(
+        name="granite",
+        openings=(Opening("<|tool_call|>[", "<|tool_call|>"),),
+        between=", ",
+        closing="]",
+        special=("<|tool_call|>",),
+    ),
+    CallFormat(name="exaone4", openings=(Opening("<tool_call>", "<tool_call>"),), closing="</tool_call>"),
+    CallFormat(
+        name="jamba",
+        openings=(Opening("<tool_calls>[", "<tool_calls>"),),
+        between=", ",
+        closing="]</tool_calls>",
+    ),
+    CallFormat(
+        name="glm47",
+        openings=(Opening("<tool_call>", "<tool_call>"),),
+        name_prefix="",
+        name_suffix="",
+        call_suffix="</tool_call>",
+        again="",
+        arguments="tight_pairs",
+    ),
+    CallFormat(
+        name="olmo3",
+        openings=(Opening("<function_calls>", "<function_calls>"),),
+        name_prefix="",
+        name_suffix="(",
+        call_suffix=")",
+        between="\n",
+        closing="</function_calls>",
+        arguments="keywords",
+    ),
+    CallFormat(
+        name="cohere2",
+        openings=(Opening("<|START_ACTION|>[\n    ", "<|START_ACTION|>"),),
+        name_prefix=f'{{"tool_call_id": "{NUMBER}", "tool_name": "',
+        name_suffix='", "parameters": ',
+        between=",\n    ",
+        closing="\n]<|END_ACTION|>",
+        special=("<|START_ACTION|>", "<|END_ACTION|>"),
+    ),
+    CallFormat(
+        name="kimi_k2",
+        openings=(Opening("<|tool_calls_section_begin|>", "<|tool_calls_section_begin|>"),),
+        name_prefix="<|tool_call_begin|>functions.",
+        name_suffix=f":{NUMBER}<|tool_call_argument_begin|>",
+        call_suffix="<|tool_call_end|>",
+        between="",
+        closing="<|tool_calls_section_end|>",
+        special=(
+            *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+            *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        ),
     ),
     CallFormat(name=NEUTRAL, openings=(Opening("<tool_call>", "<tool_call>"),), closing="</tool_call>"),
 )

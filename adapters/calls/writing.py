@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from adapters.calls.formats import CallFormat
+from adapters.calls.formats import NUMBER, CallFormat
 from adapters.calls.xml_values import TAGS
 
 
@@ -20,12 +20,17 @@ def written_calls(wanted: CallFormat, calls: Iterable[tuple[str, Mapping[str, An
     """
     opening = wanted.openings[0].text
     spelled = [
-        f"{wanted.name_prefix}{name}{wanted.name_suffix}{_arguments(wanted, arguments)}{wanted.call_suffix}"
-        for name, arguments in calls
+        f"{_numbered(wanted.name_prefix, index)}{name}{_numbered(wanted.name_suffix, index)}"
+        f"{_arguments(wanted, arguments)}{wanted.call_suffix}"
+        for index, (name, arguments) in enumerate(calls)
     ]
     if wanted.between is not None:
         return f"{opening}{wanted.between.join(spelled)}{wanted.closing}"
     return wanted.again.join(f"{opening}{call}{wanted.closing}" for call in spelled)
+
+
+def _numbered(text: str, index: int) -> str:
+    return text.replace(NUMBER, str(index))
 
 
 def _arguments(wanted: CallFormat, arguments: Mapping[str, Any] | str) -> str:
@@ -33,6 +38,8 @@ def _arguments(wanted: CallFormat, arguments: Mapping[str, Any] | str) -> str:
         return arguments
     if wanted.arguments == "python":
         return ", ".join(f"{name}={_python(value)}" for name, value in arguments.items())
+    if wanted.arguments == "keywords":
+        return ", ".join(f"{name}={_json(value)}" for name, value in arguments.items())
     tags = TAGS.get(wanted.arguments)
     if tags is not None:
         return "".join(f"{tags.open}{name}{tags.opened}{_raw(value)}{tags.close}" for name, value in arguments.items())

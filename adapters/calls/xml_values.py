@@ -36,12 +36,13 @@ class Tags(NamedTuple):
         return self.stop + self.rest
 
 
-TagNotation: TypeAlias = Literal["xml", "pairs"]
+TagNotation: TypeAlias = Literal["xml", "pairs", "tight_pairs"]
 """Notations of arguments between tags."""
 
 TAGS: dict[str, Tags] = {
     "xml": Tags("<parameter=", ">\n", "\n</parameter>", "\n"),
     "pairs": Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "\n"),
+    "tight_pairs": Tags("<arg_key>", "</arg_key><arg_value>", "</arg_value>", ""),
 }
 """Tags by notation."""
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from adapters.calls import NAME, WHITE_SPACE, CallFormat, Opening
+from adapters.calls import NAME, NUMBER, WHITE_SPACE, CallFormat, Opening
 from adapters.grammars.json_schema import literal
 from adapters.processors.structural_source import Block, MarkedText, StructuralSource
 
@@ -122,7 +122,7 @@ class CallSource:
         begun = opening.text + self._format.name_prefix
         for tool in tools:
             head = behind + f"{begun}{tool.name}{self._format.name_suffix}"[len(trigger) :]
-            block.options.append(" ".join([self._texts.lark(head), *self._rest_of_block(tool)]))
+            block.options.append(" ".join([self._numbered(head), *self._rest_of_block(tool)]))
         return block
 
     def _rest_of_block(self, tool: Signature) -> Iterator[str]:
@@ -136,8 +136,14 @@ class CallSource:
     def _add_call(self, prefix: str) -> None:
         """Add the rule of a call that follows another one in its block."""
         suffix, behind = self._format.name_suffix, self._texts.lark(self._format.call_suffix)
-        calls = [f"{self._texts.lark(prefix + tool.name + suffix)} {tool.arguments} {behind}" for tool in self._tools]
+        calls = [f"{self._numbered(prefix + tool.name + suffix)} {tool.arguments} {behind}" for tool in self._tools]
         self._source.rules.append(f"call: {' | '.join(calls)}")
+
+    def _numbered(self, text: str) -> str:
+        """Source of a text that may have the number of a call in it."""
+        before, number, behind = text.partition(NUMBER)
+        source = self._texts.lark(before)
+        return f"{source} /[0-9]{{1,3}}/ {self._texts.lark(behind)}" if number else source
 
     def _leading(self, block: Block) -> str:
         """The trigger of a block that begins an answer, with white space before it."""

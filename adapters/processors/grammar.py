@@ -293,7 +293,7 @@ def _kept_grammar(schema: str, compact: bool) -> str:
     return as_grammar(lark_grammar(json.loads(schema), compact=compact))
 
 
-def arguments_of_call(schema: Any, notation: Literal["python"] | TagNotation) -> str:
+def arguments_of_call(schema: Any, notation: Literal["python", "keywords"] | TagNotation) -> str:
     """The grammar, in llguidance's JSON form, of arguments that are written one by one.
 
     Raises:

@@ -152,7 +152,7 @@ class StructuralSource:
             raise ArgumentError(self._argument, f"{of}: {error.problem}") from error
         return self._added(made)
 
-    def arguments(self, schema: dict[str, Any], notation: Literal["python"] | TagNotation, of: str) -> str:
+    def arguments(self, schema: dict[str, Any], notation: Literal["python", "keywords"] | TagNotation, of: str) -> str:
         """Lark expression of the arguments of a call that are written one by one.
 
         Args:

@@ -43,6 +43,13 @@ _FormatName: TypeAlias = Literal[
     "functionary_v3_1",
     "functionary_v3_2",
     "nemotron_deci",
+    "granite",
+    "exaone4",
+    "jamba",
+    "glm47",
+    "olmo3",
+    "cohere2",
+    "kimi_k2",
     "neutral",
 ]
 """The names of `FORMATS`."""

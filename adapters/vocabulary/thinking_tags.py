@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from adapters.vocabulary.vocabulary import Vocabulary
 
-KNOWN_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""Tags that a model has if both are single tokens of it."""
+KNOWN_TAGS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<seed:think>", "</seed:think>"),
+)
+"""Tags that a model has if both are single tokens of it: those of most, of Mistral, Cohere and
+Seed.
+"""
 
 
 def thinking_tags(

@@ -69,7 +69,7 @@ def test_third_party_processors_are_the_workers() -> None:
             {"DYN_TOOL_CALL_PARSER": "hermes"},
             ToolCallSettings("hermes", "answer", frontend_parses=True),
         ),
-        (["--", "--dyn-tool-call-parser", "kimi_k2"], {}, None),
+        (["--", "--dyn-tool-call-parser", "minimax_m2"], {}, None),
         (["--tool-call-format", "harmony", "--", "--dyn-reasoning-parser=gpt_oss"], {}, ToolCallSettings("harmony")),
         (["--tool-call-format", "none", "--", "--dyn-tool-call-parser", "hermes"], {}, None),
         (

@@ -17,6 +17,7 @@ from adapters.catalog import Catalog, Policy, PolicyError, model_context
 from adapters.chain import ProcessorFailed, ProcessorRecord, Receipt
 from adapters.contract import Context, is_allowed
 from adapters.vocabulary import Vocabulary, thinking_tags
+from adapters.vocabulary.thinking_tags import KNOWN_TAGS
 from worker.engines import EngineRequest, TokenDelta
 from worker.engines.embedded.admission import SAMPLED
 from worker.errors import InvalidRequest, ProcessorUnavailable
@@ -296,8 +297,10 @@ def test_thinking_tags_of_several_tokens(facts: Context) -> None:
     with pytest.raises(ValueError, match="given together"):
         model_context(vocabulary, "[REASON]")
     other = Vocabulary(1024, vocabulary.tokenizer)
-    other.tag = lambda text: {"[THINK]": (5,), "[/THINK]": (6,)}.get(text, ())  # type: ignore[method-assign]
-    assert thinking_tags(other) == ((5,), (6,))
+    for start, end in KNOWN_TAGS[1:]:
+        tokens = {start: (5,), end: (6,)}
+        other.tag = lambda text, tokens=tokens: tokens.get(text, ())  # type: ignore[misc, method-assign]
+        assert thinking_tags(other) == ((5,), (6,))
 
 
 async def test_a_grammar_behind_tags_of_several_tokens(facts: Context) -> None:

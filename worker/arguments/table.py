@@ -231,7 +231,8 @@ class Arguments:
     )
     thinking_start: str | None = option(
         None,
-        "Text that opens a thinking section, of one token or several. Default: <think> or [THINK], if that is a token.",
+        "Text that opens a thinking section, of one token or several. Default: <think>, [THINK], or Cohere's or "
+        "Seed's tags, if those are tokens.",
     )
     thinking_end: str | None = option(None, "Text that closes a thinking section; given with --thinking-start.")
     processor_policy: str | None = option(

@@ -182,6 +182,8 @@ def _as_the_template_takes_them(messages: list[dict[str, Any]], support: ToolSup
     """The messages of a template that knows calls and results, but not several calls of one
     message, or not every id.
     """
+    if support.named_ids:
+        messages = list(_with_named_ids(messages))
     at = 0
     while at < len(messages):
         message, end = messages[at], at + 1
@@ -204,6 +206,27 @@ def _one_by_one(message: dict[str, Any], calls: list[Any], results: list[dict[st
         yield from found
         left = [each for each in left if each not in found]
     yield from left
+
+
+def _with_named_ids(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The messages with ids ``functions.NAME:NUMBER``, calls counted from the first one on."""
+    ids: dict[str, str] = {}
+    count = 0
+    for index, message in enumerate(messages):
+        changed = dict(message)
+        if isinstance(message.get("tool_calls"), list):
+            names: dict[str, str] = {}
+            called = [name for name, _ in _named_calls(message["tool_calls"], names, f"messages[{index}].tool_calls")]
+            changed["tool_calls"] = []
+            for call, name in zip(message["tool_calls"], called, strict=True):
+                new = f"functions.{name}:{count}"
+                count += 1
+                if _has_id(call):
+                    ids[call["id"]] = new
+                changed["tool_calls"].append({**call, "id": new})
+        if isinstance(message.get("tool_call_id"), str):
+            changed["tool_call_id"] = ids.get(message["tool_call_id"], message["tool_call_id"])
+        yield changed
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
@@ -19,6 +19,8 @@ from worker.errors import one_line
 from worker.models.geometry import Geometry, Tensor
 from worker.models.problems import ModelFileError, shown
 from worker.models.quantised import CODES, OFFSETS, SCALES
+from worker.models.quantised_tensors import ThirdPartyWeight, find_tensors
+from worker.models.quantization_config import Quantization
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -77,17 +79,20 @@ class WeightFiles:
         directory: Directory of the checkpoint.
         is_quantised: Whether it is in the form of `worker.models.quantised`, of which all files in
             the directory are read; else those that transformers reads.
+        quantization: Quantisation of a checkpoint that another program quantised; None for others.
 
     Raises:
-        ModelFileError: one is missing or damaged, or two hold a tensor of the same name.
+        ModelFileError: one is missing or damaged, or two hold a tensor of the same name; or what
+            another program quantised is not in its format.
 
     Attributes:
         directory: The same.
         files: Names of the files, from the directory.
         tensors: Tensors by name.
+        third_party: Tensors of a checkpoint that another program quantised, sorted; or None.
     """
 
-    def __init__(self, directory: Path, is_quantised: bool = False) -> None:
+    def __init__(self, directory: Path, is_quantised: bool = False, quantization: Quantization | None = None) -> None:
         self.directory = directory
         self.files, placed = _files(directory, is_quantised)
         self.tensors: dict[str, StoredTensor] = {}
@@ -99,6 +104,12 @@ class WeightFiles:
         for name, file in placed.items():
             if name not in self.tensors or self.tensors[name].file != file:
                 raise ModelFileError(f"{INDEX}: weight_map says that tensor {name} is in {file}, which lacks it")
+        self.third_party = None if quantization is None else find_tensors(self.tensors, quantization)
+
+    @property
+    def plain(self) -> Collection[str]:
+        """Names of the tensors that are no part of what another program quantised."""
+        return self.tensors if self.third_party is None else self.third_party.plain
 
     def check(self, geometry: Geometry) -> None:
         """Raises `ModelFileError` unless there is every weight of a model of this geometry, of its
@@ -115,7 +126,11 @@ class WeightFiles:
         for expected in self._expected(geometry):
             name = self._stored(expected.name)
             quantised = (name + suffix for suffix in (CODES, SCALES, OFFSETS))
-            yield from (each for each in (name, *quantised) if each in self.tensors)
+            yield from (each for each in (name, *quantised) if each in self.tensors and name not in self._packed)
+
+    @property
+    def _packed(self) -> Mapping[str, ThirdPartyWeight]:
+        return {} if self.third_party is None else self.third_party.weights
 
     def _expected(self, geometry: Geometry) -> Iterable[Tensor]:
         for tensor in geometry.tensors():
@@ -128,12 +143,21 @@ class WeightFiles:
     def _stored(self, name: str) -> str:
         """The name of a weight in these files: those of a model without a head lack ``model.``."""
         short = name.removeprefix("model.")
-        return (
-            short if name not in self.tensors and short + CODES not in self.tensors and short in self.tensors else name
-        )
+        if name in self.tensors or name in self._packed or short + CODES in self.tensors:
+            return name
+        return short if short in self.tensors or short in self._packed else name
 
     def _check(self, expected: Tensor) -> None:
         name = self._stored(expected.name)
+        packed = self._packed.get(name)
+        if packed is not None:
+            if packed.shape != expected.shape:
+                tensor = packed.parts["codes"]
+                raise ModelFileError(
+                    f"{self.tensors[tensor].file}: tensor {tensor} must hold a weight of shape {list(expected.shape)}, "
+                    f"as config.json has it, got {shown(list(packed.shape))}"
+                )
+            return
         codes = self.tensors.get(name + CODES)
         found = self.tensors.get(name)
         if codes is not None and found is not None:

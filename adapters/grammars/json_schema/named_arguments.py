@@ -16,7 +16,7 @@ from adapters.grammars.json_schema.sequences import MemberSequence
 from adapters.grammars.json_schema.shapes import TRUE, Booleans, Goal, Items, Null, SchemaRefused, Texts
 from adapters.grammars.json_schema.terminals import literal, literal_terminal, terminal
 
-Notation: TypeAlias = Literal["python"] | TagNotation
+Notation: TypeAlias = Literal["python", "keywords"] | TagNotation
 
 _KINDS: dict[type[GrammarShape], Kind] = {
     Null: "null",
@@ -37,7 +37,7 @@ def arguments_grammar(schema: Any, notation: Notation) -> str:
 
     Args:
         schema: A JSON Schema, as Python's `json` reads it.
-        notation: ``python``: ``a=1, b="x"``; ``xml``, ``pairs``: see `adapters.calls.xml_values`.
+        notation: ``python``, ``keywords``: ``a=1, b="x"``; others: see `adapters.calls.xml_values`.
 
     Raises:
         SchemaRefused: it is malformed, or cannot be enforced exactly in this notation.
@@ -46,6 +46,8 @@ def arguments_grammar(schema: Any, notation: Notation) -> str:
         with limited(MAX_WORK):
             if notation == "python":
                 return _PythonArguments(schema, compact=True).lark()
+            if notation == "keywords":
+                return _KeywordArguments(schema, compact=True).lark()
             return _TaggedArguments(schema, TAGS[notation]).lark()
     except TooComplex as error:
         raise SchemaRefused(f"#: a pattern {error}") from None
@@ -108,16 +110,21 @@ class _NamedArguments(Grammar):
         raise NotImplementedError
 
 
-class _PythonArguments(_NamedArguments):
-    """Keyword arguments of a call in Python."""
+class _KeywordArguments(_NamedArguments):
+    """Keyword arguments of a call, whose values are JSON."""
 
-    words: ClassVar = Words("None", "True", "False")
     separator: ClassVar = '", "'
 
     def _member(self, name: str, value: Goal, place: str) -> str:
         if not name.isidentifier():
             raise SchemaRefused(f"{place}/properties: {name!r} cannot be written as the name of a keyword argument")
         return f"{self._source.terminal(literal_terminal(f'{name}='))} {self._rule(value)}"
+
+
+class _PythonArguments(_KeywordArguments):
+    """Keyword arguments of a call in Python."""
+
+    words: ClassVar = Words("None", "True", "False")
 
 
 class _TaggedArguments(_NamedArguments):

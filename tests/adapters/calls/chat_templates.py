@@ -13,4 +13,5 @@ def form(name: str) -> str:
 FORMS = {path.stem: form(path.stem) for path in (Path(__file__).parent / "templates").glob("*.jinja")}
 FORMS["llama_python_tag"] = FORMS["llama_3_1"].replace('\\n\\n{"name": "', '\\n\\n<|python_tag|>{"name": "')
 FORMS["glm_4_7"] = FORMS["glm_4_5"].replace("name + '\\n'", "name").replace(">\\n<arg_value>", "><arg_value>")
+FORMS["glm_4_7"] = FORMS["glm_4_7"].replace("'</arg_value>\\n'", "'</arg_value>'")
 FORMS["mistral_small_3_2"] = FORMS["devstral"].replace("'[ARGS]'", "'[CALL_ID]' + call.id + '[ARGS]'")

@@ -26,7 +26,7 @@ def support(source: str, *added: str) -> ToolSupport:
         ("qwen_2_5", "hermes", WHOLE),
         ("qwen_3_coder", "qwen3_coder", WHOLE),
         ("glm_4_5", "glm45", WHOLE),
-        ("glm_4_7", "neutral", ("system",)),
+        ("glm_4_7", "glm47", WHOLE),
         ("llama_3_1", "llama3_json", ("tools", "calls", "results", "system")),
         ("llama_python_tag", "llama3_json", ("tools", "calls", "results", "system")),
         ("pythonic", "pythonic", WHOLE),
@@ -40,16 +40,21 @@ def support(source: str, *added: str) -> ToolSupport:
         ("functionary_3_1", "functionary_v3_1", WHOLE),
         ("functionary_3_2", "functionary_v3_2", WHOLE),
         ("nemotron_super", "nemotron_deci", WHOLE),
-        ("granite", "neutral", ("system",)),
-        ("kimi_k2", "neutral", ("system",)),
+        ("granite", "granite", WHOLE),
+        ("kimi_k2", "kimi_k2", (*WHOLE, "named_ids")),
+        ("exaone_4", "exaone4", WHOLE),
+        ("smollm_3", "hermes", ("tools", "system")),
+        ("hunyuan_a13b", "jamba", WHOLE),
+        ("olmo_3", "olmo3", WHOLE),
+        ("command_r7b", "cohere2", WHOLE),
         ("tools_without_calls", "hermes", ("tools", "system")),
     ],
 )
 def test_the_format_of_a_template(name: str, format_: str, knows: tuple[str, ...]) -> None:
     found = support(FORMS[name])
     assert found.format == format_
-    assert {each for each in (*WHOLE, "short_ids") if getattr(found, each)} == set(knows)
-    assert found.is_whole is (set(WHOLE) - {"system"} <= set(knows) and "short_ids" not in knows)
+    assert {each for each in (*WHOLE, "short_ids", "named_ids") if getattr(found, each)} == set(knows)
+    assert found.is_whole is (set(WHOLE) - {"system"} <= set(knows) and not {"short_ids", "named_ids"} & set(knows))
 
 
 def test_a_call_that_is_written_wins_over_what_is_said_of_calls() -> None:

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from written_calls import ONLY_FIRST, SPELLINGS, Call, format_of, said_before_calls, written
 
-from adapters.calls import FORMATS
+from adapters.calls import FORMATS, NUMBER
 from adapters.chain import ProcessorChain, apply_edits, plan_rows
 from adapters.contract import ArgumentError, Context
 from adapters.grammars import compiler
@@ -206,7 +206,15 @@ ARGUMENTS = {
 }
 
 
-WITHOUT_CHANNELS = [name for name, wanted in FORMATS.items() if wanted.channels is None]
+LIKE_OTHERS = ("granite", "exaone4", "jamba", "cohere2")
+"""Formats that other marks alone tell from those that are tried here."""
+
+FINITE = [
+    name
+    for name, wanted in FORMATS.items()
+    if wanted.channels is None and NUMBER not in wanted.name_suffix and name not in LIKE_OTHERS
+]
+"""Formats in which few texts are a call: neither channels nor numbers are in them."""
 
 
 def calls(format_: str, **options: Any) -> tuple[type[ToolCalls], dict[str, Any]]:
@@ -218,7 +226,7 @@ def tags(marks: Sequence[str], end: str, **options: bool) -> tuple[type[Structur
     return StructuralTag, {"format": {"type": "triggered_tags", "triggers": list(marks), "tags": given, **options}}
 
 
-@pytest.mark.parametrize(("model", "name"), grid(product(MODELS, WITHOUT_CHANNELS), fast=4))
+@pytest.mark.parametrize(("model", "name"), grid(product(MODELS, FINITE), fast=4))
 def test_a_mask_of_a_required_call_is_what_can_continue(model: str, name: str) -> None:
     """In each spelling of the format; before a call in channels there may be any thinking."""
     context = context_of(model)
@@ -243,7 +251,9 @@ def test_a_mask_of_a_tag_is_what_can_continue(model: str) -> None:
             follow_to_the_end(chain, language, random.Random(0))
 
 
-@pytest.mark.parametrize(("model", "spelling"), grid(product(MODELS, SPELLINGS), fast=4))
+@pytest.mark.parametrize(
+    ("model", "spelling"), grid(product(MODELS, [each for each in SPELLINGS if each not in LIKE_OTHERS]), fast=4)
+)
 def test_free_text_and_a_call_can_be_written_in_any_tokens(model: str, spelling: str) -> None:
     context = context_of(model)
     call = Call("one", {"a": "</tool_call>"})

@@ -58,6 +58,16 @@ def test_a_call_in_each_format(spelling: str) -> None:
     assert "stopped" in follow(calls(name, choice="required", tool="one"), written(spelling, B))
 
 
+@pytest.mark.parametrize("spelling", ["cohere2", "kimi_k2"])
+def test_a_call_has_a_number_of_up_to_three_digits(spelling: str) -> None:
+    before, behind = ('"tool_call_id": "', '"') if spelling == "cohere2" else ("functions.one:", "<|")
+    text = written(spelling, A)
+    assert f"{before}0{behind}" in text
+    for number, is_one in (("7", True), ("042", True), ("999", True), ("", False), ("1000", False), ("x", False)):
+        changed = text.replace(f"{before}0{behind}", f"{before}{number}{behind}")
+        assert (follow(calls(spelling, choice="required"), changed) == "complete") is is_one
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_text_before_a_call(spelling: str) -> None:
     """It may be anything; but where a call may only begin an answer, one behind it is text."""

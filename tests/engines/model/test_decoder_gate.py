@@ -49,7 +49,7 @@ def edited(source: Path, path: Path, changes: dict[str, Any]) -> Path:
         ("gpt2", {"n_embd": 66}, "`embed_dim` must be divisible by num_heads"),
         ("gpt_oss", {"use_bidirectional_attention": True}, "config.json: use_bidirectional_attention must be False"),
         ("gpt_oss", {"num_local_experts": 7}, "weights are incomplete, mismatched_keys: "),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "config.json: quantization_config: "),
+        ("gpt_oss", {"quantization_config": {"quant_method": "bitsandbytes"}}, "config.json: quantization_config"),
         ("phi", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "config.json: rope_parameters: "),
         ("phi", {"num_hidden_layers": 5}, "weights are incomplete, missing_keys: "),
         ("phi", {"vocab_size": "many"}, "config.json: vocab_size must be a valid integer, got 'many'"),

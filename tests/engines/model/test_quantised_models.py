@@ -189,11 +189,6 @@ class TestRefusals:
         with pytest.raises(StartupError, match=r"--quantization int8: .* is quantised already \(int4\)"):
             load(quantised["llama"], quantization="int8")
 
-    def test_other_programs_checkpoints(self, quantised: dict[str, Path], tmp_path: Path) -> None:
-        changed = changed_config(quantised["llama"], tmp_path, quantization_config={"quant_method": "gptq"})
-        with pytest.raises(StartupError, match="checkpoints that other programs quantised are not served"):
-            load(changed)
-
     def test_other_architectures(self, quantised: dict[str, Path], tmp_path: Path) -> None:
         changed = changed_config(quantised["llama"], tmp_path, model_type="gemma2")
         with pytest.raises(StartupError, match="quantised checkpoints of model type 'gemma2' are not served"):

@@ -73,8 +73,8 @@ def cut_the_weights(path: Path) -> None:
         (lambda path: edit_config(path, model_type="mamba"), "config.json: model_type 'mamba' is not served"),
         (lambda path: edit_config(path, model_type=None), "config.json: model_type None is not known"),
         (
-            lambda path: edit_config(path, quantization_config={"quant_method": "fp8"}),
-            "config.json: quantization_config: ",
+            lambda path: edit_config(path, quantization_config={"quant_method": "bitsandbytes"}),
+            "config.json: quantization_config.quant_method 'bitsandbytes' is not served",
         ),
         (
             lambda path: edit_config(path, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from adapters.calls import Notation
 from adapters.calls.xml_values import TAGS, Kind, Tags, value_of
-from worker.frontdoor.calls.json_text import PYTHON_WORDS, Emit, json_object, json_value
+from worker.frontdoor.calls.json_text import JSON_WORDS, PYTHON_WORDS, Emit, json_object, json_value
 from worker.frontdoor.calls.reader import Cut, Mismatch, Reading, TextReader
 
 Kinds: TypeAlias = Mapping[str, Set[Kind]]
@@ -31,20 +31,20 @@ def arguments(notation: Notation, reader: TextReader, emit: Emit, end: str, kind
     """
     if notation == "json":
         yield from json_object(reader, emit)
-    elif notation == "python":
-        yield from _python(reader, emit, end)
+    elif notation in ("python", "keywords"):
+        yield from _keywords(reader, emit, end, PYTHON_WORDS if notation == "python" else JSON_WORDS)
     else:
         yield from _tagged(reader, emit, end, kinds, TAGS[notation])
 
 
-def _python(reader: TextReader, emit: Emit, end: str) -> Reading[None]:
+def _keywords(reader: TextReader, emit: Emit, end: str, words: Mapping[str, str]) -> Reading[None]:
     separator = ""
     emit("{")
     if (yield from reader.peek()) != end[0]:
         while True:
             key = yield from _until(reader, "=")
             emit(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-            yield from json_value(reader, emit, PYTHON_WORDS)
+            yield from json_value(reader, emit, words)
             if (yield from reader.peek()) == end[0]:
                 break
             separator = yield from reader.one_of([", "])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 
-from adapters.calls import WHITE_SPACE, CallFormat, Opening
+from adapters.calls import NUMBER, WHITE_SPACE, CallFormat, Opening
 from worker.frontdoor.calls.arguments import Kinds, arguments
 from worker.frontdoor.calls.marks import Marks, openings_by_mark
 from worker.frontdoor.calls.output import Output
@@ -181,7 +181,8 @@ class CallParser:
             yield from self._call()
             if format.between is None:
                 break
-            following = yield from reader.first_of([format.between + format.name_prefix, format.closing])
+            begun = format.name_prefix.partition(NUMBER)[0]
+            following = yield from reader.first_of([format.between + begun, format.closing])
             if following == format.closing:
                 break
             reader.take(len(format.between))
@@ -190,14 +191,26 @@ class CallParser:
     def _call(self) -> Reading[None]:
         """One call."""
         reader, format = self._reader, self._format
-        yield from reader.one_of([format.name_prefix])
-        called = yield from reader.one_of([name + format.name_suffix for name in self._tools])
-        name = called.removesuffix(format.name_suffix)
+        yield from self._numbered(format.name_prefix)
+        suffix, number, rest = format.name_suffix.partition(NUMBER)
+        ending = suffix or format.call_suffix[:1]  # of arguments between tags, too: one name may begin another
+        called = yield from reader.one_of([name + ending for name in self._tools])
+        reader.position -= len(ending) - len(suffix)
+        yield from self._numbered(number + rest)
+        name = called.removesuffix(ending)
         self._output.begin_call(name)
         yield from arguments(format.arguments, reader, self._argue, format.call_suffix, self._tools[name])
         self._output.is_complete = True
         if not format.may_end or (yield from reader.has_more()):
             yield from reader.one_of([format.call_suffix])
+
+    def _numbered(self, text: str) -> Reading[None]:
+        """A text with the number of a call in it."""
+        before, number, behind = text.partition(NUMBER)
+        yield from self._reader.one_of([before])
+        if number:
+            yield from self._reader.digits(3)
+            yield from self._reader.one_of([behind])
 
     def _argue(self, text: str) -> None:
         self._output.argue(text)

@@ -92,6 +92,15 @@ class TextReader:
             else:
                 raise Mismatch
 
+    def digits(self, most: int) -> Reading[str]:
+        """The next digits, from one to `most`, which are read. Raises `Mismatch`, `Cut`."""
+        found = ""
+        while len(found) < most and (yield from self.peek()) in "0123456789":
+            found += self.take(1)
+        if not found:
+            raise Mismatch
+        return found
+
     def first_of(self, texts: Sequence[str]) -> Reading[str]:
         """The text that `one_of` reads, which stays unread. Raises `Mismatch`, `Cut`."""
         found = yield from self.one_of(texts)

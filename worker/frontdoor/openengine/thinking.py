@@ -27,7 +27,7 @@ class Thinking:
     begins_inside: bool = False
 
 
-_PLAIN, _MISTRAL = (Thinking(*tags) for tags in KNOWN_TAGS)
+_PLAIN, _MISTRAL = (Thinking(*tags) for tags in KNOWN_TAGS[:2])
 
 PARSERS: dict[str, Thinking] = {
     "basic": _PLAIN,

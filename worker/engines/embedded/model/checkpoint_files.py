@@ -13,7 +13,7 @@ from worker.errors import StartupError
 from worker.models.config_json import check_config, read_config, read_generation_config
 from worker.models.model_table import refusal_of
 from worker.models.problems import ModelFileError
-from worker.models.quantised import format_of
+from worker.models.quantization_config import quantization_of
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -36,11 +36,7 @@ def read_settings(directory: Path) -> dict[str, Any]:
     if reason is not None:
         raise StartupError(f"--model-path {directory}: config.json: {reason}")
     _told(directory, check_config, settings)
-    if settings.get("quantization_config") is not None and format_of(settings) is None:
-        raise StartupError(
-            f"--model-path {directory}: config.json: quantization_config: checkpoints that other programs quantised "
-            "are not served by the embedded engine"
-        )
+    _told(directory, quantization_of, settings)
     for key in ("rope_parameters", "rope_scaling"):
         length_dependent = _rope_types(settings.get(key) or {}) & _LENGTH_DEPENDENT_ROPE
         if length_dependent:

@@ -21,6 +21,7 @@ from worker.models.geometry import Geometry
 from worker.models.model_types import MODEL_TYPES
 from worker.models.problems import ModelFileError
 from worker.models.quantised import CODES, OFFSETS, SCALES, format_of
+from worker.models.quantization_config import quantization_of
 from worker.models.weight_files import WeightFiles
 
 UNREADABLE = (
@@ -52,15 +53,18 @@ def read_checked(directory: Path, settings: Mapping[str, Any], dtype: torch.dtyp
     """
     try:
         config = _configuration(directory)
+        quantization = quantization_of(settings)
+        if quantization is not None:
+            del config.quantization_config  # transformers would quantise its modules
         found = {name: getattr(config, name, None) for name in _FIELDS}
-        files = WeightFiles(directory, format_of(settings) is not None)
+        files = WeightFiles(directory, format_of(settings) is not None, quantization)
         geometry = None
         if settings["model_type"] in MODEL_TYPES:
             geometry = geometry_of(found, settings)
             files.check(geometry)
         else:
             check_bounds(found)
-        check_finite(files, files.tensors if geometry is None else files.names(geometry), dtype)
+        check_finite(files, files.plain if geometry is None else files.names(geometry), dtype)
     except ModelFileError as error:
         raise StartupError(f"--model-path {directory}: {error}") from None
     return config, geometry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from worker.engines.embedded.model.quantisation import (
 from worker.engines.embedded.model.tiling import GemmTiling, LayerShape
 from worker.engines.embedded.native import Gemm, PackedWeight
 
+logger = logging.getLogger(__name__)
+
 NUM_TRIAL_ROWS = 128
 """Rows of a trial that are made of a weight's own columns."""
 
@@ -30,10 +33,12 @@ class Projection:
     Attributes:
         weight: ``[N, K]``, of one layer or of several, one below the other.
         bias: ``[N]`` or None.
+        stored: See `Linear.stored`.
     """
 
     weight: torch.Tensor | PackedWeight | Quantised
     bias: torch.Tensor | None
+    stored: QuantisedWeight | None = None
 
     @classmethod
     def of(cls, *layers: torch.nn.Linear) -> Projection:
@@ -45,7 +50,8 @@ class Projection:
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         if biases and len(biases) != len(layers):
             raise ValueError("all layers must have a bias, or none")
-        return cls(_stacked([layer.weight for layer in layers]), torch.cat(biases) if biases else None)
+        stored = getattr(layers[0], "quantised", None) if len(layers) == 1 else None
+        return cls(_stacked([layer.weight for layer in layers]), torch.cat(biases) if biases else None, stored)
 
 
 class Linear(torch.nn.Module):
@@ -65,6 +71,7 @@ class Linear(torch.nn.Module):
         gemm: The GEMM backend, which holds the weight.
         tiling: Numbers of rows that `gemm` is called with.
         sample: Weights of the first columns, for the trial of tilings; None once it is settled.
+        stored: The weight as its checkpoint holds it quantised, which `pack` takes; None for none.
         num_bytes: Bytes of the weight.
     """
 
@@ -87,6 +94,7 @@ class Linear(torch.nn.Module):
         self._is_unrounded = is_unrounded
         self._is_quantisable = is_quantisable
         self.sample: torch.Tensor | None = None
+        self.stored: QuantisedWeight | None = None
         self.gemm: GemmBackend
         if isinstance(weight, torch.Tensor):
             self.dtype = weight.dtype
@@ -95,20 +103,22 @@ class Linear(torch.nn.Module):
     @classmethod
     def of(cls, projection: Projection, is_unrounded: bool = False, activation: str | None = None) -> Linear:
         """A layer that computes `projection`."""
-        return cls(projection.weight, projection.bias, is_unrounded, activation=activation)
+        layer = cls(projection.weight, projection.bias, is_unrounded, activation=activation)
+        layer.stored = projection.stored
+        return layer
 
     def pack(self, kernels: KernelBackend) -> None:
         """Choose the GEMM backend, which packs the weight; once."""
         if self._weight is None:
             raise RuntimeError("the layer is packed already")
-        weight = self._weight
+        weight = self._weight if self.stored is None else self.stored
         if isinstance(weight, torch.Tensor) and kernels.quantisation is not None and self._is_quantisable:
             weight = kernels.quantised(weight, self._is_unrounded)
-            self.num_bytes = weight.nbytes
+        self.num_bytes = weight.nbytes
         self.gemm = kernels.gemm(weight, self.bias, self._is_unrounded)
         if isinstance(weight, torch.Tensor) and not self.gemm.is_batch_invariant and weight.device.type == "cpu":
             self.sample = weight[:NUM_TRIAL_ROWS].clone()
-        self._weight = None
+        self._weight = self.stored = None
 
     @property
     def packed(self) -> Projection | None:
@@ -174,13 +184,21 @@ def fuse(*layers: torch.nn.Linear) -> Linear:
 
 
 def _stacked(weights: list[torch.Tensor | QuantisedWeight]) -> torch.Tensor | Quantised:
-    """The rows of all weights, which are quantised, or none of them is."""
+    """The rows of all weights, which stay quantised if all of them are."""
     if len(weights) == 1:
         return weights[0]
     quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
-    if quantised:
+    if len(quantised) == len(weights):
         return concatenated(quantised)
-    return torch.cat([weight.detach() for weight in weights if isinstance(weight, torch.Tensor)])
+    dense = [weight.detach() for weight in weights if isinstance(weight, torch.Tensor)]
+    if quantised:
+        logger.info("%d weights are dequantised: those of the same fused projection are not quantised", len(quantised))
+    return torch.cat(
+        [
+            weight.dequantised().to(dense[0].dtype) if isinstance(weight, QuantisedWeight) else weight.detach()
+            for weight in weights
+        ]
+    )
 
 
 def lm_head(projection: Projection) -> Linear:

@@ -29,6 +29,7 @@ from worker.models.geometry import Geometry
 from worker.models.model_table import LLAMA_LIKE
 from worker.models.problems import ModelFileError
 from worker.models.quantised import format_of
+from worker.models.quantization_config import quantization_of
 from worker.models.weight_files import INDEX, read_index
 
 logger = logging.getLogger(__name__)
@@ -73,17 +74,23 @@ def _load_model(config: EmbeddedConfig) -> HfModel:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(settings))
     quantisation = config.quantization if config.quantization in FORMATS else None
-    format = format_of(settings)
-    if format is not None and quantisation is not None:
+    third_party = quantization_of(settings)  # accepted by `read_settings`
+    format, is_kept = format_of(settings), True
+    if third_party is not None:
+        format, is_kept = third_party.name, third_party.is_kept
+        for note in third_party.notes:
+            logger.info("weights in %s: %s", format, note)
+    if format is not None and is_kept and quantisation is not None:
         reason = f"{directory} is quantised already ({format}); use auto or none"
         raise StartupError(f"--quantization {quantisation}: {reason}")
     rounds_rows = config.activation_dtype == "int8"
-    if rounds_rows and quantisation is None and (format is None or config.quantization == "none"):
+    if rounds_rows and quantisation is None and (format is None or not is_kept or config.quantization == "none"):
         raise StartupError("--activation-dtype int8 needs quantised weights: a quantised model, or --quantization int8")
     kernels = choose_kernels(config.kernels, device, dtype, quantisation, rounds_rows)
-    keeps = format is not None and config.quantization == "auto" and kernels.reads_quantised
-    if format is not None and config.quantization == "auto" and not keeps:
-        logger.info("weights in %s are dequantised: %s kernels do not read them", format, kernels.name)
+    keeps = format is not None and is_kept and config.quantization == "auto" and kernels.reads_quantised
+    if format is not None and config.quantization != "none" and not keeps:
+        reason = f"{kernels.name} kernels do not read them" if is_kept else "no kernels read them"
+        logger.info("weights in %s are dequantised: %s", format, reason)
     copy = None
     if copies is not None and _can_be_kept(directory, settings, kernels):
         copy = PackedCopy(copies, provenance, _name(dtype, kernels, keeps), _KINDS)
@@ -123,8 +130,15 @@ def _from_checkpoint(
 
     weights = kernels.quantisation
     quantised = None if format_of(settings) is None else checkpoint.QuantisedCheckpoint(directory, settings)
+    third_party = quantization_of(settings)
     config, geometry = read_checked(directory, settings, dtype)
-    if quantised is None:
+    if third_party is not None:
+        from worker.engines.embedded.model.third_party_checkpoint import ThirdPartyCheckpoint
+
+        source = ThirdPartyCheckpoint(directory, third_party)
+        network = source.network(config, dtype, keeps)
+        weights = third_party.name if source.num_kept else weights
+    elif quantised is None:
         network = checkpoint.load_network(directory, config, dtype)
     else:
         network = quantised.network(config, dtype, keeps)

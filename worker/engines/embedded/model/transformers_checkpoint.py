@@ -7,7 +7,7 @@ there is no packed copy alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,13 @@ from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.quantisation import QuantisedWeight
-from worker.engines.embedded.model.stored_weights import weights_in
+from worker.engines.embedded.model.stored_weights import Weight, weights_in
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.errors import StartupError, one_line
 from worker.models.config_json import CONFIG
 from worker.models.geometry import Geometry, GeometryError
 from worker.models.model_table import LLAMA_LIKE
+from worker.models.problems import ModelFileError
 from worker.models.quantised import format_of
 from worker.models.weight_files import WeightFiles
 
@@ -102,35 +103,44 @@ def packed(network: Any, kernels: KernelBackend, num_positions: int = 0) -> Netw
     return TransformersNetwork(network, kernels)
 
 
-def load_network(directory: Path, config: Any, dtype: torch.dtype) -> Any:
+def load_network(
+    directory: Path, config: Any, dtype: torch.dtype, weights: dict[str, torch.Tensor] | None = None
+) -> Any:
     """transformers' causal language model of a checkpoint that is not quantised, on the CPU.
 
     Args:
         directory: Directory of the checkpoint.
         config: Configuration from `checkpoint_gate.read_checked`.
         dtype: Data type of the weights.
+        weights: Weights by name, as if the checkpoint held them; None for those in its files.
 
     Raises:
         StartupError: it cannot be read or is incomplete.
     """
     loader: Any = AutoModelForCausalLM
+    source: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    named = {
+        "config": config,
+        "dtype": dtype,
+        "ignore_mismatched_sizes": True,  # told below, with their names
+        "output_loading_info": True,
+    }
     try:
-        network, report = loader.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # told below, with their names
-            output_loading_info=True,
-        )
+        if weights is None:
+            network, report = loader.from_pretrained(directory, **named, **source)
+        else:
+            with torch.device("meta"):
+                kind = type(loader.from_config(config, dtype=dtype))
+            network, report = kind.from_pretrained(None, state_dict=weights, **named)
     except UNREADABLE as error:
         raise StartupError(f"--model-path {directory}: cannot load it: {one_line(error)}") from error
     for problem in ("missing_keys", "mismatched_keys"):
         if report.get(problem):
             names = sorted(str(name) for name in report[problem])
             raise StartupError(f"--model-path {directory}: weights are incomplete, {problem}: {', '.join(names[:3])}")
+    for name in report["unexpected_keys"]:
+        if weights is not None and name.endswith(".bias") and weights[name].any():
+            raise StartupError(f"--model-path {directory}: tensor {name} has no place in the model")
     return network
 
 
@@ -169,44 +179,71 @@ class QuantisedCheckpoint:
         Raises:
             StartupError: it cannot be read or is incomplete.
         """
-        maker: Any = AutoModelForCausalLM
         if not llama_weights.serves(config):
             raise StartupError(
                 f"--model-path {self._directory}: config.json: quantization_config: a variant of its architecture "
                 "(hidden_act, partial_rotary_factor) that is not served from a quantised checkpoint"
             )
-        try:
-            with torch.device("meta"):
-                network = maker.from_config(config, dtype=dtype)
-            network.model.rotary_emb = type(network.model.rotary_emb)(config)
-            self._fill(network, _weights(WeightFiles(self._directory, is_quantised=True)), dtype, keeps_quantised)
-        except UNREADABLE as error:
-            raise StartupError(f"--model-path {self._directory}: cannot load it: {one_line(error)}") from error
-        if config.tie_word_embeddings:
-            _set_weight(network, "lm_head.weight", network.model.embed_tokens.weight)
-        missing = [name for name, value in network.named_parameters() if value.is_meta]
-        if missing:
-            names = ", ".join(sorted(missing)[:3])
-            raise StartupError(f"--model-path {self._directory}: weights are incomplete, missing_keys: {names}")
-        return network
+        weights = _weights(WeightFiles(self._directory, is_quantised=True))
+        return filled_network(self._directory, config, dtype, weights, keeps_quantised)
 
-    def _fill(
-        self,
-        network: Any,
-        weights: Iterable[tuple[str, torch.Tensor | QuantisedWeight]],
-        dtype: torch.dtype,
-        keeps: bool,
-    ) -> None:
+
+def filled_network(
+    directory: Path,
+    config: Any,
+    dtype: torch.dtype,
+    weights: Iterable[tuple[str, Weight]],
+    keeps: bool,
+    may_skip: Callable[[str, Weight], bool] = lambda name, weight: False,
+) -> Any:
+    """transformers' causal language model of the Llama family, on the CPU, with these weights.
+
+    Args:
+        directory: Directory of the checkpoint.
+        config: Configuration that `llama_weights.serves`.
+        dtype: Data type of all weights that are not quantised.
+        weights: Weights by name.
+        keeps: Whether quantised weights are a `QuantisedWeight` each, not dequantised.
+        may_skip: Whether a weight that has no place in the model may be left out.
+
+    Raises:
+        StartupError: they cannot be read, do not fit, or are incomplete.
+    """
+    maker: Any = AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            network = maker.from_config(config, dtype=dtype)
+        network.model.rotary_emb = type(network.model.rotary_emb)(config)
         shapes = {name: value.shape for name, value in network.named_parameters(remove_duplicate=False)}
-        for name, weight in weights:
-            if name not in shapes or weight.shape != shapes[name]:
-                raise ValueError(f"weight {name} of shape {list(weight.shape)} has no place in the model")
-            if isinstance(weight, QuantisedWeight) and not keeps:
-                weight = weight.dequantised()
-            _set_weight(network, name, weight.to(dtype) if isinstance(weight, torch.Tensor) else weight)
+        found = (each for each in weights if each[0] in shapes or not may_skip(*each))
+        _fill(network, shapes, found, dtype, keeps)
+    except (ModelFileError, *UNREADABLE) as error:
+        raise StartupError(f"--model-path {directory}: cannot load it: {one_line(error)}") from error
+    if config.tie_word_embeddings:
+        _set_weight(network, "lm_head.weight", network.model.embed_tokens.weight)
+    missing = [name for name, value in network.named_parameters() if value.is_meta]
+    if missing:
+        names = ", ".join(sorted(missing)[:3])
+        raise StartupError(f"--model-path {directory}: weights are incomplete, missing_keys: {names}")
+    return network
 
 
-def _set_weight(network: Any, name: str, weight: torch.Tensor | QuantisedWeight) -> None:
+def _fill(
+    network: Any,
+    shapes: Mapping[str, torch.Size],
+    weights: Iterable[tuple[str, Weight]],
+    dtype: torch.dtype,
+    keeps: bool,
+) -> None:
+    for name, weight in weights:
+        if name not in shapes or weight.shape != shapes[name]:
+            raise ValueError(f"weight {name} of shape {list(weight.shape)} has no place in the model")
+        if isinstance(weight, QuantisedWeight) and not keeps:
+            weight = weight.dequantised()
+        _set_weight(network, name, weight.to(dtype) if isinstance(weight, torch.Tensor) else weight)
+
+
+def _set_weight(network: Any, name: str, weight: Weight) -> None:
     parent, _, leaf = name.rpartition(".")
     module = network.get_submodule(parent)
     module.__dict__.pop(leaf, None)  # a file may hold a weight twice
@@ -217,6 +254,6 @@ def _set_weight(network: Any, name: str, weight: torch.Tensor | QuantisedWeight)
         setattr(module, leaf, weight)
 
 
-def _weights(files: WeightFiles) -> Iterable[tuple[str, torch.Tensor | QuantisedWeight]]:
+def _weights(files: WeightFiles) -> Iterable[tuple[str, Weight]]:
     for file in files.files:
         yield from weights_in(load_file(files.directory / file))
