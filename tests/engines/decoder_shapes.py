@@ -1,4 +1,4 @@
-"""Two odd shapes of every model type that transformers' own code computes, and checkpoints."""
+"""Two odd shapes of every model type that transformers' own code can compute, and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from worker.models.model_table import TABLE
 
-KINDS = tuple(row.name for row in TABLE.values() if row.network == "transformers")
+KINDS = tuple(row.name for row in TABLE.values() if row.network in ("native", "transformers"))
 """The model types."""
 
 SHAPES: tuple[dict[str, Any], ...] = (

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from worker.engines.embedded.model import llama_weights
 from worker.engines.embedded.model.checkpoint_files import eos_token_ids, undecodable_ids
 from worker.engines.embedded.model.checkpoint_gate import UNREADABLE
+from worker.engines.embedded.model.decoder import DecoderNetwork, decoder_network
 from worker.engines.embedded.model.hf_model import ModelFacts
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.llama import LlamaNetwork
@@ -57,7 +58,7 @@ def facts_of(
     Raises:
         StartupError: a file of the checkpoint cannot be read.
     """
-    generic = network if isinstance(network, TransformersNetwork) else None
+    generic = network if isinstance(network, (DecoderNetwork, TransformersNetwork)) else None
     if geometry is None:
         assert generic is not None, "the tensors of a Llama are known"
         geometry = _measured(generic, config, directory)
@@ -72,7 +73,7 @@ def facts_of(
     )
 
 
-def _measured(network: TransformersNetwork, config: Any, directory: Path) -> Geometry:
+def _measured(network: DecoderNetwork | TransformersNetwork, config: Any, directory: Path) -> Geometry:
     """The sizes that kernels are called with: what transformers' code calls attention with, and the
     LM head's. Raises `StartupError` for those that do not fit each other.
     """
@@ -99,7 +100,7 @@ def packed(network: Any, kernels: KernelBackend, num_positions: int = 0) -> Netw
     """
     if llama_weights.serves(network.config):
         return LlamaNetwork(LlamaWeights.of(network), kernels, num_positions)
-    return TransformersNetwork(network, kernels)
+    return decoder_network(network, kernels, num_positions) or TransformersNetwork(network, kernels)
 
 
 def load_network(directory: Path, config: Any, dtype: torch.dtype) -> Any:
