@@ -29,7 +29,7 @@ import numpy.typing as npt
 from worker.errors import StartupError
 from worker.models.architectures import Architecture
 from worker.models.beside import work_directory
-from worker.models.gguf_file import GgufError, GgufFile
+from worker.models.gguf_file import GgufError, GgufFile, parts_of
 from worker.models.gguf_weights import Weight
 from worker.models.model_table import LLAMA_LIKE
 from worker.models.numbers import BYTES, decoded, encoded
@@ -68,6 +68,11 @@ def find_gguf(path: Path) -> Path | None:
     if not path.is_dir() or (path / "config.json").exists():
         return None
     found = sorted(each for each in path.iterdir() if each.suffix.lower() == SUFFIX)
+    try:
+        if found and parts_of(found[0]) == found:
+            return found[0]
+    except GgufError:
+        pass  # the file itself says what is missing
     if len(found) > 1:
         names = ", ".join(each.name for each in found[:3])
         raise StartupError(f"--model-path {path}: it has {len(found)} GGUF files ({names}); name one of them")
@@ -83,7 +88,7 @@ def convert_gguf(path: Path, cache: Path, say: Say, keeps_blocks: bool = False) 
         StartupError: the file cannot be read or is not supported, or the cache cannot be written.
     """
     try:
-        return cached_checkpoint(_digest(path), path.stem, cache, say, lambda _: path, keeps_blocks)
+        return cached_checkpoint(_digest(parts_of(path)), path.stem, cache, say, lambda _: path, keeps_blocks)
     except GgufError as error:
         raise StartupError(f"--model-path {path}: {error}") from None
     except OSError as error:
@@ -169,6 +174,7 @@ def _stored(file: GgufFile, architecture: Architecture, kept: list[Weight]) -> I
 
 def _dense_parts(file: GgufFile, weight: Weight) -> Iterator[bytes]:
     for rows in file.rows(weight.tensor, weight.rows):
+        rows = rows - np.float32(1) if weight.has_one else rows
         values = encoded(rows, weight.dtype)
         if not np.isfinite(rows).all() or not np.isfinite(decoded(values)).all():
             raise GgufError(f"tensor {weight.tensor.name} holds a number that is infinite or not a number")
@@ -222,11 +228,15 @@ def _locked(path: Path, name: str, say: Say) -> Iterator[None]:
         yield
 
 
-def _digest(path: Path) -> str:
+def _digest(paths: list[Path]) -> str:
+    """Of all files, one after another; those that are not there are refused later, by name."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(_HASHED_AT_ONCE):
-            digest.update(part)
+    for path in paths:
+        if path is not paths[0] and not path.is_file():
+            continue
+        with path.open("rb") as file:
+            while part := file.read(_HASHED_AT_ONCE):
+                digest.update(part)
     return digest.hexdigest()
 
 

@@ -7,8 +7,9 @@ rows of queries and keys.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from gguf.constants import GGMLQuantizationType
 
 from worker.models.geometry import Geometry, Tensor
 from worker.models.gguf_file import GgufError, GgufFile, GgufTensor
+from worker.models.gguf_layouts import Layout
 from worker.models.model_types import ModelType
 from worker.models.numbers import are_exact
 
@@ -63,12 +65,14 @@ class Weight:
         shape: Shape of the weight.
         tensor: Tensor that holds its values.
         rows: Indices of its rows in the tensor, in order.
+        has_one: Whether the tensor holds the values plus 1.
     """
 
     name: str
     shape: tuple[int, ...]
     tensor: GgufTensor
     rows: npt.NDArray[np.int64]
+    has_one: bool = False
 
     @property
     def dtype(self) -> str:
@@ -76,9 +80,9 @@ class Weight:
         return _NUMBERS.get(self.tensor.kind, BLOCKS)
 
 
-def plain_dtype(file: GgufFile) -> str:
+def plain_dtype(file: GgufFile, adds_one: bool = False) -> str:
     """Data type of the model by default: the narrowest that holds all plain numbers of the file
-    exactly; `BLOCKS` where there are blocks.
+    exactly; `BLOCKS` where there are blocks. With `adds_one`, norms are stored with 1 added.
     """
     kinds = {tensor.kind for tensor in file.tensors.values()}
     if not kinds <= set(_NUMBERS):
@@ -87,14 +91,15 @@ def plain_dtype(file: GgufFile) -> str:
     if len(narrow) != 1:
         return "float32"
     dtype = _NUMBERS[narrow.pop()]
-    return dtype if all(_fits(file, tensor, dtype) for tensor in file.tensors.values()) else "float32"
+    return dtype if all(_fits(file, tensor, dtype, adds_one) for tensor in file.tensors.values()) else "float32"
 
 
-def _fits(file: GgufFile, tensor: GgufTensor, dtype: str) -> bool:
+def _fits(file: GgufFile, tensor: GgufTensor, dtype: str, adds_one: bool) -> bool:
     """Whether each value of a tensor is one of `dtype`, bit by bit."""
     if tensor.kind != GGMLQuantizationType.F32:
         return True
-    return all(are_exact(rows, dtype) for rows in file.rows(tensor, np.arange(tensor.num_rows)))
+    one = np.float32(adds_one and tensor.name.endswith("norm.weight"))
+    return all(are_exact(rows - one, dtype) for rows in file.rows(tensor, np.arange(tensor.num_rows)))
 
 
 def find_weights(file: GgufFile, kind: ModelType, geometry: Geometry) -> Iterator[Weight]:
@@ -116,6 +121,26 @@ def find_weights(file: GgufFile, kind: ModelType, geometry: Geometry) -> Iterato
         if kind.gguf_pairs_rows and theirs.endswith((".attn_q.weight", ".attn_k.weight")):
             rows = _unpermuted(rows, geometry.head_dim)
         yield Weight(ours.name, ours.shape, tensor, rows)
+
+
+def layout_weights(file: GgufFile, layout: Layout, config: Mapping[str, Any]) -> Iterator[Weight]:
+    """The weights of a model of `layout`, in the order of its layers.
+
+    Raises:
+        GgufError: a tensor is missing, or of another shape.
+    """
+    has_biases = layout.has_biases and bool(config["attention_bias"])
+    for ours, theirs, expert in layout.tensors(config, has_biases):
+        if expert is not None:
+            whole = _shaped(file, theirs, config["num_experts"], *ours.shape)
+            count = ours.shape[0]
+            yield Weight(ours.name, ours.shape, whole, np.arange(expert * count, (expert + 1) * count))
+            continue
+        tensor = _shaped(file, theirs, *ours.shape)
+        rows = np.arange(tensor.num_rows)
+        if layout.gguf_pairs_rows and theirs.endswith((".attn_q.weight", ".attn_k.weight")):
+            rows = _unpermuted(rows, config["head_dim"])
+        yield Weight(ours.name, ours.shape, tensor, rows, layout.adds_one and theirs.endswith("norm.weight"))
 
 
 def _expert(file: GgufFile, ours: Tensor, matched: re.Match[str], count: int) -> Weight:

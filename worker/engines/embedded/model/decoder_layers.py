@@ -1,8 +1,8 @@
 """Decoder layers of transformers' modules, as the native kernels compute them.
 
-What an architecture does otherwise than Llama is a field of `native.layers.DecoderLayer`. Most of it
-is told by a layer's modules; which norms it has where, how RoPE rotates and where a window is set is
-`TWISTS`. Every type in there is compared with transformers' own forward pass by the tests.
+What an architecture does otherwise than Llama is a field of `native.layers.DecoderLayer`. Most of
+it is told by a layer's modules; which norms it has where, how RoPE rotates and where a window is set
+is in `TWISTS`. Every type in there is compared with transformers' own forward pass by the tests.
 """
 
 from __future__ import annotations
