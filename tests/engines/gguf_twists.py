@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "olmo2": "olmo2",
     "olmoe": "olmoe",
     "phi3": "phi3",
+    "qwen3_moe": "qwen3moe",
     "smollm3": "smollm3",
 }
 """The file's architecture, by model type."""
@@ -34,6 +35,7 @@ _CHANGED: dict[str, dict[str, Any]] = {
     "gemma2": {"tie_word_embeddings": True},
     "gemma3_text": {"num_hidden_layers": 7, "rope_parameters": None},
     "mixtral": {"sliding_window": None},
+    "qwen3_moe": {"moe_intermediate_size": 64, "norm_topk_prob": True},
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4, "use_sliding_window": False},
 }
 """Settings that a file can tell: llama.cpp knows some by the architecture alone."""
@@ -71,6 +73,7 @@ def _metadata(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
         "rope.dimension_count": int(width * by_type.get("partial_rotary_factor", 1.0)),
         "attention.sliding_window": config.get("sliding_window") if arch in ("gemma2", "gemma3", "phi3") else None,
         "expert_count": config.get("num_local_experts") or config.get("num_experts"),
+        "expert_feed_forward_length": config.get("moe_intermediate_size") if arch == "qwen3moe" else None,
         "expert_used_count": config.get("num_experts_per_tok"),
         "attn_logit_softcapping": config.get("attn_logit_softcapping"),
         "final_logit_softcapping": config.get("final_logit_softcapping"),

@@ -31,19 +31,22 @@ from worker.models.architectures import Architecture
 from worker.models.beside import work_directory
 from worker.models.gguf_file import GgufError, GgufFile, parts_of
 from worker.models.gguf_weights import Weight
-from worker.models.model_table import LLAMA_LIKE
+from worker.models.model_table import KEEP_BLOCKS
 from worker.models.numbers import BYTES, decoded, encoded
 from worker.models.quantised import CODES, OFFSETS, READ, SCALES, Codes, quantization_config, unpack_blocks
 from worker.models.safetensors_file import Stored, write_safetensors
 from worker.models.tokenizer import GgufTokenizer
 
-FORMAT = 2
+FORMAT = 3
 """Part of a directory's name: raised when the same file would be written differently."""
 
 Say = Callable[[str], None]
 """Takes one line for the operator."""
 
 SUFFIX = ".gguf"
+ROUTER = ".mlp.gate.weight"
+"""End of the name of a router's weight, which is never quantised."""
+
 _CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _NUMPY_CODES = {"uint8": "U8", "int8": "I8", "float16": "F16", "float32": "F32"}
 _HASHED_AT_ONCE = 16 * 2**20
@@ -156,9 +159,10 @@ def write_checkpoint(source: Path, directory: Path, name: str, say: Say, keeps_b
 
 def _kept(architecture: Architecture) -> list[Weight]:
     """Weights that stay quantised."""
-    if architecture.config["model_type"] not in LLAMA_LIKE:
+    if architecture.config["model_type"] not in KEEP_BLOCKS:
         return []
-    return [each for each in architecture.weights if len(each.shape) == 2 and each.tensor.kind in READ]
+    matrices = (each for each in architecture.weights if len(each.shape) == 2 and each.tensor.kind in READ)
+    return [each for each in matrices if not each.name.endswith(ROUTER)]
 
 
 def _stored(file: GgufFile, architecture: Architecture, kept: list[Weight]) -> Iterator[Stored]:

@@ -1,8 +1,8 @@
 """Decoder layers of transformers' modules, as the native kernels compute them.
 
 What an architecture does otherwise than Llama is a field of `native.layers.DecoderLayer`. Most of
-it is told by a layer's modules; which norms it has where, how RoPE rotates and where a window is set
-is in `TWISTS`. Every type in there is compared with transformers' own forward pass by the tests.
+it is told by a layer's modules; `TWISTS` says which norms it has where, how RoPE rotates and where a
+window is set. Every type in there is compared with transformers' own forward pass by the tests.
 """
 
 from __future__ import annotations
@@ -262,6 +262,10 @@ def _experts(experts: Any) -> Iterator[_Mlp]:
         raise NotNative(f"experts gated by {gate_name}")
     activation = "clamped" if is_clamped else _activation(experts.act_fn)
     product = "mul_clamped" if is_clamped else "mul"
+    for expert in experts.__dict__.get("given", ()):  # of a quantised checkpoint
+        yield _Mlp(*(Linear(expert[part]) for part in ("gate", "up", "down")), activation, product)
+    if "given" in experts.__dict__:
+        return
     biases = (getattr(experts, "gate_up_proj_bias", None), getattr(experts, "down_proj_bias", None))
     for index in range(len(experts.gate_up_proj)):
         both, down = (getattr(experts, name)[index].detach() for name in ("gate_up_proj", "down_proj"))

@@ -25,12 +25,13 @@ from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.quantisation import QuantisedWeight
+from worker.engines.embedded.model.quantised_experts import join_experts, place_expert
 from worker.engines.embedded.model.stored_weights import weights_in
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.errors import StartupError, one_line
 from worker.models.config_json import CONFIG
 from worker.models.geometry import Geometry, GeometryError
-from worker.models.model_table import LLAMA_LIKE
+from worker.models.model_table import KEEP_BLOCKS, LLAMA_LIKE
 from worker.models.quantised import format_of
 from worker.models.weight_files import WeightFiles
 
@@ -150,10 +151,10 @@ class QuantisedCheckpoint:
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
-        if settings.get("model_type") not in LLAMA_LIKE:
+        if settings.get("model_type") not in KEEP_BLOCKS:
             raise StartupError(
                 f"--model-path {directory}: config.json: quantization_config: quantised checkpoints of model type "
-                f"{settings.get('model_type')!r} are not served, only of {', '.join(LLAMA_LIKE)}"
+                f"{settings.get('model_type')!r} are not served, only of {', '.join(KEEP_BLOCKS)}"
             )
         self.format = str(format_of(settings))
         self._directory = directory
@@ -171,7 +172,7 @@ class QuantisedCheckpoint:
             StartupError: it cannot be read or is incomplete.
         """
         maker: Any = AutoModelForCausalLM
-        if not llama_weights.serves(config):
+        if config.model_type in LLAMA_LIKE and not llama_weights.serves(config):
             raise StartupError(
                 f"--model-path {self._directory}: config.json: quantization_config: a variant of its architecture "
                 "(hidden_act, partial_rotary_factor) that is not served from a quantised checkpoint"
@@ -200,11 +201,14 @@ class QuantisedCheckpoint:
     ) -> None:
         shapes = {name: value.shape for name, value in network.named_parameters(remove_duplicate=False)}
         for name, weight in weights:
+            if place_expert(network, name, weight):
+                continue
             if name not in shapes or weight.shape != shapes[name]:
                 raise ValueError(f"weight {name} of shape {list(weight.shape)} has no place in the model")
             if isinstance(weight, QuantisedWeight) and not keeps:
                 weight = weight.dequantised()
             _set_weight(network, name, weight.to(dtype) if isinstance(weight, torch.Tensor) else weight)
+        join_experts(network, dtype, keeps)
 
 
 def _set_weight(network: Any, name: str, weight: torch.Tensor | QuantisedWeight) -> None:
