@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,14 @@ from worker.models.gguf_layouts import LAYOUTS, MIXTRAL
 from worker.models.quantised import format_of
 from worker.tiny_model import write_tiny_model
 
+KINDS = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0)
+
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def some(cases: Iterable[object], *in_ci: object) -> list[Any]:
+    """All cases, of which CI runs some."""
+    return [pytest.param(each, marks=() if each in in_ci else pytest.mark.campaign) for each in cases]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +50,7 @@ def test_every_layout_has_a_file() -> None:
     assert set(ARCHITECTURES) == {layout.name for layout in (*LAYOUTS.values(), MIXTRAL)} | {"qwen3_moe"}
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", some(ARCHITECTURES, "gemma3_text", "mixtral", "phi3"))
 def test_it_is_the_checkpoint_that_it_was_made_of(kind: str, tmp_path: Path, tiny: Path) -> None:
     network = write_checkpoint(tmp_path / "source", kind, tiny)
     checkpoint = converted(TwistedSource(tmp_path / "source"), tmp_path)
@@ -66,7 +74,7 @@ def test_it_is_the_checkpoint_that_it_was_made_of(kind: str, tmp_path: Path, tin
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", some(KINDS, KINDS[0]))
 def test_experts_keep_their_blocks(kind: GGMLQuantizationType, tmp_path: Path, tiny: Path) -> None:
     """The values, by native kernels on blocks and on the dequantised checkpoint, and the bits of a
     row in any batch.

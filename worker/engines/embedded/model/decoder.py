@@ -75,12 +75,11 @@ class DecoderNetwork(Network):
             self._layers.append(layer)
         network.lm_head = None
         self._head.pack(kernels)
-        scale = getattr(embedding, "embed_scale", None)
+        scale = getattr(embedding, "embed_scale", None)  # only Gemma's embeddings have it, rounded
         if scale is None:
-            scale = getattr(config, "embedding_multiplier", 1.0)
+            self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
         else:
-            scale = torch.as_tensor(scale).to(self._dtype)
-        self._embedding_scale = float(scale)
+            self._embedding_scale = float(torch.as_tensor(scale).to(self._dtype))
         self._embed = Embedding(embedding.weight, self._head, is_tied, self._dtype)
         self._logits_divisor = float(getattr(config, "logits_scaling", 1.0))
         self._logits_cap: float | None = getattr(config, "final_logit_softcapping", None)

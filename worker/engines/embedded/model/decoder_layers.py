@@ -1,14 +1,14 @@
 """Decoder layers of transformers' modules, as the native kernels compute them.
 
 What an architecture does otherwise than Llama is a field of `native.layers.DecoderLayer`. Most of
-it is told by a layer's modules; `TWISTS` says which norms it has where, how RoPE rotates and where a
-window is set. Every type in there is compared with transformers' own forward pass by the tests.
+it is told by a layer's modules; `TWISTS` says which norms it has where, how RoPE rotates and where
+a window is set. Every type in there is compared with transformers' own forward pass by the tests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -48,16 +48,16 @@ class Twists:
 
 
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
-_OLMO2 = {"norms": (None, None), "post_norms": _POST_NORMS}
-_GEMMA = {"norms": ("input_layernorm", "pre_feedforward_layernorm"), "window": "layer"}
+_NORMS_BEHIND = Twists(norms=(None, None), post_norms=_POST_NORMS)
+_GEMMA = Twists(norms=("input_layernorm", "pre_feedforward_layernorm"), window="layer")
 
 TWISTS: Mapping[str, Twists] = {
     "cwm": Twists(window="layer"),
     "ernie4_5": Twists(is_interleaved=True),
-    "exaone4": Twists(**_OLMO2, window="layer", rotates_windows_alone=True),  # type: ignore[arg-type]
+    "exaone4": replace(_NORMS_BEHIND, window="layer", rotates_windows_alone=True),
     "gemma": Twists(),
-    "gemma2": Twists(**_GEMMA, post_norms=_POST_NORMS),  # type: ignore[arg-type]
-    "gemma3_text": Twists(**_GEMMA, post_norms=_POST_NORMS),  # type: ignore[arg-type]
+    "gemma2": replace(_GEMMA, post_norms=_POST_NORMS),
+    "gemma3_text": replace(_GEMMA, post_norms=_POST_NORMS),
     "glm": Twists(is_interleaved=True),
     "glm4": Twists(post_norms=("post_self_attn_layernorm", "post_mlp_layernorm"), is_interleaved=True),
     "gpt_oss": Twists(window="layer", normalises=True),
@@ -69,8 +69,8 @@ TWISTS: Mapping[str, Twists] = {
     "ministral": Twists(window="layer"),
     "mistral": Twists(window="model"),
     "mixtral": Twists(window="model", normalises=True),
-    "olmo2": Twists(**_OLMO2),  # type: ignore[arg-type]
-    "olmo3": Twists(**_OLMO2, window="layer"),  # type: ignore[arg-type]
+    "olmo2": _NORMS_BEHIND,
+    "olmo3": replace(_NORMS_BEHIND, window="layer"),
     "olmoe": Twists(),
     "phi3": Twists(window="model"),
     "qwen2": Twists(window="layer"),
@@ -78,7 +78,7 @@ TWISTS: Mapping[str, Twists] = {
     "qwen3_moe": Twists(window="model"),
     "seed_oss": Twists(),
     "smollm3": Twists(window="layer"),
-    "vaultgemma": Twists(**_GEMMA),  # type: ignore[arg-type]
+    "vaultgemma": _GEMMA,
 }
 """Architectures by model type. Those of `LlamaNetwork` are computed by it but in variants that it
 does not know.
@@ -234,7 +234,9 @@ class _Mixture(torch.nn.Module):
         others = {name for name, _ in block.named_children()} - {"router", "gate", "experts"}
         if others:
             raise NotNative(f"a mixture with {', '.join(sorted(others))}")
-        self._router = Linear(router.weight, getattr(router, "bias", None), True, is_quantisable=False)
+        bias = getattr(router, "bias", None)  # clones: what is kept would keep the checkpoint mapped into memory
+        bias = None if bias is None else bias.detach().clone()
+        self._router = Linear(router.weight, bias, True, is_quantisable=False)
         self._top_k = int(router.top_k)
         self._normalises = twists.normalises or bool(config.norm_topk_prob)
         self._experts = torch.nn.ModuleList(_experts(block.experts))
@@ -263,16 +265,17 @@ def _experts(experts: Any) -> Iterator[_Mlp]:
     activation = "clamped" if is_clamped else _activation(experts.act_fn)
     product = "mul_clamped" if is_clamped else "mul"
     for expert in experts.__dict__.get("given", ()):  # of a quantised checkpoint
-        yield _Mlp(*(Linear(expert[part]) for part in ("gate", "up", "down")), activation, product)
+        gate, up, down = (Linear(expert[part]) for part in ("gate", "up", "down"))
+        yield _Mlp(gate, up, down, activation, product)
     if "given" in experts.__dict__:
         return
     biases = (getattr(experts, "gate_up_proj_bias", None), getattr(experts, "down_proj_bias", None))
     for index in range(len(experts.gate_up_proj)):
         both, down = (getattr(experts, name)[index].detach() for name in ("gate_up_proj", "down_proj"))
         both, down = (each.T if experts.is_transposed else each for each in (both, down))
-        both_bias, down_bias = (None if each is None else each[index].detach() for each in biases)
+        both_bias, down_bias = (None if each is None else each[index].detach().clone() for each in biases)
         parts = (slice(None, None, 2), slice(1, None, 2)) if not experts.is_concatenated else _halves(len(both))
-        gate, up = (Linear(both[part], None if both_bias is None else both_bias[part].contiguous()) for part in parts)
+        gate, up = (Linear(both[part], None if both_bias is None else both_bias[part].clone()) for part in parts)
         yield _Mlp(gate, up, Linear(down, down_bias), activation, product)
 
 
