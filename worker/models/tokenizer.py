@@ -52,19 +52,27 @@ class _Split:
 
 _LLAMA_3_SPLIT = _Split(_LLAMA_3, adds_bos=True, ignores_merges=True)
 _QWEN_2_SPLIT = _Split(_QWEN_2, is_composed=True)
+_SAME_WITHOUT_BOS = _Split(_LLAMA_3)
 SPLITS = {
+    "chatglm-bpe": _SAME_WITHOUT_BOS,
+    "dbrx": _SAME_WITHOUT_BOS,
     "deepseek-r1-qwen": _QWEN_2_SPLIT,
+    "glm4": _SAME_WITHOUT_BOS,
     "gpt-2": _Split(None),
     "llama-bpe": _LLAMA_3_SPLIT,
     "llama-v3": _LLAMA_3_SPLIT,
     "llama3": _LLAMA_3_SPLIT,
     "qwen2": _QWEN_2_SPLIT,
+    "refact": _Split(None, by_digit=True),
+    "smaug-bpe": _SAME_WITHOUT_BOS,
     "smollm": _Split(None, by_digit=True),
     "tekken": _Split(_TEKKEN, adds_bos=True, ignores_merges=True),
 }
 """Splits by ``tokenizer.ggml.pre``; regular expressions as in llama.cpp's ``llama-vocab.cpp``."""
 
-_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>")
+_END_TOKENS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>"),
+)
 """Control tokens that end an answer whatever the file calls its EOS, as in llama.cpp."""
 
 
