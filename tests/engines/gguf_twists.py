@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "glm4": "glm4",
+    "gpt_oss": "gpt-oss",
     "granite": "granite",
     "mixtral": "llama",
     "olmo2": "olmo2",
@@ -31,15 +32,20 @@ ARCHITECTURES = {
 }
 """The file's architecture, by model type."""
 
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_theta": 10000.0}
 _CHANGED: dict[str, dict[str, Any]] = {
     "gemma2": {"tie_word_embeddings": True},
     "gemma3_text": {"num_hidden_layers": 7, "rope_parameters": None},
+    "gpt_oss": {
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, **_YARN}
+    },
     "mixtral": {"sliding_window": None},
     "qwen3_moe": {"moe_intermediate_size": 64, "norm_topk_prob": True},
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4, "use_sliding_window": False},
 }
 """Settings that a file can tell: llama.cpp knows some by the architecture alone."""
 
+_WITH_WINDOWS = ("gemma2", "gemma3", "gpt-oss", "phi3")
 _EXPERT = re.compile(r"(model\.layers\.\d+\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_PARTS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
@@ -71,7 +77,10 @@ def _metadata(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
         "attention.value_length": width,
         "rope.freq_base": float(by_type["rope_theta"]),
         "rope.dimension_count": int(width * by_type.get("partial_rotary_factor", 1.0)),
-        "attention.sliding_window": config.get("sliding_window") if arch in ("gemma2", "gemma3", "phi3") else None,
+        "rope.scaling.type": "yarn" if by_type["rope_type"] == "yarn" else None,
+        "rope.scaling.factor": by_type.get("factor"),
+        "rope.scaling.original_context_length": by_type.get("original_max_position_embeddings"),
+        "attention.sliding_window": config.get("sliding_window") if arch in _WITH_WINDOWS else None,
         "expert_count": config.get("num_local_experts") or config.get("num_experts"),
         "expert_feed_forward_length": config.get("moe_intermediate_size") if arch == "qwen3moe" else None,
         "expert_used_count": config.get("num_experts_per_tok"),
@@ -108,7 +117,11 @@ class TwistedSource(Source):
                 layer = expert[1].replace("model.layers.", "blk.")
                 experts.setdefault(f"{layer}ffn_{_EXPERT_PARTS[expert[3]]}_exps.weight", []).append(value)
                 continue
+            if ".mlp.experts." in name:  # GPT-OSS: matrices of all experts, transposed, gates and up alternating
+                self._take_apart(name.replace("model.layers.", "blk."), value)
+                continue
             theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            theirs = f"{theirs}.weight" if name.endswith("sinks") else theirs
             assert theirs is not None, name
             if self.arch.startswith("gemma") and name.endswith("norm.weight"):
                 value = value + 1
@@ -117,6 +130,16 @@ class TwistedSource(Source):
             self.tensors[theirs] = value, kind if value.ndim > 1 else F32
         for theirs, each in experts.items():
             self.tensors[theirs] = np.stack(each), kind
+
+    def _take_apart(self, name: str, value: np.ndarray[Any, Any]) -> None:
+        layer, _, part = name.partition("mlp.experts.")
+        is_bias = part.endswith("_bias")
+        value = value if is_bias else value.swapaxes(1, 2)
+        for which, one in (
+            (("gate", value[:, ::2]), ("up", value[:, 1::2])) if "gate_up" in part else (("down", value),)
+        ):
+            stored = one, F32 if is_bias else self.kind
+            self.tensors[f"{layer}ffn_{which}_exps.{'bias' if is_bias else 'weight'}"] = stored
 
     def _architecture(self) -> dict[str, Any]:
         return {}

@@ -88,7 +88,10 @@ def odd_bos(text: str) -> Callable[[Source], None]:
         (metadata("split.count", 3), "split.count: it is one of 3 parts, and its name must end with -00001-of"),
         (metadata("general.alignment", 0), "general.alignment must be an integer of at least 1 and at"),
         (metadata("tokenizer.ggml.model", "bert"), "tokenizer.ggml.model 'bert' is not supported, only gpt2, llama"),
-        (metadata("tokenizer.ggml.pre", "viking"), "tokenizer.ggml.pre 'viking' is not supported, only chatglm-bpe, dbrx, d"),
+        (
+            metadata("tokenizer.ggml.pre", "viking"),
+            "tokenizer.ggml.pre 'viking' is not supported, only chatglm-bpe, dbrx, d",
+        ),
         (metadata("tokenizer.ggml.merges", None), "it lacks tokenizer.ggml.merges"),
         (metadata("tokenizer.ggml.merges", ["a"]), "tokenizer.ggml.merges: 'a' is not two pieces"),
         (metadata("tokenizer.ggml.merges", ["xyz qrs"]), "its tokenizer is damaged"),

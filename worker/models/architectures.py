@@ -94,6 +94,7 @@ class Architecture:
         self.config = self._config()
         self.weights = list(self._weights())
         known = {weight.tensor.name for weight in self.weights} | {ROPE_FREQUENCIES}
+        known |= {weight.beside.name for weight in self.weights if weight.beside is not None}
         unknown = sorted(set(file.tensors) - known)
         if unknown:
             raise GgufError(f"tensor {unknown[0]} has no place in architecture {self._name}")
@@ -184,6 +185,11 @@ class Architecture:
         if layout.is_mixture:
             used = self._integer("num_experts_per_tok")
             found |= {"num_experts": self._experts, "num_local_experts": self._experts, "num_experts_per_tok": used}
+        if layout.yarn:
+            scaling = config["rope_scaling"] or {"rope_type": "default"}
+            scaling |= layout.yarn if scaling["rope_type"] == "yarn" else {}
+            ropes = scaling | {"rope_theta": config["rope_theta"]}
+            found |= {"rope_parameters": ropes, "rope_scaling": None, "rope_theta": None}
         if layout.name == "gemma3_text":
             found |= self._gemma3_ropes(config, found.pop("rope_local_base_freq"))
         return found

@@ -177,8 +177,7 @@ def _stored(file: GgufFile, architecture: Architecture, kept: list[Weight]) -> I
 
 
 def _dense_parts(file: GgufFile, weight: Weight) -> Iterator[bytes]:
-    for rows in file.rows(weight.tensor, weight.rows):
-        rows = rows - np.float32(1) if weight.has_one else rows
+    for rows in weight.values(file):
         values = encoded(rows, weight.dtype)
         if not np.isfinite(rows).all() or not np.isfinite(decoded(values)).all():
             raise GgufError(f"tensor {weight.tensor.name} holds a number that is infinite or not a number")

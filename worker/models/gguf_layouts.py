@@ -5,7 +5,7 @@ what llama.cpp's converter calls them, and what it changes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from worker.models.geometry import Tensor
@@ -23,6 +23,28 @@ _GRANITE = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a weight in a file.
+
+    Attributes:
+        tensor: Name of the tensor.
+        expert: Expert whose rows it is; None for the whole tensor.
+        beside: Tensor whose rows, or elements of a bias, alternate with those of `tensor`.
+        turns: Whether the matrices of all experts are transposed.
+    """
+
+    tensor: str
+    expert: int | None = None
+    beside: str | None = None
+    turns: bool = False
+
+    def below(self, prefix: str) -> Place:
+        """The same of a layer."""
+        beside = None if self.beside is None else prefix + self.beside
+        return replace(self, tensor=prefix + self.tensor, beside=beside)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """An architecture, by its differences from Llama.
@@ -36,8 +58,11 @@ class Layout:
         is_fused: Whether queries, keys and values are one projection.
         has_fused_mlp: Whether gate and up projection are one, which the file calls ``ffn_up``.
         has_biases: Whether queries, keys and values may have biases; the file tells.
+        has_sinks: Whether query heads have sinks, and the output projection a bias with the others.
         experts: Prefix of the mixture in a layer of the checkpoint; None for an MLP. Its router is
-            ``gate``, its experts are ``experts.N.`` and `parts`.
+            ``gate``, its experts are ``experts.N.`` and `parts`; or, if `joins_experts`, those of
+            GPT-OSS, which are one tensor for each matrix, and have biases.
+        joins_experts: See `experts`.
         parts: Gate, up and down projection of an expert.
         gguf_pairs_rows: Whether rows of queries and keys that RoPE rotates together lie side by
             side in the file.
@@ -47,6 +72,7 @@ class Layout:
         integers: Other keys that are integers, the same.
         optional: Keys of `numbers` and `integers` that may be missing, and mean None.
         settings: Keys of ``config.json`` that the file does not tell.
+        yarn: Parameters of YaRN that the file does not tell.
     """
 
     name: str
@@ -56,7 +82,9 @@ class Layout:
     is_fused: bool = False
     has_fused_mlp: bool = False
     has_biases: bool = False
+    has_sinks: bool = False
     experts: str | None = None
+    joins_experts: bool = False
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     gguf_pairs_rows: bool = False
     adds_one: bool = False
@@ -65,6 +93,7 @@ class Layout:
     integers: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    yarn: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_mixture(self) -> bool:
@@ -92,61 +121,78 @@ class Layout:
             ]
         return found
 
-    def tensors(self, config: Mapping[str, Any], has_biases: bool) -> Iterator[tuple[Tensor, str, int | None]]:
-        """The tensors of a checkpoint with this ``config.json``; what the file calls each; and, of
-        an expert's, the expert.
+    def tensors(self, config: Mapping[str, Any], has_biases: bool) -> Iterator[tuple[Tensor, Place]]:
+        """The tensors of a checkpoint with this ``config.json``, and where the file has them.
 
         Args:
             config: ``config.json``.
             has_biases: Whether queries, keys and values have biases.
         """
         vocab_size, hidden = config["vocab_size"], config["hidden_size"]
-        yield Tensor("model.embed_tokens.weight", (vocab_size, hidden)), "token_embd.weight", None
+        yield Tensor("model.embed_tokens.weight", (vocab_size, hidden)), Place("token_embd.weight")
         for layer in range(config["num_hidden_layers"]):
             ours, theirs = f"model.layers.{layer}.", f"blk.{layer}."
-            for tensor, name, expert in self._layer(config, has_biases):
-                yield Tensor(ours + tensor.name, tensor.shape), theirs + name, expert
-        yield Tensor("model.norm.weight", (hidden,)), "output_norm.weight", None
+            for tensor, place in self._layer(config, has_biases):
+                yield Tensor(ours + tensor.name, tensor.shape), place.below(theirs)
+        yield Tensor("model.norm.weight", (hidden,)), Place("output_norm.weight")
         if not config["tie_word_embeddings"]:
-            yield Tensor("lm_head.weight", (vocab_size, hidden)), "output.weight", None
+            yield Tensor("lm_head.weight", (vocab_size, hidden)), Place("output.weight")
 
-    def _layer(self, config: Mapping[str, Any], has_biases: bool) -> Iterator[tuple[Tensor, str, int | None]]:
+    def _layer(self, config: Mapping[str, Any], has_biases: bool) -> Iterator[tuple[Tensor, Place]]:
         hidden, width = config["hidden_size"], config["head_dim"]
         queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
         for ours, theirs in self.norms:
-            yield Tensor(f"{ours}.weight", (hidden,)), f"{theirs}.weight", None
+            yield Tensor(f"{ours}.weight", (hidden,)), Place(f"{theirs}.weight")
         if self.is_fused:
-            yield Tensor("self_attn.qkv_proj.weight", (queries + 2 * keys, hidden)), "attn_qkv.weight", None
+            yield Tensor("self_attn.qkv_proj.weight", (queries + 2 * keys, hidden)), Place("attn_qkv.weight")
         else:
             for letter, rows in (("q", queries), ("k", keys), ("v", keys)):
-                yield Tensor(f"self_attn.{letter}_proj.weight", (rows, hidden)), f"attn_{letter}.weight", None
+                yield Tensor(f"self_attn.{letter}_proj.weight", (rows, hidden)), Place(f"attn_{letter}.weight")
                 if has_biases:
-                    yield Tensor(f"self_attn.{letter}_proj.bias", (rows,)), f"attn_{letter}.bias", None
-        yield Tensor("self_attn.o_proj.weight", (hidden, queries)), "attn_output.weight", None
+                    yield Tensor(f"self_attn.{letter}_proj.bias", (rows,)), Place(f"attn_{letter}.bias")
+        yield Tensor("self_attn.o_proj.weight", (hidden, queries)), Place("attn_output.weight")
+        if self.has_sinks:
+            yield Tensor("self_attn.o_proj.bias", (hidden,)), Place("attn_output.bias")
+            yield Tensor("self_attn.sinks", (config["num_attention_heads"],)), Place("attn_sinks.weight")
         if self.head_norms != "none":
             for letter, rows in (("q", queries), ("k", keys)):
                 size = rows if self.head_norms == "whole" else width
-                yield Tensor(f"self_attn.{letter}_norm.weight", (size,)), f"attn_{letter}_norm.weight", None
+                yield Tensor(f"self_attn.{letter}_norm.weight", (size,)), Place(f"attn_{letter}_norm.weight")
         yield from self._mlp(hidden, config)
 
-    def _mlp(self, hidden: int, config: Mapping[str, Any]) -> Iterator[tuple[Tensor, str, int | None]]:
+    def _mlp(self, hidden: int, config: Mapping[str, Any]) -> Iterator[tuple[Tensor, Place]]:
         inner = config["intermediate_size"]
         if self.has_fused_mlp:
-            yield Tensor("mlp.gate_up_proj.weight", (2 * inner, hidden)), "ffn_up.weight", None
-            yield Tensor("mlp.down_proj.weight", (hidden, inner)), "ffn_down.weight", None
+            yield Tensor("mlp.gate_up_proj.weight", (2 * inner, hidden)), Place("ffn_up.weight")
+            yield Tensor("mlp.down_proj.weight", (hidden, inner)), Place("ffn_down.weight")
             return
         shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
         names = ("gate", "up", "down")
         if self.experts is None:
             for name, shape in zip(names, shapes, strict=True):
-                yield Tensor(f"mlp.{name}_proj.weight", shape), f"ffn_{name}.weight", None
+                yield Tensor(f"mlp.{name}_proj.weight", shape), Place(f"ffn_{name}.weight")
             return
         count = config["num_experts"]
-        yield Tensor(f"{self.experts}.gate.weight", (count, hidden)), "ffn_gate_inp.weight", None
+        if self.joins_experts:
+            yield from _joined(count, hidden, inner)
+            return
+        yield Tensor(f"{self.experts}.gate.weight", (count, hidden)), Place("ffn_gate_inp.weight")
         for expert in range(count):
             for part, name, shape in zip(self.parts, names, shapes, strict=True):
                 ours = Tensor(f"{self.experts}.experts.{expert}.{part}.weight", shape)
-                yield ours, f"ffn_{name}_exps.weight", expert
+                yield ours, Place(f"ffn_{name}_exps.weight", expert)
+
+
+def _joined(count: int, hidden: int, inner: int) -> Iterator[tuple[Tensor, Place]]:
+    """The mixture of GPT-OSS."""
+    gate, up, down = (f"ffn_{part}_exps" for part in ("gate", "up", "down"))
+    yield Tensor("mlp.router.weight", (count, hidden)), Place("ffn_gate_inp.weight")
+    yield Tensor("mlp.router.bias", (count,)), Place("ffn_gate_inp.bias")
+    both = Place(f"{gate}.weight", beside=f"{up}.weight", turns=True)
+    yield Tensor("mlp.experts.gate_up_proj", (count, hidden, 2 * inner)), both
+    yield Tensor("mlp.experts.gate_up_proj_bias", (count, 2 * inner)), Place(f"{gate}.bias", beside=f"{up}.bias")
+    yield Tensor("mlp.experts.down_proj", (count, inner, hidden)), Place(f"{down}.weight", turns=True)
+    yield Tensor("mlp.experts.down_proj_bias", (count, hidden)), Place(f"{down}.bias")
 
 
 MIXTRAL = Layout(
@@ -197,6 +243,18 @@ LAYOUTS = {
         has_fused_mlp=True,
         has_biases=True,
         rotates_part=True,
+    ),
+    "gpt-oss": Layout(
+        name="gpt_oss",
+        class_name="GptOssForCausalLM",
+        norms=(NORMS[0], ("post_attention_layernorm", "post_attention_norm")),
+        has_biases=True,
+        has_sinks=True,
+        experts="mlp",
+        joins_experts=True,
+        integers={"sliding_window": "attention.sliding_window"},
+        settings={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        yarn={"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     ),
     "granite": Layout(name="granite", class_name="GraniteForCausalLM", gguf_pairs_rows=True, numbers=_GRANITE),
     "olmo2": Layout(name="olmo2", class_name="Olmo2ForCausalLM", norms=_NORMS_BEHIND, head_norms="whole"),

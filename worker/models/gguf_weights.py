@@ -66,6 +66,8 @@ class Weight:
         tensor: Tensor that holds its values.
         rows: Indices of its rows in the tensor, in order.
         has_one: Whether the tensor holds the values plus 1.
+        beside: Tensor whose rows alternate with those of `tensor`; None for none.
+        turns: Whether the weight holds matrices of all experts, which are transposed.
     """
 
     name: str
@@ -73,6 +75,22 @@ class Weight:
     tensor: GgufTensor
     rows: npt.NDArray[np.int64]
     has_one: bool = False
+    beside: GgufTensor | None = None
+    turns: bool = False
+
+    def values(self, file: GgufFile) -> Iterator[npt.NDArray[np.float32]]:
+        """Its values in order, some rows at a time."""
+        if self.beside is None and not self.turns:
+            for rows in file.rows(self.tensor, self.rows):
+                yield rows - np.float32(1) if self.has_one else rows
+            return
+        for matrix in np.split(self.rows, self.shape[0]):
+            found = np.concatenate(list(file.rows(self.tensor, matrix)))
+            if self.beside is not None:
+                other = np.concatenate(list(file.rows(self.beside, matrix)))
+                axis = 1 if self.turns else 2  # rows of a matrix, or elements of a bias
+                found = np.stack((found, other), axis).reshape(-1, found.shape[1] * (1 if self.turns else 2))
+            yield np.ascontiguousarray(found.T) if self.turns else found
 
     @property
     def dtype(self) -> str:
@@ -130,17 +148,23 @@ def layout_weights(file: GgufFile, layout: Layout, config: Mapping[str, Any]) ->
         GgufError: a tensor is missing, or of another shape.
     """
     has_biases = layout.has_biases and bool(config["attention_bias"])
-    for ours, theirs, expert in layout.tensors(config, has_biases):
-        if expert is not None:
-            whole = _shaped(file, theirs, config["num_experts"], *ours.shape)
-            count = ours.shape[0]
-            yield Weight(ours.name, ours.shape, whole, np.arange(expert * count, (expert + 1) * count))
+    for ours, place in layout.tensors(config, has_biases):
+        name, shape, count = place.tensor, ours.shape, ours.shape[0]
+        if place.expert is not None:
+            whole = _shaped(file, name, config["num_experts"], *shape)
+            yield Weight(ours.name, shape, whole, np.arange(place.expert * count, (place.expert + 1) * count))
             continue
-        tensor = _shaped(file, theirs, *ours.shape)
+        theirs = (shape[0], *reversed(shape[1:])) if place.turns else shape
+        if place.beside is not None:
+            columns = 1 if place.turns else len(theirs) - 1
+            theirs = (*theirs[:columns], theirs[columns] // 2, *theirs[columns + 1 :])
+        tensor = _shaped(file, name, *theirs)
         rows = np.arange(tensor.num_rows)
-        if layout.gguf_pairs_rows and theirs.endswith((".attn_q.weight", ".attn_k.weight")):
+        if layout.gguf_pairs_rows and name.endswith((".attn_q.weight", ".attn_k.weight")):
             rows = _unpermuted(rows, config["head_dim"])
-        yield Weight(ours.name, ours.shape, tensor, rows, layout.adds_one and theirs.endswith("norm.weight"))
+        beside = None if place.beside is None else _shaped(file, place.beside, *theirs)
+        has_one = layout.adds_one and name.endswith("norm.weight")
+        yield Weight(ours.name, shape, tensor, rows, has_one, beside, place.turns)
 
 
 def _expert(file: GgufFile, ours: Tensor, matched: re.Match[str], count: int) -> Weight:
