@@ -187,7 +187,7 @@ class Architecture:
             found |= {"num_experts": self._experts, "num_local_experts": self._experts, "num_experts_per_tok": used}
         if layout.yarn:
             scaling = config["rope_scaling"] or {"rope_type": "default"}
-            scaling |= layout.yarn if scaling["rope_type"] == "yarn" else {}
+            scaling = dict(scaling) | (dict(layout.yarn) if scaling["rope_type"] == "yarn" else {})
             ropes = scaling | {"rope_theta": config["rope_theta"]}
             found |= {"rope_parameters": ropes, "rope_scaling": None, "rope_theta": None}
         if layout.name == "gemma3_text":

@@ -4,6 +4,7 @@ data type, path of instructions and number of threads.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.model.decoder import DecoderNetwork
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
+from worker.errors import StartupError
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("one_thread")]
 
@@ -73,3 +75,16 @@ def test_what_kernels_lack_is_computed_by_transformers_code(tmp_path: Path, capl
     model = load_model(EmbeddedConfig(model_path=tmp_path, device="cpu", dtype="float32"))
     assert isinstance(model._network, TransformersNetwork)
     assert "the native kernels alone: experts clamped to 5.0 with a factor of 1.702" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("mixtral", {"num_experts_per_tok": 9}), ("glm4", {"partial_rotary_factor": 1.5})],
+)
+def test_sizes_that_do_not_fit_reach_no_kernel(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, kind, 0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"].pop("partial_rotary_factor", None)
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(StartupError, match="config"):
+        load_model(EmbeddedConfig(model_path=tmp_path, device="cpu", dtype="float32"))

@@ -155,6 +155,20 @@ class ModelLayer(torch.nn.Module):
         self._output = fuse(attention.o_proj)
         mlp = getattr(layer, "mlp", None) or layer.block_sparse_moe
         self._mlp = _Mixture(mlp, twists, config) if hasattr(mlp, "experts") else _Mlp.of(mlp)
+        self._check_sizes(2 * len(ropes.ropes[0].frequencies))
+
+    def _check_sizes(self, rotary: int) -> None:
+        """Raises `NotNative` unless all sizes fit each other: the kernels read what they say."""
+        hidden, width, heads, kv_heads = self._qkv.in_features, self.head_dim, self.heads, self.kv_heads
+        norms = [norm for norm in (*self._norms, *self._post_norms) if norm is not None]
+        of_heads = [None if norm is None else len(norm.weight) for norm in self._head_norms]
+        fits = self._qkv.out_features == (heads + 2 * kv_heads) * width and rotary <= width
+        fits = fits and (self._output.in_features, self._output.out_features) == (heads * width, hidden)
+        fits = fits and all(len(norm.weight) == hidden for norm in norms)
+        fits = fits and of_heads in ([None, None], [width, width], [heads * width, kv_heads * width])
+        fits = fits and (self.sinks is None or self.sinks.shape == (heads,))
+        if not (fits and self._mlp.fits(hidden)):
+            raise NotNative("weights that do not fit each other")
 
     def native(self) -> DecoderLayer | None:
         """This layer for `native.layers`; None if other kernels compute a part of it."""
@@ -216,6 +230,16 @@ class _Mlp(torch.nn.Module):
             raise NotNative("an MLP without a gate")
         return cls(gate, up, fuse(mlp.down_proj), activation)
 
+    def fits(self, hidden: int) -> bool:
+        """Whether its sizes fit each other, and hidden states of this width."""
+        shapes = {(each.out_features, each.in_features) for each in (self._gate, self._up)}
+        return shapes == {(self._down.in_features, hidden)} and self._down.out_features == hidden
+
+    @property
+    def inner(self) -> int:
+        """Width between its layers."""
+        return self._down.in_features
+
     def native(self) -> Mlp | None:
         """For `native.layers`."""
         parts = [layer.native_parts for layer in (self._gate, self._up, self._down)]
@@ -243,6 +267,13 @@ class _Mixture(torch.nn.Module):
         first = self._experts[0]
         assert isinstance(first, _Mlp)
         self.activation, self.product = first.activation, first.product
+
+    def fits(self, hidden: int) -> bool:
+        """See `_Mlp.fits`."""
+        experts = [each for each in self._experts if isinstance(each, _Mlp)]
+        fits = all(each.fits(hidden) for each in experts) and len({each.inner for each in experts}) == 1
+        router = self._router.out_features, self._router.in_features
+        return fits and router == (len(experts), hidden) and 1 <= self._top_k <= len(experts)
 
     def native(self) -> Mixture | None:
         """For `native.layers`."""
