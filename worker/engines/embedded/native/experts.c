@@ -59,10 +59,9 @@ choose(const void *arguments, int64_t first, int64_t stop)
         const float *x = m->numbers + token * count;
         int32_t *chosen = m->chosen + token * top_k;
         float *weights = m->weights + token * top_k;
-        for (int64_t found = 0; found < top_k; found++) { /* insertion into a list that is in descending order */
-            chosen[found] = -1;
-        }
-        for (int64_t expert = 0; expert < count; expert++) {
+        for (int64_t i = 0; i < top_k; i++)
+            chosen[i] = -1;
+        for (int64_t expert = 0; expert < count; expert++) { /* inserted into a list in descending order */
             int64_t place = top_k;
             while (place > 0 && (chosen[place - 1] < 0 || x[expert] > x[chosen[place - 1]]))
                 place--;
