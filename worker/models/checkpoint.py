@@ -232,7 +232,7 @@ def _locked(path: Path, name: str, say: Say) -> Iterator[None]:
 
 
 def _digest(paths: list[Path]) -> str:
-    """Of all files, one after another; those that are not there are refused later, by name."""
+    """SHA-256 of all files, one after another; missing ones are refused later, by name."""
     digest = hashlib.sha256()
     for path in paths:
         if path is not paths[0] and not path.is_file():

@@ -79,7 +79,7 @@ class Weight:
     turns: bool = False
 
     def values(self, file: GgufFile) -> Iterator[npt.NDArray[np.float32]]:
-        """Its values in order, some rows at a time."""
+        """The values of the weight in order, some rows at a time."""
         if self.beside is None and not self.turns:
             for rows in file.rows(self.tensor, self.rows):
                 yield rows - np.float32(1) if self.has_one else rows

@@ -102,7 +102,7 @@ class Ropes:
 
     @classmethod
     def of(cls, rotary: Any) -> Ropes:
-        """Those of transformers' module. Raises `NotNative` for one that depends on the text."""
+        """The RoPEs of transformers' module. Raises `NotNative` for one that depends on the text."""
         by_type = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
         ropes = []
         for layer_type, kind in by_type.items():
@@ -241,7 +241,7 @@ class _Mlp(torch.nn.Module):
         return self._down.in_features
 
     def native(self) -> Mlp | None:
-        """For `native.layers`."""
+        """The same for `native.layers`; None if other kernels compute a part of it."""
         parts = [layer.native_parts for layer in (self._gate, self._up, self._down)]
         if any(len(each) != 1 for each in parts):
             return None
@@ -276,7 +276,7 @@ class _Mixture(torch.nn.Module):
         return fits and router == (len(experts), hidden) and 1 <= self._top_k <= len(experts)
 
     def native(self) -> Mixture | None:
-        """For `native.layers`."""
+        """The same for `native.layers`; None if other kernels compute a part of it."""
         router = self._router.native_parts
         experts = [each.native() for each in self._experts if isinstance(each, _Mlp)]
         found = [each for each in experts if each is not None]
