@@ -102,7 +102,7 @@ class Ropes:
 
     @classmethod
     def of(cls, rotary: Any) -> Ropes:
-        """The RoPEs of transformers' module. Raises `NotNative` for one that depends on the text."""
+        """The RoPEs of transformers' module; raises `NotNative` if one depends on the text."""
         by_type = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
         ropes = []
         for layer_type, kind in by_type.items():
