@@ -1,4 +1,4 @@
-"""Two odd shapes of every model type that transformers' own code computes, and checkpoints."""
+"""Two odd shapes of every model type that transformers' own code can compute, and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from worker.models.model_table import TABLE
 
-KINDS = tuple(row.name for row in TABLE.values() if row.network == "transformers")
+KINDS = tuple(row.name for row in TABLE.values() if row.network in ("native", "transformers"))
 """The model types."""
 
 SHAPES: tuple[dict[str, Any], ...] = (
@@ -59,10 +59,14 @@ _ALSO: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 3.0,
     },
     "granite_swa": {"attention_multiplier": 0.1, "embedding_multiplier": 2.0},
+    "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True},
     "granitemoe": {"attention_multiplier": 0.1},
     "granitemoe_swa": {"attention_multiplier": 0.1},
     "granitemoeshared": {"attention_multiplier": 0.1, "shared_intermediate_size": 48},
 }
+_ALTERNATING = ("cwm", "exaone4", "gemma3_text", "ministral", "olmo3", "smollm3")
+"""Types whose layers would all be of one kind: so few of them are the first ones alone."""
+
 _SCALED_EMBEDDINGS = ("biogpt", "gemma", "gemma2", "gemma3_text", "vaultgemma")
 """Types whose random networks would answer one token again and again if they were tied."""
 
@@ -80,6 +84,9 @@ def settings(kind: str, shape: int) -> dict[str, Any]:
         found |= {"num_key_value_heads": found["num_attention_heads"], "head_dim": found["qk_rope_head_dim"]}
     if kind in _SCALED_EMBEDDINGS:
         found["tie_word_embeddings"] = False
+    if kind in _ALTERNATING:
+        kinds = ["sliding_attention", "full_attention"] * found["num_hidden_layers"]
+        found["layer_types"] = kinds[: found["num_hidden_layers"]]
     if kind == "diffllama":
         found["num_key_value_heads"] = 2  # of which it makes pairs
     if kind in _DERIVED_HEADS:

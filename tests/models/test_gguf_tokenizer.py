@@ -90,8 +90,9 @@ def test_splits_differ() -> None:
     """Each name has an effect of its own on digits."""
     metadata = metadata_of(byte_level(STEPS["gpt-2"]), add_bos_token=False)  # type: ignore[arg-type]
     counts = {name: len(loaded(metadata | {"tokenizer.ggml.pre": name}).encode("1234").ids) for name in SPLITS}
-    assert counts["smollm"] == counts["qwen2"] == counts["tekken"] == 4
+    assert {counts[name] for name in ("smollm", "refact", "qwen2", "tekken")} == {4}
     assert counts["gpt-2"] < counts["llama-bpe"] < 4
+    assert {counts[name] for name in ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe", "gpt-4o")} == {counts["llama-bpe"]}
 
 
 @pytest.mark.parametrize("name", sorted(set(SPLITS) & set(GGUF_PRE_TOKENIZER_SPLITS)))
@@ -175,3 +176,15 @@ def test_a_long_token_takes_linear_time() -> None:
     assert list(splits([long, "a", "b", "ab", long[:-1]])) == [(long, long[:-1], "b"), ("ab", "a", "b")]
     with pytest.raises(GgufError, match="absurdly many ways"):
         list(splits(["a" * number for number in range(1, 2000)]))
+
+
+def test_tokens_that_end_an_answer_whatever_its_eos() -> None:
+    metadata = metadata_of(byte_level(STEPS["gpt-2"]), pre="gpt-2")  # type: ignore[arg-type]
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    first = len(tokens)
+    tokens += ["<|return|>", "<|call|>", "<end_of_turn>"]
+    kinds += [3, 3, 3]
+    metadata["tokenizer.ggml.eos_token_id"] = first
+    assert GgufTokenizer(metadata).special_ids["eos_token_id"] == [first, first + 1]
+    tokens[first + 1] = "<|other|>"  # not GPT-OSS's, in whose answers <|end|> is the end of a part
+    assert GgufTokenizer(metadata).special_ids["eos_token_id"] == [SPECIAL.index("<|end|>"), first, first + 2]

@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model import load_model
+from worker.engines.embedded.model.decoder_layers import TWISTS
 from worker.errors import StartupError
 from worker.models.model_table import LLAMA_LIKE, SERVED, TABLE, markdown
 from worker.models.model_types import MODEL_TYPES
@@ -22,6 +23,7 @@ def test_every_causal_model_of_transformers_has_a_row() -> None:
     assert all(row.refused or row.network for row in TABLE.values())
     assert len(SERVED) >= 80
     assert set(LLAMA_LIKE) < set(MODEL_TYPES) < set(SERVED)
+    assert {row.name for row in TABLE.values() if row.network in ("llama", "native")} == set(TWISTS)
 
 
 def test_the_documentation_has_this_table() -> None:

@@ -7,14 +7,16 @@ would change the answers in silence.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from worker.models.geometry import BOUNDS, Geometry, GeometryError
 from worker.models.gguf_file import GgufError, GgufFile
-from worker.models.gguf_weights import ROPE_FREQUENCIES, find_weights, plain_dtype
-from worker.models.model_types import GGUF_TYPES
+from worker.models.gguf_layouts import LAYOUTS, MIXTRAL, Layout
+from worker.models.gguf_weights import ROPE_FREQUENCIES, Weight, find_weights, layout_weights, plain_dtype
+from worker.models.model_types import GGUF_TYPES, ModelType
 
 _KEYS = {
     "attention.head_count",
@@ -58,6 +60,11 @@ _LOW_FREQUENCY_FACTOR, _HIGH_FREQUENCY_FACTOR, _ORIGINAL_CONTEXT = 1.0, 4.0, 819
 """Constants of every Llama 3.1, 3.2 and 3.3; the file has only the factors that follow."""
 
 
+def _short(value: float) -> float:
+    """The shortest decimal number that float32 holds as `value`."""
+    return float(str(np.float32(value)))
+
+
 class Architecture:
     """A file's model. Raises `GgufError` if its architecture is not supported.
 
@@ -72,36 +79,47 @@ class Architecture:
     def __init__(self, file: GgufFile) -> None:
         self._file = file
         self._metadata = file.metadata
-        self._name = file.metadata.one_of("general.architecture", GGUF_TYPES)
-        self._kind = GGUF_TYPES[self._name]
+        self._name = file.metadata.one_of("general.architecture", (*GGUF_TYPES, *LAYOUTS))
+        self._experts = file.metadata.integer(f"{self._name}.expert_count", 0, *BOUNDS["num_experts"])
+        self._kind: ModelType | Layout
+        self._kind = LAYOUTS.get(self._name) or GGUF_TYPES[self._name]
+        if self._name == "llama" and self._experts:
+            self._kind = MIXTRAL
+        self._layout = self._kind if isinstance(self._kind, Layout) else None
         self._refuse_unknown_keys()
         self._hidden = self._integer("hidden_size")
         self._heads = self._integer("num_attention_heads")
         self._head_dim = self._integer("head_dim", self._hidden // self._heads)
-        self._experts = self._integer("num_experts", 0)
         self._refuse_variants()
         self.config = self._config()
-        self.weights = list(find_weights(file, self._kind, self._geometry()))
+        self.weights = list(self._weights())
         known = {weight.tensor.name for weight in self.weights} | {ROPE_FREQUENCIES}
+        known |= {weight.beside.name for weight in self.weights if weight.beside is not None}
         unknown = sorted(set(file.tensors) - known)
         if unknown:
             raise GgufError(f"tensor {unknown[0]} has no place in architecture {self._name}")
 
     def _refuse_unknown_keys(self) -> None:
         prefix = f"{self._name}."
+        known = _KEYS if self._layout is None else _KEYS | self._layout.keys
         for key in self._file.metadata:
-            if key.startswith(prefix) and key.removeprefix(prefix) not in _KEYS:
+            if key.startswith(prefix) and key.removeprefix(prefix) not in known:
                 raise GgufError(f"{key} is not supported")
-        parts = self._metadata.integer("split.count", 1, least=0)
-        if parts not in (0, 1):
-            raise GgufError(f"split.count: it is one of {parts} parts; join them with llama-gguf-split")
 
     def _refuse_variants(self) -> None:
-        for key in ("attention.value_length", "rope.dimension_count"):
+        rotates_part = self._layout is not None and self._layout.rotates_part
+        for key in ("attention.value_length", *(() if rotates_part else ("rope.dimension_count",))):
             if self._metadata.integer(f"{self._name}.{key}", self._head_dim) != self._head_dim:
                 raise GgufError(f"{self._name}.{key} other than the width of a head is not supported")
         if self._experts and not self._kind.is_mixture:
             raise GgufError(f"{self._name}.expert_count {self._experts} is not supported")
+
+    def _weights(self) -> Iterator[Weight]:
+        geometry = self._geometry()
+        if self._layout is None:
+            assert isinstance(self._kind, ModelType)
+            return find_weights(self._file, self._kind, geometry)
+        return layout_weights(self._file, self._layout, self.config)
 
     def _geometry(self) -> Geometry:
         try:
@@ -122,7 +140,7 @@ class Architecture:
         config = {
             "architectures": [self._kind.class_name],
             "model_type": self._kind.name,
-            "torch_dtype": plain_dtype(self._file),
+            "torch_dtype": plain_dtype(self._file, self._layout is not None and self._layout.adds_one),
             "vocab_size": self._file.tensor("token_embd.weight").shape[0],
             "hidden_size": self._hidden,
             "intermediate_size": self._integer("intermediate_size"),
@@ -139,12 +157,53 @@ class Architecture:
             "tie_word_embeddings": "output.weight" not in self._file.tensors,
             "use_cache": True,
         }
+        if self._layout is not None:
+            found = config | self._twists(self._layout, config)
+            return {key: value for key, value in found.items() if key not in ("rope_theta", "rope_scaling") or value}
         if self._kind.is_mixture:
             config["num_experts"] = self._integer("num_experts")
             config["num_experts_per_tok"] = self._integer("num_experts_per_tok")
             config["moe_intermediate_size"] = self._integer("moe_intermediate_size")
             config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         return config
+
+    def _twists(self, layout: Layout, config: dict[str, Any]) -> dict[str, Any]:
+        """The keys that the layout has beside `config`, that of Llama."""
+        found = layout.config(config)
+        for ours, theirs in layout.numbers.items():
+            found[ours] = None if self._lacks(layout, ours, theirs) else _short(self._number(theirs))
+        for ours, theirs in layout.integers.items():
+            lacks = self._lacks(layout, ours, theirs)
+            found[ours] = None if lacks else self._metadata.integer(f"{self._name}.{theirs}", most=2**31)
+        if layout.rotates_part:
+            rotated = self._metadata.integer(f"{self._name}.rope.dimension_count", self._head_dim)
+            if rotated > self._head_dim or rotated % 2:
+                raise GgufError(f"{self._name}.rope.dimension_count must be even and at most {self._head_dim}")
+            found["partial_rotary_factor"] = rotated / self._head_dim
+        if layout.has_biases:
+            found["attention_bias"] = "blk.0.attn_q.bias" in self._file.tensors
+        if layout.is_mixture:
+            used = self._integer("num_experts_per_tok")
+            found |= {"num_experts": self._experts, "num_local_experts": self._experts, "num_experts_per_tok": used}
+        if layout.yarn:
+            scaling = config["rope_scaling"] or {"rope_type": "default"}
+            scaling = dict(scaling) | (dict(layout.yarn) if scaling["rope_type"] == "yarn" else {})
+            ropes = scaling | {"rope_theta": config["rope_theta"]}
+            found |= {"rope_parameters": ropes, "rope_scaling": None, "rope_theta": None}
+        if layout.name == "gemma3_text":
+            found |= self._gemma3_ropes(config, found.pop("rope_local_base_freq"))
+        return found
+
+    def _lacks(self, layout: Layout, ours: str, theirs: str) -> bool:
+        return ours in layout.optional and f"{self._name}.{theirs}" not in self._metadata
+
+    def _gemma3_ropes(self, config: dict[str, Any], local_base: float | None) -> dict[str, Any]:
+        """RoPE by type of layer: its scaling is that of layers without a window."""
+        scaling = config["rope_scaling"] or {"rope_type": "default"}
+        local = {"rope_type": "default", "rope_theta": local_base or 10_000.0}
+        full = scaling | {"rope_theta": config["rope_theta"]}
+        ropes = {"full_attention": full, "sliding_attention": local}
+        return {"rope_parameters": ropes, "rope_scaling": None, "rope_theta": None}
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         if ROPE_FREQUENCIES in self._file.tensors:

@@ -29,21 +29,24 @@ import numpy.typing as npt
 from worker.errors import StartupError
 from worker.models.architectures import Architecture
 from worker.models.beside import work_directory
-from worker.models.gguf_file import GgufError, GgufFile
+from worker.models.gguf_file import GgufError, GgufFile, parts_of
 from worker.models.gguf_weights import Weight
-from worker.models.model_table import LLAMA_LIKE
+from worker.models.model_table import KEEP_BLOCKS
 from worker.models.numbers import BYTES, decoded, encoded
 from worker.models.quantised import CODES, OFFSETS, READ, SCALES, Codes, quantization_config, unpack_blocks
 from worker.models.safetensors_file import Stored, write_safetensors
 from worker.models.tokenizer import GgufTokenizer
 
-FORMAT = 2
+FORMAT = 3
 """Part of a directory's name: raised when the same file would be written differently."""
 
 Say = Callable[[str], None]
 """Takes one line for the operator."""
 
 SUFFIX = ".gguf"
+ROUTER = ".mlp.gate.weight"
+"""End of the name of a router's weight, which is never quantised."""
+
 _CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _NUMPY_CODES = {"uint8": "U8", "int8": "I8", "float16": "F16", "float32": "F32"}
 _HASHED_AT_ONCE = 16 * 2**20
@@ -68,6 +71,11 @@ def find_gguf(path: Path) -> Path | None:
     if not path.is_dir() or (path / "config.json").exists():
         return None
     found = sorted(each for each in path.iterdir() if each.suffix.lower() == SUFFIX)
+    try:
+        if found and parts_of(found[0]) == found:
+            return found[0]
+    except GgufError:
+        pass  # the file itself says what is missing
     if len(found) > 1:
         names = ", ".join(each.name for each in found[:3])
         raise StartupError(f"--model-path {path}: it has {len(found)} GGUF files ({names}); name one of them")
@@ -83,7 +91,7 @@ def convert_gguf(path: Path, cache: Path, say: Say, keeps_blocks: bool = False) 
         StartupError: the file cannot be read or is not supported, or the cache cannot be written.
     """
     try:
-        return cached_checkpoint(_digest(path), path.stem, cache, say, lambda _: path, keeps_blocks)
+        return cached_checkpoint(_digest(parts_of(path)), path.stem, cache, say, lambda _: path, keeps_blocks)
     except GgufError as error:
         raise StartupError(f"--model-path {path}: {error}") from None
     except OSError as error:
@@ -151,9 +159,10 @@ def write_checkpoint(source: Path, directory: Path, name: str, say: Say, keeps_b
 
 def _kept(architecture: Architecture) -> list[Weight]:
     """Weights that stay quantised."""
-    if architecture.config["model_type"] not in LLAMA_LIKE:
+    if architecture.config["model_type"] not in KEEP_BLOCKS:
         return []
-    return [each for each in architecture.weights if len(each.shape) == 2 and each.tensor.kind in READ]
+    matrices = (each for each in architecture.weights if len(each.shape) == 2 and each.tensor.kind in READ)
+    return [each for each in matrices if not each.name.endswith(ROUTER)]
 
 
 def _stored(file: GgufFile, architecture: Architecture, kept: list[Weight]) -> Iterator[Stored]:
@@ -168,7 +177,7 @@ def _stored(file: GgufFile, architecture: Architecture, kept: list[Weight]) -> I
 
 
 def _dense_parts(file: GgufFile, weight: Weight) -> Iterator[bytes]:
-    for rows in file.rows(weight.tensor, weight.rows):
+    for rows in weight.values(file):
         values = encoded(rows, weight.dtype)
         if not np.isfinite(rows).all() or not np.isfinite(decoded(values)).all():
             raise GgufError(f"tensor {weight.tensor.name} holds a number that is infinite or not a number")
@@ -222,11 +231,15 @@ def _locked(path: Path, name: str, say: Say) -> Iterator[None]:
         yield
 
 
-def _digest(path: Path) -> str:
+def _digest(paths: list[Path]) -> str:
+    """SHA-256 of all files, one after another; missing ones are refused later, by name."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(_HASHED_AT_ONCE):
-            digest.update(part)
+    for path in paths:
+        if path is not paths[0] and not path.is_file():
+            continue
+        with path.open("rb") as file:
+            while part := file.read(_HASHED_AT_ONCE):
+                digest.update(part)
     return digest.hexdigest()
 
 

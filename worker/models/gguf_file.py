@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ CHUNK_VALUES = 16 * 2**20
 """Values that are dequantised at a time."""
 
 _DEFAULT_ALIGNMENT = 32
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -140,12 +142,14 @@ class GgufTensor:
         shape: Rows first, as in torch.
         kind: Encoding of the values.
         start: First byte in the file.
+        part: Index of the file that has it, of a model in several.
     """
 
     name: str
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
     start: int
+    part: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -160,32 +164,58 @@ class GgufTensor:
 
 
 class GgufFile:
-    """An open GGUF file.
+    """An open GGUF file, or several that are parts of one model.
 
     Args:
-        path: The file.
+        path: The file; of several the first, whose name ends with ``-00001-of-00003.gguf``.
 
     Raises:
-        GgufError: it is no GGUF file, is cut off, or holds a type of tensor that cannot be read.
+        GgufError: it is no GGUF file, is cut off, lacks a part, or holds a type of tensor that
+            cannot be read.
         OSError: it cannot be opened.
 
     Attributes:
-        metadata: Metadata by key.
+        metadata: Metadata by key, of the first part.
         tensors: Tensors by name.
     """
 
     def __init__(self, path: Path) -> None:
+        self._data: list[mmap.mmap] = []
+        self.metadata, self.tensors = self._open(path)
+        count = self.metadata.integer("split.count", 1, least=0)
+        if count <= 1:
+            return
+        for part, each in enumerate(parts_of(path, count)[1:], 1):
+            if not each.is_file():
+                raise GgufError(f"split.count: it is one of {count} parts, and {each.name} is not beside it")
+            try:
+                metadata, tensors = self._open(each)
+                if (metadata.integer("split.count"), metadata.integer("split.no", least=0)) != (count, part):
+                    raise GgufError(f"split.no: it must be part {part} of {count}")
+                twice = sorted(set(tensors) & set(self.tensors))
+                if twice:
+                    raise GgufError(f"it holds tensor {shown(twice[0])}, as another part does")
+            except GgufError as error:
+                raise GgufError(f"{each.name}: {error}") from None
+            self.tensors |= tensors
+        expected = self.metadata.integer("split.tensors.count", len(self.tensors))
+        if len(self.tensors) != expected:
+            raise GgufError(f"split.tensors.count must be the {len(self.tensors)} tensors of all parts, got {expected}")
+
+    def _open(self, path: Path) -> tuple[Metadata, dict[str, GgufTensor]]:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise GgufError("not a GGUF file: it does not begin with GGUF")
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
-            self.metadata, self.tensors = _Header(self._data).read()
+            metadata, tensors = _Header(data, len(self._data)).read()
         except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
             raise GgufError(f"its header is damaged or cut off ({error})") from None
-        for tensor in self.tensors.values():
-            if tensor.start + tensor.num_rows * tensor.row_bytes > len(self._data):
+        for tensor in tensors.values():
+            if tensor.start + tensor.num_rows * tensor.row_bytes > len(data):
                 raise GgufError(f"it is cut off: tensor {tensor.name} lies beyond its end")
+        self._data.append(data)
+        return metadata, tensors
 
     def tensor(self, name: str) -> GgufTensor:
         """The tensor of that name. Raises `GgufError` if there is none."""
@@ -200,7 +230,9 @@ class GgufFile:
     def packed_rows(self, tensor: GgufTensor, rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.uint8]]:
         """`rows` in the file's own blocks, bytes ``[n, row_bytes]`` at a time."""
         size = tensor.num_rows * tensor.row_bytes
-        packed = np.frombuffer(self._data, np.uint8, size, tensor.start).reshape(tensor.num_rows, tensor.row_bytes)
+        packed = np.frombuffer(self._data[tensor.part], np.uint8, size, tensor.start).reshape(
+            tensor.num_rows, tensor.row_bytes
+        )
         step = max(1, CHUNK_VALUES // tensor.shape[-1])
         for first in range(0, len(rows), step):
             yield packed[rows[first : first + step]]
@@ -211,11 +243,34 @@ class GgufFile:
         return np.concatenate(list(self.rows(tensor, np.arange(tensor.num_rows)))).reshape(tensor.shape)
 
 
+def parts_of(path: Path, count: int | None = None) -> list[Path]:
+    """All parts of the model whose first part is `path`; itself alone if its name does not say so.
+
+    Args:
+        path: The file.
+        count: Parts that there are as the file says; None if it is not asked.
+
+    Raises:
+        GgufError: it is another part, or its name does not fit `count`.
+    """
+    named = _PART.fullmatch(path.name)
+    if named is None:
+        if count is not None:
+            raise GgufError(
+                f"split.count: it is one of {count} parts, and its name must end with -00001-of-{count:05}.gguf"
+            )
+        return [path]
+    number, total = int(named[2]), int(named[3])
+    if number != 1 or total != (count or total):
+        raise GgufError(f"split.count: name the first of its parts, {named[1]}-00001-of-{count or total:05}.gguf")
+    return [path.with_name(f"{named[1]}-{part:05}-of-{total:05}.gguf") for part in range(1, total + 1)]
+
+
 class _Header:
     """Reads from the beginning of the file on. Raises `struct.error` where it ends too early."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
+    def __init__(self, data: mmap.mmap, part: int) -> None:
+        self._data, self._part = data, part
         self._at = len(MAGIC)
 
     def read(self) -> tuple[Metadata, dict[str, GgufTensor]]:
@@ -236,7 +291,7 @@ class _Header:
         for name, shape, kind, offset in found:
             if name in tensors:
                 raise GgufError(f"it holds tensor {shown(name)} twice")
-            tensors[name] = GgufTensor(name, shape, _readable(name, shape, kind), base + offset)
+            tensors[name] = GgufTensor(name, shape, _readable(name, shape, kind), base + offset, self._part)
         return metadata, tensors
 
     def _count(self, what: str, most: int) -> int:

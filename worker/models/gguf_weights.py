@@ -7,8 +7,9 @@ rows of queries and keys.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from gguf.constants import GGMLQuantizationType
 
 from worker.models.geometry import Geometry, Tensor
 from worker.models.gguf_file import GgufError, GgufFile, GgufTensor
+from worker.models.gguf_layouts import Layout
 from worker.models.model_types import ModelType
 from worker.models.numbers import are_exact
 
@@ -63,12 +65,32 @@ class Weight:
         shape: Shape of the weight.
         tensor: Tensor that holds its values.
         rows: Indices of its rows in the tensor, in order.
+        has_one: Whether the tensor holds the values plus 1.
+        beside: Tensor whose rows alternate with those of `tensor`; None for none.
+        turns: Whether the weight holds matrices of all experts, which are transposed.
     """
 
     name: str
     shape: tuple[int, ...]
     tensor: GgufTensor
     rows: npt.NDArray[np.int64]
+    has_one: bool = False
+    beside: GgufTensor | None = None
+    turns: bool = False
+
+    def values(self, file: GgufFile) -> Iterator[npt.NDArray[np.float32]]:
+        """The values of the weight in order, some rows at a time."""
+        if self.beside is None and not self.turns:
+            for rows in file.rows(self.tensor, self.rows):
+                yield rows - np.float32(1) if self.has_one else rows
+            return
+        for matrix in np.split(self.rows, self.shape[0]):
+            found = np.concatenate(list(file.rows(self.tensor, matrix)))
+            if self.beside is not None:
+                other = np.concatenate(list(file.rows(self.beside, matrix)))
+                axis = 1 if self.turns else 2  # rows of a matrix, or elements of a bias
+                found = np.stack((found, other), axis).reshape(-1, found.shape[1] * (1 if self.turns else 2))
+            yield np.ascontiguousarray(found.T) if self.turns else found
 
     @property
     def dtype(self) -> str:
@@ -76,9 +98,9 @@ class Weight:
         return _NUMBERS.get(self.tensor.kind, BLOCKS)
 
 
-def plain_dtype(file: GgufFile) -> str:
+def plain_dtype(file: GgufFile, adds_one: bool = False) -> str:
     """Data type of the model by default: the narrowest that holds all plain numbers of the file
-    exactly; `BLOCKS` where there are blocks.
+    exactly; `BLOCKS` where there are blocks. With `adds_one`, norms are stored with 1 added.
     """
     kinds = {tensor.kind for tensor in file.tensors.values()}
     if not kinds <= set(_NUMBERS):
@@ -87,14 +109,15 @@ def plain_dtype(file: GgufFile) -> str:
     if len(narrow) != 1:
         return "float32"
     dtype = _NUMBERS[narrow.pop()]
-    return dtype if all(_fits(file, tensor, dtype) for tensor in file.tensors.values()) else "float32"
+    return dtype if all(_fits(file, tensor, dtype, adds_one) for tensor in file.tensors.values()) else "float32"
 
 
-def _fits(file: GgufFile, tensor: GgufTensor, dtype: str) -> bool:
+def _fits(file: GgufFile, tensor: GgufTensor, dtype: str, adds_one: bool) -> bool:
     """Whether each value of a tensor is one of `dtype`, bit by bit."""
     if tensor.kind != GGMLQuantizationType.F32:
         return True
-    return all(are_exact(rows, dtype) for rows in file.rows(tensor, np.arange(tensor.num_rows)))
+    one = np.float32(adds_one and tensor.name.endswith("norm.weight"))
+    return all(are_exact(rows - one, dtype) for rows in file.rows(tensor, np.arange(tensor.num_rows)))
 
 
 def find_weights(file: GgufFile, kind: ModelType, geometry: Geometry) -> Iterator[Weight]:
@@ -116,6 +139,32 @@ def find_weights(file: GgufFile, kind: ModelType, geometry: Geometry) -> Iterato
         if kind.gguf_pairs_rows and theirs.endswith((".attn_q.weight", ".attn_k.weight")):
             rows = _unpermuted(rows, geometry.head_dim)
         yield Weight(ours.name, ours.shape, tensor, rows)
+
+
+def layout_weights(file: GgufFile, layout: Layout, config: Mapping[str, Any]) -> Iterator[Weight]:
+    """The weights of a model of `layout`, in the order of its layers.
+
+    Raises:
+        GgufError: a tensor is missing, or of another shape.
+    """
+    has_biases = layout.has_biases and bool(config["attention_bias"])
+    for ours, place in layout.tensors(config, has_biases):
+        name, shape, count = place.tensor, ours.shape, ours.shape[0]
+        if place.expert is not None:
+            whole = _shaped(file, name, config["num_experts"], *shape)
+            yield Weight(ours.name, shape, whole, np.arange(place.expert * count, (place.expert + 1) * count))
+            continue
+        theirs = (shape[0], *reversed(shape[1:])) if place.turns else shape
+        if place.beside is not None:
+            columns = 1 if place.turns else len(theirs) - 1
+            theirs = (*theirs[:columns], theirs[columns] // 2, *theirs[columns + 1 :])
+        tensor = _shaped(file, name, *theirs)
+        rows = np.arange(tensor.num_rows)
+        if layout.gguf_pairs_rows and name.endswith((".attn_q.weight", ".attn_k.weight")):
+            rows = _unpermuted(rows, config["head_dim"])
+        beside = None if place.beside is None else _shaped(file, place.beside, *theirs)
+        has_one = layout.adds_one and name.endswith("norm.weight")
+        yield Weight(ours.name, shape, tensor, rows, has_one, beside, place.turns)
 
 
 def _expert(file: GgufFile, ours: Tensor, matched: re.Match[str], count: int) -> Weight:

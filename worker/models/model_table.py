@@ -8,13 +8,13 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from worker.models.problems import shown
 
 _FILE = Path(__file__).with_name("model_table.toml")
 
-Network = Literal["llama", "transformers"]
+Network = Literal["llama", "native", "transformers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,10 @@ class Row:
 
     Attributes:
         name: ``model_type`` of ``config.json``.
-        network: The network that computes it: ``llama`` (`LlamaNetwork`, with fused layers) or
-            ``transformers`` (`TransformersNetwork`); None if it is refused.
+        network: The network that computes it: ``llama`` (`LlamaNetwork`), ``native``
+            (`DecoderNetwork` where native kernels compute all of the model, else
+            `TransformersNetwork`) or ``transformers`` (`TransformersNetwork`); None if it is
+            refused.
         features: Parts of attention and layers that Llama's do not have.
         refused: The reason why it is not served; None if it is.
     """
@@ -38,8 +40,10 @@ class Row:
 def _read() -> Iterator[Row]:
     for name, found in tomllib.loads(_FILE.read_text(encoding="utf-8")).items():
         row = Row(name, found.get("network"), tuple(found.get("features", ())), found.get("refused"))
-        if (row.network in ("llama", "transformers")) == bool(row.refused):
-            raise ValueError(f"{_FILE.name}: {name} must have either network, llama or transformers, or refused")
+        if (row.network in get_args(Network)) == bool(row.refused):
+            raise ValueError(
+                f"{_FILE.name}: {name} must have either network, {', '.join(get_args(Network))}, or refused"
+            )
         yield row
 
 
@@ -51,6 +55,9 @@ SERVED = tuple(row.name for row in TABLE.values() if row.network is not None)
 
 LLAMA_LIKE = tuple(row.name for row in TABLE.values() if row.network == "llama")
 """Model types that `LlamaNetwork` computes."""
+
+KEEP_BLOCKS = (*LLAMA_LIKE, "qwen3_moe")
+"""Model types whose quantised checkpoints are served as they are."""
 
 
 def refusal_of(model_type: object) -> str | None:
@@ -65,10 +72,17 @@ def refusal_of(model_type: object) -> str | None:
 
 def markdown() -> str:
     """The table as docs/models.md has it."""
-    served = (f"| `{row.name}` | {', '.join(row.features)} |" for row in TABLE.values() if row.refused is None)
+    served = (
+        f"| `{row.name}` | {'transformers' if row.network == 'transformers' else 'native'} | "
+        f"{', '.join(row.features)} |"
+        for row in TABLE.values()
+        if row.refused is None
+    )
     reasons: dict[str, list[str]] = {}
     for row in TABLE.values():
         if row.refused is not None:
             reasons.setdefault(row.refused, []).append(f"`{row.name}`")
     refused = (f"| {reason} | {', '.join(names)} |" for reason, names in sorted(reasons.items()))
-    return "\n".join(("| served | |", "| --- | --- |", *served, "", "| refused for | |", "| --- | --- |", *refused))
+    return "\n".join(
+        ("| served | layers | |", "| --- | --- | --- |", *served, "", "| refused for | |", "| --- | --- |", *refused)
+    )

@@ -52,20 +52,38 @@ class _Split:
 
 _LLAMA_3_SPLIT = _Split(_LLAMA_3, adds_bos=True, ignores_merges=True)
 _QWEN_2_SPLIT = _Split(_QWEN_2, is_composed=True)
+_CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT_4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + _CASED + r"|[^\r\n\p{L}\p{N}]?"
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _CASED + r"|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SAME_WITHOUT_BOS = _Split(_LLAMA_3)
 SPLITS = {
+    "chatglm-bpe": _SAME_WITHOUT_BOS,
+    "dbrx": _SAME_WITHOUT_BOS,
     "deepseek-r1-qwen": _QWEN_2_SPLIT,
+    "glm4": _SAME_WITHOUT_BOS,
     "gpt-2": _Split(None),
+    "gpt-4o": _Split(_GPT_4O),
     "llama-bpe": _LLAMA_3_SPLIT,
     "llama-v3": _LLAMA_3_SPLIT,
     "llama3": _LLAMA_3_SPLIT,
     "qwen2": _QWEN_2_SPLIT,
+    "refact": _Split(None, by_digit=True),
+    "smaug-bpe": _SAME_WITHOUT_BOS,
     "smollm": _Split(None, by_digit=True),
     "tekken": _Split(_TEKKEN, adds_bos=True, ignores_merges=True),
 }
 """Splits by ``tokenizer.ggml.pre``; regular expressions as in llama.cpp's ``llama-vocab.cpp``."""
 
-_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>")
+_END_TOKENS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>"),
+)
 """Control tokens that end an answer whatever the file calls its EOS, as in llama.cpp."""
+
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
+"""The same of GPT-OSS, in whose answers ``<|end|>`` is the end of a part."""
 
 
 class GgufTokenizer:
@@ -199,7 +217,9 @@ class GgufTokenizer:
 
     def _special_ids(self) -> dict[str, Any]:
         ends = {self._id(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")} - {None}
-        ends |= {number for number in self._ids_of(_CONTROL) if self._tokens[number] in _END_TOKENS}
+        names = {self._tokens[number]: number for number in self._ids_of(_CONTROL)}
+        known = _HARMONY_ENDS if set(_HARMONY_ENDS) <= set(names) else _END_TOKENS
+        ends |= {number for name, number in names.items() if name in known}
         if not ends:
             raise GgufError("it names no token that ends an answer: tokenizer.ggml.eos_token_id")
         found = {"eos_token_id": sorted(number for number in ends if number is not None)}

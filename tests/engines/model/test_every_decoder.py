@@ -1,5 +1,5 @@
-"""Every decoder that transformers' own code computes: logits and greedy answers are transformers',
-and how a request ran changes no bit.
+"""Every decoder that transformers' own code can compute, by that code or by native kernels alone:
+logits and greedy answers are transformers', and how a request ran changes no bit.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache import budget as kv_budget
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.model.batch_packing import Batch
+from worker.engines.embedded.model.decoder import DecoderNetwork
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.engines.embedded.offline import Engine
 from worker.engines.embedded.plan import Plan, Request
@@ -26,8 +27,8 @@ from worker.sampling import SamplingParams
 
 LENGTHS = (1, 5, 33, 61)
 NEW_TOKENS = 16
-IN_CI = {("gpt_oss", 0), ("deepseek_v3", 1), ("gpt2", 1)}
-"""Sinks, windows and experts; MLA; LayerNorm and learned positions."""
+IN_CI = {("gpt_oss", 0), ("deepseek_v3", 1), ("gpt2", 1), ("glm4", 1)}
+"""Sinks, windows and experts; MLA; LayerNorm and learned positions; partial RoPE and four norms."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -103,6 +104,7 @@ def test_how_it_ran_changes_no_bit(kind: str, shape: int, tmp_path: Path) -> Non
         whole = last_logits(model)
         assert torch.equal(last_logits(model, (0, 7, 40, 41, 90))[-1:], whole), changes
     assert torch.equal(*decoded_with_the_kv_of(model, loaded(tmp_path, kernels="torch")))
+    torch.testing.assert_close(*decoded_with_the_kv_of(loaded(tmp_path), model), atol=2e-4, rtol=2e-4)
 
 
 def decoded_with_the_kv_of(prefill: HfModel, decode: HfModel) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,7 +120,7 @@ def decoded_with_the_kv_of(prefill: HfModel, decode: HfModel) -> tuple[torch.Ten
 @pytest.mark.parametrize(("kind", "shape"), [case for case in CASES if case.values[1] == 0])
 def test_the_table_names_what_its_attention_has(kind: str, shape: int, tmp_path: Path) -> None:
     write(tmp_path, kind, shape)
-    network = loaded(tmp_path)._network
+    network = loaded(tmp_path, kernels="torch")._network
     assert isinstance(network, TransformersNetwork)
     found = {
         "sliding window": network.has_windows,
@@ -129,4 +131,8 @@ def test_the_table_names_what_its_attention_has(kind: str, shape: int, tmp_path:
     for feature, has in found.items():
         assert (feature in features) >= has, feature  # a window may be of another shape than this one
     assert ("softcap" in features) == any(call.softcap is not None for call in network.calls)
-    assert settings(kind, shape)["max_position_embeddings"] == loaded(tmp_path).context_length
+    native = loaded(tmp_path)
+    assert settings(kind, shape)["max_position_embeddings"] == native.context_length
+    assert isinstance(native._network, DecoderNetwork) == (TABLE[kind].network == "native")
+    if isinstance(native._network, DecoderNetwork):
+        assert native._network.calls == network.calls

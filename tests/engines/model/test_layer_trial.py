@@ -12,9 +12,10 @@ import torch
 from random_checkpoints import MIXTURE, TYPES, write
 
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.model import HfModel, decoder, load_model
 from worker.engines.embedded.model.activations import name_of
 from worker.engines.embedded.model.batch_packing import Batch
+from worker.engines.embedded.model.decoder import DecoderNetwork
 from worker.engines.embedded.model.kernels import TORCH
 from worker.engines.embedded.model.layer_trial import LayerTrial, num_trial_pages, trial_ids
 from worker.engines.embedded.model.llama import LlamaNetwork, _RmsNorm
@@ -53,9 +54,10 @@ def depends_on_the_batch(compute: Callable[..., torch.Tensor]) -> Callable[..., 
         (("gemma2", TYPES["gemma2"]), Norm, "forward", "layer 0 has other bits in another batch"),
         (("gemma2", TYPES["gemma2"]), TransformersNetwork, "logits", "the LM head has other bits in another batch"),
         (("llama", {}), LlamaNetwork, "logits", "the LM head has other bits in another batch"),
+        (("gemma2", TYPES["gemma2"]), DecoderNetwork, "logits", "the LM head has other bits in another batch"),
         (ONE_DENSE, Experts, "forward", "layer 1 has other bits in another batch"),
     ],
-    ids=["mlp", "norm", "head", "llama's head", "experts"],
+    ids=["mlp", "norm", "head", "llama's head", "native head", "experts"],
 )
 @pytest.mark.native
 def test_what_depends_on_the_batch_is_not_called_exact(
@@ -68,6 +70,8 @@ def test_what_depends_on_the_batch_is_not_called_exact(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     write(tmp_path, *kind)
+    if owner is not DecoderNetwork:
+        monkeypatch.setattr(decoder, "TWISTS", {})
     assert loaded(tmp_path, "auto").numerics == "exact"
     monkeypatch.setattr(owner, name, depends_on_the_batch(getattr(owner, name)))
     with pytest.raises(StartupError, match=f"--numerics exact: {message}; use fast or auto"):

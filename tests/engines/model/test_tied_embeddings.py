@@ -176,7 +176,7 @@ def test_tied_embeddings_are_held_once(model_type: str) -> None:
         gc.collect()
         assert large_bytes(packed, weight.nbytes) == weight.nbytes * (1 if is_tied else 2)
         ids = torch.tensor([0, 4095, 77])
-        embed = packed._embed if isinstance(packed, LlamaNetwork) else packed._model.embed_tokens  # type: ignore[union-attr]
+        embed = packed._embed if isinstance(packed, LlamaNetwork) else packed.embedded
         assert torch.equal(embed(ids), weight[ids] * scale)  # type: ignore[operator]
 
 

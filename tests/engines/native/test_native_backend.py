@@ -32,7 +32,6 @@ from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.native import libraries
 from worker.engines.embedded.native.layers import DecoderLayers
 from worker.engines.embedded.step import make_stepper
-from worker.models.model_table import LLAMA_LIKE
 from worker.sampling import SamplingParams
 
 LENGTHS = (1, 5, 70, 300)
@@ -104,7 +103,7 @@ def test_native_tokens_are_those_of_the_torch_backend(
         assert answers(model, 90) == expected
         assert (model.kernels, model.made_by) == (f"native-{path}", "exact, native kernels")
         assert not model.wants_dense_kv
-        assert set(calls) == ({"linear", "rms_norm", "decoder_layers" if arch in LLAMA_LIKE else "attend"})
+        assert set(calls) == {"linear", "rms_norm", "decoder_layers"}
         calls.clear()
     assert answers(load(every_checkpoint[arch], "native"), 512) == expected
 

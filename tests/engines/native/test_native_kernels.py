@@ -218,7 +218,7 @@ def test_a_product_is_the_product(
     generator = torch.Generator().manual_seed(seed)
     x, weight = randn(dtype, generator, rows, 2 * inner), randn(dtype, generator, columns, 2 * inner)
     bias = randn(dtype, generator, columns) if has_bias else None
-    other = randn(dtype, generator, rows, columns) if then in ("add", "mul") else None
+    other = randn(dtype, generator, rows, columns) if then in native.WITH_OTHER else None
     with computing_with(threads):
         found = native.linear(x, packed(weight, bias), then, other)
     product = functional.linear(x.double(), weight.double(), bias.double() if bias is not None else None)
@@ -227,6 +227,8 @@ def test_a_product_is_the_product(
         **{name: lambda name=name: ACTIVATIONS[name](product) for name in ACTIVATIONS},
         "add": lambda: product + other.double(),
         "mul": lambda: product * other.double(),
+        "clamped": lambda: product.clamp(max=7.0) * torch.sigmoid(1.702 * product.clamp(max=7.0)),
+        "mul_clamped": lambda: (product.clamp(-7.0, 7.0) + 1.0) * other.double(),
     }[then]()
     # float32 sums of up to 4,200 terms of about 1, then one rounding
     scale = other.double().abs().clamp(min=1.0) if other is not None else 1.0

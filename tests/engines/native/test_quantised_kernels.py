@@ -127,7 +127,7 @@ def operands(
     columns, inner = weight.shape
     x = randn(generator, rows, inner)
     bias = randn(generator, columns) if has_bias else None
-    return x, bias, randn(generator, rows, columns) if then in ("add", "mul") else None
+    return x, bias, randn(generator, rows, columns) if then in native.WITH_OTHER else None
 
 
 @contextmanager

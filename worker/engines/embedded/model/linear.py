@@ -120,6 +120,10 @@ class Linear(torch.nn.Module):
             self.sample = weight[:NUM_TRIAL_ROWS].clone()
         self._weight = self.stored = None
 
+    def fits(self, kernels: KernelBackend) -> bool:
+        """Whether the first of the GEMM backends supports the weight; before `pack`."""
+        return isinstance(self._weight, Quantised) or kernels.gemms[0].supports(self._weight)
+
     @property
     def packed(self) -> Projection | None:
         """The packed weight, if the native kernels read it, and the bias."""

@@ -17,7 +17,7 @@ from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import Linear, lm_head, pack_all
 from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm
 from worker.engines.embedded.model.network import Network
-from worker.engines.embedded.native.layers import DecoderLayer, DecoderLayers
+from worker.engines.embedded.native.layers import DecoderLayer, DecoderLayers, Mlp
 
 _MOST_TABLES = 16 * 2**20
 """Bytes of cosines and sines that are kept."""
@@ -110,7 +110,7 @@ def _native_layers(modules: torch.nn.ModuleList) -> DecoderLayers | None:
     if len(found) < len(layers):
         return None
     attention = layers[0].attention
-    return DecoderLayers(found, attention.heads, attention.kv_heads)
+    return DecoderLayers(found, attention.heads, attention.kv_heads, layers[0].head_dim)
 
 
 class _RmsNorm:
@@ -125,7 +125,7 @@ class _RmsNorm:
 class _Layer(torch.nn.Module):
     def __init__(self, weights: LayerWeights, head_dim: int, kernels: KernelBackend) -> None:
         super().__init__()
-        self._head_dim = head_dim
+        self.head_dim = head_dim
         self.attention = weights.attention
         self._input_norm = _RmsNorm(weights.input_norm, kernels)
         self._mlp_norm = _RmsNorm(weights.mlp_norm, kernels)
@@ -150,17 +150,24 @@ class _Layer(torch.nn.Module):
         qkv = self._qkv.native_parts
         if not qkv or any(len(parts) != 1 for parts in one_part):
             return None
-        norms = [(each.norm.weight, each.norm.epsilon) for each in (self._input_norm, self._mlp_norm)]
-        attention = self.attention
+        attention, head_norms = self.attention, self.attention.head_norms
+        if head_norms is not None:
+            head_norms = head_norms[0].float(), head_norms[1].float(), head_norms[2]
+        output, gate, up, down = (parts[0] for parts in one_part)
         return DecoderLayer(
-            attention.index,
-            (norms[0], norms[1]),
-            *(attention.head_norms, attention.scale, attention.window, qkv),
-            *(parts[0] for parts in one_part),
+            index=attention.index,
+            norms=(self._input_norm.norm.weight.float(), self._mlp_norm.norm.weight.float()),
+            epsilon=self._input_norm.norm.epsilon,
+            head_norms=head_norms,
+            scale=attention.scale,
+            window=attention.window,
+            qkv=qkv,
+            output=output,
+            mlp=Mlp(gate, up, down),
         )
 
     def forward(self, hidden: torch.Tensor, rope: RopeTables, step: AttentionStep) -> torch.Tensor:
-        qkv = self._qkv(self._input_norm(hidden)).view(len(hidden), -1, self._head_dim)
+        qkv = self._qkv(self._input_norm(hidden)).view(len(hidden), -1, self.head_dim)
         attended = step.attend_qkv(self.attention, qkv, rope)
         hidden = self._output.add(attended.reshape(len(hidden), -1), hidden)
         normed = self._mlp_norm(hidden)

@@ -18,18 +18,20 @@ from transformers import AutoModelForCausalLM
 from worker.engines.embedded.model import llama_weights
 from worker.engines.embedded.model.checkpoint_files import eos_token_ids, undecodable_ids
 from worker.engines.embedded.model.checkpoint_gate import UNREADABLE
+from worker.engines.embedded.model.decoder import DecoderNetwork, decoder_network
 from worker.engines.embedded.model.hf_model import ModelFacts
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.quantisation import QuantisedWeight
+from worker.engines.embedded.model.quantised_experts import join_experts, place_expert
 from worker.engines.embedded.model.stored_weights import Weight, weights_in
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.errors import StartupError, one_line
 from worker.models.config_json import CONFIG
 from worker.models.geometry import Geometry, GeometryError
-from worker.models.model_table import LLAMA_LIKE
+from worker.models.model_table import KEEP_BLOCKS, LLAMA_LIKE
 from worker.models.problems import ModelFileError
 from worker.models.quantised import format_of
 from worker.models.weight_files import WeightFiles
@@ -58,7 +60,7 @@ def facts_of(
     Raises:
         StartupError: a file of the checkpoint cannot be read.
     """
-    generic = network if isinstance(network, TransformersNetwork) else None
+    generic = network if isinstance(network, (DecoderNetwork, TransformersNetwork)) else None
     if geometry is None:
         assert generic is not None, "the tensors of a Llama are known"
         geometry = _measured(generic, config, directory)
@@ -73,7 +75,7 @@ def facts_of(
     )
 
 
-def _measured(network: TransformersNetwork, config: Any, directory: Path) -> Geometry:
+def _measured(network: DecoderNetwork | TransformersNetwork, config: Any, directory: Path) -> Geometry:
     """The sizes that kernels are called with: what transformers' code calls attention with, and the
     LM head's. Raises `StartupError` for those that do not fit each other.
     """
@@ -100,7 +102,7 @@ def packed(network: Any, kernels: KernelBackend, num_positions: int = 0) -> Netw
     """
     if llama_weights.serves(network.config):
         return LlamaNetwork(LlamaWeights.of(network), kernels, num_positions)
-    return TransformersNetwork(network, kernels)
+    return decoder_network(network, kernels, num_positions) or TransformersNetwork(network, kernels)
 
 
 def load_network(
@@ -159,10 +161,10 @@ class QuantisedCheckpoint:
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
-        if settings.get("model_type") not in LLAMA_LIKE:
+        if settings.get("model_type") not in KEEP_BLOCKS:
             raise StartupError(
                 f"--model-path {directory}: config.json: quantization_config: quantised checkpoints of model type "
-                f"{settings.get('model_type')!r} are not served, only of {', '.join(LLAMA_LIKE)}"
+                f"{settings.get('model_type')!r} are not served, only of {', '.join(KEEP_BLOCKS)}"
             )
         self.format = str(format_of(settings))
         self._directory = directory
@@ -179,7 +181,7 @@ class QuantisedCheckpoint:
         Raises:
             StartupError: it cannot be read or is incomplete.
         """
-        if not llama_weights.serves(config):
+        if config.model_type in LLAMA_LIKE and not llama_weights.serves(config):
             raise StartupError(
                 f"--model-path {self._directory}: config.json: quantization_config: a variant of its architecture "
                 "(hidden_act, partial_rotary_factor) that is not served from a quantised checkpoint"
@@ -236,11 +238,14 @@ def _fill(
     keeps: bool,
 ) -> None:
     for name, weight in weights:
+        if place_expert(network, name, weight):
+            continue
         if name not in shapes or weight.shape != shapes[name]:
             raise ValueError(f"weight {name} of shape {list(weight.shape)} has no place in the model")
         if isinstance(weight, QuantisedWeight) and not keeps:
             weight = weight.dequantised()
         _set_weight(network, name, weight.to(dtype) if isinstance(weight, torch.Tensor) else weight)
+    join_experts(network, dtype, keeps)
 
 
 def _set_weight(network: Any, name: str, weight: Weight) -> None:

@@ -21,13 +21,17 @@ class Norm(torch.nn.Module):
         weight: ``[K]``.
         epsilon: Epsilon.
         kernels: Backends, one of which computes it.
+
+    Attributes:
+        weight: The same, float32.
+        epsilon: The same.
     """
 
     def __init__(self, weight: torch.Tensor, epsilon: float, kernels: KernelBackend) -> None:
         super().__init__()
         self._kernel = kernels.rms_norm
-        self._epsilon = epsilon
-        self._weight = weight
+        self.epsilon = epsilon
+        self.weight = weight
 
     @classmethod
     def of(cls, norm: Any, kernels: KernelBackend) -> Norm | None:
@@ -46,7 +50,7 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., K]`` to the same."""
-        return self._kernel(x.float(), self._weight, self._epsilon).to(x.dtype)
+        return self._kernel(x.float(), self.weight, self.epsilon).to(x.dtype)
 
 
 def replace_norms(module: torch.nn.Module, kernels: KernelBackend) -> None:

@@ -41,11 +41,12 @@ typedef struct {
     FIELD(int32_t, is_bfloat16)    /* of a quantised weight: whether all else is bfloat16, not float32 */
 
 #define RMS_NORM(FIELD)                                                                                                \
-    FIELD(const element *, x) /* [rows, width] */                                                                      \
+    FIELD(const element *, x) /* [rows] with this stride, [width] */                                                   \
     FIELD(int64_t, rows)                                                                                               \
     FIELD(int64_t, width)                                                                                              \
-    FIELD(const element *, weight) /* [width] */                                                                       \
-    FIELD(element *, y)            /* [rows, width] */                                                                 \
+    FIELD(int64_t, stride)                                                                                             \
+    FIELD(const float *, weight) /* [width] */                                                                         \
+    FIELD(element *, y)          /* like x, and may be x */                                                            \
     FIELD(float, epsilon)
 
 /* RMSNorm per head, RoPE, and the writing of keys and values. */
@@ -55,10 +56,11 @@ typedef struct {
     FIELD(int64_t, heads)                                                                                              \
     FIELD(int64_t, kv_heads)                                                                                           \
     FIELD(int64_t, width)                                                                                              \
-    FIELD(const element *, cosine) /* [tokens, width], as is `sine` */                                                 \
+    FIELD(int64_t, rotary)         /* elements of a head that RoPE rotates, its first ones */                          \
+    FIELD(const element *, cosine) /* [tokens, rotary], as is `sine`; NULL for no RoPE */                              \
     FIELD(const element *, sine)                                                                                       \
-    FIELD(const element *, query_norm) /* [width] or NULL, as is `key_norm` */                                         \
-    FIELD(const element *, key_norm)                                                                                   \
+    FIELD(const float *, query_norm) /* [width] or NULL, as is `key_norm` */                                           \
+    FIELD(const float *, key_norm)                                                                                     \
     FIELD(element *, query) /* [tokens, heads, width] */                                                               \
     FIELD(char *, keys)     /* [pages, kv_heads, page_size, row of `kv_rows.h`], as are `values` */                    \
     FIELD(char *, values)                                                                                              \
@@ -66,7 +68,8 @@ typedef struct {
     FIELD(const int64_t *, pages) /* [tokens], the slot mapping, as are `slots` */                                     \
     FIELD(const int64_t *, slots)                                                                                      \
     FIELD(float, epsilon)                                                                                              \
-    FIELD(int32_t, is_int8) /* keys and values */
+    FIELD(int32_t, is_interleaved) /* whether RoPE rotates neighbours, not the elements of two halves */               \
+    FIELD(int32_t, is_int8)        /* keys and values */
 
 #define ATTENTION(FIELD)                                                                                               \
     FIELD(const element *, query) /* [tokens] with this stride, [kv_heads * group, width] */                           \
@@ -87,21 +90,40 @@ typedef struct {
     FIELD(int32_t, is_int8) /* keys and values */                                                                      \
     FIELD(const float *, sinks) /* [kv_heads * group], scores without a value, or NULL */
 
-/* A decoder layer of the Llama family. */
+/* A mixture of experts in place of a layer's MLP: those of the `top_k` greatest numbers of the router. */
+#define EXPERTS(FIELD)                                                                                                 \
+    FIELD(const gemm_t *, router)                                                                                      \
+    FIELD(const gemm_t *const *, gates) /* [count], as are `ups` and `downs` */                                        \
+    FIELD(const gemm_t *const *, ups)                                                                                  \
+    FIELD(const gemm_t *const *, downs)                                                                                \
+    FIELD(int64_t, count)                                                                                              \
+    FIELD(int64_t, top_k)                                                                                              \
+    FIELD(int32_t, normalises) /* whether the softmax is of a token's experts alone, not of all */
+
+/* A decoder layer: Llama's, and what other architectures do otherwise. */
 #define LAYER(FIELD)                                                                                                   \
-    FIELD(const element *, input_norm)                                                                                 \
-    FIELD(const element *, mlp_norm)                                                                                   \
-    FIELD(const element *, query_norm) /* NULL for none, as is `key_norm` */                                           \
-    FIELD(const element *, key_norm)                                                                                   \
-    FIELD(float, input_epsilon)                                                                                        \
-    FIELD(float, mlp_epsilon)                                                                                          \
-    FIELD(float, head_epsilon)                                                                                         \
-    FIELD(float, scale) /* of scores */                                                                                \
+    FIELD(const float *, input_norm) /* [hidden]; NULL for none, as are all norms */                                   \
+    FIELD(const float *, mlp_norm)                                                                                     \
+    FIELD(const float *, attention_post_norm) /* of what attention adds to the hidden states */                        \
+    FIELD(const float *, mlp_post_norm)                                                                                \
+    FIELD(const float *, query_norm) /* [width], or [heads * width] with `norms_whole`; as is `key_norm` */            \
+    FIELD(const float *, key_norm)                                                                                     \
+    FIELD(float, epsilon)      /* of the norms of hidden states */                                                     \
+    FIELD(float, head_epsilon) /* of the others */                                                                     \
+    FIELD(float, residual)     /* factor of what attention and MLP add */                                              \
+    FIELD(float, scale)        /* of scores */                                                                         \
+    FIELD(float, softcap)      /* of scores; 0 for none */                                                             \
+    FIELD(int32_t, norms_whole) /* whether a norm is of all heads of a token together */                               \
+    FIELD(int32_t, rope)       /* index of its RoPE; -1 for none */                                                    \
+    FIELD(int32_t, activation) /* an `epilogue_t`, of `gate` */                                                        \
+    FIELD(int32_t, product)    /* an `epilogue_t`, of `up`: MULTIPLY, or another with `gate` */                        \
     FIELD(int64_t, window)                                                                                             \
+    FIELD(const float *, sinks)       /* see `attention_t` */                                                          \
     FIELD(const gemm_t *, query_proj) /* the fused QKV projection; or a part, and the following the others */          \
     FIELD(const gemm_t *, key_proj)   /* NULL if the projection is one */                                              \
     FIELD(const gemm_t *, value_proj)                                                                                  \
     FIELD(const gemm_t *, output_proj)                                                                                 \
+    FIELD(const experts_t *, experts) /* NULL for the MLP of the following ones */                                     \
     FIELD(const gemm_t *, gate)                                                                                        \
     FIELD(const gemm_t *, up)                                                                                          \
     FIELD(const gemm_t *, down)                                                                                        \
@@ -115,7 +137,9 @@ typedef struct {
     FIELD(int64_t, heads)                                                                                              \
     FIELD(int64_t, kv_heads)                                                                                           \
     FIELD(int64_t, width)                                                                                              \
-    FIELD(const element *, cosine) /* [tokens, width], as is `sine` */                                                 \
+    FIELD(int64_t, rotary)         /* see `rotation_t`, as for `is_interleaved` */                                     \
+    FIELD(int64_t, inner)          /* columns of the widest gate, of an MLP or an expert */                            \
+    FIELD(const element *, cosine) /* [ropes, tokens, rotary], as is `sine` */                                         \
     FIELD(const element *, sine)                                                                                       \
     FIELD(const int64_t *, pages) /* [tokens], the slot mapping, as are `slots` */                                     \
     FIELD(const int64_t *, slots)                                                                                      \
@@ -124,7 +148,8 @@ typedef struct {
     FIELD(int64_t, num_tiles)                                                                                          \
     FIELD(int64_t, page_size)                                                                                          \
     FIELD(linear_kernel_t *, quantised) /* NULL if no weight is quantised */                                           \
-    FIELD(int32_t, is_int8)             /* keys and values */
+    FIELD(int32_t, is_interleaved)                                                                                     \
+    FIELD(int32_t, is_int8) /* keys and values */
 
 /* Rows of a quantised weight. */
 #define UNPACKING(FIELD)                                                                                               \
@@ -154,6 +179,7 @@ typedef int32_t linear_kernel_t(const linear_t *arguments, const threads_t *thre
 typedef struct { RMS_NORM(DECLARE) } rms_norm_t;
 typedef struct { ROTATION(DECLARE) } rotation_t;
 typedef struct { ATTENTION(DECLARE) } attention_t;
+typedef struct { EXPERTS(DECLARE) } experts_t;
 typedef struct { LAYER(DECLARE) } layer_t;
 typedef struct { STEP(DECLARE) } step_t;
 typedef struct { UNPACKING(DECLARE) } unpacking_t;
@@ -168,6 +194,7 @@ typedef struct { WEIGHING(DECLARE) } weighing_t;
     DESCRIBE("rms_norm", RMS_NORM)                                                                                     \
     DESCRIBE("rotation", ROTATION)                                                                                     \
     DESCRIBE("attention", ATTENTION)                                                                                   \
+    DESCRIBE("experts", EXPERTS)                                                                                       \
     DESCRIBE("layer", LAYER)                                                                                           \
     DESCRIBE("step", STEP)                                                                                             \
     DESCRIBE("unpacking", UNPACKING)                                                                                   \

@@ -64,6 +64,7 @@ def rotate_and_store(
     _, kv_heads, size, _ = keys.shape
     query = projections.qkv.new_empty(tokens, projections.heads, width)
     of_query, of_key, epsilon = projections.norms or (None, None, 0.0)
+    of_query, of_key = (None if each is None else each.float() for each in (of_query, of_key))
     kernels = library(query.dtype)
     arguments = kernels.rotation_t(
         qkv=projections.qkv.data_ptr(),
@@ -71,6 +72,7 @@ def rotate_and_store(
         heads=projections.heads,
         kv_heads=kv_heads,
         width=width,
+        rotary=width,
         cosine=projections.cosine.data_ptr(),
         sine=projections.sine.data_ptr(),
         query_norm=address(of_query),

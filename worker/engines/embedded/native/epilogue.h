@@ -9,12 +9,15 @@
 #define SQRT_HALF 0.707106781f
 #define TWICE_SQRT_2_PI 1.59576912f /* 2 * sqrt(2 / pi) */
 
-typedef enum { NOTHING, SILU, ADD, MULTIPLY, GELU, GELU_TANH, RELU } epilogue_t;
+#define CLAMPED_LIMIT 7.0f /* of GPT-OSS's gated MLP, as is the factor of its sigmoid */
+#define CLAMPED_ALPHA 1.702f
+
+typedef enum { NOTHING, SILU, ADD, MULTIPLY, GELU, GELU_TANH, RELU, CLAMPED, MULTIPLY_CLAMPED } epilogue_t;
 
 INLINED int
 takes_other(epilogue_t kind)
 {
-    return kind == ADD || kind == MULTIPLY;
+    return kind == ADD || kind == MULTIPLY || kind == MULTIPLY_CLAMPED;
 }
 
 /* y * sigmoid(x); NaN stays NaN, and an infinite x is none to `vec_exp2`. */
@@ -78,9 +81,26 @@ epilogue(epilogue_t kind, vec y, vec other)
         return gelu_tanh(y);
     case RELU:
         return vec_max(vec_zero(), y);
+    case CLAMPED: /* the gate: x * sigmoid(alpha * x) of x = min(y, limit) */
+        y = vec_sub(vec_zero(), vec_max(vec_all(-CLAMPED_LIMIT), vec_sub(vec_zero(), y)));
+        return gated(y, vec_mul(y, vec_all(CLAMPED_ALPHA)));
+    case MULTIPLY_CLAMPED:
+        y = vec_sub(vec_zero(), vec_max(vec_all(-CLAMPED_LIMIT), vec_sub(vec_zero(), y)));
+        return vec_mul(vec_add(vec_max(vec_all(-CLAMPED_LIMIT), y), vec_all(1.0f)), other);
     default:
         return y;
     }
+}
+
+/* Up to `count` numbers; the other lanes are 0. */
+INLINED vec
+load_floats(const float *from, int64_t count)
+{
+    if (count >= LANES)
+        return vec_load(from);
+    float lanes[LANES] = {0};
+    memcpy(lanes, from, count * sizeof *lanes);
+    return vec_load(lanes);
 }
 
 /* `count` lanes of x, up to all of them. */

@@ -15,7 +15,11 @@ from worker.engines.embedded.native.quantised import QuantisedPanels
 
 ACTIVATIONS = {"silu": 1, "gelu": 4, "gelu_tanh": 5, "relu": 6}
 
-EPILOGUES = {"none": 0, "add": 2, "mul": 3, **ACTIVATIONS}
+EPILOGUES = {"none": 0, "add": 2, "mul": 3, "clamped": 7, "mul_clamped": 8, **ACTIVATIONS}
+"""Numbers of ``epilogue_t`` in ``epilogue.h``."""
+
+WITH_OTHER = ("add", "mul", "mul_clamped")
+"""Epilogues with a second operand."""
 
 
 class Gemm:
@@ -92,15 +96,18 @@ def linear(
     Args:
         x: Rows.
         gemm: The weight and the bias, of the data type of the rows unless quantised.
-        epilogue: ``none``; one of `ACTIVATIONS`; or ``add`` or ``mul`` with `other`.
-        other: ``[n, N]``.
+        epilogue: One of `EPILOGUES`.
+        other: ``[n, N]``, of an epilogue of `WITH_OTHER`.
         is_unrounded: Whether the result is the float32 sums instead, which are not rounded.
 
     Raises:
+        ValueError: the epilogue needs `other`.
         MemoryError: there is no memory for the rows in float32, as AVX2 and plain C read them, or
             for rounded rows.
     """
     rows, dtype = x.shape[0], x.dtype
+    if epilogue in WITH_OTHER and other is None:
+        raise ValueError(f"epilogue {epilogue} needs another operand")
     x = x.contiguous()
     other = other.contiguous() if other is not None else None
     output = x.new_empty(rows, gemm.columns, dtype=torch.float32 if is_unrounded else dtype)

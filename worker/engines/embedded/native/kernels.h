@@ -15,6 +15,23 @@ KERNEL void rms_norm(const rms_norm_t *arguments, const threads_t *threads);
 /* Splits the fused projection: rotated queries go to `query`, rotated keys and values into the cache. */
 KERNEL void rotate_and_store(const rotation_t *arguments, const threads_t *threads);
 
+/* `to` += `factor` * `rows`, both [count, width], rounded once. */
+KERNEL void add_rows(element *to, const element *rows, int64_t count, int64_t width, float factor,
+                     const threads_t *threads);
+
+/* The mixture of a layer's experts: `input` [tokens, hidden] to `output`, the same. Returns 0, or -1 if there is no
+ * memory.
+ */
+KERNEL int32_t mix_experts(const step_t *step, const layer_t *layer, const element *input, element *output,
+                           const threads_t *threads);
+
+/* The output of a linear layer of a step, whose quantised weight needs other kernels. */
+static inline int32_t
+apply(const step_t *step, const linear_t *layer, const threads_t *threads)
+{
+    return (layer->gemm->group ? step->quantised : linear)(layer, threads);
+}
+
 KERNEL void attend(const attention_t *arguments, const threads_t *threads);
 
 /* `hidden` [tokens, hidden] goes through all layers. Returns 0, or -1 if there is no memory. */

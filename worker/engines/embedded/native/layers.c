@@ -1,4 +1,4 @@
-/* The decoder layers of the Llama family, all of a step in one call: between the kernels of a step on few rows Python
+/* The decoder layers of a model, all of a step in one call: between the kernels of a step on few rows Python
  * would take as long as the kernels themselves. They are called as Python calls them, so that the bits are the same.
  */
 #include <stdlib.h>
@@ -9,20 +9,14 @@
 /* A row for each token. */
 typedef struct {
     element *normed, *qkv, *part, *query, *attended, *gated;
+    element *added; /* what attention or MLP adds, before it is added */
 } buffers_t;
-
-/* The output of a linear layer, whose quantised weight needs other kernels. */
-static int32_t
-apply(const step_t *s, const linear_t *l, const threads_t *threads)
-{
-    return (l->gemm->group ? s->quantised : linear)(l, threads);
-}
 
 /* The fused projection; parts in different formats are computed one by one and put beside each other. */
 static int32_t
-project(const step_t *s, const layer_t *l, const buffers_t *b, const threads_t *threads)
+project(const step_t *s, const layer_t *l, const buffers_t *b, const element *input, const threads_t *threads)
 {
-    linear_t part = {.input = b->normed, .rows = s->tokens, .gemm = l->query_proj, .output = b->qkv};
+    linear_t part = {.input = input, .rows = s->tokens, .gemm = l->query_proj, .output = b->qkv};
     part.is_bfloat16 = sizeof(element) == 2;
     if (!l->key_proj)
         return apply(s, &part, threads);
@@ -41,50 +35,107 @@ project(const step_t *s, const layer_t *l, const buffers_t *b, const threads_t *
     return 0;
 }
 
+/* RMSNorm of all query heads of a token together, or of all key heads, in place. */
+static void
+normalise_heads(const step_t *s, element *heads, int64_t count, const float *weight, float epsilon,
+                const threads_t *threads)
+{
+    const rms_norm_t norm = {.x = heads, .rows = s->tokens, .width = count * s->width,
+                             .stride = (s->heads + 2 * s->kv_heads) * s->width, .weight = weight, .y = heads,
+                             .epsilon = epsilon};
+    rms_norm(&norm, threads);
+}
+
 static void
 attend_qkv(const step_t *s, const layer_t *l, const buffers_t *b, const threads_t *threads)
 {
+    const int64_t angles = l->rope * s->tokens * s->rotary;
+    const float *query_norm = l->query_norm, *key_norm = l->key_norm;
+    if (l->norms_whole) {
+        normalise_heads(s, b->qkv, s->heads, query_norm, l->head_epsilon, threads);
+        normalise_heads(s, b->qkv + s->heads * s->width, s->kv_heads, key_norm, l->head_epsilon, threads);
+        query_norm = key_norm = NULL;
+    }
     const rotation_t rotation = {
         .qkv = b->qkv, .tokens = s->tokens, .heads = s->heads, .kv_heads = s->kv_heads, .width = s->width,
-        .cosine = s->cosine, .sine = s->sine, .query_norm = l->query_norm, .key_norm = l->key_norm, .query = b->query,
-        .keys = l->keys, .values = l->values, .page_size = s->page_size, .pages = s->pages, .slots = s->slots,
-        .epsilon = l->head_epsilon, .is_int8 = s->is_int8};
+        .rotary = s->rotary, .cosine = l->rope < 0 ? NULL : s->cosine + angles,
+        .sine = l->rope < 0 ? NULL : s->sine + angles, .query_norm = query_norm, .key_norm = key_norm,
+        .query = b->query, .keys = l->keys, .values = l->values, .page_size = s->page_size, .pages = s->pages,
+        .slots = s->slots, .epsilon = l->head_epsilon, .is_interleaved = s->is_interleaved, .is_int8 = s->is_int8};
     const attention_t attention = {
         .query = b->query, .query_stride = s->heads * s->width, .output = b->attended, .keys = l->keys,
         .values = l->values, .kv_heads = s->kv_heads, .group = s->heads / s->kv_heads, .width = s->width,
         .page_size = s->page_size, .page_table = s->page_table, .tiles = s->tiles, .num_tiles = s->num_tiles,
-        .window = l->window, .scale = l->scale, .is_int8 = s->is_int8};
+        .window = l->window, .scale = l->scale, .softcap = l->softcap, .sinks = l->sinks, .is_int8 = s->is_int8};
     rotate_and_store(&rotation, threads);
     attend(&attention, threads);
 }
 
-static void
-normalise(const step_t *s, const element *hidden, const element *weight, float epsilon, element *normed,
-          const threads_t *threads)
+/* The hidden states, or their RMSNorm. */
+static const element *
+normalised(const step_t *s, const element *hidden, const float *weight, float epsilon, element *normed,
+           const threads_t *threads)
 {
-    const rms_norm_t norm = {hidden, s->tokens, s->hidden, weight, normed, epsilon};
+    if (!weight)
+        return hidden;
+    const rms_norm_t norm = {hidden, s->tokens, s->hidden, s->hidden, weight, normed, epsilon};
     rms_norm(&norm, threads);
+    return normed;
+}
+
+/* Whether a linear layer's epilogue adds its output to the hidden states. */
+static inline int
+adds_at_once(const layer_t *l, const float *post_norm)
+{
+    return !post_norm && l->residual == 1;
+}
+
+/* Adds to the hidden states what is in `added`, unless that is done. */
+static void
+add_to_hidden(const step_t *s, const layer_t *l, const buffers_t *b, const float *post_norm, element *hidden,
+              const threads_t *threads)
+{
+    const element *added = normalised(s, b->added, post_norm, l->epsilon, b->added, threads);
+    add_rows(hidden, added, s->tokens, s->hidden, l->residual, threads);
+}
+
+static int32_t
+compute_mlp(const step_t *s, const layer_t *l, const buffers_t *b, const element *input, element *hidden,
+            const threads_t *threads)
+{
+    const int32_t is_bfloat16 = sizeof(element) == 2, at_once = adds_at_once(l, l->mlp_post_norm);
+    const linear_t gate = {input, s->tokens, l->gate, NULL, b->gated, l->activation, 0, is_bfloat16};
+    const linear_t up = {input, s->tokens, l->up, b->gated, b->gated, l->product, 0, is_bfloat16};
+    const linear_t down = {b->gated, s->tokens, l->down, hidden, at_once ? hidden : b->added, at_once ? ADD : NOTHING,
+                           0, is_bfloat16};
+    if (apply(s, &gate, threads) || apply(s, &up, threads) || apply(s, &down, threads))
+        return -1;
+    if (!at_once)
+        add_to_hidden(s, l, b, l->mlp_post_norm, hidden, threads);
+    return 0;
 }
 
 /* One layer; `hidden` [tokens, hidden] is replaced. */
 static int32_t
 compute_layer(const step_t *s, const layer_t *l, const buffers_t *b, element *hidden, const threads_t *threads)
 {
-    const int32_t is_bfloat16 = sizeof(element) == 2;
-    const linear_t output = {b->attended, s->tokens, l->output_proj, hidden, hidden, ADD, 0, is_bfloat16};
-    const linear_t gate = {b->normed, s->tokens, l->gate, NULL, b->gated, SILU, 0, is_bfloat16};
-    const linear_t up = {b->normed, s->tokens, l->up, b->gated, b->gated, MULTIPLY, 0, is_bfloat16};
-    const linear_t down = {b->gated, s->tokens, l->down, hidden, hidden, ADD, 0, is_bfloat16};
-    normalise(s, hidden, l->input_norm, l->input_epsilon, b->normed, threads);
-    if (project(s, l, b, threads))
+    const int32_t is_bfloat16 = sizeof(element) == 2, at_once = adds_at_once(l, l->attention_post_norm);
+    const linear_t output = {b->attended, s->tokens, l->output_proj, hidden, at_once ? hidden : b->added,
+                             at_once ? ADD : NOTHING, 0, is_bfloat16};
+    if (project(s, l, b, normalised(s, hidden, l->input_norm, l->epsilon, b->normed, threads), threads))
         return -1;
     attend_qkv(s, l, b, threads);
     if (apply(s, &output, threads))
         return -1;
-    normalise(s, hidden, l->mlp_norm, l->mlp_epsilon, b->normed, threads);
-    if (apply(s, &gate, threads) || apply(s, &up, threads))
+    if (!at_once)
+        add_to_hidden(s, l, b, l->attention_post_norm, hidden, threads);
+    const element *input = normalised(s, hidden, l->mlp_norm, l->epsilon, b->normed, threads);
+    if (!l->experts)
+        return compute_mlp(s, l, b, input, hidden, threads);
+    if (mix_experts(s, l, input, b->added, threads))
         return -1;
-    return apply(s, &down, threads);
+    add_to_hidden(s, l, b, l->mlp_post_norm, hidden, threads);
+    return 0;
 }
 
 typedef struct {
@@ -108,7 +159,8 @@ int32_t
 decoder_layers(const step_t *step, const layer_t *layers, int64_t count, element *hidden, const threads_t *threads)
 {
     const int64_t heads = step->heads * step->width, qkv = heads + 2 * step->kv_heads * step->width;
-    const int64_t widths[] = {step->hidden, qkv, qkv, heads, heads, layers->gate->columns};
+    const int64_t widths[] = {step->hidden, qkv, qkv, heads, heads, step->inner,
+                              step->hidden};
     enum { NUMBER = sizeof widths / sizeof *widths };
     element *found[NUMBER], *memory;
     int64_t size = 0;
@@ -120,7 +172,7 @@ decoder_layers(const step_t *step, const layer_t *layers, int64_t count, element
     element *next = memory;
     for (int i = 0; i < NUMBER; next += (step->tokens * widths[i++] + 63) / 64 * 64)
         found[i] = next;
-    const buffers_t buffers = {found[0], found[1], found[2], found[3], found[4], found[5]};
+    const buffers_t buffers = {found[0], found[1], found[2], found[3], found[4], found[5], found[6]};
     all_layers_t all = {step, layers, count, &buffers, hidden, 0};
     with_pool(threads->count, compute_layers, &all);
     free(memory);

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-_VERSION = 13
+_VERSION = 14
 """Version of what arguments mean: ``kernels_version`` in ``linear.c``."""
 
 FOLDER = Path(__file__).parent
@@ -93,6 +93,7 @@ class KernelLibrary(ctypes.CDLL):
     rms_norm_t: Any
     rotation_t: Any
     attention_t: Any
+    experts_t: Any
     layer_t: Any
     step_t: Any
     unpacking_t: Any

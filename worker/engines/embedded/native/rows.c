@@ -1,4 +1,5 @@
 /* Row-wise operations: RMSNorm, soft caps, RoPE, and writing keys and values to the paged KV cache. */
+#include "epilogue.h"
 #include "kernels.h"
 #include "kv_rows.h"
 
@@ -9,7 +10,7 @@ enum {
 
 /* RMSNorm: y = x / sqrt(mean(x * x) + epsilon) * weight, over `width` elements. */
 static inline void
-normalise(const element *x, const element *weight, int64_t width, float epsilon, element *y)
+normalise(const element *x, const float *weight, int64_t width, float epsilon, element *y)
 {
     vec squares = vec_zero();
     for (int64_t at = 0; at < width; at += LANES) {
@@ -20,7 +21,7 @@ normalise(const element *x, const element *weight, int64_t width, float epsilon,
     const vec factor = vec_div(vec_all(1.0f), vec_sqrt(vec_all(mean + epsilon)));
     for (int64_t at = 0; at < width; at += LANES) {
         const vec scaled = vec_mul(load_lanes(x + at, width - at), factor);
-        store_lanes(y + at, width - at, vec_mul(scaled, load_lanes(weight + at, width - at)));
+        store_lanes(y + at, width - at, vec_mul(scaled, load_floats(weight + at, width - at)));
     }
 }
 
@@ -29,7 +30,7 @@ normalise_rows(const void *arguments, int64_t first, int64_t stop)
 {
     const rms_norm_t *n = arguments;
     for (int64_t row = first; row < stop; row++)
-        normalise(n->x + row * n->width, n->weight, n->width, n->epsilon, n->y + row * n->width);
+        normalise(n->x + row * n->stride, n->weight, n->width, n->epsilon, n->y + row * n->stride);
 }
 
 void
@@ -66,7 +67,7 @@ soft_cap(float *x, int64_t count, float cap, const threads_t *threads)
 }
 #endif
 
-/* RoPE: rotates the two halves of a head by the angles of the token's position. */
+/* RoPE: rotates the two halves of `width` elements by the angles of the token's position; `y` may be `x`. */
 static inline void
 rotate(const element *x, const element *cosine, const element *sine, int64_t width, element *y)
 {
@@ -79,20 +80,28 @@ rotate(const element *x, const element *cosine, const element *sine, int64_t wid
     }
 }
 
-typedef struct {
-    const element *weight; /* [width]; NULL for none */
-    float epsilon;
-} norm_t;
-
-/* RMSNorm, if there is a weight, and RoPE of one query or key head; `y` may be `x`. */
+/* RMSNorm, if there is a weight, and RoPE, if there are angles, of one query or key head; `y` may be `x`. */
 static inline void
-rotate_head(const element *x, norm_t norm, const element *cosine, const element *sine, int64_t width, element *y)
+rotate_head(const rotation_t *r, const element *x, const float *norm, int64_t token, element *y)
 {
-    if (norm.weight) {
-        normalise(x, norm.weight, width, norm.epsilon, y);
-        x = y;
+    if (norm)
+        normalise(x, norm, r->width, r->epsilon, y);
+    else if (x != y)
+        memcpy(y, x, r->width * sizeof *y);
+    if (!r->cosine)
+        return;
+    const int64_t rotary = r->rotary;
+    const element *c = r->cosine + token * rotary, *s = r->sine + token * rotary;
+    if (!r->is_interleaved) {
+        rotate(y, c, s, rotary, y);
+        return;
     }
-    rotate(x, cosine, sine, width, y);
+    element apart[WIDEST];
+    for (int64_t i = 0; i < rotary; i++)
+        apart[i / 2 + i % 2 * (rotary / 2)] = y[i];
+    rotate(apart, c, s, rotary, apart);
+    for (int64_t i = 0; i < rotary; i++)
+        y[i] = apart[i / 2 + i % 2 * (rotary / 2)];
 }
 
 /* Writes `width` elements as a row of the cache. */
@@ -109,17 +118,15 @@ static void
 rotate_and_store_tokens(const void *arguments, int64_t first, int64_t stop)
 {
     const rotation_t *r = arguments;
-    const norm_t of_query = {r->query_norm, r->epsilon}, of_key = {r->key_norm, r->epsilon};
     const int64_t width = r->width, row_bytes = kv_row_bytes(width, r->is_int8);
     for (int64_t token = first; token < stop; token++) {
-        const element *c = r->cosine + token * width, *s = r->sine + token * width;
         const element *from = r->qkv + token * (r->heads + 2 * r->kv_heads) * width;
         for (int64_t head = 0; head < r->heads; head++, from += width)
-            rotate_head(from, of_query, c, s, width, r->query + (token * r->heads + head) * width);
+            rotate_head(r, from, r->query_norm, token, r->query + (token * r->heads + head) * width);
         for (int64_t head = 0; head < r->kv_heads; head++, from += width) {
             const int64_t row = (r->pages[token] * r->kv_heads + head) * r->page_size + r->slots[token];
             element key[WIDEST];
-            rotate_head(from, of_key, c, s, width, key);
+            rotate_head(r, from, r->key_norm, token, key);
             store_row(key, width, r->is_int8, r->keys + row * row_bytes);
             store_row(from + r->kv_heads * width, width, r->is_int8, r->values + row * row_bytes);
         }
@@ -131,4 +138,28 @@ rotate_and_store(const rotation_t *arguments, const threads_t *threads)
 {
     const int64_t tokens = arguments->tokens;
     parallel_for(threads, tokens, tokens > ONE_THREAD ? GRAIN : ONE_THREAD, rotate_and_store_tokens, arguments);
+}
+
+typedef struct {
+    element *to;
+    const element *rows;
+    int64_t width;
+    float factor;
+} addition_t;
+
+static void
+add_each(const void *arguments, int64_t first, int64_t stop)
+{
+    const addition_t *a = arguments;
+    for (int64_t at = first * a->width, end = stop * a->width; at < end; at += LANES) {
+        const vec sum = vec_fmadd(load_lanes(a->rows + at, end - at), vec_all(a->factor), load_lanes(a->to + at, end - at));
+        store_lanes(a->to + at, end - at, sum);
+    }
+}
+
+void
+add_rows(element *to, const element *rows, int64_t count, int64_t width, float factor, const threads_t *threads)
+{
+    const addition_t arguments = {to, rows, width, factor};
+    parallel_for(threads, count, count > ONE_THREAD ? GRAIN : ONE_THREAD, add_each, &arguments);
 }

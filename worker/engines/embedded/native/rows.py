@@ -12,10 +12,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
     Args:
         x: ``[..., K]``.
-        weight: ``[K]``.
+        weight: ``[K]``, computed with in float32.
         epsilon: Added to the mean.
     """
-    x = x.contiguous()
+    x, weight = x.contiguous(), weight.float()
     output = torch.empty_like(x)
     width = x.shape[-1]
     kernels = library(x.dtype)
@@ -23,6 +23,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
         x=x.data_ptr(),
         rows=x.numel() // width,
         width=width,
+        stride=width,
         weight=weight.data_ptr(),
         y=output.data_ptr(),
         epsilon=epsilon,

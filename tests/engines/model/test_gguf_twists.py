@@ -1,0 +1,195 @@
+"""A GGUF file of a model type with a twist is the checkpoint that it was made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf_twists import ARCHITECTURES, TwistedSource, write_checkpoint
+from model_runs import last_logits
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.model.batch_packing import Batch
+from worker.engines.embedded.model.decoder import DecoderNetwork
+from worker.engines.embedded.model.quantisation import QuantisedWeight
+from worker.errors import StartupError
+from worker.models import convert_gguf, find_gguf
+from worker.models.gguf_layouts import LAYOUTS, MIXTRAL
+from worker.models.quantised import format_of
+from worker.tiny_model import write_tiny_model
+
+KINDS = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def some(cases: Iterable[object], *in_ci: object) -> list[Any]:
+    """All cases, of which CI runs some."""
+    return [pytest.param(each, marks=() if each in in_ci else pytest.mark.campaign) for each in cases]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "tiny")
+
+
+def converted(source: TwistedSource, directory: Path) -> Path:
+    return convert_gguf(source.write(directory / "model.gguf"), directory / "cache", lambda line: None)
+
+
+def test_every_layout_has_a_file() -> None:
+    assert set(ARCHITECTURES) == {layout.name for layout in (*LAYOUTS.values(), MIXTRAL)} | {"qwen3_moe"}
+
+
+@pytest.mark.parametrize("kind", some(ARCHITECTURES, "gemma3_text", "mixtral", "phi3"))
+def test_it_is_the_checkpoint_that_it_was_made_of(kind: str, tmp_path: Path, tiny: Path) -> None:
+    network = write_checkpoint(tmp_path / "source", kind, tiny)
+    checkpoint = converted(TwistedSource(tmp_path / "source"), tmp_path)
+    ours, theirs = (load_file(path / "model.safetensors") for path in (checkpoint, tmp_path / "source"))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        has_one = kind.startswith("gemma") and name.endswith("norm.weight")
+        torch.testing.assert_close(ours[name], value, atol=2e-7 if has_one else 0.0, rtol=0.0)
+    ids = torch.randint(300, (1, 60), generator=torch.Generator().manual_seed(5))
+    with torch.inference_mode():
+        expected = network(ids, use_cache=False).logits[0]
+        again = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)(ids, use_cache=False).logits[0]
+    torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
+    model = load_model(EmbeddedConfig(model_path=checkpoint, device="cpu", dtype="float32"))
+    model.allocate_kv(4, 64)
+    batch = Batch()
+    batch.append([1], 0, ids[0].tolist(), 64)
+    with torch.inference_mode():
+        found = model._network.logits(model._hidden(batch, model.kv_store))
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", some(KINDS, KINDS[0]))
+def test_experts_keep_their_blocks(kind: GGMLQuantizationType, tmp_path: Path, tiny: Path) -> None:
+    """The values, by native kernels on blocks and on the dequantised checkpoint, and the bits of a
+    row in any batch.
+    """
+    write_checkpoint(tmp_path / "source", "qwen3_moe", tiny)
+    file = TwistedSource(tmp_path / "source", kind).write(tmp_path / "model.gguf")
+    dense, kept = (convert_gguf(file, tmp_path / "cache", lambda line: None, keeps) for keeps in (False, True))
+    assert format_of(json.loads((kept / "config.json").read_text())) == kind.name
+    stored, exact = load_file(kept / "model.safetensors"), load_file(dense / "model.safetensors")
+    experts = [name for name in stored if ".experts." in name]
+    assert len(experts) == 3 * 5 * 3 * 2
+    assert all(name.endswith((".codes", ".scales")) for name in experts)
+    assert "model.layers.0.mlp.gate.weight" in stored
+
+    def loaded(path: Path, **settings: Any) -> HfModel:
+        model = load_model(EmbeddedConfig(model_path=path, device="cpu", dtype="float32", numerics="exact", **settings))
+        model.allocate_kv(8, 32)
+        return model
+
+    codes = {name.removesuffix(".codes") for name in stored if name.endswith(".codes")}
+    for name in codes:  # instead of their values rounded to bfloat16
+        exact[name] = QuantisedWeight(stored[f"{name}.codes"], stored[f"{name}.scales"]).dequantised()
+    save_file(exact, dense / "model.safetensors", {"format": "pt"})
+    network = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    model, whole = loaded(kept), last_logits(loaded(kept))
+    assert isinstance(model._network, DecoderNetwork)
+    assert torch.equal(last_logits(model, (0, 7, 40, 41, 90))[-1:], whole)
+    for other in (loaded(kept, quantization="none"), loaded(kept, kernels="torch")):
+        torch.testing.assert_close(last_logits(other), whole, atol=2e-4, rtol=2e-4)
+    ids = torch.randint(300, (1, 90), generator=torch.Generator().manual_seed(5))
+    with torch.inference_mode():
+        expected = network(ids, use_cache=False).logits[0, -1:]
+    torch.testing.assert_close(whole, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "mixtral"])
+def test_blocks_and_plain_numbers(kind: str, tmp_path: Path, tiny: Path) -> None:
+    write_checkpoint(tmp_path / "source", kind, tiny)
+    source = TwistedSource(tmp_path / "source", GGMLQuantizationType.BF16)
+    for name, (value, stored) in source.tensors.items():
+        if name.endswith("norm.weight"):  # numbers of bfloat16, to which Gemma's have added 1
+            one = np.float32(kind == "gemma2")
+            plain = torch.from_numpy(value - one).bfloat16().float().numpy()
+            source.tensors[name] = plain + one, stored
+    checkpoint = converted(source, tmp_path)
+    assert json.loads((checkpoint / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    found = load_file(checkpoint / "model.safetensors")
+    assert torch.equal(found["model.norm.weight"].bfloat16().float(), found["model.norm.weight"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "said"),
+    [
+        ("gemma2", "gemma2.attention.scale", 0.5, "gemma2.attention.scale is not supported"),
+        ("gemma2", "gemma2.attention.sliding_window", None, "it lacks gemma2.attention.sliding_window"),
+        ("granite", "granite.residual_scale", "much", "granite.residual_scale must be a number above 0"),
+        ("glm4", "glm4.rope.dimension_count", 7, "glm4.rope.dimension_count must be even and at most 16"),
+        ("phi3", "phi3.rope.scaling.type", "longrope", "phi3.rope.scaling.type 'longrope' is not supported"),
+        ("mixtral", "llama.expert_used_count", None, "it lacks llama.expert_used_count"),
+        ("mixtral", "llama.expert_count", 6, "tensor blk.0.ffn_gate_inp.weight must be of shape [6, 64]"),
+        ("olmo2", "olmo2.rope.dimension_count", 8, "olmo2.rope.dimension_count other than the width of a head"),
+    ],
+)
+def test_what_is_not_read_is_refused(kind: str, key: str, value: object, said: str, tmp_path: Path, tiny: Path) -> None:
+    write_checkpoint(tmp_path / "source", kind, tiny)
+    source = TwistedSource(tmp_path / "source")
+    source.metadata[key] = value
+    if value is None:
+        del source.metadata[key]
+    with pytest.raises(StartupError) as refused:
+        converted(source, tmp_path)
+    assert said in str(refused.value)
+
+
+def split(source: TwistedSource, directory: Path) -> list[Path]:
+    """The file in three parts, as llama.cpp's ``gguf-split`` writes it: metadata in the first."""
+    whole, tensors, paths = source.metadata, source.tensors, []
+    names = list(tensors)
+    for part, first in enumerate((0, len(names) // 3, 2 * len(names) // 3)):
+        stop = (len(names) // 3, 2 * len(names) // 3, len(names))[part]
+        source.tensors = {name: tensors[name] for name in names[first:stop]}
+        source.metadata = (whole if part == 0 else {}) | {
+            "split.no": part,
+            "split.count": 3,
+            "split.tensors.count": len(names),
+        }
+        paths.append(source.write(directory / f"model-{part + 1:05}-of-00003.gguf"))
+    source.metadata, source.tensors = whole, tensors
+    return paths
+
+
+def test_a_model_in_several_files(tmp_path: Path, tiny: Path) -> None:
+    write_checkpoint(tmp_path / "source", "olmo2", tiny)
+    source = TwistedSource(tmp_path / "source")
+    (tmp_path / "parts").mkdir()
+    parts = split(source, tmp_path / "parts")
+    assert find_gguf(tmp_path / "parts") == parts[0]
+    one, several = (
+        load_file(convert_gguf(path, tmp_path / "cache", lambda line: None) / "model.safetensors")
+        for path in (source.write(tmp_path / "model.gguf"), parts[0])
+    )
+    assert one.keys() == several.keys()
+    assert all(torch.equal(one[name], several[name]) for name in one)
+
+    def refused(path: Path) -> str:
+        with pytest.raises(StartupError) as found:
+            convert_gguf(path, tmp_path / "other", lambda line: None)
+        return str(found.value)
+
+    assert "split.count: name the first of its parts, model-00001-of-00003.gguf" in refused(parts[1])
+    third = parts[2].read_bytes()
+    parts[2].write_bytes(parts[1].read_bytes())
+    assert "model-00003-of-00003.gguf: split.no: it must be part 2 of 3" in refused(parts[0])
+    parts[2].write_bytes(third[: len(third) - 40])
+    assert "model-00003-of-00003.gguf: it is cut off" in refused(parts[0])
+    parts[2].unlink()
+    assert "one of 3 parts, and model-00003-of-00003.gguf is not beside it" in refused(parts[0])
+    assert "its name must end with -00001-of-00003.gguf" in refused(parts[0].rename(tmp_path / "renamed.gguf"))
