@@ -51,7 +51,7 @@ def read_checked(directory: Path, settings: Mapping[str, Any], dtype: torch.dtyp
             number of `dtype`; the message names file and key or tensor.
     """
     try:
-        config = _configuration(directory)
+        config = configuration(directory)
         found = {name: getattr(config, name, None) for name in _FIELDS}
         files = WeightFiles(directory, format_of(settings) is not None)
         geometry = None
@@ -66,7 +66,8 @@ def read_checked(directory: Path, settings: Mapping[str, Any], dtype: torch.dtyp
     return config, geometry
 
 
-def _configuration(directory: Path) -> Any:
+def configuration(directory: Path) -> Any:
+    """transformers' configuration of a checkpoint. Raises `ModelFileError`."""
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except UNREADABLE as error:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from worker.engines.embedded.model import llama_weights
 from worker.engines.embedded.model.checkpoint_files import eos_token_ids, undecodable_ids
@@ -113,17 +113,39 @@ def load_network(directory: Path, config: Any, dtype: torch.dtype) -> Any:
     Raises:
         StartupError: it cannot be read or is incomplete.
     """
-    loader: Any = AutoModelForCausalLM
+    return _loaded(AutoModelForCausalLM, directory, config=config, dtype=dtype, use_safetensors=True)
+
+
+def network_of(directory: Path, config: Any, dtype: torch.dtype, weights: Mapping[str, torch.Tensor]) -> Any:
+    """transformers' causal language model of other weights than the checkpoint's, on the CPU.
+
+    Args:
+        directory: Directory of the checkpoint, for errors.
+        config: Configuration from `checkpoint_gate.configuration`.
+        dtype: Data type of the weights.
+        weights: Weights by the checkpoint's names.
+
+    Raises:
+        StartupError: they make no network, or one is missing.
+    """
+    config.__dict__.pop("quantization_config", None)  # these are dense
+    try:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        raise StartupError(f"--model-path {directory}: transformers has no causal language model of its type") from None
+    return _loaded(model_class, directory, None, config=config, dtype=dtype, state_dict=dict(weights))
+
+
+def _loaded(loader: Any, directory: Path, *source: Path | None, **named: Any) -> Any:
+    """transformers' network, from `directory` or another source."""
     try:
         network, report = loader.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
+            *(source or (directory,)),
             local_files_only=True,
             trust_remote_code=False,
-            use_safetensors=True,
             ignore_mismatched_sizes=True,  # told below, with their names
             output_loading_info=True,
+            **named,
         )
     except UNREADABLE as error:
         raise StartupError(f"--model-path {directory}: cannot load it: {one_line(error)}") from error
