@@ -1,4 +1,4 @@
-"""How a model's weights change: packed beside those that compute, or by loading all of them again."""
+"""How the weights of a model change: packed beside the old ones, or all of them loaded again."""
 
 from __future__ import annotations
 

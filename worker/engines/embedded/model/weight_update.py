@@ -30,6 +30,7 @@ from worker.engines.embedded.model.quantisation import (
 from worker.engines.embedded.model.requantisation import requantised
 from worker.engines.embedded.model.stored_weights import Weight
 from worker.engines.embedded.native import PackedWeight
+from worker.engines.embedded.native.packed import COLUMNS, pack
 from worker.engines.embedded.native.quantised import QuantisedPanels
 from worker.engines.weights import WeightsRefused
 from worker.models.beside import side_by_side
@@ -168,6 +169,7 @@ class _Update:
         width, heads, kv_heads = geometry.head_dim, geometry.num_attention_heads, geometry.num_key_value_heads
         self._qkv_rows = [heads * width, kv_heads * width, kv_heads * width]
         self._slots = iter(host_memory.like(tensors_in(old)))
+        self._filled: torch.Tensor | None = None  # the slot of what is packed in its place
 
     def weights(self) -> LlamaWeights:
         """The new weights, made in the order of the fields: each part is packed into its slot."""
@@ -243,11 +245,21 @@ class _Update:
             for name, count, end in zip(names, rows, ends, strict=True)
         ]
         if isinstance(old.weight, PackedWeight):
-            dense = [
-                one if isinstance(one, torch.Tensor) else one.dequantised().to(old.weight.dtype) for one in weights
-            ]
-            return PackedWeight.of(torch.cat(dense) if len(dense) > 1 else dense[0])
+            return self._dense(weights, old.weight)
         return self._quantised(names, weights, is_unrounded)
+
+    def _dense(self, weights: Sequence[Weight], old: PackedWeight) -> PackedWeight:
+        """The weights packed into the next slot, without another copy where panels allow it."""
+        dense = [one if isinstance(one, torch.Tensor) else one.dequantised().to(old.dtype) for one in weights]
+        if any(len(one) % COLUMNS for one in dense[:-1]):
+            dense = [torch.cat(dense)]
+        self._filled = next(self._slots)
+        sizes = [-(-len(one) // COLUMNS) for one in dense]
+        for one, panels in zip(dense, torch.split(self._filled, sizes), strict=True):
+            if one.is_meta:
+                raise _incomplete()
+            pack(one, panels)
+        return PackedWeight(self._filled, old.columns)
 
     def _quantised(self, names: Sequence[str], weights: Sequence[Weight], is_unrounded: bool) -> PackedQuantised:
         kernels = self._kernels
@@ -264,12 +276,18 @@ class _Update:
         return _mapped(part, self._take)
 
     def _take(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor is self._filled:
+            return tensor
         slot = next(self._slots)
         if tensor.is_meta:
-            raise WeightsRefused("after a sleep of level 2 an update must have every tensor of the model")
+            raise _incomplete()
         if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
             raise WeightsRefused(f"a tensor is packed as {tensor.dtype} {list(tensor.shape)}, not as the model's")
         return slot.copy_(tensor)
+
+
+def _incomplete() -> WeightsRefused:
+    return WeightsRefused("after a sleep of level 2 an update must have every tensor of the model")
 
 
 def _rows(name: str, weight: PackedWeight | PackedQuantised | Any, start: int, stop: int) -> Weight:

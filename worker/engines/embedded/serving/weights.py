@@ -18,7 +18,7 @@ from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.model import HfModel, reload_network
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.stored_weights import read_weights
-from worker.engines.embedded.model.updates import Updates, updates_of
+from worker.engines.embedded.model.updates import updates_of
 from worker.engines.embedded.model.weight_update import Given
 from worker.engines.embedded.serving.step_thread import Call
 from worker.engines.embedded.serving.streams import Streams
