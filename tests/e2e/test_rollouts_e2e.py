@@ -172,7 +172,7 @@ def compare(engine: Engine, path: str, prompt: list[int], answer: Answer) -> Non
             break
     assert (answer["token_ids"], answer["finish_reason"]) == (ids, reason), fields
     if DYNAMO < (1, 6) and stops and reason == "stop":  # 1.4.2 shows parts of a stop string that is not a token
-        assert answer["text"].startswith(text), fields
+        assert answer["text"].startswith(text.rstrip("\ufffd")), fields
         assert detokenized(engine, ids).startswith(answer["text"]), fields
     else:  # 1.6.1 shows the beginning of a character at the end
         assert answer["text"].rstrip("\ufffd") == text.rstrip("\ufffd"), fields
