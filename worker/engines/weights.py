@@ -44,6 +44,11 @@ class WeightVersion:
     name: str = "0"
     digest: str = ""
 
+    @property
+    def updated_digest(self) -> str:
+        """The digest, but empty for the weights of the start."""
+        return self.digest if self.number else ""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
