@@ -5,5 +5,6 @@ and consumers; `outbox` carries outputs to the loop, `stream` is one request's o
 """
 
 from worker.engines.embedded.serving.engine import EmbeddedEngine, load
+from worker.engines.embedded.serving.weights import weights_digest
 
-__all__ = ["EmbeddedEngine", "load"]
+__all__ = ["EmbeddedEngine", "load", "weights_digest"]

@@ -223,6 +223,22 @@ class WeightControl:
             self._calls.discard(done)
 
 
+def weights_digest(config: EmbeddedConfig, model: HfModel) -> str:
+    """The digest of an update with all weights of the model's own checkpoint.
+
+    Args:
+        config: Settings that the model was loaded with.
+        model: The model.
+
+    Raises:
+        WeightsRefused: the checkpoint cannot be read.
+    """
+    updates = updates_of(config, model)
+    weights = _read(Path(config.model_path))
+    given = updates.check({name: weight for name, weight in weights.items() if name in updates.shapes})
+    return _digest_of("", given.digests.items())
+
+
 def _read(source: Path | memoryview) -> Mapping[str, object]:
     try:
         return read_weights(source)
