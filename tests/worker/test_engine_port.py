@@ -110,7 +110,10 @@ async def test_an_update(trainer: Trainer, models: list[Path], tmp_path: Path, h
     second = await trainer.generate(20)
     assert second.token_ids != first.token_ids
     assert second.versions == [{"version": "new", "from_token": 0}]
-    await trainer.tell("update_weights_from_disk", model_path=str(models[0]))
+    primes = {"engine_rpc": "update_weights_from_path", "weight_version": "prime-rl's"}
+    await trainer.tell("pause_generation", mode="keep", clear_cache=True)
+    await trainer.tell("update_weights_from_disk", model_path=str(models[0]), **primes)
+    await trainer.tell("resume_generation")
     assert (await trainer.generate(20)).token_ids == first.token_ids
 
 
@@ -145,6 +148,7 @@ REFUSED = [
     ("update_weights_from_disk", {"model_path": "/", "path": 1}, "'path': unknown field"),
     ("update_weights_from_disk", {"model_path": "/", "mode": "now"}, "mode: must be abort, finish, keep"),
     ("update_weights_from_disk", {"model_path": "/", "weight_version": ""}, "weight_version: must be a text"),
+    ("update_weights_from_disk", {"model_path": "/", "engine_rpc": "init_broadcaster"}, "engine_rpc: must be reload_weig"),
     ("update_weights_from_disk", {"model_path": "/proc"}, "it has no safetensors weights"),
     ("update_weights", {"shared_memory": "../etc/passwd", "size": 8}, "shared_memory: must be the name"),
     ("update_weights", {"shared_memory": "no_such_memory", "size": 8}, "cannot be read: No such file"),

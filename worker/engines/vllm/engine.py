@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import REGISTRY, Metric
@@ -39,6 +40,7 @@ from worker.engines.vllm.parent_watch import name_worker
 from worker.engines.vllm.probes import check_processors
 from worker.engines.vllm.requests import RunningRequest
 from worker.engines.vllm.settings import VllmConfig
+from worker.engines.vllm.weights import VllmWeights
 from worker.errors import (
     KV_TRANSFER_FIELD,
     Draining,
@@ -67,7 +69,11 @@ class VllmEngine(LibraryEngine[RunningRequest]):
     Args:
         config: Settings.
         read: Imports the library.
-        digest: Begins to compute the digest of the checkpoint, for KV transfers.
+        digest: Begins to compute the digest of the checkpoint, for KV transfers and updates.
+
+    Attributes:
+        weights: Changes the weights; None before `start`, and where `VllmConfig.weight_updates` is
+            false.
     """
 
     library = "vLLM"
@@ -96,6 +102,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         self._watch: asyncio.Task[None] | None = None
         self._heard_s = 0.0  # the event loop's time of the newest output, or of the first request after a pause
         self._drops: set[asyncio.Task[None]] = set()
+        self.weights: VllmWeights | None = None
 
     # Start and stop
 
@@ -120,7 +127,8 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         digest = None
         if self.config.role != "aggregated":
             arguments["kv_transfer_config"] = transfer_config(package, self.config, os.environ)
-            assert self._digest is not None, "a prefill or decode worker says which model it has"
+        if self.config.role != "aggregated" or self.config.weight_updates:
+            assert self._digest is not None, "it says which model it has"
             digest = self._digest()
         try:
             loading = in_daemon_thread("vllm-load", lambda: _load(package, arguments, self._loads))
@@ -135,12 +143,15 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         self._adapters = await _load_adapters(self._llm, package, self.config.adapters)
         digests = {adapter.name: adapter.digest for adapter in self.config.adapters}
         self._info = describe(self._llm.vllm_config, package.version, facts.vocab_size, ends, digests)
-        if digest is not None:
+        if digest is not None and self.config.role != "aggregated":
             self._transfers = await KvTransfers.of(self._llm, self.config, package.version, digest, self._loads)
         self._loop = asyncio.get_running_loop()
         self._watch = asyncio.create_task(self._watch_processes())
         await check_processors(self.generate, self._info)
         self._served = replace(self._served, native=await find_native(self._llm, package, self._info))
+        if digest is not None and self.config.weight_updates:
+            base, model = await asyncio.wrap_future(digest), Path(self.config.model_path)
+            self.weights = VllmWeights(self._llm, model, self._requests, base, self._break)
         return self._info
 
     async def stop(self) -> None:
@@ -257,6 +268,8 @@ class VllmEngine(LibraryEngine[RunningRequest]):
                         return False
                     self._transfers.note_received(running)
                 delta = reader.read(output)
+                if self.weights is not None:
+                    running.name_weights(delta, self.weights.weight_version, len(request.generated_token_ids))
                 if carried is not None and native.chain is not None:
                     end = len(request.token_ids) + reader.num_sent
                     await self._confirm(running, delta, output.outputs[0].token_ids, end, native.chain, carried)
@@ -363,6 +376,8 @@ class VllmEngine(LibraryEngine[RunningRequest]):
     async def _watch_processes(self) -> None:
         loop = asyncio.get_running_loop()
         while not self._llm.errored:
+            if self.weights is not None and self.weights.is_busy:
+                self._heard_s = loop.time()
             if len(self._requests) and loop.time() - self._heard_s > self.config.step_timeout_s:
                 self._break(f"vLLM has had no output for {self.config.step_timeout_s:g} s")
                 return

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from hashlib import blake2b
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +23,7 @@ from worker.engines.embedded.serving.step_thread import Call
 from worker.engines.embedded.serving.streams import Streams
 from worker.engines.embedded.step import Stepper
 from worker.engines.weights import (
+    ABORTED,
     NotSupported,
     PauseMode,
     State,
@@ -32,6 +32,7 @@ from worker.engines.weights import (
     WeightsRefused,
     WeightVersion,
     WrongState,
+    digest_of_update,
 )
 from worker.errors import EngineBroken, RequestFailed, ServingError
 from worker.models.problems import ModelFileError
@@ -181,7 +182,7 @@ class WeightControl:
         number = self._version.number + 1
         digests = self._digests | dict(given.digests)
         is_whole = digests.keys() >= self._updates.shapes.keys()
-        digest = _digest_of("" if is_whole else self._base.digest, digests.items())
+        digest = digest_of_update("" if is_whole else self._base.digest, digests.items())
         return WeightVersion(number, str(number) if name is None else name, digest)
 
     async def _hold(self, mode: PauseMode) -> None:
@@ -198,7 +199,7 @@ class WeightControl:
             await self._call(Stepper.open_gate)
 
     def _abort_all(self) -> None:
-        self._streams.fail_all(RequestFailed("the request was aborted, for its engine's weights change"))
+        self._streams.fail_all(RequestFailed(ABORTED))
 
     def _exclusive(self, *, waits: bool = False) -> asyncio.Lock:
         if self._lock.locked() and not waits:
@@ -236,7 +237,7 @@ def weights_digest(config: EmbeddedConfig, model: HfModel) -> str:
     updates = updates_of(config, model)
     weights = _read(Path(config.model_path))
     given = updates.check({name: weight for name, weight in weights.items() if name in updates.shapes})
-    return _digest_of("", given.digests.items())
+    return digest_of_update("", given.digests.items())
 
 
 def _read(source: Path | memoryview) -> Mapping[str, object]:
@@ -255,10 +256,3 @@ def _fall_asleep(stepper: Stepper, model: HfModel, drop: Callable[[], None] | No
     host_memory.give_back(model.kv_store.tensors)
     if drop is not None:
         drop()
-
-
-def _digest_of(base: str, digests: Iterable[tuple[str, str]]) -> str:
-    digest = blake2b(base.encode(), digest_size=16)
-    for name, found in sorted(digests):
-        digest.update(f"{name}\0{found}\0".encode())
-    return digest.hexdigest()
