@@ -148,7 +148,7 @@ REFUSED = [
     ("update_weights_from_disk", {"model_path": "/", "path": 1}, "'path': unknown field"),
     ("update_weights_from_disk", {"model_path": "/", "mode": "now"}, "mode: must be abort, finish, keep"),
     ("update_weights_from_disk", {"model_path": "/", "weight_version": ""}, "weight_version: must be a text"),
-    ("update_weights_from_disk", {"model_path": "/", "engine_rpc": "init_broadcaster"}, "engine_rpc: must be reload_weig"),
+    ("update_weights_from_disk", {"model_path": "/", "engine_rpc": "init"}, "engine_rpc: must be reload_weights"),
     ("update_weights_from_disk", {"model_path": "/proc"}, "it has no safetensors weights"),
     ("update_weights", {"shared_memory": "../etc/passwd", "size": 8}, "shared_memory: must be the name"),
     ("update_weights", {"shared_memory": "no_such_memory", "size": 8}, "cannot be read: No such file"),
