@@ -60,6 +60,7 @@ def weights_of(engine: VllmEngine) -> VllmWeights:
     return engine.weights
 
 
+@pytest.mark.campaign
 async def test_answers_after_an_update_are_those_of_the_new_weights(tmp_path: Path) -> None:
     close_shared()
     old = tiny(tmp_path, "llama")
