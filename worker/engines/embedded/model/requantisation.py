@@ -1,23 +1,20 @@
 """Float weights for a model whose checkpoint is quantised: rounded as the checkpoint's own were.
 
-A GGUF type is rounded to by the `gguf` package, whose bits are those of llama.cpp's reference, so
-that an update gives the very weights that a GGUF file of the new ones would hold.
+GGUF types are rounded to with the bits of llama.cpp's reference, so that an update gives the very
+weights that a GGUF file of the new ones would hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
-from gguf.quants import quantize
 
 from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.quantisation import FORMATS, PackedQuantised, QuantisedWeight, quantise
 from worker.engines.embedded.native.quantised import QuantisedPanels
-from worker.models.quantised import unpack_blocks
 
 _KINDS = {
     (8, 32, torch.float16, False): Kind.Q8_0,
@@ -30,10 +27,7 @@ _KINDS = {
 `worker.models.quantised.unpack_blocks`.
 """
 
-_ROUNDED_TO = (Kind.Q8_0, Kind.Q4_0, Kind.Q4_1)
-"""GGUF types that the `gguf` package rounds to."""
-
-_ROWS_AT_ONCE = 512
+_ROWS_AT_ONCE = 256
 
 
 def formats_of(weights: LlamaWeights, stored: str, kv_rows: int) -> dict[str, str]:
@@ -97,8 +91,7 @@ def requantised(weight: torch.Tensor, format: str) -> QuantisedWeight:
             raise ValueError(
                 f"the model's is of type {format}, to which nothing here rounds as llama.cpp does ({kinds})"
             )
-        with np.errstate(over="ignore", invalid="ignore"):  # told below
-            found = _rounded_to(kind, weight)
+        found = _rounded_to(kind, weight)
     parts = [found.scales, *([] if found.offsets is None else [found.offsets])]
     if not all(bool(part.isfinite().all()) for part in parts):
         raise ValueError(f"holds what the float16 scales of {format} cannot")
@@ -106,12 +99,49 @@ def requantised(weight: torch.Tensor, format: str) -> QuantisedWeight:
 
 
 def _rounded_to(kind: Kind, weight: torch.Tensor) -> QuantisedWeight:
-    found = []
-    for rows in weight.detach().float().split(_ROWS_AT_ONCE):
-        codes = unpack_blocks(quantize(rows.contiguous().numpy(), kind), kind)
-        found.append((codes.codes, codes.scales, codes.offsets))
-    codes, scales, offsets = (
-        None if parts[0] is None else torch.from_numpy(np.concatenate(parts)) for parts in zip(*found, strict=True)
-    )
-    assert codes is not None and scales is not None
-    return QuantisedWeight(codes, scales, offsets)
+    parts = [_ROUNDED_TO[kind](rows.float().unflatten(1, (-1, 32))) for rows in weight.detach().split(_ROWS_AT_ONCE)]
+    codes, scales, offsets = zip(*parts, strict=True)
+    return QuantisedWeight(torch.cat(codes), torch.cat(scales), None if offsets[0] is None else torch.cat(offsets))
+
+
+Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Codes, scales and offsets of some rows; see `QuantisedWeight`."""
+
+
+def _q8_0(blocks: torch.Tensor) -> Rounded:
+    """``quantize_row_q8_0_ref`` of ggml-quants.c: ``roundf`` rounds halves away from zero."""
+    scales = blocks.abs().amax(2) / 127
+    codes = blocks * _inverse(scales)[..., None]
+    sizes = codes.abs()
+    whole = sizes.floor()
+    rounded = whole.add_(sizes.sub_(whole).mul_(2).floor_()).copysign_(codes)
+    return rounded.to(torch.int8).flatten(1), scales.half(), None
+
+
+def _q4_0(blocks: torch.Tensor) -> Rounded:
+    """``quantize_row_q4_0_ref``: the largest weight of a block has code 0."""
+    scales = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))[..., 0] / -8
+    codes = (blocks * _inverse(scales)[..., None]).add_(8.5)
+    return _paired(codes), scales.half(), None
+
+
+def _q4_1(blocks: torch.Tensor) -> Rounded:
+    """``quantize_row_q4_1_ref``: codes reach from the least to the greatest weight of a block."""
+    least, most = torch.aminmax(blocks, dim=2)
+    scales = (most - least) / 15
+    codes = (blocks - least[..., None]).mul_(_inverse(scales)[..., None]).add_(0.5)
+    return _paired(codes), scales.half(), least.half()
+
+
+def _inverse(scales: torch.Tensor) -> torch.Tensor:
+    return torch.where(scales == 0, 0.0, 1 / scales)
+
+
+def _paired(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of 4 bits, cut off to whole numbers, two to a byte."""
+    whole = codes.clamp_(0, 15).to(torch.uint8).flatten(1)
+    return whole[:, ::2] | whole[:, 1::2] << 4
+
+
+_ROUNDED_TO: dict[Kind, Callable[[torch.Tensor], Rounded]] = {Kind.Q8_0: _q8_0, Kind.Q4_0: _q4_0, Kind.Q4_1: _q4_1}
+"""Rounding of blocks ``[n, blocks, 32]`` in float32, by GGUF type."""
