@@ -141,7 +141,7 @@ class VllmWeights:
         raise NotSupported(_SLEEP)
 
     def fail(self, failure: ServingError) -> None:
-        """Nobody waits but for vLLM, whose calls end with it."""
+        """Do nothing: the calls of vLLM that are waited for end with it."""
 
     async def _hold(self, mode: PauseMode) -> None:
         if mode == "abort":
@@ -218,7 +218,7 @@ def _copy(source: Path | memoryview, directory: Path) -> None:
 def _join(files: list[Path], target: Path) -> None:
     from safetensors.torch import save_file
 
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""How the weights of a model change: packed beside the old ones, or all of them loaded again."""
+"""Updates of the weights of a model: packed beside the old ones, or all of them loaded again."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.model import HfModel, reload_network
 from worker.engines.embedded.model.network import Network
-from worker.engines.embedded.model.stored_weights import read_weights
+from worker.engines.embedded.model.stored_weights import Weight, read_weights
 from worker.engines.embedded.model.updates import updates_of
 from worker.engines.embedded.model.weight_update import Given
 from worker.engines.embedded.serving.step_thread import Call
@@ -240,7 +240,7 @@ def weights_digest(config: EmbeddedConfig, model: HfModel) -> str:
     return digest_of_update("", given.digests.items())
 
 
-def _read(source: Path | memoryview) -> Mapping[str, object]:
+def _read(source: Path | memoryview) -> Mapping[str, Weight]:
     try:
         return read_weights(source)
     except ModelFileError as error:
