@@ -188,7 +188,7 @@ class EngineRoutes:
         file = find_gguf(path)
         if file is None:
             return path
-        keeps_blocks = self._arguments.quantization == "auto"
+        keeps_blocks = self._arguments.engine == "embedded" and self._arguments.quantization == "auto"
         try:
             return convert_gguf(file, model_cache(os.environ), lambda _: None, keeps_blocks)
         except StartupError as error:

@@ -100,7 +100,8 @@ def requantised(weight: torch.Tensor, format: str) -> QuantisedWeight:
 
 def _rounded_to(kind: Kind, weight: torch.Tensor) -> QuantisedWeight:
     parts = [
-        _ROUNDED_TO[kind](rows.float().unflatten(1, (-1, 32))) for rows in torch.split(weight.detach(), _ROWS_AT_ONCE)
+        _ROUNDED_TO[kind](rows.float().reshape(len(rows), -1, 32))
+        for rows in torch.split(weight.detach(), _ROWS_AT_ONCE)
     ]
     codes, scales, offsets = zip(*parts, strict=True)
     return QuantisedWeight(torch.cat(codes), torch.cat(scales), None if offsets[0] is None else torch.cat(offsets))
