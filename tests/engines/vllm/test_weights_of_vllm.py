@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -60,7 +59,7 @@ ORDERS: list[tuple[PauseMode, list[str]]] = [
 
 @pytest.mark.parametrize(("mode", "asked"), ORDERS)
 async def test_an_update_of_vllm(model: Path, mode: PauseMode, asked: list[str]) -> None:
-    llm, broken = Llm(), []
+    llm, broken = Llm(), list[str]()
     weights = VllmWeights(llm, model, RequestTable(), "base", broken.append)
     tensors = load_file(model / "model.safetensors")
     with pytest.raises(WeightsRefused, match="must have every tensor"):
@@ -78,7 +77,7 @@ async def test_an_update_of_vllm(model: Path, mode: PauseMode, asked: list[str])
 
 
 async def test_an_update_that_fails_half_way_breaks_the_engine(model: Path) -> None:
-    llm, broken = Llm(), list[Any]()
+    llm, broken = Llm(), list[str]()
     weights = VllmWeights(llm, model, RequestTable(), "base", broken.append)
     llm.is_bad = True
     with pytest.raises(EngineBroken, match="a rank has no memory"):
