@@ -172,10 +172,8 @@ def test_tokens_are_those_of_the_named_version(sources: list[Path], operations: 
 
 
 OTHERS: dict[str, dict[str, object]] = {
-    "gemma2": {},
     "gemma3_text": {"quantization": "int8"},
     "qwen3_moe": {"quantization": "int4"},
-    "phi3": {},
     "gpt2": {},
     "llama": {"kernels": "torch", "numerics": "auto"},
 }
