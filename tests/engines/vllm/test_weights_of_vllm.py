@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from worker.engines.request_table import RequestTable
+from worker.engines.vllm import VllmConfig
 from worker.engines.vllm.weights import VllmWeights
 from worker.engines.weights import PauseMode, WeightsRefused
 from worker.errors import EngineBroken
@@ -60,7 +61,7 @@ ORDERS: list[tuple[PauseMode, list[str]]] = [
 @pytest.mark.parametrize(("mode", "asked"), ORDERS)
 async def test_an_update_of_vllm(model: Path, mode: PauseMode, asked: list[str]) -> None:
     llm, broken = Llm(), list[str]()
-    weights = VllmWeights(llm, model, RequestTable(), "base", broken.append)
+    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", broken.append)
     tensors = load_file(model / "model.safetensors")
     with pytest.raises(WeightsRefused, match="must have every tensor"):
         await weights.update_weights(memoryview(save({"model.norm.weight": torch.ones(64)})), None, mode)
@@ -78,7 +79,7 @@ async def test_an_update_of_vllm(model: Path, mode: PauseMode, asked: list[str])
 
 async def test_an_update_that_fails_half_way_breaks_the_engine(model: Path) -> None:
     llm, broken = Llm(), list[str]()
-    weights = VllmWeights(llm, model, RequestTable(), "base", broken.append)
+    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", broken.append)
     llm.is_bad = True
     with pytest.raises(EngineBroken, match="a rank has no memory"):
         await weights.update_weights(model, None, "keep")

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import logging
 import os
+from asyncio import wrap_future
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import REGISTRY, Metric
@@ -72,8 +72,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         digest: Begins to compute the digest of the checkpoint, for KV transfers and updates.
 
     Attributes:
-        weights: Changes the weights; None before `start`, and where `VllmConfig.weight_updates` is
-            false.
+        weights: Changes the weights; None before `start`, or without `VllmConfig.weight_updates`.
     """
 
     library = "vLLM"
@@ -117,22 +116,22 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         return await self._loading.run(self._start())
 
     async def _start(self) -> EngineInfo:
-        package = self._package = await asyncio.wrap_future(in_daemon_thread("vllm-import", self._read_package))
+        package = self._package = await wrap_future(in_daemon_thread("vllm-import", self._read_package))
         name_worker()
         if self.config.has_events:
             self._events = KvEvents()
         arguments = self.config.engine_arguments(package.engine_fields, package.version, is_cpu=package.is_cpu)
         if self._events is not None:
             arguments["kv_events_config"] = self._events.config
-        digest = None
-        if self.config.role != "aggregated":
+        digest, transfers = None, self.config.role != "aggregated"
+        if transfers:
             arguments["kv_transfer_config"] = transfer_config(package, self.config, os.environ)
-        if self.config.role != "aggregated" or self.config.weight_updates:
+        if transfers or self.config.weight_updates:
             assert self._digest is not None, "it says which model it has"
             digest = self._digest()
         try:
             loading = in_daemon_thread("vllm-load", lambda: _load(package, arguments, self._loads))
-            self._llm = await asyncio.wrap_future(loading)
+            self._llm = await wrap_future(loading)
         except Exception as error:  # the start-up boundary
             raise StartupError(f"vLLM {package.version}: {one_line(error)}") from error
         facts = ModelFacts.of(self._llm.vllm_config)
@@ -143,15 +142,14 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         self._adapters = await _load_adapters(self._llm, package, self.config.adapters)
         digests = {adapter.name: adapter.digest for adapter in self.config.adapters}
         self._info = describe(self._llm.vllm_config, package.version, facts.vocab_size, ends, digests)
-        if digest is not None and self.config.role != "aggregated":
+        if digest is not None and transfers:
             self._transfers = await KvTransfers.of(self._llm, self.config, package.version, digest, self._loads)
         self._loop = asyncio.get_running_loop()
         self._watch = asyncio.create_task(self._watch_processes())
         await check_processors(self.generate, self._info)
         self._served = replace(self._served, native=await find_native(self._llm, package, self._info))
         if digest is not None and self.config.weight_updates:
-            base, model = await asyncio.wrap_future(digest), Path(self.config.model_path)
-            self.weights = VllmWeights(self._llm, model, self._requests, base, self._break)
+            self.weights = VllmWeights(self._llm, self.config, self._requests, await wrap_future(digest), self._break)
         return self._info
 
     async def stop(self) -> None:
@@ -268,8 +266,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
                         return False
                     self._transfers.note_received(running)
                 delta = reader.read(output)
-                if self.weights is not None:
-                    running.name_weights(delta, self.weights.weight_version, len(request.generated_token_ids))
+                running.name_weights(delta, self.weights, len(request.generated_token_ids))
                 if carried is not None and native.chain is not None:
                     end = len(request.token_ids) + reader.num_sent
                     await self._confirm(running, delta, output.outputs[0].token_ids, end, native.chain, carried)
@@ -378,7 +375,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         while not self._llm.errored:
             if self.weights is not None and self.weights.is_busy:
                 self._heard_s = loop.time()
-            if len(self._requests) and loop.time() - self._heard_s > self.config.step_timeout_s:
+            elif len(self._requests) and loop.time() - self._heard_s > self.config.step_timeout_s:
                 self._break(f"vLLM has had no output for {self.config.step_timeout_s:g} s")
                 return
             await asyncio.sleep(WATCH_S)
@@ -399,6 +396,5 @@ async def _load_adapters(llm: Any, package: Package, adapters: Sequence[Adapter]
         try:
             await llm.add_lora(found[adapter.name])
         except Exception as error:  # the start-up boundary
-            problem = f"vLLM {package.version}: {one_line(error)}"
-            raise StartupError(f"--lora-modules: {adapter.name}: {problem}") from error
+            raise StartupError(f"--lora-modules: {adapter.name}: vLLM {package.version}: {one_line(error)}") from error
     return found

@@ -9,7 +9,7 @@ from typing import Any
 from adapters.chain import Mode, Receipt
 from worker.engines import TokenDelta
 from worker.engines.delta_stream import DeltaStream
-from worker.engines.weights import WeightVersion
+from worker.engines.weights import UpdatesWeights, WeightVersion
 from worker.errors import ServingError
 
 
@@ -37,17 +37,17 @@ class RunningRequest(DeltaStream):
     num_named: int = 0
     weights: WeightVersion | None = None
 
-    def name_weights(self, delta: TokenDelta, version: WeightVersion, num_before: int) -> None:
+    def name_weights(self, delta: TokenDelta, weights: UpdatesWeights | None, num_before: int) -> None:
         """Name the version of the tokens of a delta, if it is another than that of those before.
 
         Args:
             delta: The next delta.
-            version: Version of its weights.
+            weights: The engine's weights now; None where they do not change.
             num_before: Tokens of the answer that another worker has generated.
         """
-        if delta.token_ids and version != self.weights:
-            delta.weights.append((num_before + self.num_named, version))
-            self.weights = version
+        if weights is not None and delta.token_ids and weights.weight_version != self.weights:
+            self.weights = weights.weight_version
+            delta.weights.append((num_before + self.num_named, self.weights))
         self.num_named += len(delta.token_ids)
 
     def note_mode(self, receipt: Receipt) -> None:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from worker.engines.request_table import RequestTable
 from worker.engines.vllm.requests import RunningRequest
+from worker.engines.vllm.settings import VllmConfig
 from worker.engines.weights import (
     ABORTED,
     NotSupported,
@@ -51,7 +52,7 @@ class VllmWeights:
 
     Args:
         llm: The library's ``AsyncLLM``, with `WorkerExtension`.
-        model: Directory of the checkpoint.
+        config: Settings of the engine.
         requests: Unfinished requests.
         base: Digest of the checkpoint, empty without one.
         break_down: Called with the reason when an update has failed half-way.
@@ -60,14 +61,16 @@ class VllmWeights:
     def __init__(
         self,
         llm: Any,
-        model: Path,
+        config: VllmConfig,
         requests: RequestTable[RunningRequest],
         base: str,
         break_down: Callable[[str], None],
     ) -> None:
         self._llm = llm
         self._dtype: torch.dtype = llm.vllm_config.model_config.dtype
-        self._tensors = {name: one for name, one in WeightFiles(model).tensors.items() if one.dtype in _FLOATS}
+        self._tensors = {
+            name: one for name, one in WeightFiles(Path(config.model_path)).tensors.items() if one.dtype in _FLOATS
+        }
         self._requests = requests
         self._break_down = break_down
         self._version = WeightVersion(digest=base)

@@ -120,7 +120,7 @@ def network_of(config: EmbeddedConfig, model: HfModel, weights: Mapping[str, tor
         weights: Every tensor of its checkpoint, dense and of its data type.
 
     Raises:
-        StartupError: transformers makes no network of them.
+        StartupError, ModelFileError: transformers makes no network of them.
     """
     from worker.engines.embedded.model import transformers_checkpoint as checkpoint
     from worker.engines.embedded.model.checkpoint_gate import configuration

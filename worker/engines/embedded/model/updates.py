@@ -19,6 +19,7 @@ from worker.engines.embedded.model.stored_weights import Weight
 from worker.engines.embedded.model.weight_update import HEAD, Given, check_given, without_values
 from worker.engines.weights import WeightsRefused
 from worker.errors import StartupError
+from worker.models.problems import ModelFileError
 from worker.models.quantised import format_of
 from worker.models.weight_files import WeightFiles
 
@@ -50,7 +51,12 @@ def updates_of(config: EmbeddedConfig, model: HfModel) -> Updates:
     Raises:
         StartupError: the checkpoint's files cannot be read any more.
     """
-    return PackedUpdates(model) if model.packed_weights() is not None else ReloadedUpdates(config, model)
+    if model.packed_weights() is not None:
+        return PackedUpdates(model)
+    try:
+        return ReloadedUpdates(config, model)
+    except ModelFileError as error:
+        raise StartupError(f"--model-path {config.model_path}: {error}") from None
 
 
 class PackedUpdates:
@@ -101,7 +107,7 @@ class ReloadedUpdates:
         model: The model.
 
     Raises:
-        StartupError: the checkpoint's files cannot be read any more.
+        StartupError, ModelFileError: the checkpoint's files cannot be read any more.
     """
 
     is_beside = False
@@ -131,7 +137,7 @@ class ReloadedUpdates:
         weights = {name: _dense(weight, self._model.dtype) for name, weight in given.weights.items()}
         try:
             return self._model.settled(network_of(self._config, self._model, weights))
-        except StartupError as error:
+        except (StartupError, ModelFileError) as error:
             raise WeightsRefused(str(error)) from None
 
     def drop(self) -> None:
