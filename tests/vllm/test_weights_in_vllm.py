@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import gc
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +23,13 @@ from worker.sampling import SamplingParams
 
 PROMPT = list(range(20, 90))
 OPTIONS = {"max_model_len": 512, "max_num_seqs": 4, "enforce_eager": True, "dtype": "float32", "block_size": 32}
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """vLLM leaves sockets to the garbage collector, which tells of them here."""
+    yield
+    gc.collect()
 
 
 @asynccontextmanager
