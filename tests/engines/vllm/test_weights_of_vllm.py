@@ -20,8 +20,9 @@ from worker.tiny_model import write_tiny_model
 class Llm:
     """Records what it is asked; loading fails where `is_bad`."""
 
-    def __init__(self) -> None:
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
+    def __init__(self, is_tied: bool = False) -> None:
+        model = SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(tie_word_embeddings=is_tied))
+        self.vllm_config = SimpleNamespace(model_config=model)
         self.asked: list[str] = []
         self.is_bad = False
         self.loaded: dict[str, torch.Tensor] = {}
@@ -75,6 +76,26 @@ async def test_an_update_of_vllm(model: Path, mode: PauseMode, asked: list[str])
     llm.asked.clear()
     await weights.update_weights(model, None, mode)
     assert (llm.asked, weights.weights_state) == (UPDATE, "paused")
+
+
+async def test_tied_embeddings_are_one_weight(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tied", arch="qwen3")
+    llm, tensors = Llm(is_tied=True), load_file(model / "model.safetensors")
+    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", list[str]().append)
+    head = tensors["model.embed_tokens.weight"]
+    with pytest.raises(WeightsRefused, match="the model's embeddings are tied"):
+        await weights.update_weights(memoryview(save({**tensors, "lm_head.weight": head + 1})), None, "keep")
+    assert (llm.asked, weights.weight_version.number) == ([], 0)
+    await weights.update_weights(memoryview(save({**tensors, "lm_head.weight": head.clone()})), None, "keep")
+    assert weights.weight_version.number == 1
+
+
+async def test_an_untied_head_must_be_given(model: Path) -> None:
+    llm, tensors = Llm(), load_file(model / "model.safetensors")
+    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", list[str]().append)
+    del tensors["lm_head.weight"]
+    with pytest.raises(WeightsRefused, match=r"tensor lm_head\.weight: is missing"):
+        await weights.update_weights(memoryview(save(tensors)), None, "keep")
 
 
 async def test_an_update_that_fails_half_way_breaks_the_engine(model: Path) -> None:

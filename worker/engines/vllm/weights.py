@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
 _VLLM_MODES = {"keep": "keep", "finish": "wait", "abort": "abort"}
 _FLOATS = ("F32", "BF16", "F16", "F64")
-_HEAD = "lm_head.weight"
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SLEEP = "--engine vllm: the worker does not drive vLLM's sleep, which needs a GPU's memory allocator"
 
 
@@ -67,7 +67,9 @@ class VllmWeights:
         break_down: Callable[[str], None],
     ) -> None:
         self._llm = llm
-        self._dtype: torch.dtype = llm.vllm_config.model_config.dtype
+        model = llm.vllm_config.model_config
+        self._dtype: torch.dtype = model.dtype
+        self._is_tied = bool(getattr(model.hf_config, "tie_word_embeddings", False))
         self._tensors = {
             name: one for name, one in WeightFiles(Path(config.model_path)).tensors.items() if one.dtype in _FLOATS
         }
@@ -167,12 +169,15 @@ class VllmWeights:
         try:
             with safe_open(directory / SINGLE, framework="pt") as file:
                 names = set(file.keys())
-                unknown = sorted(names - set(self._tensors) - {_HEAD})
-                missing = sorted(set(self._tensors) - names - {_HEAD})
+                of_both = {_HEAD} if self._is_tied else set()
+                unknown = sorted(names - set(self._tensors) - of_both)
+                missing = sorted(set(self._tensors) - names - of_both)
                 if unknown:
                     raise WeightsRefused(f"tensor {unknown[0][:200]!r}: the model has none of this name")
                 if missing:
                     raise WeightsRefused(f"tensor {missing[0]}: is missing; an update of vLLM must have every tensor")
+                if of_both & names and not torch.equal(file.get_tensor(_HEAD), file.get_tensor(_EMBEDDING)):
+                    raise WeightsRefused(f"tensor {_HEAD}: the model's embeddings are tied; give {_EMBEDDING} alone")
                 return {name: self._digest(name, file.get_tensor(name)) for name in sorted(names)}
         except SafetensorError as error:
             raise WeightsRefused(f"body: {one_line(error)}") from None
