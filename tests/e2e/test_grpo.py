@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_stack import REPOSITORY, Stack, running_stack
+from e2e_stack import REPOSITORY, Stack, Worker, running_stack, wait_for
 from front_door_process import Door
 from ports import free_port
 
@@ -29,20 +33,27 @@ def one_thread() -> Iterator[None]:
     grpo.torch.set_num_threads(before)
 
 
-@pytest.fixture
-def stack(tmp_path: Path, tiny_model: Path) -> Iterator[Stack]:
-    (tmp_path / "keys").write_text(f"{KEY}\n")
-    (tmp_path / "keys").chmod(0o600)
-    with running_stack(tmp_path, tiny_model) as stack:
-        stack.start_frontend()
+@contextmanager
+def served(directory: Path, model: Path) -> Iterator[Stack]:
+    """A frontend that migrates, and a key for trainers."""
+    with running_stack(directory, model) as stack:
+        (directory / "keys").write_text(f"{KEY}\n")
+        (directory / "keys").chmod(0o600)
+        stack.start_frontend("--migration-limit", "3")
         yield stack
 
 
-def start(stack: Stack) -> str:
-    """Start a worker; returns where it takes weights."""
+@pytest.fixture
+def stack(tmp_path: Path, tiny_model: Path) -> Iterator[Stack]:
+    with served(tmp_path / "stack", tiny_model) as stack:
+        yield stack
+
+
+def start(stack: Stack, *arguments: str) -> tuple[Worker, str]:
+    """Start a worker; returns it, and where it takes weights."""
     port = free_port()
-    stack.start_worker(*EXACT, "--engine-port", str(port), "--engine-key-file", str(stack.directory / "keys"))
-    return f"http://127.0.0.1:{port}"
+    engine = ("--engine-port", str(port), "--engine-key-file", str(stack.directory / "keys"))
+    return stack.start_worker(*EXACT, *engine, *arguments), f"http://127.0.0.1:{port}"
 
 
 def run(stack: Stack, sampler: Any, name: str, **settings: Any) -> list[Any]:
@@ -52,7 +63,7 @@ def run(stack: Stack, sampler: Any, name: str, **settings: Any) -> list[Any]:
 
 
 def test_differences_are_zero_and_runs_are_equal(stack: Stack) -> None:
-    url = start(stack)
+    _, url = start(stack)
     door = Door(stack)
     sampler = workers.Workers(door.url, [url], KEY)
     first, again = (run(stack, sampler, name, steps=2) for name in ("first", "again"))
@@ -61,3 +72,45 @@ def test_differences_are_zero_and_runs_are_equal(stack: Stack) -> None:
     assert first[0].weights != first[1].weights
     with pytest.raises(RuntimeError, match="401"):
         workers.Workers(door.url, [url], "another-key").update(stack.directory, "1")
+
+
+class Killing:
+    """A sampler during whose second step a worker dies in the middle of answers."""
+
+    def __init__(self, sampler: Any, victim: Worker) -> None:
+        self._sampler, self._victim = sampler, victim
+        self._num_steps = 0
+
+    def update(self, weights: Path, version: str) -> None:
+        self._sampler.update(weights, version)
+
+    def sample(self, prompts: Any, **settings: Any) -> Any:
+        self._num_steps += 1
+        if self._num_steps != 2:
+            return self._sampler.sample(prompts, **settings)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(self._sampler.sample, prompts, **settings)
+            wait_for(lambda: asked.done() or self._victim.metric("dlw_running_requests") > 0, "answers under way")
+            time.sleep(0.1)  # tokens of them
+            assert not asked.done(), "the answers ended before the worker died"
+            self._victim.signal(signal.SIGKILL)
+            return asked.result()
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_a_run_in_which_a_worker_dies_is_equal(tmp_path: Path, tiny_model: Path) -> None:
+    settings, runs, num_continued = {"steps": 3, "max_tokens": 600, "answers": 6}, [], 0.0
+    for name in ("whole", "killed"):
+        with served(tmp_path / name, tiny_model) as stack:
+            migration = ("--migration", "on", "--boundary-store", f"file:{stack.directory / 'boundaries'}")
+            (victim, one), (other, two) = (start(stack, *migration) for _ in range(2))
+            sampler = workers.Workers(Door(stack).url, [one, two], KEY)
+            if name == "killed":
+                sampler = Killing(sampler, victim)
+            runs.append(run(stack, sampler, name, **settings))
+            if name == "killed":
+                num_continued = other.metric("dlw_continued_requests_total")
+    assert num_continued > 0
+    assert [step.largest_difference for step in runs[0]] == [0.0, 0.0, 0.0]
+    assert runs[0] == runs[1]

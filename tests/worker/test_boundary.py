@@ -64,17 +64,18 @@ def test_a_longer_prompt_with_the_same_id_is_a_new_request(prompt: list[int], mo
 
 kinds = st.sampled_from(["exact, native kernels", "exact, native-amx kernels", "fast"])
 types = st.sampled_from(["bfloat16", "int8 of bfloat16"])
+digests = st.sampled_from(["", "5f2a", "80c1"])
 
 
-@given(here=st.tuples(kinds, types), there=st.tuples(kinds, types))
-def test_workers_that_compute_otherwise_differ(here: tuple[str, str], there: tuple[str, str]) -> None:
+@given(here=st.tuples(kinds, types, digests), there=st.tuples(kinds, types, digests))
+def test_workers_that_compute_otherwise_differ(here: tuple[str, str, str], there: tuple[str, str, str]) -> None:
     boundary = Boundary.decode(Boundary.of(parsed([1, 2], 5), 7, "a-0", 1, *there).encode())
     found = boundary.difference(*here)
     assert (found is None) == (here == there)
     if found is not None:
         name, ours, theirs = next(
             (name, *pair)
-            for name, *pair in zip(("numerics", "kv_dtype"), here, there, strict=True)
+            for name, *pair in zip(("numerics", "kv_dtype", "weights"), here, there, strict=True)
             if pair[0] != pair[1]
         )
         assert found == f"{name} is {theirs!r} on the worker that began the answer and {ours!r} on this one"
@@ -96,7 +97,7 @@ def sealed(**changes: object) -> str:
         "[]",
         "[" * 100_000,
         json.dumps(GOOD | {"version": 1}),
-        sealed(version=3),
+        sealed(version=4),
         sealed(more=1),
         json.dumps({name: value for name, value in GOOD.items() if name != "seed"}),
         json.dumps({name: value for name, value in GOOD.items() if name != "digest"}),
@@ -110,11 +111,18 @@ def sealed(**changes: object) -> str:
         sealed(owner="a" * 1000),
         sealed(numerics=3),
         sealed(kv_dtype=None),
+        sealed(weights=None),
     ],
 )
 def test_what_is_no_record_is_refused(data: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         Boundary.decode(data.encode())
+
+
+def test_records_of_the_version_before_have_no_weights() -> None:
+    values = {name: value for name, value in GOOD.items() if name not in ("digest", "weights")} | {"version": 2}
+    found = Boundary.decode(json.dumps(values | {"digest": _digest(values)}).encode())
+    assert (found.weights, found.seed) == ("", GOOD["seed"])
 
 
 @given(st.data())

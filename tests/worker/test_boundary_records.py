@@ -148,6 +148,31 @@ async def test_answers_do_not_continue_in_workers_of_other_numerics() -> None:
     assert store.attempts == [1]
 
 
+async def test_answers_do_not_continue_on_other_weights() -> None:
+    store, weights = Memory(), {"first": "", "other": ""}
+    info = EngineInfo("embedded", "0", 64, 8, (2,), 4, 10, 4, 64)
+    first, other = worker(store), worker(store)
+    first.computes(info, lambda: weights["first"])
+    other.computes(info, lambda: weights["other"])
+    record = await first.begin("a", request(1, 2))
+    record.write(7)
+    record.sampled_from("")
+    await record.wait_written()
+    moved = request(1, 2, 5, max_tokens=8)
+    assert (await other.begin("a", moved)).request.generated_token_ids == [5]
+    weights["first"] = "5f2a"  # an update with keep: the answer goes on with new weights
+    record.sampled_from("5f2a")
+    await record.wait_written()
+    with pytest.raises(
+        InvalidRequest, match=r"cannot go on here: weights is '5f2a' on the worker that began .* and ''"
+    ):
+        await other.begin("a", moved)
+    weights["other"] = "5f2a"
+    assert (await other.begin("a", moved)).request.generated_token_ids == [5]
+    assert (await other.begin("a", request(1, 2))).request.params.seed == 7  # nothing was generated yet
+    await first.close()
+
+
 async def test_who_migrates_in_order_is_not_counted() -> None:
     store = Memory()
     for _ in range(5):

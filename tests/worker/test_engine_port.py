@@ -20,6 +20,7 @@ import torch
 from engine_port_client import BYTES_OPTIONS, KEY, Generated, Trainer, tensors_of, trained
 from safetensors.torch import save, save_file
 
+from worker.__main__ import main
 from worker.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -109,7 +110,10 @@ async def test_an_update(trainer: Trainer, models: list[Path], tmp_path: Path, h
     second = await trainer.generate(20)
     assert second.token_ids != first.token_ids
     assert second.versions == [{"version": "new", "from_token": 0}]
-    await trainer.tell("update_weights_from_disk", model_path=str(models[0]))
+    primes = {"engine_rpc": "update_weights_from_path", "weight_version": "prime-rl's"}
+    await trainer.tell("pause_generation", mode="keep", clear_cache=True)
+    await trainer.tell("update_weights_from_disk", model_path=str(models[0]), **primes)
+    await trainer.tell("resume_generation")
     assert (await trainer.generate(20)).token_ids == first.token_ids
 
 
@@ -144,6 +148,7 @@ REFUSED = [
     ("update_weights_from_disk", {"model_path": "/", "path": 1}, "'path': unknown field"),
     ("update_weights_from_disk", {"model_path": "/", "mode": "now"}, "mode: must be abort, finish, keep"),
     ("update_weights_from_disk", {"model_path": "/", "weight_version": ""}, "weight_version: must be a text"),
+    ("update_weights_from_disk", {"model_path": "/", "engine_rpc": "init"}, "engine_rpc: must be reload_weights"),
     ("update_weights_from_disk", {"model_path": "/proc"}, "it has no safetensors weights"),
     ("update_weights", {"shared_memory": "../etc/passwd", "size": 8}, "shared_memory: must be the name"),
     ("update_weights", {"shared_memory": "no_such_memory", "size": 8}, "cannot be read: No such file"),
@@ -325,7 +330,9 @@ async def test_sleep_and_wake(trainer: Trainer, models: list[Path]) -> None:
     assert (await trainer.ask("/engine/wake"))[0] == 409
 
 
-async def test_metrics_and_the_receipt_name_the_version(trainer: Trainer, models: list[Path]) -> None:
+async def test_metrics_and_the_receipt_name_the_version(
+    trainer: Trainer, models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     registry = trainer.worker.server.metrics.registry
     done = registry.get_sample_value("dlw_weight_updates_total", {"outcome": "done"})
     _, told = await trainer.give(tensors_of(models[1]), weight_version="named")
@@ -338,3 +345,23 @@ async def test_metrics_and_the_receipt_name_the_version(trainer: Trainer, models
     chunks = [chunk async for chunk in trainer.worker.generate(raw, Context("with a receipt"))]
     receipt = chunks[-1]["engine_data"]["logits_processors"]
     assert receipt["weights"] == [{"version": "named", "from_token": 0, "digest": told["digest"]}]
+    await check_replay(receipt, raw["token_ids"], models, tmp_path, capsys)
+
+
+async def check_replay(
+    receipt: dict[str, Any], prompt: object, models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A receipt of updated weights is replayed with their checkpoint, and with no other one."""
+    digest = receipt["weights"][0]["digest"]
+    (tmp_path / "prompt.json").write_text(json.dumps(prompt))
+    other = {"version": "later", "from_token": 2, "digest": "00"}
+    for model, changes, status, said in (
+        (models[1], {}, 0, "equal to those recorded"),
+        (models[0], {}, 2, f"weights[0].digest: the answer is of updated weights, version named with {digest}"),
+        (models[1], {"weights": [*receipt["weights"], other]}, 2, "weights: the answer is of several versions"),
+    ):
+        (tmp_path / "receipt.json").write_text(json.dumps(receipt | changes))
+        fixed = ["--prompt-file", str(tmp_path / "prompt.json"), "--model-path", str(model), "--device", "cpu"]
+        argv = ["replay", str(tmp_path / "receipt.json"), *fixed, "--packed-copy", "off"]
+        assert await asyncio.to_thread(main, argv) == status
+        assert said in "".join(capsys.readouterr())

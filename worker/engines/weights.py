@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
@@ -12,6 +13,9 @@ from worker.errors import ServingError
 PauseMode = Literal["abort", "finish", "keep"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "finish", "keep")
 """Modes of a pause: requests in flight end with an error, finish first, or stop and go on."""
+
+ABORTED = "the request was aborted, for its engine's weights change"
+"""Reason of the error that requests end with in mode ``abort``."""
 
 State = Literal["serving", "paused", "asleep", "needs_weights"]
 
@@ -43,6 +47,24 @@ class WeightVersion:
     number: int = 0
     name: str = "0"
     digest: str = ""
+
+    @property
+    def updated_digest(self) -> str:
+        """The digest, but empty for the weights of the start."""
+        return self.digest if self.number else ""
+
+
+def digest_of_update(base: str, digests: Iterable[tuple[str, str]]) -> str:
+    """`WeightVersion.digest` of updated weights.
+
+    Args:
+        base: Digest of the base model, empty where all of its tensors have been given since.
+        digests: Names and digests of the tensors that have been given.
+    """
+    digest = blake2b(base.encode(), digest_size=16)
+    for name, found in sorted(digests):
+        digest.update(f"{name}\0{found}\0".encode())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

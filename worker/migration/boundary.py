@@ -15,7 +15,10 @@ from worker.errors import shown
 from worker.requests.receipts import TokenDigest
 from worker.requests.request import GenerationRequest
 
-VERSION = 2
+VERSION = 3
+
+_WITHOUT_WEIGHTS = 2
+"""The version before `Boundary.weights`, of workers whose weights never change."""
 
 MAX_COUNT = 2**53
 """Tokens and attempts at most: every JSON parser reads it exactly."""
@@ -39,6 +42,8 @@ class Boundary:
             the owner is among them.
         numerics: Numerics that the answer is computed with; see `EngineInfo.made_by`.
         kv_dtype: See `EngineInfo.kv_dtype`.
+        weights: Digest of the weights of its newest tokens, where an update has changed them; see
+            `worker.engines.weights.WeightVersion`.
         is_answered: The answer has ended, but the frontend may not have all of it yet.
     """
 
@@ -51,6 +56,7 @@ class Boundary:
     attempts: int
     numerics: str = ""
     kv_dtype: str = ""
+    weights: str = ""
     is_answered: bool = False
 
     @classmethod
@@ -62,6 +68,7 @@ class Boundary:
         attempts: int = 1,
         numerics: str = "",
         kv_dtype: str = "",
+        weights: str = "",
     ) -> Boundary:
         """The record of a request that its first worker has received."""
         params = request.params
@@ -76,6 +83,7 @@ class Boundary:
             attempts=attempts,
             numerics=numerics,
             kv_dtype=kv_dtype,
+            weights=weights,
         )
 
     def begins(self, token_ids: Sequence[int]) -> bool:
@@ -107,12 +115,12 @@ class Boundary:
             and self.begins(request.prompt_token_ids)
         )
 
-    def difference(self, numerics: str, kv_dtype: str) -> str | None:
+    def difference(self, numerics: str, kv_dtype: str, weights: str = "") -> str | None:
         """Difference of this worker from the one that began the answer; None if there is none.
 
         Where they differ, the answer would be one that neither of them gives.
         """
-        ours = {"numerics": numerics, "kv_dtype": kv_dtype}
+        ours = {"numerics": numerics, "kv_dtype": kv_dtype, "weights": weights}
         for name, here in ours.items():
             if (there := getattr(self, name)) != here:
                 return f"{name} is {there!r} on the worker that began the answer and {here!r} on this one"
@@ -130,11 +138,12 @@ class Boundary:
             found: Any = json.loads(data)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
-        if not isinstance(found, dict) or found.get("version") != VERSION:
+        if not isinstance(found, dict) or found.get("version") not in (VERSION, _WITHOUT_WEIGHTS):
             raise ValueError(f"it is not of version {VERSION}")
         if found.pop("digest", None) != _digest(found):
             raise ValueError("it was altered")
-        del found["version"]
+        if found.pop("version") == _WITHOUT_WEIGHTS and "weights" not in found:
+            found["weights"] = ""
         if set(found) != {field.name for field in fields(cls)}:
             raise ValueError("its fields are not those of this version")
         boundary = cls(**found)
@@ -152,7 +161,7 @@ class Boundary:
                 raise ValueError(f"{name} is {shown(value)}")
         if self.min_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError("min_tokens is above max_tokens")
-        texts = ("owner", "prompt_digest", "numerics", "kv_dtype")
+        texts = ("owner", "prompt_digest", "numerics", "kv_dtype", "weights")
         if any(not isinstance(getattr(self, name), str) for name in texts) or len(self.owner) > MAX_OWNER:
             raise ValueError(f"{', '.join(texts)} must be short texts")
         if not isinstance(self.is_answered, bool):

@@ -72,8 +72,20 @@ class BoundaryRecord:
         self._first_put = self._put(self._written)
         self._live.add(self)
 
+    def sampled_from(self, weights: str) -> None:
+        """Begin to write the record again if the next token is of other weights than those in it.
+
+        Args:
+            weights: See `Boundary.weights`.
+        """
+        written = self._written
+        if written is not None and not self.has_ended and written.weights != weights:
+            before = self._first_put
+            self._written = replace(written, weights=weights)
+            self._first_put = self._put(self._written, before)
+
     async def wait_written(self) -> None:
-        """Wait until the record is in the store: before the first token leaves this worker.
+        """Wait until the record is in the store: before a token of its weights leaves this worker.
 
         Raises:
             BoundaryStoreUnavailable: it could not be written.
@@ -127,8 +139,9 @@ class BoundaryRecord:
         if self.has_ended:
             await self._remove()
 
-    def _put(self, record: Boundary) -> asyncio.Task[None]:
+    def _put(self, record: Boundary, before: asyncio.Task[None] | None = None) -> asyncio.Task[None]:
         async def put() -> None:
+            await _finished(before)
             if not self.has_ended:
                 await self._store.write(self._key, record)
 
@@ -167,6 +180,9 @@ class UnrecordedRequest:
         self.request = request
 
     def write(self, seed: int) -> None:
+        """Do nothing."""
+
+    def sampled_from(self, weights: str) -> None:
         """Do nothing."""
 
     async def wait_written(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import count
@@ -51,6 +52,7 @@ class BoundaryRecords:
         self._live: set[BoundaryRecord] = set()
         self._renewing: asyncio.Task[None] | None = None
         self._numerics = self._kv_dtype = ""
+        self._weights: Callable[[], str] = str
 
     @property
     def num_failures(self) -> int:
@@ -62,9 +64,14 @@ class BoundaryRecords:
         await self._store.open()
         self._renewing = asyncio.create_task(self._renew_live())
 
-    def computes(self, info: EngineInfo) -> None:
-        """Note the numerics and KV type of the engine, once it has started."""
-        self._numerics, self._kv_dtype = info.made_by, info.kv_dtype
+    def computes(self, info: EngineInfo, weights: Callable[[], str] = str) -> None:
+        """Note what the engine computes with, once it has started.
+
+        Args:
+            info: The engine, which has numerics and a KV type.
+            weights: Returns `WeightVersion.updated_digest` of its weights now.
+        """
+        self._numerics, self._kv_dtype, self._weights = info.made_by, info.kv_dtype, weights
 
     async def begin(self, request_id: str, request: GenerationRequest) -> BoundaryRecord:
         """The record of a request that is about to be served, with the request that it is.
@@ -115,7 +122,7 @@ class BoundaryRecords:
 
     def _continuation(self, request: GenerationRequest, found: Boundary) -> GenerationRequest:
         """See `continuation`; a prefill worker is asked for one token more than there are."""
-        difference = found.difference(self._numerics, self._kv_dtype)
+        difference = found.difference(self._numerics, self._kv_dtype, self._weights())
         if difference is not None:
             raise InvalidRequest("request id", f"its answer cannot go on here: {difference}")
         num_generated = len(request.prompt_token_ids) - found.prompt_length
@@ -129,7 +136,7 @@ class BoundaryRecords:
         self, key: str, request: GenerationRequest, num_crashes: int = 0, previous: Boundary | None = None
     ) -> BoundaryRecord:
         owner = f"{self._worker}-{next(self._numbers)}"
-        draft = Boundary.of(request, 0, owner, num_crashes + 1, self._numerics, self._kv_dtype)
+        draft = Boundary.of(request, 0, owner, num_crashes + 1, self._numerics, self._kv_dtype, self._weights())
         answers = self._answering is None
         return BoundaryRecord(self._store, self._live, key, request, draft, previous, answers=answers)
 

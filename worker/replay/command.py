@@ -28,7 +28,7 @@ from worker.replay.position import PositionTap, table
 from worker.replay.prompt import read_prompt
 from worker.replay.recorded import Recorded, RecordedReceipt, as_recorded, read_receipt, selection_of
 from worker.replay.run import Replayed, loaded, replay
-from worker.replay.verdict import check_adapter, check_model_digest, is_equal, notes, verdict
+from worker.replay.verdict import check_adapter, check_model_digest, check_weights, is_equal, notes, verdict
 from worker.requests.receipts import ServerRecord
 from worker.sampling import SamplingParams
 
@@ -86,6 +86,7 @@ async def _main(options: argparse.Namespace, arguments: Arguments, recorded: Rec
     on_vllm = arguments.engine == "vllm" and options.position is None and options.answer_file is None
     check_adapter(receipt, dict(arguments.lora_modules), on_vllm=on_vllm)
     if on_vllm:
+        check_weights(receipt, None)
         async with started(arguments) as engine:
             asked = _asked(options, arguments, recorded, engine.server, engine.chains)
             adapter = receipt.model.adapter
@@ -93,6 +94,7 @@ async def _main(options: argparse.Namespace, arguments: Arguments, recorded: Rec
             replayed = await engine.replay(*asked, receipt.generated_tokens, lora_name)
             return _tell(replayed, engine.server, receipt)
     async with loaded(arguments) as model:
+        check_weights(receipt, model.weights_digest)
         asked = _asked(options, arguments, recorded, model.server, model.chains)
         if options.answer_file is not None:
             ends = recorded.params.end_token_ids.union(model.info.eos_token_ids)

@@ -76,6 +76,15 @@ class RecordedControl(BaseModel):
     source: Literal["request", "model", "default"] = Field(alias="from")
 
 
+class RecordedWeights(BaseModel):
+    """Version of updated weights, and the first token that is sampled from it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    version: str
+    from_token: int
+    digest: str
+
+
 class RecordedReceipt(BaseModel):
     """A receipt, as `worker.requests.receipts.RequestReceipt.as_json` writes it."""
 
@@ -97,6 +106,7 @@ class RecordedReceipt(BaseModel):
     prompt_digest: str
     generated_tokens: int = Field(ge=1)
     answer_digest: str
+    weights: list[RecordedWeights] = []
     request: str | None = None
 
 

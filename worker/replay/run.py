@@ -15,9 +15,11 @@ from worker.build import check_model, embedded_config, with_checkpoint, with_hub
 from worker.engines import EngineInfo, EngineRequest
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.host import limit_threads
+from worker.engines.embedded.model import HfModel
 from worker.engines.embedded.plan import Output, Request
-from worker.engines.embedded.serving import load
+from worker.engines.embedded.serving import load, weights_digest
 from worker.engines.embedded.step import Stepper
+from worker.engines.weights import WeightsRefused
 from worker.errors import ConfigurationError, InvalidRequest
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.replay.position import PositionTap
@@ -42,6 +44,15 @@ class LoadedModel:
     info: EngineInfo
     server: ServerRecord
     chains: ServedChainBuilder
+
+    def weights_digest(self) -> str:
+        """See `worker.engines.embedded.serving.weights_digest`. Raises `ConfigurationError`."""
+        model = self.stepper.model
+        assert isinstance(model, HfModel)
+        try:
+            return weights_digest(embedded_config(self.arguments), model)
+        except WeightsRefused as error:
+            raise ConfigurationError(f"--model-path {self.arguments.model_path}: {error}") from None
 
     @property
     def tokenizer(self) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from worker.errors import ConfigurationError
 from worker.replay.recorded import RecordedReceipt
@@ -33,8 +33,42 @@ def check_adapter(receipt: RecordedReceipt, given: Collection[str], *, on_vllm: 
         raise ConfigurationError(f"model.adapter: the answer is of the LoRA adapter {name}, {problem}")
 
 
+def check_weights(receipt: RecordedReceipt, weights_digest: Callable[[], str] | None) -> None:
+    """Raises `ConfigurationError` if the receipt is of updated weights that are not at hand.
+
+    Args:
+        receipt: The receipt.
+        weights_digest: Returns the digest that an update with the weights of ``--model-path`` has;
+            None where an engine makes the answer again that has no digests.
+    """
+    if not receipt.weights:
+        return
+    if len(receipt.weights) > 1:
+        names = ", ".join(f"{one.version} from token {one.from_token} on" for one in receipt.weights)
+        raise ConfigurationError(
+            f"weights: the answer is of several versions of the weights ({names}), one checkpoint of one"
+        )
+    wanted = receipt.weights[0]
+    if weights_digest is None:
+        raise ConfigurationError(
+            f"weights: the answer is of updated weights, version {wanted.version} with digest {wanted.digest}; replay "
+            "it with --engine embedded and their checkpoint as --model-path"
+        )
+    found = weights_digest()
+    if found != wanted.digest:
+        raise ConfigurationError(
+            f"weights[0].digest: the answer is of updated weights, version {wanted.version} with {wanted.digest}; "
+            f"--model-path, which must be their checkpoint, has {found}"
+        )
+
+
 def check_model_digest(server: ServerRecord, receipt: RecordedReceipt) -> None:
-    """Raises `ConfigurationError` if the receipt is of another checkpoint, or another adapter."""
+    """Raises `ConfigurationError` if the receipt is of another checkpoint, or another adapter.
+
+    Updated weights have a digest of their own; see `check_weights`.
+    """
+    if receipt.weights:
+        return
     if receipt.model.digest is not None and server.model_digest != receipt.model.digest:
         raise ConfigurationError(
             f"model.digest: the receipt is of a checkpoint with {receipt.model.digest}, "

@@ -41,6 +41,19 @@ _SHARED_NAME = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9._-]{0,250}")
 _MODES: dict[str, PauseMode] = {"abort": "abort", "finish": "finish", "keep": "keep", "wait": "finish"}
 """Modes of a pause by name; ``wait`` is Dynamo's."""
 
+LOADERS = ("reload_weights", "update_weights_from_path")
+"""Values of ``engine_rpc``, methods of vLLM's workers that trainers of Dynamo name: they load a
+checkpoint, as an update from disk does in any engine here.
+"""
+
+_UNSUPPORTED = {
+    "embedded": "its weights do not change: it has not started",
+    "trtllm": "its library changes weights in ways of its own, which this worker does not drive; weights change while "
+    "serving with --engine embedded and vllm",
+    "vllm": "weights change in aggregated serving, without --lora-modules",
+}
+"""Reasons why an engine has no `UpdatesWeights`."""
+
 STATUS: tuple[tuple[type[ServingError], int], ...] = (
     (InvalidRequest, 400),
     (WeightsRefused, 400),
@@ -136,10 +149,7 @@ class EngineRoutes:
         engine = self._engine
         if isinstance(engine, ChangesWeights) and engine.weights is not None:
             return engine.weights
-        raise NotSupported(
-            f"--engine {self._arguments.engine}: its library changes weights in ways of its own, which this worker "
-            "does not drive; weights change while serving with --engine embedded"
-        )
+        raise NotSupported(f"--engine {self._arguments.engine}: {_UNSUPPORTED[self._arguments.engine]}")
 
     async def _version(self, asked: Asked) -> Answer:
         _check_names(asked, ())
@@ -159,7 +169,12 @@ class EngineRoutes:
         return {"tensors": {name: {"shape": list(kind.shape), "dtype": kind.dtype} for name, kind in kinds}}
 
     async def _update_from_disk(self, asked: Asked) -> Answer:
-        _check_names(asked, ("model_path", "weight_version", "mode"))
+        _check_names(asked, ("model_path", "weight_version", "mode", "engine_rpc"))
+        rpc = asked.fields.get("engine_rpc", LOADERS[0])
+        if rpc not in LOADERS:
+            raise InvalidRequest(
+                "engine_rpc", f"must be {' or '.join(LOADERS)}, which load model_path, got {shown(rpc)}"
+            )
         path = Path(_text(asked.fields, "model_path", 4096))
         name, mode, weights = _version_name(asked.fields), _mode(asked.fields), self._weights
         return await self._done(weights.update_weights(await asyncio.to_thread(self._checkpoint, path), name, mode))
@@ -173,7 +188,7 @@ class EngineRoutes:
         file = find_gguf(path)
         if file is None:
             return path
-        keeps_blocks = self._arguments.quantization == "auto"
+        keeps_blocks = self._arguments.engine == "embedded" and self._arguments.quantization == "auto"
         try:
             return convert_gguf(file, model_cache(os.environ), lambda _: None, keeps_blocks)
         except StartupError as error:

@@ -155,6 +155,8 @@ class ServedRequest:
             BoundaryStoreUnavailable: the request's record could not be written.
         """
         assert self.record is not None
+        if delta.weights:
+            self.record.sampled_from(delta.weights[-1][1].updated_digest)
         await self.record.wait_written()
         if self._stop_text is not None:
             self._stop_text.end(delta)

@@ -23,6 +23,7 @@ from worker.engines import (
     StopsLoading,
     TokenDelta,
 )
+from worker.engines.weights import ChangesWeights
 from worker.errors import Draining, EngineBroken, ServingError, StartupError, one_line
 from worker.lifecycle.drain import InFlightRequests, drain
 from worker.lifecycle.faults import FaultWindow
@@ -108,7 +109,7 @@ class RequestServer:
             digest = digest_of_model(self.arguments)
             info = await self.engine.start()
             if self._boundaries is not None:
-                self._boundaries.computes(info)
+                self._boundaries.computes(info, self._updated_weights)
             preparation = await Preparation.load(
                 info, self.arguments, digest, registry, make_chains=make_chains, smoke=smoke
             )
@@ -131,6 +132,10 @@ class RequestServer:
         _publish_engine(self.engine, info, self.disaggregation, self.metrics)
         self._open_engine_port()
         return info
+
+    def _updated_weights(self) -> str:
+        weights = self.engine.weights if isinstance(self.engine, ChangesWeights) else None
+        return "" if weights is None else weights.weight_version.updated_digest
 
     def _open_engine_port(self) -> None:
         try:

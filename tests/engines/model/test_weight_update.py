@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from random_checkpoints import TYPES, write
-from safetensors.torch import load_file
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import Source
 
 from worker.engines.embedded import EmbeddedConfig
 from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LlamaWeights
-from worker.engines.embedded.model.stored_weights import read_weights
-from worker.engines.embedded.model.weight_update import check_given, tensors_in
-from worker.engines.weights import NotSupported, WeightsRefused
+from worker.engines.embedded.model.network import Network
+from worker.engines.embedded.model.requantisation import requantised
+from worker.engines.embedded.model.stored_weights import Weight, read_weights
+from worker.engines.embedded.model.updates import PackedUpdates
+from worker.engines.embedded.model.weight_update import tensors_in
+from worker.engines.weights import WeightsRefused
+from worker.models import convert_gguf
 from worker.tiny_model import write_tiny_model
 
 SETTINGS = {
@@ -39,58 +45,78 @@ def is_same(ours: LlamaWeights, theirs: LlamaWeights) -> bool:
     return all(torch.equal(one, other) and one.dtype == other.dtype for one, other in pairs)
 
 
+def packed(network: Network) -> LlamaWeights:
+    assert isinstance(network, LlamaNetwork)
+    found = network.packed()
+    assert found is not None
+    return found
+
+
+def assert_equal(model: HfModel, fresh: HfModel, weights: Mapping[str, Weight]) -> None:
+    """The weights make what `fresh` was loaded with, all at once and in parts."""
+    updates, expected = PackedUpdates(model), fresh.packed_weights()
+    assert expected is not None
+    assert is_same(packed(updates.network(updates.check(weights))), expected)
+    names, parts = list(weights), packed(model.network)
+    random.Random(0).shuffle(names)
+    for start in range(0, len(names), 7):
+        some = {name: weights[name] for name in names[start : start + 7]}
+        parts = packed(model.updated(parts, updates.check(some)))
+        assert is_same(parts, expected) == (start + 7 >= len(names))
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_parts_make_the_whole(tmp_path: Path, arch: str, settings: str) -> None:
     old = write_tiny_model(tmp_path / "old", arch=arch, seed=1)
     new = write_tiny_model(tmp_path / "new", arch=arch, seed=2)
     model, fresh = (loaded(path, **SETTINGS[settings]) for path in (old, new))
-    expected, weights = fresh.packed_weights(), read_weights(new)
-    whole = model.updated(model.packed_weights(), check_given(weights, model.geometry, model.dtype))
-    assert is_same(whole.packed(), expected)  # type: ignore[arg-type]
-    names = list(weights)
-    random.Random(arch).shuffle(names)
-    parts = model.packed_weights()
-    for start in range(0, len(names), 5):
-        some = {name: weights[name] for name in names[start : start + 5]}
-        parts = model.updated(parts, check_given(some, model.geometry, model.dtype)).packed()  # type: ignore[assignment]
-        assert is_same(parts, expected) == (start + 5 >= len(names))
+    assert_equal(model, fresh, read_weights(new))
 
 
-def test_a_quantised_checkpoint_takes_its_own_format(tmp_path: Path) -> None:
+def test_a_quantised_checkpoint_quantises_as_it_was(tmp_path: Path) -> None:
     from worker.quantize import main as quantize
 
-    paths = []
+    for form in ("int8", "int4"):
+        paths = []
+        for seed in (1, 2):
+            dense = write_tiny_model(tmp_path / f"{form}-dense-{seed}", seed=seed)
+            paths.append(tmp_path / f"{form}-{seed}")
+            assert quantize([str(dense), "--output", str(paths[-1]), "--to", form]) == 0
+        model, fresh = (loaded(path) for path in paths)
+        assert_equal(model, fresh, read_weights(paths[1]))
+        assert_equal(model, fresh, read_weights(dense))
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])
+def test_a_gguf_file_quantises_as_llama_cpp_does(tmp_path: Path, arch: str, kind: Kind) -> None:
+    """Float weights give what a start from a GGUF file of the same weights gives."""
+    models: list[HfModel] = []
     for seed in (1, 2):
-        dense = write_tiny_model(tmp_path / f"dense-{seed}", seed=seed)
-        paths.append(tmp_path / f"quantised-{seed}")
-        assert quantize([str(dense), "--output", str(paths[-1]), "--to", "int8"]) == 0
-    model, fresh = (loaded(path) for path in paths)
-    given = check_given(read_weights(paths[1]), model.geometry, model.dtype)
-    network = model.updated(model.packed_weights(), given)
-    assert is_same(network.packed(), fresh.packed_weights())  # type: ignore[arg-type]
-    name = "model.layers.0.self_attn.k_proj.weight"
-    unquantised = {name: load_file(tmp_path / "dense-2" / "model.safetensors")[name]}
-    with pytest.raises(WeightsRefused, match=f"tensor {name}: the model's is quantised, as its checkpoint has it"):
-        model.updated(model.packed_weights(), check_given(unquantised, model.geometry, model.dtype))
+        dense = write_tiny_model(tmp_path / f"dense-{seed}", arch=arch, seed=seed)
+        source = Source(dense, kind)
+        name = "blk.0.attn_v.weight"  # the parts of a fused projection may be of several types
+        source.tensors[name] = (source.tensors[name][0], Kind.Q8_0)
+        file = source.write(tmp_path / f"{seed}.gguf")
+        models.append(loaded(convert_gguf(file, tmp_path / "cache", lambda _: None, keeps_blocks=True)))
+    assert_equal(models[0], models[1], read_weights(dense))
 
 
-def test_other_networks_refuse_by_name(tmp_path: Path) -> None:
-    write(tmp_path / "gemma2", "gemma2", TYPES["gemma2"])
-    with pytest.raises(NotSupported, match="kernels compute gemma2"):
-        loaded(tmp_path / "gemma2").packed_weights()
-    llama = write_tiny_model(tmp_path / "llama")
-    with pytest.raises(NotSupported, match="here torch kernels compute llama"):
-        loaded(llama, kernels="torch").packed_weights()
+def test_other_types_of_a_gguf_file_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="type Q6_K, to which nothing here rounds"):
+        requantised(torch.ones(4, 256), "Q6_K")
+    with pytest.raises(ValueError, match="what the float16 scales of Q4_1 cannot"):
+        requantised(torch.full((4, 32), 1e9), "Q4_1")
 
 
 def test_tied_embeddings_are_one_weight(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "tied", arch="qwen3")
     model, weights = loaded(path), read_weights(path)
-    head = weights["model.embed_tokens.weight"]
-    given = check_given({**weights, "lm_head.weight": head}, model.geometry, model.dtype)
-    assert is_same(model.updated(model.packed_weights(), given).packed(), model.packed_weights())  # type: ignore[arg-type]
+    updates, head = PackedUpdates(model), weights["model.embed_tokens.weight"]
+    given = updates.check({**weights, "lm_head.weight": head})
+    assert is_same(packed(updates.network(given)), packed(model.network))
     assert isinstance(head, torch.Tensor)
     for other in ({"lm_head.weight": head}, {**weights, "lm_head.weight": head + 1}):
         with pytest.raises(WeightsRefused, match="the model's embeddings are tied"):
-            check_given(other, model.geometry, model.dtype)
+            updates.check(other)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_checkpoints import write
+from random_checkpoints import TYPES, write
 from weight_runs import Answer, Tensors, as_bytes, ask, copy_with, running, tensors_of, weights_of
 
 from worker.engines.embedded import EmbeddedEngine
@@ -169,6 +169,46 @@ def test_tokens_are_those_of_the_named_version(sources: list[Path], operations: 
             stepper.scheduler.cache.check_blocks()
 
     asyncio.run(play())
+
+
+OTHERS: dict[str, dict[str, object]] = {
+    "gemma3_text": {"quantization": "int8"},
+    "qwen3_moe": {"quantization": "int4"},
+    "gpt2": {},
+    "llama": {"kernels": "torch", "numerics": "auto"},
+}
+"""Settings by model type, of models that native kernels do not compute all of."""
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+async def test_other_networks_are_loaded_again(tmp_path: Path, kind: str) -> None:
+    """Their updates are whole, and answers then are those of a fresh engine of the new weights."""
+    settings = TYPES.get(kind, {})
+    network = write(tmp_path / "old", kind, settings)
+    new = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in tensors_of(tmp_path / "old").items()}
+    path = copy_with(tmp_path / "old", tmp_path / "new", new)
+    del network
+    async with running(path, **OTHERS[kind], weight_updates=False) as fresh:
+        expected = await ask(fresh, "r", PROMPT, 8)
+    async with running(tmp_path / "old", **OTHERS[kind]) as engine:
+        weights = weights_of(engine)
+        before = await ask(engine, "before", PROMPT, 8)
+        name, shape = next((name, kind.shape) for name, kind in weights.weight_tensors().items())
+        with pytest.raises(WeightsRefused, match=r"tensor \S+: is missing; an update of a"):
+            await weights.update_weights(as_bytes({name: torch.ones(shape)}), None, "keep")
+        assert (await ask(engine, "same", PROMPT, 8)).tokens == before.tokens
+        under_way = asyncio.create_task(ask(engine, "keep", PROMPT, 40))
+        await asyncio.sleep(0.01)
+        updated = await weights.update_weights(path, "new", "keep")
+        assert (await ask(engine, "after", PROMPT, 8)).tokens == expected.tokens != before.tokens
+        kept = await under_way
+        assert [version.name for _, version in kept.weights][-1] == "new"
+        await weights.sleep(2)
+        await weights.wake()
+        assert weights.weights_state == "needs_weights"
+        again = await weights.update_weights(as_bytes(new), "again", "keep")
+        assert again.version.digest == updated.version.digest
+        assert (await ask(engine, "again", PROMPT, 8)).tokens == expected.tokens
 
 
 def resident_mb() -> int:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from asyncio import wrap_future
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -38,6 +39,7 @@ from worker.engines.vllm.params import SHIPPED, NativeRequest, Served, Shipped, 
 from worker.engines.vllm.probes import check_processors
 from worker.engines.vllm.requests import RunningRequest
 from worker.engines.vllm.settings import VllmConfig
+from worker.engines.vllm.weights import VllmWeights
 from worker.errors import (
     KV_TRANSFER_FIELD,
     Draining,
@@ -67,7 +69,10 @@ class VllmEngine(LibraryEngine[RunningRequest]):
     Args:
         config: Settings.
         read: Imports the library.
-        digest: Begins to compute the digest of the checkpoint, for KV transfers.
+        digest: Begins to compute the digest of the checkpoint, for KV transfers and updates.
+
+    Attributes:
+        weights: Changes the weights; None before `start`, or without `VllmConfig.weight_updates`.
     """
 
     library = "vLLM"
@@ -96,6 +101,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         self._watch: asyncio.Task[None] | None = None
         self._heard_s = 0.0  # the event loop's time of the newest output, or of the first request after a pause
         self._drops: set[asyncio.Task[None]] = set()
+        self.weights: VllmWeights | None = None
 
     # Start and stop
 
@@ -110,21 +116,22 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         return await self._loading.run(self._start())
 
     async def _start(self) -> EngineInfo:
-        package = self._package = await asyncio.wrap_future(in_daemon_thread("vllm-import", self._read_package))
+        package = self._package = await wrap_future(in_daemon_thread("vllm-import", self._read_package))
         name_worker()
         if self.config.has_events:
             self._events = KvEvents()
         arguments = self.config.engine_arguments(package.engine_fields, package.version, is_cpu=package.is_cpu)
         if self._events is not None:
             arguments["kv_events_config"] = self._events.config
-        digest = None
-        if self.config.role != "aggregated":
+        digest, transfers = None, self.config.role != "aggregated"
+        if transfers:
             arguments["kv_transfer_config"] = transfer_config(package, self.config, os.environ)
-            assert self._digest is not None, "a prefill or decode worker says which model it has"
+        if transfers or self.config.weight_updates:
+            assert self._digest is not None, "it says which model it has"
             digest = self._digest()
         try:
             loading = in_daemon_thread("vllm-load", lambda: _load(package, arguments, self._loads))
-            self._llm = await asyncio.wrap_future(loading)
+            self._llm = await wrap_future(loading)
         except Exception as error:  # the start-up boundary
             raise StartupError(f"vLLM {package.version}: {one_line(error)}") from error
         facts = ModelFacts.of(self._llm.vllm_config)
@@ -135,12 +142,14 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         self._adapters = await load_adapters(self._llm, package, self.config.adapters)
         digests = {adapter.name: adapter.digest for adapter in self.config.adapters}
         self._info = describe(self._llm.vllm_config, package.version, facts.vocab_size, ends, digests)
-        if digest is not None:
+        if digest is not None and transfers:
             self._transfers = await KvTransfers.of(self._llm, self.config, package.version, digest, self._loads)
         self._loop = asyncio.get_running_loop()
         self._watch = asyncio.create_task(self._watch_processes())
         await check_processors(self.generate, self._info)
         self._served = replace(self._served, native=await find_native(self._llm, package, self._info))
+        if digest is not None and self.config.weight_updates:
+            self.weights = VllmWeights(self._llm, self.config, self._requests, await wrap_future(digest), self._break)
         return self._info
 
     async def stop(self) -> None:
@@ -258,6 +267,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
                         return False
                     self._transfers.note_received(running)
                 delta = reader.read(output)
+                running.name_weights(delta, self.weights, len(request.generated_token_ids))
                 if carried is not None and native.chain is not None:
                     end = len(request.token_ids) + reader.num_sent
                     await self._confirm(running, delta, output.outputs[0].token_ids, end, native.chain, carried)
@@ -364,7 +374,9 @@ class VllmEngine(LibraryEngine[RunningRequest]):
     async def _watch_processes(self) -> None:
         loop = asyncio.get_running_loop()
         while not self._llm.errored:
-            if len(self._requests) and loop.time() - self._heard_s > self.config.step_timeout_s:
+            if self.weights is not None and self.weights.is_busy:
+                self._heard_s = loop.time()
+            elif len(self._requests) and loop.time() - self._heard_s > self.config.step_timeout_s:
                 self._break(f"vLLM has had no output for {self.config.step_timeout_s:g} s")
                 return
             await asyncio.sleep(WATCH_S)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from safetensors import safe_open
 
 from adapters.processors.grammar import grammar_cache
 from adapters.vllm.extension import Extension
@@ -12,7 +14,13 @@ from adapters.vocabulary import vocabulary_at
 
 
 class WorkerExtension(Extension):
-    """`Extension`, for chains that the worker has built: their vocabulary has an address."""
+    """`Extension`, for chains that the worker has built: their vocabulary has an address.
+
+    Attributes:
+        reload_weights: vLLM's own method of the class that this one extends.
+    """
+
+    reload_weights: Callable[..., None]
 
     def prepare_grammars_at(self, address: Sequence[Any], grammars: list[str]) -> bool:
         """Start to compile grammars in this process; whether all of them are compiled, or refused.
@@ -24,6 +32,12 @@ class WorkerExtension(Extension):
         """
         path, size, ends = address
         return grammar_cache(vocabulary_at(path, size, None if ends is None else tuple(ends))).prepare(grammars)
+
+    def load_weights_from(self, path: str) -> None:
+        """Load the model's weights again, in place, from a safetensors file of all of them."""
+        with safe_open(path, framework="pt") as file:
+            weights = ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            self.reload_weights(weights_iterator=weights)
 
     def arm_lease_check(self) -> str | None:
         """Let vLLM's connector begin no pull whose lease is over; why it cannot, if so.

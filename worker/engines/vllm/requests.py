@@ -9,6 +9,7 @@ from typing import Any
 from adapters.chain import Mode, Receipt
 from worker.engines import TokenDelta
 from worker.engines.delta_stream import DeltaStream
+from worker.engines.weights import UpdatesWeights, WeightVersion
 from worker.errors import ServingError
 
 
@@ -22,6 +23,8 @@ class RunningRequest(DeltaStream):
         report: Name of its failure and receipt in the engine's process, None without a chain.
         pulls: vLLM's parameters of the KV transfer that the engine waits for, None if it waits for
             none.
+        num_named: Tokens so far whose weights are named.
+        weights: Version of the newest of them; None where weights do not change.
         mode: Mode for its receipts, which says where the prompt was computed; None on an aggregated
             worker.
     """
@@ -31,6 +34,21 @@ class RunningRequest(DeltaStream):
     report: str | None = None
     pulls: dict[str, Any] | None = None
     mode: Mode | None = None
+    num_named: int = 0
+    weights: WeightVersion | None = None
+
+    def name_weights(self, delta: TokenDelta, weights: UpdatesWeights | None, num_before: int) -> None:
+        """Name the version of the tokens of a delta, if it is another than that of those before.
+
+        Args:
+            delta: The next delta.
+            weights: The engine's weights now; None where they do not change.
+            num_before: Tokens of the answer that another worker has generated.
+        """
+        if weights is not None and delta.token_ids and weights.weight_version != self.weights:
+            self.weights = weights.weight_version
+            delta.weights.append((num_before + self.num_named, self.weights))
+        self.num_named += len(delta.token_ids)
 
     def note_mode(self, receipt: Receipt) -> None:
         """Say in a receipt where the prompt was computed, unless the request was migrated."""

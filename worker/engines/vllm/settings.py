@@ -121,6 +121,7 @@ class VllmConfig:
         role: Disaggregation mode.
         kv_lease_s: Seconds until a prefill worker's lease on KV times out, unless it is renewed.
         kv_devices: Network devices over which KV goes, as in ``UCX_NET_DEVICES``.
+        weight_updates: Whether weights may change while it serves; answers then name their version.
     """
 
     model_path: str
@@ -132,6 +133,7 @@ class VllmConfig:
     role: str = "aggregated"
     kv_lease_s: float = 30.0
     kv_devices: str = "lo"
+    weight_updates: bool = False
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -200,7 +202,14 @@ def config_from(arguments: Arguments) -> VllmConfig:
         role=arguments.disaggregation_mode,
         kv_lease_s=arguments.kv_lease_s,
         kv_devices=arguments.kv_transfer_devices,
+        weight_updates=can_update(arguments),
     )
+
+
+def can_update(arguments: Arguments) -> bool:
+    """Whether weights may change while a worker with these options serves."""
+    is_alone = arguments.disaggregation_mode == "aggregated" and not arguments.lora_modules
+    return arguments.engine_port > 0 and is_alone
 
 
 def _given(text: str | None) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def read_checked(directory: Path, settings: Mapping[str, Any], dtype: torch.dtyp
             number of `dtype`; the message names file and key or tensor.
     """
     try:
-        config = _configuration(directory)
+        config = configuration(directory)
         quantization = quantization_of(settings)
         if quantization is not None:
             del config.quantization_config  # transformers would quantise its modules
@@ -70,7 +70,8 @@ def read_checked(directory: Path, settings: Mapping[str, Any], dtype: torch.dtyp
     return config, geometry
 
 
-def _configuration(directory: Path) -> Any:
+def configuration(directory: Path) -> Any:
+    """transformers' configuration of a checkpoint. Raises `ModelFileError`."""
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except UNREADABLE as error:

@@ -30,7 +30,6 @@ from worker.engines.embedded.model.numerics import Numerics, choose
 from worker.engines.embedded.model.tiling import GemmTiling, LayerShape
 from worker.engines.embedded.model.weight_update import Given
 from worker.engines.embedded.plan import Plan, Request
-from worker.engines.weights import NotSupported
 from worker.errors import StartupError
 from worker.models.geometry import Geometry
 
@@ -107,6 +106,7 @@ class HfModel:
 
     Attributes:
         kernels: See `KernelBackend.name`.
+        kernel_backend: Backends that compute.
         numerics: ``exact`` or ``fast``; known once there is a KV store, as are the following ones.
         made_by: See `Numerics.made_by`; and what quantised weights and a quantised KV cache are
             held in, and what activations are rounded to.
@@ -134,8 +134,8 @@ class HfModel:
         self._int8_rows = Int8Rows(facts.head_dim, self.dtype) if kv_cache_dtype == "int8" else None
         self._row_width, self._row_dtype = row_shape(facts.head_dim, self.dtype, self._int8_rows)
         self.kv_bytes_per_token = 2 * facts.num_layers * facts.kv_heads * self._row_width * self._row_dtype.itemsize
-        self._kernels = kernels
-        self.kernels = self._kernels.name
+        self.kernel_backend = kernels
+        self.kernels = self.kernel_backend.name
         self._network = network
         self._store = KvStore([], [])
         self._last_hidden = torch.empty(0, 0)  # of the last step's tokens
@@ -177,7 +177,7 @@ class HfModel:
             *(facts.heads, facts.kv_heads, facts.head_dim, facts.softcap, self._page_size),
             *(self.dtype, self.device, self._int8_rows, self._network.has_windows),
         )
-        attention = self._kernels.attention(sizes)
+        attention = self.kernel_backend.attention(sizes)
         chosen = choose(self._wanted_numerics, linears(self._network), attention, sizes)
         self._settle(chosen)
         reason = self._inexact() if chosen.name == "exact" else None
@@ -189,7 +189,7 @@ class HfModel:
             self._settle(chosen)
         self.numerics = chosen.name
         self.made_by = chosen.made_by + (f", {facts.weights} weights" if facts.weights else "")
-        self.made_by += ", int8 activations" if self._kernels.rounds_rows else ""
+        self.made_by += ", int8 activations" if self.kernel_backend.rounds_rows else ""
         self.made_by += ", int8 KV cache" if self._int8_rows else ""
         dtype = str(self.dtype).removeprefix("torch.")
         logger.info(
@@ -210,17 +210,22 @@ class HfModel:
         """Sizes of the model."""
         return self._facts.geometry
 
-    def packed_weights(self) -> LlamaWeights:
-        """The weights that the next step computes with. Raises `NotSupported` unless native kernels
-        compute all of the model.
+    @property
+    def stored_format(self) -> str | None:
+        """Format of a quantised checkpoint whose weights are kept as they are; else None."""
+        return None if self.kernel_backend.quantisation else self._facts.weights
+
+    @property
+    def has_network(self) -> bool:
+        """Whether it has weights."""
+        return hasattr(self, "_network")
+
+    def packed_weights(self) -> LlamaWeights | None:
+        """The weights that the next step computes with; None where there are none, or other
+        kernels than native ones compute a part of the model.
         """
-        packed = self._network.packed() if isinstance(self._network, LlamaNetwork) else None
-        if packed is None:
-            raise NotSupported(
-                f"weights change while serving where native kernels compute a model of the Llama family; here "
-                f"{self.kernels} kernels compute {self._facts.geometry.model_type}"
-            )
-        return packed
+        network = self._network if self.has_network else None
+        return network.packed() if isinstance(network, LlamaNetwork) else None
 
     def updated(self, old: LlamaWeights, given: Given) -> LlamaNetwork:
         """A network with other weights, made beside the one that computes; see `weight_update`.
@@ -228,8 +233,8 @@ class HfModel:
         Raises:
             WeightsRefused: a tensor cannot be taken.
         """
-        weights = weight_update.updated(old, given, self._facts.geometry, self._kernels)
-        network = LlamaNetwork(weights, self._kernels, self._facts.context_length)
+        weights = weight_update.updated(old, given, self._facts.geometry, self.kernel_backend)
+        network = LlamaNetwork(weights, self.kernel_backend, self._facts.context_length)
         return self.settled(network)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,25 @@ def reload_network(config: EmbeddedConfig, model: HfModel) -> Network:
         StartupError: as `load_model`.
     """
     return model.settled(load_model(config).network)
+
+
+def network_of(config: EmbeddedConfig, model: HfModel, weights: Mapping[str, torch.Tensor]) -> Network:
+    """The network of other weights, for the model that was loaded as `config` says.
+
+    Args:
+        config: Settings of the model.
+        model: The model.
+        weights: Every tensor of its checkpoint, dense and of its data type.
+
+    Raises:
+        StartupError, ModelFileError: transformers makes no network of them.
+    """
+    from worker.engines.embedded.model import transformers_checkpoint as checkpoint
+    from worker.engines.embedded.model.checkpoint_gate import configuration
+
+    directory = Path(config.model_path)
+    network = checkpoint.network_of(directory, configuration(directory), model.dtype, weights)
+    return checkpoint.packed(network.to(model.device).eval(), model.kernel_backend, model.context_length)
 
 
 def _from_checkpoint(

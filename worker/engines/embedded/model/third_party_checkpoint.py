@@ -17,7 +17,7 @@ from worker.engines.embedded.model import llama_weights
 from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.engines.embedded.model.stored_weights import Weight
 from worker.engines.embedded.model.third_party_weights import ThirdPartyWeights, changes_nothing
-from worker.engines.embedded.model.transformers_checkpoint import filled_network, load_network
+from worker.engines.embedded.model.transformers_checkpoint import filled_network, network_of
 from worker.errors import StartupError
 from worker.models.problems import ModelFileError
 from worker.models.quantization_config import Quantization
@@ -81,7 +81,7 @@ class ThirdPartyCheckpoint:
             for name, weight in weights.items()
         }
         quantised = self._files.third_party.weights if self._files.third_party else {}
-        network = load_network(self._directory, config, dtype, dense)
+        network = network_of(self._directory, config, dtype, dense)
         for name, module in network.named_modules():
             weight = weights.get(f"{name}.weight")
             if isinstance(module, Conv1D) and f"{name}.weight" in quantised:

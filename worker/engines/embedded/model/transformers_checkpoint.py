@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from worker.engines.embedded.model import llama_weights
 from worker.engines.embedded.model.checkpoint_files import eos_token_ids, undecodable_ids
@@ -105,45 +105,63 @@ def packed(network: Any, kernels: KernelBackend, num_positions: int = 0) -> Netw
     return decoder_network(network, kernels, num_positions) or TransformersNetwork(network, kernels)
 
 
-def load_network(
-    directory: Path, config: Any, dtype: torch.dtype, weights: dict[str, torch.Tensor] | None = None
-) -> Any:
+def load_network(directory: Path, config: Any, dtype: torch.dtype) -> Any:
     """transformers' causal language model of a checkpoint that is not quantised, on the CPU.
 
     Args:
         directory: Directory of the checkpoint.
         config: Configuration from `checkpoint_gate.read_checked`.
         dtype: Data type of the weights.
-        weights: Weights by name, as if the checkpoint held them; None for those in its files.
 
     Raises:
         StartupError: it cannot be read or is incomplete.
     """
-    loader: Any = AutoModelForCausalLM
-    source: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
-    named = {
-        "config": config,
-        "dtype": dtype,
-        "ignore_mismatched_sizes": True,  # told below, with their names
-        "output_loading_info": True,
-    }
+    network, _ = _loaded(AutoModelForCausalLM, directory, config=config, dtype=dtype, use_safetensors=True)
+    return network
+
+
+def network_of(directory: Path, config: Any, dtype: torch.dtype, weights: Mapping[str, torch.Tensor]) -> Any:
+    """transformers' causal language model of other weights than the checkpoint's, on the CPU.
+
+    Args:
+        directory: Directory of the checkpoint, for errors.
+        config: Configuration from `checkpoint_gate.configuration`.
+        dtype: Data type of the weights.
+        weights: Weights by the checkpoint's names.
+
+    Raises:
+        StartupError: they make no network, one is missing, or a bias has no place in it.
+    """
+    config.__dict__.pop("quantization_config", None)  # these are dense
     try:
-        if weights is None:
-            network, report = loader.from_pretrained(directory, **named, **source)
-        else:
-            with torch.device("meta"):
-                kind = type(loader.from_config(config, dtype=dtype))
-            network, report = kind.from_pretrained(None, state_dict=weights, **named)
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        raise StartupError(f"--model-path {directory}: transformers has no causal language model of its type") from None
+    network, unexpected = _loaded(model_class, directory, None, config=config, dtype=dtype, state_dict=dict(weights))
+    for name in unexpected:
+        if name.endswith(".bias") and weights[name].any():
+            raise StartupError(f"--model-path {directory}: tensor {name} has no place in the model")
+    return network
+
+
+def _loaded(loader: Any, directory: Path, *source: Path | None, **named: Any) -> tuple[Any, list[str]]:
+    """transformers' network, from `directory` or another source, and the names without a place."""
+    try:
+        network, report = loader.from_pretrained(
+            *(source or (directory,)),
+            local_files_only=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # told below, with their names
+            output_loading_info=True,
+            **named,
+        )
     except UNREADABLE as error:
         raise StartupError(f"--model-path {directory}: cannot load it: {one_line(error)}") from error
     for problem in ("missing_keys", "mismatched_keys"):
         if report.get(problem):
             names = sorted(str(name) for name in report[problem])
             raise StartupError(f"--model-path {directory}: weights are incomplete, {problem}: {', '.join(names[:3])}")
-    for name in report["unexpected_keys"]:
-        if weights is not None and name.endswith(".bias") and weights[name].any():
-            raise StartupError(f"--model-path {directory}: tensor {name} has no place in the model")
-    return network
+    return network, list(report["unexpected_keys"])
 
 
 class QuantisedCheckpoint:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from hashlib import sha256
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from worker.engines.embedded.model.quantisation import (
     QuantisedWeight,
     concatenated,
 )
+from worker.engines.embedded.model.requantisation import requantised
 from worker.engines.embedded.model.stored_weights import Weight
 from worker.engines.embedded.native import PackedWeight
+from worker.engines.embedded.native.packed import COLUMNS, pack
 from worker.engines.embedded.native.quantised import QuantisedPanels
 from worker.engines.weights import WeightsRefused
 from worker.models.beside import side_by_side
@@ -49,17 +52,28 @@ class Given:
     digests: Mapping[str, str]
 
 
-def check_given(weights: Mapping[str, Weight], geometry: Geometry, dtype: torch.dtype) -> Given:
-    """The tensors of an update, rounded to `dtype`, the model's.
+def check_given(
+    weights: Mapping[str, Weight],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    formats: Mapping[str, str] = MappingProxyType({}),
+) -> Given:
+    """The tensors of an update as the model holds them: rounded to `dtype`, or quantised.
+
+    Args:
+        weights: Tensors by name.
+        shapes: Shapes of the model's tensors, by name; without the LM head's where it is tied.
+        dtype: Data type of the model.
+        formats: Formats of tensors that the model's checkpoint has quantised; see
+            `requantisation.formats_of`.
 
     Raises:
         WeightsRefused: there are none; or one is not the model's, of another shape, or holds what
-            is not a finite number of `dtype`.
+            is not a finite number of `dtype`; or its format is none that is rounded to.
     """
-    shapes = {tensor.name: tensor.shape for tensor in geometry.tensors()}
     if not weights:
         raise WeightsRefused("the update has no tensors")
-    if geometry.tie_word_embeddings and HEAD in weights:
+    if HEAD in weights and HEAD not in shapes and EMBEDDING in shapes:
         weights = _untied_apart(weights)
     for name, weight in weights.items():
         if name not in shapes:
@@ -69,7 +83,11 @@ def check_given(weights: Mapping[str, Weight], geometry: Geometry, dtype: torch.
                 f"tensor {name}: must be of shape {list(shapes[name])}, as the model's is, got {list(weight.shape)}"
             )
     names = sorted(weights, key=lambda name: -weights[name].nbytes)
-    checked = dict(zip(names, side_by_side(lambda name: _checked(name, weights[name], dtype), names), strict=True))
+
+    def check(name: str) -> tuple[Weight, str]:
+        return _checked(name, weights[name], dtype, formats.get(name))
+
+    checked = dict(zip(names, side_by_side(check, names), strict=True))
     return Given({name: checked[name][0] for name in weights}, {name: checked[name][1] for name in weights})
 
 
@@ -83,7 +101,7 @@ def _untied_apart(weights: Mapping[str, Weight]) -> dict[str, Weight]:
     return {name: weight for name, weight in weights.items() if name != HEAD}
 
 
-def _checked(name: str, weight: Weight, dtype: torch.dtype) -> tuple[Weight, str]:
+def _checked(name: str, weight: Weight, dtype: torch.dtype, format: str | None) -> tuple[Weight, str]:
     digest = sha256()  # which processors have instructions for
     parts = [weight] if isinstance(weight, torch.Tensor) else [weight.scales, weight.offsets, weight.codes]
     for part in (one for one in parts if one is not None and one.is_floating_point()):
@@ -94,7 +112,13 @@ def _checked(name: str, weight: Weight, dtype: torch.dtype) -> tuple[Weight, str
         if highest > torch.finfo(dtype).max:
             wanted = str(dtype).removeprefix("torch.")
             raise WeightsRefused(f"tensor {name}: holds {highest:g}, which {wanted} cannot")
-    if isinstance(weight, torch.Tensor):
+    if isinstance(weight, torch.Tensor) and format is not None:
+        try:
+            weight = requantised(weight, format)
+        except ValueError as error:
+            raise WeightsRefused(f"tensor {name}: {error}") from None
+        parts = [weight.scales, weight.offsets, weight.codes]
+    elif isinstance(weight, torch.Tensor):
         weight = weight.to(dtype)
         parts = [weight]
     for part in (one for one in parts if one is not None):
@@ -145,6 +169,7 @@ class _Update:
         width, heads, kv_heads = geometry.head_dim, geometry.num_attention_heads, geometry.num_key_value_heads
         self._qkv_rows = [heads * width, kv_heads * width, kv_heads * width]
         self._slots = iter(host_memory.like(tensors_in(old)))
+        self._filled: torch.Tensor | None = None  # the slot of what is packed in its place
 
     def weights(self) -> LlamaWeights:
         """The new weights, made in the order of the fields: each part is packed into its slot."""
@@ -195,7 +220,7 @@ class _Update:
         if isinstance(old.embedding, torch.Tensor):
             return found if isinstance(found, torch.Tensor) else found.dequantised().to(old.dtype)
         if isinstance(found, torch.Tensor):
-            raise _not_as_stored(EMBEDDING)
+            raise WeightsRefused(f"tensor {EMBEDDING}: must be quantised, as the model's is")
         return QuantisedGemm(found, None, rounds_rows=self._kernels.rounds_rows).packed
 
     def _projection(self, layers: Sequence[str], old: Projection, is_unrounded: bool = False) -> Projection:
@@ -220,19 +245,27 @@ class _Update:
             for name, count, end in zip(names, rows, ends, strict=True)
         ]
         if isinstance(old.weight, PackedWeight):
-            dense = [
-                one if isinstance(one, torch.Tensor) else one.dequantised().to(old.weight.dtype) for one in weights
-            ]
-            return PackedWeight.of(torch.cat(dense) if len(dense) > 1 else dense[0])
+            return self._dense(weights, old.weight)
         return self._quantised(names, weights, is_unrounded)
+
+    def _dense(self, weights: Sequence[Weight], old: PackedWeight) -> PackedWeight:
+        """The weights packed into the next slot, without another copy where panels allow it."""
+        dense = [one if isinstance(one, torch.Tensor) else one.dequantised().to(old.dtype) for one in weights]
+        if any(len(one) % COLUMNS for one in dense[:-1]):
+            dense = [torch.cat(dense)]
+        self._filled = next(self._slots)
+        sizes = [-(-len(one) // COLUMNS) for one in dense]
+        for one, panels in zip(dense, torch.split(self._filled, sizes), strict=True):
+            if one.is_meta:
+                raise _incomplete()
+            pack(one, panels)
+        return PackedWeight(self._filled, old.columns)
 
     def _quantised(self, names: Sequence[str], weights: Sequence[Weight], is_unrounded: bool) -> PackedQuantised:
         kernels = self._kernels
-        if kernels.quantisation is None:  # the checkpoint is quantised, in a way of its own
-            for name, one in zip(names, weights, strict=True):
-                if isinstance(one, torch.Tensor):
-                    raise _not_as_stored(name)
-        elif any(isinstance(self._given.get(name), QuantisedWeight) for name in names):
+        if kernels.quantisation is not None and any(
+            isinstance(self._given.get(name), QuantisedWeight) for name in names
+        ):
             raise WeightsRefused(f"tensor {names[0]}: is quantised already; --quantization quantises what is not")
         made = [kernels.quantised(one, is_unrounded) if isinstance(one, torch.Tensor) else one for one in weights]
         joined = concatenated([one for one in made if isinstance(one, QuantisedWeight)])
@@ -243,19 +276,18 @@ class _Update:
         return _mapped(part, self._take)
 
     def _take(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor is self._filled:
+            return tensor
         slot = next(self._slots)
         if tensor.is_meta:
-            raise WeightsRefused("after a sleep of level 2 an update must have every tensor of the model")
+            raise _incomplete()
         if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
             raise WeightsRefused(f"a tensor is packed as {tensor.dtype} {list(tensor.shape)}, not as the model's")
         return slot.copy_(tensor)
 
 
-def _not_as_stored(name: str) -> WeightsRefused:
-    return WeightsRefused(
-        f"tensor {name}: the model's is quantised, as its checkpoint has it; give one of the same format, or start the "
-        "worker with --quantization none, int8 or int4 of a checkpoint that is not"
-    )
+def _incomplete() -> WeightsRefused:
+    return WeightsRefused("after a sleep of level 2 an update must have every tensor of the model")
 
 
 def _rows(name: str, weight: PackedWeight | PackedQuantised | Any, start: int, stop: int) -> Weight:

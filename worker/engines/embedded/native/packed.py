@@ -19,20 +19,26 @@ def supports_weight(weight: torch.Tensor) -> bool:
     return weight.device.type == "cpu" and data_type is not None and weight.shape[1] % data_type.per_word == 0
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
+def pack(weight: torch.Tensor, panels: torch.Tensor | None = None) -> torch.Tensor:
     """``weight [N, K]`` packed into panels ``[ceil(N / 32), K / w, 32, w]``, w elements to a word.
 
     Word w of all 32 rows of a panel is contiguous and fills two vector registers, so that a GEMM
     reads each panel once, from front to back. Missing rows of the last panel are 0.
+
+    Args:
+        weight: The weight.
+        panels: Panels to pack it into; by default new ones.
     """
     columns, inner = weight.shape
     per_word = DATA_TYPES[weight.dtype].per_word
+    if panels is None:
+        panels = torch.empty(-(-columns // COLUMNS), inner // per_word, COLUMNS, per_word, dtype=weight.dtype)
     padded = functional.pad(weight, (0, 0, 0, -columns % COLUMNS)).contiguous()
     if padded.storage_offset() % per_word:  # it begins within a word
         padded = padded.clone()
     words = padded.view(torch.int32).view(-1, COLUMNS, inner // per_word)  # moved whole, in a third of the time
-    panels = words.transpose(1, 2).contiguous().view(weight.dtype)
-    return panels.view(*panels.shape[:2], COLUMNS, per_word)
+    panels.view(torch.int32).squeeze(-1).copy_(words.transpose(1, 2))
+    return panels
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from hashlib import blake2b
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
+
+import torch
 
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.model import HfModel, reload_network
-from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.network import Network
-from worker.engines.embedded.model.stored_weights import read_weights
-from worker.engines.embedded.model.weight_update import Given, check_given, without_values
+from worker.engines.embedded.model.stored_weights import Weight, read_weights
+from worker.engines.embedded.model.updates import updates_of
+from worker.engines.embedded.model.weight_update import Given
 from worker.engines.embedded.serving.step_thread import Call
 from worker.engines.embedded.serving.streams import Streams
 from worker.engines.embedded.step import Stepper
 from worker.engines.weights import (
+    ABORTED,
     NotSupported,
     PauseMode,
     State,
@@ -30,13 +32,14 @@ from worker.engines.weights import (
     WeightsRefused,
     WeightVersion,
     WrongState,
+    digest_of_update,
 )
 from worker.errors import EngineBroken, RequestFailed, ServingError
 from worker.models.problems import ModelFileError
 
 logger = logging.getLogger(__name__)
 
-_NAMES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 T = TypeVar("T")
 
@@ -64,7 +67,7 @@ class WeightControl:
         self._lock = asyncio.Lock()
         self._is_paused = False
         self._level = 0  # of its sleep
-        self._shapes: LlamaWeights | None = None  # while there are no weights
+        self._updates = updates_of(config, model)
         self._calls: set[asyncio.Future[object]] = set()
         self._failure: ServingError | None = None
 
@@ -78,16 +81,14 @@ class WeightControl:
         """Whether it serves, pauses, sleeps, or waits for weights."""
         if self._level:
             return "asleep"
-        if self._shapes is not None:
+        if not self._model.has_network:
             return "needs_weights"
         return "paused" if self._is_paused else "serving"
 
     def weight_tensors(self) -> Mapping[str, TensorKind]:
-        """The tensors that an update may hold, by name. Raises `NotSupported`."""
-        if self._shapes is None:
-            self._model.packed_weights()
-        dtype = _NAMES[str(self._model.dtype)]
-        return {tensor.name: TensorKind(tensor.shape, dtype) for tensor in self._model.geometry.tensors()}
+        """The tensors that an update may hold, by name."""
+        dtype = _NAMES[self._model.dtype]
+        return {name: TensorKind(shape, dtype) for name, shape in self._updates.shapes.items()}
 
     async def update_weights(self, source: Path | memoryview, name: str | None, mode: PauseMode) -> Updated:
         """See `UpdatesWeights.update_weights`."""
@@ -97,21 +98,18 @@ class WeightControl:
             weights = [await asyncio.to_thread(_read, source)]
             began_s = time.perf_counter()
             # popped, so that what was read is freed before the old weights are
-            network, given = await asyncio.to_thread(in_own_thread, lambda: self._prepared(weights.pop()))
+            given = await asyncio.to_thread(in_own_thread, lambda: self._updates.check(weights.pop()))
             version = self._next_version(given, name)
-            is_held = self.weights_state != "serving"
-            if not is_held:
+            made = [await self._made(given)] if self._updates.is_beside else []
+            if self.weights_state == "serving":
                 await self._hold(mode)
             try:
+                network = made.pop() if made else await self._made(given)
                 await self._call(lambda stepper: self._change(stepper, network, version))
             finally:
-                if not is_held:
-                    await self._call(Stepper.open_gate)
+                await self._let_go()
             self._digests.update(given.digests)
             self._version = version
-            if self._shapes is not None:
-                self._shapes = None
-                await self._let_go()
             seconds = time.perf_counter() - began_s
             logger.info(
                 "weights: version %s, update %d, of %d tensors in %.2f s",
@@ -145,13 +143,13 @@ class WeightControl:
         async with self._exclusive():
             if self._config.role != "aggregated":
                 raise NotSupported("a worker of disaggregated serving cannot sleep: others read its memory")
-            if self._level or self._shapes is not None:
+            if self._level or not self._model.has_network:
                 raise WrongState(f"the engine is {self.weights_state.replace('_', ' ')}")
-            shapes = without_values(self._model.packed_weights()) if level == 2 else None
             if not self._is_paused:
                 await self._hold("keep")
-            await self._call(lambda stepper: _fall_asleep(stepper, self._model, shapes))
-            self._level, self._shapes = level, shapes
+            drop = self._updates.drop if level == 2 else None
+            await self._call(lambda stepper: _fall_asleep(stepper, self._model, drop))
+            self._level = level
             await asyncio.to_thread(host_memory.give_back_freed)
 
     async def wake(self) -> None:
@@ -161,10 +159,9 @@ class WeightControl:
         async with self._exclusive():
             if not self._level:
                 raise WrongState("the engine does not sleep")
-            if self._shapes is not None and not self._version.number:
+            if not self._model.has_network and not self._version.number:
                 network = await asyncio.to_thread(reload_network, self._config, self._model)
                 await self._call(lambda stepper: self._model.replace_network(network))
-                self._shapes = None
             self._level = 0
             await self._let_go()
 
@@ -175,11 +172,8 @@ class WeightControl:
             if not call.done():
                 call.set_exception(failure)
 
-    def _prepared(self, weights: Mapping[str, object]) -> tuple[Network, Given]:
-        model = self._model
-        old = self._shapes or model.packed_weights()
-        given = check_given(weights, model.geometry, model.dtype)  # type: ignore[arg-type]
-        return model.updated(old, given), given
+    async def _made(self, given: Given) -> Network:
+        return await asyncio.to_thread(in_own_thread, lambda: self._updates.network(given))
 
     def _change(self, stepper: Stepper, network: Network, version: WeightVersion) -> None:
         stepper.change_weights(lambda: self._model.replace_network(network), version)
@@ -187,8 +181,8 @@ class WeightControl:
     def _next_version(self, given: Given, name: str | None) -> WeightVersion:
         number = self._version.number + 1
         digests = self._digests | dict(given.digests)
-        is_whole = len(digests) == sum(1 for _ in self._model.geometry.tensors())
-        digest = _digest_of("" if is_whole else self._base.digest, digests.items())
+        is_whole = digests.keys() >= self._updates.shapes.keys()
+        digest = digest_of_update("" if is_whole else self._base.digest, digests.items())
         return WeightVersion(number, str(number) if name is None else name, digest)
 
     async def _hold(self, mode: PauseMode) -> None:
@@ -205,7 +199,7 @@ class WeightControl:
             await self._call(Stepper.open_gate)
 
     def _abort_all(self) -> None:
-        self._streams.fail_all(RequestFailed("the request was aborted, for its engine's weights change"))
+        self._streams.fail_all(RequestFailed(ABORTED))
 
     def _exclusive(self, *, waits: bool = False) -> asyncio.Lock:
         if self._lock.locked() and not waits:
@@ -230,7 +224,23 @@ class WeightControl:
             self._calls.discard(done)
 
 
-def _read(source: Path | memoryview) -> Mapping[str, object]:
+def weights_digest(config: EmbeddedConfig, model: HfModel) -> str:
+    """The digest of an update with all weights of the model's own checkpoint.
+
+    Args:
+        config: Settings that the model was loaded with.
+        model: The model.
+
+    Raises:
+        WeightsRefused: the checkpoint cannot be read.
+    """
+    updates = updates_of(config, model)
+    weights = _read(Path(config.model_path))
+    given = updates.check({name: weight for name, weight in weights.items() if name in updates.shapes})
+    return digest_of_update("", given.digests.items())
+
+
+def _read(source: Path | memoryview) -> Mapping[str, Weight]:
     try:
         return read_weights(source)
     except ModelFileError as error:
@@ -241,15 +251,8 @@ def _stop_computing(stepper: Stepper) -> None:
     stepper.is_paused = True
 
 
-def _fall_asleep(stepper: Stepper, model: HfModel, shapes: LlamaWeights | None) -> None:
+def _fall_asleep(stepper: Stepper, model: HfModel, drop: Callable[[], None] | None) -> None:
     stepper.drop_kv()
     host_memory.give_back(model.kv_store.tensors)
-    if shapes is not None:
-        model.drop_network()
-
-
-def _digest_of(base: str, digests: Iterable[tuple[str, str]]) -> str:
-    digest = blake2b(base.encode(), digest_size=16)
-    for name, found in sorted(digests):
-        digest.update(f"{name}\0{found}\0".encode())
-    return digest.hexdigest()
+    if drop is not None:
+        drop()

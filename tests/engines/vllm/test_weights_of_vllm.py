@@ -1,0 +1,108 @@
+"""What an update asks of vLLM, and in which order; tests/vllm has the answers of real weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from worker.engines.request_table import RequestTable
+from worker.engines.vllm import VllmConfig
+from worker.engines.vllm.weights import VllmWeights
+from worker.engines.weights import PauseMode, WeightsRefused
+from worker.errors import EngineBroken
+from worker.tiny_model import write_tiny_model
+
+
+class Llm:
+    """Records what it is asked; loading fails where `is_bad`."""
+
+    def __init__(self, is_tied: bool = False) -> None:
+        model = SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(tie_word_embeddings=is_tied))
+        self.vllm_config = SimpleNamespace(model_config=model)
+        self.asked: list[str] = []
+        self.is_bad = False
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        assert not clear_cache
+        self.asked.append(f"pause {mode}")
+
+    async def resume_generation(self) -> None:
+        self.asked.append("resume")
+
+    async def collective_rpc(self, method: str, args: tuple[str]) -> list[None]:
+        self.asked.append(method)
+        if self.is_bad:
+            raise RuntimeError("a rank has no memory")
+        self.loaded = load_file(args[0])
+        return [None]
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        self.asked.append(f"reset {reset_running_requests}")
+        return True
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "model")
+
+
+UPDATE = ["load_weights_from", "reset True"]
+ORDERS: list[tuple[PauseMode, list[str]]] = [
+    ("keep", ["pause keep", *UPDATE, "resume"]),
+    ("finish", ["pause wait", *UPDATE, "resume"]),
+    ("abort", ["pause abort", *UPDATE, "resume"]),
+]
+
+
+@pytest.mark.parametrize(("mode", "asked"), ORDERS)
+async def test_an_update_of_vllm(model: Path, mode: PauseMode, asked: list[str]) -> None:
+    llm, broken = Llm(), list[str]()
+    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", broken.append)
+    tensors = load_file(model / "model.safetensors")
+    with pytest.raises(WeightsRefused, match="must have every tensor"):
+        await weights.update_weights(memoryview(save({"model.norm.weight": torch.ones(64)})), None, mode)
+    assert (llm.asked, weights.weight_version.digest) == ([], "base")
+    first = await weights.update_weights(model, "one", mode)
+    assert (llm.asked, weights.weights_state, first.version.name) == (asked, "serving", "one")
+    assert all(torch.equal(llm.loaded[name], tensor) for name, tensor in tensors.items())
+    again = await weights.update_weights(memoryview(save(tensors)), None, mode)
+    assert (again.version.number, again.version.digest) == (2, first.version.digest)
+    await weights.pause("keep")
+    llm.asked.clear()
+    await weights.update_weights(model, None, mode)
+    assert (llm.asked, weights.weights_state) == (UPDATE, "paused")
+
+
+async def test_tied_embeddings_are_one_weight(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tied", arch="qwen3")
+    llm, tensors = Llm(is_tied=True), load_file(model / "model.safetensors")
+    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", list[str]().append)
+    head = tensors["model.embed_tokens.weight"]
+    with pytest.raises(WeightsRefused, match="the model's embeddings are tied"):
+        await weights.update_weights(memoryview(save({**tensors, "lm_head.weight": head + 1})), None, "keep")
+    assert (llm.asked, weights.weight_version.number) == ([], 0)
+    await weights.update_weights(memoryview(save({**tensors, "lm_head.weight": head.clone()})), None, "keep")
+    assert weights.weight_version.number == 1
+
+
+async def test_an_untied_head_must_be_given(model: Path) -> None:
+    llm, tensors = Llm(), load_file(model / "model.safetensors")
+    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", list[str]().append)
+    del tensors["lm_head.weight"]
+    with pytest.raises(WeightsRefused, match=r"tensor lm_head\.weight: is missing"):
+        await weights.update_weights(memoryview(save(tensors)), None, "keep")
+
+
+async def test_an_update_that_fails_half_way_breaks_the_engine(model: Path) -> None:
+    llm, broken = Llm(), list[str]()
+    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", broken.append)
+    llm.is_bad = True
+    with pytest.raises(EngineBroken, match="a rank has no memory"):
+        await weights.update_weights(model, None, "keep")
+    assert broken == ["an update of vLLM's weights failed: a rank has no memory"]
+    assert weights.weight_version.number == 0

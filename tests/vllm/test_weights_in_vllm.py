@@ -1,0 +1,128 @@
+"""Weights of vLLM that change while it serves, through the worker's engine."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from engine import close_shared, tiny
+from safetensors.torch import load_file, save, save_file
+
+from worker.engines import EngineRequest
+from worker.engines.vllm import VllmConfig, VllmEngine
+from worker.engines.vllm.weights import VllmWeights
+from worker.engines.weights import NotSupported, WeightsRefused
+from worker.errors import RequestFailed
+from worker.sampling import SamplingParams
+
+PROMPT = list(range(20, 90))
+OPTIONS = {"max_model_len": 512, "max_num_seqs": 4, "enforce_eager": True, "dtype": "float32", "block_size": 32}
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """vLLM leaves sockets to the garbage collector, which tells of them here."""
+    yield
+    gc.collect()
+
+
+@asynccontextmanager
+async def running(model: Path) -> AsyncIterator[VllmEngine]:
+    digest: Future[str] = Future()
+    digest.set_result("of the checkpoint")
+    engine = VllmEngine(VllmConfig(model_path=str(model), options=OPTIONS, weight_updates=True), digest=lambda: digest)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+class Answer:
+    """Tokens, and versions with the first token of each."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.versions: list[tuple[int, str]] = []
+
+
+async def ask(
+    engine: VllmEngine, name: str, count: int, so_far: list[int] | None = None, found: Answer | None = None
+) -> Answer:
+    found = found or Answer()
+    params = SamplingParams(max_tokens=count + len(so_far or []), ignore_eos=True)
+    async for delta in engine.generate(EngineRequest(name, PROMPT, params, generated_token_ids=so_far or [])):
+        found.tokens += delta.token_ids
+        found.versions += [(first, version.name) for first, version in delta.weights]
+    return found
+
+
+def weights_of(engine: VllmEngine) -> VllmWeights:
+    assert engine.weights is not None
+    return engine.weights
+
+
+@pytest.mark.campaign
+async def test_answers_after_an_update_are_those_of_the_new_weights(tmp_path: Path) -> None:
+    close_shared()
+    old = tiny(tmp_path, "llama")
+    file = old / "model.safetensors"
+    new = {name: tensor + 0.2 * torch.randn_like(tensor) for name, tensor in load_file(file).items()}
+    content = memoryview(save(new))
+    async with running(old) as engine:
+        weights = weights_of(engine)
+        before = await ask(engine, "before", 16)
+        assert before.versions == [(0, "0")]
+        for tensors, problem in (
+            ({**new, "model.norm.wait": torch.ones(1)}, "has none of this name"),
+            ({"model.norm.weight": new["model.norm.weight"]}, "is missing; an update of vLLM must have every tensor"),
+            ({**new, "model.norm.weight": torch.ones(3)}, r"model.norm.weight: must be of shape \[128\]"),
+            ({**new, "model.norm.weight": torch.full((128,), float("nan"))}, "infinite or not a number"),
+        ):
+            with pytest.raises(WeightsRefused, match=problem):
+                await weights.update_weights(memoryview(save(tensors)), None, "keep")
+        with pytest.raises(WeightsRefused, match="body: "):
+            await weights.update_weights(content[:-5], None, "keep")
+        assert (await ask(engine, "same", 16)).tokens == before.tokens
+        kept, finishing = Answer(), Answer()
+        under_way = asyncio.create_task(ask(engine, "kept", 300, found=kept))
+        while len(kept.tokens) < 5:
+            await asyncio.sleep(0.001)
+        updated = await weights.update_weights(content, "new", "keep")
+        after = await ask(engine, "after", 16)
+        await under_way
+        (_, (first, name)) = kept.versions
+        assert (name, len(kept.tokens), 5 <= first < 300) == ("new", 300, True)
+        under_way = asyncio.create_task(ask(engine, "finishing", 60, found=finishing))
+        while len(finishing.tokens) < 5:
+            await asyncio.sleep(0.001)
+        again = await weights.update_weights(content, None, "finish")
+        await under_way
+        assert finishing.versions == [(0, "new")]
+        assert again.version.digest == updated.version.digest != "of the checkpoint"
+        await weights.pause("keep")
+        waiting = asyncio.create_task(ask(engine, "waiting", 4))
+        await asyncio.sleep(0.3)
+        assert (weights.weights_state, waiting.done()) == ("paused", False)
+        await weights.resume()
+        assert (await waiting).tokens == after.tokens[:4]
+        aborted = asyncio.create_task(ask(engine, "aborted", 300))
+        await asyncio.sleep(0.1)
+        await weights.pause("abort")
+        with pytest.raises(RequestFailed, match="its engine's weights change"):
+            await aborted
+        await weights.resume()
+        with pytest.raises(NotSupported, match="does not drive vLLM's sleep"):
+            await weights.sleep(1)
+    save_file(new, file, {"format": "pt"})
+    async with running(old) as fresh:
+        expected = await ask(fresh, "expected", 16)
+        assert after.tokens == expected.tokens != before.tokens
+        behind = await ask(fresh, "behind", 16, kept.tokens[:first])
+        assert behind.tokens == kept.tokens[first : first + 16]

@@ -1,0 +1,150 @@
+"""Float weights for a model whose checkpoint is quantised: rounded as the checkpoint's own were.
+
+GGUF types are rounded to with the bits of llama.cpp's reference, so that an update gives the very
+weights that a GGUF file of the new ones would hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from gguf.constants import GGMLQuantizationType as Kind
+
+from worker.engines.embedded.model.linear import Projection
+from worker.engines.embedded.model.llama_weights import LlamaWeights
+from worker.engines.embedded.model.quantisation import FORMATS, PackedQuantised, QuantisedWeight, quantise
+from worker.engines.embedded.native.quantised import QuantisedPanels
+
+_KINDS = {
+    (8, 32, torch.float16, False): Kind.Q8_0,
+    (4, 32, torch.float16, False): Kind.Q4_0,
+    (4, 32, torch.float16, True): Kind.Q4_1,
+    (4, 32, torch.float32, True): Kind.Q4_K,
+    (8, 16, torch.float32, False): Kind.Q6_K,
+}
+"""GGUF types by bits, weights of a group, data type of scales, and whether there are offsets; see
+`worker.models.quantised.unpack_blocks`.
+"""
+
+_ROWS_AT_ONCE = 256
+
+
+def formats_of(weights: LlamaWeights, stored: str, kv_rows: int) -> dict[str, str]:
+    """Format of each quantised weight, by name: one of `FORMATS`, or a GGUF type.
+
+    Args:
+        weights: Packed weights of a quantised checkpoint.
+        stored: The checkpoint's format; see `worker.models.quantised.format_of`.
+        kv_rows: Rows of a key projection, which are as many as a value projection's.
+    """
+    found = {}
+    for name, panels in _quantised_parts(weights, kv_rows):
+        if stored in FORMATS:
+            found[name] = "int8" if panels.bits == 8 else "int4"
+        else:
+            layout = panels.bits, panels.group, panels.scales.dtype, panels.offsets is not None
+            found[name] = _KINDS[layout].name
+    return found
+
+
+def _quantised_parts(weights: LlamaWeights, kv_rows: int) -> Iterator[tuple[str, QuantisedPanels]]:
+    """Each quantised weight, by name, and the panels that its rows lie in."""
+    embedding = "model.embed_tokens.weight"
+    if isinstance(weights.embedding, PackedQuantised):
+        yield embedding, weights.embedding.parts[0]
+    yield from _parts(weights.head, [embedding if weights.is_tied else "lm_head.weight"], [0])
+    for index, layer in enumerate(weights.layers):
+        at = f"model.layers.{index}"
+        queries = layer.qkv.weight.shape[0] - 2 * kv_rows
+        yield from _parts(
+            layer.qkv, [f"{at}.self_attn.{one}_proj.weight" for one in "qkv"], [0, queries, queries + kv_rows]
+        )
+        yield from _parts(layer.output, [f"{at}.self_attn.o_proj.weight"], [0])
+        for name, projection in (("gate", layer.gate), ("up", layer.up), ("down", layer.down)):
+            yield from _parts(projection, [f"{at}.mlp.{name}_proj.weight"], [0])
+
+
+def _parts(projection: Projection, names: list[str], starts: list[int]) -> Iterator[tuple[str, QuantisedPanels]]:
+    if not isinstance(projection.weight, PackedQuantised):
+        return
+    for name, start in zip(names, starts, strict=True):
+        first = 0
+        for part in projection.weight.parts:
+            if first <= start < first + part.columns:
+                yield name, part
+            first += part.columns
+
+
+def requantised(weight: torch.Tensor, format: str) -> QuantisedWeight:
+    """``weight [N, K]`` rounded to `format`, one of `formats_of`.
+
+    Raises:
+        ValueError: nothing here rounds to that format, or its scales cannot hold the weight.
+    """
+    if format in FORMATS:
+        found = quantise(weight, format)
+    else:
+        kind = Kind[format]
+        if kind not in _ROUNDED_TO:
+            kinds = ", ".join(one.name for one in _ROUNDED_TO)
+            raise ValueError(
+                f"the model's is of type {format}, to which nothing here rounds as llama.cpp does ({kinds})"
+            )
+        found = _rounded_to(kind, weight)
+    parts = [found.scales, *([] if found.offsets is None else [found.offsets])]
+    if not all(bool(part.isfinite().all()) for part in parts):
+        raise ValueError(f"holds what the float16 scales of {format} cannot")
+    return found
+
+
+def _rounded_to(kind: Kind, weight: torch.Tensor) -> QuantisedWeight:
+    parts = [
+        _ROUNDED_TO[kind](rows.float().reshape(len(rows), -1, 32))
+        for rows in torch.split(weight.detach(), _ROWS_AT_ONCE)
+    ]
+    codes, scales, offsets = zip(*parts, strict=True)
+    return QuantisedWeight(torch.cat(codes), torch.cat(scales), None if offsets[0] is None else torch.cat(offsets))
+
+
+Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Codes, scales and offsets of some rows; see `QuantisedWeight`."""
+
+
+def _q8_0(blocks: torch.Tensor) -> Rounded:
+    """``quantize_row_q8_0_ref`` of ggml-quants.c: ``roundf`` rounds halves away from zero."""
+    scales = blocks.abs().amax(2) / 127
+    codes = blocks * _inverse(scales)[..., None]
+    sizes = codes.abs()
+    whole = sizes.floor()
+    rounded = whole.add_(sizes.sub_(whole).mul_(2).floor_()).copysign_(codes)
+    return rounded.to(torch.int8).flatten(1), scales.half(), None
+
+
+def _q4_0(blocks: torch.Tensor) -> Rounded:
+    """``quantize_row_q4_0_ref``: the largest weight of a block has code 0."""
+    scales = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))[..., 0] / -8
+    codes = (blocks * _inverse(scales)[..., None]).add_(8.5)
+    return _paired(codes), scales.half(), None
+
+
+def _q4_1(blocks: torch.Tensor) -> Rounded:
+    """``quantize_row_q4_1_ref``: codes reach from the least to the greatest weight of a block."""
+    least, most = torch.aminmax(blocks, dim=2)
+    scales = (most - least) / 15
+    codes = (blocks - least[..., None]).mul_(_inverse(scales)[..., None]).add_(0.5)
+    return _paired(codes), scales.half(), least.half()
+
+
+def _inverse(scales: torch.Tensor) -> torch.Tensor:
+    return torch.where(scales == 0, 0.0, 1 / scales)
+
+
+def _paired(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of 4 bits, cut off to whole numbers, two to a byte."""
+    whole = codes.clamp_(0, 15).to(torch.uint8).flatten(1)
+    return whole[:, ::2] | whole[:, 1::2] << 4
+
+
+_ROUNDED_TO: dict[Kind, Callable[[torch.Tensor], Rounded]] = {Kind.Q8_0: _q8_0, Kind.Q4_0: _q4_0, Kind.Q4_1: _q4_1}
+"""Rounding of blocks ``[n, blocks, 32]`` in float32, by GGUF type."""

@@ -1,0 +1,149 @@
+"""Updates of the weights of a model: packed beside the old ones, or all of them loaded again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.model.checkpoint_files import read_settings
+from worker.engines.embedded.model.hf_model import HfModel
+from worker.engines.embedded.model.llama_weights import LlamaWeights
+from worker.engines.embedded.model.loading import network_of
+from worker.engines.embedded.model.network import Network
+from worker.engines.embedded.model.requantisation import formats_of
+from worker.engines.embedded.model.stored_weights import Weight
+from worker.engines.embedded.model.weight_update import HEAD, Given, check_given, without_values
+from worker.engines.weights import WeightsRefused
+from worker.errors import StartupError
+from worker.models.problems import ModelFileError
+from worker.models.quantised import format_of
+from worker.models.weight_files import WeightFiles
+
+
+class Updates(Protocol):
+    """Makes networks of other weights for one model.
+
+    Attributes:
+        shapes: Shapes of the tensors that an update may have, by name.
+        is_beside: Whether a network may be made while another one computes.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    is_beside: bool
+
+    def check(self, weights: Mapping[str, Weight]) -> Given:
+        """The tensors of an update, as the model holds them. Raises `WeightsRefused`."""
+
+    def network(self, given: Given) -> Network:
+        """The network of an update, settled as the model's own. Raises `WeightsRefused`."""
+
+    def drop(self) -> None:
+        """Drop the model's weights, and their memory."""
+
+
+def updates_of(config: EmbeddedConfig, model: HfModel) -> Updates:
+    """The updates of a model that was loaded as `config` says.
+
+    Raises:
+        StartupError: the checkpoint's files cannot be read any more.
+    """
+    if model.packed_weights() is not None:
+        return PackedUpdates(model)
+    try:
+        return ReloadedUpdates(config, model)
+    except ModelFileError as error:
+        raise StartupError(f"--model-path {config.model_path}: {error}") from None
+
+
+class PackedUpdates:
+    """Updates of a Llama on native kernels, of any tensors, packed beside the old ones.
+
+    Args:
+        model: The model.
+    """
+
+    is_beside = True
+
+    def __init__(self, model: HfModel) -> None:
+        geometry, packed = model.geometry, model.packed_weights()
+        assert packed is not None, "native kernels compute all of it"
+        self.shapes: Mapping[str, tuple[int, ...]] = {tensor.name: tensor.shape for tensor in geometry.tensors()}
+        self._model = model
+        self._without_values: LlamaWeights | None = None
+        stored = model.stored_format
+        self._formats = (
+            {} if stored is None else formats_of(packed, stored, geometry.num_key_value_heads * geometry.head_dim)
+        )
+
+    def check(self, weights: Mapping[str, Weight]) -> Given:
+        """See `Updates.check`."""
+        return check_given(weights, self.shapes, self._model.dtype, self._formats)
+
+    def network(self, given: Given) -> Network:
+        """See `Updates.network`."""
+        old = self._model.packed_weights() or self._without_values
+        assert old is not None
+        return self._model.updated(old, given)
+
+    def drop(self) -> None:
+        """See `Updates.drop`."""
+        packed = self._model.packed_weights()
+        assert packed is not None
+        self._without_values = without_values(packed)
+        self._model.drop_network()
+
+
+class ReloadedUpdates:
+    """Updates of any other model: whole ones, which are loaded as the checkpoint was at the start.
+
+    transformers sets global state while it loads, so nothing may compute meanwhile.
+
+    Args:
+        config: Settings that the model was loaded with.
+        model: The model.
+
+    Raises:
+        StartupError, ModelFileError: the checkpoint's files cannot be read any more.
+    """
+
+    is_beside = False
+
+    def __init__(self, config: EmbeddedConfig, model: HfModel) -> None:
+        directory = Path(config.model_path)
+        if format_of(read_settings(directory)) is None:
+            files = WeightFiles(directory).tensors
+            self.shapes: Mapping[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in files.items()}
+        else:
+            self.shapes = {tensor.name: tensor.shape for tensor in model.geometry.tensors()}
+        self._config, self._model = config, model
+
+    def check(self, weights: Mapping[str, Weight]) -> Given:
+        """See `Updates.check`."""
+        given = check_given(weights, self.shapes, self._model.dtype)
+        missing = sorted(set(self.shapes) - set(given.weights) - {HEAD})
+        if missing:
+            raise WeightsRefused(
+                f"tensor {missing[0]}: is missing; an update of a {self._model.geometry.model_type} model on "
+                f"{self._model.kernels} kernels must have every tensor of its checkpoint"
+            )
+        return given
+
+    def network(self, given: Given) -> Network:
+        """See `Updates.network`."""
+        weights = {name: _dense(weight, self._model.dtype) for name, weight in given.weights.items()}
+        try:
+            return self._model.settled(network_of(self._config, self._model, weights))
+        except (StartupError, ModelFileError) as error:
+            raise WeightsRefused(str(error)) from None
+
+    def drop(self) -> None:
+        """See `Updates.drop`."""
+        self._model.drop_network()
+
+
+def _dense(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantised().to(dtype)

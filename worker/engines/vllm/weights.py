@@ -1,0 +1,233 @@
+"""`VllmWeights`: pauses and updates of the weights of vLLM, which loads them again in place."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from worker.engines.request_table import RequestTable
+from worker.engines.vllm.requests import RunningRequest
+from worker.engines.vllm.settings import VllmConfig
+from worker.engines.weights import (
+    ABORTED,
+    NotSupported,
+    PauseMode,
+    State,
+    TensorKind,
+    Updated,
+    WeightsRefused,
+    WeightVersion,
+    WrongState,
+    digest_of_update,
+)
+from worker.errors import EngineBroken, RequestFailed, ServingError, one_line
+from worker.models.problems import ModelFileError
+from worker.models.weight_files import SINGLE, WeightFiles
+
+logger = logging.getLogger(__name__)
+
+_SHARED_MEMORY = Path("/dev/shm")
+_VLLM_MODES = {"keep": "keep", "finish": "wait", "abort": "abort"}
+_FLOATS = ("F32", "BF16", "F16", "F64")
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_SLEEP = "--engine vllm: the worker does not drive vLLM's sleep, which needs a GPU's memory allocator"
+
+
+class VllmWeights:
+    """Implements `worker.engines.weights.UpdatesWeights`.
+
+    vLLM changes its weights in place: so everything is checked before it begins, and where it fails
+    all the same the engine is broken, not half updated.
+
+    Args:
+        llm: The library's ``AsyncLLM``, with `WorkerExtension`.
+        config: Settings of the engine.
+        requests: Unfinished requests.
+        base: Digest of the checkpoint, empty without one.
+        break_down: Called with the reason when an update has failed half-way.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        config: VllmConfig,
+        requests: RequestTable[RunningRequest],
+        base: str,
+        break_down: Callable[[str], None],
+    ) -> None:
+        self._llm = llm
+        model = llm.vllm_config.model_config
+        self._dtype: torch.dtype = model.dtype
+        self._is_tied = bool(getattr(model.hf_config, "tie_word_embeddings", False))
+        self._tensors = {
+            name: one for name, one in WeightFiles(Path(config.model_path)).tensors.items() if one.dtype in _FLOATS
+        }
+        self._requests = requests
+        self._break_down = break_down
+        self._version = WeightVersion(digest=base)
+        self._lock = asyncio.Lock()
+        self._is_paused = False
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        """The version that the next step computes with."""
+        return self._version
+
+    @property
+    def weights_state(self) -> State:
+        """Whether it serves or pauses."""
+        return "paused" if self._is_paused else "serving"
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether vLLM gives no outputs now, for a pause or an update."""
+        return self._is_paused or self._lock.locked()
+
+    def weight_tensors(self) -> Mapping[str, TensorKind]:
+        """The tensors of the checkpoint, all of which an update must have."""
+        return {name: TensorKind(one.shape, one.dtype) for name, one in self._tensors.items()}
+
+    async def update_weights(self, source: Path | memoryview, name: str | None, mode: PauseMode) -> Updated:
+        """See `UpdatesWeights.update_weights`."""
+        async with self._exclusive():
+            with _own_copy() as directory:
+                await asyncio.to_thread(_copy, source, directory)
+                began_s = time.perf_counter()
+                digests = await asyncio.to_thread(self._checked, directory)
+                number = self._version.number + 1
+                digest = digest_of_update("", digests.items())
+                version = WeightVersion(number, str(number) if name is None else name, digest)
+                if not self._is_paused:
+                    await self._hold(mode)
+                try:
+                    await self._load(directory)
+                    self._version = version
+                finally:
+                    if not self._is_paused:
+                        await self._llm.resume_generation()
+            seconds = time.perf_counter() - began_s
+            logger.info("weights: version %s, update %d, in %.2f s", version.name, number, seconds)
+            return Updated(version, len(digests), seconds)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `UpdatesWeights.pause`."""
+        async with self._exclusive():
+            if not self._is_paused:
+                await self._hold(mode)
+            self._is_paused = True
+
+    async def resume(self) -> None:
+        """See `UpdatesWeights.resume`."""
+        async with self._exclusive():
+            self._is_paused = False
+            await self._llm.resume_generation()
+
+    async def flush_cache(self) -> None:
+        """See `UpdatesWeights.flush_cache`."""
+        await self._llm.reset_prefix_cache()
+
+    async def sleep(self, level: int) -> None:
+        """Raises `NotSupported`."""
+        raise NotSupported(_SLEEP)
+
+    async def wake(self) -> None:
+        """Raises `NotSupported`."""
+        raise NotSupported(_SLEEP)
+
+    def fail(self, failure: ServingError) -> None:
+        """Do nothing: the calls of vLLM that are waited for end with it."""
+
+    async def _hold(self, mode: PauseMode) -> None:
+        if mode == "abort":
+            self._requests.fail_all(RequestFailed(ABORTED))
+        await self._llm.pause_generation(mode=_VLLM_MODES[mode], clear_cache=False)
+
+    async def _load(self, directory: Path) -> None:
+        """Let every process of vLLM load the weights, and drop the KV of the old ones."""
+        try:
+            await self._llm.collective_rpc("load_weights_from", args=(str(directory / SINGLE),))
+            if not await self._llm.reset_prefix_cache(reset_running_requests=True):
+                raise RuntimeError("vLLM keeps its prefix cache")
+        except Exception as error:  # weights of two versions, perhaps: nothing may be computed with them
+            reason = f"an update of vLLM's weights failed: {one_line(error)}"
+            self._break_down(reason)
+            raise EngineBroken(reason) from error
+
+    def _checked(self, directory: Path) -> dict[str, str]:
+        """Digests of the tensors of an update. Raises `WeightsRefused`."""
+        try:
+            with safe_open(directory / SINGLE, framework="pt") as file:
+                names = set(file.keys())
+                of_both = {_HEAD} if self._is_tied else set()
+                unknown = sorted(names - set(self._tensors) - of_both)
+                missing = sorted(set(self._tensors) - names - of_both)
+                if unknown:
+                    raise WeightsRefused(f"tensor {unknown[0][:200]!r}: the model has none of this name")
+                if missing:
+                    raise WeightsRefused(f"tensor {missing[0]}: is missing; an update of vLLM must have every tensor")
+                if of_both & names and not torch.equal(file.get_tensor(_HEAD), file.get_tensor(_EMBEDDING)):
+                    raise WeightsRefused(f"tensor {_HEAD}: the model's embeddings are tied; give {_EMBEDDING} alone")
+                return {name: self._digest(name, file.get_tensor(name)) for name in sorted(names)}
+        except SafetensorError as error:
+            raise WeightsRefused(f"body: {one_line(error)}") from None
+
+    def _digest(self, name: str, tensor: torch.Tensor) -> str:
+        expected = self._tensors.get(name)
+        if expected is not None and tuple(tensor.shape) != expected.shape:
+            shape, found = list(expected.shape), list(tensor.shape)
+            raise WeightsRefused(f"tensor {name}: must be of shape {shape}, as the model's is, got {found}")
+        if not tensor.is_floating_point():
+            raise WeightsRefused(f"tensor {name}: must be of a floating-point type, got {tensor.dtype}")
+        rounded = tensor.to(self._dtype)
+        if not bool(rounded.isfinite().all()):
+            raise WeightsRefused(f"tensor {name}: holds a number that is infinite or not a number in {self._dtype}")
+        return sha256(rounded.contiguous().view(torch.uint8).numpy().data).hexdigest()[:32]
+
+    def _exclusive(self) -> asyncio.Lock:
+        if self._lock.locked():
+            raise WrongState("an update or a pause is under way")
+        return self._lock
+
+
+@contextmanager
+def _own_copy() -> Iterator[Path]:
+    """A directory in memory that only this worker's processes read, until the end."""
+    parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="weights-", dir=parent) as path:
+        yield Path(path)
+
+
+def _copy(source: Path | memoryview, directory: Path) -> None:
+    """One safetensors file of an update, as it is now. Raises `WeightsRefused`."""
+    if isinstance(source, memoryview):
+        (directory / SINGLE).write_bytes(source)
+        return
+    try:
+        files = [source] if source.is_file() else [source / file for file in WeightFiles(source).files]
+        if len(files) == 1:
+            shutil.copyfile(files[0], directory / SINGLE)
+            return
+        _join(files, directory / SINGLE)
+    except (OSError, ModelFileError, SafetensorError) as error:
+        raise WeightsRefused(f"model_path: {one_line(error)}") from None
+
+
+def _join(files: list[Path], target: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file(tensors, target)
