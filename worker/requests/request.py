@@ -5,7 +5,7 @@ Each field has a row in `worker.requests.fields`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -205,6 +205,11 @@ LOGPROBS_MODE = "logprobs_mode:"
 
 TOP_LOGPROBS = "top_logprobs:"
 """Beginning of an annotation: alternatives to report per token, beside ``logprobs_mode:train``."""
+
+
+def asks_for_rollout(annotations: Iterable[str]) -> bool:
+    """Whether annotations ask for what `worker.requests.rollout` says of tokens."""
+    return not {RETURN_TOKEN_IDS, f"{LOGPROBS_MODE}train"}.isdisjoint(annotations)
 
 
 def _read_annotations(values: dict[str, Any]) -> None:
