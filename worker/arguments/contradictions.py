@@ -7,6 +7,8 @@ from worker.errors import ConfigurationError
 
 _EMBEDDED, _TRTLLM, _VLLM = ("embedded",), ("trtllm",), ("vllm",)
 
+_WHOLE = "pictures are served by aggregated workers alone"
+
 _ONLY: dict[str, tuple[str, ...]] = {
     "tensor_parallel_size": (*_TRTLLM, *_VLLM),
     "pipeline_parallel_size": (*_TRTLLM, *_VLLM),
@@ -14,6 +16,8 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "step_timeout_s": (*_EMBEDDED, *_VLLM),
     "publish_forward_pass_metrics": (*_EMBEDDED, *_TRTLLM),
     "engine_args": _VLLM,
+    "allowed_media_domains": _VLLM,
+    **dict.fromkeys(("modality", "allowed_local_media_path"), (*_TRTLLM, *_VLLM)),
     "lora_modules": (*_TRTLLM, *_VLLM),
     **dict.fromkeys(("history", "processor_errors", "override_engine_args"), _TRTLLM),
     **dict.fromkeys(
@@ -153,6 +157,10 @@ def refuse_contradictions(a: Arguments) -> None:
     if a.lora_modules and a.disaggregation_mode not in ("aggregated", "agg"):
         problem = "adapters are registered with aggregated workers alone"
         raise ConfigurationError(f"--lora-modules with --disaggregation-mode {a.disaggregation_mode}: {problem}")
+    if a.modality != "text" and a.disaggregation_mode not in ("aggregated", "agg"):
+        raise ConfigurationError(f"--modality multimodal with --disaggregation-mode {a.disaggregation_mode}: {_WHOLE}")
+    if a.modality == "text" and (a.allowed_local_media_path is not None or a.allowed_media_domains):
+        raise ConfigurationError("--allowed-local-media-path and --allowed-media-domains need --modality multimodal")
     if a.dtype == "float16" and a.engine == "embedded":
         raise ConfigurationError("--dtype float16 needs --engine trtllm or vllm")
     unknown = set(a.endpoint_types.split(",")) - {"chat", "completions", "none"}

@@ -20,7 +20,6 @@ from adapters.vllm.requests import REPORT
 from worker.engines import EngineInfo, EngineLoad, EngineRequest, KeepKv, KvEventSink, TokenDelta
 from worker.engines.daemon_threads import in_daemon_thread
 from worker.engines.library_engine import LibraryEngine
-from worker.engines.lora_adapters import Adapter
 from worker.engines.refusals import check_prompt, check_queue
 from worker.engines.request_table import RequestTable
 from worker.engines.vllm.control_probes import find_native
@@ -28,11 +27,13 @@ from worker.engines.vllm.core_reports import CoreReports
 from worker.engines.vllm.deltas import Reader
 from worker.engines.vllm.description import describe
 from worker.engines.vllm.grammar_waits import GrammarWaits
+from worker.engines.vllm.images import Images
 from worker.engines.vllm.kv_connector import transfer_config
 from worker.engines.vllm.kv_events import KvEvents
 from worker.engines.vllm.kv_transfer import KEEP, PARAMS, KvTransfers
 from worker.engines.vllm.loading import Loading
 from worker.engines.vllm.loads import LoadReports
+from worker.engines.vllm.lora import load_adapters
 from worker.engines.vllm.package import Package, read_package
 from worker.engines.vllm.params import SHIPPED, NativeRequest, Served, Shipped, native_request, of_prompt, shipped
 from worker.engines.vllm.parent_watch import name_worker
@@ -90,6 +91,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         self._grammars: GrammarWaits | None = None
         self._loads = LoadReports()
         self._adapters: dict[str, Any] = {}
+        self._images: Images | None = None
         self._events: KvEvents | None = None
         self._numbers = count()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -132,9 +134,18 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         self._served = Served(facts.vocab_size, ends, is_parallel=self.config.tensor_parallel_size > 1)
         self._reports = CoreReports(self._llm)
         self._grammars = GrammarWaits(self._llm)
-        self._adapters = await _load_adapters(self._llm, package, self.config.adapters)
+        self._adapters = await load_adapters(self._llm, package, self.config.adapters)
         digests = {adapter.name: adapter.digest for adapter in self.config.adapters}
-        self._info = describe(self._llm.vllm_config, package.version, facts.vocab_size, ends, digests)
+        if self.config.images is not None:
+            self._images = Images(self.config.images, self._llm.vllm_config.model_config, package.version)
+        self._info = describe(
+            self._llm.vllm_config,
+            package.version,
+            facts.vocab_size,
+            ends,
+            digests,
+            takes_images=self._images is not None,
+        )
         if digest is not None:
             self._transfers = await KvTransfers.of(self._llm, self.config, package.version, digest, self._loads)
         self._loop = asyncio.get_running_loop()
@@ -246,10 +257,11 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         if native.chain is not None and self._grammars is not None:
             await self._grammars.wait(native.chain)
             self._heard_s = asyncio.get_running_loop().time()
+        images = [] if self._images is None else await self._images.load(request.images)
         reader = Reader(
             list(request.prompt_token_ids), params.include_stop_str_in_output, params.logprobs, params.prompt_logprobs
         )
-        async with contextlib.aclosing(self._outputs(request, name, native.fields, extra)) as outputs:
+        async with contextlib.aclosing(self._outputs(request, name, native.fields, extra, images)) as outputs:
             async for output in outputs:
                 self._heard_s = asyncio.get_running_loop().time()
                 if running.pulls is not None and self._transfers is not None:
@@ -257,6 +269,8 @@ class VllmEngine(LibraryEngine[RunningRequest]):
                         return False
                     self._transfers.note_received(running)
                 delta = reader.read(output)
+                if images:
+                    delta.num_prompt_tokens = len(output.prompt_token_ids) - len(request.generated_token_ids)
                 if carried is not None and native.chain is not None:
                     end = len(request.token_ids) + reader.num_sent
                     await self._confirm(running, delta, output.outputs[0].token_ids, end, native.chain, carried)
@@ -267,14 +281,21 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         return True
 
     def _outputs(
-        self, request: EngineRequest, name: str, fields: Mapping[str, Any], extra: Mapping[str, Any]
+        self,
+        request: EngineRequest,
+        name: str,
+        fields: Mapping[str, Any],
+        extra: Mapping[str, Any],
+        images: Sequence[Any] = (),
     ) -> AsyncGenerator[Any, None]:
-        """vLLM's outputs for a request, under a name of its own."""
+        """vLLM's outputs for a request and its pictures, under a name of its own."""
         assert self._package is not None
         sampling = self._package.sampling_params(
             **fields, output_kind=self._package.delta, extra_args=dict(extra) or None
         )
         prompt = self._package.tokens_prompt(prompt_token_ids=request.token_ids)
+        if images:
+            prompt["multi_modal_data"] = {"image": images}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
         hints = request.hints
@@ -372,18 +393,3 @@ class VllmEngine(LibraryEngine[RunningRequest]):
 
 def _load(package: Package, arguments: Mapping[str, Any], loads: LoadReports) -> Any:
     return package.async_llm.from_engine_args(package.engine_args(**arguments), stat_loggers=[loads])
-
-
-async def _load_adapters(llm: Any, package: Package, adapters: Sequence[Adapter]) -> dict[str, Any]:
-    """A ``LoRARequest`` for each adapter, by name, once vLLM has loaded it."""
-    found = {}
-    for number, adapter in enumerate(adapters, 1):
-        found[adapter.name] = package.lora_request(
-            lora_name=adapter.name, lora_int_id=number, lora_path=str(adapter.path)
-        )
-        try:
-            await llm.add_lora(found[adapter.name])
-        except Exception as error:  # the start-up boundary
-            problem = f"vLLM {package.version}: {one_line(error)}"
-            raise StartupError(f"--lora-modules: {adapter.name}: {problem}") from error
-    return found

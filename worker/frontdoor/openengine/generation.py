@@ -8,7 +8,6 @@ never moved, and no record of the request is needed.
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
@@ -27,7 +26,7 @@ from worker.requests.response import STOP_STRING, STOP_TOKEN
 from worker.requests.rollout import MATCHED, ROLLOUT
 from worker.runtimes.direct.request import DirectRequest
 from worker.runtimes.openengine import wire
-from worker.runtimes.openengine.asking import own_name, written
+from worker.runtimes.openengine.asking import copied, own_name, written
 from worker.runtimes.openengine.errors import DETAILS
 
 logger = logging.getLogger(__name__)
@@ -107,7 +106,7 @@ class Generation:
 
     def _ask(self, kind: Kind) -> wire.GenerateRequest:
         """The request to the next worker."""
-        message = copy.deepcopy(self.request.fields)
+        message = copied(self.request.fields)
         message["text"] = False  # which is made where it can go on
         if self._has_scores:
             message.get("output_options", {}).pop("prompt_logprobs", None)
