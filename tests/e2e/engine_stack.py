@@ -77,7 +77,7 @@ class EngineStack(Stack):
             assert door.running, door.log
             return f'"instances": {len(self.targets)}' in http(f"{door.url}/health")[1]
 
-        wait_for(is_ready, "workers")
+        wait_for(is_ready, "workers", 300.0)
 
 
 @contextlib.contextmanager

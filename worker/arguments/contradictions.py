@@ -16,8 +16,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "step_timeout_s": (*_EMBEDDED, *_VLLM),
     "publish_forward_pass_metrics": (*_EMBEDDED, *_TRTLLM),
     "engine_args": _VLLM,
-    "allowed_media_domains": _VLLM,
-    **dict.fromkeys(("modality", "allowed_local_media_path"), (*_TRTLLM, *_VLLM)),
+    **dict.fromkeys(("modality", "allowed_local_media_path", "allowed_media_domains"), _VLLM),
     "lora_modules": (*_TRTLLM, *_VLLM),
     **dict.fromkeys(("history", "processor_errors", "override_engine_args"), _TRTLLM),
     **dict.fromkeys(

@@ -402,12 +402,13 @@ _OTHER_FIELDS: tuple[Field, ...] = (
     _no_effect("extra_args.sampling_options.detokenize", "This worker sends token ids; the frontend makes the text."),
     _no_effect("extra_args.formatted_prompt", _RENDERED),
     _no_effect("extra_args.messages", _RENDERED),
+    _no_effect("extra_args.mm_hashes", "Hashes of the pictures, for the router."),
+    _no_effect("extra_args.mm_hashes_by_modality", "Hashes of the pictures, for the router."),
     _honoured(
         IMAGES,
         read_images,
         'Pictures, `{"image_url": [{"Url": ...}]}`, each in the place of one token of the prompt: with '
-        "`--modality multimodal` and an engine that takes them (docs/vllm.md, docs/tensorrt-llm.md); other media are "
-        "refused.",
+        "`--engine vllm --modality multimodal` (docs/vllm.md); other media are refused.",
         "images",
     ),
     _refused("multi_modal_uuids", _PICTURES),

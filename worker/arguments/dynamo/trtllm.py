@@ -9,9 +9,8 @@ PREFIX = "DYN_TRTLLM_"
 
 AFFINITY = "attention_dp_config.kv_cache_routing_conversation_affinity"
 DIFFUSION = "diffusion models are not served"
-SWITCH = ToOption("modality", {"true": "multimodal", "false": "text"})
-DECODED_HERE = "this worker reads pictures itself"
-ENCODER = "there is no encode worker: this worker computes pictures itself (--modality multimodal)"
+ENCODER = "there is no encode worker: a worker computes pictures itself, with --engine vllm --modality multimodal"
+PICTURES = "pictures are served with --engine vllm alone"
 GMS = "the GPU memory service is not driven here"
 PLACES = (
     "TensorRT-LLM places a conversation's first request; without conversation affinity the router places each request"
@@ -40,8 +39,7 @@ TRTLLM: tuple[Row, ...] = (
             "--free-gpu-memory-fraction": ToSetting("kv_cache_config.free_gpu_memory_fraction", fraction),
             "--load-format": ToSetting("load_format", text, {"gms": GMS}),
             "--guided-decoding-backend": ToSetting("guided_decoding_backend", text),
-            "--modality": ToOption("modality", {}, dict.fromkeys(("video_diffusion", "image_diffusion"), DIFFUSION)),
-            "--allowed-local-media-path": ToOption("allowed_local_media_path"),
+            "--modality": Only(("text",), PICTURES),
             "--model-loader-extra-config": Only(("{}",), GMS),
         },
     ),
@@ -59,10 +57,9 @@ TRTLLM: tuple[Row, ...] = (
         ("DYN_ENGINE_CONV_AFFINITY_DP_RANK_SOURCE",),
         Only(("engine",), PLACES),
     ),
-    *rows(PREFIX, {"--enable-multimodal": SWITCH}, "switch"),
-    *off(PREFIX, DECODED_HERE, "--frontend-decoding"),
+    *off(PREFIX, PICTURES, "--enable-multimodal", "--frontend-decoding"),
     *refused(PREFIX, ENCODER, "--encode-endpoint"),
-    *refused(PREFIX, "requests are bounded by the frontend's DYN_HTTP_BODY_LIMIT_MB", "--max-file-size-mb"),
+    *refused(PREFIX, PICTURES, "--allowed-local-media-path", "--max-file-size-mb"),
     *refused(
         PREFIX,
         DIFFUSION,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from worker.arguments.dynamo.row import NoEffect, Only, Row, ToOption, off, refused, rows
-from worker.arguments.dynamo.trtllm import DECODED_HERE, ENCODER, GMS, SWITCH
+from worker.arguments.dynamo.trtllm import ENCODER, GMS
 
 PREFIX = "DYN_VLLM_"
 
@@ -24,8 +24,8 @@ VLLM: tuple[Row, ...] = (
         Only(("false",), "logits processors need the token ids that the frontend makes"),
         "switch",
     ),
-    *rows(PREFIX, {"--enable-multimodal": SWITCH}, "switch"),
-    *off(PREFIX, DECODED_HERE, "--frontend-decoding"),
+    *rows(PREFIX, {"--enable-multimodal": ToOption("modality", {"true": "multimodal", "false": "text"})}, "switch"),
+    *off(PREFIX, "this worker reads pictures itself", "--frontend-decoding"),
     *off(PREFIX, ENCODER, "--route-to-encoder"),
     *refused(PREFIX, ENCODER, "--mm-prompt-template", "--embedding-transfer-mode"),
     *refused("DYN_", ENCODER, "--custom-encoder-class"),
