@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from front_door_process import Door
@@ -13,7 +14,7 @@ SAMPLED = {"messages": HELLO, "temperature": 1.0, "seed": 7, "max_tokens": 12, "
 
 def ask(door: Door, **fields: Any) -> Any:
     """The answer to a chat."""
-    status, text = door.post("chat/completions", **SAMPLED, **fields)
+    status, text = door.post("chat/completions", **{**SAMPLED, **fields})
     assert status == 200, text
     return json.loads(text)
 
@@ -29,13 +30,13 @@ def check_controls(door: Door, engine: str) -> None:
     assert plain == said(door) == said(door, nvext={"agent_hints": {"priority": 3}})
     assert plain != said(door, logit_bias={"40": -100, "41": 9})
     forced = [{"name": "forced_sequence", "args": {"text": "Hello world!"}}]
-    answer = ask(door, logits_processors={"processors": forced, "receipt": True})
+    answer = ask(door, logits_processors={"processors": forced, "receipt": True}, ignore_eos=False)
     assert str(answer["choices"][0]["message"]["content"]).startswith("Hello world!")
     assert answer["nvext"]["engine_data"]["logits_processors"]["engine"]["name"] == engine
-    assert said(door, guided_regex="[a-c]{5}!").startswith(("a", "b", "c"))
+    assert re.fullmatch("[a-c]{5}!", said(door, guided_regex="[a-c]{5}!", ignore_eos=False))
     assert set(said(door, allowed_token_ids=[40, 41])) <= set("DE")
-    stopped = said(door, allowed_token_ids=[40], stop=["DDD"], include_stop_str_in_output=True)
-    assert stopped == "DDD"
+    stops = {"stop": ["DDD"], "include_stop_str_in_output": True, "ignore_eos": False}
+    assert said(door, allowed_token_ids=[40], **stops) == "DDD"
     (choice,) = ask(door, logprobs=True, top_logprobs=2, return_token_ids=True)["choices"]
     content = choice["logprobs"]["content"]
     assert [each["token_id"] for each in content] == choice["token_ids"]
