@@ -77,6 +77,7 @@ def files(tmp_path: Path) -> ImageSources:
         ("file://{root}/allowed/link.png", False),
         ("file://{root}/allowed/inner", False),
         ("file://{root}/allowed/none.png", False),
+        ("file://{root}/allowed/a%00.png", False),
         ("file://elsewhere{root}/allowed/inner/a.png", False),
         ("{root}/allowed/inner/a.png", False),
         ("https://pictures.example/a.png", True),

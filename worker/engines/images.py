@@ -69,8 +69,12 @@ class ImageSources:
         problem = "is no file below --allowed-local-media-path; a data: URL holds the picture itself"
         if self.directory is None or url.netloc not in ("", "localhost"):
             raise InvalidRequest(image.path, problem)
-        path = Path(url2pathname(url.path)).resolve()
-        if not path.is_relative_to(self.directory.resolve()) or not path.is_file():
+        try:
+            path = Path(url2pathname(url.path)).resolve()
+            is_below = path.is_relative_to(self.directory.resolve()) and path.is_file()
+        except (OSError, ValueError, RuntimeError):  # a loop of links, a name that no file can have
+            is_below = False
+        if not is_below:
             raise InvalidRequest(image.path, problem)
 
 

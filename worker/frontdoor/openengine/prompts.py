@@ -29,7 +29,7 @@ class Prompts:
 
     Attributes:
         tokenizer: The same.
-        vocabulary: Its tokens.
+        vocabulary: Tokens of the tokenizer.
         token_text: Text of each token.
     """
 
