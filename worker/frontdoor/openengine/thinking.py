@@ -125,4 +125,10 @@ class ReasoningTokens:
 
 
 def _matcher(vocabulary: Vocabulary, tag: str) -> TextMatcher:
-    return vocabulary.derived(f"thinking.{tag}", lambda: TextMatcher.of_tokens(vocabulary, vocabulary.encode(tag)))
+    """Finds a tag as the one token that it is, else in the bytes of tokens, however it is split."""
+
+    def make() -> TextMatcher:
+        ids = vocabulary.tag(tag)
+        return TextMatcher.of_ids(ids) if ids else TextMatcher.of_text(vocabulary, tag.encode())
+
+    return vocabulary.derived(f"thinking.{tag}", make)
