@@ -37,6 +37,7 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
             script.all_named("worker")[0].kill()
             assert [asked() for _ in range(4)] == [before] * 4
             script.read_until("starting it again")
+            script.read_until("serves tiny-model")
         script.press_ctrl_c()
         assert script.finish() == 0, script.output
         assert "ended with status 137; starting it again" in script.output
