@@ -9,7 +9,7 @@ from typing import Any
 from front_door_process import Door
 
 HELLO = [{"role": "user", "content": "Hello there"}]
-SAMPLED = {"messages": HELLO, "temperature": 1.0, "seed": 7, "max_tokens": 12, "ignore_eos": True}
+SAMPLED: dict[str, Any] = {"messages": HELLO, "temperature": 1.0, "seed": 7, "max_tokens": 12, "ignore_eos": True}
 
 
 def ask(door: Door, **fields: Any) -> Any:
