@@ -45,10 +45,10 @@ def check_controls(door: Door, engine: str) -> None:
 
 def check_refusals(door: Door, *cases: tuple[dict[str, Any], str]) -> None:
     """Each of ``cases``, fields and a name, is refused by the client's own name for the field."""
-    for fields, param in (
+    common: list[tuple[dict[str, Any], str]] = [
         ({"top_p": 7}, "top_p"),
         ({"logits_processors": [{"name": "none"}]}, "logits_processors[0].name"),
-        *cases,
-    ):
+    ]
+    for fields, param in [*common, *cases]:
         status, text = door.post("chat/completions", **{**SAMPLED, **fields})
         assert (status, json.loads(text)["error"]["param"]) == (400, param), text

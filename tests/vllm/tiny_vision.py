@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -42,11 +42,11 @@ def write_tiny_vision(path: Path) -> Path:
     shutil.rmtree(text)
     ends = tokenizer.eos_token_id
     torch.manual_seed(0)
+    ids: dict[str, Any] = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": ends}
     config = Idefics3Config(
         image_token_id=tokenizer.convert_tokens_to_ids(PLACEHOLDER),
         scale_factor=_SCALE,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=ends,
+        **ids,
         vision_config={
             "hidden_size": 32,
             "intermediate_size": 64,
@@ -96,8 +96,3 @@ def png(image: Image.Image) -> bytes:
 def data_url(image: Image.Image) -> str:
     """The URL that holds a picture."""
     return f"data:image/png;base64,{base64.b64encode(png(image)).decode()}"
-
-
-def tokens_of(path: Path) -> int:
-    """Id of the token in whose place a picture stands."""
-    return int(json.loads((path / "config.json").read_text())["image_token_id"])

@@ -262,7 +262,7 @@ def test_reasoning_tokens_are_those_of_the_budget(thinking: Thinking, data: st.D
     texts = data.draw(st.lists(st.sampled_from(words), max_size=14))
     ids = [token_id for text in texts for token_id in vocabulary.encode(text)]
     args = ThinkingBudget.Args(tokens=10_000, start=thinking.begin, end=thinking.end)
-    budget = ThinkingBudget(args, Context(vocabulary, (), 0))
+    budget = ThinkingBudget(args, Context(vocabulary, frozenset(), 0))
     prompt = vocabulary.encode(thinking.begin) if is_inside else []
     budget.start(prompt)
     counter = ReasoningTokens(vocabulary, thinking, is_inside=is_inside)
