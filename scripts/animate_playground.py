@@ -22,7 +22,7 @@ sys.path[:0] = [str(REPOSITORY), *(str(REPOSITORY / "tests" / each) for each in 
 
 from chromium import clean_page, running_browser  # noqa: E402  # the tests' own
 from launched_script import launched  # noqa: E402
-from PIL import Image  # type: ignore[import-not-found]  # noqa: E402
+from PIL import Image  # noqa: E402
 from playwright.sync_api import Page, expect  # noqa: E402
 
 from worker.models import model_cache, prepare_default_model  # noqa: E402

@@ -74,10 +74,11 @@ class EngineStack(Stack):
         """Until all workers are ready."""
 
         def is_ready() -> bool:
-            assert door.running, door.log
+            for process in self._processes:
+                assert process.running, process.log
             return f'"instances": {len(self.targets)}' in http(f"{door.url}/health")[1]
 
-        wait_for(is_ready, "workers")
+        wait_for(is_ready, "workers", 300.0)
 
 
 @contextlib.contextmanager

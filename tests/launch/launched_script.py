@@ -97,8 +97,12 @@ class LaunchedScript(ScriptOutput):
 
     def named(self, module: str) -> psutil.Process:
         """The child that runs ``python -m module``."""
-        (found,) = (child for child in self.children() if f"-m {module} " in _command_line(child))
+        (found,) = self.all_named(module)
         return found
+
+    def all_named(self, module: str) -> list[psutil.Process]:
+        """The children that run ``python -m module``."""
+        return [child for child in self.children() if f"-m {module} " in _command_line(child)]
 
     def probe(self) -> psutil.Process:
         """What waits for the model, once it does."""

@@ -34,8 +34,10 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
             before = asked()
             assert before is not None
             assert before.startswith("Yes")
-            script.named("worker").kill()
+            script.all_named("worker")[0].kill()
             assert [asked() for _ in range(4)] == [before] * 4
+            script.read_until("starting it again")
+            script.read_until("serves tiny-model")
         script.press_ctrl_c()
         assert script.finish() == 0, script.output
         assert "ended with status 137; starting it again" in script.output

@@ -47,6 +47,16 @@ def num_tokens(count: int) -> Check:
     return lambda answer, plain: answer["usage"]["completion_tokens"] == count
 
 
+def tells(field: str, count: int) -> Check:
+    return lambda answer, plain: len(answer["nvext"][field]) == count
+
+
+def trains(answer: Any, plain: Any) -> bool:
+    """Whether the numbers for a trainer are those of tokens with almost the whole probability."""
+    found = answer["choices"][0]["train_logprobs"]
+    return set(found) == {"raw", "tempered", "processed", "log_mass"} and max(map(abs, found["processed"])) < 1e-6
+
+
 def thought(answer: Any, plain: Any) -> bool:
     """Whether thinking has ended, which it does by its budget alone."""
     return "</think>" in text(answer) and "</think>" not in text(plain)
@@ -101,9 +111,12 @@ ROWS: dict[str, list[tuple[str, dict[str, Any], Check]]] = {
     ],
     "the reason of a refusal": [
         ("reason", {"top_p": 7}, refuses("top_p")),
-        ("ids of tokens", {"return_token_ids": True}, refuses("return_token_ids")),
-        ("ids in nvext", {"nvext": {"extra_fields": ["completion_token_ids"]}}, refuses("return_token_ids")),
-        ("a trainer's", {"logprobs_mode": "train"}, refuses("logprobs_mode")),
+    ],
+    "`return_token_ids`": [
+        ("ids of tokens", {"return_token_ids": True}, lambda answer, _: len(answer["choices"][0]["token_ids"]) == 12),
+        ("ids in nvext", {"nvext": {"extra_fields": ["completion_token_ids"]}}, tells("completion_token_ids", 12)),
+        ("ids of the prompt", {"nvext": {"extra_fields": ["prompt_token_ids"]}}, tells("prompt_token_ids", 13)),
+        ("a trainer's", {"logprobs_mode": "train", **TO_D}, trains),
     ],
     "[migration]": [],  # tests/runtimes/test_engine_upstream.py
 }

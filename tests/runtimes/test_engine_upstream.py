@@ -17,6 +17,7 @@ from engine_doors import CHAT, COMPLETIONS, HELLO, ask, door, events, refusal
 from openengine_workers import running
 from running_workers import make_certificate
 
+from worker.frontdoor.openengine.prompts import Prompts
 from worker.runtimes.openengine.runtime import OpenEngineWorker
 
 SAMPLED: dict[str, Any] = {"messages": HELLO, "max_tokens": 40, "temperature": 1.0, "seed": 3}
@@ -101,8 +102,11 @@ async def test_tools_thinking_responses_messages(served: Served, tiny_model: Pat
     assert (call["function"]["name"], called["choices"][0]["finish_reason"]) == ("f", "tool_calls")
     forced = [{"name": "forced_sequence", "args": {"text": "<think>Hm</think>Yes"}}]
     async with door(tiny_model, url_of(worker), arguments=("--", "--dyn-reasoning-parser", "qwen3")) as thinks:
-        message = (await ask(thinks, messages=HELLO, logits_processors=forced))["choices"][0]["message"]
+        said = await ask(thinks, messages=HELLO, logits_processors=forced)
+        message, usage = said["choices"][0]["message"], said["usage"]
         assert (message["reasoning_content"], message["content"]) == ("Hm", "Yes")
+        count = len(Prompts.load(tiny_model, None).vocabulary.encode("Hm"))
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
     answer = await client.post("/v1/responses", json={"model": "tiny", "input": "Hello", "max_output_tokens": 16})
     assert answer.json()["usage"]["output_tokens"] == 16
     answer = await client.post("/v1/messages", json={"model": "tiny", "messages": HELLO, "max_tokens": 7})
@@ -180,7 +184,7 @@ LONG: dict[str, Any] = {"ignore_eos": True, "max_tokens": 400}
 MOVED: dict[str, dict[str, Any]] = {
     "processors": {**LONG, "logits_processors": [{"name": "no_repeat_ngram", "args": {"n": 2}}]},
     "logprobs": {**LONG, "logprobs": True, "top_logprobs": 2, "max_tokens": 200},
-    "stop": {"logits_processors": FORCED, "stop": ["END"]},
+    "stop": {"logits_processors": FORCED, "stop": ["END"], "logprobs_mode": "train", "return_token_ids": True},
     "penalties": {**LONG, "frequency_penalty": 1.0, "repetition_penalty": 1.2, "min_tokens": 390},
     "guide": {"guided_regex": "[a-f]{150}"},
     "greedy": {**LONG, "seed": None, "temperature": 0},
@@ -217,6 +221,7 @@ def joined(found: list[Any]) -> Any:
     """What the events of an answer say, however it was cut into chunks."""
     texts: dict[int, str] = {}
     scores: dict[int, list[Any]] = {}
+    returned: dict[str, list[Any]] = {}
     ends: dict[int, str | None] = {}
     for event in found:
         assert "error" not in event, event
@@ -224,9 +229,12 @@ def joined(found: list[Any]) -> Any:
             index = one["index"]
             texts[index] = texts.get(index, "") + (one["delta"].get("content") or "")
             scores.setdefault(index, []).extend((one["logprobs"] or {}).get("content") or ())
+            for key, values in {"ids": one.get("token_ids", []), **one.get("train_logprobs", {})}.items():
+                returned[f"{key} {index}"] = returned.get(f"{key} {index}", []) + values
             ends[index] = one["finish_reason"] or ends.get(index)
     usage = found[-1]["usage"]
-    return texts, scores, ends, usage["prompt_tokens"], usage["completion_tokens"]
+    prompts = [event["prompt_token_ids"] for event in found if "prompt_token_ids" in event]
+    return texts, scores, returned, prompts, ends, usage["prompt_tokens"], usage["completion_tokens"]
 
 
 async def test_tls_and_a_token(tiny_model: Path, tmp_path: Path) -> None:

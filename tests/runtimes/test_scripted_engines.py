@@ -50,7 +50,7 @@ def saying(error: Any) -> Any:
 @pytest.mark.parametrize(
     ("generate", "status", "message"),
     [
-        (saying(Overloaded("the queue is full")), 503, "the queue is full"),
+        (saying(Overloaded("the queue is full")), 529, "the queue is full"),
         (saying(RequestFailed("a processor raised")), 500, "a processor raised"),
         (failing(Draining("leaving")), 503, "no worker is ready"),
         (lambda request, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, "no"), 502, "--upstream-token-file"),
@@ -63,6 +63,11 @@ async def test_failures_are_told(tiny_model: Path, generate: Any, status: int, m
     found, answer = await scripted(tiny_model, ScriptedWorker(generate))
     assert found == status, answer
     assert message in answer["error"]["message"]
+
+
+async def test_a_worker_that_tells_no_ids_is_none_for_a_trainer(tiny_model: Path) -> None:
+    status, answer = await scripted(tiny_model, ScriptedWorker(), return_token_ids=True)
+    assert (status, "what is asked of tokens" in answer["error"]["message"]) == (502, True)
 
 
 async def test_what_another_worker_is_asked_for(tiny_model: Path) -> None:

@@ -106,7 +106,9 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
     )
     extra = ["--max-num-batched-tokens", "4000"] if option.name == "max_num_seqs" else []
     extra += ["--engine", "trtllm"] if option.name in trtllm else []
-    extra += ["--engine", "vllm"] if option.name in ("engine_args", "lora_modules") else []
+    vllm = ("engine_args", "lora_modules", "modality", "allowed_local_media_path", "allowed_media_domains")
+    extra += ["--engine", "vllm"] if option.name in vllm else []
+    extra += ["--modality", "multimodal"] if option.name.startswith("allowed_") else []
     extra += ["--engine", "constant"] if option.name.startswith("constant_") else []
     extra += ["--migration", "on"] if option.name == "boundary_store" else []
     extra += ["--runtime", RUNTIMES[option.name]] if option.name in RUNTIMES else []

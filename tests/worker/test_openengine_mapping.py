@@ -187,15 +187,6 @@ def test_a_selection_may_be_json_text() -> None:
             reading(request)
 
 
-def test_numbers_for_a_trainer_are_refused() -> None:
-    request = wire.GenerateRequest(prompt="a")
-    request.extra.update({"annotations": ["logprobs_mode:processed"]})
-    assert reading(request).message["annotations"] == ["logprobs_mode:processed"]
-    request.extra.update({"annotations": ["logprobs_mode:train"]})
-    with pytest.raises(InvalidRequest, match=r"extra\.annotations: .*logprobs_mode:train"):
-        reading(request)
-
-
 def test_fields_of_another_schema_are_refused() -> None:
     plain = wire.GenerateRequest(prompt="a").SerializeToString()
     unknown = b"\xb8\x3e\x01"  # field 999 is 1

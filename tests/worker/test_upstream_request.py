@@ -10,11 +10,14 @@ import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_tokenizers import vocabulary_like
 
+from adapters.contract import Context
+from adapters.processors.thinking import ThinkingBudget
 from worker.errors import InvalidRequest
 from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES
 from worker.frontdoor.openengine.body import client_name, read_body
-from worker.frontdoor.openengine.thinking import PARSERS, ThinkingSplit
+from worker.frontdoor.openengine.thinking import PARSERS, ReasoningTokens, Thinking, ThinkingSplit
 from worker.requests.request import RequestLimits, parse_request
 from worker.runtimes.direct.openai_fields import places
 from worker.runtimes.openengine import wire
@@ -166,11 +169,13 @@ def test_headers_and_nvext_arrive() -> None:
     assert asked.message["stop_conditions"] == {"max_tokens": 9, "max_thinking_tokens": 4}
     assert asked.message["require_reasoning"] is True
     assert asked.message["token_ids"] == [5]
+    ids = read_body(CHAT, {"messages": [{"role": "user"}], "nvext": {"token_data": [5, 6]}}, {}, thinks=False)
+    assert (ids.message["token_ids"], "messages" in ids.message) == ([5, 6], False)
     chat = read_body(CHAT, {"messages": [], "max_completion_tokens": 5, "max_tokens": 9}, {}, thinks=False)
     assert chat.message["stop_conditions"] == {"max_tokens": 5}
 
 
-@pytest.mark.parametrize("nvext", [{"extra_fields": ["timing"]}, {"token_data": [1]}, {"agent_hints": {"osl": 1}}])
+@pytest.mark.parametrize("nvext", [{"extra_fields": ["timing"]}, {"router": {}}, {"agent_hints": {"osl": 1}}])
 def test_what_needs_dynamo_is_refused(nvext: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=r"^nvext\."):
         read_body(CHAT, {"messages": [], "nvext": nvext}, {}, thinks=False)
@@ -243,3 +248,25 @@ def test_thinking_is_split_whatever_the_pieces(pieces: list[str], cuts: list[int
             assert part
             made[name] += part
     assert made == expected
+
+
+TAGS = (Thinking("<think>", "</think>"), Thinking("◁think▷", "◁/think▷"))
+
+
+@pytest.mark.parametrize("thinking", TAGS, ids=["tokens", "texts"])
+@given(data=st.data(), is_inside=st.booleans())
+@settings(max_examples=examples(100), deadline=None)
+def test_reasoning_tokens_are_those_of_the_budget(thinking: Thinking, data: st.DataObject, is_inside: bool) -> None:
+    vocabulary = vocabulary_like("qwen")
+    words = (thinking.begin, thinking.end, thinking.begin[:2], thinking.end[:3], "ink>", " a", "<", "\n")
+    texts = data.draw(st.lists(st.sampled_from(words), max_size=14))
+    ids = [token_id for text in texts for token_id in vocabulary.encode(text)]
+    args = ThinkingBudget.Args(tokens=10_000, start=thinking.begin, end=thinking.end)
+    budget = ThinkingBudget(args, Context(vocabulary, frozenset(), 0))
+    prompt = vocabulary.encode(thinking.begin) if is_inside else []
+    budget.start(prompt)
+    counter = ReasoningTokens(vocabulary, thinking, is_inside=is_inside)
+    for place, token_id in enumerate(ids):
+        budget.accept(token_id, len(prompt) + place)
+        counter.feed([token_id])
+        assert counter.count == budget._state.used

@@ -7,6 +7,8 @@ from worker.errors import ConfigurationError
 
 _EMBEDDED, _TRTLLM, _VLLM, _CONSTANT = ("embedded",), ("trtllm",), ("vllm",), ("constant",)
 
+_WHOLE = "pictures are served by aggregated workers alone"
+
 _ONLY: dict[str, tuple[str, ...]] = {
     "tensor_parallel_size": (*_TRTLLM, *_VLLM),
     "pipeline_parallel_size": (*_TRTLLM, *_VLLM),
@@ -15,6 +17,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "publish_forward_pass_metrics": (*_EMBEDDED, *_TRTLLM),
     "engine_args": _VLLM,
     **dict.fromkeys(("constant_step_s", "constant_prompt_rate"), _CONSTANT),
+    **dict.fromkeys(("modality", "allowed_local_media_path", "allowed_media_domains"), _VLLM),
     "lora_modules": (*_TRTLLM, *_VLLM),
     **dict.fromkeys(("history", "processor_errors", "override_engine_args"), _TRTLLM),
     **dict.fromkeys(
@@ -163,6 +166,10 @@ def refuse_contradictions(a: Arguments) -> None:
     if a.lora_modules and a.disaggregation_mode not in ("aggregated", "agg"):
         problem = "adapters are registered with aggregated workers alone"
         raise ConfigurationError(f"--lora-modules with --disaggregation-mode {a.disaggregation_mode}: {problem}")
+    if a.modality != "text" and a.disaggregation_mode not in ("aggregated", "agg"):
+        raise ConfigurationError(f"--modality multimodal with --disaggregation-mode {a.disaggregation_mode}: {_WHOLE}")
+    if a.modality == "text" and (a.allowed_local_media_path is not None or a.allowed_media_domains):
+        raise ConfigurationError("--allowed-local-media-path and --allowed-media-domains need --modality multimodal")
     if a.dtype == "float16" and a.engine == "embedded":
         raise ConfigurationError("--dtype float16 needs --engine trtllm or vllm")
     unknown = set(a.endpoint_types.split(",")) - {"chat", "completions", "none"}

@@ -229,6 +229,21 @@ class Arguments:
         parse=named_directories,
         many=True,
     )
+    modality: str = option(
+        "text",
+        "multimodal, with --engine vllm: pictures are served beside text (docs/vllm.md).",
+        choices=("text", "multimodal"),
+    )
+    allowed_local_media_path: str | None = option(
+        None, "With --modality multimodal: directory whose files requests may name as pictures, by file: URLs."
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "With --modality multimodal: hosts from which pictures are fetched, separated by commas; "
+        "redirections are not followed. Default: none, so that pictures are data: URLs.",
+        parse=comma_list,
+        many=True,
+    )
     thinking_start: str | None = option(
         None,
         "Text that opens a thinking section, of one token or several. Default: <think>, [THINK], or Cohere's or "

@@ -67,6 +67,7 @@ class EngineInfo:
         honours_priority: The waiting queue is ordered by the requests' priorities.
         honours_choice: Requests with one seed that differ in `EngineRequest.choice` are served.
         reports_blocks: `ServingEngine.report_blocks` tells of the cached blocks.
+        takes_images: Requests with pictures are served.
         num_dp_ranks: Data parallel ranks, each with a batch and KV blocks of its own: the sizes
             above are those of one.
     """
@@ -89,6 +90,7 @@ class EngineInfo:
     honours_priority: bool = False
     honours_choice: bool = True
     reports_blocks: bool = True
+    takes_images: bool = False
     num_dp_ranks: int = 1
 
     @property
@@ -175,6 +177,8 @@ class TokenDelta:
         stop_reason: The stop token id that ended the choice, if one did.
         error: Reason why the choice failed, exactly when ``finish_reason`` is ``error``.
         num_cached_tokens: Prompt tokens of the prefix hit.
+        num_prompt_tokens: Tokens of the prompt as the engine computes it, None for those of the
+            request: a picture becomes many.
         num_preemptions: Preemptions of the request so far, None where the engine reports none.
         queue_times: Times at which the request left the waiting queue, None while it has not, and
             where the engine reports none.
@@ -200,6 +204,7 @@ class TokenDelta:
     stop_reason: int | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    num_prompt_tokens: int | None = None
     num_preemptions: int | None = None
     queue_times: QueueTimes | None = None
     prompt_logprobs: list[list[TokenLogprob] | None] | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adapters.chain import ProcessorChain
+from worker.engines.images import ImageInput
 from worker.sampling import SamplingParams
 
 
@@ -86,6 +87,7 @@ class EngineRequest:
         kv: The engine's part in a KV transfer, None where it computes the whole request.
         cache_salt: Requests share the KV of a common prefix only if they have the same salt.
         lora_name: LoRA adapter, one of `EngineInfo.adapters`; None for the model itself.
+        images: Pictures of the prompt, only where `EngineInfo.takes_images`.
         hints: Facts that change no token.
         defaulted: Names of the fields of `params` whose values are the model's, since the request
             leaves them unset.
@@ -101,6 +103,7 @@ class EngineRequest:
     kv: KvPart | None = None
     cache_salt: str | None = None
     lora_name: str | None = None
+    images: Sequence[ImageInput] = ()
     hints: RequestHints = NO_HINTS
     defaulted: frozenset[str] = frozenset()
 

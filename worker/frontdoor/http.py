@@ -55,6 +55,10 @@ class Document:
     headers: bytes = b""
 
 
+_PHRASES = {each.value: each.phrase.encode() for each in HTTPStatus} | {529: b"Overloaded"}
+"""Reason phrases by status; 529 is the one of Dynamo and Anthropic for a full queue."""
+
+
 def answer(
     status: int,
     body: bytes,
@@ -69,7 +73,7 @@ def answer(
         b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n"
     ) % (
         status,
-        HTTPStatus(status).phrase.encode(),
+        _PHRASES[status],
         content_type,
         len(body),
         headers,

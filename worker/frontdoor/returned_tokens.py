@@ -118,7 +118,7 @@ class ReturnedData:
     def take(self, chunk: dict[str, Any]) -> None:
         """Change a chunk: the worker's text is taken out, and what was asked for put in."""
         data, returned = taken_data(chunk), self._returned
-        if not data or not chunk.get("choices"):
+        if TOKEN_IDS not in data or not chunk.get("choices"):
             return
         choice, prompt = chunk["choices"][0], data.get(PROMPT_TOKEN_IDS)
         if returned.token_ids or returned.trains:
@@ -138,12 +138,14 @@ class ReturnedData:
 
 
 def taken_data(chunk: dict[str, Any]) -> dict[str, Any]:
-    """The worker's data about a chunk's tokens, taken out of it; empty if there are none.
+    """The worker's data about a chunk's tokens, and about the end of the answer, taken out of the
+    chunk; empty if there are none.
 
     The keys are those of `worker.requests.rollout`.
     """
     text, matched = taken_entries(chunk, ROLLOUT, MATCHED)
-    return {} if text is None else {**json.loads(text), MATCHED: matched}
+    data = {} if text is None else json.loads(text)
+    return data if matched is None else {**data, MATCHED: matched}
 
 
 def empty_returned(choice: dict[str, Any]) -> None:

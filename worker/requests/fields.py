@@ -18,6 +18,8 @@ from adapters.catalog import ANNOTATION, MAX_BYTES
 from adapters.processors.arguments import MAX_LIST
 from adapters.processors.structural import format_of
 from adapters.strict_json import Ambiguous, decoder
+from worker.engines.images import FIELD as IMAGES
+from worker.engines.images import read_images
 from worker.errors import InvalidRequest, shown
 from worker.requests.continuation import CONTINUES, continuation
 from worker.sampling import LOGPROBS_MODES, Control, GuidedDecodingParams, SamplingParams, sampling_controls
@@ -281,6 +283,7 @@ def _refused(path: str, why: str, *neutral: Any) -> Field:
 
 _ROUTER = "for the router, which has acted on it"
 _PICTURES = "this worker serves text only"
+_RENDERED = "The chat again, for workers that make prompts of it; the pictures are in multi_modal_data."
 _BOOTSTRAP = "KV transfer of this kind is not supported: prefill answers before decode begins"
 
 
@@ -397,9 +400,17 @@ _OTHER_FIELDS: tuple[Field, ...] = (
         "The chat template's arguments again, for a parser of thoughts; the worker reads the prompt.",
     ),
     _no_effect("extra_args.sampling_options.detokenize", "This worker sends token ids; the frontend makes the text."),
-    _refused("extra_args.formatted_prompt", _PICTURES),
-    _refused("extra_args.messages", _PICTURES),
-    _refused("multi_modal_data", _PICTURES),
+    _no_effect("extra_args.formatted_prompt", _RENDERED),
+    _no_effect("extra_args.messages", _RENDERED),
+    _no_effect("extra_args.mm_hashes", "Hashes of the pictures, for the router."),
+    _no_effect("extra_args.mm_hashes_by_modality", "Hashes of the pictures, for the router."),
+    _honoured(
+        IMAGES,
+        read_images,
+        'Pictures, `{"image_url": [{"Url": ...}]}`, each in the place of one token of the prompt: with '
+        "`--engine vllm --modality multimodal` (docs/vllm.md); other media are refused.",
+        "images",
+    ),
     _refused("multi_modal_uuids", _PICTURES),
     _refused("mm_routing_info", _PICTURES),
     _refused("mm_processor_kwargs", _PICTURES),

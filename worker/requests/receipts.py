@@ -147,6 +147,7 @@ class RequestReceipt:
         self._server = server.as_json(engine_request.lora_name)
         self._prompt = TokenDigest(engine_request.prompt_token_ids)
         self._answer = TokenDigest(engine_request.generated_token_ids)
+        self._num_images = len(engine_request.images)
         self._num_preemptions: int | None = None
         self._weights = TokenWeights()
         self._sampling = _sources(engine_request, selection)
@@ -170,6 +171,8 @@ class RequestReceipt:
         data["sampling"] = self._sampling
         data["preemptions"] = self._num_preemptions
         data["prompt_digest"] = str(self._prompt)
+        if self._num_images:  # which the digest does not cover
+            data["images"] = self._num_images
         data["generated_tokens"] = self._answer.num_tokens
         data["answer_digest"] = str(self._answer)
         if self._weights.are_updated:  # those of the start are the model's digest

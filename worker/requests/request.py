@@ -5,10 +5,12 @@ Each field has a row in `worker.requests.fields`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from worker.engines.images import FIELD as IMAGES
+from worker.engines.images import ImageInput
 from worker.errors import InvalidRequest, shown
 from worker.requests.continuation import Continuation
 from worker.requests.fields import logprobs_mode, request_fields, sections_of
@@ -35,6 +37,7 @@ class RequestLimits:
         eos_token_ids: The model's end tokens.
         numerics: Numerics of its answers; see `EngineInfo.made_by`.
         kv_dtype: See `EngineInfo.kv_dtype`.
+        takes_images: Whether it serves pictures.
     """
 
     context_length: int
@@ -42,6 +45,7 @@ class RequestLimits:
     eos_token_ids: tuple[int, ...] = ()
     numerics: str = ""
     kv_dtype: str = ""
+    takes_images: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,7 @@ class GenerationRequest:
         annotations: The client's annotations, verbatim.
         cache_salt: Requests share KV only with those of the same salt.
         lora_name: LoRA adapter that the client chose as its model; None for the model itself.
+        images: Pictures of the prompt.
         priority: Urgency beside other requests; 0 is usual, and more is sooner.
         dp_rank: Data parallel rank that the router chose, None where it chose none.
         session_id: Session of the client that it belongs to, None where the client says none.
@@ -86,6 +91,7 @@ class GenerationRequest:
     annotations: tuple[str, ...] = ()
     cache_salt: str | None = None
     lora_name: str | None = None
+    images: tuple[ImageInput, ...] = ()
     priority: float = 0
     dp_rank: int | None = None
     session_id: str | None = None
@@ -176,6 +182,7 @@ def _bounded(values: dict[str, Any], limits: RequestLimits, table: RequestTable)
             "token_ids",
             f"the prompt has {len(prompt)} tokens, but prompt and answer share a context of {limits.context_length}",
         )
+    _check_images(values, limits)
     _read_annotations(values)
     controls = {name: values.pop(name) for name in table.controls & values.keys()}
     _check_scored(len(prompt), controls.get("prompt_logprobs"))
@@ -207,6 +214,11 @@ TOP_LOGPROBS = "top_logprobs:"
 """Beginning of an annotation: alternatives to report per token, beside ``logprobs_mode:train``."""
 
 
+def asks_for_rollout(annotations: Iterable[str]) -> bool:
+    """Whether annotations ask for what `worker.requests.rollout` says of tokens."""
+    return not {RETURN_TOKEN_IDS, f"{LOGPROBS_MODE}train"}.isdisjoint(annotations)
+
+
 def _read_annotations(values: dict[str, Any]) -> None:
     """Set what annotations ask for: Dynamo's frontend has no fields for it."""
     for annotation in values.get("annotations", ()):
@@ -220,6 +232,17 @@ def _read_annotations(values: dict[str, Any]) -> None:
                 raise InvalidRequest("annotations", f"{TOP_LOGPROBS}N needs an integer from 0 to {MAX_LOGPROBS}")
             values.setdefault("logprobs", int(count))
             values["hides_logprobs"] = True
+
+
+def _check_images(values: Mapping[str, Any], limits: RequestLimits) -> None:
+    if not values.get("images"):
+        return
+    if not limits.takes_images:
+        problem = "this worker serves text only; --engine vllm takes pictures with --modality multimodal"
+        raise InvalidRequest(IMAGES, problem)
+    if values.get("prompt_logprobs") is not None:
+        problem = f"cannot be given beside {IMAGES}: a picture becomes tokens that the prompt does not have"
+        raise InvalidRequest("output_options.prompt_logprobs", problem)
 
 
 def _check_scored(num_tokens: int, alternatives: int | None) -> None:

@@ -65,6 +65,8 @@ class ResponseBuilder:
             raise RequestFailed(delta.error or "the engine gave no reason")
         shown = len(delta.token_ids) - self._ends_hidden(delta)
         self.num_generated_tokens += shown
+        if delta.num_prompt_tokens is not None:
+            self.num_prompt_tokens = delta.num_prompt_tokens
         # after a migration a prefix hit may go on into the answer
         self.num_cached_tokens = min(max(self.num_cached_tokens, delta.num_cached_tokens), self.num_prompt_tokens)
         if delta.num_preemptions is not None:

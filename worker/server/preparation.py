@@ -56,7 +56,7 @@ class Preparation:
         self._smoke = smoke
         self._defaults = defaults
         self._limits = RequestLimits(
-            info.context_length, info.vocab_size, info.eos_token_ids, info.made_by, info.kv_dtype
+            info.context_length, info.vocab_size, info.eos_token_ids, info.made_by, info.kv_dtype, info.takes_images
         )
         self._seeds = random.Random(secrets.randbits(128))  # SystemRandom would release the interpreter each time
 
@@ -129,6 +129,7 @@ class Preparation:
             kv=kv,
             cache_salt=request.cache_salt,
             lora_name=request.lora_name,
+            images=request.images,
             hints=hints,
             defaulted=defaulted,
         )

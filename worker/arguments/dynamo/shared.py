@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from worker.arguments.dynamo.row import ByVariable, Only, Row, ToOption, off, refused, rows
 
-TEXT_ONLY = "this worker serves text alone"
+NO_ENCODERS = "this worker caches and sends no output of an encoder"
 _CALLS = "the front door holds calls to their tools (docs/front-door.md)"
 _ROUTER = "routing is the frontend's: give it to dynamo.frontend"
 _PASSES = "for the planner there is --publish-forward-pass-metrics (docs/metrics.md)"
@@ -55,7 +55,7 @@ SHARED: tuple[Row, ...] = (
                 "no KV connector of Dynamo's is driven here: a prefill and a decode worker transfer KV themselves "
                 "(docs/disaggregation.md)",
             ),
-            "--output-modalities": Only(("text",), TEXT_ONLY),
+            "--output-modalities": Only(("text",), NO_ENCODERS),
         },
         "values",
     ),
@@ -75,9 +75,9 @@ SHARED: tuple[Row, ...] = (
     *refused("DYN_", "KV events belong to the endpoint that serves", "--kv-state-endpoint"),
     *refused("DYN_", "this worker writes no such file; its options are in docs/configuration.md", "--dump-config-to"),
     *refused("DYN_", "the canary is the worker's own (docs/operations.md)", "--health-check-payload"),
-    *rows("DYN_", {"--multimodal-embedding-cache-capacity-gb": Only(("0", "0.0"), TEXT_ONLY)}),
-    *off("DYN_", TEXT_ONLY, "--multimodal-embedding-cache-publisher"),
-    *refused("DYN_", TEXT_ONLY, "--media-output-fs-url", "--media-output-http-url"),
+    *rows("DYN_", {"--multimodal-embedding-cache-capacity-gb": Only(("0", "0.0"), NO_ENCODERS)}),
+    *off("DYN_", NO_ENCODERS, "--multimodal-embedding-cache-publisher"),
+    *refused("DYN_", "this worker answers with text", "--media-output-fs-url", "--media-output-http-url"),
     *rows(
         "DYN_",
         dict.fromkeys(

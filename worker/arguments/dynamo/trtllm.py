@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from worker.arguments.dynamo.row import NoEffect, Only, Row, ToOption, ToSetting, off, refused, rows
-from worker.arguments.dynamo.shared import TEXT_ONLY
 from worker.arguments.values import fraction, positive, text, truth
 
 PREFIX = "DYN_TRTLLM_"
 
 AFFINITY = "attention_dp_config.kv_cache_routing_conversation_affinity"
 DIFFUSION = "diffusion models are not served"
-ENCODER = "there is no encode worker: this worker serves text alone"
+ENCODER = "there is no encode worker: a worker computes pictures itself, with --engine vllm --modality multimodal"
+PICTURES = "pictures are served with --engine vllm alone"
 GMS = "the GPU memory service is not driven here"
 PLACES = (
     "TensorRT-LLM places a conversation's first request; without conversation affinity the router places each request"
@@ -39,7 +39,7 @@ TRTLLM: tuple[Row, ...] = (
             "--free-gpu-memory-fraction": ToSetting("kv_cache_config.free_gpu_memory_fraction", fraction),
             "--load-format": ToSetting("load_format", text, {"gms": GMS}),
             "--guided-decoding-backend": ToSetting("guided_decoding_backend", text),
-            "--modality": Only(("text",), TEXT_ONLY),
+            "--modality": Only(("text",), PICTURES),
             "--model-loader-extra-config": Only(("{}",), GMS),
         },
     ),
@@ -57,9 +57,9 @@ TRTLLM: tuple[Row, ...] = (
         ("DYN_ENGINE_CONV_AFFINITY_DP_RANK_SOURCE",),
         Only(("engine",), PLACES),
     ),
-    *off(PREFIX, TEXT_ONLY, "--enable-multimodal", "--frontend-decoding"),
+    *off(PREFIX, PICTURES, "--enable-multimodal", "--frontend-decoding"),
     *refused(PREFIX, ENCODER, "--encode-endpoint"),
-    *refused(PREFIX, TEXT_ONLY, "--allowed-local-media-path", "--max-file-size-mb"),
+    *refused(PREFIX, PICTURES, "--allowed-local-media-path", "--max-file-size-mb"),
     *refused(
         PREFIX,
         DIFFUSION,

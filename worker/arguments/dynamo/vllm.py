@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from worker.arguments.dynamo.row import NoEffect, Only, Row, ToOption, off, refused, rows
-from worker.arguments.dynamo.shared import TEXT_ONLY
 from worker.arguments.dynamo.trtllm import ENCODER, GMS
 
 PREFIX = "DYN_VLLM_"
@@ -25,10 +24,11 @@ VLLM: tuple[Row, ...] = (
         Only(("false",), "logits processors need the token ids that the frontend makes"),
         "switch",
     ),
-    *off(PREFIX, TEXT_ONLY, "--enable-multimodal", "--frontend-decoding"),
+    *rows(PREFIX, {"--enable-multimodal": ToOption("modality", {"true": "multimodal", "false": "text"})}, "switch"),
+    *off(PREFIX, "this worker reads pictures itself", "--frontend-decoding"),
     *off(PREFIX, ENCODER, "--route-to-encoder"),
-    *refused(PREFIX, TEXT_ONLY, "--mm-prompt-template", "--embedding-transfer-mode"),
-    *refused("DYN_", TEXT_ONLY, "--custom-encoder-class"),
+    *refused(PREFIX, ENCODER, "--mm-prompt-template", "--embedding-transfer-mode"),
+    *refused("DYN_", ENCODER, "--custom-encoder-class"),
     *off("DYN_", RL, "--enable-rl"),
     *off(PREFIX, GENERATES, "--embedding-worker", "--classify-worker", "--embedding-frontend-tokenization"),
     *rows(PREFIX, {"--embedding-worker-processes": Only(("1",), GENERATES)}),

@@ -9,7 +9,13 @@ from worker.engines import EngineInfo
 
 
 def describe(
-    config: Any, version: str, vocab_size: int, eos_token_ids: tuple[int, ...], adapters: Mapping[str, str]
+    config: Any,
+    version: str,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
+    adapters: Mapping[str, str],
+    *,
+    takes_images: bool = False,
 ) -> EngineInfo:
     """The description of the engine with a ``VllmConfig``; ``adapters`` are digests by name."""
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
@@ -30,4 +36,5 @@ def describe(
         computed_by=f"{made_by}, {config.device_config.device_type}",
         made_by=made_by,
         adapters=adapters,
+        takes_images=takes_images,
     )

@@ -28,6 +28,7 @@ from worker.engines.vllm.core_reports import CoreReports
 from worker.engines.vllm.deltas import Reader
 from worker.engines.vllm.description import describe
 from worker.engines.vllm.grammar_waits import GrammarWaits
+from worker.engines.vllm.images import Images
 from worker.engines.vllm.kv_connector import transfer_config
 from worker.engines.vllm.kv_events import KvEvents
 from worker.engines.vllm.kv_transfer import KEEP, PARAMS, KvTransfers
@@ -95,6 +96,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         self._grammars: GrammarWaits | None = None
         self._loads = LoadReports()
         self._adapters: dict[str, Any] = {}
+        self._images: Images | None = None
         self._events: KvEvents | None = None
         self._numbers = count()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -141,7 +143,16 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         self._grammars = GrammarWaits(self._llm)
         self._adapters = await load_adapters(self._llm, package, self.config.adapters)
         digests = {adapter.name: adapter.digest for adapter in self.config.adapters}
-        self._info = describe(self._llm.vllm_config, package.version, facts.vocab_size, ends, digests)
+        if self.config.images is not None:
+            self._images = Images(self.config.images, self._llm.vllm_config.model_config, package.version)
+        self._info = describe(
+            self._llm.vllm_config,
+            package.version,
+            facts.vocab_size,
+            ends,
+            digests,
+            takes_images=self._images is not None,
+        )
         if digest is not None and transfers:
             self._transfers = await KvTransfers.of(self._llm, self.config, package.version, digest, self._loads)
         self._loop = asyncio.get_running_loop()
@@ -256,10 +267,11 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         if native.chain is not None and self._grammars is not None:
             await self._grammars.wait(native.chain)
             self._heard_s = asyncio.get_running_loop().time()
+        images = [] if self._images is None else await self._images.load(request.images)
         reader = Reader(
             list(request.prompt_token_ids), params.include_stop_str_in_output, params.logprobs, params.prompt_logprobs
         )
-        async with contextlib.aclosing(self._outputs(request, name, native.fields, extra)) as outputs:
+        async with contextlib.aclosing(self._outputs(request, name, native.fields, extra, images)) as outputs:
             async for output in outputs:
                 self._heard_s = asyncio.get_running_loop().time()
                 if running.pulls is not None and self._transfers is not None:
@@ -268,6 +280,8 @@ class VllmEngine(LibraryEngine[RunningRequest]):
                     self._transfers.note_received(running)
                 delta = reader.read(output)
                 running.name_weights(delta, self.weights, len(request.generated_token_ids))
+                if images:
+                    delta.num_prompt_tokens = len(output.prompt_token_ids) - len(request.generated_token_ids)
                 if carried is not None and native.chain is not None:
                     end = len(request.token_ids) + reader.num_sent
                     await self._confirm(running, delta, output.outputs[0].token_ids, end, native.chain, carried)
@@ -278,14 +292,21 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         return True
 
     def _outputs(
-        self, request: EngineRequest, name: str, fields: Mapping[str, Any], extra: Mapping[str, Any]
+        self,
+        request: EngineRequest,
+        name: str,
+        fields: Mapping[str, Any],
+        extra: Mapping[str, Any],
+        images: Sequence[Any] = (),
     ) -> AsyncGenerator[Any, None]:
-        """vLLM's outputs for a request, under a name of its own."""
+        """vLLM's outputs for a request and its pictures, under a name of its own."""
         assert self._package is not None
         sampling = self._package.sampling_params(
             **fields, output_kind=self._package.delta, extra_args=dict(extra) or None
         )
         prompt = self._package.tokens_prompt(prompt_token_ids=request.token_ids)
+        if images:
+            prompt["multi_modal_data"] = {"image": images}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
         hints = request.hints

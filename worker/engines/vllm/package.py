@@ -17,10 +17,12 @@ DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
 """Variables of vLLM that the worker sets where the operator does not: standard output is the
-request log's, the cores are shared with a frontend, and no usage is reported to anybody.
+request log's, the cores are shared with a frontend, a host that pictures may come from sends to no
+other one, and no usage is reported to anybody.
 """
 
 NEEDED = frozenset(

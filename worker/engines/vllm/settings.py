@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from worker.arguments import OPTIONS, Arguments, load_yaml
+from worker.engines.images import ImageSources, image_sources
 from worker.engines.lora_adapters import Adapter, read_adapters
 from worker.engines.vllm.flags import read_flags
 from worker.engines.vllm.lora import arguments_for
@@ -118,6 +119,7 @@ class VllmConfig:
             broken.
         has_events: Whether vLLM publishes KV events.
         adapters: LoRA adapters that requests may choose.
+        images: Places that pictures come from, None for none.
         role: Disaggregation mode.
         kv_lease_s: Seconds until a prefill worker's lease on KV times out, unless it is renewed.
         kv_devices: Network devices over which KV goes, as in ``UCX_NET_DEVICES``.
@@ -130,6 +132,7 @@ class VllmConfig:
     step_timeout_s: float = 300.0
     has_events: bool = False
     adapters: Sequence[Adapter] = ()
+    images: ImageSources | None = None
     role: str = "aggregated"
     kv_lease_s: float = 30.0
     kv_devices: str = "lo"
@@ -199,6 +202,7 @@ def config_from(arguments: Arguments) -> VllmConfig:
         step_timeout_s=arguments.step_timeout_s,
         has_events=arguments.publishes_kv_events and arguments.runtime == "dynamo",
         adapters=read_adapters(arguments.lora_modules, arguments.model_path),
+        images=image_sources(arguments),
         role=arguments.disaggregation_mode,
         kv_lease_s=arguments.kv_lease_s,
         kv_devices=arguments.kv_transfer_devices,

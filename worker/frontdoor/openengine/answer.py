@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from worker.frontdoor.openengine.body import AskedAnswer
-from worker.frontdoor.openengine.thinking import Part, ThinkingSplit
+from worker.frontdoor.openengine.thinking import Part, ReasoningTokens, ThinkingSplit
 from worker.requests.prompt_scores import LEAST_LOGPROB, TokenText
 
 Chunk = Mapping[str, Any]
@@ -26,6 +26,7 @@ class AnswerForm:
         created: Time of the request, seconds since 1970.
         token_text: Text of each token.
         split: Separation of thinking, None where the text is the answer.
+        reasoning: Counts the tokens of thinking, None as `split`.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class AnswerForm:
         created: int,
         token_text: TokenText,
         split: ThinkingSplit | None = None,
+        reasoning: ReasoningTokens | None = None,
     ) -> None:
         self._asked = asked
         self._token_text = token_text
         self._split = split
+        self._reasoning = reasoning
         self._has_begun = False
         self._length = 0
         self._usage: Document | None = None
@@ -115,6 +118,8 @@ class AnswerForm:
 
     def _parts(self, chunk: Chunk) -> list[tuple[Part, str]]:
         text = chunk.get("text", "")
+        if self._reasoning is not None:
+            self._reasoning.feed(chunk["token_ids"])
         if self._split is not None:
             return list(self._split.feed(text, ends=chunk.get("finish_reason") is not None))
         return [("content", text)] if text else []
@@ -127,10 +132,13 @@ class AnswerForm:
 
     def _usage_form(self, usage: Mapping[str, Any]) -> Document:
         details = {} if self._asked.is_chat else {"audio_tokens": None}
-        return {
+        form = {
             **usage,
             "prompt_tokens_details": {**details, **usage.get("prompt_tokens_details", {"cached_tokens": 0})},
         }
+        if self._reasoning is not None:
+            form["completion_tokens_details"] = {"reasoning_tokens": self._reasoning.count}
+        return form
 
     def _logprobs(self, chunk: Chunk) -> Document | None:
         scores: Sequence[float] = chunk.get("log_probs") or ()

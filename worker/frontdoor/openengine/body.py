@@ -8,7 +8,7 @@ would read. A field that neither reads is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from worker.errors import InvalidRequest, shown
 from worker.frontdoor.client_names import METADATA_HEADER
 from worker.frontdoor.field_checks import GUIDES
 from worker.frontdoor.fields import CHAT
-from worker.requests.request import LOGPROBS_MODE, RETURN_TOKEN_IDS
 from worker.runtimes.direct.openai_fields import guide_of, places
 from worker.sampling import SamplingParams
 
@@ -95,6 +94,8 @@ def read_body(path: str, body: Mapping[str, Any], headers: Mapping[bytes, bytes]
             reader(asked, name, value)
         elif name not in (*_FORM, *_NO_EFFECT):
             raise InvalidRequest(name, "is a field of Dynamo's frontend, and the workers are asked without it")
+    if "token_ids" in message:
+        message.pop("messages", None)
     _read_headers(asked, headers)
     if thinks and message["sampling_options"].get("guided_decoding") is not None:
         message["require_reasoning"] = True
@@ -199,19 +200,11 @@ def _trim(asked: AskedAnswer, name: str, value: Any) -> None:
         asked.message["sampling_options"].setdefault("include_stop_str_in_output", True)
 
 
-def _check_carried(annotations: Iterable[str]) -> None:
-    """Refuse what a worker would say of tokens where OpenEngine's events have no place for it."""
-    for asked, annotation in (("return_token_ids", RETURN_TOKEN_IDS), ("logprobs_mode", f"{LOGPROBS_MODE}train")):
-        if annotation in annotations:
-            raise InvalidRequest(asked, "OpenEngine does not carry it; a front door before Dynamo's frontend does")
-
-
 def _nvext(asked: AskedAnswer, name: str, value: Any) -> None:
     for key, each in value.items():
         if each is None or (key == "use_raw_prompt" and each is False):
             continue
         if key == "annotations":
-            _check_carried(each)
             asked.annotations += tuple(each)
         elif key == "extra_fields":
             for place, entry in enumerate(each):
@@ -221,6 +214,8 @@ def _nvext(asked: AskedAnswer, name: str, value: Any) -> None:
             asked.has_engine_data = bool(each)
         elif key == "max_thinking_tokens":
             asked.message["stop_conditions"][key] = each
+        elif key == "token_data":  # in place of the messages
+            asked.message["token_ids"] = each
         elif key == "cache_salt":
             asked.message["routing"][key] = each
         elif key == "agent_hints" and isinstance(each, Mapping) and set(each) <= {"priority"}:

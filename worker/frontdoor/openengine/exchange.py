@@ -24,7 +24,7 @@ from worker.frontdoor.openengine.body import AskedAnswer, client_name, read_body
 from worker.frontdoor.openengine.generation import Chunk, Generation
 from worker.frontdoor.openengine.prompts import Prompts
 from worker.frontdoor.openengine.state import state_of
-from worker.frontdoor.openengine.thinking import Thinking, ThinkingSplit
+from worker.frontdoor.openengine.thinking import ReasoningTokens, Thinking, ThinkingSplit
 from worker.frontdoor.openengine.workers import Metadata, Workers
 from worker.frontdoor.request_ids import DYNAMO_ID, REQUEST_ID
 from worker.frontdoor.rewriting import AT_ONCE
@@ -99,6 +99,7 @@ class _Prepared:
     request: DirectRequest
     metadata: Metadata
     split: ThinkingSplit | None
+    reasoning: ReasoningTokens | None
 
 
 class _Answering:
@@ -132,7 +133,7 @@ class _Answering:
         request_id = str(uuid.uuid4()) if given is None else given.decode("latin-1")
         token_text = engines.prompts.token_text
         generation = Generation(engines.workers, made.request, request_id, made.metadata, token_text)
-        form = AnswerForm(made.asked, request_id, int(time.time()), token_text, made.split)
+        form = AnswerForm(made.asked, request_id, int(time.time()), token_text, made.split, made.reasoning)
         async with aclosing(_with_text(generation, engines.prompts.tokenizer)) as chunks:
             if made.asked.is_streamed:
                 await self._stream(made, request_id, form, chunks)
@@ -206,11 +207,12 @@ def _prepared(engines: Engines, request: Request, body: Mapping[str, Any]) -> _P
     found = [(name.decode(), request.headers[name].decode("latin-1")) for name in _PASSED_ON if name in request.headers]
     if priority is not None:
         found.append(("openengine-priority", str(priority)))
-    split = None
+    split = reasoning = None
     if thinking is not None and asked.is_chat:
-        begins = prompts.ends_with(direct.fields["token_ids"], thinking.begin)
-        split = ThinkingSplit(thinking, is_inside=thinking.begins_inside or begins)
-    return _Prepared(asked, direct, found, split)
+        is_inside = thinking.begins_inside or prompts.ends_with(direct.fields["token_ids"], thinking.begin)
+        split = ThinkingSplit(thinking, is_inside=is_inside)
+        reasoning = ReasoningTokens(prompts.vocabulary, thinking, is_inside=is_inside)
+    return _Prepared(asked, direct, found, split, reasoning)
 
 
 async def _with_text(generation: Generation, tokenizer: Any) -> AsyncGenerator[Chunk, None]:
@@ -222,7 +224,8 @@ async def _with_text(generation: Generation, tokenizer: Any) -> AsyncGenerator[C
             sent = text.chunk(chunk)
             if text.has_stopped and not is_last and sent is not None:
                 last: Chunk = await anext(chunks, {})  # the worker, too, ends at the stop string
-                sent |= {key: last[key] for key in ("completion_usage", "engine_data") if key in last}
+                sent |= {key: last[key] for key in ("completion_usage",) if key in last}
+                sent["engine_data"] = {**last.get("engine_data", {}), **sent.get("engine_data", {})}
             if sent is not None:
                 yield sent
             if text.has_stopped:

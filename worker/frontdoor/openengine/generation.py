@@ -8,7 +8,6 @@ never moved, and no record of the request is needed.
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
@@ -22,10 +21,12 @@ from worker.engines import TokenLogprob
 from worker.frontdoor.errors import INVALID, Refused
 from worker.frontdoor.openengine.workers import EngineWorker, Kind, Metadata, Workers
 from worker.requests.prompt_scores import TokenText, scores_json
+from worker.requests.request import asks_for_rollout
 from worker.requests.response import STOP_STRING, STOP_TOKEN
+from worker.requests.rollout import MATCHED, ROLLOUT
 from worker.runtimes.direct.request import DirectRequest
 from worker.runtimes.openengine import wire
-from worker.runtimes.openengine.asking import own_name, written
+from worker.runtimes.openengine.asking import copied, own_name, written
 from worker.runtimes.openengine.errors import DETAILS
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ _STATUS = {
     wire.ERROR_CODE_ROLE_MISMATCH: 400,
     wire.ERROR_CODE_MODEL_NOT_FOUND: 404,
     wire.ERROR_CODE_DUPLICATE_REQUEST: 409,
-    wire.ERROR_CODE_OVERLOADED: 503,
+    wire.ERROR_CODE_OVERLOADED: 529,
     wire.ERROR_CODE_DRAINING: 503,
 }
 """HTTP statuses of the protocol's errors; another one is 503 if it may pass, else 500."""
@@ -105,7 +106,7 @@ class Generation:
 
     def _ask(self, kind: Kind) -> wire.GenerateRequest:
         """The request to the next worker."""
-        message = copy.deepcopy(self.request.fields)
+        message = copied(self.request.fields)
         message["text"] = False  # which is made where it can go on
         if self._has_scores:
             message.get("output_options", {}).pop("prompt_logprobs", None)
@@ -122,10 +123,26 @@ class Generation:
         if kind == "prompt":
             self._has_scores = True
             return [{"token_ids": [], "engine_data": self._scores(event.prompt)}]
+        if kind not in ("token", "finished"):
+            return []
         if kind == "token":
             self.token_ids += [token.token_id for token in event.token.tokens]
-            return [_tokens(event.token)]
-        return [_finished(event)] if kind == "finished" else []
+            chunk = _tokens(event.token)
+        else:
+            chunk = _finished(event)
+        if asks_for_rollout(self.request.fields.get("annotations") or ()):
+            self._add_rollout(chunk, event.engine_data)
+        return [chunk]
+
+    def _add_rollout(self, chunk: Chunk, text: str) -> None:
+        """Add what the worker says of the tokens of an event, and what has ended them."""
+        if chunk["token_ids"] and not text:
+            raise _failed("it does not tell what is asked of tokens; is it of an older version?")
+        data = chunk.get("engine_data", {}) | ({ROLLOUT: text} if text else {})
+        match = chunk.get(STOP_STRING, chunk.get(STOP_TOKEN))
+        data |= {} if match is None else {MATCHED: match}
+        if data:
+            chunk["engine_data"] = data
 
     def _scores(self, prompt: wire.PromptOutput) -> dict[str, Any]:
         """Log probabilities of the prompt as the worker's own data have them."""

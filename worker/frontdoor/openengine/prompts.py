@@ -29,13 +29,15 @@ class Prompts:
 
     Attributes:
         tokenizer: The same.
+        vocabulary: Tokens of the tokenizer.
         token_text: Text of each token.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
         self.tokenizer = tokenizer
         size = 1 + max(tokenizer.get_vocab().values())
-        made = token_text(Vocabulary(size, tokenizer))
+        self.vocabulary = Vocabulary(size, tokenizer)
+        made = token_text(self.vocabulary)
         assert made is not None
         known: TokenText = made
         self.token_text: TokenText = lambda token_id: known(token_id) if token_id < size else b""

@@ -9,6 +9,8 @@ from typing import Any
 from worker.requests.prompt_scores import END_TOKEN, LEAST_LOGPROB, PROMPT_LOGPROBS, PROMPT_TOKENS, TokenText
 from worker.requests.receipts import CHANNEL
 from worker.requests.response import STOP_STRING, STOP_TOKEN
+from worker.requests.rollout import ROLLOUT
+from worker.requests.token_weights import WEIGHTS
 from worker.runtimes.direct.request import DirectRequest
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.request import Asked
@@ -57,33 +59,37 @@ class Answer:
         if self._prompt_due and PROMPT_LOGPROBS in data:
             self._prompt_due = False
             yield self._event(prompt=wire.PromptOutput(tokens=self._prompt(data)))
-        if chunk["token_ids"] or chunk.get("text"):
+        ends = chunk.get("finish_reason") is not None
+        rollout = data.get(ROLLOUT, "")
+        if chunk["token_ids"] or chunk.get("text") or (rollout and not ends):
             output = wire.TokenOutput(output_index=chunk["index"], tokens=self._tokens(chunk), text=chunk.get("text"))
-            yield self._event(token=output)
-        if chunk.get("finish_reason") is not None:
-            yield self._finished(chunk, data)
+            yield self._event(token=output, engine_data=rollout)
+            rollout = ""
+        if ends:
+            yield self._finished(chunk, data, rollout)
 
     def cancelled(self) -> Iterator[wire.GenerateResponse]:
         """The events of a request that was aborted before anything was computed."""
         usage = {"prompt_tokens": len(self._request.fields["token_ids"]), "completion_tokens": 0}
         for index in range(self._request.num_choices):
-            yield self._finished({"index": index, "finish_reason": "cancelled", "completion_usage": usage}, {})
+            yield self._finished({"index": index, "finish_reason": "cancelled", "completion_usage": usage}, {}, "")
 
     def _event(self, **event: Any) -> wire.GenerateResponse:
         return wire.GenerateResponse(request_id=self._request_id, **event)
 
-    def _finished(self, chunk: Chunk, data: Mapping[str, Any]) -> wire.GenerateResponse:
+    def _finished(self, chunk: Chunk, data: Mapping[str, Any], rollout: str) -> wire.GenerateResponse:
         if "completion_usage" in chunk:  # one that is only checked has none
             self._count(chunk["completion_usage"])
         self._unfinished -= 1
-        told = {key: data[key] for key in (CHANNEL, END_TOKEN) if key in data}
+        told = {key: data[key] for key in (CHANNEL, END_TOKEN, WEIGHTS) if key in data}
         finished = wire.GenerationFinished(
             output_index=chunk["index"],
             reason=_REASONS[chunk["finish_reason"]],
             message=json.dumps(told, separators=(",", ":")) if told else "",
             stop_match=self._stop_match(chunk),
         )
-        return self._event(finished=finished, usage=None if self._unfinished else self._usage)
+        usage = None if self._unfinished else self._usage
+        return self._event(finished=finished, usage=usage, engine_data=rollout)
 
     def _stop_match(self, chunk: Chunk) -> wire.StopMatch | None:
         if STOP_STRING in chunk:

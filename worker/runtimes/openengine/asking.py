@@ -4,7 +4,6 @@ it: the inverse of `worker.runtimes.openengine.request`, by the same table.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -36,7 +35,7 @@ def written(message: Mapping[str, Any], request_id: str) -> wire.GenerateRequest
         InvalidRequest: a value has another type than the protocol's field, or is out of its range.
         Unsupported: the protocol has no field for one that is set.
     """
-    left = copy.deepcopy(dict(message))
+    left = copied(message)
     request = wire.GenerateRequest(request_id=request_id)
     for theirs, ours in FIELDS.items():
         value = _take(left, ours)
@@ -54,6 +53,11 @@ def written(message: Mapping[str, Any], request_id: str) -> wire.GenerateRequest
     return request
 
 
+def copied(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose objects are its own, and whose lists, which may be long, are the same."""
+    return {name: copied(value) if isinstance(value, Mapping) else value for name, value in message.items()}
+
+
 def own_name(field: str, message: Mapping[str, Any]) -> str:
     """The field of a message that a worker's error names by the protocol's name.
 
@@ -65,7 +69,7 @@ def own_name(field: str, message: Mapping[str, Any]) -> str:
     if field.startswith("guided."):
         return "sampling_options.guided_decoding"
     found = [ours + rest for ours, theirs in TOLD if (rest := path_within(field, theirs)) is not None]
-    left = copy.deepcopy(dict(message))
+    left = copied(message)
     return next((ours for ours in found if _take(left, ours) is not None), found[0] if found else field)
 
 

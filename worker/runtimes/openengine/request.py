@@ -21,7 +21,6 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from adapters.strict_json import decoder
 from worker.errors import InvalidRequest, path_within, shown
 from worker.requests.client import METADATA_KEY
-from worker.requests.request import LOGPROBS_MODE
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.errors import UnknownModel, Unsupported, WrongRole
 
@@ -304,8 +303,6 @@ def _read_extra(extra: Struct, message: dict[str, Any]) -> None:
     chosen = given.get("logits_processors")
     if isinstance(chosen, str):
         given["logits_processors"] = _decoded("extra.logits_processors", chosen)
-    if isinstance(given.get("annotations"), list) and f"{LOGPROBS_MODE}train" in given["annotations"]:
-        raise InvalidRequest("extra.annotations", "the numbers of logprobs_mode:train have no place in an event")
     for key, value in given.items():
         _put(message, FIELDS[f"extra.{key}"], value)
 

@@ -296,7 +296,7 @@ class JsonObjectConstraint(_message.Message):
     def __init__(self) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "prompt", "token", "prefill_ready", "finished", "error", "usage")
+    __slots__ = ("request_id", "prompt", "token", "prefill_ready", "finished", "error", "usage", "engine_data")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +304,7 @@ class GenerateResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_DATA_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: PromptOutput
     token: TokenOutput
@@ -311,7 +312,8 @@ class GenerateResponse(_message.Message):
     finished: GenerationFinished
     error: EngineError
     usage: Usage
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Union[PromptOutput, _Mapping]] = ..., token: _Optional[_Union[TokenOutput, _Mapping]] = ..., prefill_ready: _Optional[_Union[PrefillReady, _Mapping]] = ..., finished: _Optional[_Union[GenerationFinished, _Mapping]] = ..., error: _Optional[_Union[EngineError, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
+    engine_data: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Union[PromptOutput, _Mapping]] = ..., token: _Optional[_Union[TokenOutput, _Mapping]] = ..., prefill_ready: _Optional[_Union[PrefillReady, _Mapping]] = ..., finished: _Optional[_Union[GenerationFinished, _Mapping]] = ..., error: _Optional[_Union[EngineError, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., engine_data: _Optional[str] = ...) -> None: ...
 
 class PromptOutput(_message.Message):
     __slots__ = ("tokens",)

@@ -1,0 +1,117 @@
+"""Pictures beside prompts: what a request may say, and where they may come from."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.arguments import parse_arguments
+from worker.engines.images import ImageInput, ImageSources, image_sources, read_images
+from worker.errors import ConfigurationError, InvalidRequest
+from worker.requests.request import RequestLimits, parse_request
+
+TEXT_ONLY = RequestLimits(context_length=64, vocab_size=1000)
+WITH_IMAGES = RequestLimits(context_length=64, vocab_size=1000, takes_images=True)
+PIXEL = "data:image/png;base64,AAAA"
+PICTURE = {"image_url": [{"Url": PIXEL}]}
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["image_url", "video_url", "Url", "Decoded", "a"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def test_an_engine_of_text_refuses_them_by_name() -> None:
+    asked = {"token_ids": [5], "multi_modal_data": PICTURE}
+    with pytest.raises(InvalidRequest, match=r"^multi_modal_data: this worker serves text only"):
+        parse_request(asked, TEXT_ONLY)
+    assert parse_request({**asked, "multi_modal_data": {"image_url": []}}, TEXT_ONLY).images == ()
+    (image,) = parse_request(asked, WITH_IMAGES).images
+    assert image == ImageInput("multi_modal_data.image_url[0].Url", PIXEL)
+    scored = {**asked, "output_options": {"prompt_logprobs": 0}}
+    with pytest.raises(InvalidRequest, match=r"^output_options\.prompt_logprobs: cannot be given beside"):
+        parse_request(scored, WITH_IMAGES)
+
+
+@given(value=JSON)
+@settings(max_examples=examples(200), deadline=None)
+def test_whatever_is_sent_is_read_or_refused_by_its_path(value: Any) -> None:
+    with contextlib.suppress(InvalidRequest):
+        found = read_images("multi_modal_data", value)
+        assert [each.url for each in found] == [one["Url"] for one in value.get("image_url") or ()]
+        return
+    with pytest.raises(InvalidRequest, match=r"^multi_modal_data"):
+        read_images("multi_modal_data", value)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> ImageSources:
+    """A directory with a picture and a link out of it, beside one whose name begins the same."""
+    allowed = tmp_path / "allowed"
+    for directory in (allowed / "inner", tmp_path / "allowed-not"):
+        directory.mkdir(parents=True)
+        (directory / "a.png").write_bytes(b"")
+    (allowed / "link.png").symlink_to(tmp_path / "allowed-not" / "a.png")
+    return ImageSources(allowed, frozenset({"pictures.example"}))
+
+
+@pytest.mark.parametrize(
+    ("url", "is_allowed"),
+    [
+        (PIXEL, True),
+        ("file://{root}/allowed/inner/a.png", True),
+        ("file://localhost{root}/allowed/inner/a.png", True),
+        ("file://{root}/allowed/inner/../../allowed-not/a.png", False),
+        ("file://{root}/allowed/%2e%2e/allowed-not/a.png", False),
+        ("file://{root}/allowed-not/a.png", False),
+        ("file://{root}/allowed/link.png", False),
+        ("file://{root}/allowed/inner", False),
+        ("file://{root}/allowed/none.png", False),
+        ("file://{root}/allowed/a%00.png", False),
+        ("file://elsewhere{root}/allowed/inner/a.png", False),
+        ("{root}/allowed/inner/a.png", False),
+        ("https://pictures.example/a.png", True),
+        ("http://PICTURES.example:8080/a.png", True),
+        ("https://pictures.example.org/a.png", False),
+        ("https://pictures.example@169.254.169.254/", False),
+        ("ftp://pictures.example/a.png", False),
+        ("http://[::1", False),
+        ("", False),
+    ],
+)
+def test_where_they_may_come_from(files: ImageSources, tmp_path: Path, url: str, is_allowed: bool) -> None:
+    image = ImageInput("here", url.format(root=tmp_path))
+    for sources, allowed in ((files, is_allowed), (ImageSources(), url == PIXEL)):
+        if allowed:
+            sources.check(image)
+        else:
+            with pytest.raises(InvalidRequest, match=r"^here: "):
+                sources.check(image)
+
+
+def test_options(tmp_path: Path) -> None:
+    def sources(*flags: str) -> ImageSources | None:
+        return image_sources(parse_arguments(["--engine", "vllm", "--model-path", "/m", *flags], {}))
+
+    assert sources() is None
+    assert sources("--enable-multimodal") == sources("--modality", "multimodal") == ImageSources()
+    given = sources("--modality", "multimodal", "--allowed-local-media-path", str(tmp_path))
+    assert given == ImageSources(tmp_path)
+    with pytest.raises(ConfigurationError, match="is not a directory"):
+        sources("--modality", "multimodal", "--allowed-local-media-path", str(tmp_path / "none"))
+    for flags, problem in (
+        (("--allowed-media-domains", "a"), "need --modality multimodal"),
+        (("--modality", "multimodal", "--disaggregation-mode", "prefill"), "aggregated workers alone"),
+    ):
+        with pytest.raises(ConfigurationError, match=problem):
+            sources(*flags)

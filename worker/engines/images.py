@@ -1,0 +1,119 @@
+"""Pictures beside a prompt: where they may come from, and what a request says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, urlsplit
+from urllib.request import url2pathname
+
+from worker.errors import ConfigurationError, InvalidRequest, shown
+
+if TYPE_CHECKING:
+    from worker.arguments import Arguments
+
+FIELD = "multi_modal_data"
+"""Field of a request with its pictures, in the form that Dynamo's frontend gives them."""
+
+MAX_IMAGES = 256
+"""Pictures of one request."""
+
+_KIND, _URL = "image_url", "Url"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """A picture of a prompt, in the place of one of its tokens.
+
+    Attributes:
+        path: JSON path in the request.
+        url: URL of it: ``data:`` with the file itself, ``file:``, ``http:`` or ``https:``.
+    """
+
+    path: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSources:
+    """The places that pictures may come from, beside requests themselves.
+
+    Attributes:
+        directory: Directory whose files requests may name, None for no files.
+        hosts: Names of the hosts that are asked for pictures.
+    """
+
+    directory: Path | None = None
+    hosts: frozenset[str] = frozenset()
+
+    def check(self, image: ImageInput) -> None:
+        """Raises `InvalidRequest` if the picture may not be read from its URL."""
+        try:
+            url = urlsplit(image.url)
+            host = url.hostname
+        except ValueError as error:
+            raise InvalidRequest(image.path, f"must be a URL: {error}") from None
+        if url.scheme == "data":
+            return
+        if url.scheme == "file":
+            self._check_file(image, url)
+        elif url.scheme not in ("http", "https"):
+            raise InvalidRequest(image.path, f"must be a URL of data:, file:, http: or https:, got {shown(image.url)}")
+        elif host not in self.hosts:
+            problem = f"{shown(host)} is no host of --allowed-media-domains; a data: URL holds the picture itself"
+            raise InvalidRequest(image.path, problem)
+
+    def _check_file(self, image: ImageInput, url: SplitResult) -> None:
+        problem = "is no file below --allowed-local-media-path; a data: URL holds the picture itself"
+        if self.directory is None or url.netloc not in ("", "localhost"):
+            raise InvalidRequest(image.path, problem)
+        try:
+            path = Path(url2pathname(url.path)).resolve()
+            is_below = path.is_relative_to(self.directory.resolve()) and path.is_file()
+        except (OSError, ValueError, RuntimeError):  # a loop of links, a name that no file can have
+            is_below = False
+        if not is_below:
+            raise InvalidRequest(image.path, problem)
+
+
+def read_images(path: str, value: Any) -> tuple[ImageInput, ...]:
+    """The pictures in a request's field.
+
+    Args:
+        path: Path of the field.
+        value: ``{"image_url": [{"Url": ...}, ...]}``, as Dynamo's frontend sends it.
+
+    Raises:
+        InvalidRequest: it is malformed, or has other media.
+    """
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(path, f"must be an object, got {shown(value)}")
+    for kind, items in value.items():
+        if kind != _KIND and items:
+            raise InvalidRequest(f"{path}.{shown(kind).strip(chr(39))}", "only pictures (image_url) are served")
+    items = value.get(_KIND) or []
+    if not isinstance(items, list) or len(items) > MAX_IMAGES:
+        raise InvalidRequest(f"{path}.{_KIND}", f"must be a list of at most {MAX_IMAGES} pictures")
+    return tuple(_image(f"{path}.{_KIND}[{place}]", item) for place, item in enumerate(items))
+
+
+def _image(path: str, item: Any) -> ImageInput:
+    if not isinstance(item, Mapping) or set(item) != {_URL} or not isinstance(item[_URL], str):
+        raise InvalidRequest(path, f'must be {{"{_URL}": a URL}}, got {shown(item)}')
+    return ImageInput(f"{path}.{_URL}", item[_URL])
+
+
+def image_sources(arguments: Arguments) -> ImageSources | None:
+    """The places that the options allow, None if no pictures are served.
+
+    Raises:
+        ConfigurationError: the directory does not exist.
+    """
+    if arguments.modality == "text":
+        return None
+    directory = None if arguments.allowed_local_media_path is None else Path(arguments.allowed_local_media_path)
+    if directory is not None and not directory.is_dir():
+        raise ConfigurationError(f"--allowed-local-media-path {directory}: is not a directory")
+    return ImageSources(directory, frozenset(arguments.allowed_media_domains))

@@ -1,0 +1,47 @@
+"""`Images`: reads the pictures of requests with vLLM's own loader."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from worker.engines.images import ImageInput, ImageSources
+from worker.errors import InvalidRequest, StartupError, one_line
+
+
+class Images:
+    """Reads pictures.
+
+    Args:
+        sources: Places that they may come from.
+        model_config: vLLM's ``ModelConfig``.
+        version: Version of vLLM, for messages.
+
+    Raises:
+        StartupError: the model takes no pictures, or this vLLM cannot read them.
+    """
+
+    def __init__(self, sources: ImageSources, model_config: Any, version: str) -> None:
+        if not model_config.is_multimodal_model:
+            raise StartupError("--modality multimodal: the model takes text alone")
+        try:
+            connector = importlib.import_module("vllm.multimodal.media").MediaConnector
+        except (ImportError, AttributeError) as error:
+            raise StartupError(f"--modality multimodal: vLLM {version} reads no pictures: {one_line(error)}") from error
+        directory = "" if sources.directory is None else str(sources.directory)
+        self._sources = sources
+        self._loader = connector(allowed_local_media_path=directory, allowed_media_domains=sorted(sources.hosts))
+
+    async def load(self, images: Sequence[ImageInput]) -> list[Any]:
+        """The pictures, in order. Raises `InvalidRequest` for one that cannot be read."""
+        for image in images:
+            self._sources.check(image)
+        return await asyncio.gather(*map(self._read, images))
+
+    async def _read(self, image: ImageInput) -> Any:
+        try:
+            return await self._loader.fetch_image_async(image.url)
+        except Exception as error:  # the library's loader: whatever a file or a host runs into
+            raise InvalidRequest(image.path, f"is no picture that can be read: {one_line(error)}") from error
