@@ -14,7 +14,6 @@ def describe(
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
     adapters: Mapping[str, str],
-    *,
     takes_images: bool = False,
 ) -> EngineInfo:
     """The description of the engine with a ``VllmConfig``; ``adapters`` are digests by name."""

@@ -32,7 +32,7 @@ from worker.engines.vllm.images import Images
 from worker.engines.vllm.kv_connector import transfer_config
 from worker.engines.vllm.kv_events import KvEvents
 from worker.engines.vllm.kv_transfer import KEEP, PARAMS, KvTransfers
-from worker.engines.vllm.loading import Loading
+from worker.engines.vllm.loading import Loading, stop_reading
 from worker.engines.vllm.loads import LoadReports
 from worker.engines.vllm.lora import load_adapters
 from worker.engines.vllm.package import Package, read_package
@@ -132,7 +132,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             assert self._digest is not None, "it says which model it has"
             digest = self._digest()
         try:
-            loading = in_daemon_thread("vllm-load", lambda: _load(package, arguments, self._loads))
+            loading = in_daemon_thread("vllm-load", lambda: package.load(arguments, self._loads))
             self._llm = await wrap_future(loading)
         except Exception as error:  # the start-up boundary
             raise StartupError(f"vLLM {package.version}: {one_line(error)}") from error
@@ -145,14 +145,8 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         digests = {adapter.name: adapter.digest for adapter in self.config.adapters}
         if self.config.images is not None:
             self._images = Images(self.config.images, self._llm.vllm_config.model_config, package.version)
-        self._info = describe(
-            self._llm.vllm_config,
-            package.version,
-            facts.vocab_size,
-            ends,
-            digests,
-            takes_images=self._images is not None,
-        )
+        images = self._images is not None
+        self._info = describe(self._llm.vllm_config, package.version, facts.vocab_size, ends, digests, images)
         if digest is not None and transfers:
             self._transfers = await KvTransfers.of(self._llm, self.config, package.version, digest, self._loads)
         self._loop = asyncio.get_running_loop()
@@ -171,7 +165,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
         self.stop_loading()
-        await _stop_reading(self._llm)
+        await stop_reading(self._llm)
         await self._shut_down()
         if self._events is not None:
             await self._events.close()
@@ -402,19 +396,3 @@ class VllmEngine(LibraryEngine[RunningRequest]):
                 return
             await asyncio.sleep(WATCH_S)
         self._break("vLLM's engine died")
-
-
-def _load(package: Package, arguments: Mapping[str, Any], loads: LoadReports) -> Any:
-    return package.async_llm.from_engine_args(package.engine_args(**arguments), stat_loggers=[loads])
-
-
-async def _stop_reading(llm: Any) -> None:
-    """End vLLM's task that reads outputs: it would log the end of the processes as an error.
-
-    Args:
-        llm: The ``AsyncLLM``, None where none was loaded.
-    """
-    reading = getattr(llm, "output_handler", None)
-    if reading is not None:
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)

@@ -67,3 +67,15 @@ def _descendants(pids: Iterable[int]) -> set[int]:
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found
+
+
+async def stop_reading(llm: Any) -> None:
+    """End vLLM's task that reads outputs: it would log the end of the processes as an error.
+
+    Args:
+        llm: The ``AsyncLLM``, None where none was loaded.
+    """
+    reading = getattr(llm, "output_handler", None)
+    if reading is not None:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import os
 import typing
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,12 @@ class Package:
     lora_request: Any
     kv_transfer_config: Any
     is_cpu: bool = False
+
+    def load(self, arguments: Mapping[str, Any], loads: Any) -> Any:
+        """An ``AsyncLLM`` with these arguments of ``AsyncEngineArgs``, whose statistics go to the
+        logger `loads`. Raises vLLM's own errors.
+        """
+        return self.async_llm.from_engine_args(self.engine_args(**arguments), stat_loggers=[loads])
 
 
 def read_package(environ: MutableMapping[str, str] = os.environ) -> Package:
