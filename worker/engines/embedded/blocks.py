@@ -10,6 +10,9 @@ from hashlib import blake2b
 ROOT = 0
 """Parent hash of a sequence's first block."""
 
+_ADAPTED = -1
+"""No token and no number of updates, so that no salt makes the root of an adapter."""
+
 
 @dataclass(eq=False, slots=True)
 class Block:
@@ -41,13 +44,16 @@ def hash_block(parent: int, tokens: Sequence[int]) -> int:
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 
-def root_of(cache_salt: str | None, num_updates: int = 0) -> int:
+def root_of(cache_salt: str | None, num_updates: int = 0, adapter: str | None = None) -> int:
     """Parent hash of a sequence's first block: sequences of different salts share no block, nor do
-    those computed with different weights.
+    those computed with different weights or LoRA adapters.
 
     Args:
         cache_salt: Salt of the request, None for none.
         num_updates: Updates of the weights since the engine started.
+        adapter: Digest of the LoRA adapter, None for the model itself.
     """
     root = ROOT if cache_salt is None else hash_block(ROOT, list(cache_salt.encode("utf-8", "surrogatepass")))
-    return root if not num_updates else hash_block(root, [num_updates])
+    if num_updates:
+        root = hash_block(root, [num_updates])
+    return root if adapter is None else hash_block(root, [_ADAPTED, *adapter.encode()])

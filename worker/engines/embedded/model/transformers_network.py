@@ -14,6 +14,7 @@ from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import Linear, Projection, lm_head, pack_all
 from worker.engines.embedded.model.mlp import GatedMlp
 from worker.engines.embedded.model.network import Network
+from worker.engines.embedded.native.lora import AdaptedRows
 from worker.engines.embedded.model.row_functions import RowFunctions, as_they_are
 from worker.engines.embedded.model.transformers_attention import (
     CURRENT,
@@ -98,9 +99,15 @@ class TransformersNetwork(Network):
             parameter.data = parameter.data.clone()  # what is left would keep the whole checkpoint mapped into memory
 
     def hidden(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, only: int | None = None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: AttentionStep,
+        only: int | None = None,
+        adapted: AdaptedRows | None = None,
     ) -> torch.Tensor:
         """See `Network.hidden`."""
+        assert adapted is None, "no kernels of its compute adapters"
         return self._pass(ids, positions, step, self.head_dim, only)
 
     @property
