@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 from adapters.strict_json import read_object
 from worker.engines.lora_config import LoraConfig, read_config
-from worker.errors import ConfigurationError
-from worker.models.problems import ModelFileError
+from worker.errors import ConfigurationError, ServingError
+from worker.models.problems import ModelFileError, shown
 from worker.models.weight_files import StoredTensor, header_of, read_header
 
 FLAG = "--lora-modules"
@@ -33,6 +33,45 @@ Shapes = Mapping[str, tuple[int, ...] | None]
 """Shapes ``[N, K]`` of a checkpoint's linear layers, by their names without ``.weight``; None where
 the checkpoint packs the weight in a way of its own.
 """
+
+
+class AdapterRefused(ServingError):
+    """An adapter cannot be loaded.
+
+    Args:
+        name: Name of it as a model.
+        problem: Reason.
+    """
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"LoRA adapter {name}: {problem}")
+        self.problem = problem
+
+
+class UnknownAdapter(ServingError):
+    """There is no adapter of a name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no LoRA adapter {shown(name)}")
+
+
+@runtime_checkable
+class LoadsAdapters(Protocol):
+    """An engine that may load and unload adapters while it serves."""
+
+    async def load_adapter(self, name: str, directory: Path) -> str:
+        """Load an adapter, in place of one of this name; returns its digest.
+
+        Requests that compute with another one of this name go on with it. `EngineInfo.adapters` has
+        the adapter from now on.
+
+        Raises:
+            AdapterRefused: it cannot be read, or not be served.
+            NotSupported: this engine serves none.
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Drop an adapter; requests that compute with it go on. Raises `UnknownAdapter`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from worker.errors import shown
 from worker.requests.receipts import TokenDigest
 from worker.requests.request import GenerationRequest
 
-VERSION = 2
+VERSION = 3
 
 MAX_COUNT = 2**53
 """Tokens and attempts at most: every JSON parser reads it exactly."""
@@ -39,6 +39,7 @@ class Boundary:
             the owner is among them.
         numerics: Numerics that the answer is computed with; see `EngineInfo.made_by`.
         kv_dtype: See `EngineInfo.kv_dtype`.
+        adapter: Digest of the LoRA adapter that the answer is computed with, empty for none.
         is_answered: The answer has ended, but the frontend may not have all of it yet.
     """
 
@@ -51,6 +52,7 @@ class Boundary:
     attempts: int
     numerics: str = ""
     kv_dtype: str = ""
+    adapter: str = ""
     is_answered: bool = False
 
     @classmethod
@@ -76,6 +78,7 @@ class Boundary:
             attempts=attempts,
             numerics=numerics,
             kv_dtype=kv_dtype,
+            adapter=request.lora_digest or "",
         )
 
     def begins(self, token_ids: Sequence[int]) -> bool:
@@ -107,12 +110,12 @@ class Boundary:
             and self.begins(request.prompt_token_ids)
         )
 
-    def difference(self, numerics: str, kv_dtype: str) -> str | None:
+    def difference(self, numerics: str, kv_dtype: str, adapter: str = "") -> str | None:
         """Difference of this worker from the one that began the answer; None if there is none.
 
         Where they differ, the answer would be one that neither of them gives.
         """
-        ours = {"numerics": numerics, "kv_dtype": kv_dtype}
+        ours = {"numerics": numerics, "kv_dtype": kv_dtype, "adapter": adapter}
         for name, here in ours.items():
             if (there := getattr(self, name)) != here:
                 return f"{name} is {there!r} on the worker that began the answer and {here!r} on this one"
@@ -152,7 +155,7 @@ class Boundary:
                 raise ValueError(f"{name} is {shown(value)}")
         if self.min_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError("min_tokens is above max_tokens")
-        texts = ("owner", "prompt_digest", "numerics", "kv_dtype")
+        texts = ("owner", "prompt_digest", "numerics", "kv_dtype", "adapter")
         if any(not isinstance(getattr(self, name), str) for name in texts) or len(self.owner) > MAX_OWNER:
             raise ValueError(f"{', '.join(texts)} must be short texts")
         if not isinstance(self.is_answered, bool):

@@ -115,7 +115,7 @@ class BoundaryRecords:
 
     def _continuation(self, request: GenerationRequest, found: Boundary) -> GenerationRequest:
         """See `continuation`; a prefill worker is asked for one token more than there are."""
-        difference = found.difference(self._numerics, self._kv_dtype)
+        difference = found.difference(self._numerics, self._kv_dtype, request.lora_digest or "")
         if difference is not None:
             raise InvalidRequest("request id", f"its answer cannot go on here: {difference}")
         num_generated = len(request.prompt_token_ids) - found.prompt_length

@@ -465,7 +465,14 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._heard: asyncio.Queue[None] = asyncio.Queue()
 
-    def stored(self, parent_hash: int | None, block_hashes: Sequence[int], token_ids: Sequence[int]) -> None:
+    def stored(
+        self,
+        parent_hash: int | None,
+        block_hashes: Sequence[int],
+        token_ids: Sequence[int],
+        cache_salt: str | None = None,
+        lora_name: str | None = None,
+    ) -> None:
         assert parent_hash is None or parent_hash in self.known
         size = len(token_ids) // len(block_hashes)
         for place, each in enumerate(block_hashes):

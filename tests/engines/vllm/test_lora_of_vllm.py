@@ -89,7 +89,9 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
         "another model: base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight does not fit",
     ),
     (
-        weighed(lambda tensors: {name: t.repeat((65, 1) if "lora_A" in name else (1, 65)) for name, t in tensors.items()}),
+        weighed(
+            lambda tensors: {name: t.repeat((65, 1) if "lora_A" in name else (1, 65)) for name, t in tensors.items()}
+        ),
         "got 520",
     ),
 ]

@@ -23,12 +23,14 @@ class Block:
         parent: The block before it, None for the first of a sequence.
         tokens: Token ids, as many as a block has.
         pages: The pages that hold its KV.
+        lora_name: LoRA adapter that computed it, for a router; its digest is in the hash.
     """
 
     hash: int
     parent: Block | None
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
+    lora_name: str | None = None
 
     def is_made_of(self, parent: Block | None, tokens: list[int]) -> bool:
         """Whether this is the block of `tokens` after `parent`: equal hashes do not prove it."""

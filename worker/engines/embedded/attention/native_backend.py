@@ -70,10 +70,8 @@ class NativeStep(AttentionStep):
         self, layers: DecoderLayers, hidden: torch.Tensor, rope: RopeTables, adapted: AdaptedRows | None = None
     ) -> torch.Tensor:
         """Hidden states ``[T, hidden]`` behind all layers, in place of those before the first."""
-        store = self._store
-        shared = StepTensors(
-            *(rope.cosine, rope.sine, self._slot_mapping, self._tiles_of(layers.group), store.keys, store.values, adapted)
-        )
+        store, tiles = self._store, self._tiles_of(layers.group)
+        shared = StepTensors(rope.cosine, rope.sine, self._slot_mapping, tiles, store.keys, store.values, adapted)
         layers.compute(hidden, shared)
         return hidden
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,8 +15,10 @@ from worker.engines.lora_adapters import WEIGHTS, AdapterFiles, Matrix, read_fil
 from worker.models.geometry import Geometry
 from worker.models.problems import ModelFileError
 
-_PARTS = {name: f"mlp.{name}" if part else f"self_attn.{name}" for part, names in enumerate((INPUTS[:2], INPUTS[2:])) for group in names for name in group}
-"""Names of the linear layers within a decoder layer."""
+_LAYER = re.compile(r"model\.layers\.(?P<index>\d+)\.(?P<part>.+)")
+
+_PARTS = {f"{'self_attn' if index < 2 else 'mlp'}.{name}": name for index, names in enumerate(INPUTS) for name in names}
+"""Linear layers within a decoder layer, by their names there."""
 
 
 def load_adapter(name: str, directory: Path, geometry: Geometry, qkv: Sequence[QkvGemms]) -> LoadedAdapter:
@@ -35,14 +38,12 @@ def load_adapter(name: str, directory: Path, geometry: Geometry, qkv: Sequence[Q
     }
     files = read_files(name, directory, shapes)
     layers: list[dict[str, LowRank]] = [{} for _ in range(geometry.num_hidden_layers)]
-    places = {f"model.layers.{index}.{part}": (index, key) for index in range(len(layers)) for key, part in _PARTS.items()}
     for layer in files.pairs:
-        if layer not in places:
+        place = _LAYER.fullmatch(layer)
+        if place is None or place["part"] not in _PARTS:
             raise ModelFileError(f"the embedded engine adapts {', '.join(_PARTS)} alone, and it changes {layer}")
-        index, key = places[layer]
-        layers[index][key] = _low_rank(files, layer)
-    adapter = files.adapter
-    return LoadedAdapter(name, adapter.digest, adapter.rank, str(directory), PackedAdapter(layers, qkv))
+        layers[int(place["index"])][_PARTS[place["part"]]] = _low_rank(files, layer)
+    return LoadedAdapter(name, files.adapter.digest, PackedAdapter(layers, qkv))
 
 
 def _low_rank(files: AdapterFiles, layer: str) -> LowRank:

@@ -14,7 +14,6 @@ from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import Linear, Projection, lm_head, pack_all
 from worker.engines.embedded.model.mlp import GatedMlp
 from worker.engines.embedded.model.network import Network
-from worker.engines.embedded.native.lora import AdaptedRows
 from worker.engines.embedded.model.row_functions import RowFunctions, as_they_are
 from worker.engines.embedded.model.transformers_attention import (
     CURRENT,
@@ -32,6 +31,7 @@ from worker.engines.embedded.model.transformers_modules import (
     replace_mlps,
     replace_norms,
 )
+from worker.engines.embedded.native.lora import AdaptedRows
 from worker.models.problems import ModelFileError
 
 _PROBED_TOKENS = 3

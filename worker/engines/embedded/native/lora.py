@@ -50,19 +50,22 @@ class QkvGemms:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A linear layer's part of a GEMM.
+    """B of a linear layer within a GEMM.
 
     Attributes:
         column: First of its columns.
         first: First of its sums among those with the input's A.
-        b: ``[r, N]``, or None without LoRA.
-        columns: N.
+        b: ``[r, N]``.
     """
 
     column: int
     first: int
-    b: torch.Tensor | None
-    columns: int
+    b: torch.Tensor
+
+    @property
+    def stop(self) -> int:
+        """Past the last of its columns."""
+        return self.column + self.b.shape[1]
 
 
 class PackedAdapter:
@@ -91,16 +94,18 @@ class PackedAdapter:
         gemms: list[int] = []
         for names in INPUTS:
             inputs += self._input([loras[name].a for name in names if name in loras])
-            placed, first = [], 0
-            columns = qkv.columns if len(names) == 3 else [0] * len(names)
-            for name, known in zip(names, columns, strict=True):
-                lora = loras.get(name)
-                placed.append(_Placed(0, first, None if lora is None else lora.b.T, known if lora is None else len(lora.b)))
-                first += 0 if lora is None else len(lora.a)
-            if len(names) == 3 and qkv.is_one:
-                gemms += [self._gemm(_side_by_side(placed)), 0, 0]
+            is_fused = len(names) == len(qkv.columns) and qkv.is_one
+            placed: dict[str, _Placed] = {}
+            column = first = 0
+            for index, name in enumerate(names):
+                if name in loras:
+                    placed[name] = _Placed(column, first, loras[name].b.T)
+                    first += len(loras[name].a)
+                column += qkv.columns[index] if is_fused else 0
+            if is_fused:
+                gemms += [self._gemm(list(placed.values()), column), 0, 0]
             else:
-                gemms += [self._gemm([each]) for each in placed]
+                gemms += [self._gemm([placed[name]], placed[name].stop) if name in placed else 0 for name in names]
         return inputs + gemms
 
     def _input(self, parts: Sequence[torch.Tensor]) -> list[int]:
@@ -112,27 +117,23 @@ class PackedAdapter:
         self.width = max(self.width, len(a))
         return [self._keep(a.view(-1, LANES, a.shape[1]).mT), len(a)]
 
-    def _gemm(self, placed: Sequence[_Placed]) -> int:
+    def _gemm(self, placed: Sequence[_Placed], columns: int) -> int:
         """Address of the ``lora_panel_t`` of a GEMM; 0 if none of its columns has LoRA."""
-        if all(each.b is None for each in placed):
+        if not placed:
             return 0
         table = []
-        for column in range(0, sum(each.columns for each in placed), COLUMNS):
-            found = [
-                each
-                for each in placed
-                if each.b is not None and each.column < column + COLUMNS and column < each.column + each.columns
-            ]
+        for column in range(0, columns, COLUMNS):
+            found = [each for each in placed if each.column < column + COLUMNS and column < each.stop]
             table.append(self._panel(column, found) if found else [0, 0, 0])
         return self._keep(torch.tensor(table, dtype=torch.int64))
 
     def _panel(self, column: int, placed: Sequence[_Placed]) -> list[int]:
-        """B for a panel, whose columns may be of several linear layers: 0 where sums are another's."""
+        """B for a panel, whose columns may be of several linear layers: 0 for the sums of others."""
         first = placed[0].first
         count = placed[-1].first + len(placed[-1].b) - first
         panel = torch.zeros(count, COLUMNS)
         for each in placed:
-            start, stop = max(each.column, column), min(each.column + each.columns, column + COLUMNS)
+            start, stop = max(each.column, column), min(each.stop, column + COLUMNS)
             rows = slice(each.first - first, each.first - first + len(each.b))
             panel[rows, start - column : stop - column] = each.b[:, start - each.column : stop - each.column]
         return [self._keep(panel), first, count]
@@ -141,14 +142,6 @@ class PackedAdapter:
         kept = tensor.contiguous()
         self._kept.append(kept)
         return kept.data_ptr()
-
-
-def _side_by_side(placed: Sequence[_Placed]) -> list[_Placed]:
-    column, moved = 0, []
-    for each in placed:
-        moved.append(_Placed(column, each.first, each.b, each.columns))
-        column += each.columns
-    return moved
 
 
 class AdaptedRows:
