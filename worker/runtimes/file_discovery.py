@@ -67,6 +67,13 @@ class FileEntries:
         """Paths of all entries that it has seen."""
         return sorted(self._contents)
 
+    def forget(self, adapter: str) -> None:
+        """Do not write the entry of a LoRA adapter again, which is about to be removed."""
+        name = json.dumps(adapter).encode()
+        for path in [path for path, content in self._contents.items() if name in content and _ADAPTER in content]:
+            print(path, self._contents[path])
+            del self._contents[path]
+
     def check(self) -> list[Path]:
         """Write those again that are missing since the last call.
 

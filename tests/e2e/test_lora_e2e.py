@@ -1,0 +1,120 @@
+"""LoRA adapters of the embedded engine behind Dynamo's frontend: chosen by model, loaded and
+unloaded under traffic, and their answers go on in another worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from e2e_stack import MODEL, Stack, http, running_stack, wait_for
+from lora_adapters import ALL_TARGETS, write_adapter
+from ports import free_port
+
+from worker.engines.embedded.offline import Engine
+from worker.sampling import SamplingParams
+
+KEY = "an operator's key"
+EXACT = ["--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--context-length", "512"]
+NUM_TOKENS = 120
+PROMPT = list(range(40, 60))
+NAMES = ("one", "two")
+
+
+@pytest.fixture
+def pool(tmp_path: Path, tiny_model: Path) -> Iterator[Stack]:
+    with running_stack(tmp_path, tiny_model) as stack:
+        stack.start_frontend("--migration-limit", "3")
+        yield stack
+
+
+@pytest.fixture
+def adapters(tmp_path: Path, tiny_model: Path) -> dict[str, Path]:
+    folder = tmp_path / "adapters"
+    return {
+        "one": write_adapter(folder / "one", tiny_model, seed=1),
+        "two": write_adapter(folder / "two", tiny_model, seed=2, targets=ALL_TARGETS, size=0.05, rank=4),
+        "late": write_adapter(folder / "late", tiny_model, seed=3, targets=("down_proj", "k_proj")),
+    }
+
+
+def references(model: Path, adapters: dict[str, Path]) -> dict[str, str]:
+    """Answers of an engine without a worker around it, by model."""
+    modules = tuple((name, str(path)) for name, path in adapters.items())
+    engine = Engine(model, dtype="float32", numerics="exact", context_length=512, lora_modules=modules)
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=1.0, seed=7)
+    found = {}
+    for name in (None, *adapters):
+        [result] = engine.generate([PROMPT], params, progress=False, adapter=name)
+        found[name or MODEL] = result.outputs[0].text
+    assert len(set(found.values())) == len(found)
+    return found
+
+
+async def answer(client: openai.AsyncOpenAI, model: str, begun: asyncio.Event) -> str:
+    text = ""
+    try:
+        stream = await client.completions.create(
+            model=model,
+            prompt=PROMPT,
+            stream=True,
+            max_tokens=NUM_TOKENS,
+            temperature=1.0,
+            seed=7,
+            extra_body={"ignore_eos": True},
+        )
+        async for chunk in stream:
+            text += chunk.choices[0].text if chunk.choices else ""
+            if len(text) > 3:
+                begun.set()
+    finally:
+        begun.set()
+    return text
+
+
+def models(stack: Stack) -> set[str]:
+    return {each["id"] for each in json.loads(http(f"{stack.url}/v1/models")[1])["data"]}
+
+
+def operate(port: int, route: str, key: str = KEY, **fields: Any) -> tuple[int, dict[str, Any]]:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{route}", json.dumps(fields).encode(), headers)
+    try:
+        with urllib.request.urlopen(request) as found:
+            return found.status, json.loads(found.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+async def test_adapters_under_traffic_and_kills(pool: Stack, tiny_model: Path, adapters: dict[str, Path]) -> None:
+    expected = references(tiny_model, adapters)
+    keys = pool.directory / "keys.txt"
+    keys.write_text(KEY)
+    modules = ["--lora-modules", ",".join(f"{name}={adapters[name]}" for name in NAMES)]
+    migration = ["--migration", "on", "--boundary-store", f"file:{pool.directory / 'boundaries'}"]
+    ports = [free_port(), free_port()]
+    workers = [
+        pool.start_worker(
+            *EXACT, *modules, *migration, "--engine-port", str(port), "--engine-key-file", str(keys), wait=False
+        )
+        for port in ports
+    ]
+    for worker in workers:
+        pool.wait_registered(worker)
+    wait_for(lambda: models(pool) == {MODEL, *NAMES}, "the adapters in the frontend")
+    async with openai.AsyncOpenAI(base_url=f"{pool.url}/v1", api_key="-", max_retries=0) as client:
+        chosen = [MODEL, *NAMES] * 3
+        begun = [asyncio.Event() for _ in chosen]
+        asked = [asyncio.create_task(answer(client, *each)) for each in zip(chosen, begun, strict=True)]
+        await asyncio.gather(*(each.wait() for each in begun))
+        workers[0].signal(signal.SIGKILL)
+        for name, tokens in zip(chosen, await asyncio.gather(*asked), strict=True):
+            assert tokens == expected[name], name
