@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from lora_adapters import ALL_TARGETS, write_adapter
 from ports import free_port
 
 from worker.engines.embedded.offline import Engine
+from worker.runtimes.file_discovery import CHECK_S
 from worker.sampling import SamplingParams
 
 KEY = "an operator's key"
@@ -54,7 +56,7 @@ def references(model: Path, adapters: dict[str, Path]) -> dict[str, str]:
     found = {}
     for name in (None, *adapters):
         [result] = engine.generate([PROMPT], params, progress=False, adapter=name)
-        found[name or MODEL] = result.outputs[0].text
+        found[name or MODEL] = result.outputs[0].text.rstrip("\ufffd")
     assert len(set(found.values())) == len(found)
     return found
 
@@ -77,7 +79,7 @@ async def answer(client: openai.AsyncOpenAI, model: str, begun: asyncio.Event) -
                 begun.set()
     finally:
         begun.set()
-    return text
+    return text.rstrip("\ufffd")  # half a character, which the frontend keeps
 
 
 def models(stack: Stack) -> set[str]:
@@ -94,6 +96,7 @@ def operate(port: int, route: str, key: str = KEY, **fields: Any) -> tuple[int, 
         return error.code, json.loads(error.read())
 
 
+@pytest.mark.campaign
 async def test_adapters_under_traffic_and_kills(pool: Stack, tiny_model: Path, adapters: dict[str, Path]) -> None:
     expected = references(tiny_model, adapters)
     keys = pool.directory / "keys.txt"
@@ -118,3 +121,28 @@ async def test_adapters_under_traffic_and_kills(pool: Stack, tiny_model: Path, a
         workers[0].signal(signal.SIGKILL)
         for name, tokens in zip(chosen, await asyncio.gather(*asked), strict=True):
             assert tokens == expected[name], name
+        survivor, seen = ports[1], workers[1].log.count("entries of discovery")
+        path = str(adapters["late"])
+        assert operate(survivor, "/v1/load_lora_adapter", key="wrong", lora_name="late", lora_path=path)[0] == 401
+        status, refused = operate(survivor, "/v1/load_lora_adapter", lora_name="bad", lora_path=str(tiny_model))
+        assert (status, refused["message"][:57]) == (400, "LoRA adapter bad: adapter_config.json cannot be read: No ")
+        loading = asyncio.to_thread(operate, survivor, "/v1/load_lora_adapter", lora_name="late", lora_path=path)
+        others = [asyncio.create_task(answer(client, name, asyncio.Event())) for name in (MODEL, *NAMES)]
+        status, loaded = await loading
+        assert (status, loaded["lora_name"]) == (200, "late"), loaded
+        assert operate(survivor, "/v1/load_lora_adapter", lora_name="late", lora_path=path)[0] == 400
+        await asyncio.to_thread(wait_for, lambda: models(pool) == {MODEL, *NAMES, "late"}, "the adapter in the frontend")
+        guarded = "a guard of its entry"
+        await asyncio.to_thread(wait_for, lambda: workers[1].log.count("entries of discovery") > seen, guarded)
+        started = asyncio.Event()
+        late = asyncio.create_task(answer(client, "late", started))
+        await started.wait()
+        assert (await asyncio.to_thread(operate, survivor, "/v1/unload_lora_adapter", lora_name="late"))[0] == 200
+        assert await late == expected["late"]
+        assert await asyncio.gather(*others) == [expected[name] for name in (MODEL, *NAMES)]
+    assert operate(survivor, "/v1/unload_lora_adapter", lora_name="late")[0] == 404
+    wait_for(lambda: models(pool) == {MODEL, *NAMES}, "the adapter out of the frontend")
+    assert operate(survivor, "/engine/lora_adapters")[1]["adapters"].keys() == {*NAMES}
+    assert pool.post("completions", model="late", prompt="a", max_tokens=2)[0] == 404
+    time.sleep(3 * CHECK_S)  # what was unloaded is not registered again
+    assert models(pool) == {MODEL, *NAMES}

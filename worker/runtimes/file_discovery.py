@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import subprocess
@@ -69,10 +70,8 @@ class FileEntries:
 
     def forget(self, adapter: str) -> None:
         """Do not write the entry of a LoRA adapter again, which is about to be removed."""
-        name = json.dumps(adapter).encode()
-        for path in [path for path, content in self._contents.items() if name in content and _ADAPTER in content]:
-            print(path, self._contents[path])
-            del self._contents[path]
+        named = f'"lora":{{"name":{json.dumps(adapter, ensure_ascii=False)}'.encode()
+        self._contents = {path: content for path, content in self._contents.items() if named not in content}
 
     def check(self) -> list[Path]:
         """Write those again that are missing since the last call.

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from worker.engines import EngineInfo, ServingEngine
-from worker.engines.lora_adapters import LoadsAdapters, UnknownAdapter
+from worker.engines.lora_adapters import AdapterRefused, LoadsAdapters, UnknownAdapter
 from worker.engines.weights import NotSupported
-from worker.errors import InvalidRequest, shown
+from worker.errors import InvalidRequest, one_line, shown
 
 MAX_NAME = 256
 """Characters of an adapter's name."""
@@ -57,7 +57,7 @@ class ServedAdapters:
 
         Raises:
             InvalidRequest: the name is taken or no name; the path is none.
-            AdapterRefused: it cannot be read, or not be served.
+            AdapterRefused: it cannot be read, not be served, or not be registered.
             NotSupported: this engine loads none while it serves.
         """
         engine = self._loading
@@ -73,9 +73,9 @@ class ServedAdapters:
             if is_new:
                 try:
                     await self.publish(name)
-                except BaseException:
+                except Exception as error:  # the runtime's
                     await engine.unload_adapter(name)
-                    raise
+                    raise AdapterRefused(name, f"the runtime does not register it: {one_line(error)}") from error
             return digest
 
     async def unload(self, name: str) -> None:
@@ -83,13 +83,17 @@ class ServedAdapters:
 
         Raises:
             UnknownAdapter: there is none of this name.
+            AdapterRefused: the runtime cannot unregister it.
             NotSupported: this engine unloads none while it serves.
         """
         engine = self._loading
         async with self._changing:
             if name not in self._info.adapters:
                 raise UnknownAdapter(name)
-            await self.withdraw(name)
+            try:
+                await self.withdraw(name)
+            except Exception as error:  # the runtime's
+                raise AdapterRefused(name, f"the runtime does not unregister it: {one_line(error)}") from error
             await engine.unload_adapter(name)
 
     @property
