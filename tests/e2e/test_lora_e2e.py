@@ -131,7 +131,9 @@ async def test_adapters_under_traffic_and_kills(pool: Stack, tiny_model: Path, a
         status, loaded = await loading
         assert (status, loaded["lora_name"]) == (200, "late"), loaded
         assert operate(survivor, "/v1/load_lora_adapter", lora_name="late", lora_path=path)[0] == 400
-        await asyncio.to_thread(wait_for, lambda: models(pool) == {MODEL, *NAMES, "late"}, "the adapter in the frontend")
+        await asyncio.to_thread(
+            wait_for, lambda: models(pool) == {MODEL, *NAMES, "late"}, "the adapter in the frontend"
+        )
         guarded = "a guard of its entry"
         await asyncio.to_thread(wait_for, lambda: workers[1].log.count("entries of discovery") > seen, guarded)
         started = asyncio.Event()

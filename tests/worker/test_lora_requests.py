@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
@@ -117,7 +118,7 @@ async def test_an_answer_goes_on_in_its_own_adapter_alone() -> None:
         assert (found.lora_name, found.generated_token_ids) == (name, generated)
 
 
-async def test_adapters_are_registered_again_until_the_worker_leaves(
+async def test_adapters_are_registered_again_for_late_frontends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     registered: list[str] = []
@@ -130,6 +131,8 @@ async def test_adapters_are_registered_again_until_the_worker_leaves(
     monkeypatch.setattr(dynamo_adapters, "_register", register)
     monkeypatch.setattr(dynamo_adapters, "PAUSES_S", (0.0, 0.0, 0.0))
     info = dataclasses.replace(INFO, adapters=ADAPTERS)
-    await dynamo_adapters.register_adapters(None, info, ARGUMENTS, lambda: len(registered) == 4)
-    assert registered == ["mine", "other"] * 2
+    models = dynamo_adapters.AdapterModels(None, info, ARGUMENTS, forget=lambda name: None)
+    models.begin()
+    await asyncio.gather(*models._again.values())
+    assert registered == ["mine", "other"] * 3
     assert "the LoRA adapter mine is not registered: discovery is away" in caplog.text

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 
 from adapters.strict_json import read_object
 from worker.engines.lora_config import LoraConfig, read_config
-from worker.errors import ConfigurationError, ServingError
+from worker.errors import ConfigurationError, InvalidRequest
 from worker.models.problems import ModelFileError, shown
 from worker.models.weight_files import StoredTensor, header_of, read_header
 
@@ -35,7 +35,7 @@ the checkpoint packs the weight in a way of its own.
 """
 
 
-class AdapterRefused(ServingError):
+class AdapterRefused(InvalidRequest):
     """An adapter cannot be loaded.
 
     Args:
@@ -44,20 +44,23 @@ class AdapterRefused(ServingError):
     """
 
     def __init__(self, name: str, problem: str) -> None:
-        super().__init__(f"LoRA adapter {name}: {problem}")
-        self.problem = problem
+        super().__init__(f"LoRA adapter {name}", problem)
 
 
-class UnknownAdapter(ServingError):
+class UnknownAdapter(InvalidRequest):
     """There is no adapter of a name."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"there is no LoRA adapter {shown(name)}")
+        super().__init__("lora_name", f"there is no LoRA adapter {shown(name)}")
 
 
 @runtime_checkable
 class LoadsAdapters(Protocol):
     """An engine that may load and unload adapters while it serves."""
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether its kernels compute any."""
 
     async def load_adapter(self, name: str, directory: Path) -> str:
         """Load an adapter, in place of one of this name; returns its digest.

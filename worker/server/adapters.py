@@ -46,6 +46,12 @@ class ServedAdapters:
         self._changing = asyncio.Lock()
 
     @property
+    def are_served(self) -> bool:
+        """Whether requests may choose adapters, now or once some are loaded."""
+        engine = self._engine
+        return bool(self._info.adapters) or (isinstance(engine, LoadsAdapters) and engine.serves_adapters)
+
+    @property
     def digests(self) -> dict[str, str]:
         """Digests of the adapters by name."""
         return dict(self._info.adapters)

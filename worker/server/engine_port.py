@@ -1,5 +1,5 @@
-"""``--engine-port``: HTTP for operators and trainers that change the weights or the LoRA adapters of
-a worker that serves.
+"""``--engine-port``: HTTP for operators and trainers that change the weights or the LoRA adapters
+of a worker that serves.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 
 from worker.arguments import Arguments
 from worker.engines import ServingEngine
-from worker.engines.lora_adapters import AdapterRefused, UnknownAdapter
+from worker.engines.lora_adapters import UnknownAdapter
 from worker.engines.weights import (
     PAUSE_MODES,
     ChangesWeights,
@@ -45,10 +45,9 @@ _MODES: dict[str, PauseMode] = {"abort": "abort", "finish": "finish", "keep": "k
 """Modes of a pause by name; ``wait`` is Dynamo's."""
 
 STATUS: tuple[tuple[type[ServingError], int], ...] = (
+    (UnknownAdapter, 404),
     (InvalidRequest, 400),
     (WeightsRefused, 400),
-    (AdapterRefused, 400),
-    (UnknownAdapter, 404),
     (WrongState, 409),
     (NotSupported, 501),
     (Draining, 503),

@@ -128,7 +128,7 @@ class PackedAdapter:
         return self._keep(torch.tensor(table, dtype=torch.int64))
 
     def _panel(self, column: int, placed: Sequence[_Placed]) -> list[int]:
-        """B for a panel, whose columns may be of several linear layers: 0 for the sums of others."""
+        """B for a panel, whose columns may be of several linear layers; 0 for sums of others."""
         first = placed[0].first
         count = placed[-1].first + len(placed[-1].b) - first
         panel = torch.zeros(count, COLUMNS)

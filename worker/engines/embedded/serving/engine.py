@@ -270,6 +270,11 @@ class EmbeddedEngine:
         connector = self._connector
         return {**connector.counts, "seconds": connector.seconds}
 
+    @property
+    def serves_adapters(self) -> bool:
+        """See `LoadsAdapters.serves_adapters`."""
+        return self._stepper is not None and self._stepper.adapters is not None
+
     async def load_adapter(self, name: str, directory: Path) -> str:
         """See `LoadsAdapters.load_adapter`."""
         return await asyncio.to_thread(self._adapters.load, name, directory)
