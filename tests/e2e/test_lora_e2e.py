@@ -148,3 +148,24 @@ async def test_adapters_under_traffic_and_kills(pool: Stack, tiny_model: Path, a
     assert pool.post("completions", model="late", prompt="a", max_tokens=2)[0] == 404
     time.sleep(3 * CHECK_S)  # what was unloaded is not registered again
     assert models(pool) == {MODEL, *NAMES}
+
+
+@pytest.mark.campaign
+async def test_an_adapter_computes_prefill_and_decode(pool: Stack, tiny_model: Path, adapters: dict[str, Path]) -> None:
+    expected = references(tiny_model, adapters)
+    modules = ["--lora-modules", ",".join(f"{name}={adapters[name]}" for name in NAMES)]
+    both = [*EXACT, *modules]
+    prefill = pool.start_worker(*both, "--disaggregation-mode", "prefill", wait=False)
+    pool.wait_endpoint(prefill)
+    decode = pool.start_worker(*both, "--disaggregation-mode", "decode", wait=False)
+    for worker in (prefill, decode):
+        pool.wait_registered(worker)
+    wait_for(lambda: models(pool) == {MODEL, *NAMES}, "the adapters in the frontend")
+    async with openai.AsyncOpenAI(base_url=f"{pool.url}/v1", api_key="-", max_retries=0) as client:
+        chosen = [MODEL, *NAMES]
+        for _ in range(2):
+            found = await asyncio.gather(*(answer(client, name, asyncio.Event()) for name in chosen))
+            assert found == [expected[name] for name in chosen]
+    print(decode.metric("dlw_kv_transfers_total", outcome="received"), decode.metric("dlw_kv_transfers_total", outcome="cached"), decode.metric("dlw_local_prefills_total"))
+    assert decode.metric("dlw_kv_transfers_total", outcome="received") == 3
+    assert decode.metric("dlw_local_prefills_total") == 0

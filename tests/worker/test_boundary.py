@@ -110,6 +110,7 @@ def sealed(**changes: object) -> str:
         sealed(owner="a" * 1000),
         sealed(numerics=3),
         sealed(kv_dtype=None),
+        sealed(adapter=None),
     ],
 )
 def test_what_is_no_record_is_refused(data: str) -> None:

@@ -33,7 +33,7 @@ enum { QUERY_GEMM, KEY_GEMM, VALUE_GEMM, OUTPUT_GEMM, GATE_GEMM, UP_GEMM, DOWN_G
 /* A layer of an adapter; Python makes them of int64. */
 typedef struct {
     lora_input_t inputs[LORA_INPUTS];
-    const lora_panel_t *gemms[LORA_GEMMS]; /* [panels of the GEMM], NULL for none */
+    const lora_panel_t *gemms[LORA_GEMMS]; /* [panels of the GEMM, and an empty one], NULL for none */
 } lora_layer_t;
 
 /* LoRA of the rows of a linear layer. */

@@ -16,6 +16,11 @@ add_lora(const lora_t *lora, int32_t gemm, int64_t row, int64_t column, vec y)
     if (!panel)
         return y;
     panel += column / COLUMNS;
+    if (column % COLUMNS == 0) /* the next panel is read while the GEMM computes its sums */
+        for (int64_t rank = 0; rank < panel[1].count; rank++) {
+            fetch_to_l2(panel[1].b + rank * COLUMNS);
+            fetch_to_l2(panel[1].b + rank * COLUMNS + LANES);
+        }
     const float *b = panel->b + column % COLUMNS, *sums = lora->sums + row * lora->stride + panel->first;
     vec delta = vec_zero();
     for (int64_t rank = 0; rank < panel->count; rank++)

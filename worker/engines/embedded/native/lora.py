@@ -125,6 +125,7 @@ class PackedAdapter:
         for column in range(0, columns, COLUMNS):
             found = [each for each in placed if each.column < column + COLUMNS and column < each.stop]
             table.append(self._panel(column, found) if found else [0, 0, 0])
+        table.append([0, 0, 0])
         return self._keep(torch.tensor(table, dtype=torch.int64))
 
     def _panel(self, column: int, placed: Sequence[_Placed]) -> list[int]:
