@@ -105,7 +105,9 @@ async def test_load_counts_requests_and_blocks(client: OpenEngineClient) -> None
     assert not (await client.call("Control.GetLoad", wire.GetLoadRequest())).ranks
 
 
-async def test_adapters_are_loaded_chosen_and_unloaded(client: OpenEngineClient, tiny_model: Path, tmp_path: Path) -> None:
+async def test_adapters_are_loaded_chosen_and_unloaded(
+    client: OpenEngineClient, tiny_model: Path, tmp_path: Path
+) -> None:
     path = write_adapter(tmp_path / "a", tiny_model, size=1.0)
     adapter = wire.LoraAdapter(lora_id=7, lora_name="a", source_path=str(path))
     loaded = await client.call("Control.LoadLora", wire.LoadLoraRequest(adapter=adapter))

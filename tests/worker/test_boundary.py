@@ -96,7 +96,7 @@ def sealed(**changes: object) -> str:
         "[]",
         "[" * 100_000,
         json.dumps(GOOD | {"version": 1}),
-        sealed(version=3),
+        sealed(version=4),
         sealed(more=1),
         json.dumps({name: value for name, value in GOOD.items() if name != "seed"}),
         json.dumps({name: value for name, value in GOOD.items() if name != "digest"}),

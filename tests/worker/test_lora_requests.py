@@ -15,7 +15,7 @@ from test_boundary_records import request as boundary_request
 from test_llm_engine import ARGUMENTS, INFO, FakeEngine, chains, collect, request, two_tokens
 
 from worker.engines import EngineInfo, EngineRequest, TokenDelta
-from worker.errors import ConfigurationError
+from worker.errors import ConfigurationError, InvalidRequest
 from worker.replay.recorded import RecordedModel
 from worker.replay.verdict import check_adapter, check_model_digest
 from worker.runtimes import dynamo_adapters
@@ -116,6 +116,19 @@ async def test_an_answer_goes_on_in_its_own_adapter_alone() -> None:
     for name, generated in (("mine", [5]), ("other", []), (None, [])):
         found = (await worker(store).begin("a", dataclasses.replace(moved, lora_name=name))).request
         assert (found.lora_name, found.generated_token_ids) == (name, generated)
+
+
+async def test_an_answer_does_not_go_on_in_another_adapter_of_its_name() -> None:
+    store = Memory()
+    record = await worker(store).begin("a", dataclasses.replace(boundary_request(1, 2), lora_name="m", lora_digest="d"))
+    record.write(7)
+    await record.wait_written()
+    moved = dataclasses.replace(boundary_request(1, 2, 5, max_tokens=8), lora_name="m", lora_digest="e")
+    with pytest.raises(InvalidRequest, match="adapter is 'd' on the worker that began the answer and 'e' on this one"):
+        await worker(store).begin("a", moved)
+    assert (
+        await worker(store).begin("a", dataclasses.replace(moved, lora_digest="d"))
+    ).request.generated_token_ids == [5]
 
 
 async def test_adapters_are_registered_again_for_late_frontends(
