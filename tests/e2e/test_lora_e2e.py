@@ -166,10 +166,5 @@ async def test_an_adapter_computes_prefill_and_decode(pool: Stack, tiny_model: P
         for _ in range(2):
             found = await asyncio.gather(*(answer(client, name, asyncio.Event()) for name in chosen))
             assert found == [expected[name] for name in chosen]
-    print(
-        decode.metric("dlw_kv_transfers_total", outcome="received"),
-        decode.metric("dlw_kv_transfers_total", outcome="cached"),
-        decode.metric("dlw_local_prefills_total"),
-    )
     assert decode.metric("dlw_kv_transfers_total", outcome="received") == 3
     assert decode.metric("dlw_local_prefills_total") == 0

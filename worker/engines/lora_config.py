@@ -111,9 +111,8 @@ def _check_neutral(config: Mapping[str, Any]) -> None:
             continue
         if name == "init_lora_weights":
             if value not in _INITIAL:
-                raise ValueError(
-                    f"{name} must be of {shown(list(_INITIAL))}: others change the base, got {shown(value)}"
-                )
+                known = ", ".join(map(str, _INITIAL))
+                raise ValueError(f"{name} must be one of {known}: others change the base, got {shown(value)}")
         elif name == "bias":
             if value not in (None, "none"):
                 raise ValueError(f"bias must be none: biases are not adapted, got {shown(value)}")

@@ -18,6 +18,7 @@ from random_checkpoints import write
 from safetensors.torch import load_file, save_file
 
 from worker.engines.embedded.adapters import LoadedAdapters
+from worker.engines.embedded.kv_cache import budget
 from worker.engines.embedded.offline import Engine
 from worker.engines.lora_adapters import CONFIG, WEIGHTS, AdapterRefused
 from worker.engines.lora_config import LoraConfig, read_config
@@ -69,8 +70,9 @@ def alone(folder: Path) -> dict[str | None, list[int]]:
     ids=["chunked", "preempted", "drafted"],
 )
 def test_answers_are_those_of_an_engine_of_its_own(
-    folder: Path, alone: dict[str | None, list[int]], settings: dict[str, Any]
+    folder: Path, alone: dict[str | None, list[int]], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(budget, "PAGE_TOKENS", 32)
     shared = engine(folder, **settings)
     asked = {shared.add(PROMPT, params(), adapter=name): name for name in NAMES * 3}
     answers = {}
@@ -86,7 +88,7 @@ def test_a_prefix_hit_is_of_the_same_adapter(folder: Path, alone: dict[str | Non
     for cached in (0, 48):
         for name in NAMES:
             [result] = shared.generate([PROMPT], params(), adapter=name)
-            assert (list(result.outputs[0].token_ids), result.cached_tokens) == (alone[name], cached)
+            assert (list(result.outputs[0].token_ids), result.outputs[0].num_cached_tokens) == (alone[name], cached)
 
 
 def test_choices_of_an_adapter_are_its_own(folder: Path, alone: dict[str | None, list[int]]) -> None:
@@ -198,8 +200,7 @@ VALUES = st.one_of(st.none(), st.booleans(), st.integers(-2, 20), st.floats(), s
 def test_settings_are_understood_or_refused(config: dict[str, Any]) -> None:
     try:
         found = read_config(config)
-    except ValueError as error:
-        assert str(error)
+    except ValueError:
         return
     assert isinstance(found, LoraConfig)
     assert all(config.get(name) in (None, False, [], {}) for name in ("use_dora", "some_setting"))
