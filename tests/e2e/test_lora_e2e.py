@@ -5,12 +5,15 @@ unloaded under traffic, and their answers go on in another worker.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,30 @@ async def answer(client: openai.AsyncOpenAI, model: str, begun: asyncio.Event) -
 
 def models(stack: Stack) -> set[str]:
     return {each["id"] for each in json.loads(http(f"{stack.url}/v1/models")[1])["data"]}
+
+
+@contextlib.contextmanager
+def asking(stack: Stack, endpoint: str) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """Asks an endpoint beside the one that generates."""
+    program = str(Path(__file__).with_name("ask_worker.py"))
+    command = [sys.executable, program, f"dynamo.backend.{endpoint}"]
+    with subprocess.Popen(
+        command, env=stack.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        to, back = child.stdin, child.stdout
+
+        def ask(request: dict[str, Any]) -> dict[str, Any]:
+            to.write(json.dumps(request) + "\n")
+            to.flush()
+            found: dict[str, Any] = json.loads(back.readline())
+            return found
+
+        try:
+            yield ask
+        finally:
+            child.kill()
 
 
 def operate(port: int, route: str, key: str = KEY, **fields: Any) -> tuple[int, dict[str, Any]]:
@@ -168,3 +195,23 @@ async def test_an_adapter_computes_prefill_and_decode(pool: Stack, tiny_model: P
             assert found == [expected[name] for name in chosen]
     assert decode.metric("dlw_kv_transfers_total", outcome="received") == 3
     assert decode.metric("dlw_local_prefills_total") == 0
+
+
+@pytest.mark.campaign
+def test_dynamos_endpoints_load_adapters(pool: Stack, adapters: dict[str, Path]) -> None:
+    pool.start_worker(*EXACT, DYN_LORA_ENABLED="true")
+    source = {"uri": f"file://{adapters['late']}"}
+    with asking(pool, "load_lora") as load:
+        for _ in range(2):  # once more is no error
+            [loaded] = load({"lora_name": "late", "source": source})["chunks"]
+            assert (loaded["status"], loaded["lora_name"]) == ("success", "late")
+        [refused] = load({"lora_name": "x", "source": {"uri": "s3://bucket/x"}})["chunks"]
+        assert (refused["status"], refused["message"][:34]) == ("error", "source.uri must be file:// and a d")
+    wait_for(lambda: models(pool) == {MODEL, "late"}, "the adapter in the frontend")
+    with asking(pool, "list_loras") as listing:
+        [found] = listing({})["chunks"]
+        assert (found["count"], list(found["loras"])) == (1, ["late"])
+    with asking(pool, "unload_lora") as unload:
+        states = [unload({"lora_name": "late"})["chunks"][0]["status"] for _ in range(2)]
+        assert states == ["success", "error"]
+    wait_for(lambda: models(pool) == {MODEL}, "the adapter out of the frontend")
