@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from dynamo.llm import exceptions
+from lora_adapters import write_adapter
 from test_boundary_records import Memory, worker
 from test_boundary_records import request as boundary_request
 from test_llm_engine import ARGUMENTS, INFO, FakeEngine, chains, collect, request, two_tokens
 
+from adapters.catalog import Selection
+from worker.arguments import parse_arguments
 from worker.engines import EngineInfo, EngineRequest, TokenDelta
 from worker.errors import ConfigurationError, InvalidRequest
 from worker.replay.recorded import RecordedModel
+from worker.replay.run import loaded, replay
 from worker.replay.verdict import check_adapter, check_model_digest
 from worker.runtimes import dynamo_adapters
 from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.sampling import SamplingParams
+from worker.tiny_model import write_tiny_model
 
 ADAPTERS = {"mine": "d" * 32, "other": "e" * 32}
 
@@ -104,6 +110,22 @@ def test_replay_refuses_another_adapter_of_the_name() -> None:
         ConfigurationError, match=r"model\.adapter\.digest: the receipt is of an adapter with d, .* has e"
     ):
         check_model_digest(server, receipt_of_mine())
+
+
+async def test_replay_computes_with_the_adapter(tmp_path: Path) -> None:
+    tiny_model = write_tiny_model(tmp_path / "model")
+    path = write_adapter(tmp_path / "mine", tiny_model, size=1.0)
+    argv = ["--model-path", str(tiny_model), "--device", "cpu", "--dtype", "float32", "--lora-modules", f"mine={path}"]
+    answers = []
+    for name in (None, "mine"):
+        async with loaded(parse_arguments(argv, {}), name) as model:
+            request = await model.request("r", [9, 30, 41], SamplingParams(max_tokens=6, seed=1), Selection())
+            assert (request.adapter and request.adapter.name) == name
+            answers.append(replay(model.stepper, request, 6).token_ids)
+            recorded = receipt_of_mine()
+            recorded.model.adapter.digest = model.server.adapters["mine"]
+            check_model_digest(model.server, recorded)
+    assert answers[0] != answers[1]
 
 
 async def test_an_answer_goes_on_in_its_own_adapter_alone() -> None:
