@@ -4,10 +4,10 @@
     .venv/bin/python benchmarks/lora.py --model tiny --rounds 3
 
 Steps of as many rows as there are adapters, behind prompts of 64 tokens; of rows without an
-adapter, of rows of one, and of rows that have one each. Rounds of the cases are interleaved, and the
-fastest step of each counts, since other work on the machine can only make a step slower. Targets
-are peft's default, queries and values, and all linear layers. Adapters have random float32
-matrices, or bfloat16 ones with ``--dtype``. One thread computes, so that its processor time is all.
+adapter, of rows of one, and of rows that have one each. Rounds of the cases are interleaved, and
+the fastest step of each counts, since other work on the machine can only make a step slower.
+Targets are peft's default, queries and values, and all linear layers. One thread computes, so that
+its processor time is all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TARGETS = {
 PROMPT_TOKENS = 64
 
 
-def write_adapter(directory: Path, engine: Engine, targets: tuple[str, ...], rank: int, dtype: torch.dtype) -> Path:
+def write_adapter(directory: Path, engine: Engine, targets: tuple[str, ...], rank: int) -> Path:
     """An adapter of random matrices for the engine's model."""
     model = engine.session.stepper.model
     assert isinstance(model, HfModel)
@@ -44,8 +44,8 @@ def write_adapter(directory: Path, engine: Engine, targets: tuple[str, ...], ran
         layer = tensor.name.removesuffix(".weight")
         if layer.rpartition(".")[2] in targets and len(tensor.shape) == 2:
             rows, columns = tensor.shape
-            tensors[f"base_model.model.{layer}.lora_A.weight"] = (torch.randn(rank, columns) / columns**0.5).to(dtype)
-            tensors[f"base_model.model.{layer}.lora_B.weight"] = (torch.randn(rows, rank) * 0.01).to(dtype)
+            tensors[f"base_model.model.{layer}.lora_A.weight"] = torch.randn(rank, columns) / columns**0.5
+            tensors[f"base_model.model.{layer}.lora_B.weight"] = torch.randn(rows, rank) * 0.01
     directory.mkdir(parents=True)
     save_file(tensors, str(directory / "adapter_model.safetensors"))
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(targets), "bias": "none"}
@@ -54,7 +54,7 @@ def write_adapter(directory: Path, engine: Engine, targets: tuple[str, ...], ran
 
 
 def step_ms(engine: Engine, names: list[str | None], steps: int) -> float:
-    """Milliseconds of processor time of the fastest of some steps in which each of `names` decodes a row."""
+    """Processor time of the fastest of some steps in which each of `names` decodes a row, ms."""
     params = SamplingParams(max_tokens=steps + 4, ignore_eos=True)
     for row, name in enumerate(names):
         engine.add([(97 * row + 7 * position) % 1000 + 20 for position in range(PROMPT_TOKENS)], params, adapter=name)
@@ -80,7 +80,6 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=24, help="steps of a round")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the matrices")
     options = parser.parse_args()
     torch.set_num_threads(1)
     engine = Engine(options.model, max_num_seqs=options.rows)
@@ -93,7 +92,7 @@ def main() -> None:
             names = [f"{targets} {index}" for index in range(options.rows)]
             for name in names:
                 path = Path(folder) / name
-                write_adapter(path, engine, layers, options.rank, getattr(torch, options.dtype))
+                write_adapter(path, engine, layers, options.rank)
                 adapters.load(name, path)
             cases[f"{targets}: one adapter"] = [names[0]] * options.rows
             cases[f"{targets}: {options.rows} adapters"] = list(names)
@@ -101,7 +100,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for case, chosen in cases.items():
             fastest[case] = min(fastest[case], step_ms(engine, chosen, options.steps))
-    print(f"{engine.info.computed_by}; {options.rows} rows, rank {options.rank}, {options.dtype} adapters")
+    print(f"{engine.info.computed_by}; {options.rows} rows, rank {options.rank}")
     for case, milliseconds in fastest.items():
         print(f"{case:20} {milliseconds:7.2f} ms a step  {milliseconds / fastest['none']:5.2f}")
 

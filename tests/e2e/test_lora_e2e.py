@@ -59,7 +59,7 @@ def references(model: Path, adapters: dict[str, Path]) -> dict[str, str]:
     found = {}
     for name in (None, *adapters):
         [result] = engine.generate([PROMPT], params, progress=False, adapter=name)
-        found[name or MODEL] = result.outputs[0].text.rstrip("\ufffd")
+        found[name or MODEL] = (result.outputs[0].text or "").rstrip("\ufffd")
     assert len(set(found.values())) == len(found)
     return found
 

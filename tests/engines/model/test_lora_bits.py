@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ UNEVEN = {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48}
 
 NAMES = (None, "wide", "stable", "plain")
 
-PATTERNS = {
+PATTERNS: dict[str, Any] = {
     "rank_pattern": {"layers.1.self_attn.q_proj": 3, "down_proj": 20, ".*up_proj": 1},
     "alpha_pattern": {"k_proj": 7.5, r"model\.layers\.2\.mlp\.gate_proj": -3},
 }
@@ -47,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Case:
     """A model, its adapters, and logits of prompts that were alone."""
 
-    def __init__(self, folder: Path, **config: str) -> None:
+    def __init__(self, folder: Path, **config: Any) -> None:
         model = load_model(EmbeddedConfig(model_path=folder / "model", numerics="exact", **config))
         assert isinstance(model, HfModel)
         model.allocate_kv(24, PAGE)

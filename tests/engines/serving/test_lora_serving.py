@@ -39,9 +39,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine(folder: Path, **settings: Any) -> Engine:
+def engine(folder: Path, **changes: Any) -> Engine:
     modules = tuple((name, str(folder / name)) for name in NAMES if name is not None)
-    settings = {"dtype": "float32", "numerics": "exact", "context_length": 128, "lora_modules": modules} | settings
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "numerics": "exact",
+        "context_length": 128,
+        "lora_modules": modules,
+    } | changes
     return Engine(folder / "model", **settings)
 
 
@@ -75,7 +80,7 @@ def test_answers_are_those_of_an_engine_of_its_own(
     monkeypatch.setattr(budget, "PAGE_TOKENS", 32)
     shared = engine(folder, **settings)
     asked = {shared.add(PROMPT, params(), adapter=name): name for name in NAMES * 3}
-    answers = {}
+    answers: dict[str, list[int]] = {}
     while shared.unfinished:
         answers |= {result.request_id: list(result.outputs[0].token_ids) for result in shared.step()}
     assert answers == {request_id: alone[name] for request_id, name in asked.items()}
@@ -107,7 +112,7 @@ def test_a_request_keeps_its_adapter_when_it_is_replaced(folder: Path, alone: di
     digest = adapters.digests["mine"]
     adapters.load("mine", folder / "other")
     after = shared.add(PROMPT, params(), adapter="mine")
-    found = {}
+    found: dict[str, list[int]] = {}
     while shared.unfinished:
         found |= {result.request_id: list(result.outputs[0].token_ids) for result in shared.step()}
     assert (found[before], found[after]) == (alone["mine"], alone["other"])
