@@ -34,6 +34,7 @@ PROMPT = list(range(30, 80))
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
     write(folder / "model", "llama", {})
+    write(folder / "draft", "llama", {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32})
     write_adapter(folder / "mine", folder / "model", seed=1)
     write_adapter(folder / "other", folder / "model", seed=2, targets=ALL_TARGETS, rank=3)
     return folder
@@ -71,13 +72,17 @@ def alone(folder: Path) -> dict[str | None, list[int]]:
         {"max_num_batched_tokens": 16, "max_num_seqs": 9},
         {"kv_blocks": 16, "max_num_seqs": 9},  # too few for all of them at a time
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}, "max_num_seqs": 9},
+        {"speculative_config": {"method": "draft_model", "model": "draft", "num_speculative_tokens": 3}},
     ],
-    ids=["chunked", "preempted", "drafted"],
+    ids=["chunked", "preempted", "drafted", "drafted by a model"],
 )
 def test_answers_are_those_of_an_engine_of_its_own(
     folder: Path, alone: dict[str | None, list[int]], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget, "PAGE_TOKENS", 32)
+    speculative = settings.get("speculative_config")
+    if speculative and "model" in speculative:
+        settings = {"speculative_config": speculative | {"model": str(folder / speculative["model"])}}
     shared = engine(folder, **settings)
     asked = {shared.add(PROMPT, params(), adapter=name): name for name in NAMES * 3}
     answers: dict[str, list[int]] = {}

@@ -164,6 +164,7 @@ class DecoderLayers:
             is_int8=step.keys[0].dtype == torch.int8,
         )
         if step.adapted is not None:
+            assert step.adapted.num_layers == len(self._layers), "an adapter of another model"
             arguments.adapters = step.adapted.adapters.data_ptr()
             arguments.adapted = step.adapted.rows.data_ptr()
             arguments.num_adapted = len(step.adapted.rows)

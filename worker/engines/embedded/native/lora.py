@@ -78,6 +78,7 @@ class PackedAdapter:
     Attributes:
         address: Address of its layers, ``lora_layer_t`` in ``arguments.h``.
         width: Elements of a row's sums with A, of the widest input.
+        num_layers: Layers of the model that it changes.
         nbytes: Bytes of its panels.
     """
 
@@ -85,6 +86,7 @@ class PackedAdapter:
         self._kept: list[torch.Tensor] = []  # whose addresses the table has
         self.width = LANES
         rows = [self._layer(loras, gemms) for loras, gemms in zip(layers, qkv, strict=True)]
+        self.num_layers = len(rows)
         self._table = torch.tensor(rows, dtype=torch.int64)
         self.address = self._table.data_ptr()
         self.nbytes = sum(tensor.nbytes for tensor in self._kept)
@@ -156,6 +158,7 @@ class AdaptedRows:
         adapters: Address of the layers of each row's adapter, int64 ``[T]``; 0 for none.
         rows: Rows that have one, those of one adapter together, int64 ``[n]``.
         width: Elements of a row's sums with A.
+        num_layers: Layers of the model that the adapters change.
     """
 
     def __init__(self, runs: Sequence[tuple[int, int, PackedAdapter]], count: int) -> None:
@@ -168,3 +171,4 @@ class AdaptedRows:
         self.adapters = torch.tensor(addresses, dtype=torch.int64)
         self.rows = torch.tensor([row for rows in by_adapter.values() for row in rows], dtype=torch.int64)
         self.width = max(adapter.width for _, _, adapter in runs)
+        (self.num_layers,) = {adapter.num_layers for _, _, adapter in runs}
