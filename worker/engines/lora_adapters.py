@@ -101,7 +101,7 @@ class Matrix:
     """A matrix of an adapter, in `AdapterFiles.content`.
 
     Attributes:
-        stored: Its type and its shape: A ``[r, K]`` or B ``[N, r]``.
+        stored: Type and shape: A ``[r, K]`` or B ``[N, r]``.
         start: First of its bytes.
         stop: Past the last of them.
     """
@@ -117,7 +117,7 @@ class AdapterFiles:
 
     Attributes:
         adapter: Description of it.
-        config: Its settings.
+        config: Settings of the adapter.
         content: Bytes of its safetensors file.
         pairs: A and B of each layer that it changes, by the layer's name in the checkpoint.
     """

@@ -495,7 +495,7 @@ async def test_a_late_router_hears_of_known_blocks_at_once(
     await collect(engine, "one", prompt, params(2))
     assert kv_cache(engine)._index.events is None
     router = Router()
-    engine.report_blocks(router)  # type: ignore[arg-type]
+    engine.report_blocks(router)
     await router.hears(3)  # at once, not with the next step: there is none
     assert sorted(router.known.values()) == sorted(prompt[start : start + 16] for start in (0, 16, 32))
     await collect(engine, "two", [*prompt, *range(60, 80)], params(2))

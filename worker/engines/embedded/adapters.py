@@ -26,7 +26,7 @@ class LoadedAdapter:
     Attributes:
         name: Name of it as a model.
         digest: Digest of its files, 128 bits as hexadecimal digits.
-        packed: Its weights, a `native.lora.PackedAdapter`.
+        packed: Weights, a `native.lora.PackedAdapter`.
     """
 
     name: str
