@@ -117,18 +117,15 @@ class Request:
     def hash_blocks(self, block_size: int) -> list[int]:
         """The hashes of all full blocks of `tokens`; each is computed once."""
         hashes, tokens = self.block_hashes, self.tokens
+        adapter = None if self.adapter is None else self.adapter.digest
         for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
-            parent = hashes[-1] if hashes else blocks.root_of(self.cache_salt, self._num_updates, self._adapter_digest)
+            parent = hashes[-1] if hashes else blocks.root_of(self.cache_salt, self._num_updates, adapter)
             hashes.append(blocks.hash_block(parent, tokens[start : start + block_size]))
         return hashes
 
     @property
     def _num_updates(self) -> int:
         return 0 if self.weights is None else self.weights.number
-
-    @property
-    def _adapter_digest(self) -> str | None:
-        return None if self.adapter is None else self.adapter.digest
 
     def compute_with(self, weights: WeightVersion) -> None:
         """Compute its next tokens with other weights; it owns no pages."""
