@@ -28,7 +28,7 @@ FLOAT32_ALONE = ("integer", "quantised", "weights")
 def kernels(name: str, *instructions: str, amx: bool = False) -> Extension:
     """The library ``kernels_{name}``, whose data type is in its name."""
     is_float32 = name.endswith("float32")
-    sources = ["attention", "experts", "layers", "linear", "rows", *(FLOAT32_ALONE if is_float32 else ())]
+    sources = ["attention", "experts", "layers", "linear", "lora", "rows", *(FLOAT32_ALONE if is_float32 else ())]
     macros = [("FLOAT32", "1")] * is_float32 + [("WITH_AMX", "1")] * amx
     return Extension(
         f"{FOLDER.replace('/', '.')}.kernels_{name}",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,16 +15,40 @@ from safetensors.torch import load_file, save_file
 ALPHA = 16
 RANK = 8
 TARGETS = ("q_proj", "v_proj")
+ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def write_adapter(directory: Path, model: Path, *, seed: int = 0, rank: int = RANK) -> Path:
-    """An adapter of the attention's queries and values that changes what the model says."""
+def write_adapter(
+    directory: Path,
+    model: Path,
+    *,
+    seed: int = 0,
+    rank: int = RANK,
+    targets: Sequence[str] = TARGETS,
+    size: float = 0.3,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Path:
+    """An adapter that changes what the model says, by default of queries and values.
+
+    Args:
+        directory: Directory to make.
+        model: Checkpoint that it changes.
+        seed: Seed of its matrices.
+        rank: Rank where ``rank_pattern`` says nothing.
+        targets: Linear layers that it changes.
+        size: Standard deviation of the elements of B.
+        dtype: Data type of the matrices.
+        config: More settings of peft.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, (rows, columns) in _targets(model).items():
-        prefix = "base_model.model." + name.removesuffix(".weight")
-        tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, columns, generator=generator) / columns**0.5
-        tensors[f"{prefix}.lora_B.weight"] = torch.randn(rows, rank, generator=generator) * 0.3
+    for name, (rows, columns) in _targets(model, targets).items():
+        layer = name.removesuffix(".weight")
+        own = _matching(config.get("rank_pattern", {}), layer, rank)
+        a, b = torch.randn(own, columns, generator=generator), torch.randn(rows, own, generator=generator)
+        tensors[f"base_model.model.{layer}.lora_A.weight"] = (a / columns**0.5).to(dtype)
+        tensors[f"base_model.model.{layer}.lora_B.weight"] = (b * size).to(dtype)
     directory.mkdir(parents=True)
     save_file(tensors, str(directory / "adapter_model.safetensors"))
     known = {
@@ -32,7 +59,8 @@ def write_adapter(directory: Path, model: Path, *, seed: int = 0, rank: int = RA
         "lora_alpha": ALPHA,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": list(TARGETS),
+        "target_modules": list(targets),
+        **config,
     }
     (directory / "adapter_config.json").write_text(json.dumps(known), encoding="utf-8")
     return directory
@@ -43,14 +71,25 @@ def merged(directory: Path, model: Path, adapter: Path) -> Path:
     shutil.copytree(model, directory)
     weights = load_file(directory / "model.safetensors")
     tensors = load_file(adapter / "adapter_model.safetensors")
-    for name in _targets(model):
-        prefix = "base_model.model." + name.removesuffix(".weight")
-        a, b = tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"]
-        weights[name] = weights[name].float() + ALPHA / a.shape[0] * (b @ a)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    for name in _targets(model, config["target_modules"]):
+        layer = name.removesuffix(".weight")
+        a, b = (tensors[f"base_model.model.{layer}.lora_{side}.weight"].double() for side in "AB")
+        alpha = _matching(config.get("alpha_pattern", {}), layer, config["lora_alpha"])
+        scale = alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a))
+        weights[name] = (weights[name].double() + scale * (b @ a)).float()
     save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
     return directory
 
 
-def _targets(model: Path) -> dict[str, tuple[int, ...]]:
+def _matching(patterns: dict[str, Any], layer: str, default: Any) -> Any:
+    return next((value for pattern, value in patterns.items() if re.search(rf"(^|\.)({pattern})$", layer)), default)
+
+
+def _targets(model: Path, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
     weights = load_file(model / "model.safetensors")
-    return {name: tuple(weight.shape) for name, weight in weights.items() if any(each in name for each in TARGETS)}
+    return {
+        name: tuple(weight.shape)
+        for name, weight in weights.items()
+        if name.endswith(".weight") and name.split(".")[-2] in targets
+    }

@@ -178,4 +178,5 @@ def embedded_config(arguments: Arguments) -> EmbeddedConfig:
         kv_lease_s=arguments.kv_lease_s,
         kv_devices=arguments.kv_transfer_devices,
         weight_updates=arguments.engine_port > 0,
+        lora_modules=arguments.lora_modules,
     )

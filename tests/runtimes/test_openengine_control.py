@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from lora_adapters import write_adapter
 from openengine_workers import OpenEngineClient, connected, engine_error_of, make_worker, running, serving
 
 from worker.errors import StartupError
@@ -26,6 +27,7 @@ from worker.runtimes.openengine import wire
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BLOCK = 16
+BAD = grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -51,7 +53,7 @@ async def test_the_server_says_what_it_is(client: OpenEngineClient) -> None:
     assert (info.schema_revision, info.minimum_client_revision, len(info.schema_release)) == (1, 1, 40)
     assert (info.capacity.kv_block_size, info.capacity.total_kv_blocks) == (BLOCK, 512)
     assert info.capacity.max_running_requests == 16
-    assert info.capacity.HasField("max_loras")
+    assert not info.capacity.HasField("max_loras")
     assert info.kv_connector == wire.KvConnectorInfo(enabled=False)
     assert info.extra["engine"] == "embedded"
     again = await client.call("Control.GetServerInfo", wire.GetServerInfoRequest())
@@ -64,7 +66,7 @@ async def test_the_model_says_what_can_be_asked(client: OpenEngineClient) -> Non
     assert info.generation.max_num_sequences == 128
     assert not info.generation.supports_priority
     assert info.supports_text_input
-    assert not info.supports_lora
+    assert info.supports_lora
     assert "regex" in list(info.extra["logits_processors"])
     modes = wire.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N
     scores = wire.LogprobCapabilities(supported=True, candidate_selection_modes=[modes], max_top_n=100)
@@ -103,15 +105,27 @@ async def test_load_counts_requests_and_blocks(client: OpenEngineClient) -> None
     assert not (await client.call("Control.GetLoad", wire.GetLoadRequest())).ranks
 
 
-async def test_lora_calls_are_refused(client: OpenEngineClient) -> None:
-    for name, request in (
-        ("LoadLora", wire.LoadLoraRequest(adapter=wire.LoraAdapter(lora_id=1, lora_name="a"))),
-        ("UnloadLora", wire.UnloadLoraRequest(lora_name="a")),
-        ("ListLoras", wire.ListLorasRequest()),
+async def test_adapters_are_loaded_chosen_and_unloaded(
+    client: OpenEngineClient, tiny_model: Path, tmp_path: Path
+) -> None:
+    path = write_adapter(tmp_path / "a", tiny_model, size=1.0)
+    adapter = wire.LoraAdapter(lora_id=7, lora_name="a", source_path=str(path))
+    loaded = await client.call("Control.LoadLora", wire.LoadLoraRequest(adapter=adapter))
+    assert (loaded.adapter, loaded.already_loaded) == (adapter, False)
+    assert (await client.call("Control.LoadLora", wire.LoadLoraRequest(adapter=adapter))).already_loaded
+    assert list((await client.call("Control.ListLoras", wire.ListLorasRequest())).adapters) == [adapter]
+    texts = [(await client.answer(lora_name=name)).text() for name in ("", "a", "")]
+    assert texts[0] == texts[2] != texts[1]
+    unloaded = await client.call("Control.UnloadLora", wire.UnloadLoraRequest(lora_name="a"))
+    assert unloaded.adapter == adapter
+    assert not (await client.call("Control.ListLoras", wire.ListLorasRequest())).adapters
+    for name, request, status in (
+        ("UnloadLora", wire.UnloadLoraRequest(lora_name="a"), grpc.StatusCode.NOT_FOUND),
+        ("LoadLora", wire.LoadLoraRequest(adapter=wire.LoraAdapter(lora_name="tiny", source_path="/x")), BAD),
+        ("LoadLora", wire.LoadLoraRequest(adapter=wire.LoraAdapter(lora_name="b", source_path="x")), BAD),
+        ("LoadLora", wire.LoadLoraRequest(adapter=wire.LoraAdapter(lora_name="b", source_path="/nowhere")), BAD),
     ):
-        error = await refused(client.call(f"Control.{name}", request))
-        assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
-        assert engine_error_of(error).code == wire.ERROR_CODE_UNSUPPORTED_FEATURE
+        assert (await refused(client.call(f"Control.{name}", request))).code() == status
 
 
 async def test_the_standard_health_service_and_reflection(client: OpenEngineClient) -> None:

@@ -195,7 +195,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided": {"backend": "xgrammar", "regex": "a"}}, "INVALID_ARGUMENT", "guided.backend: "),
     ({"kv": {"session": {"session_id": "s"}}}, "ROLE_MISMATCH", "kv.session: "),
     ({"media": [{"url": "http://a"}]}, "UNSUPPORTED_FEATURE", "media: "),
-    ({"lora_name": "a"}, "UNSUPPORTED_FEATURE", "lora_name: "),
+    ({"lora_name": "a"}, "INVALID_ARGUMENT", "lora_name: this worker has no LoRA adapter 'a'; it has none"),
     ({"model": "other"}, "MODEL_NOT_FOUND", "model: 'other' is not served here"),
     ({"extra": {"logit_processors": []}}, "UNSUPPORTED_FEATURE", "extra.logit_processors: unknown"),
     ({"extra": {"logits_processors": [{"name": "none"}]}}, "INVALID_ARGUMENT", "extra.logits_processors.processors[0]"),

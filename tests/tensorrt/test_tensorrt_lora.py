@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.processors.forcing import ForcedPrefix
 from adapters.vocabulary import Vocabulary
-from worker.engines.lora_adapters import WEIGHTS
+from worker.engines.lora_adapters import CONFIG, WEIGHTS
 from worker.engines.trtllm import TrtllmEngine
 from worker.engines.trtllm.cache_reports import EventRelay
 from worker.errors import ConfigurationError, StartupError
@@ -83,6 +84,8 @@ def test_a_layer_that_it_would_skip_is_refused(model: Path, tmp_path: Path, laye
     for directory, name in ((adapter, WEIGHTS), (base, "model.safetensors")):
         tensors = load_file(directory / name)
         save_file({key.replace(layer, new): tensor for key, tensor in tensors.items()}, str(directory / name))
+    config = json.loads((adapter / CONFIG).read_text())
+    (adapter / CONFIG).write_text(json.dumps(config | {"target_modules": ["v_proj", new]}))
     with pytest.raises(ConfigurationError, match=rf"^--lora-modules: mine: TensorRT-LLM adapts .*changes .*{new}$"):
         engine(base, "--lora-modules", f"mine={adapter}")
 

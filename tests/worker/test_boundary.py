@@ -112,6 +112,7 @@ def sealed(**changes: object) -> str:
         sealed(numerics=3),
         sealed(kv_dtype=None),
         sealed(weights=None),
+        sealed(adapter=None),
     ],
 )
 def test_what_is_no_record_is_refused(data: str) -> None:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from dynamo.llm import exceptions
+from lora_adapters import write_adapter
 from test_boundary_records import Memory, worker
 from test_boundary_records import request as boundary_request
 from test_llm_engine import ARGUMENTS, INFO, FakeEngine, chains, collect, request, two_tokens
 
+from adapters.catalog import Selection
+from worker.arguments import parse_arguments
 from worker.engines import EngineInfo, EngineRequest, TokenDelta
-from worker.errors import ConfigurationError
+from worker.errors import ConfigurationError, InvalidRequest
 from worker.replay.recorded import RecordedModel
+from worker.replay.run import loaded, replay
 from worker.replay.verdict import check_adapter, check_model_digest
 from worker.runtimes import dynamo_adapters
 from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.sampling import SamplingParams
+from worker.tiny_model import write_tiny_model
 
 ADAPTERS = {"mine": "d" * 32, "other": "e" * 32}
 
@@ -87,18 +94,12 @@ def receipt_of_mine() -> Any:
     return SimpleNamespace(model=model)
 
 
-@pytest.mark.parametrize(
-    ("given", "on_vllm", "problem"),
-    [
-        (["mine"], False, "which the embedded engine does not load; replay the answer with --engine vllm"),
-        (["other"], True, "so give its directory too: --lora-modules mine=DIRECTORY"),
-    ],
-)
-def test_replay_says_what_an_adapter_needs(given: list[str], on_vllm: bool, problem: str) -> None:
+def test_replay_says_what_an_adapter_needs() -> None:
     with pytest.raises(ConfigurationError) as refused:
-        check_adapter(receipt_of_mine(), given, on_vllm=on_vllm)
-    assert str(refused.value).startswith("model.adapter: the answer is of the LoRA adapter mine, " + problem)
-    check_adapter(receipt_of_mine(), ["mine"], on_vllm=True)
+        check_adapter(receipt_of_mine(), ["other"])
+    problem = "so give its directory too: --lora-modules mine=DIRECTORY"
+    assert str(refused.value) == "model.adapter: the answer is of the LoRA adapter mine, " + problem
+    check_adapter(receipt_of_mine(), ["mine"])
 
 
 def test_replay_refuses_another_adapter_of_the_name() -> None:
@@ -109,6 +110,22 @@ def test_replay_refuses_another_adapter_of_the_name() -> None:
         ConfigurationError, match=r"model\.adapter\.digest: the receipt is of an adapter with d, .* has e"
     ):
         check_model_digest(server, receipt_of_mine())
+
+
+async def test_replay_computes_with_the_adapter(tmp_path: Path) -> None:
+    tiny_model = write_tiny_model(tmp_path / "model")
+    path = write_adapter(tmp_path / "mine", tiny_model, size=1.0)
+    argv = ["--model-path", str(tiny_model), "--device", "cpu", "--dtype", "float32", "--lora-modules", f"mine={path}"]
+    answers = []
+    for name in (None, "mine"):
+        async with loaded(parse_arguments(argv, {}), name) as model:
+            request = await model.request("r", [9, 30, 41], SamplingParams(max_tokens=6, seed=1), Selection())
+            assert (request.adapter and request.adapter.name) == name
+            answers.append(replay(model.stepper, request, 6).token_ids)
+            recorded = receipt_of_mine()
+            recorded.model.adapter.digest = model.server.adapters["mine"]
+            check_model_digest(model.server, recorded)
+    assert answers[0] != answers[1]
 
 
 async def test_an_answer_goes_on_in_its_own_adapter_alone() -> None:
@@ -123,7 +140,20 @@ async def test_an_answer_goes_on_in_its_own_adapter_alone() -> None:
         assert (found.lora_name, found.generated_token_ids) == (name, generated)
 
 
-async def test_adapters_are_registered_again_until_the_worker_leaves(
+async def test_an_answer_does_not_go_on_in_another_adapter_of_its_name() -> None:
+    store = Memory()
+    record = await worker(store).begin("a", dataclasses.replace(boundary_request(1, 2), lora_name="m", lora_digest="d"))
+    record.write(7)
+    await record.wait_written()
+    moved = dataclasses.replace(boundary_request(1, 2, 5, max_tokens=8), lora_name="m", lora_digest="e")
+    with pytest.raises(InvalidRequest, match="adapter is 'd' on the worker that began the answer and 'e' on this one"):
+        await worker(store).begin("a", moved)
+    assert (
+        await worker(store).begin("a", dataclasses.replace(moved, lora_digest="d"))
+    ).request.generated_token_ids == [5]
+
+
+async def test_adapters_are_registered_again_for_late_frontends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     registered: list[str] = []
@@ -136,6 +166,8 @@ async def test_adapters_are_registered_again_until_the_worker_leaves(
     monkeypatch.setattr(dynamo_adapters, "_register", register)
     monkeypatch.setattr(dynamo_adapters, "PAUSES_S", (0.0, 0.0, 0.0))
     info = dataclasses.replace(INFO, adapters=ADAPTERS)
-    await dynamo_adapters.register_adapters(None, info, ARGUMENTS, lambda: len(registered) == 4)
-    assert registered == ["mine", "other"] * 2
+    models = dynamo_adapters.AdapterModels(None, info, ARGUMENTS, forget=lambda name: None)
+    models.begin()
+    await asyncio.gather(*models._again.values())
+    assert registered == ["mine", "other"] * 3
     assert "the LoRA adapter mine is not registered: discovery is away" in caplog.text

@@ -18,7 +18,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "engine_args": _VLLM,
     **dict.fromkeys(("constant_step_s", "constant_prompt_rate"), _CONSTANT),
     **dict.fromkeys(("modality", "allowed_local_media_path", "allowed_media_domains"), _VLLM),
-    "lora_modules": (*_TRTLLM, *_VLLM),
+    "lora_modules": (*_EMBEDDED, *_TRTLLM, *_VLLM),
     **dict.fromkeys(("history", "processor_errors", "override_engine_args"), _TRTLLM),
     **dict.fromkeys(
         (
@@ -92,7 +92,6 @@ _RUNTIMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_ONLY_NATS, ("nats",)),
     **dict.fromkeys(_ONLY_OPENENGINE, ("openengine",)),
     **dict.fromkeys(("metrics_port", "metrics_host"), ("nats", "openengine")),
-    "lora_modules": ("dynamo", "nats"),
 }
 """Runtimes that honour an option, for those that not every runtime honours."""
 
@@ -163,7 +162,7 @@ def refuse_contradictions(a: Arguments) -> None:
         _refuse_constant_contradictions(a)
     if a.served_model_name in dict(a.lora_modules):
         raise ConfigurationError(f"--lora-modules: {a.served_model_name} is the name of the model itself")
-    if a.lora_modules and a.disaggregation_mode not in ("aggregated", "agg"):
+    if a.lora_modules and a.engine != "embedded" and a.disaggregation_mode not in ("aggregated", "agg"):
         problem = "adapters are registered with aggregated workers alone"
         raise ConfigurationError(f"--lora-modules with --disaggregation-mode {a.disaggregation_mode}: {problem}")
     if a.modality != "text" and a.disaggregation_mode not in ("aggregated", "agg"):

@@ -224,8 +224,8 @@ class Arguments:
     )
     lora_modules: tuple[tuple[str, str], ...] = option(
         (),
-        "With --engine vllm or trtllm: LoRA adapters that requests choose as their model, NAME=DIRECTORY, several "
-        "separated by commas or given one by one.",
+        "LoRA adapters in peft's form that requests choose as their model, NAME=DIRECTORY, several separated by commas "
+        "or given one by one.",
         parse=named_directories,
         many=True,
     )

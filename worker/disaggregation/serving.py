@@ -87,7 +87,7 @@ class DisaggregatedServing:
             return self._local_prefill("missing")
         assert self._seal is not None
         opened = self._seal.open(given)
-        found = params.read(opened.body, request.token_ids, selection)
+        found = params.read(opened.body, request.token_ids, selection, request.lora_digest)
         return self._local_prefill("late") if opened.is_late else ReadKv(found.kv, found.num_cached_tokens)
 
     def _local_prefill(self, reason: str) -> LocalPrefill:
@@ -119,17 +119,20 @@ class DisaggregatedServing:
         """The request with this id, if there is one, has ended."""
         self._local.pop(request_id, None)
 
-    def transfer_params(self, prompt: Sequence[int], selection: Selection, delta: TokenDelta) -> dict[str, Any]:
+    def transfer_params(
+        self, prompt: Sequence[int], selection: Selection, delta: TokenDelta, adapter: str | None = None
+    ) -> dict[str, Any]:
         """The sealed ``disaggregated_params`` of a prefill worker's only chunk.
 
         Args:
             prompt: Token ids.
             selection: The request's processors.
             delta: Last delta of the engine, with the handle of the KV.
+            adapter: Digest of the request's LoRA adapter, None for the model itself.
         """
         assert delta.kv is not None
         assert self._seal is not None
-        written = params.write(prompt, selection, delta.kv, delta.num_cached_tokens)
+        written = params.write(prompt, selection, delta.kv, delta.num_cached_tokens, adapter)
         return self._seal.close(written, self._lease_s)
 
 

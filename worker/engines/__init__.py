@@ -63,7 +63,8 @@ class EngineInfo:
             compare it.
         kv_dtype: Data type of the stored keys and values, and that in which they were computed if
             it is another one; compared likewise.
-        adapters: Digests of the LoRA adapters that requests may choose, by name.
+        adapters: Digests of the LoRA adapters that requests may choose, by name; those of now,
+            where the engine loads and unloads them.
         honours_priority: The waiting queue is ordered by the requests' priorities.
         honours_choice: Requests with one seed that differ in `EngineRequest.choice` are served.
         reports_blocks: `ServingEngine.report_blocks` tells of the cached blocks.

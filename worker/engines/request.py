@@ -88,6 +88,8 @@ class EngineRequest:
         cache_salt: Requests share the KV of a common prefix only if they have the same salt.
         lora_name: LoRA adapter, one of `EngineInfo.adapters`; None for the model itself.
         images: Pictures of the prompt, only where `EngineInfo.takes_images`.
+        lora_digest: Digest of the adapter that was meant: an engine that has another one of this
+            name by now refuses the request.
         hints: Facts that change no token.
         defaulted: Names of the fields of `params` whose values are the model's, since the request
             leaves them unset.
@@ -104,6 +106,7 @@ class EngineRequest:
     cache_salt: str | None = None
     lora_name: str | None = None
     images: Sequence[ImageInput] = ()
+    lora_digest: str | None = None
     hints: RequestHints = NO_HINTS
     defaulted: frozenset[str] = frozenset()
 

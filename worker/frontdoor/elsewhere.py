@@ -12,7 +12,7 @@ _NO_VECTORS = "the models served generate text, and none makes embeddings"
 _NO_SCORES = "the models served generate text; echo with logprobs of POST /v1/completions scores a text"
 _NO_SOUND = "the models served read and write text"
 _NO_CONTROL = "it would change the server for all clients; an operator sets options at start (docs/operations.md)"
-_ADAPTERS = "adapters are not loaded while serving (docs/models.md)"
+_ADAPTERS = "adapters are loaded at a worker's --engine-port (docs/models.md)"
 
 ELSEWHERE: dict[str, str] = {
     # OpenAI

@@ -17,8 +17,11 @@ from worker.requests.request import GenerationRequest
 
 VERSION = 3
 
-_WITHOUT_WEIGHTS = 2
-"""The version before `Boundary.weights`, of workers whose weights never change."""
+_WITHOUT_DIGESTS = 2
+"""The version before `Boundary.weights` and `Boundary.adapter`, of workers whose weights never
+change."""
+
+_DIGESTS = {"weights": "", "adapter": ""}
 
 MAX_COUNT = 2**53
 """Tokens and attempts at most: every JSON parser reads it exactly."""
@@ -44,6 +47,7 @@ class Boundary:
         kv_dtype: See `EngineInfo.kv_dtype`.
         weights: Digest of the weights of its newest tokens, where an update has changed them; see
             `worker.engines.weights.WeightVersion`.
+        adapter: Digest of the LoRA adapter that the answer is computed with, empty for none.
         is_answered: The answer has ended, but the frontend may not have all of it yet.
     """
 
@@ -57,6 +61,7 @@ class Boundary:
     numerics: str = ""
     kv_dtype: str = ""
     weights: str = ""
+    adapter: str = ""
     is_answered: bool = False
 
     @classmethod
@@ -84,6 +89,7 @@ class Boundary:
             numerics=numerics,
             kv_dtype=kv_dtype,
             weights=weights,
+            adapter=request.lora_digest or "",
         )
 
     def begins(self, token_ids: Sequence[int]) -> bool:
@@ -115,12 +121,12 @@ class Boundary:
             and self.begins(request.prompt_token_ids)
         )
 
-    def difference(self, numerics: str, kv_dtype: str, weights: str = "") -> str | None:
+    def difference(self, numerics: str, kv_dtype: str, weights: str = "", adapter: str = "") -> str | None:
         """Difference of this worker from the one that began the answer; None if there is none.
 
         Where they differ, the answer would be one that neither of them gives.
         """
-        ours = {"numerics": numerics, "kv_dtype": kv_dtype, "weights": weights}
+        ours = {"numerics": numerics, "kv_dtype": kv_dtype, "weights": weights, "adapter": adapter}
         for name, here in ours.items():
             if (there := getattr(self, name)) != here:
                 return f"{name} is {there!r} on the worker that began the answer and {here!r} on this one"
@@ -138,12 +144,12 @@ class Boundary:
             found: Any = json.loads(data)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
-        if not isinstance(found, dict) or found.get("version") not in (VERSION, _WITHOUT_WEIGHTS):
+        if not isinstance(found, dict) or found.get("version") not in (VERSION, _WITHOUT_DIGESTS):
             raise ValueError(f"it is not of version {VERSION}")
         if found.pop("digest", None) != _digest(found):
             raise ValueError("it was altered")
-        if found.pop("version") == _WITHOUT_WEIGHTS and "weights" not in found:
-            found["weights"] = ""
+        if found.pop("version") == _WITHOUT_DIGESTS and not found.keys() & _DIGESTS.keys():
+            found |= _DIGESTS
         if set(found) != {field.name for field in fields(cls)}:
             raise ValueError("its fields are not those of this version")
         boundary = cls(**found)
@@ -161,7 +167,7 @@ class Boundary:
                 raise ValueError(f"{name} is {shown(value)}")
         if self.min_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError("min_tokens is above max_tokens")
-        texts = ("owner", "prompt_digest", "numerics", "kv_dtype", "weights")
+        texts = ("owner", "prompt_digest", "numerics", "kv_dtype", "weights", "adapter")
         if any(not isinstance(getattr(self, name), str) for name in texts) or len(self.owner) > MAX_OWNER:
             raise ValueError(f"{', '.join(texts)} must be short texts")
         if not isinstance(self.is_answered, bool):

@@ -122,7 +122,8 @@ class BoundaryRecords:
 
     def _continuation(self, request: GenerationRequest, found: Boundary) -> GenerationRequest:
         """See `continuation`; a prefill worker is asked for one token more than there are."""
-        difference = found.difference(self._numerics, self._kv_dtype, self._weights())
+        ours = (self._numerics, self._kv_dtype, self._weights(), request.lora_digest or "")
+        difference = found.difference(*ours)
         if difference is not None:
             raise InvalidRequest("request id", f"its answer cannot go on here: {difference}")
         num_generated = len(request.prompt_token_ids) - found.prompt_length

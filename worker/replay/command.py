@@ -84,16 +84,15 @@ async def _main(options: argparse.Namespace, arguments: Arguments, recorded: Rec
     receipt = recorded.receipt
     _check_position(options.position, receipt)
     on_vllm = arguments.engine == "vllm" and options.position is None and options.answer_file is None
-    check_adapter(receipt, dict(arguments.lora_modules), on_vllm=on_vllm)
+    check_adapter(receipt, dict(arguments.lora_modules))
+    lora_name = None if receipt.model.adapter is None else receipt.model.adapter.name
     if on_vllm:
         check_weights(receipt, None)
         async with started(arguments) as engine:
             asked = _asked(options, arguments, recorded, engine.server, engine.chains)
-            adapter = receipt.model.adapter
-            lora_name = None if adapter is None else adapter.name
             replayed = await engine.replay(*asked, receipt.generated_tokens, lora_name)
             return _tell(replayed, engine.server, receipt)
-    async with loaded(arguments) as model:
+    async with loaded(arguments, lora_name) as model:
         check_weights(receipt, model.weights_digest)
         asked = _asked(options, arguments, recorded, model.server, model.chains)
         if options.answer_file is not None:

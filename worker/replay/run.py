@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -37,6 +37,7 @@ class LoadedModel:
         info: Description of the engine.
         server: Record of the worker in receipts.
         chains: Builder of the requests' chains.
+        lora_name: LoRA adapter that computes them, None for the model itself.
     """
 
     arguments: Arguments
@@ -44,6 +45,7 @@ class LoadedModel:
     info: EngineInfo
     server: ServerRecord
     chains: ServedChainBuilder
+    lora_name: str | None = None
 
     def weights_digest(self) -> str:
         """See `worker.engines.embedded.serving.weights_digest`. Raises `ConfigurationError`."""
@@ -75,7 +77,9 @@ class LoadedModel:
             InvalidRequest: it cannot be served.
         """
         asked = await prepared(self.chains, self.info, name, prompt, params, selection, choice)
-        return admit(asked, 0, self.stepper.model, self.info.context_length)
+        adapters = self.stepper.adapters
+        adapter = None if adapters is None else adapters.of(replace(asked, lora_name=self.lora_name))
+        return admit(asked, 0, self.stepper.model, self.info.context_length, adapter)
 
     def tap(self, request: Request, copy: Request, **options: Any) -> PositionTap:
         """A tap on the request; `options` as of `PositionTap`."""
@@ -99,8 +103,8 @@ async def prepared(
 
 
 @asynccontextmanager
-async def loaded(arguments: Arguments) -> AsyncIterator[LoadedModel]:
-    """The model of the options, in this process.
+async def loaded(arguments: Arguments, lora_name: str | None = None) -> AsyncIterator[LoadedModel]:
+    """The model of the options, in this process, or a LoRA adapter of it.
 
     Raises:
         ServingError: it cannot be loaded, or a request to it is refused.
@@ -116,7 +120,7 @@ async def loaded(arguments: Arguments) -> AsyncIterator[LoadedModel]:
     stepper, info = load(config)
     chains = make_chain_builder(arguments, info, CollectorRegistry(), renders_templates=True)
     try:
-        yield LoadedModel(arguments, stepper, info, ServerRecord.of(info, arguments, digest), chains)
+        yield LoadedModel(arguments, stepper, info, ServerRecord.of(info, arguments, digest), chains, lora_name)
     except InvalidRequest as error:
         raise ConfigurationError(f"request: {error}") from None
     finally:

@@ -10,27 +10,19 @@ from worker.replay.run import Replayed
 from worker.requests.receipts import ServerRecord, TokenDigest
 
 
-def check_adapter(receipt: RecordedReceipt, given: Collection[str], *, on_vllm: bool) -> None:
+def check_adapter(receipt: RecordedReceipt, given: Collection[str]) -> None:
     """Raises `ConfigurationError` if an answer of a LoRA adapter cannot be made again.
 
     Args:
         receipt: The receipt.
         given: Names of the adapters in ``--lora-modules``.
-        on_vllm: Whether vLLM makes the answer again; the embedded engine loads no adapters.
     """
-    if receipt.model.adapter is None:
-        return
-    name = receipt.model.adapter.name
-    problem = None
-    if not on_vllm:
-        problem = (
-            "which the embedded engine does not load; replay the answer with --engine vllm, "
-            "without --answer-file and --position"
+    adapter = receipt.model.adapter
+    if adapter is not None and adapter.name not in given:
+        raise ConfigurationError(
+            f"model.adapter: the answer is of the LoRA adapter {adapter.name}, so give its directory too: "
+            f"--lora-modules {adapter.name}=DIRECTORY"
         )
-    elif name not in given:
-        problem = f"so give its directory too: --lora-modules {name}=DIRECTORY"
-    if problem is not None:
-        raise ConfigurationError(f"model.adapter: the answer is of the LoRA adapter {name}, {problem}")
 
 
 def check_weights(receipt: RecordedReceipt, weights_digest: Callable[[], str] | None) -> None:

@@ -109,11 +109,11 @@ class ServerRecord:
         model = arguments.served_model_name
         return cls(info.name, info.version, info.computed_by, options, model, found, info.adapters)
 
-    def as_json(self, lora_name: str | None) -> dict[str, Any]:
+    def as_json(self, lora_name: str | None, lora_digest: str | None) -> dict[str, Any]:
         """JSON data for the receipt of a request to the model or to one of its adapters."""
         model: dict[str, Any] = {"name": self.model, "digest": self.model_digest}
         if lora_name is not None:
-            model["adapter"] = {"name": lora_name, "digest": self.adapters[lora_name]}
+            model["adapter"] = {"name": lora_name, "digest": lora_digest}
         return {
             "engine": {
                 "name": self.engine,
@@ -144,7 +144,7 @@ class RequestReceipt:
     def __init__(
         self, server: ServerRecord, engine_request: EngineRequest, selection: Selection, *, smoke: bool = False
     ) -> None:
-        self._server = server.as_json(engine_request.lora_name)
+        self._server = server.as_json(engine_request.lora_name, engine_request.lora_digest)
         self._prompt = TokenDigest(engine_request.prompt_token_ids)
         self._answer = TokenDigest(engine_request.generated_token_ids)
         self._num_images = len(engine_request.images)

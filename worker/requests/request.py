@@ -71,6 +71,7 @@ class GenerationRequest:
         cache_salt: Requests share KV only with those of the same salt.
         lora_name: LoRA adapter that the client chose as its model; None for the model itself.
         images: Pictures of the prompt.
+        lora_digest: Digest of the adapter of that name that this worker has, set by `Preparation`.
         priority: Urgency beside other requests; 0 is usual, and more is sooner.
         dp_rank: Data parallel rank that the router chose, None where it chose none.
         session_id: Session of the client that it belongs to, None where the client says none.
@@ -92,6 +93,7 @@ class GenerationRequest:
     cache_salt: str | None = None
     lora_name: str | None = None
     images: tuple[ImageInput, ...] = ()
+    lora_digest: str | None = None
     priority: float = 0
     dp_rank: int | None = None
     session_id: str | None = None

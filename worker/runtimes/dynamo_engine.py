@@ -25,9 +25,9 @@ from worker.processors.builder import make_chain_builder
 from worker.requests.refusals import refusal_chunk
 from worker.requests.response import STOP_STRING, STOP_TOKEN
 from worker.runtimes import dynamo as runtime
-from worker.runtimes.dynamo_adapters import register_adapters
+from worker.runtimes.dynamo_adapters import AdapterEndpoints, AdapterModels, endpoints_wanted
 from worker.runtimes.dynamo_rl import RlEndpoint, has_rl_workers
-from worker.runtimes.file_discovery import entries_of, keep_registered
+from worker.runtimes.file_discovery import FileEntries, entries_of, keep_registered
 from worker.server import RequestServer
 from worker.server.description import describe
 from worker.server.preparation import MakeChains
@@ -58,7 +58,9 @@ class WorkerEngine(LLMEngine):
         )
         self._registration: asyncio.Task[None] | None = None
         self._passes: runtime.PlannerReports | None = None
-        self._adapters: asyncio.Task[None] | None = None
+        self._adapters: AdapterModels | None = None
+        self._adapter_endpoints: AdapterEndpoints | None = None
+        self._entries: FileEntries | None = None
         self._rl: RlEndpoint | None = None
 
     @classmethod
@@ -74,7 +76,7 @@ class WorkerEngine(LLMEngine):
 
     async def start(self, worker_id: int) -> EngineConfig:
         info, arguments = await self.server.load(), self.server.arguments
-        entries = entries_of(arguments.discovery_backend, os.environ, worker_id)
+        self._entries = entries = entries_of(arguments.discovery_backend, os.environ, worker_id)
         if entries is not None:
             self._registration = asyncio.create_task(keep_registered(entries, lambda: self.server.is_leaving))
         return runtime.engine_config(info, arguments)
@@ -84,12 +86,19 @@ class WorkerEngine(LLMEngine):
         server = self.server
         if server.engine_port is not None and has_rl_workers():
             self._rl = RlEndpoint(server.arguments, server.engine_port)
-        if server.info.adapters:
-            registering = register_adapters(endpoint, server.info, server.arguments, lambda: server.is_leaving)
-            self._adapters = asyncio.create_task(registering)
+        assert server.adapters is not None
+        self._adapters = AdapterModels(endpoint, server.info, server.arguments, self._forget)
+        self._adapters.begin()
+        server.adapters.publish, server.adapters.withdraw = self._adapters.publish, self._adapters.withdraw
+        if endpoints_wanted(os.environ):
+            self._adapter_endpoints = AdapterEndpoints(server.arguments, server.adapters)
         if server.arguments.publish_forward_pass_metrics and isinstance(server.engine, ReportsForwardPasses):
             self._passes = runtime.PlannerReports(endpoint, server.info.num_dp_ranks)
             server.engine.report_forward_passes(self._passes.publish)
+
+    def _forget(self, adapter: str) -> None:
+        if self._entries is not None:
+            self._entries.forget(adapter)
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """One request. Everything that can refuse it does so before the first chunk."""
@@ -119,9 +128,12 @@ class WorkerEngine(LLMEngine):
 
     async def cleanup(self) -> None:
         """Drain, then stop the engine. Also called after a failed `start`; idempotent."""
-        for task in (self._registration, self._adapters):
-            if task is not None:
-                task.cancel()
+        if self._registration is not None:
+            self._registration.cancel()
+        if self._adapters is not None:
+            self._adapters.close()
+        if self._adapter_endpoints is not None:
+            await self._adapter_endpoints.close()
         if self._passes is not None:
             self._passes.close()
         if self._rl is not None:

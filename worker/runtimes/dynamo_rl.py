@@ -46,7 +46,7 @@ class RlEndpoint:
         self._registry = RLRouteRegistry(self)
         self._registry.add_routes(dict.fromkeys(port.routes.by_name, port.routes.tell))
         loop = asyncio.get_running_loop()
-        with _without_system_port():  # which the worker's own runtime serves
+        with without_system_port():  # which the worker's own runtime serves
             self._runtime = DistributedRuntime(loop, arguments.discovery_backend, arguments.request_plane)
         self._endpoint = self._runtime.endpoint(f"{arguments.namespace}.{arguments.component}.{ENDPOINT}")
         self._serving = asyncio.ensure_future(self._endpoint.serve_endpoint(self._answer))
@@ -67,7 +67,8 @@ class RlEndpoint:
 
 
 @contextmanager
-def _without_system_port() -> Iterator[None]:
+def without_system_port() -> Iterator[None]:
+    """Hides the port of Dynamo's system server from a second runtime in this process."""
     port = os.environ.pop(_SYSTEM_PORT, None)
     try:
         yield

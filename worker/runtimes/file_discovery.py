@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import subprocess
@@ -66,6 +67,11 @@ class FileEntries:
     def paths(self) -> list[Path]:
         """Paths of all entries that it has seen."""
         return sorted(self._contents)
+
+    def forget(self, adapter: str) -> None:
+        """Do not write the entry of a LoRA adapter again, which is about to be removed."""
+        named = f'"lora":{{"name":{json.dumps(adapter, ensure_ascii=False)}'.encode()
+        self._contents = {path: content for path, content in self._contents.items() if named not in content}
 
     def check(self) -> list[Path]:
         """Write those again that are missing since the last call.

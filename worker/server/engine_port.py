@@ -1,4 +1,6 @@
-"""``--engine-port``: HTTP for a trainer that changes the weights of a worker that serves."""
+"""``--engine-port``: HTTP for operators and trainers that change the weights or the LoRA adapters
+of a worker that serves.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ from adapters.strict_json import read_object
 from worker.arguments import Arguments, KnownKeys, keys_in
 from worker.engines import ServingEngine
 from worker.errors import StartupError, one_line
+from worker.server.adapters import ServedAdapters
 from worker.server.engine_routes import Asked, EngineRoutes
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "/engine/"
+
+VLLM_PREFIX, OF_VLLM = "/v1/", ("load_lora_adapter", "unload_lora_adapter")
+"""Prefix with which vLLM has these routes."""
 
 SILENCE_S = 60.0
 """Seconds without a byte after which a sender is given up."""
@@ -136,8 +142,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.port.is_key(self.headers.get("Authorization", "")):
             raise Refused(401, "Authorization: must be Bearer and a key of --engine-key-file")
         url, routes = urlsplit(self.path), self.port.routes
-        name = url.path.removeprefix(PREFIX)
-        if not url.path.startswith(PREFIX) or name not in routes.by_name:
+        prefix = next((each for each in (VLLM_PREFIX, PREFIX) if url.path.startswith(each)), None)
+        name = url.path.removeprefix(prefix or "")
+        if name not in (routes.by_name if prefix == PREFIX else OF_VLLM if prefix else ()):
             raise Refused(404, f"there is no such route; there are {', '.join(sorted(routes.by_name))}")
         if self.command == "GET" and name not in routes.READS:
             raise Refused(405, f"{PREFIX}{name} must be asked by POST")
@@ -238,7 +245,7 @@ def _as_bytes(key: str) -> bytes:
     return key.encode("utf-8", "surrogateescape")
 
 
-def open_engine_port(arguments: Arguments, engine: ServingEngine) -> EnginePort | None:
+def open_engine_port(arguments: Arguments, engine: ServingEngine, adapters: ServedAdapters) -> EnginePort | None:
     """The port of ``--engine-port``, None without one.
 
     Raises:
@@ -248,6 +255,7 @@ def open_engine_port(arguments: Arguments, engine: ServingEngine) -> EnginePort 
         return None
     keys = keys_in(arguments.engine_key_file, "--engine-key-file")
     try:
-        return EnginePort(arguments.engine_host, arguments.engine_port, keys, EngineRoutes(engine, arguments))
+        routes = EngineRoutes(engine, arguments, adapters)
+        return EnginePort(arguments.engine_host, arguments.engine_port, keys, routes)
     except OSError as error:
         raise StartupError(f"--engine-port {arguments.engine_port}: {error.strerror or error}") from None

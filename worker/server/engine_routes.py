@@ -15,6 +15,7 @@ from typing import Any
 
 from worker.arguments import Arguments
 from worker.engines import ServingEngine
+from worker.engines.lora_adapters import UnknownAdapter
 from worker.engines.weights import (
     PAUSE_MODES,
     ChangesWeights,
@@ -26,6 +27,8 @@ from worker.engines.weights import (
     WrongState,
 )
 from worker.errors import Draining, EngineBroken, InvalidRequest, ServingError, StartupError, shown
+from worker.server.adapters import MAX_NAME as MAX_ADAPTER_NAME
+from worker.server.adapters import ServedAdapters
 
 MAX_JSON_BYTES = 2**16
 
@@ -55,6 +58,7 @@ _UNSUPPORTED = {
 """Reasons why an engine has no `UpdatesWeights`."""
 
 STATUS: tuple[tuple[type[ServingError], int], ...] = (
+    (UnknownAdapter, 404),
     (InvalidRequest, 400),
     (WeightsRefused, 400),
     (WrongState, 409),
@@ -88,18 +92,20 @@ class EngineRoutes:
     Args:
         engine: Engine of the worker, started.
         arguments: Options of the worker.
+        adapters: LoRA adapters of the worker.
 
     Attributes:
         counts: Updates by outcome: ``done``, ``refused``, or ``interrupted``, whose sender left.
         by_name: Routes by the last part of their path.
     """
 
-    READS: frozenset[str] = frozenset(("get_weight_version", "weights"))
+    READS: frozenset[str] = frozenset(("get_weight_version", "weights", "lora_adapters"))
     """Routes that may be asked by GET."""
 
-    def __init__(self, engine: ServingEngine, arguments: Arguments) -> None:
+    def __init__(self, engine: ServingEngine, arguments: Arguments, adapters: ServedAdapters) -> None:
         self._engine = engine
         self._arguments = arguments
+        self._adapters = adapters
         self.counts: Counter[str] = Counter(done=0, refused=0, interrupted=0)
         self.by_name: Mapping[str, Route] = {
             "get_weight_version": self._version,
@@ -116,6 +122,9 @@ class EngineRoutes:
             "wake": self._wake,
             "wake_up": self._wake,
             "liveness_probe": self._liveness_probe,
+            "lora_adapters": self._list_adapters,
+            "load_lora_adapter": self._load_adapter,
+            "unload_lora_adapter": self._unload_adapter,
         }
 
     async def answer(self, name: str, asked: Asked) -> tuple[int, Answer]:
@@ -251,6 +260,26 @@ class EngineRoutes:
         _check_names(asked, ())
         await self._weights.wake()
         return {"state": self._weights.weights_state}
+
+    async def _list_adapters(self, asked: Asked) -> Answer:
+        _check_names(asked, ())
+        return {"adapters": self._adapters.digests}
+
+    async def _load_adapter(self, asked: Asked) -> Answer:
+        """Fields and message are vLLM's."""
+        _check_names(asked, ("lora_name", "lora_path", "load_inplace"))
+        name, path = _text(asked.fields, "lora_name", MAX_ADAPTER_NAME), _text(asked.fields, "lora_path", 4096)
+        replaces = asked.fields.get("load_inplace", False)
+        if not isinstance(replaces, bool):
+            raise InvalidRequest("load_inplace", f"must be true or false, got {shown(replaces)}")
+        digest = await self._adapters.load(name, path, replaces=replaces)
+        return {"message": f"Success: LoRA adapter '{name}' added successfully.", "lora_name": name, "digest": digest}
+
+    async def _unload_adapter(self, asked: Asked) -> Answer:
+        _check_names(asked, ("lora_name", "lora_int_id"))
+        name = _text(asked.fields, "lora_name", MAX_ADAPTER_NAME)
+        await self._adapters.unload(name)
+        return {"message": f"Success: LoRA adapter '{name}' removed successfully.", "lora_name": name}
 
     async def _liveness_probe(self, asked: Asked) -> Answer:
         _check_names(asked, ())

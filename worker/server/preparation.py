@@ -7,6 +7,7 @@ import random
 import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -98,11 +99,16 @@ class Preparation:
     def parse(self, raw: Mapping[str, Any]) -> GenerationRequest:
         """The typed request. Raises `InvalidRequest`."""
         request = parse_request(raw, self._limits)
-        if request.lora_name is not None and request.lora_name not in self.info.adapters:
+        return request if request.lora_name is None else replace(request, lora_digest=self._digest(request.lora_name))
+
+    def _digest(self, lora_name: str) -> str:
+        """Digest of the adapter of this name. Raises `InvalidRequest` if there is none."""
+        digest = self.info.adapters.get(lora_name)
+        if digest is None:
             served = ", ".join(sorted(self.info.adapters)) or "none"
-            problem = f"this worker has no LoRA adapter {shown(request.lora_name)}; it has {served}"
+            problem = f"this worker has no LoRA adapter {shown(lora_name)}; it has {served}"
             raise InvalidRequest("routing.lora_name", problem)
-        return request
+        return digest
 
     def without_chain(
         self,
@@ -130,6 +136,7 @@ class Preparation:
             cache_salt=request.cache_salt,
             lora_name=request.lora_name,
             images=request.images,
+            lora_digest=request.lora_digest,
             hints=hints,
             defaulted=defaulted,
         )

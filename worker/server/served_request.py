@@ -199,7 +199,9 @@ class ServedRequest:
         if safe.kv is not None:
             assert self.record is not None
             tokens = self.record.request.token_ids
-            chunk["disaggregated_params"] = self._disaggregation.transfer_params(tokens, self._selection, safe)
+            chunk["disaggregated_params"] = self._disaggregation.transfer_params(
+                tokens, self._selection, safe, self.record.request.lora_digest
+            )
         if safe.finish_reason is not None:
             self._reports.metrics.count_outcome(safe.finish_reason)
         elif not chunk["token_ids"] and "engine_data" not in chunk:

@@ -34,6 +34,7 @@ from worker.requests.client import client_of
 from worker.requests.deadline import until
 from worker.requests.receipts import digest_of_model
 from worker.requests.refusals import ONLY_CHECKED, asks, empty_chunk
+from worker.server.adapters import ServedAdapters
 from worker.server.engine_port import EnginePort, open_engine_port
 from worker.server.kv_load import KvLoad
 from worker.server.preparation import MakeChains, Preparation
@@ -56,6 +57,7 @@ class RequestServer:
         reports: Reports of requests to operators.
         disaggregation: Role of the worker in disaggregated serving.
         smoke: Whether every answer is ``Hello world!``.
+        adapters: LoRA adapters of the worker, None before `load`.
         engine_port: The port of ``--engine-port``, None without, and before `load`.
     """
 
@@ -92,6 +94,7 @@ class RequestServer:
         self.smoke = smoke
         self._shut_down = shut_down
         self.preparation: Preparation | None = None
+        self.adapters: ServedAdapters | None = None
         self.engine_port: EnginePort | None = None
         self._preparing: dict[str, ServedRequest] = {}
         self._faults = FaultWindow()
@@ -130,16 +133,17 @@ class RequestServer:
             self.engine.tell_broken(self.fail)
             self.engine.tell_load(self.kv_load.report)
         _publish_engine(self.engine, info, self.disaggregation, self.metrics)
-        self._open_engine_port()
+        self.adapters = ServedAdapters(self.engine, info, self.arguments.served_model_name)
+        self._open_engine_port(self.adapters)
         return info
 
     def _updated_weights(self) -> str:
         weights = self.engine.weights if isinstance(self.engine, ChangesWeights) else None
         return "" if weights is None else weights.weight_version.updated_digest
 
-    def _open_engine_port(self) -> None:
+    def _open_engine_port(self, adapters: ServedAdapters) -> None:
         try:
-            self.engine_port = open_engine_port(self.arguments, self.engine)
+            self.engine_port = open_engine_port(self.arguments, self.engine, adapters)
         except StartupError as error:
             self.startup_error = one_line(error)
             raise

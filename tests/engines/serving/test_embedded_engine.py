@@ -465,7 +465,14 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._heard: asyncio.Queue[None] = asyncio.Queue()
 
-    def stored(self, parent_hash: int | None, block_hashes: Sequence[int], token_ids: Sequence[int]) -> None:
+    def stored(
+        self,
+        parent_hash: int | None,
+        block_hashes: Sequence[int],
+        token_ids: Sequence[int],
+        cache_salt: str | None = None,
+        lora_name: str | None = None,
+    ) -> None:
         assert parent_hash is None or parent_hash in self.known
         size = len(token_ids) // len(block_hashes)
         for place, each in enumerate(block_hashes):
@@ -488,7 +495,7 @@ async def test_a_late_router_hears_of_known_blocks_at_once(
     await collect(engine, "one", prompt, params(2))
     assert kv_cache(engine)._index.events is None
     router = Router()
-    engine.report_blocks(router)  # type: ignore[arg-type]
+    engine.report_blocks(router)
     await router.hears(3)  # at once, not with the next step: there is none
     assert sorted(router.known.values()) == sorted(prompt[start : start + 16] for start in (0, 16, 32))
     await collect(engine, "two", [*prompt, *range(60, 80)], params(2))

@@ -56,7 +56,7 @@ def test_a_foreign_one_is_refused_by_name(foreign: Any) -> None:
 
 
 def test_another_version_is_refused_with_both() -> None:
-    assert "version: must be 1, got 2" in refused(payload() | {"version": 2})
+    assert "version: must be 2, got 1" in refused(payload() | {"version": 1})
 
 
 def test_names_are_complete_and_known() -> None:
@@ -85,6 +85,14 @@ def test_one_for_another_prompt_is_refused(prompt: list[int]) -> None:
 )
 def test_one_for_other_processors_is_refused(selection: Selection) -> None:
     assert "was made for other processors" in refused(payload(), selection=selection)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("d", "e"), ("d", None), (None, "e")])
+def test_one_for_another_adapter_is_refused(theirs: str | None, ours: str | None) -> None:
+    written = dict(over_the_wire(params.write(PROMPT, CHOSEN, handle_as_json(HANDLE), 16, theirs)))
+    assert params.read(written, PROMPT, CHOSEN, theirs).adapter == theirs
+    with pytest.raises(InvalidRequest, match="adapter: was made for another LoRA adapter"):
+        params.read(written, PROMPT, CHOSEN, ours)
 
 
 def test_where_processors_were_asked_for_does_not_matter() -> None:

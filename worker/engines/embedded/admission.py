@@ -11,6 +11,7 @@ from adapters.chain import ProcessorFailed
 from adapters.contract import Context
 from adapters.vocabulary import Vocabulary
 from worker.engines.chain_members import begin, other_members
+from worker.engines.embedded.adapters import LoadedAdapter
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling.chain_replay import resume
 from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
@@ -58,6 +59,7 @@ def admit(
     number: int,
     model: Model,
     context_length: int,
+    adapter: LoadedAdapter | None = None,
     *,
     allowed: AbstractSet[str] = frozenset(),
 ) -> Request:
@@ -68,6 +70,7 @@ def admit(
         number: Id of the request within the engine.
         model: Model that answers.
         context_length: Longest prompt + answer, in tokens.
+        adapter: LoRA adapter that computes it, None for the model itself.
         allowed: Fields of `REFUSED` that the caller serves itself.
 
     Raises:
@@ -98,6 +101,7 @@ def admit(
             temperature=temperature_of(params, chain),
             choice=engine_request.choice,
             cache_salt=engine_request.cache_salt,
+            adapter=adapter,
             client=engine_request.hints.client,
             speculates=chain is None or chain.speculates,
         )

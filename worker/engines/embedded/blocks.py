@@ -10,6 +10,9 @@ from hashlib import blake2b
 ROOT = 0
 """Parent hash of a sequence's first block."""
 
+_ADAPTED = -1
+"""No token and no number of updates, so that no salt makes the root of an adapter."""
+
 
 @dataclass(eq=False, slots=True)
 class Block:
@@ -20,12 +23,14 @@ class Block:
         parent: The block before it, None for the first of a sequence.
         tokens: Token ids, as many as a block has.
         pages: The pages that hold its KV.
+        lora_name: LoRA adapter that computed it, for a router; its digest is in the hash.
     """
 
     hash: int
     parent: Block | None
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
+    lora_name: str | None = None
 
     def is_made_of(self, parent: Block | None, tokens: list[int]) -> bool:
         """Whether this is the block of `tokens` after `parent`: equal hashes do not prove it."""
@@ -41,13 +46,16 @@ def hash_block(parent: int, tokens: Sequence[int]) -> int:
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 
-def root_of(cache_salt: str | None, num_updates: int = 0) -> int:
+def root_of(cache_salt: str | None, num_updates: int = 0, adapter: str | None = None) -> int:
     """Parent hash of a sequence's first block: sequences of different salts share no block, nor do
-    those computed with different weights.
+    those computed with different weights or LoRA adapters.
 
     Args:
         cache_salt: Salt of the request, None for none.
         num_updates: Updates of the weights since the engine started.
+        adapter: Digest of the LoRA adapter, None for the model itself.
     """
     root = ROOT if cache_salt is None else hash_block(ROOT, list(cache_salt.encode("utf-8", "surrogatepass")))
-    return root if not num_updates else hash_block(root, [num_updates])
+    if num_updates:
+        root = hash_block(root, [num_updates])
+    return root if adapter is None else hash_block(root, [_ADAPTED, *adapter.encode()])

@@ -62,6 +62,7 @@ class EmbeddedConfig:
         kv_lease_s: Seconds until a prefill worker's lease on a prompt's KV times out.
         kv_devices: Network devices over which KV is transferred, as in ``UCX_NET_DEVICES``.
         weight_updates: Whether weights may change while it serves; answers then name their version.
+        lora_modules: Names and directories of LoRA adapters that requests may choose.
         step_timeout_s: Seconds after which a step that has not ended counts as hung and ends the
             process.
     """
@@ -89,6 +90,7 @@ class EmbeddedConfig:
     kv_lease_s: float = 30.0
     kv_devices: str = "lo"
     weight_updates: bool = False
+    lora_modules: tuple[tuple[str, str], ...] = ()
     step_timeout_s: float = 300.0
 
     def check(self) -> None:

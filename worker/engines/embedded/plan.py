@@ -13,6 +13,7 @@ import torch
 from adapters.chain import Planned, ProcessorChain, ProcessorFailed
 from worker.engines import FinishReason, QueueTimes, TokenLogprob
 from worker.engines.embedded import blocks
+from worker.engines.embedded.adapters import LoadedAdapter
 from worker.engines.embedded.logits_tap import LogitsTap
 from worker.engines.weights import WeightVersion
 from worker.sampling import SamplingParams
@@ -51,6 +52,7 @@ class Request:
         tap_error: Failure of `tap`; the request then ends where it would get its next token.
         keeps_kv: Whether its pages are pinned for transfer when it ends; see `KvConnector.lease`.
         cache_salt: Salt of the block hashes: KV is shared among requests of one salt.
+        adapter: LoRA adapter that computes it; None for the model itself.
         speculates: Whether tokens may be drafted for it.
         num_sent: Tokens, from the first on, that are never rewound: the prompt, and what has been
             sent, here or by another worker. Where the chain backtracks, `HeldOutputs` counts on.
@@ -87,6 +89,7 @@ class Request:
     tap_error: str | None = None
     keeps_kv: bool = False
     cache_salt: str | None = None
+    adapter: LoadedAdapter | None = None
     speculates: bool = True
     num_sent: int = 0
     arrival: int = -1
@@ -114,8 +117,9 @@ class Request:
     def hash_blocks(self, block_size: int) -> list[int]:
         """The hashes of all full blocks of `tokens`; each is computed once."""
         hashes, tokens = self.block_hashes, self.tokens
+        adapter = None if self.adapter is None else self.adapter.digest
         for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
-            parent = hashes[-1] if hashes else blocks.root_of(self.cache_salt, self._num_updates)
+            parent = hashes[-1] if hashes else blocks.root_of(self.cache_salt, self._num_updates, adapter)
             hashes.append(blocks.hash_block(parent, tokens[start : start + block_size]))
         return hashes
 

@@ -11,6 +11,7 @@ import torch
 
 from adapters.chain import plan_rows
 from worker.engines import BATCH_SIZES
+from worker.engines.embedded.adapters import LoadedAdapters
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.held_outputs import HeldOutputs
 from worker.engines.embedded.kv_cache import KvCache, choose_page_size
@@ -55,6 +56,7 @@ class Stepper:
         weights: Version of the weights that the next step computes with; None where they do not
             change.
         is_paused: Whether nothing is computed.
+        adapters: LoRA adapters that new requests may choose; None where none can be served.
         gate: Requests that came while none are taken in, with their handles; None while they are.
     """
 
@@ -64,6 +66,7 @@ class Stepper:
         self.connector: KvConnector | None = None
         self.pass_sink: ForwardPassSink | None = None
         self.weights: WeightVersion | None = None
+        self.adapters: LoadedAdapters | None = None
         self.is_paused = False
         self.gate: list[tuple[Request, KvHandle | None]] | None = None
         self.speculator = speculator or Speculator()

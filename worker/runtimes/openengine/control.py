@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from grpc.aio import ServicerContext
 
+from worker.engines.weights import NotSupported
 from worker.errors import Draining, InvalidRequest, ServingError
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.description import RANK, load_info, model_info, server_info
@@ -17,6 +18,7 @@ from worker.runtimes.openengine.inference import Inference
 from worker.runtimes.openengine.kv_events import KEPT_BATCHES, KvEvents
 from worker.runtimes.openengine.request import check_model
 from worker.server import RequestServer
+from worker.server.adapters import ServedAdapters
 
 
 class Control:
@@ -36,6 +38,7 @@ class Control:
         self._inference = inference
         self._events: KvEvents | None = None
         self._address = ("", 0)
+        self._loras: dict[str, wire.LoraAdapter] = {}  # by name, those loaded over this protocol
 
     def publish(self, events: KvEvents, address: tuple[str, int]) -> None:
         """Offer KV events; ``address`` is the host and port that clients reach this worker at."""
@@ -73,13 +76,38 @@ class Control:
         return wire.AbortResponse(status=wire.ABORT_STATUS_ABORTED)
 
     async def load_lora(self, request: wire.LoadLoraRequest, context: ServicerContext) -> wire.LoadLoraResponse:
-        raise _no_lora()
+        adapters, wanted = self._adapters(), request.adapter
+        if wanted.lora_name in adapters.digests:
+            return wire.LoadLoraResponse(adapter=self._lora(wanted.lora_name), already_loaded=True)
+        try:
+            await adapters.load(wanted.lora_name, wanted.source_path)
+        except NotSupported as error:
+            raise Unsupported("adapter", str(error)) from None
+        self._loras[wanted.lora_name] = wanted
+        return wire.LoadLoraResponse(adapter=wanted)
 
     async def unload_lora(self, request: wire.UnloadLoraRequest, context: ServicerContext) -> wire.UnloadLoraResponse:
-        raise _no_lora()
+        try:
+            await self._adapters().unload(request.lora_name)
+        except NotSupported as error:
+            raise Unsupported("lora_name", str(error)) from None
+        adapter = self._lora(request.lora_name)
+        self._loras.pop(request.lora_name, None)
+        return wire.UnloadLoraResponse(adapter=adapter)
 
     async def list_loras(self, request: wire.ListLorasRequest, context: ServicerContext) -> wire.ListLorasResponse:
-        raise _no_lora()
+        return wire.ListLorasResponse(adapters=[self._lora(name) for name in self._adapters().digests])
+
+    def _adapters(self) -> ServedAdapters:
+        self._check_loaded()
+        assert self._server.adapters is not None
+        if not self._server.adapters.are_served:
+            raise Unsupported("lora", "this worker serves no LoRA adapters")
+        return self._server.adapters
+
+    def _lora(self, name: str) -> wire.LoraAdapter:
+        """An adapter with the id that it was loaded with; those of the command line have none."""
+        return self._loras.get(name) or wire.LoraAdapter(lora_name=name)
 
     async def get_kv_event_sources(
         self, request: wire.GetKvEventSourcesRequest, context: ServicerContext
@@ -122,10 +150,6 @@ class Control:
     def _check_loaded(self) -> None:
         if self._server.preparation is None:
             raise Draining("this worker is not serving yet")
-
-
-def _no_lora() -> Unsupported:
-    return Unsupported("lora", "this worker serves no LoRA adapters")
 
 
 def _has_rank(ranks: Sequence[int]) -> bool:

@@ -46,7 +46,7 @@ def server_info(server: RequestServer, instance_id: str) -> wire.ServerInfo:
             total_kv_blocks=server.kv_load.total,
             max_running_requests=info.max_num_seqs,
             max_batched_tokens=info.max_num_batched_tokens,
-            max_loras=0,
+            max_loras=None if _serves_adapters(server) else 0,
         ),
         extra=_struct({**describe(server), "numerics": info.made_by, "kv_dtype": info.kv_dtype}),
     )
@@ -87,7 +87,7 @@ def model_info(server: RequestServer) -> wire.ModelInfo:
             supports_cache_salt=True,
             supports_prefix_cache_bypass=True,
         ),
-        supports_lora=False,
+        supports_lora=_serves_adapters(server),
         supports_multimodal=False,
         extra=_struct({"logits_processors": [entry.name for entry in server.chains.catalog.entries]}),
     )
@@ -109,6 +109,10 @@ def load_info(server: RequestServer, instance_id: str, *, per_rank: bool) -> wir
         attributes=_struct(attributes),
         **load,
     )
+
+
+def _serves_adapters(server: RequestServer) -> bool:
+    return server.adapters is not None and server.adapters.are_served
 
 
 def _struct(data: dict[str, Any]) -> Struct:

@@ -11,6 +11,7 @@ from google.protobuf import any_pb2
 from google.rpc import status_pb2
 from grpc.aio import ServicerContext
 
+from worker.engines.lora_adapters import UnknownAdapter
 from worker.errors import (
     BoundaryStoreUnavailable,
     Draining,
@@ -76,6 +77,7 @@ _CLASSES: dict[type[ServingError], _Class] = {
     UnknownSession: _Class(wire.ERROR_CODE_KV_SESSION_NOT_FOUND, grpc.StatusCode.NOT_FOUND),
     DuplicateRequest: _Class(wire.ERROR_CODE_DUPLICATE_REQUEST, grpc.StatusCode.ALREADY_EXISTS),
     LostEvents: _Class(wire.ERROR_CODE_INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE),
+    UnknownAdapter: _Class(wire.ERROR_CODE_MODEL_NOT_FOUND, grpc.StatusCode.NOT_FOUND),
     InvalidRequest: _Class(wire.ERROR_CODE_INVALID_ARGUMENT, grpc.StatusCode.INVALID_ARGUMENT),
     RequestFailed: _INTERNAL,
     Overloaded: _Class(wire.ERROR_CODE_OVERLOADED, grpc.StatusCode.RESOURCE_EXHAUSTED, retryable=True),

@@ -77,6 +77,7 @@ TOLD: tuple[tuple[str, str], ...] = (
     ("sampling_options.guided_decoding", "guided"),
     ("prompt_token_ids", "token_ids.ids"),
     ("routing.priority", "openengine-priority"),
+    ("routing.lora_name", "lora_name"),
     ("request id", "request_id"),
 )
 """Names in errors of the worker, and the protocol's."""
@@ -157,6 +158,8 @@ def read(request: wire.GenerateRequest, names: Iterable[str], hints: CallHints) 
     _put(message, FIELDS["response.prompt_candidates"], prompt)
     if scores.HasField("prompt_logprob_start") and prompt is None:
         raise InvalidRequest("response.prompt_logprob_start", "needs return_prompt_logprobs")
+    if request.lora_name:
+        _put(message, "routing.lora_name", request.lora_name)
     if hints.priority:
         _put(message, "routing.priority", hints.priority)
     first = None if prompt is None else scores.prompt_logprob_start
@@ -228,8 +231,6 @@ def _check_identity(request: wire.GenerateRequest, names: Iterable[str]) -> None
     check_model(request.model, names)
     if request.media:
         raise Unsupported("media", "this worker serves text only")
-    if request.lora_name:
-        raise Unsupported("lora_name", "this worker serves no LoRA adapters")
 
 
 def check_model(model: str, names: Iterable[str]) -> None:

@@ -17,6 +17,7 @@ from worker.engines.embedded.attention.backend import (
 )
 from worker.engines.embedded.kv_cache import KvStore, SequenceSlice
 from worker.engines.embedded.native.layers import DecoderLayers, StepTensors
+from worker.engines.embedded.native.lora import AdaptedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +66,12 @@ class NativeStep(AttentionStep):
         attended = self._attend(layer.index, query, layer.scale, layer.window, None)
         return pad_rows(attended, rows)
 
-    def compute_layers(self, layers: DecoderLayers, hidden: torch.Tensor, rope: RopeTables) -> torch.Tensor:
+    def compute_layers(
+        self, layers: DecoderLayers, hidden: torch.Tensor, rope: RopeTables, adapted: AdaptedRows | None = None
+    ) -> torch.Tensor:
         """Hidden states ``[T, hidden]`` behind all layers, in place of those before the first."""
-        store = self._store
-        shared = StepTensors(
-            rope.cosine, rope.sine, self._slot_mapping, self._tiles_of(layers.group), store.keys, store.values
-        )
+        store, tiles = self._store, self._tiles_of(layers.group)
+        shared = StepTensors(rope.cosine, rope.sine, self._slot_mapping, tiles, store.keys, store.values, adapted)
         layers.compute(hidden, shared)
         return hidden
 

@@ -16,11 +16,13 @@ class BlocksStored:
         parent_hash: Hash of the block before the first one, `ROOT` if there is none.
         block_hashes: One hash per block.
         token_ids: Token ids of all blocks.
+        lora_name: LoRA adapter that computed them, None for the model itself.
     """
 
     parent_hash: int
     block_hashes: tuple[int, ...]
     token_ids: tuple[int, ...]
+    lora_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,14 @@ class BlockEvents:
     def add_stored(self, block: Block) -> None:
         """Record a cached block; in the last event, if it follows that one's last block."""
         parent = block.parent.hash if block.parent else ROOT
-        hashes, tokens = (block.hash,), tuple(block.tokens)
+        hashes: tuple[int, ...] = (block.hash,)
+        tokens = tuple(block.tokens)
         last = self._events[-1] if self._events else None
         if isinstance(last, BlocksStored) and last.block_hashes[-1] == parent:
-            self._events[-1] = BlocksStored(last.parent_hash, last.block_hashes + hashes, last.token_ids + tokens)
+            hashes, tokens = last.block_hashes + hashes, last.token_ids + tokens
+            self._events[-1] = BlocksStored(last.parent_hash, hashes, tokens, block.lora_name)
         else:
-            self._events.append(BlocksStored(parent, hashes, tokens))
+            self._events.append(BlocksStored(parent, hashes, tokens, block.lora_name))
 
     def add_removed(self, hashes: Sequence[int]) -> None:
         """Record evicted blocks."""

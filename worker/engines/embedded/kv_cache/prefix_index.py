@@ -95,14 +95,14 @@ class PrefixIndex:
         """Add the blocks ``[first, end)`` of a request, whose KV has been computed."""
         size = self._block_size
         hashes, pages = request.hash_blocks(size), request.pages
-        parent = None
+        parent, lora_name = None, request.adapter.name if request.adapter is not None else None
         if first:
             parent = self._pages[pages[(first - 1) // self._per_page]].blocks[(first - 1) % self._per_page]
         for index in range(first, end):
             tokens = request.tokens[index * size : (index + 1) * size]
             block = self.blocks.get(hashes[index])
             if block is None or not block.is_made_of(parent, tokens):
-                block = Block(hashes[index], parent, tokens)
+                block = Block(hashes[index], parent, tokens, lora_name=lora_name)
             self.attach(block, pages[index // self._per_page])
             parent = block
 

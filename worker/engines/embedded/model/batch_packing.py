@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from worker.engines.embedded.adapters import LoadedAdapter
 from worker.engines.embedded.kv_cache import SequenceSlice
 from worker.engines.embedded.plan import Plan
 
@@ -20,6 +21,7 @@ class Batch:
         slots: Slot mapping: the slot within the page.
         sequences: The rows, each with its page table.
         new_pages: Pages that are written from their first slot on.
+        adapted: First token, number of tokens and adapter of the rows that have a LoRA adapter.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -28,10 +30,20 @@ class Batch:
     slots: list[int] = field(default_factory=list)
     sequences: list[SequenceSlice] = field(default_factory=list)
     new_pages: list[int] = field(default_factory=list)
+    adapted: list[tuple[int, int, LoadedAdapter]] = field(default_factory=list)
 
-    def append(self, pages: Sequence[int], start: int, tokens: Sequence[int], page_size: int) -> None:
+    def append(
+        self,
+        pages: Sequence[int],
+        start: int,
+        tokens: Sequence[int],
+        page_size: int,
+        adapter: LoadedAdapter | None = None,
+    ) -> None:
         """Append a row: `tokens` of a sequence with this page table, from position `start` on."""
         stop = start + len(tokens)
+        if adapter is not None:
+            self.adapted.append((len(self.ids), len(tokens), adapter))
         self.ids += tokens
         self.positions += range(start, stop)
         self.sequences.append(SequenceSlice(pages, start, stop))
@@ -49,7 +61,8 @@ def pack(plan: Plan, page_size: int) -> Batch:
     """The batch of `plan`, for a KV store with `page_size` tokens per page."""
     batch = Batch()
     for request, tokens in plan.decode_tokens():
-        batch.append(request.pages, len(request.tokens) - 1, tokens, page_size)
+        batch.append(request.pages, len(request.tokens) - 1, tokens, page_size, request.adapter)
     for chunk in plan.chunks:
-        batch.append(chunk.request.pages, chunk.start, chunk.request.tokens[chunk.start : chunk.stop], page_size)
+        request, tokens = chunk.request, chunk.request.tokens[chunk.start : chunk.stop]
+        batch.append(request.pages, chunk.start, tokens, page_size, request.adapter)
     return batch

@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch.nn import functional
 
+from worker.engines.embedded.adapters import LoadedAdapter
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.kv_cache import Int8Rows, KvStore, row_shape
 from worker.engines.embedded.model import weight_update
+from worker.engines.embedded.model.adapter_weights import load_adapter
 from worker.engines.embedded.model.batch_packing import Batch, pack
 from worker.engines.embedded.model.checkpoint_files import first_line
 from worker.engines.embedded.model.kernels import KernelBackend
@@ -29,6 +32,7 @@ from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.numerics import Numerics, choose
 from worker.engines.embedded.model.tiling import GemmTiling, LayerShape
 from worker.engines.embedded.model.weight_update import Given
+from worker.engines.embedded.native.lora import AdaptedRows
 from worker.engines.embedded.plan import Plan, Request
 from worker.errors import StartupError
 from worker.models.geometry import Geometry
@@ -205,6 +209,19 @@ class HfModel:
         self._tile = max((layer.tiling.most or 0 for layer in layers), default=0)
         self._attention = chosen.attention
 
+    def adapter_loader(self) -> Callable[[str, Path], LoadedAdapter]:
+        """Function that loads a LoRA adapter by its name and directory; it raises `ModelFileError`.
+
+        Raises `NotSupported` unless native kernels compute all of the model.
+        """
+        qkv = self._network.qkv_gemms() if self._attention.kernels == "native" else None
+        if qkv is None:
+            raise NotSupported(
+                f"LoRA adapters are served where native kernels compute a model of the Llama family; here "
+                f"{self.kernels} kernels compute {self._facts.geometry.model_type}"
+            )
+        return lambda name, directory: load_adapter(name, directory, self._facts.geometry, qkv)
+
     @property
     def geometry(self) -> Geometry:
         """Sizes of the model."""
@@ -337,4 +354,7 @@ class HfModel:
         step = self._attention.plan(store, batch.sequences, tensors[2:])
         padding = self._padding(len(batch.ids))
         ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]
-        return self._network.hidden(ids, positions, step, only)
+        if not batch.adapted:
+            return self._network.hidden(ids, positions, step, only)
+        runs = [(first, count, adapter.packed) for first, count, adapter in batch.adapted]
+        return self._network.hidden(ids, positions, step, only, AdaptedRows(runs, len(batch.ids)))

@@ -17,7 +17,9 @@ from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import Linear, lm_head, pack_all
 from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm
 from worker.engines.embedded.model.network import Network
+from worker.engines.embedded.native import Gemm
 from worker.engines.embedded.native.layers import DecoderLayer, DecoderLayers, Mlp
+from worker.engines.embedded.native.lora import AdaptedRows, QkvGemms
 
 _MOST_TABLES = 16 * 2**20
 """Bytes of cosines and sines that are kept."""
@@ -65,7 +67,12 @@ class LlamaNetwork(Network):
         return _native_layers(self._layers)
 
     def hidden(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, only: int | None = None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: AttentionStep,
+        only: int | None = None,
+        adapted: AdaptedRows | None = None,
     ) -> torch.Tensor:
         """See `Network.hidden`; native kernels compute all layers in one call."""
         hidden = self._embed(ids)
@@ -74,10 +81,23 @@ class LlamaNetwork(Network):
         if isinstance(step, NativeStep) and step.tokens == len(hidden):
             native = self._native if only is None else _native_layers(layers)
             if native is not None:
-                return step.compute_layers(native, hidden, rope)
+                return step.compute_layers(native, hidden, rope, adapted)
+        assert adapted is None, "native kernels alone compute adapters"
         for layer in layers:
             hidden = layer(hidden, rope, step)
         return hidden
+
+    def qkv_gemms(self) -> list[QkvGemms] | None:
+        """See `Network.qkv_gemms`."""
+        if self._native is None:
+            return None
+        found = []
+        for layer in self._layers:
+            assert isinstance(layer, _Layer)
+            keys = layer.attention.kv_heads * self._rope.head_dim
+            columns = layer.attention.heads * self._rope.head_dim, keys, keys
+            found.append(QkvGemms(columns, is_one=len(layer.qkv_parts) == 1))
+        return found
 
     @property
     def has_windows(self) -> bool:
@@ -144,10 +164,15 @@ class _Layer(torch.nn.Module):
         qkv, output, gate, up, down = found
         return LayerWeights(self.attention, self._input_norm.norm, self._mlp_norm.norm, qkv, output, gate, up, down)
 
+    @property
+    def qkv_parts(self) -> tuple[Gemm, ...]:
+        """See `Linear.native_parts` of the fused QKV projection."""
+        return self._qkv.native_parts
+
     def native(self) -> DecoderLayer | None:
         """This layer for `native.layers`; None if other kernels compute a part of it."""
         one_part = [layer.native_parts for layer in (self._output, self._gate, self._up, self._down)]
-        qkv = self._qkv.native_parts
+        qkv = self.qkv_parts
         if not qkv or any(len(parts) != 1 for parts in one_part):
             return None
         attention, head_norms = self.attention, self.attention.head_norms

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from worker.engines.embedded.attention import AttentionStep
+from worker.engines.embedded.native.lora import AdaptedRows, QkvGemms
 
 
 class Network(torch.nn.Module, ABC):
@@ -21,7 +22,12 @@ class Network(torch.nn.Module, ABC):
 
     @abstractmethod
     def hidden(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, only: int | None = None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: AttentionStep,
+        only: int | None = None,
+        adapted: AdaptedRows | None = None,
     ) -> torch.Tensor:
         """Last hidden states ``[T, hidden]``.
 
@@ -30,7 +36,15 @@ class Network(torch.nn.Module, ABC):
             positions: Positions ``[T]`` of the tokens in their sequences.
             step: Attention of the batch.
             only: Index of the one layer to compute; None for all.
+            adapted: LoRA adapters of the tokens, where `qkv_gemms` are known; None if no token has
+                one.
         """
+
+    def qkv_gemms(self) -> list[QkvGemms] | None:
+        """The GEMMs of each layer's QKV projection, to which adapters are packed; None if its
+        kernels compute no adapters.
+        """
+        return None
 
     @property
     @abstractmethod

@@ -31,6 +31,7 @@ from worker.engines.embedded.model.transformers_modules import (
     replace_mlps,
     replace_norms,
 )
+from worker.engines.embedded.native.lora import AdaptedRows
 from worker.models.problems import ModelFileError
 
 _PROBED_TOKENS = 3
@@ -98,9 +99,15 @@ class TransformersNetwork(Network):
             parameter.data = parameter.data.clone()  # what is left would keep the whole checkpoint mapped into memory
 
     def hidden(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, only: int | None = None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: AttentionStep,
+        only: int | None = None,
+        adapted: AdaptedRows | None = None,
     ) -> torch.Tensor:
         """See `Network.hidden`."""
+        assert adapted is None, "no kernels of its compute adapters"
         return self._pass(ids, positions, step, self.head_dim, only)
 
     @property

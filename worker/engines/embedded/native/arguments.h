@@ -15,6 +15,35 @@ typedef struct {
     int64_t pages;        /* where the sequence's pages begin in the page table */
 } tile_t;
 
+/* B of a LoRA, times its scale, for a panel of a GEMM: of the row's sums, `count` from `first` on meet it. */
+typedef struct {
+    const float *b; /* [count][32 columns] */
+    int64_t first, count;
+} lora_panel_t;
+
+/* A of the LoRAs whose linear layers have one input. */
+typedef struct {
+    const float *a; /* panels [width / 16][inner][16] */
+    int64_t width;  /* sums of a row, a multiple of 16; 0 for none */
+} lora_input_t;
+
+enum { QKV_INPUT, OUTPUT_INPUT, MLP_INPUT, DOWN_INPUT, LORA_INPUTS };
+enum { QUERY_GEMM, KEY_GEMM, VALUE_GEMM, OUTPUT_GEMM, GATE_GEMM, UP_GEMM, DOWN_GEMM, LORA_GEMMS }; /* as in a layer */
+
+/* A layer of an adapter; Python makes them of int64. */
+typedef struct {
+    lora_input_t inputs[LORA_INPUTS];
+    const lora_panel_t *gemms[LORA_GEMMS]; /* [panels of the GEMM, and an empty one], NULL for none */
+} lora_layer_t;
+
+/* LoRA of the rows of a linear layer. */
+typedef struct {
+    const lora_layer_t *const *adapters; /* [rows], the layers of each row's adapter, NULL for none */
+    int64_t layer;
+    const float *sums; /* [rows, stride], the rows times A */
+    int64_t stride;
+} lora_t;
+
 /* A packed weight and a bias. */
 #define GEMM(FIELD)                                                                                                    \
     FIELD(int64_t, columns)                                                                                            \
@@ -38,7 +67,9 @@ typedef struct {
     FIELD(void *, output)          /* [rows, columns] */                                                               \
     FIELD(int32_t, epilogue)       /* an `epilogue_t` */                                                               \
     FIELD(int32_t, is_unrounded)   /* whether the output is float32 sums */                                            \
-    FIELD(int32_t, is_bfloat16)    /* of a quantised weight: whether all else is bfloat16, not float32 */
+    FIELD(int32_t, is_bfloat16)    /* of a quantised weight: whether all else is bfloat16, not float32 */               \
+    FIELD(int32_t, lora_gemm)      /* which of an adapter's it is, if there is any */                                  \
+    FIELD(const lora_t *, lora)    /* NULL if no row has an adapter */
 
 #define RMS_NORM(FIELD)                                                                                                \
     FIELD(const element *, x) /* [rows] with this stride, [width] */                                                   \
@@ -149,7 +180,11 @@ typedef struct {
     FIELD(int64_t, page_size)                                                                                          \
     FIELD(linear_kernel_t *, quantised) /* NULL if no weight is quantised */                                           \
     FIELD(int32_t, is_interleaved)                                                                                     \
-    FIELD(int32_t, is_int8) /* keys and values */
+    FIELD(int32_t, is_int8)             /* keys and values */                                                          \
+    FIELD(const lora_layer_t *const *, adapters) /* [tokens], as in `lora_t`; NULL if no token has one */              \
+    FIELD(const int64_t *, adapted) /* [num_adapted], the tokens that have one, those of one adapter together */       \
+    FIELD(int64_t, num_adapted)                                                                                        \
+    FIELD(int64_t, lora_width) /* of the widest input of the adapters */
 
 /* Rows of a quantised weight. */
 #define UNPACKING(FIELD)                                                                                               \

@@ -5,19 +5,35 @@
 
 #include "epilogue.h"
 #include "kernels.h"
+#include "lora.h"
 
 /* A row for each token. */
 typedef struct {
     element *normed, *qkv, *part, *query, *attended, *gated;
     element *added; /* what attention or MLP adds, before it is added */
+    float *sums;    /* of LoRA; NULL if no token has an adapter */
 } buffers_t;
+
+/* LoRA of the linear layers of a layer that read `x` [tokens, inner], in `found`; NULL if no token has an adapter. */
+static const lora_t *
+lora_of(const step_t *s, const buffers_t *b, int64_t layer, int input, const element *x, int64_t inner, lora_t *found,
+        const threads_t *threads)
+{
+    if (!b->sums)
+        return NULL;
+    *found = (lora_t){s->adapters, layer, b->sums, s->lora_width};
+    multiply_by_a(&(shrinking_t){s, layer, input, x, inner, b->sums}, threads);
+    return found;
+}
 
 /* The fused projection; parts in different formats are computed one by one and put beside each other. */
 static int32_t
-project(const step_t *s, const layer_t *l, const buffers_t *b, const element *input, const threads_t *threads)
+project(const step_t *s, const layer_t *l, const buffers_t *b, const element *input, const lora_t *lora,
+        const threads_t *threads)
 {
     linear_t part = {.input = input, .rows = s->tokens, .gemm = l->query_proj, .output = b->qkv};
     part.is_bfloat16 = sizeof(element) == 2;
+    part.lora = lora, part.lora_gemm = QUERY_GEMM;
     if (!l->key_proj)
         return apply(s, &part, threads);
     const gemm_t *const parts[] = {l->query_proj, l->key_proj, l->value_proj};
@@ -25,7 +41,7 @@ project(const step_t *s, const layer_t *l, const buffers_t *b, const element *in
     int64_t first = 0;
     part.output = b->part;
     for (int i = 0; i < 3 && parts[i]; first += parts[i++]->columns) {
-        part.gemm = parts[i];
+        part.gemm = parts[i], part.lora_gemm = QUERY_GEMM + i;
         if (apply(s, &part, threads))
             return -1;
         for (int64_t token = 0; token < s->tokens; token++)
@@ -100,38 +116,47 @@ add_to_hidden(const step_t *s, const layer_t *l, const buffers_t *b, const float
 }
 
 static int32_t
-compute_mlp(const step_t *s, const layer_t *l, const buffers_t *b, const element *input, element *hidden,
-            const threads_t *threads)
+compute_mlp(const step_t *s, const layer_t *l, int64_t number, const buffers_t *b, const element *input,
+            element *hidden, const threads_t *threads)
 {
     const int32_t is_bfloat16 = sizeof(element) == 2, at_once = adds_at_once(l, l->mlp_post_norm);
-    const linear_t gate = {input, s->tokens, l->gate, NULL, b->gated, l->activation, 0, is_bfloat16};
-    const linear_t up = {input, s->tokens, l->up, b->gated, b->gated, l->product, 0, is_bfloat16};
-    const linear_t down = {b->gated, s->tokens, l->down, hidden, at_once ? hidden : b->added, at_once ? ADD : NOTHING,
-                           0, is_bfloat16};
-    if (apply(s, &gate, threads) || apply(s, &up, threads) || apply(s, &down, threads))
+    lora_t lora;
+    linear_t gate = {input, s->tokens, l->gate, NULL, b->gated, l->activation, 0, is_bfloat16, GATE_GEMM};
+    linear_t up = {input, s->tokens, l->up, b->gated, b->gated, l->product, 0, is_bfloat16, UP_GEMM};
+    linear_t down = {b->gated, s->tokens, l->down, hidden, at_once ? hidden : b->added, at_once ? ADD : NOTHING,
+                     0, is_bfloat16, DOWN_GEMM};
+    gate.lora = up.lora = lora_of(s, b, number, MLP_INPUT, input, s->hidden, &lora, threads);
+    if (apply(s, &gate, threads) || apply(s, &up, threads))
+        return -1;
+    down.lora = lora_of(s, b, number, DOWN_INPUT, b->gated, l->down->inner, &lora, threads);
+    if (apply(s, &down, threads))
         return -1;
     if (!at_once)
         add_to_hidden(s, l, b, l->mlp_post_norm, hidden, threads);
     return 0;
 }
 
-/* One layer; `hidden` [tokens, hidden] is replaced. */
+/* A layer, by its number; `hidden` [tokens, hidden] is replaced. */
 static int32_t
-compute_layer(const step_t *s, const layer_t *l, const buffers_t *b, element *hidden, const threads_t *threads)
+compute_layer(const step_t *s, const layer_t *l, int64_t number, const buffers_t *b, element *hidden,
+              const threads_t *threads)
 {
     const int32_t is_bfloat16 = sizeof(element) == 2, at_once = adds_at_once(l, l->attention_post_norm);
-    const linear_t output = {b->attended, s->tokens, l->output_proj, hidden, at_once ? hidden : b->added,
-                             at_once ? ADD : NOTHING, 0, is_bfloat16};
-    if (project(s, l, b, normalised(s, hidden, l->input_norm, l->epsilon, b->normed, threads), threads))
+    lora_t lora;
+    linear_t output = {b->attended, s->tokens, l->output_proj, hidden, at_once ? hidden : b->added,
+                       at_once ? ADD : NOTHING, 0, is_bfloat16, OUTPUT_GEMM};
+    const element *input = normalised(s, hidden, l->input_norm, l->epsilon, b->normed, threads);
+    if (project(s, l, b, input, lora_of(s, b, number, QKV_INPUT, input, s->hidden, &lora, threads), threads))
         return -1;
     attend_qkv(s, l, b, threads);
+    output.lora = lora_of(s, b, number, OUTPUT_INPUT, b->attended, s->heads * s->width, &lora, threads);
     if (apply(s, &output, threads))
         return -1;
     if (!at_once)
         add_to_hidden(s, l, b, l->attention_post_norm, hidden, threads);
-    const element *input = normalised(s, hidden, l->mlp_norm, l->epsilon, b->normed, threads);
+    input = normalised(s, hidden, l->mlp_norm, l->epsilon, b->normed, threads);
     if (!l->experts)
-        return compute_mlp(s, l, b, input, hidden, threads);
+        return compute_mlp(s, l, number, b, input, hidden, threads);
     if (mix_experts(s, l, input, b->added, threads))
         return -1;
     add_to_hidden(s, l, b, l->mlp_post_norm, hidden, threads);
@@ -152,7 +177,7 @@ compute_layers(const threads_t *threads, void *argument)
 {
     all_layers_t *all = argument;
     for (int64_t i = 0; i < all->count && !all->failed; i++)
-        all->failed = compute_layer(all->step, all->layers + i, all->buffers, all->hidden, threads);
+        all->failed = compute_layer(all->step, all->layers + i, i, all->buffers, all->hidden, threads);
 }
 
 int32_t
@@ -172,9 +197,14 @@ decoder_layers(const step_t *step, const layer_t *layers, int64_t count, element
     element *next = memory;
     for (int i = 0; i < NUMBER; next += (step->tokens * widths[i++] + 63) / 64 * 64)
         found[i] = next;
-    const buffers_t buffers = {found[0], found[1], found[2], found[3], found[4], found[5], found[6]};
+    buffers_t buffers = {found[0], found[1], found[2], found[3], found[4], found[5], found[6], NULL};
+    if (step->adapters && !(buffers.sums = malloc((step->tokens * step->lora_width + 1) * sizeof *buffers.sums))) {
+        free(memory);
+        return -1;
+    }
     all_layers_t all = {step, layers, count, &buffers, hidden, 0};
     with_pool(threads->count, compute_layers, &all);
+    free(buffers.sums);
     free(memory);
     return all.failed;
 }

@@ -16,6 +16,7 @@ import torch
 from worker.engines.embedded.native.attention import Tiles
 from worker.engines.embedded.native.gemm import EPILOGUES, Gemm, quantised_kernel
 from worker.engines.embedded.native.libraries import KernelLibrary, address
+from worker.engines.embedded.native.lora import AdaptedRows
 from worker.engines.embedded.native.paths import library
 from worker.engines.embedded.native.quantised import QuantisedPanels
 
@@ -183,6 +184,7 @@ class StepTensors:
         tiles: Query tiles and page tables of the step.
         keys: Pages of keys by layer, ``[pages, Hkv, page size, D or bytes of a row in int8]``.
         values: Pages of values by layer, the same.
+        adapted: Adapters of the step's tokens; None if no token has one.
     """
 
     cosine: torch.Tensor
@@ -191,6 +193,7 @@ class StepTensors:
     tiles: Tiles
     keys: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
+    adapted: AdaptedRows | None = None
 
 
 class DecoderLayers:
@@ -270,5 +273,11 @@ class DecoderLayers:
             is_interleaved=self._is_interleaved,
             is_int8=step.keys[0].dtype == torch.int8,
         )
+        if step.adapted is not None:
+            assert step.adapted.num_layers == len(self._layers), "an adapter of another model"
+            arguments.adapters = step.adapted.adapters.data_ptr()
+            arguments.adapted = step.adapted.rows.data_ptr()
+            arguments.num_adapted = len(step.adapted.rows)
+            arguments.lora_width = step.adapted.width
         if kernels.decoder_layers(arguments, self._in_c, len(self._layers), hidden.data_ptr(), kernels.threads()):
             raise MemoryError(f"no memory for {len(hidden)} rows of {hidden.shape[1]} elements")

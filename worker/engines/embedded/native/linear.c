@@ -3,6 +3,7 @@
 
 #include "epilogue.h"
 #include "kernels.h"
+#include "lora.h"
 #include "panels.h"
 
 enum {
@@ -21,6 +22,8 @@ finish(const linear_t *l, int64_t row, int64_t column, const float *sums)
         vec y = vec_load(sums);
         if (bias)
             y = vec_add(y, load_lanes(bias + column, count));
+        if (l->lora)
+            y = add_lora(l->lora, l->lora_gemm, row, column, y);
         y = epilogue(l->epilogue, y, takes_other(l->epilogue) ? load_lanes(other + at, count) : y);
         if (l->is_unrounded)
             store_floats((float *)l->output + at, count, y);
@@ -65,7 +68,7 @@ compute_panels(const void *arguments, int64_t first, int64_t stop)
 int32_t
 kernels_version(void)
 {
-    return 14;
+    return 15;
 }
 
 /* A line for each structure of `arguments.h`: its name and its fields. */

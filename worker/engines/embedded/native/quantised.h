@@ -4,6 +4,7 @@
 
 #include "epilogue.h"
 #include "kernels.h"
+#include "lora.h"
 
 /* The arguments, in one structure. */
 typedef struct {
@@ -21,6 +22,8 @@ typedef struct {
     const void *other;
     void *output;
     int32_t is_unrounded;
+    const lora_t *lora;
+    int32_t lora_gemm;
 } quantised_t;
 
 static inline quantised_t
@@ -31,7 +34,8 @@ quantised_of(const linear_t *l)
                          .offsets = g->offsets, .is_half = g->is_half, .zero = g->zero, .input = l->input,
                          .rows = l->rows, .inner = g->inner, .columns = g->columns, .is_bfloat16 = l->is_bfloat16,
                          .bias = g->bias, .epilogue = (epilogue_t)l->epilogue, .other = l->other,
-                         .output = l->output, .is_unrounded = l->is_unrounded};
+                         .output = l->output, .is_unrounded = l->is_unrounded, .lora = l->lora,
+                         .lora_gemm = l->lora_gemm};
 }
 
 /* Bfloat16, or float32, as float32. */
@@ -63,6 +67,8 @@ finish(const quantised_t *q, int64_t row, int64_t column, const float *sums)
         vec y = vec_load(sums);
         if (q->bias)
             y = vec_add(y, read_lanes(q->bias, column, count, q->is_bfloat16));
+        if (q->lora)
+            y = add_lora(q->lora, q->lora_gemm, row, column, y);
         y = epilogue(q->epilogue, y, takes_other(q->epilogue) ? read_lanes(q->other, at, count, q->is_bfloat16) : y);
         if (q->is_bfloat16 && !q->is_unrounded)
             store_bfloat16((uint16_t *)q->output + at, count, y);

@@ -15,7 +15,7 @@ from adapters.catalog import Catalog
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.offline.request_builder import Named, RequestBuilder
-from worker.engines.embedded.offline.results import Result
+from worker.engines.embedded.offline.results import RequestGroup, Result
 from worker.engines.embedded.offline.session import Session
 from worker.engines.embedded.plan import Model
 from worker.engines.embedded.serving import load
@@ -94,6 +94,7 @@ class Engine:
         *,
         processors: Sequence[Named] | Sequence[Sequence[Named]] | None = None,
         speculation: bool = True,
+        adapter: str | None = None,
     ) -> list[Result]:
         """Generate answers; returns one result per prompt, in order.
 
@@ -106,6 +107,7 @@ class Engine:
             processors: Logits processors by name, ``[{"name": "min_tokens", "args": {"n": 8}}]``:
                 one list for all prompts, or a list for each. Every answer gets its own instances.
             speculation: False drafts no tokens for these prompts, which changes none of them.
+            adapter: LoRA adapter that computes the answers, one of `EmbeddedConfig.lora_modules`.
 
         Raises:
             InvalidRequest: a prompt cannot be served; no prompt has been started. The field has its
@@ -115,6 +117,7 @@ class Engine:
         asked = _prompts(prompts)
         params = _per_prompt(sampling_params, len(asked))
         groups = self.session.prepare(asked, params, _named(processors, len(asked)))
+        self._adapt(groups, adapter)
         for group in groups:
             if not speculation:
                 group.forgo_speculation()
@@ -138,7 +141,12 @@ class Engine:
         return [results[group.id] for group in groups]
 
     def add(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, processors: Sequence[Named] = ()
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        processors: Sequence[Named] = (),
+        *,
+        adapter: str | None = None,
     ) -> str:
         """Queue one prompt for `step`; returns its id.
 
@@ -146,6 +154,7 @@ class Engine:
             InvalidRequest: it cannot be served.
         """
         (group,) = self.session.prepare([prompt], [sampling_params or SamplingParams()], [processors])
+        self._adapt([group], adapter)
         self.session.add(group)
         return group.id
 
@@ -173,6 +182,15 @@ class Engine:
     def unfinished(self) -> list[str]:
         """Ids of prompts that are not done, suspended ones too."""
         return self.session.group_ids
+
+    def _adapt(self, groups: Sequence[RequestGroup], adapter: str | None) -> None:
+        if adapter is None:
+            return
+        adapters = self.session.stepper.adapters
+        if adapters is None:
+            raise InvalidRequest("adapter", "this model's kernels compute no LoRA adapters")
+        for group in groups:
+            group.compute_with(adapters.named(adapter))
 
     def _advance(self) -> list[Result]:
         ended = dict.fromkeys(event.group for event in self.session.step())  # several answers may end in one step

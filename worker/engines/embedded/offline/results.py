@@ -9,6 +9,7 @@ import torch
 
 from adapters.chain import Receipt
 from worker.engines import FinishReason, TokenLogprob
+from worker.engines.embedded.adapters import LoadedAdapter
 from worker.engines.embedded.plan import Output, Request
 from worker.engines.embedded.sampling import LogitsCollector
 from worker.sampling import SamplingParams
@@ -228,6 +229,11 @@ class RequestGroup:
         """Draft no tokens for its answers."""
         for answer in self.answers:
             answer.request.speculates = False
+
+    def compute_with(self, adapter: LoadedAdapter) -> None:
+        """Compute its answers with a LoRA adapter."""
+        for answer in self.answers:
+            answer.request.adapter = adapter
 
     @property
     def is_done(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from itertools import count
+from pathlib import Path
 
 import torch
 
@@ -20,6 +21,7 @@ from worker.engines import (
     ReadKv,
     TokenDelta,
 )
+from worker.engines.embedded.adapters import LoadedAdapters
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.host import limit_threads
@@ -43,8 +45,9 @@ from worker.engines.embedded.transfer import (
     open_connector,
 )
 from worker.engines.forward_pass import ForwardPassSink
+from worker.engines.lora_adapters import FLAG, AdapterRefused
 from worker.engines.refusals import check_queue
-from worker.engines.weights import UpdatesWeights, WeightVersion
+from worker.engines.weights import NotSupported, UpdatesWeights, WeightVersion
 from worker.errors import Draining, EngineBroken, StartupError
 from worker.sampling import SamplingParams
 
@@ -74,6 +77,7 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
     stepper = make_stepper(config, model, num_kv_blocks)  # with the KV store numerics are chosen
     if isinstance(model, HfModel):
         check_first_pass(model, config.model_path)
+    stepper.adapters = _adapters(config, model)
     info = EngineInfo(
         name="embedded",
         version=torch.__version__,
@@ -88,6 +92,7 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         computed_by=_computed_by(model),
         made_by=model.made_by if isinstance(model, HfModel) else model.numerics,
         kv_dtype=model.kv_store.dtype_name if isinstance(model, HfModel) else "",
+        adapters={} if stepper.adapters is None else stepper.adapters.digests,
     )
     if config.weight_updates:
         assert identity is not None
@@ -99,6 +104,24 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
             model.kv_store, stepper.scheduler.transfers, config, identity.result(), model.made_by
         )
     return stepper, info
+
+
+def _adapters(config: EmbeddedConfig, model: Model) -> LoadedAdapters | None:
+    """The adapters of ``--lora-modules``, None where the model has no kernels for any."""
+    try:
+        if not isinstance(model, HfModel):
+            raise NotSupported(f"{type(model).__name__} has no LoRA adapters")
+        adapters = LoadedAdapters(model.adapter_loader())
+    except NotSupported as error:
+        if config.lora_modules:
+            raise StartupError(f"{FLAG}: {error}") from None
+        return None
+    for name, directory in config.lora_modules:
+        try:
+            adapters.load(name, Path(directory))
+        except AdapterRefused as error:
+            raise StartupError(f"{FLAG}: {name}: {error.problem}") from None
+    return adapters
 
 
 def _digest(identity: Future[str]) -> str:
@@ -184,7 +207,8 @@ class EmbeddedEngine:
         streams.check(request.id)
         if thread is None or stepper is None or info is None:
             raise EngineBroken("the engine has not been started")
-        admitted = admit(request, next(self._numbers), stepper.model, info.context_length)
+        adapter = None if stepper.adapters is None else stepper.adapters.of(request)
+        admitted = admit(request, next(self._numbers), stepper.model, info.context_length, adapter)
         handle = begin_transfer(admitted, request.kv, self.config.role, self._connector)
         is_first = streams.is_first_of(admitted.client)
         check_queue(len(streams), self.config.max_num_seqs, self.config.max_queue, is_first=is_first)
@@ -245,6 +269,27 @@ class EmbeddedEngine:
             return {}
         connector = self._connector
         return {**connector.counts, "seconds": connector.seconds}
+
+    @property
+    def serves_adapters(self) -> bool:
+        """See `LoadsAdapters.serves_adapters`."""
+        return self._stepper is not None and self._stepper.adapters is not None
+
+    async def load_adapter(self, name: str, directory: Path) -> str:
+        """See `LoadsAdapters.load_adapter`."""
+        return await asyncio.to_thread(self._adapters.load, name, directory)
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `LoadsAdapters.unload_adapter`."""
+        self._adapters.unload(name)
+
+    @property
+    def _adapters(self) -> LoadedAdapters:
+        if self._stepper is None:
+            raise EngineBroken("the engine has not been started")
+        if self._stepper.adapters is None:
+            raise NotSupported("this model's kernels compute no LoRA adapters")
+        return self._stepper.adapters
 
     def keep_alive(self) -> None:
         """Give an empty delta to each stream that has had none since the last call."""

@@ -211,6 +211,6 @@ def report(events: Sequence[BlocksStored | BlocksRemoved], sink: KvEventSink) ->
     for event in events:
         if isinstance(event, BlocksStored):
             parent = None if event.parent_hash == ROOT else event.parent_hash
-            sink.stored(parent, event.block_hashes, event.token_ids)
+            sink.stored(parent, event.block_hashes, event.token_ids, lora_name=event.lora_name)
         else:
             sink.removed(event.block_hashes)

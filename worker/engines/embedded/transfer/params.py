@@ -19,12 +19,13 @@ from worker.engines.embedded.transfer.handle import check_integer, check_names
 from worker.errors import KV_TRANSFER_FIELD, InvalidRequest
 
 FORMAT = "dynamo-logits-worker/kv"
-VERSION = 1
+VERSION = 2
 
 _MADE_FOR = (
     ("prompt_length", "another prompt"),
     ("prompt_digest", "another prompt"),
     ("chain_digest", "other processors"),
+    ("adapter", "another LoRA adapter"),
 )
 _DIGEST_BYTES = 16
 
@@ -37,6 +38,7 @@ class KvTransferParams:
         prompt_length: Tokens of the prompt.
         prompt_digest: See `digest_prompt`.
         chain_digest: See `digest_selection`.
+        adapter: Digest of the LoRA adapter that computed the KV, None for the model itself.
         kv: Handle of the KV from the engine of the prefill worker; see
             `handle.handle_as_json`.
         num_cached_tokens: Prompt tokens that the prefill worker did not have to compute.
@@ -46,6 +48,7 @@ class KvTransferParams:
     prompt_length: int
     prompt_digest: str
     chain_digest: str
+    adapter: str | None
     kv: Mapping[str, Any]
     num_cached_tokens: int = 0
     version: int = VERSION
@@ -55,18 +58,24 @@ class KvTransferParams:
         return {"format": FORMAT, **{field.name: getattr(self, field.name) for field in fields(self)}}
 
 
-def write(prompt: Sequence[int], selection: Selection, kv: Mapping[str, Any], num_cached_tokens: int) -> dict[str, Any]:
+def write(
+    prompt: Sequence[int],
+    selection: Selection,
+    kv: Mapping[str, Any],
+    num_cached_tokens: int,
+    adapter: str | None = None,
+) -> dict[str, Any]:
     """The parameters for a prompt that was computed; see `KvTransferParams`."""
-    return KvTransferParams(
-        len(prompt), digest_prompt(prompt), digest_selection(selection), kv, num_cached_tokens
-    ).as_json()
+    digests = digest_prompt(prompt), digest_selection(selection)
+    return KvTransferParams(len(prompt), *digests, adapter, kv, num_cached_tokens).as_json()
 
 
-def read(data: object, prompt: Sequence[int], selection: Selection) -> KvTransferParams:
+def read(data: object, prompt: Sequence[int], selection: Selection, adapter: str | None = None) -> KvTransferParams:
     """Check the parameters that came with a request.
 
     Raises:
-        InvalidRequest: it is malformed, or it was made for another prompt or other processors.
+        InvalidRequest: it is malformed, or it was made for another prompt, other processors or
+            another LoRA adapter.
     """
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, Mapping) else data
@@ -76,7 +85,7 @@ def read(data: object, prompt: Sequence[int], selection: Selection) -> KvTransfe
     names = {field.name for field in fields(KvTransferParams)}
     check_names(KV_TRANSFER_FIELD, data, names | {"format"})
     found = KvTransferParams(**{name: data[name] for name in names})
-    expected = KvTransferParams(len(prompt), digest_prompt(prompt), digest_selection(selection), {})
+    expected = KvTransferParams(len(prompt), digest_prompt(prompt), digest_selection(selection), adapter, {})
     for name, whose in _MADE_FOR:
         if getattr(found, name) != getattr(expected, name):
             theirs, ours = shown(getattr(found, name)), getattr(expected, name)

@@ -1,0 +1,151 @@
+"""LoRA adapters: logits are those of merged weights, and a row's bits are its own."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lora_adapters import ALL_TARGETS, merged, write_adapter
+from random_checkpoints import write
+from transformers import AutoModelForCausalLM
+
+from worker.engines.embedded import native
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.plan import Chunk, Plan, Request
+from worker.engines.weights import NotSupported
+from worker.sampling import SamplingParams
+
+PAGE = 32
+TOKENS = torch.randint(300, (70,), generator=torch.Generator().manual_seed(5)).tolist()
+UNEVEN = {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48}
+"""Sizes with which panels of the fused QKV projection hold columns of several layers."""
+
+NAMES = (None, "wide", "stable", "plain")
+
+PATTERNS: dict[str, Any] = {
+    "rank_pattern": {"layers.1.self_attn.q_proj": 3, "down_proj": 20, ".*up_proj": 1},
+    "alpha_pattern": {"k_proj": 7.5, r"model\.layers\.2\.mlp\.gate_proj": -3},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    write(folder / "model", "qwen2", UNEVEN)
+    write_adapter(folder / "wide", folder / "model", targets=ALL_TARGETS, rank=5, size=0.1, **PATTERNS)
+    write_adapter(folder / "stable", folder / "model", targets=("k_proj", "gate_proj"), rank=24, use_rslora=True)
+    write_adapter(folder / "plain", folder / "model", seed=1, dtype=torch.bfloat16)
+    return folder
+
+
+class Case:
+    """A model, its adapters, and logits of prompts that were alone."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        model = load_model(EmbeddedConfig(model_path=folder / "model", numerics="exact", **config))
+        assert isinstance(model, HfModel)
+        model.allocate_kv(24, PAGE)
+        read = model.adapter_loader()
+        self.model = model
+        self._adapters = {name: read(name, folder / name) for name in NAMES if name is not None}
+        self._known: dict[tuple[str | None, int], torch.Tensor] = {}
+
+    def request(self, name: str | None, length: int, pages: list[int]) -> Request:
+        adapter = None if name is None else self._adapters[name]
+        tokens = TOKENS[:length]
+        return Request("", 0, SamplingParams(), tokens, length, 999, frozenset(), 0, pages=pages, adapter=adapter)
+
+    def alone(self, name: str | None, length: int) -> torch.Tensor:
+        if (name, length) not in self._known:
+            request = self.request(name, length, [0, 1, 2])
+            logits = self.model.forward(Plan((), (Chunk(request, 0, length),), (request,)))
+            self._known[name, length] = logits[0].clone()
+        return self._known[name, length]
+
+
+@pytest.mark.parametrize("name", ["wide", "stable", "plain"])
+def test_logits_are_those_of_merged_weights(folder: Path, tmp_path: Path, name: str) -> None:
+    case = Case(folder, dtype="float32")
+    network = AutoModelForCausalLM.from_pretrained(merged(tmp_path / "m", folder / "model", folder / name))
+    with torch.no_grad():
+        expected = network(torch.tensor([TOKENS])).logits[0, -1]
+    difference = [
+        (case.alone(each, len(TOKENS)) - expected).abs().max() / expected.abs().max() for each in (name, None)
+    ]
+    assert difference[0] < 1e-5
+    assert difference[1] > 0.1
+
+
+FORMATS = (
+    {"dtype": "float32"},
+    {"dtype": "bfloat16"},
+    {"dtype": "float32", "quantization": "int8"},
+    {"dtype": "bfloat16", "quantization": "int4"},
+    {"dtype": "float32", "quantization": "int8", "activation_dtype": "int8"},
+)
+
+
+@pytest.fixture(scope="module", params=FORMATS, ids=lambda config: "-".join(config.values()))
+def case(folder: Path, request: pytest.FixtureRequest) -> Case:
+    return Case(folder, **request.param)
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.sampled_from(NAMES), st.integers(1, len(TOKENS)), st.booleans()), min_size=1, max_size=7
+    ),
+    cuts=st.sets(st.integers(1, len(TOKENS) - 1), max_size=2),
+    threads=st.integers(1, 3),
+)
+@settings(max_examples=examples(20), deadline=None)
+def test_bits_of_a_row_are_its_own(
+    case: Case, rows: list[tuple[str | None, int, bool]], cuts: set[int], threads: int
+) -> None:
+    expected = [case.alone(name, length) for name, length, _ in rows]
+    requests = [case.request(name, length, [3 * i, 3 * i + 1, 3 * i + 2]) for i, (name, length, _) in enumerate(rows)]
+    ends = [length - decodes for _, length, decodes in rows]  # a decode row computes its last token alone
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    found: dict[int, torch.Tensor] = {}
+    try:
+        for start, stop in pairwise([0, *sorted(cuts), len(TOKENS)]):
+            parts = zip(requests, ends, strict=True)
+            chunks = tuple(Chunk(request, start, min(stop, end)) for request, end in parts if start < end)
+            sampled = tuple(chunk.request for chunk in chunks if chunk.is_last)
+            if chunks:
+                logits = case.model.forward(Plan((), chunks, sampled))
+                found |= {id(request): row for request, row in zip(sampled, logits, strict=True)}
+        decode = tuple(request for request, (_, _, decodes) in zip(requests, rows, strict=True) if decodes)
+        if decode:
+            logits = case.model.forward(Plan(decode, (), decode))
+            found |= {id(request): row for request, row in zip(decode, logits, strict=True)}
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[id(request)], row) for request, row in zip(requests, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_instructions_compute_the_same_bits(folder: Path, dtype: str) -> None:
+    found = {}
+    for path in ("avx512", "avx2", "generic"):
+        if native.unavailable(getattr(torch, dtype), path) is None:
+            case = Case(folder, dtype=dtype, kernels=f"native-{path}")
+            found[path] = torch.stack([case.alone(name, 40) for name in ("wide", "stable")])
+    native.choose_path(getattr(torch, dtype))
+    assert len(found) > 1
+    assert all(torch.equal(each, found["generic"]) for each in found.values())
+
+
+def test_kernels_of_torch_refuse_adapters(folder: Path) -> None:
+    model = load_model(EmbeddedConfig(model_path=folder / "model", kernels="torch", numerics="fast"))
+    assert isinstance(model, HfModel)
+    model.allocate_kv(4, PAGE)
+    with pytest.raises(NotSupported, match="LoRA adapters are served where native kernels compute"):
+        model.adapter_loader()

@@ -1,0 +1,63 @@
+"""LoRA adapters of a network that native kernels compute: from peft's files to packed weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from worker.engines.embedded.adapters import LoadedAdapter
+from worker.engines.embedded.model.stored_weights import DTYPES
+from worker.engines.embedded.native.lora import INPUTS, LowRank, PackedAdapter, QkvGemms
+from worker.engines.lora_adapters import WEIGHTS, AdapterFiles, Matrix, read_files
+from worker.models.geometry import Geometry
+from worker.models.problems import ModelFileError
+
+_LAYER = re.compile(r"model\.layers\.(?P<index>\d+)\.(?P<part>.+)")
+
+_PARTS = {f"{'self_attn' if index < 2 else 'mlp'}.{name}": name for index, names in enumerate(INPUTS) for name in names}
+"""Linear layers within a decoder layer, by their names there."""
+
+
+def load_adapter(name: str, directory: Path, geometry: Geometry, qkv: Sequence[QkvGemms]) -> LoadedAdapter:
+    """Read, check and pack an adapter.
+
+    Args:
+        name: Name of it as a model.
+        directory: Directory of its files.
+        geometry: Geometry of the model that it changes.
+        qkv: `Network.qkv_gemms` of it.
+
+    Raises:
+        ModelFileError: it cannot be read, or not be served.
+    """
+    shapes = {
+        tensor.name.removesuffix(".weight"): tensor.shape for tensor in geometry.tensors() if len(tensor.shape) == 2
+    }
+    files = read_files(name, directory, shapes)
+    layers: list[dict[str, LowRank]] = [{} for _ in range(geometry.num_hidden_layers)]
+    for layer in files.pairs:
+        place = _LAYER.fullmatch(layer)
+        if place is None or place["part"] not in _PARTS:
+            raise ModelFileError(f"the embedded engine adapts {', '.join(_PARTS)} alone, and it changes {layer}")
+        layers[int(place["index"])][_PARTS[place["part"]]] = _low_rank(files, layer)
+    return LoadedAdapter(name, files.adapter.digest, PackedAdapter(layers, qkv))
+
+
+def _low_rank(files: AdapterFiles, layer: str) -> LowRank:
+    a, b = (_read(files, one, f"{layer}.lora_{side}") for one, side in zip(files.pairs[layer], "AB", strict=True))
+    scaled = b * files.scale(layer)
+    if not scaled.isfinite().all():
+        raise ModelFileError(f"{WEIGHTS}: {layer}.lora_B times its scale holds what is no finite number of float32")
+    return LowRank(a, scaled)
+
+
+def _read(files: AdapterFiles, matrix: Matrix, name: str) -> torch.Tensor:
+    """A matrix in float32; its bytes may lie anywhere."""
+    content = bytearray(files.content[matrix.start : matrix.stop])
+    found = torch.frombuffer(content, dtype=DTYPES[matrix.stored.dtype]).view(matrix.stored.shape).float()
+    if not found.isfinite().all():
+        raise ModelFileError(f"{WEIGHTS}: {name} holds what is no finite number of float32")
+    return found
