@@ -34,6 +34,7 @@ from worker.engines.embedded.model.tiling import GemmTiling, LayerShape
 from worker.engines.embedded.model.weight_update import Given
 from worker.engines.embedded.native.lora import AdaptedRows
 from worker.engines.embedded.plan import Plan, Request
+from worker.engines.weights import NotSupported
 from worker.errors import StartupError
 from worker.models.geometry import Geometry
 
