@@ -17,6 +17,7 @@ from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.transformers_attention import AttentionCall
 from worker.engines.embedded.model.transformers_modules import Norm
 from worker.engines.embedded.native.layers import DecoderLayer, DecoderLayers
+from worker.engines.embedded.native.lora import AdaptedRows
 from worker.models.problems import ModelFileError
 
 logger = logging.getLogger(__name__)
@@ -111,9 +112,15 @@ class DecoderNetwork(Network):
         return DecoderLayers(found, call.heads, call.kv_heads, self.head_dim, self._is_interleaved)
 
     def hidden(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, only: int | None = None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: AttentionStep,
+        only: int | None = None,
+        adapted: AdaptedRows | None = None,
     ) -> torch.Tensor:
         """See `Network.hidden`."""
+        assert adapted is None, "adapters are those of the Llama family"
         hidden = self.embedded(ids)
         layers = self._native if only is None else self._native_layers(self._layers[only : only + 1])
         assert isinstance(step, NativeStep) and layers is not None, "native kernels compute it"
