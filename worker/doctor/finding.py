@@ -17,7 +17,7 @@ class Finding:
     Attributes:
         name: The property, for example ``huge pages``.
         level: Whether it is as it should be.
-        found: What was found.
+        found: Value or state that was found.
         mend: A command or a setting that mends it; empty if nothing needs to be mended.
     """
 

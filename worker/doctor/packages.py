@@ -104,7 +104,7 @@ def _dynamo() -> Finding:
 
 
 def pinned(constraints: str) -> Finding:
-    """What is installed beside the pins in `constraints`, the text of a file of constraints."""
+    """Installed versions that differ from the pins in `constraints`, a file's text."""
     others = []
     for line in constraints.splitlines():
         text = line.partition("#")[0].strip()
