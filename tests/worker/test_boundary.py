@@ -120,10 +120,11 @@ def test_what_is_no_record_is_refused(data: str) -> None:
         Boundary.decode(data.encode())
 
 
-def test_records_of_the_version_before_have_no_weights() -> None:
-    values = {name: value for name, value in GOOD.items() if name not in ("digest", "weights")} | {"version": 2}
+def test_records_of_the_version_before_have_no_digests() -> None:
+    digests = ("digest", "weights", "adapter")
+    values = {name: value for name, value in GOOD.items() if name not in digests} | {"version": 2}
     found = Boundary.decode(json.dumps(values | {"digest": _digest(values)}).encode())
-    assert (found.weights, found.seed) == ("", GOOD["seed"])
+    assert (found.weights, found.adapter, found.seed) == ("", "", GOOD["seed"])
 
 
 @given(st.data())

@@ -91,7 +91,7 @@ async def test_a_receipt_names_the_adapter() -> None:
 
 def receipt_of_mine() -> Any:
     model = RecordedModel.model_validate({"name": "m", "digest": None, "adapter": {"name": "mine", "digest": "d"}})
-    return SimpleNamespace(model=model)
+    return SimpleNamespace(model=model, weights=())
 
 
 def test_replay_says_what_an_adapter_needs() -> None:
