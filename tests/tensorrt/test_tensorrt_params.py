@@ -99,7 +99,7 @@ OLD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "output_options.logprobs": ({"logprobs": 1}, ()),
 }
 
-BY_ANOTHER_ENGINE = {"output_options.prompt_logprobs"}
+BY_ANOTHER_ENGINE = {"output_options.prompt_logprobs", "multi_modal_data"}
 OF_THE_SUBMISSION = {"routing.lora_name", "routing.dp_rank", "agent_context", "continues"}
 
 
@@ -111,6 +111,12 @@ def test_prompt_logprobs_are_refused_by_name(version: str) -> None:
     raw = {"token_ids": PROMPT, "output_options": {"prompt_logprobs": 1}}
     with pytest.raises(InvalidRequest, match=r"sampling_params\.prompt_logprobs: .* embedded engine"):
         native(version, parse_request(raw, RequestLimits(256, 1024, EOS)).params)
+
+
+def test_pictures_are_refused_by_name() -> None:
+    raw = {"token_ids": PROMPT, "multi_modal_data": {"image_url": [{"Url": "data:image/png;base64,AAAA"}]}}
+    with pytest.raises(InvalidRequest, match=r"^multi_modal_data: this worker serves text only"):
+        parse_request(raw, RequestLimits(256, 1024, EOS))
 
 
 @pytest.mark.parametrize("path", ROWS)

@@ -86,10 +86,10 @@ securityContext:
 - --kv-blocks
 - {{ int . | quote }}
 {{- end }}
-{{- if $values.disaggregated }}
+{{- end }}
+{{- if and $values.disaggregated (ne $values.engine "trtllm") }}
 - --kv-transfer-devices
 - {{ $values.workers.kvTransferDevices | quote }}
-{{- end }}
 {{- end }}
 - --enable-kv-routing
 - {{ $values.router | quote }}

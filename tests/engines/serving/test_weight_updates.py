@@ -198,8 +198,11 @@ async def test_other_networks_are_loaded_again(tmp_path: Path, kind: str) -> Non
             await weights.update_weights(as_bytes({name: torch.ones(shape)}), None, "keep")
         assert (await ask(engine, "same", PROMPT, 8)).tokens == before.tokens
         under_way = asyncio.create_task(ask(engine, "keep", PROMPT, 40))
-        await asyncio.sleep(0.01)
+        while not engine.num_unfinished():
+            await asyncio.sleep(0)
+        await weights.pause("keep")  # however fast the answer would be
         updated = await weights.update_weights(path, "new", "keep")
+        await weights.resume()
         assert (await ask(engine, "after", PROMPT, 8)).tokens == expected.tokens != before.tokens
         kept = await under_way
         assert [version.name for _, version in kept.weights][-1] == "new"
