@@ -125,6 +125,10 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
     levels = {each["name"]: each["level"] for each in json.loads(asked.stdout)}
     assert asked.returncode == 1, asked.stderr
     assert [name for name, level in levels.items() if level == "lacks"] == ["HTTP port"]
+    cut = subprocess.run(
+        f"{sys.executable} -m worker doctor | true", shell=True, env=environ, capture_output=True, text=True, check=True
+    )
+    assert cut.stderr == ""
     wrong = subprocess.run([*command, "--jsom"], env=environ, capture_output=True, text=True, check=False)
     assert wrong.returncode == 2
     assert "--jsom" in wrong.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,12 +22,14 @@ def main(argv: Sequence[str]) -> int:
     """The exit status; a line a finding, or one JSON array, is on standard output."""
     options = _parse(argv)
     findings = [*machine(Path("/"), os.environ), *packages(), *ports(os.environ)]
+    width = max(len(each.name) for each in findings)
+    lines = [each.line(width) for each in findings]
     if options.json:
-        print(json.dumps([each.to_json() for each in findings], indent=1, ensure_ascii=False))
-    else:
-        width = max(len(each.name) for each in findings)
-        for each in findings:
-            print(each.line(width))
+        lines = [json.dumps([each.to_json() for each in findings], indent=1, ensure_ascii=False)]
+    try:
+        print(*lines, sep="\n", flush=True)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(any(each.level == "lacks" for each in findings))
 
 
