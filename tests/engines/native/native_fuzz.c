@@ -46,6 +46,15 @@ some(int64_t count)
     return buffer;
 }
 
+static float *
+some_floats(int64_t count)
+{
+    float *buffer = malloc(count * sizeof *buffer);
+    for (int64_t i = 0; i < count; i++)
+        buffer[i] = (float)below(2001) / 1000.0f - 1.0f;
+    return buffer;
+}
+
 static uint64_t digest = 14695981039346656037u;
 
 /* FNV-1a of all results so far. */
@@ -69,14 +78,14 @@ fuzz_linear(void)
     const int64_t rows = below(40), inner = PER_WORD * ONE_OF(1, 3, 16, 40, 1100), columns = 1 + below(70);
     const int64_t padded = (columns + COLUMNS - 1) / COLUMNS * COLUMNS;
     element *x = some(rows * inner), *panels = some(padded * inner), *bias = some(columns);
-    element *other = some(rows * columns), *y = some(rows * columns), *norm = some(inner);
-    float *sums = malloc(rows * columns * sizeof *sums);
-    const int64_t epilogue = below(RELU + 1), has_bias = below(2);
+    element *other = some(rows * columns), *y = some(rows * columns);
+    float *sums = malloc(rows * columns * sizeof *sums), *norm = some_floats(inner);
+    const int64_t epilogue = below(MULTIPLY_CLAMPED + 1), has_bias = below(2);
     const threads_t threads = some_threads();
     const gemm_t gemm = {.columns = columns, .inner = inner, .weight = panels, .bias = has_bias ? bias : NULL};
     for (int32_t is_unrounded = 0; is_unrounded < 2; is_unrounded++)
         linear(&(linear_t){x, rows, &gemm, other, is_unrounded ? (void *)sums : y, (int32_t)epilogue, is_unrounded}, &threads);
-    rms_norm(&(rms_norm_t){panels, padded, inner, norm, panels, 1e-5f}, &threads);
+    rms_norm(&(rms_norm_t){panels, padded, inner, inner, norm, panels, 1e-5f}, &threads);
     add_to_digest(y, rows * columns);
     add_to_digest((const element *)sums, rows * columns * PER_WORD);
 #ifdef FLOAT32
@@ -211,12 +220,14 @@ fuzz_attention(int32_t is_int8)
     const int64_t kv_heads = 1 + below(2), group = 1 + below(3), heads = kv_heads * group;
     const int64_t width = ONE_OF(2, 6, 30, 34, 64), window = ONE_OF(0, 1, 20);
     const threads_t threads = some_threads();
-    const int64_t has_norm = below(2), has_softcap = below(2);
+    const int64_t has_norm = below(2), has_softcap = below(2), has_rope = below(4), has_sinks = below(2);
+    const int64_t rotary = below(2) ? width : 2;
     const int64_t size = ONE_OF(3, 16, 24, 48, 64, 80, 100), tokens = 1 + below(100), pages = (tokens + size - 1) / size;
     const int64_t most = 64 / group, start = below(tokens), count = 1 + below(smaller(most, tokens - start));
     const tile_t tile = {0, count, start, 0};
     element *qkv = some(tokens * (heads + 2 * kv_heads) * width), *query = some(tokens * heads * width);
-    element *cosine = some(tokens * width), *sine = some(tokens * width), *norm = some(width);
+    element *cosine = some(tokens * rotary), *sine = some(tokens * rotary);
+    float *norm = some_floats(width), *sinks = some_floats(heads);
     char *keys = some_rows(pages * kv_heads * size, width, is_int8);
     char *values = some_rows(pages * kv_heads * size, width, is_int8);
     element *y = some(count * heads * width);
@@ -228,16 +239,22 @@ fuzz_attention(int32_t is_int8)
         page[i] = table[i / size];
         slot[i] = i % size;
     }
-    const rotation_t rotation = {qkv,   tokens, heads,  kv_heads, width, cosine, sine, has_norm ? norm : NULL, norm,
-                                 query, keys,   values, size,     page,  slot,   1e-6f, is_int8};
+    const rotation_t rotation = {
+        .qkv = qkv, .tokens = tokens, .heads = heads, .kv_heads = kv_heads, .width = width, .rotary = rotary,
+        .cosine = has_rope ? cosine : NULL, .sine = has_rope ? sine : NULL, .query_norm = has_norm ? norm : NULL,
+        .key_norm = norm, .query = query, .keys = keys, .values = values, .page_size = size, .pages = page,
+        .slots = slot, .epsilon = 1e-6f, .is_interleaved = (int32_t)below(2), .is_int8 = is_int8};
     rotate_and_store(&rotation, &threads);
-    const attention_t attention = {query, heads * width, y, keys, values, kv_heads, group, width, size, table, &tile, 1,
-                                   window, 0.2f, has_softcap ? 5.0f : 0.0f, is_int8};
+    const attention_t attention = {
+        .query = query, .query_stride = heads * width, .output = y, .keys = keys, .values = values,
+        .kv_heads = kv_heads, .group = group, .width = width, .page_size = size, .page_table = table, .tiles = &tile,
+        .num_tiles = 1, .window = window, .scale = 0.2f, .softcap = has_softcap ? 5.0f : 0.0f, .is_int8 = is_int8,
+        .sinks = has_sinks ? sinks : NULL};
     attend(&attention, &threads);
     add_to_digest(query, tokens * heads * width);
     add_bytes_to_digest(keys, pages * kv_heads * size * kv_row_bytes(width, is_int8));
     add_to_digest(y, count * heads * width);
-    void *const all[] = {qkv, query, cosine, sine, norm, keys, values, y, table, page, slot};
+    void *const all[] = {qkv, query, cosine, sine, norm, sinks, keys, values, y, table, page, slot};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]);
 }
@@ -264,29 +281,75 @@ free_gemm(const gemm_t *gemm)
     free((void *)gemm);
 }
 
+static experts_t *
+some_experts(int64_t hidden, int64_t inner)
+{
+    const int64_t count = 1 + below(5);
+    experts_t *experts = calloc(1, sizeof *experts);
+    const gemm_t **gemms = malloc(3 * count * sizeof *gemms);
+    for (int64_t i = 0; i < count; i++) {
+        gemms[i] = some_gemm(inner, hidden);
+        gemms[count + i] = some_gemm(inner, hidden);
+        gemms[2 * count + i] = some_gemm(hidden, inner);
+    }
+    *experts = (experts_t){.router = some_gemm(count, hidden), .gates = gemms, .ups = gemms + count,
+                           .downs = gemms + 2 * count, .count = count, .top_k = 1 + below(count),
+                           .normalises = (int32_t)below(2)};
+    return experts;
+}
+
+static void
+free_experts(const experts_t *experts)
+{
+    if (!experts)
+        return;
+    for (int64_t i = 0; i < 3 * experts->count; i++)
+        free_gemm(experts->gates[i]);
+    free((void *)experts->gates);
+    free_gemm(experts->router);
+    free((void *)experts);
+}
+
 /* Some tokens at the beginning of a sequence, on one page. */
 static void
 fuzz_layers(void)
 {
     const int64_t kv_heads = 1 + below(2), heads = kv_heads * (1 + below(3)), width = ONE_OF(2, 6, 34);
     const int64_t hidden = ONE_OF(2, 30, 66), inner = ONE_OF(2, 50), tokens = 1 + below(20), size = tokens + below(9);
+    const int64_t rotary = below(2) ? width : 2, ropes = 2;
     const int32_t is_int8 = (int32_t)below(2);
     const threads_t threads = some_threads();
-    const int32_t has_parts = (int32_t)below(2);
     const int64_t of_keys = kv_heads * width, qkv = heads * width + 2 * of_keys;
     layer_t layers[2];
     for (int i = 0; i < 2; i++) {
-        layers[i] = (layer_t){.input_norm = some(hidden), .mlp_norm = some(hidden), .scale = 0.2f};
-        layers[i].input_epsilon = layers[i].mlp_epsilon = 1e-5f;
+        const int64_t has_parts = below(2), is_whole = below(2), is_clamped = below(3) == 0;
+        layers[i] = (layer_t){
+            .input_norm = below(4) ? some_floats(hidden) : NULL, .mlp_norm = below(4) ? some_floats(hidden) : NULL,
+            .attention_post_norm = below(2) ? some_floats(hidden) : NULL,
+            .mlp_post_norm = below(2) ? some_floats(hidden) : NULL, .epsilon = 1e-5f, .head_epsilon = 1e-6f,
+            .residual = below(2) ? 1.0f : 0.5f, .scale = 0.2f, .softcap = below(2) ? 5.0f : 0.0f,
+            .norms_whole = (int32_t)is_whole, .rope = (int32_t)ONE_OF(-1, 0, 1),
+            .activation = is_clamped ? CLAMPED : (int32_t)ONE_OF(SILU, GELU, GELU_TANH, RELU),
+            .product = is_clamped ? MULTIPLY_CLAMPED : MULTIPLY, .window = ONE_OF(0, 3),
+            .sinks = below(2) ? some_floats(heads) : NULL};
+        if (below(2)) {
+            layers[i].query_norm = some_floats(is_whole ? heads * width : width);
+            layers[i].key_norm = some_floats(is_whole ? of_keys : width);
+        } else
+            layers[i].norms_whole = 0;
         layers[i].query_proj = some_gemm(has_parts ? qkv - 2 * of_keys : qkv, hidden);
         if (has_parts) {
             layers[i].key_proj = some_gemm(of_keys, hidden);
             layers[i].value_proj = some_gemm(of_keys, hidden);
         }
         layers[i].output_proj = some_gemm(hidden, heads * width);
-        layers[i].gate = some_gemm(inner, hidden);
-        layers[i].up = some_gemm(inner, hidden);
-        layers[i].down = some_gemm(hidden, inner);
+        if (below(3) == 0)
+            layers[i].experts = some_experts(hidden, inner);
+        else {
+            layers[i].gate = some_gemm(inner, hidden);
+            layers[i].up = some_gemm(inner, hidden);
+            layers[i].down = some_gemm(hidden, inner);
+        }
         layers[i].keys = some_rows(kv_heads * size, width, is_int8);
         layers[i].values = some_rows(kv_heads * size, width, is_int8);
     }
@@ -294,22 +357,24 @@ fuzz_layers(void)
     for (int64_t i = 0; i < tokens; i++)
         slot[i] = i;
     const tile_t tile = {0, tokens, 0, 0};
-    element *cosine = some(tokens * width), *sine = some(tokens * width), *x = some(tokens * hidden);
-    const step_t step = {tokens, hidden, heads, kv_heads, width, cosine, sine, page, slot, page, &tile, 1, size, NULL,
-                         is_int8};
+    element *cosine = some(ropes * tokens * rotary), *sine = some(ropes * tokens * rotary), *x = some(tokens * hidden);
+    const step_t step = {.tokens = tokens, .hidden = hidden, .heads = heads, .kv_heads = kv_heads, .width = width,
+                         .rotary = rotary, .inner = inner, .cosine = cosine, .sine = sine, .pages = page,
+                         .slots = slot, .page_table = page, .tiles = &tile, .num_tiles = 1, .page_size = size,
+                         .is_interleaved = (int32_t)below(2), .is_int8 = is_int8};
     decoder_layers(&step, layers, 2, x, &threads);
     add_to_digest(x, tokens * hidden);
     for (int i = 0; i < 2; i++) {
-        free_gemm(layers[i].query_proj);
-        free_gemm(layers[i].key_proj);
-        free_gemm(layers[i].value_proj);
-        free_gemm(layers[i].output_proj);
-        free_gemm(layers[i].gate);
-        free_gemm(layers[i].up);
-        free_gemm(layers[i].down);
-        void *const all[] = {(void *)layers[i].input_norm, (void *)layers[i].mlp_norm, layers[i].keys, layers[i].values};
+        const layer_t *l = layers + i;
+        const gemm_t *const gemms[] = {l->query_proj, l->key_proj, l->value_proj, l->output_proj,
+                                       l->gate,       l->up,       l->down};
+        for (size_t k = 0; k < sizeof gemms / sizeof *gemms; k++)
+            free_gemm(gemms[k]);
+        free_experts(l->experts);
+        const void *const all[] = {l->input_norm, l->mlp_norm, l->attention_post_norm, l->mlp_post_norm, l->query_norm,
+                                   l->key_norm,   l->sinks,    l->keys,                l->values};
         for (size_t k = 0; k < sizeof all / sizeof *all; k++)
-            free(all[k]);
+            free((void *)all[k]);
     }
     void *const all[] = {page, slot, cosine, sine, x};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)

@@ -24,10 +24,10 @@ FUZZ = Path(__file__).with_name("native_fuzz.c")
 TEAM = Path(__file__).with_name("team_stress.c")
 SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 ROUNDS = 60
-DIGESTS = {torch.bfloat16: "97070836031e1de2", torch.float32: "00574936e1edece1"}
+DIGESTS = {torch.bfloat16: "fad047999c2170a7", torch.float32: "910cde9bc6d75769"}
 """Of all results, as AVX-512 in float32, AVX2 and plain C on x86-64 have them."""
 
-OWN_DIGESTS = {("amx", torch.bfloat16): "256db6e14b3cc3cd"}
+OWN_DIGESTS = {("amx", torch.bfloat16): "a4879abd494d4238"}
 """Of paths that sum in an order of their own."""
 
 
