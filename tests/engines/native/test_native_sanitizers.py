@@ -31,6 +31,16 @@ OWN_DIGESTS = {("amx", torch.bfloat16): "a4879abd494d4238"}
 """Of paths that sum in an order of their own."""
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_fuzz_knows_the_kernels(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Plain C, few rounds, no sanitizers: it fits the arguments that the kernels have now."""
+    options = [*(["-DFLOAT32=1"] if dtype == torch.float32 else []), f"-I{FUZZ.parent}", str(FUZZ)]
+    strict = ("-O0", "-Werror=incompatible-pointer-types", "-Werror=int-conversion")
+    compile_kernels("generic", tmp_path / "fuzz", *strict, *options)
+    subprocess.run([tmp_path / "fuzz", "3"], check=True, timeout=100)
+
+
 @pytest.mark.campaign
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
