@@ -35,7 +35,7 @@ from pathlib import Path
 
 import uvloop
 from checkpoint import write_checkpoint
-from serve import _free_port, processor
+from serve import _free_port, environment, processor
 
 from worker.tiny_model import write_tiny_model
 
@@ -210,26 +210,14 @@ def serving(directory: Path, arguments: Sequence[str]) -> Iterator[int]:
     model, ports = write_tiny_model(directory / "model"), (_free_port(), _free_port())
     write_checkpoint(model, VOCABULARY)
     (directory / "keys").write_text("\n".join(KEYS))
-    environment = os.environ | {
-        "DYN_DISCOVERY_BACKEND": "file",
-        "DYN_EVENT_PLANE": "zmq",
-        "DYN_FILE_KV": str(directory / "discovery"),
-        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
-        "DYN_LOG": "off",
-        "DYN_TCP_RESPONSE_STREAM_HOST": "lo",
-        "DYN_TCP_RPC_HOST": "127.0.0.1",
-        "HOME": str(directory),
-        "PYTHONPATH": str(HERE.parent),
-        "TMPDIR": str(directory),
-        "WORKER_ENABLE_KV_ROUTING": "false",
-    }
+    environ = environment(directory) | {"DYN_LOG": "off", "HOME": str(directory), "TMPDIR": str(directory)}
     upstream = f"http://127.0.0.1:{ports[0]}"
     commands = [
         ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(ports[0])],
         ["-m", "worker.frontdoor", "--port", str(ports[1]), "--upstream", upstream, f"--api-key-file={directory}/keys"],
         ["-m", "worker", "--model-path", str(model), "--served-model-name", MODEL, "--device", "cpu", *arguments],
     ]
-    processes = [subprocess.Popen([sys.executable, *command], env=environment) for command in commands]
+    processes = [subprocess.Popen([sys.executable, *command], env=environ) for command in commands]
     try:
         _await_model(ports[0], processes)
         yield ports[1]

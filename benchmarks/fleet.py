@@ -109,10 +109,10 @@ class Fleet:
 
     Args:
         count: Number of workers.
-        worker: What each can do.
+        worker: Abilities of each.
         shared: Part of a prompt that is cached where another one of its group was computed.
         by_prefix: Whether the router knows where.
-        seed: Of the choices of workers.
+        seed: Seed of the choices of workers.
     """
 
     def __init__(self, count: int, worker: Worker, shared: float = 0.0, by_prefix: bool = False, seed: int = 1) -> None:

@@ -28,14 +28,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 import uvloop
-from serve import HERE, _free_port, _served_models, processor, stream_completion
+from serve import HERE, _free_port, await_models, environment, processor, stream_completion
 
 from worker.tiny_model import write_tiny_model
 
@@ -46,7 +45,6 @@ SHORT, LONG = 1, 129
 ANSWER = 128
 """Tokens of the answers in the last column."""
 
-START_TIMEOUT_S = 180
 DOOR, FRONTEND, WORKER, STORED = "front door", "Dynamo's frontend", "worker", "worker, with migration"
 
 
@@ -87,18 +85,10 @@ class Stack:
     def __init__(self, directory: Path, step_s: float, slots: int, count: int) -> None:
         self.frontend_port, self.door_port = _free_port(), _free_port()
         model = write_tiny_model(directory / "model")
-        environ = os.environ | {
-            "DYN_DISCOVERY_BACKEND": "file",
-            "DYN_EVENT_PLANE": "zmq",
-            "DYN_FILE_KV": str(directory / "discovery"),
-            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
+        environ = environment(directory) | {
             "DYN_LOG": "off",
-            "DYN_TCP_RESPONSE_STREAM_HOST": "lo",
-            "DYN_TCP_RPC_HOST": "127.0.0.1",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(HERE.parent),
-            "WORKER_ENABLE_KV_ROUTING": "false",
             "WORKER_MODEL_PATH": str(model),
         }
         worker = [
@@ -132,16 +122,6 @@ class Stack:
             part: subprocess.Popen([sys.executable, *command], env=environ) for part, command in commands.items()
         }
 
-    def await_models(self) -> None:
-        """Until the front door lists both models."""
-        deadline, names = time.monotonic() + START_TIMEOUT_S, set[str]()
-        while names != {MODEL, f"{MODEL}-stored"}:
-            if time.monotonic() > deadline or any(each.poll() is not None for each in self.processes.values()):
-                raise SystemExit("parts: a process did not start")
-            time.sleep(0.2)
-            with contextlib.suppress(OSError):
-                names = _served_models(self.door_port)
-
     def family(self, part: str) -> list[psutil.Process]:
         """The process and its children."""
         process = psutil.Process(self.processes[part].pid)
@@ -167,7 +147,7 @@ class Stack:
 def running(directory: Path, step_s: float, slots: int = 256, count: int = 1) -> Iterator[Stack]:
     stack = Stack(directory, step_s, slots, count)
     try:
-        stack.await_models()
+        await_models(stack.door_port, {MODEL, f"{MODEL}-stored"}, stack.processes.values())
         yield stack
     finally:
         stack.end()

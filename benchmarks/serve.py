@@ -36,7 +36,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -224,23 +224,29 @@ def processor() -> str:
     return platform.machine()
 
 
+def environment(directory: Path) -> dict[str, str]:
+    """Variables of processes that find each other on loopback, in files below `directory`."""
+    return os.environ | {
+        "DYN_DISCOVERY_BACKEND": "file",
+        "DYN_EVENT_PLANE": "zmq",
+        "DYN_FILE_KV": str(directory / "discovery"),
+        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
+        "DYN_TCP_RESPONSE_STREAM_HOST": "lo",
+        "DYN_TCP_RPC_HOST": "127.0.0.1",
+        "PYTHONPATH": str(HERE.parent),
+        "WORKER_ENABLE_KV_ROUTING": "false",
+    }
+
+
 @contextlib.contextmanager
 def serving(directory: Path) -> Iterator[Ports]:
     """A frontend, a front door and both workers on loopback, without services."""
     model = write_tiny_model(directory / "model")
     ports = Ports(_free_port(), _free_port())
-    environment = os.environ | {
-        "DYN_DISCOVERY_BACKEND": "file",
-        "DYN_EVENT_PLANE": "zmq",
-        "DYN_FILE_KV": str(directory / "discovery"),
-        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
+    environ = environment(directory) | {
         "DYN_LOG": "error,dynamo_runtime::storage=off",
-        "DYN_TCP_RESPONSE_STREAM_HOST": "lo",
-        "DYN_TCP_RPC_HOST": "127.0.0.1",
         "HOME": str(directory),
-        "PYTHONPATH": str(HERE.parent),
         "TMPDIR": str(directory),
-        "WORKER_ENABLE_KV_ROUTING": "false",
         "WORKER_MODEL_PATH": str(model),
     }
     frontend = ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(ports.frontend)]
@@ -250,9 +256,9 @@ def serving(directory: Path) -> Iterator[Ports]:
         [str(HERE / "serve_worker.py"), name, "--served-model-name", name, "--component", name]
         for name in (OURS, CONSTANT)
     ]
-    processes = [subprocess.Popen([sys.executable, *command], env=environment) for command in commands]
+    processes = [subprocess.Popen([sys.executable, *command], env=environ) for command in commands]
     try:
-        _await_models(ports.door, processes)
+        await_models(ports.door, {OURS, CONSTANT}, processes)
         yield ports
     finally:
         for process in reversed(processes):  # the frontend last
@@ -266,12 +272,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _await_models(port: int, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def await_models(port: int, wanted: set[str], processes: Collection[subprocess.Popen[bytes]]) -> None:
+    """Until the models served at a port are those; raises `SystemExit` if a process ends."""
     deadline = time.monotonic() + START_TIMEOUT_S
     names: set[str] = set()
-    while names != {OURS, CONSTANT}:
+    while names != wanted:
         if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
-            raise SystemExit("serve: a process did not start")
+            raise SystemExit("a process did not start")
         time.sleep(0.2)
         with contextlib.suppress(OSError):
             names = _served_models(port)
