@@ -8,6 +8,7 @@ fast as the event loop allows. ``nats`` is ``ours`` on the NATS runtime.
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -23,6 +24,7 @@ from worker.arguments import Arguments, parse_arguments
 from worker.build import Built
 from worker.engines import EngineInfo
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Plan
+from worker.engines.embedded.serving.constant import ConstantModel
 from worker.runtimes import dynamo as runtime
 from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.runtimes.nats.runtime import NatsWorker
@@ -36,31 +38,18 @@ def constant_token(model_path: str) -> tuple[int, int]:
     return tokenizer.encode("a", add_special_tokens=False).ids[0], tokenizer.get_vocab_size()
 
 
-class NullModel:
-    """Implements `worker.engines.embedded.Model` with precomputed rows of logits."""
+class NullModel(ConstantModel):
+    """A `ConstantModel` without a pace, whose rows of logits are made before."""
+
+    context_length = CONTEXT_LENGTH
 
     def __init__(self, model_path: str, max_num_seqs: int) -> None:
-        token, self.vocab_size = constant_token(model_path)
-        self.context_length = CONTEXT_LENGTH
-        self.eos_token_ids: tuple[int, ...] = ()
-        self.undecodable_ids: tuple[int, ...] = ()
-        self.device = torch.device("cpu")
-        self.kv_bytes_per_token = 0
-        self.numerics = "exact"
-        self.wants_dense_kv = False
-        rows = torch.zeros(max_num_seqs, self.vocab_size)
-        rows[:, token] = 10.0
+        super().__init__(model_path, step_s=0.0, prompt_rate=math.inf)
+        rows = self._rows(range(max_num_seqs))
         self._logits = [rows[:count] for count in range(max_num_seqs + 1)]
-
-    def allocate_kv(self, num_pages: int, page_size: int) -> None:
-        """There is none."""
 
     def forward(self, plan: Plan) -> torch.Tensor:
         return self._logits[len(plan.sampled)]  # nobody writes into them or drafts: no request here has a chain
-
-    def spoiled(self, plan: Plan) -> tuple[()]:
-        """Never any."""
-        return ()
 
 
 class ConstantEngine(LLMEngine):

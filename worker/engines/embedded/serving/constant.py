@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sized
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class ConstantModel:
             plan.show_scored(torch.empty(plan.num_tokens), self._rows)
         return self._rows(plan.logit_rows())
 
-    def _rows(self, tokens: torch.Tensor | list[int]) -> torch.Tensor:
+    def _rows(self, tokens: Sized) -> torch.Tensor:
         return self._row.repeat(len(tokens), 1)
 
     def spoiled(self, plan: Plan) -> tuple[()]:
