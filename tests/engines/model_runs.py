@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from worker.engines import EngineRequest
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model import HfModel
+from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.engines.embedded.step import make_stepper
 from worker.sampling import SamplingParams
+
+
+def load_native(path: Path, **settings: Any) -> HfModel:
+    """A checkpoint on native kernels, with a KV store of 8 pages of 32 tokens, unless `settings` of
+    `EmbeddedConfig` say otherwise.
+    """
+    model = load_model(EmbeddedConfig(model_path=path, **{"device": "cpu", "kernels": "native"} | settings))
+    model.allocate_kv(8, 32)
+    return model
 
 
 def last_logits(model: HfModel, cuts: tuple[int, ...] = (0, 90)) -> torch.Tensor:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from model_runs import last_logits
+from model_runs import load_native as load
 
 from worker.engines.embedded import native
-from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model import HfModel, llama, load_model
+from worker.engines.embedded.model import HfModel, llama
 from worker.engines.embedded.model.quantisation import QuantisedGemm, StackedWeight, quantise
 
 DTYPES = [each for each in ("float32", "bfloat16") if native.unavailable(getattr(torch, each)) is None]
@@ -19,12 +19,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.native,
 ]
-
-
-def load(path: Path, **settings: str) -> HfModel:
-    model = load_model(EmbeddedConfig(model_path=path, device="cpu", **{"kernels": "native"} | settings))
-    model.allocate_kv(8, 32)
-    return model
 
 
 def computed(model: HfModel, cuts: tuple[int, ...] = (0, 40, 41, 88, 89, 90)) -> list[torch.Tensor]:

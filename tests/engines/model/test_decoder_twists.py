@@ -5,13 +5,14 @@ data type, path of instructions and number of threads.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from decoder_shapes import write
-from model_runs import last_logits
+from model_runs import last_logits, load_native
 
 from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
@@ -29,11 +30,7 @@ KINDS = [
 CUTS = (0, 7, 40, 41, 88, 89, 90)
 
 
-def load(path: Path, **settings: Any) -> HfModel:
-    config = {"kernels": "native", "dtype": "float32", "numerics": "exact"} | settings
-    model = load_model(EmbeddedConfig(model_path=path, device="cpu", **config))
-    model.allocate_kv(8, 32)
-    return model
+load = partial(load_native, dtype="float32", numerics="exact")
 
 
 def checked(model: HfModel) -> torch.Tensor:

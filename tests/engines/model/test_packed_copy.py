@@ -21,11 +21,12 @@ from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model_runs import last_logits
+from model_runs import load_native as load
 from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model import HfModel, load_model, loading, packed_copy, transformers_checkpoint
+from worker.engines.embedded.model import HfModel, loading, packed_copy, transformers_checkpoint
 from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.packed_copy import PackedCopy, provenance_of
 from worker.engines.embedded.native import PackedWeight
@@ -57,12 +58,6 @@ def checkpoint(every_checkpoint: dict[str, Path], tmp_path: Path) -> Path:
 
 def copied(source: Path, target: Path) -> Path:
     return Path(shutil.copytree(source, target, ignore=shutil.ignore_patterns(beside.DIRECTORY)))
-
-
-def load(path: Path, **given: str) -> HfModel:
-    model = load_model(EmbeddedConfig(model_path=path, **{"device": "cpu", "kernels": "native"} | given))
-    model.allocate_kv(8, 32)
-    return model
 
 
 def logits(model: HfModel) -> torch.Tensor:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from effort import grid
-from model_runs import greedy_answers, last_logits
+from model_runs import greedy_answers, last_logits, load_native
 from random_checkpoints import EVERY_TYPE
 from safetensors.torch import load_file, save_file
 
 from worker.__main__ import main
 from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.model import load_model
 from worker.engines.embedded.model.linear import linears
 from worker.engines.embedded.model.quantisation import GROUP, QuantisedGemm
 from worker.errors import StartupError
@@ -29,11 +30,7 @@ PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.native]
 
 
-def load(path: Path, **settings: str) -> HfModel:
-    defaults = {"device": "cpu", "dtype": "float32", "kernels": "native"}
-    model = load_model(EmbeddedConfig(model_path=path, **defaults | settings))  # type: ignore[arg-type]
-    model.allocate_kv(8, 32)
-    return model
+load = partial(load_native, dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,12 @@ import pytest
 import random_checkpoints
 import torch
 from effort import grid
-from model_runs import last_logits
+from model_runs import last_logits, load_native
 from safetensors.torch import load_file
 from third_party_checkpoints import FORMATS, GPTQ, compressed, save, write
 
-from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache import budget as kv_budget
-from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.model import HfModel
 from worker.engines.embedded.model.linear import linears
 from worker.engines.embedded.model.quantisation import QuantisedGemm
 from worker.engines.embedded.offline import Engine
@@ -30,11 +30,7 @@ from worker.sampling import SamplingParams
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.native]
 
 
-def load(path: Path, **settings: str) -> HfModel:
-    defaults = {"device": "cpu", "dtype": "float32", "kernels": "native"}
-    model = load_model(EmbeddedConfig(model_path=path, **defaults | settings))  # type: ignore[arg-type]
-    model.allocate_kv(8, 32)
-    return model
+load = partial(load_native, dtype="float32")
 
 
 def num_packed(model: HfModel) -> int:
@@ -59,7 +55,7 @@ def test_a_llama_is_what_its_format_means(format: str, checkpoints: dict[str, Pa
 @pytest.mark.parametrize(
     ("kind", "format", "packed"),
     [
-        ("granite", "gptq", 12),  # four of each layer, whose projections are fused, and not the head
+        ("granite", "gptq", 12),  # four of each layer: not queries, keys and values, which are fused, and not the head
         ("gpt_oss", "mxfp4", 0),
         *(
             pytest.param(*case, marks=pytest.mark.campaign)
