@@ -38,7 +38,7 @@ class Projection:
 
     weight: torch.Tensor | PackedWeight | Quantised
     bias: torch.Tensor | None
-    stored: QuantisedWeight | None = None
+    stored: Quantised | None = None
 
     @classmethod
     def of(cls, *layers: torch.nn.Linear) -> Projection:
@@ -50,7 +50,9 @@ class Projection:
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         if biases and len(biases) != len(layers):
             raise ValueError("all layers must have a bias, or none")
-        stored = getattr(layers[0], "quantised", None) if len(layers) == 1 else None
+        found = (getattr(layer, "quantised", None) for layer in layers)
+        kept = [weight for weight in found if isinstance(weight, QuantisedWeight)]
+        stored = concatenated(kept) if len(kept) == len(layers) else None
         return cls(_stacked([layer.weight for layer in layers]), torch.cat(biases) if biases else None, stored)
 
 
@@ -94,7 +96,7 @@ class Linear(torch.nn.Module):
         self._is_unrounded = is_unrounded
         self._is_quantisable = is_quantisable
         self.sample: torch.Tensor | None = None
-        self.stored: QuantisedWeight | None = None
+        self.stored: Quantised | None = None
         self.gemm: GemmBackend
         if isinstance(weight, torch.Tensor):
             self.dtype = weight.dtype

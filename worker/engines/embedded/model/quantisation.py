@@ -159,6 +159,8 @@ Quantised = QuantisedWeight | StackedWeight | PackedQuantised
 
 def concatenated(weights: Sequence[QuantisedWeight]) -> Quantised:
     """The rows of all weights."""
+    if len(weights) == 1:
+        return weights[0]
     if len({weight.layout for weight in weights}) > 1:
         return StackedWeight(tuple(weights))
     offsets = [weight.offsets for weight in weights if weight.offsets is not None]
