@@ -150,6 +150,16 @@ class Llama:
 
     def _decode(self, entries: list[tuple[int, int, int, bool]]) -> list[int]:
         """The argmax after each wanted entry of (token, position, row, wanted)."""
+        highest: list[int] = self._run(entries).argmax(-1).tolist()
+        return highest
+
+    def logits(self, tokens: list[int]) -> Matrix:
+        """Logits ``[n, V]`` after each of up to `_BATCH` tokens, until the next call."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        return self._run([(token, position, 0, True) for position, token in enumerate(tokens)])
+
+    def _run(self, entries: list[tuple[int, int, int, bool]]) -> Matrix:
+        """Logits after each wanted entry of (token, position, row, wanted), until the next call."""
         batch = self._batch
         batch.n_tokens = len(entries)
         for place, (token, position, row, wanted) in enumerate(entries):
@@ -163,9 +173,7 @@ class Llama:
             raise SystemExit(f"llama_decode said {code}")
         wanted_rows = sum(entry[3] for entry in entries)
         logits = llama_cpp.llama_get_logits(self._context)
-        table = np.ctypeslib.as_array(logits, shape=(wanted_rows, self._vocabulary))
-        highest: list[int] = table.argmax(-1).tolist()
-        return highest
+        return np.ctypeslib.as_array(logits, shape=(wanted_rows, self._vocabulary))
 
 
 def main() -> None:

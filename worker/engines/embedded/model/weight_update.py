@@ -221,7 +221,7 @@ class _Update:
             return found if isinstance(found, torch.Tensor) else found.dequantised().to(old.dtype)
         if isinstance(found, torch.Tensor):
             raise WeightsRefused(f"tensor {EMBEDDING}: must be quantised, as the model's is")
-        return QuantisedGemm(found, None, rounds_rows=self._kernels.rounds_rows).packed
+        return QuantisedGemm(found, None).packed  # as `Embedding` packs it
 
     def _projection(self, layers: Sequence[str], old: Projection, is_unrounded: bool = False) -> Projection:
         """The projection of `layers`, names without ``.weight`` and ``.bias``, concatenated."""
@@ -269,7 +269,7 @@ class _Update:
             raise WeightsRefused(f"tensor {names[0]}: is quantised already; --quantization quantises what is not")
         made = [kernels.quantised(one, is_unrounded) if isinstance(one, torch.Tensor) else one for one in weights]
         joined = concatenated([one for one in made if isinstance(one, QuantisedWeight)])
-        return QuantisedGemm(joined, None, rounds_rows=kernels.rounds_rows).packed
+        return QuantisedGemm(joined, None, is_unrounded, kernels.rounds_rows).packed
 
     def _placed(self, part: Any) -> Any:
         """`part` with its tensors in their slots of the new block."""
