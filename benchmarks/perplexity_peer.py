@@ -55,7 +55,7 @@ def llama(path: str, threads: int) -> Callable[[list[int]], Logits]:
 
 
 def openvino(path: str, threads: int) -> Callable[[list[int]], Logits]:
-    """OpenVINO's logits ``[n, V]`` of n tokens, by the model that its reader of GGUF files writes."""
+    """OpenVINO's logits ``[n, V]`` of n tokens, by the model that it writes of a GGUF file."""
     import openvino
     import openvino_genai
 
