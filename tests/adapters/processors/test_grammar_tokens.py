@@ -99,7 +99,9 @@ def expected(context: Context, language: Iterable[Symbols], so_far: Symbols) -> 
     """Tokens that can follow ``so_far`` in one of the answers, and the ends behind a whole one."""
     rest = {one[len(so_far) :] for one in language if one[: len(so_far)] == so_far}
     tokens = symbols_of(context.vocabulary)
-    begins = {one[:length] for one in rest for length in set(map(len, tokens.values())) if length <= len(one)}
+    lengths = sorted(set(map(len, tokens.values())))
+    heads = {one[: lengths[-1]] for one in rest}  # few, where many texts differ in a number later on
+    begins = {head[:length] for head in heads for length in lengths if length <= len(head)}
     found = {token_id for token_id, symbols in tokens.items() if symbols in begins}
     return (found - context.end_token_ids) | (context.end_token_ids if () in rest else set())
 
