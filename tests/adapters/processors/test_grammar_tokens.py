@@ -209,6 +209,13 @@ ARGUMENTS = {
 FINITE = [name for name, wanted in FORMATS.items() if wanted.channels is None]
 """Formats in which few texts are a call, whatever the number of one in them."""
 
+NUMBERED = [name for name in FINITE if NUMBER in FORMATS[name].name_prefix + FORMATS[name].name_suffix]
+REQUIRED = [
+    *grid((case for case in product(MODELS, FINITE) if case[1] not in NUMBERED or case[0] == "qwen"), fast=4),
+    *(pytest.param(*case, marks=pytest.mark.campaign) for case in product(MODELS, NUMBERED) if case[0] != "qwen"),
+]
+"""Models and formats of a required call."""
+
 NUMBERS = [f"{number:0{width}}" for width in (1, 2, 3) for number in range(10**width)]
 """Numbers that a call may have."""
 
@@ -222,7 +229,7 @@ def tags(marks: Sequence[str], end: str, **options: bool) -> tuple[type[Structur
     return StructuralTag, {"format": {"type": "triggered_tags", "triggers": list(marks), "tags": given, **options}}
 
 
-@pytest.mark.parametrize(("model", "name"), grid(product(MODELS, FINITE), fast=4))
+@pytest.mark.parametrize(("model", "name"), REQUIRED)
 def test_a_mask_of_a_required_call_is_what_can_continue(model: str, name: str) -> None:
     """In each spelling of the format; before a call in channels there may be any thinking."""
     context = context_of(model)
