@@ -25,6 +25,7 @@ def _deepseek(text: str) -> str:
 
 _DEEPSEEK_3 = _deepseek("<!tool~call~begin!>function<!tool~sep!>%s\n```json\n%s\n```<!tool~call~end!>")
 _DEEPSEEK_3_1 = _deepseek("<!tool~call~begin!>%s<!tool~sep!>%s<!tool~call~end!>")
+_COMMAND_R = '{\n        "tool_name": "%s",\n        "parameters": %s\n    }'
 _CALLS_BEGIN, _CALLS_END = _deepseek("<!tool~calls~begin!>"), _deepseek("<!tool~calls~end!>")
 
 _SPELLED = {
@@ -49,6 +50,10 @@ _SPELLED = {
     "functionary_v3_2": ("", "%s\n%s", ">>>", ""),
     "nemotron_deci": ("<TOOLCALL>[", '{"name": "%s", "arguments": %s}', ", ", "]</TOOLCALL>"),
     "granite": ("<|tool_call|>[", '{"name": "%s", "arguments": %s}', ", ", "]"),
+    "granite_3_1": ("<tool_call>[", '{"name": "%s", "arguments": %s}', ", ", "]"),
+    "phi4_mini": ("<|tool_call|>[", '{"name": "%s", "arguments": %s}', ", ", "]<|/tool_call|>"),
+    "command_r": ("Action: ```json\n[\n    ", _COMMAND_R, ",\n    ", "\n]```"),
+    "command_r, on two lines": ("Action:\n```json\n[\n    ", _COMMAND_R, ",\n    ", "\n]```"),
     "exaone4": ("", '<tool_call>{"name": "%s", "arguments": %s}</tool_call>', "\n", ""),
     "jamba": ("<tool_calls>[", '{"name": "%s", "arguments": %s}', ", ", "]</tool_calls>"),
     "glm47": ("", "<tool_call>%s%s</tool_call>", "", ""),

@@ -45,6 +45,9 @@ _MARKS: tuple[tuple[str, str], ...] = (
     ("nemotron_deci", r"<TOOLCALL>"),
     ("kimi_k2", r"<\|tool_calls_section_begin\|>"),
     ("cohere2", r"<\|START_ACTION\|>"),
+    ("command_r", r"Action:.*```json.*\"tool_name\""),
+    ("phi4_mini", r"<\|tool_call\|>.*<\|/tool_call\|>"),
+    ("granite_3_1", r"<tool_call>\["),
     ("granite", r"<\|tool_call\|>(?!.*<\|/tool_call\|>)"),
     ("olmo3", r"<function_calls>(?!.*<invoke)"),
     ("jamba", r"<tool_calls>(?!.*<tool_call>)"),
@@ -204,13 +207,13 @@ def _spelled_format(template: ChatTemplate, shown: str) -> str | None:
     text = _squeezed(shown)
     before = _squeezed(template.render([_USER], _TOOLS))[-_BEFORE:]
     found = [
-        (len(head), _is_opened(wanted, shown), wanted.name)
+        (len(head), _is_opened(wanted, shown), _squeezed(wanted.closing) in text, len(wanted.closing), wanted.name)
         for wanted in FORMATS.values()
         if wanted.name != NEUTRAL
         for head in _heads(wanted, before)
         if head in text and (wanted.arguments not in TAGS or _beginning(wanted) in shown)
     ]
-    return max(found, key=itemgetter(0, 1))[2] if found else None
+    return max(found, key=itemgetter(0, 1, 2, 3))[4] if found else None
 
 
 def _is_opened(wanted: CallFormat, shown: str) -> bool:

@@ -261,6 +261,23 @@ _ALL = (
         closing="]",
         special=("<|tool_call|>",),
     ),
+    CallFormat(name="granite_3_1", openings=(Opening("<tool_call>[", "<tool_call>"),), between=", ", closing="]"),
+    CallFormat(
+        name="phi4_mini",
+        openings=(Opening("<|tool_call|>[", "<|tool_call|>"),),
+        between=", ",
+        closing="]<|/tool_call|>",
+        special=("<|tool_call|>", "<|/tool_call|>"),
+    ),
+    CallFormat(
+        name="command_r",
+        openings=tuple(Opening(f"{mark}\n[\n    ", mark) for mark in ("Action: ```json", "Action:\n```json")),
+        name_prefix='{\n        "tool_name": "',
+        name_suffix='",\n        "parameters": ',
+        call_suffix="\n    }",
+        between=",\n    ",
+        closing="\n]```",
+    ),
     CallFormat(name="exaone4", openings=(Opening("<tool_call>", "<tool_call>"),), closing="</tool_call>"),
     CallFormat(
         name="jamba",

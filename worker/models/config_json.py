@@ -54,6 +54,7 @@ _UNSCALED = (None, "default")
 _TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 _Positive = Annotated[float, Field(gt=0, le=1e30)]
 _Factor = Annotated[float, Field(ge=1e-3, le=1e6)]
+_Factors = Annotated[list[_Factor], Field(min_length=1, max_length=2**16)]
 _Count = Annotated[int, Field(ge=1, le=2**31)]
 
 
@@ -78,6 +79,8 @@ class _Rope(_Strict):
     original_max_position_embeddings: _Count = _LEFT_OUT
     low_freq_factor: _Factor = _LEFT_OUT
     high_freq_factor: _Factor = _LEFT_OUT
+    short_factor: _Factors = _LEFT_OUT
+    long_factor: _Factors = _LEFT_OUT
     attention_factor: _Factor | None = None
     beta_fast: _Factor | None = None
     beta_slow: _Factor | None = None
@@ -89,6 +92,10 @@ class _Rope(_Strict):
     def _fits(self) -> Self:
         if self.low_freq_factor is not None and self.low_freq_factor == self.high_freq_factor:
             raise ValueError("low_freq_factor and high_freq_factor must differ")
+        if "longrope" in (self.rope_type, self.type) and not (self.short_factor and self.long_factor):
+            raise ValueError("short_factor and long_factor must be lists beside rope_type 'longrope'")
+        if self.original_max_position_embeddings == 1 and "longrope" in (self.rope_type, self.type):
+            raise ValueError("original_max_position_embeddings must be above 1 beside rope_type 'longrope'")
         return self
 
 
@@ -113,6 +120,7 @@ class AnyConfig(_Strict):
     num_key_value_heads: int | None = _size("num_key_value_heads")
     head_dim: int | None = _size("head_dim")
     max_position_embeddings: int = _size("max_position_embeddings")
+    original_max_position_embeddings: Annotated[int, Field(ge=2, le=2**31)] = _LEFT_OUT
     tie_word_embeddings: bool = False
     dtype: Literal[DTYPES] | None = None  # type: ignore[valid-type]
     torch_dtype: Literal[DTYPES] | None = None  # type: ignore[valid-type]

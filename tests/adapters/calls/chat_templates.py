@@ -15,3 +15,14 @@ FORMS["llama_python_tag"] = FORMS["llama_3_1"].replace('\\n\\n{"name": "', '\\n\
 FORMS["glm_4_7"] = FORMS["glm_4_5"].replace("name + '\\n'", "name").replace(">\\n<arg_value>", "><arg_value>")
 FORMS["glm_4_7"] = FORMS["glm_4_7"].replace("'</arg_value>\\n'", "'</arg_value>'")
 FORMS["mistral_small_3_2"] = FORMS["devstral"].replace("'[ARGS]'", "'[CALL_ID]' + call.id + '[ARGS]'")
+FORMS["granite_3_1"] = FORMS["granite"].replace("<|tool_call|>", "<tool_call>")
+FORMS["phi_4_mini_calls"] = FORMS["granite"].replace("]{% endif %}", "]<|/tool_call|>{% endif %}")
+FORMS["phi_4_mini_told"] = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}<|tool_call|>[]<|/tool_call|>"
+FORMS["command_r_told"] = """{{ tools }}Write 'Action:' and a list:
+```json
+[
+    {
+        "tool_name": title of the tool,
+        "parameters": a dict
+    }
+]```"""

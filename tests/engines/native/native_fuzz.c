@@ -310,7 +310,73 @@ free_experts(const experts_t *experts)
     free((void *)experts);
 }
 
-/* Some tokens at the beginning of a sequence, on one page. */
+#define MODEL_LAYERS 2
+
+/* The linear layers of a layer, as LoRA numbers them. */
+static void
+gemms_of(const layer_t *l, const gemm_t *found[LORA_GEMMS])
+{
+    const gemm_t *const all[LORA_GEMMS] = {l->query_proj, l->key_proj, l->value_proj, l->output_proj,
+                                           l->gate,       l->up,       l->down};
+    memcpy(found, all, sizeof all);
+}
+
+/* B of a linear layer of these columns, of whose panels some have none; `width` sums of A. */
+static lora_panel_t *
+some_lora_panels(int64_t columns, int64_t width)
+{
+    const int64_t panels = (columns + COLUMNS - 1) / COLUMNS;
+    lora_panel_t *found = calloc(panels + 1, sizeof *found);
+    for (int64_t i = 0; i < panels; i++) {
+        const int64_t first = below(width), count = 1 + below(width - first);
+        if (below(4))
+            found[i] = (lora_panel_t){some_floats(count * COLUMNS), first, count};
+    }
+    return found;
+}
+
+/* An adapter, whose A have at most `widest` sums each; some linear layers have none. */
+static lora_layer_t *
+some_adapter(const layer_t *layers, int64_t widest)
+{
+    static const int inputs[LORA_GEMMS] = {QKV_INPUT, QKV_INPUT, QKV_INPUT, OUTPUT_INPUT, MLP_INPUT, MLP_INPUT, DOWN_INPUT};
+    lora_layer_t *adapter = calloc(MODEL_LAYERS, sizeof *adapter);
+    for (int i = 0; i < MODEL_LAYERS; i++) {
+        const gemm_t *gemms[LORA_GEMMS];
+        gemms_of(layers + i, gemms);
+        for (int k = 0; k < LORA_GEMMS; k++) {
+            if (!gemms[k] || !below(4))
+                continue;
+            lora_input_t *input = adapter[i].inputs + inputs[k];
+            if (!input->width) {
+                input->width = LANES * (1 + below(widest / LANES));
+                input->a = some_floats(input->width * gemms[k]->inner);
+            }
+            adapter[i].gemms[k] = some_lora_panels(gemms[k]->columns, input->width);
+        }
+    }
+    return adapter;
+}
+
+static void
+free_adapter(lora_layer_t *adapter, const layer_t *layers)
+{
+    for (int i = 0; i < MODEL_LAYERS; i++) {
+        const gemm_t *gemms[LORA_GEMMS];
+        gemms_of(layers + i, gemms);
+        for (int k = 0; k < LORA_GEMMS; k++) {
+            const lora_panel_t *panels = adapter[i].gemms[k];
+            for (int64_t panel = 0; panels && panel * COLUMNS < gemms[k]->columns; panel++)
+                free((void *)panels[panel].b);
+            free((void *)panels);
+        }
+        for (int k = 0; k < LORA_INPUTS; k++)
+            free((void *)adapter[i].inputs[k].a);
+    }
+    free(adapter);
+}
+
+/* Some tokens at the beginning of a sequence, on one page; without LoRA, or with that of two adapters. */
 static void
 fuzz_layers(void)
 {
@@ -320,8 +386,8 @@ fuzz_layers(void)
     const int32_t is_int8 = (int32_t)below(2);
     const threads_t threads = some_threads();
     const int64_t of_keys = kv_heads * width, qkv = heads * width + 2 * of_keys;
-    layer_t layers[2];
-    for (int i = 0; i < 2; i++) {
+    layer_t layers[MODEL_LAYERS];
+    for (int i = 0; i < MODEL_LAYERS; i++) {
         const int64_t has_parts = below(2), is_whole = below(2), is_clamped = below(3) == 0;
         layers[i] = (layer_t){
             .input_norm = below(4) ? some_floats(hidden) : NULL, .mlp_norm = below(4) ? some_floats(hidden) : NULL,
@@ -358,17 +424,34 @@ fuzz_layers(void)
         slot[i] = i;
     const tile_t tile = {0, tokens, 0, 0};
     element *cosine = some(ropes * tokens * rotary), *sine = some(ropes * tokens * rotary), *x = some(tokens * hidden);
+    const int64_t lora_width = ONE_OF(LANES, 3 * LANES);
+    lora_layer_t *const adapters[] = {some_adapter(layers, lora_width), some_adapter(layers, LANES)};
+    const lora_layer_t **of_tokens = calloc(tokens, sizeof *of_tokens);
+    int64_t *adapted = malloc(tokens * sizeof *adapted), num_adapted = 0;
+    const int32_t has_lora = below(3) != 0;
+    for (int64_t i = 0; i < tokens; i++) {
+        const int64_t which = below(3);
+        of_tokens[i] = which < 2 ? adapters[which] : NULL;
+    }
+    for (int which = 0; which < 2; which++)
+        for (int64_t i = 0; i < tokens; i++)
+            if (of_tokens[i] == adapters[which])
+                adapted[num_adapted++] = i;
     const step_t step = {.tokens = tokens, .hidden = hidden, .heads = heads, .kv_heads = kv_heads, .width = width,
                          .rotary = rotary, .inner = inner, .cosine = cosine, .sine = sine, .pages = page,
                          .slots = slot, .page_table = page, .tiles = &tile, .num_tiles = 1, .page_size = size,
-                         .is_interleaved = (int32_t)below(2), .is_int8 = is_int8};
-    decoder_layers(&step, layers, 2, x, &threads);
+                         .is_interleaved = (int32_t)below(2), .is_int8 = is_int8,
+                         .adapters = has_lora && num_adapted ? of_tokens : NULL, .adapted = adapted,
+                         .num_adapted = num_adapted, .lora_width = lora_width};
+    decoder_layers(&step, layers, MODEL_LAYERS, x, &threads);
     add_to_digest(x, tokens * hidden);
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 2; i++)
+        free_adapter(adapters[i], layers);
+    for (int i = 0; i < MODEL_LAYERS; i++) {
         const layer_t *l = layers + i;
-        const gemm_t *const gemms[] = {l->query_proj, l->key_proj, l->value_proj, l->output_proj,
-                                       l->gate,       l->up,       l->down};
-        for (size_t k = 0; k < sizeof gemms / sizeof *gemms; k++)
+        const gemm_t *gemms[LORA_GEMMS];
+        gemms_of(l, gemms);
+        for (int k = 0; k < LORA_GEMMS; k++)
             free_gemm(gemms[k]);
         free_experts(l->experts);
         const void *const all[] = {l->input_norm, l->mlp_norm, l->attention_post_norm, l->mlp_post_norm, l->query_norm,
@@ -376,7 +459,7 @@ fuzz_layers(void)
         for (size_t k = 0; k < sizeof all / sizeof *all; k++)
             free((void *)all[k]);
     }
-    void *const all[] = {page, slot, cosine, sine, x};
+    void *const all[] = {page, slot, cosine, sine, x, of_tokens, adapted};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]);
 }

@@ -129,7 +129,7 @@ class ExactLogprobs:
 
         parameters = {id(each): each for each in self._policy.parameters()}
         modules = copy.deepcopy(self._policy, parameters).eval()  # of which `packed` leaves nothing
-        return in_own_thread(lambda: packed(modules, self._kernels, num_positions))
+        return in_own_thread(lambda: packed(modules, self._kernels, num_positions, self._config.context_length))
 
     def _score(self, rollouts: Sequence[Rollout], controls: Controls | None) -> list[_AnswerTap]:
         requests = [self._request(number, rollout, controls) for number, rollout in enumerate(rollouts)]

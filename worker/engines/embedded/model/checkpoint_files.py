@@ -18,7 +18,7 @@ from worker.models.quantization_config import quantization_of
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 
-_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
@@ -37,16 +37,20 @@ def read_settings(directory: Path) -> dict[str, Any]:
         raise StartupError(f"--model-path {directory}: config.json: {reason}")
     _told(directory, check_config, settings)
     _told(directory, quantization_of, settings)
-    for key in ("rope_parameters", "rope_scaling"):
-        length_dependent = _rope_types(settings.get(key) or {}) & _LENGTH_DEPENDENT_ROPE
-        if length_dependent:
+    for key in _ROPE_KEYS:
+        if "dynamic" in _rope_types(settings.get(key) or {}):
             raise StartupError(
-                f"--model-path {directory}: config.json: {key}: rope type {min(length_dependent)!r} depends on the "
-                "longest sequence of a batch and is not served by the embedded engine"
+                f"--model-path {directory}: config.json: {key}: rope type 'dynamic' is not served by the embedded "
+                "engine: its frequencies depend on the longest sequence of a batch, so that cached keys would change"
             )
     if not any(directory.glob("*.safetensors")):
         raise StartupError(f"--model-path {directory}: it has no safetensors weights")
     return settings
+
+
+def has_longrope(settings: dict[str, Any]) -> bool:
+    """Whether RoPE depends on the context that is served; see `longrope`."""
+    return any("longrope" in _rope_types(settings.get(key) or {}) for key in _ROPE_KEYS)
 
 
 def _rope_types(rope: dict[str, Any]) -> set[str]:

@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
+from worker.engines.embedded.model.longrope import check_factors
 from worker.errors import StartupError, one_line
 from worker.models.config_json import CONFIG, check_bounds, geometry_of
 from worker.models.geometry import Geometry
@@ -73,9 +74,11 @@ def read_checked(directory: Path, settings: Mapping[str, Any], dtype: torch.dtyp
 def configuration(directory: Path) -> Any:
     """transformers' configuration of a checkpoint. Raises `ModelFileError`."""
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        found = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except UNREADABLE as error:
         raise ModelFileError(f"{CONFIG}: {one_line(error)}") from error
+    check_factors(found)
+    return found
 
 
 def check_finite(files: WeightFiles, names: Iterable[str], dtype: torch.dtype) -> None:

@@ -114,7 +114,7 @@ class HfModel:
         kernel_backend: Backends that compute.
         numerics: ``exact`` or ``fast``; known once there is a KV store, as are the following ones.
         made_by: See `Numerics.made_by`; and what quantised weights and a quantised KV cache are
-            held in, and what activations are rounded to.
+            held in, what activations are rounded to, and the factors of LongRoPE.
         wants_dense_kv: See `AttentionBackend.wants_dense_pages`.
     """
 
@@ -196,6 +196,8 @@ class HfModel:
         self.made_by = chosen.made_by + (f", {facts.weights} weights" if facts.weights else "")
         self.made_by += ", int8 activations" if self.kernel_backend.rounds_rows else ""
         self.made_by += ", int8 KV cache" if self._int8_rows else ""
+        factors = self._network.rope_factors  # keys depend on them
+        self.made_by += f", RoPE of the {factors} context" if factors else ""
         dtype = str(self.dtype).removeprefix("torch.")
         logger.info(
             "numerics: %s; kernels: %s; weights: %s; KV cache: %s",

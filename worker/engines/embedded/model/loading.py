@@ -13,7 +13,7 @@ import torch
 from worker.engines.embedded.attention import AttentionLayer
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
 from worker.engines.embedded.host import in_own_thread
-from worker.engines.embedded.model.checkpoint_files import checkpoint_dtype, read_settings
+from worker.engines.embedded.model.checkpoint_files import checkpoint_dtype, has_longrope, read_settings
 from worker.engines.embedded.model.hf_model import HfModel, ModelFacts
 from worker.engines.embedded.model.kernels import KernelBackend, choose_kernels
 from worker.engines.embedded.model.linear import Projection
@@ -103,7 +103,7 @@ def _load_model(config: EmbeddedConfig) -> HfModel:
     if found is not None:
         network, facts = LlamaNetwork(found.weights, kernels, found.facts.context_length), found.facts
     else:
-        network, facts = _from_checkpoint(directory, settings, device, dtype, kernels, keeps)
+        network, facts = _from_checkpoint(directory, settings, device, dtype, kernels, keeps, config.context_length)
         packed = network.packed() if isinstance(network, LlamaNetwork) else None
         if packed is not None:
             packed.check(facts.geometry, kernels.rounds_rows)
@@ -137,7 +137,8 @@ def network_of(config: EmbeddedConfig, model: HfModel, weights: Mapping[str, tor
 
     directory = Path(config.model_path)
     network = checkpoint.network_of(directory, configuration(directory), model.dtype, weights)
-    return checkpoint.packed(network.to(model.device).eval(), model.kernel_backend, model.context_length)
+    network = network.to(model.device).eval()
+    return checkpoint.packed(network, model.kernel_backend, model.context_length, config.context_length)
 
 
 def _from_checkpoint(
@@ -147,6 +148,7 @@ def _from_checkpoint(
     dtype: torch.dtype,
     kernels: KernelBackend,
     keeps: bool,
+    context_length: int | None,
 ) -> tuple[Network, ModelFacts]:
     from worker.engines.embedded.model import transformers_checkpoint as checkpoint  # imports transformers
     from worker.engines.embedded.model.checkpoint_gate import UNREADABLE, read_checked
@@ -169,7 +171,7 @@ def _from_checkpoint(
     network = network.to(device).eval()
     positions = geometry.max_position_embeddings if geometry is not None else 0
     try:
-        packed = checkpoint.packed(network, kernels, positions)
+        packed = checkpoint.packed(network, kernels, positions, context_length)
     except ModelFileError as error:
         raise StartupError(f"--model-path {directory}: {error}") from None
     except UNREADABLE as error:
@@ -180,10 +182,10 @@ def _from_checkpoint(
 def _can_be_kept(directory: Path, settings: dict[str, Any], kernels: KernelBackend) -> bool:
     """Whether there may be a packed copy.
 
-    For the Llama family and native kernels, and if all weights lie in the directory itself, whose
-    files are compared.
+    For the Llama family and native kernels, without RoPE that depends on ``--context-length``, and
+    if all weights lie in the directory itself, whose files are compared.
     """
-    if not kernels.reads_quantised or settings["model_type"] not in LLAMA_LIKE:
+    if not kernels.reads_quantised or settings["model_type"] not in LLAMA_LIKE or has_longrope(settings):
         return False
     try:
         shards = read_index(directory).values() if (directory / INDEX).is_file() else ()

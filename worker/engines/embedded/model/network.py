@@ -16,9 +16,11 @@ class Network(torch.nn.Module, ABC):
     Attributes:
         foreign: Functions of torch that are computed as transformers calls them, so that nothing is
             known of their bits.
+        rope_factors: See `longrope.settle_factors`.
     """
 
     foreign: tuple[str, ...] = ()
+    rope_factors: str | None = None
 
     @abstractmethod
     def hidden(

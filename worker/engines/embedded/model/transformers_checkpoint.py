@@ -23,6 +23,7 @@ from worker.engines.embedded.model.hf_model import ModelFacts
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LlamaWeights
+from worker.engines.embedded.model.longrope import settle_factors
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.engines.embedded.model.quantised_experts import join_experts, place_expert
@@ -96,13 +97,23 @@ def _measured(network: DecoderNetwork | TransformersNetwork, config: Any, direct
         raise StartupError(f"--model-path {directory}: {CONFIG}: {error}") from None
 
 
-def packed(network: Any, kernels: KernelBackend, num_positions: int = 0) -> Network:
-    """The engine's network of transformers' causal language model, of no use afterwards; see
-    `LlamaNetwork`.
+def packed(network: Any, kernels: KernelBackend, num_positions: int = 0, context_length: int | None = None) -> Network:
+    """The engine's network of transformers' causal language model, of no use afterwards.
+
+    Args:
+        network: transformers' causal language model.
+        kernels: See `LlamaNetwork`.
+        num_positions: See `LlamaNetwork`.
+        context_length: See `settle_factors`.
     """
+    factors = settle_factors(network, context_length)
+    found: Network
     if llama_weights.serves(network.config):
-        return LlamaNetwork(LlamaWeights.of(network), kernels, num_positions)
-    return decoder_network(network, kernels, num_positions) or TransformersNetwork(network, kernels)
+        found = LlamaNetwork(LlamaWeights.of(network), kernels, num_positions)
+    else:
+        found = decoder_network(network, kernels, num_positions) or TransformersNetwork(network, kernels)
+    found.rope_factors = factors
+    return found
 
 
 def load_network(directory: Path, config: Any, dtype: torch.dtype) -> Any:
