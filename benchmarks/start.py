@@ -61,6 +61,7 @@ def start_worker(model: Path, *arguments: str) -> float:
     """Seconds until the worker is registered."""
     with tempfile.TemporaryDirectory() as directory:
         environment = os.environ | LOOPBACK | {"DYN_FILE_KV": directory}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # each start would compile the package again
         began = time.perf_counter()
         command = [sys.executable, "-m", "worker", "--model-path", str(model), "--drain-timeout-s", "1", *arguments]
         worker = subprocess.Popen(command, env=environment, cwd=HERE.parent)

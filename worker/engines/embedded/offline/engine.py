@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +13,7 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from adapters.catalog import Catalog
-from adapters.vocabulary import Vocabulary
+from adapters.vocabulary import CopiedTokenizer, Vocabulary
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.offline.request_builder import Named, RequestBuilder
 from worker.engines.embedded.offline.results import RequestGroup, Result
@@ -22,6 +23,7 @@ from worker.engines.embedded.serving import load
 from worker.errors import InvalidRequest, StartupError
 from worker.models import convert_gguf, find_gguf, hub_checkpoint, is_hub_id, model_cache, named_model
 from worker.models.named import DEFAULT, DEFAULT_DTYPE
+from worker.models.tokenizer_copy import load_vocabulary
 from worker.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -67,7 +69,8 @@ class Engine:
         stepper, self.info = load(self.config, model)
         if self.config.max_mixed_chunk is None:  # offline, throughput matters and latency does not
             stepper.scheduler.max_mixed_chunk = None
-        vocabulary = _vocabulary(model_path, self.info.vocab_size, self.info.eos_token_ids)
+        copy = self.config.packed_copy if catalog is None else "off"  # third parties may use more than a copy has
+        vocabulary = _vocabulary(model_path, self.info.vocab_size, self.info.eos_token_ids, copy)
         builder = RequestBuilder(stepper.model, self.info.context_length, vocabulary, catalog or Catalog.default())
         self.session = Session(stepper, self.info, builder)
         self._done: list[Result] = []
@@ -81,10 +84,17 @@ class Engine:
         for group_id in self.session.group_ids:
             self.session.abort(group_id)
 
-    @property
+    @cached_property
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, None if it has none."""
-        return self.session.builder.tokenizer
+        """transformers' tokenizer of the checkpoint, None if it has none.
+
+        Prompts and answers are computed by its copy (`worker.models.tokenizer_copy`), where there
+        is one; transformers is then imported here, at the first use, which takes seconds.
+        """
+        used = self.session.builder.tokenizer
+        if not isinstance(used, CopiedTokenizer):
+            return used
+        return _vocabulary(Path(self.config.model_path), self.info.vocab_size, self.info.eos_token_ids, "off").tokenizer
 
     def generate(
         self,
@@ -211,11 +221,11 @@ def _checkpoint(model: str | Path, quantization: str) -> Path:
     return Path(model) if file is None else convert_gguf(file, model_cache(), logger.info, keeps_blocks)
 
 
-def _vocabulary(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+def _vocabulary(path: Path, size: int, eos_token_ids: tuple[int, ...], packed_copy: str) -> Vocabulary:
     if not (path / "tokenizer_config.json").is_file() and not (path / "tokenizer.json").is_file():
         return Vocabulary(size, None, eos_token_ids)
     try:
-        return Vocabulary.from_pretrained(str(path), size, eos_token_ids)
+        return load_vocabulary(path, size, eos_token_ids, packed_copy)
     except ValueError as error:
         raise StartupError(f"--model-path {path}: {error}") from error
 
