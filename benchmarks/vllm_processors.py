@@ -5,15 +5,17 @@
 
 On a machine with other work ``OMP_NUM_THREADS=1`` avoids threads that wait for each other.
 
-SmolLM2-135M-Instruct on vLLM's CPU build, two engines in this process: a stock one, and one with
-`adapters.vllm:Processors`. Both decode 16 requests at a time, 48 tokens each, and take turns step
-by step, so that whatever slows the machine slows both. The ratio is that of the sums over all pairs
-of steps, its 95 % interval a bootstrap over the pairs (Efron 1979). Compared with plain requests
-are
+SmolLM2-135M-Instruct on vLLM's CPU build, two engines in this process. Both decode 16 requests at
+a time, 48 tokens each, and take turns step by step, so that whatever slows the machine slows both.
+One decodes plain requests without `adapters.vllm:Processors`; the other one
 
-* plain requests where the class is loaded;
+* plain requests with the class loaded;
 * json_schema and repetition_penalty on every row;
-* vLLM's own structured outputs beside its own penalty (xgrammar and guidance).
+* without the class, vLLM's own structured outputs beside its own penalty (xgrammar and guidance).
+
+For the first two cases the engines change places halfway, since equal engines differ by some
+percent. The ratio is that of the sums over all pairs of steps, its 95 % interval a bootstrap over
+the pairs (Efron 1979).
 
 Measured alone is the time of the class's own step, from vLLM's update to edited logits, without any
 model: for requests without processors, and for 32 typical chains (bias, penalties, minimum length,
@@ -96,11 +98,11 @@ def cases() -> dict[str, Callable[[], SamplingParams]]:
     }
 
 
-def engine(model: Path, backend: str, *, loaded: bool) -> LLM:
-    """An engine with or without the processors."""
+def engine(model: Path, backend: str) -> LLM:
+    """An engine with the class, and with a backend of vLLM's structured outputs."""
     return LLM(
         str(model),
-        logits_processors=[Processors] if loaded else None,
+        logits_processors=[Processors],
         structured_outputs_config={"backend": backend},
         max_model_len=512,
         max_num_seqs=ROWS,
@@ -110,28 +112,41 @@ def engine(model: Path, backend: str, *, loaded: bool) -> LLM:
     )
 
 
+def load(llm: LLM, *, loaded: bool) -> None:
+    """Let an idle engine have the class, or be as one that was started without it."""
+
+    def change(worker: Any) -> None:
+        batch = worker.model_runner.input_batch
+        found = batch.logitsprocs.non_argmax_invariant
+        found[:] = [each for each in found if not isinstance(each, Processors)]
+        found += [Processors(worker.vllm_config, torch.device("cpu"))] if loaded else []
+        batch.logitsprocs_need_output_token_ids = loaded
+
+    llm.collective_rpc(change)
+
+
 @dataclass(frozen=True)
 class Case:
-    """Requests of one of the engines, beside plain requests of the other.
+    """Requests of one engine, beside plain requests of the other.
 
     Attributes:
         name: What the requests ask for.
-        engine: Engine that serves them, ``stock`` or ``loaded``.
         params: Key of `cases`.
+        backend: Engine that serves them, without the class; None for both in turn, with the class.
         goal: Ratio of tokens per second that should be reached, None if there is no goal.
     """
 
     name: str
-    engine: str
     params: str
+    backend: str | None = None
     goal: float | None = None
 
 
 CASES = (
-    Case("class loaded, no processor", "loaded", "plain", 0.98),
-    Case("json_schema + repetition_penalty", "loaded", "chains", 0.90),
-    Case("vLLM's guidance + penalty", "loaded", "vLLM's"),
-    Case("vLLM's xgrammar + penalty", "stock", "vLLM's"),
+    Case("class loaded, no processor", "plain", goal=0.98),
+    Case("json_schema + repetition_penalty", "chains", goal=0.90),
+    Case("vLLM's guidance + penalty", "vLLM's", "guidance"),
+    Case("vLLM's xgrammar + penalty", "vLLM's", "xgrammar"),
 )
 
 
@@ -167,20 +182,22 @@ def pairs(plain: LLM, beside: LLM, params: Callable[[], SamplingParams], rounds:
         plain: Engine that decodes plain requests.
         beside: Another engine.
         params: Parameters of its requests.
-        rounds: Batches of `ROWS` requests that count; one more comes before them.
+        rounds: Batches of `ROWS` requests that count; a short one before them compiles grammars.
     """
-    asked, found = (cases()["plain"], params), []
+    found = []
     for number in range(rounds + 1):
-        for llm, make in zip((plain, beside), asked, strict=True):
+        for llm, make in ((plain, cases()["plain"]), (beside, params)):
             for row, prompt in enumerate(PROMPTS):
-                llm.llm_engine.add_request(f"{number}-{row}", prompt, make())
-        for step in range(NEW - NUM_PREFILL_STEPS):
+                asked = make()
+                asked.max_tokens = NEW if number else NUM_PREFILL_STEPS
+                llm.llm_engine.add_request(f"{number}-{row}", prompt, asked)
+        for step in range(NEW - NUM_PREFILL_STEPS if number else 0):
             times = [[0.0, 0.0], [0.0, 0.0]]
             for which in (0, 1) if step % 2 else (1, 0):
                 began, began_cpu = time.perf_counter(), time.process_time()
                 (plain, beside)[which].llm_engine.step()
                 times[which] = [time.perf_counter() - began, time.process_time() - began_cpu]
-            if number and step >= NUM_PREFILL_STEPS:  # the first round compiles grammars
+            if step >= NUM_PREFILL_STEPS:
                 found.append(times)
         for llm in (plain, beside):
             while llm.llm_engine.has_unfinished_requests():
@@ -266,12 +283,17 @@ def run(rounds: int) -> tuple[Found, dict[str, float]]:
     """The pairs of steps of all cases, and the milliseconds of the class's steps."""
     model = prepare_default_model(model_cache(os.environ), lambda line: None)
     asked, found = cases(), Found()
-    engines = {"stock": engine(model, "xgrammar", loaded=False), "loaded": engine(model, "guidance", loaded=True)}
+    engines = {backend: engine(model, backend) for backend in ("xgrammar", "guidance")}
     for case in CASES:
-        other = "loaded" if case.engine == "stock" else "stock"
-        found[case.name] = pairs(engines[other], engines[case.engine], asked[case.params], rounds)
-        print(f"{case.name}: {Ratio.of(*found[case.name][:, :, 1].T)} of plain requests", flush=True)
-    return found, step_times(engines["loaded"])
+        turns = []
+        for backend in [case.backend] if case.backend else engines:
+            (plain,) = (llm for name, llm in engines.items() if name != backend)
+            load(plain, loaded=False)
+            load(engines[backend], loaded=case.backend is None)
+            turns.append(pairs(plain, engines[backend], asked[case.params], rounds))
+        found[case.name] = np.concatenate(turns)
+        print(f"{case.name}: {[str(Ratio.of(*each[:, :, 1].T)) for each in turns]} of plain requests", flush=True)
+    return found, step_times(engines["guidance"])
 
 
 def step_times(llm: LLM) -> dict[str, float]:
@@ -308,8 +330,8 @@ def report(found: Found, steps: dict[str, float]) -> str:
 
 `benchmarks/vllm_processors.py` wrote this on {datetime.date.today()}: {processor()}, {os.cpu_count()} cores,
 load {os.getloadavg()[0]:.0f} in the last minute, torch {torch.__version__}, {torch.get_num_threads()} thread(s).
-SmolLM2-135M-Instruct, {ROWS} requests at a time, {NEW} tokens each. Two engines take turns step by step; a plain step
-takes {plain_ms:.0f} ms of processor time.
+SmolLM2-135M-Instruct, {ROWS} requests at a time, {NEW} tokens each. Two engines take turns step by
+step, and change places halfway where they have the class; a plain step takes {plain_ms:.0f} ms of processor time.
 
 Tokens per second, divided by those of plain requests, with the 95 % interval:
 
@@ -339,7 +361,7 @@ def processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--rounds", type=int, default=3, help="batches of requests that count for each case (default: %(default)s)"
+        "--rounds", type=int, default=3, help="batches of requests that count, of each engine (default: %(default)s)"
     )
     page = report(*run(parser.parse_args().rounds))
     RESULTS.write_text(page, encoding="utf-8")
