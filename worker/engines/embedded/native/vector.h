@@ -1,6 +1,7 @@
 /* Vectors of 16 float32, in the instructions that this file is compiled for: AVX-512, AVX2, NEON, or what the compiler
- * makes of plain C (anywhere with PLAIN_C defined). All kernels are written in these, so that every sum has one order, whatever the processor: the paths have
- * the same bits, but where a bfloat16 product or sum is subnormal, which AVX512-BF16 takes for 0.
+ * makes of plain C (with PLAIN_C defined, whatever they are). All kernels are written in these, so that every sum has one
+ * order, whatever the processor: the paths have the same bits, but where a bfloat16 product or sum is subnormal, which
+ * AVX512-BF16 takes for 0.
  *
  * The files are compiled once for each path and type of element: bfloat16, or float32 with FLOAT32 defined. Elements
  * are read by the word of 32 bits, which is a pair of bfloat16 or one float32. `count` is of the lanes that are loaded
@@ -64,7 +65,7 @@ word_at(const int8_t *codes)
 #include "vector_generic.h"
 #endif
 
-#ifndef CAN_HAVE_DOT /* an instruction for sums of four products of bytes, the first ones without a sign or DOT_IS_SIGNED */
+#ifndef CAN_HAVE_DOT /* an instruction for sums of four products of bytes, the first ones without a sign, or DOT_IS_SIGNED */
 INLINED int processor_has_dot(void) { return 0; }
 #endif
 
@@ -73,7 +74,8 @@ INLINED int32_t
 byte_excess(int has_dot)
 {
 #ifdef DOT_IS_SIGNED
-    return (void)has_dot, 0;
+    (void)has_dot;
+    return 0;
 #else
     return has_dot ? 128 : 0;
 #endif

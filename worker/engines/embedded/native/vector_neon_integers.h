@@ -78,7 +78,7 @@ INLINED int32x4_t
 add_dots_four(int32x4_t sum, int8x16_t bytes, int8x16_t codes)
 {
     /* no intrinsic: the files are compiled for processors without it, too */
-    __asm__(".arch_extension dotprod\n\tsdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(bytes), "w"(codes));
+    __asm__(".arch armv8.2-a+dotprod\n\tsdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(bytes), "w"(codes));
     return sum;
 }
 
