@@ -17,7 +17,7 @@ typedef struct {
 } words_t;
 
 enum {
-    ROWS = 6,         /* of a tile at most: their accumulators fill 24 of the 32 registers */
+    ROWS = 5,         /* of a tile at most: their accumulators fill 20 of the 32 registers; GCC spills those of six */
     WIDE_ROWS = 2,    /* rows up to which a tile has both halves of a panel's columns */
     PARTS = PER_WORD, /* of a word, each multiplied by one instruction */
 };
