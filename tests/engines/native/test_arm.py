@@ -81,23 +81,16 @@ def test_vectors_agree_at_the_edges(dtype: str, tmp_path: Path) -> None:
 
     def compiled(path: str, compiler: str, *options: str) -> Path:
         program = tmp_path / f"{compiler}-{path}"
-        command = [
-            compiler,
-            "-Wno-psabi",
-            "-ffp-contract=off",
-            "-fno-math-errno",
-            *FLAGS[path],
-            *options_of(path, dtype),
-        ]
-        subprocess.run(
-            [*command, *options, f"-I{libraries.FOLDER}", EDGES, "-lm", "-o", program], check=True, timeout=100
-        )
+        command = [compiler, "-Wno-psabi", "-ffp-contract=off", "-fno-math-errno", *FLAGS[path]]
+        files = [f"-I{libraries.FOLDER}", str(EDGES), "-lm", "-o", str(program)]
+        subprocess.run([*command, *options_of(path, dtype), *options, *files], check=True, timeout=100)
         return program
 
+    commands: dict[str, list[object]] = {path: [compiled(path, "cc")] for path in x86_paths(dtype)}
+    for path in ("neon", "generic"):
+        program = compiled(path, COMPILER, "-static")
+        for processor in PROCESSORS:
+            commands[f"{path} on {processor}"] = [EMULATOR, "-cpu", processor, program]
     for seed in SEEDS:
-        found = {path: digest(compiled(path, "cc"), EDGE_ROUNDS, seed) for path in x86_paths(dtype)}
-        for path in ("neon", "generic"):
-            program = compiled(path, COMPILER, "-static")
-            for processor in PROCESSORS:
-                found[f"{path} on {processor}"] = digest(EMULATOR, "-cpu", processor, program, EDGE_ROUNDS, seed)
+        found = {name: digest(*command, EDGE_ROUNDS, seed) for name, command in commands.items()}
         assert len(set(found.values())) == 1, found
