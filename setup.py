@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -20,6 +21,7 @@ HEADERS = sorted(str(path) for path in Path(FOLDER).glob("*.h"))
 
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
+PLAIN_C = ("-DPLAIN_C=1",)
 COMPILE = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-fopenmp")
 FLOAT32_ALONE = ("integer", "quantised", "weights")
 """Sources that compute in float32 whatever the data type of the model."""
@@ -50,16 +52,23 @@ WATCHDOG = Extension(
 )
 """Not a kernel: it ends a process whose interpreter hangs."""
 
-MODULES = [
-    WATCHDOG,
+X86_64 = [
     kernels("amx_bfloat16", *AVX512, "-mavx512bf16", amx=True),
     kernels("avx512_bfloat16", *AVX512, "-mavx512bf16"),
     kernels("avx512_float32", *AVX512),
     kernels("avx2_bfloat16", *AVX2),
     kernels("avx2_float32", *AVX2),
-    kernels("generic_bfloat16"),
-    kernels("generic_float32"),
 ]
+AARCH64 = [kernels("neon_bfloat16"), kernels("neon_float32")]
+EVERYWHERE = [WATCHDOG, kernels("generic_bfloat16", *PLAIN_C), kernels("generic_float32", *PLAIN_C)]
+
+
+def modules(platform: str) -> list[Extension]:
+    """The modules of a platform as `sysconfig.get_platform` names it."""
+    return EVERYWHERE + (AARCH64 if platform.endswith(("aarch64", "arm64")) else X86_64)
+
+
+MODULES = modules(sysconfig.get_platform())
 
 
 class BuildKernels(build_ext):

@@ -5,16 +5,21 @@
 
 On a machine with other work ``OMP_NUM_THREADS=1`` avoids threads that wait for each other.
 
-SmolLM2-135M-Instruct on vLLM's CPU build, 16 requests at a time, 48 tokens each. A round runs all
-cases one after the other, every second one backwards. Ratios are those within a round, since other
-work on the machine slows whole rounds; the median of all rounds counts. Compared are
+SmolLM2-135M-Instruct on vLLM's CPU build, two engines in this process. Both decode 16 requests at
+a time, 48 tokens each, and take turns step by step, so that whatever slows the machine slows both.
+One decodes plain requests without `adapters.vllm:Processors`; the other one
 
-* plain requests with `adapters.vllm:Processors` loaded, with those of an engine without it;
-* json_schema and repetition_penalty on every row, with plain requests of the same engine, and with
-  vLLM's own structured outputs beside its own penalty (xgrammar and guidance);
-* the time of the class's own step, from vLLM's update to edited logits, without any model: for
-  requests without processors, and for 32 typical chains (bias, penalties, minimum length, and JSON
-  Schema); beside it the time that llguidance alone takes for the masks of the same tokens.
+* plain requests with the class loaded;
+* json_schema and repetition_penalty on every row;
+* without the class, vLLM's own structured outputs beside its own penalty (xgrammar and guidance).
+
+For the first two cases the engines change places halfway, since equal engines differ by some
+percent. The ratio is that of the sums over all pairs of steps, its 95 % interval a bootstrap over
+the pairs (Efron 1979).
+
+Measured alone is the time of the class's own step, from vLLM's update to edited logits, without any
+model: for requests without processors, and for 32 typical chains (bias, penalties, minimum length,
+and JSON Schema); beside it the time that llguidance alone takes for the masks of the same tokens.
 
 Results go to ``benchmarks/results/vllm_processors.md``.
 """
@@ -58,7 +63,7 @@ from worker.models import model_cache, prepare_default_model
 RESULTS = Path(__file__).parent / "results" / "vllm_processors.md"
 ROWS, NEW, STEP_ROWS = 16, 48, 32
 NUM_STEPS, NUM_WARM_STEPS, STEP_ROUNDS = 160, 10, 5
-TARGETS = {"loaded": 0.98, "chains": 0.90}
+NUM_PREFILL_STEPS, NUM_RESAMPLES = 4, 2000
 STEP_TARGET_MS = 1.0
 SCHEMA = {
     "type": "object",
@@ -93,11 +98,11 @@ def cases() -> dict[str, Callable[[], SamplingParams]]:
     }
 
 
-def engine(model: Path, backend: str, *, loaded: bool) -> LLM:
-    """An engine with or without the processors."""
+def engine(model: Path, backend: str) -> LLM:
+    """An engine with the class, and with a backend of vLLM's structured outputs."""
     return LLM(
         str(model),
-        logits_processors=[Processors] if loaded else None,
+        logits_processors=[Processors],
         structured_outputs_config={"backend": backend},
         max_model_len=512,
         max_num_seqs=ROWS,
@@ -107,25 +112,97 @@ def engine(model: Path, backend: str, *, loaded: bool) -> LLM:
     )
 
 
+def load(llm: LLM, *, loaded: bool) -> None:
+    """Let an idle engine have the class, or be as one that was started without it."""
+
+    def change(worker: Any) -> None:
+        batch = worker.model_runner.input_batch
+        found = batch.logitsprocs.non_argmax_invariant
+        found[:] = [each for each in found if not isinstance(each, Processors)]
+        found += [Processors(worker.vllm_config, torch.device("cpu"))] if loaded else []
+        batch.logitsprocs_need_output_token_ids = loaded
+
+    llm.collective_rpc(change)
+
+
 @dataclass(frozen=True)
-class Speed:
-    """One case in one round, prefill included.
+class Case:
+    """Requests of one engine, beside plain requests of the other.
 
     Attributes:
-        per_s: Tokens per second.
-        per_cpu_s: Tokens per second of this process's processor time.
+        name: What the requests ask for.
+        params: Key of `cases`.
+        backend: Engine that serves them, without the class; None for both in turn, with the class.
+        goal: Ratio of tokens per second that should be reached, None if there is no goal.
     """
 
-    per_s: float
-    per_cpu_s: float
+    name: str
+    params: str
+    backend: str | None = None
+    goal: float | None = None
 
 
-def speed(llm: LLM, params: Callable[[], SamplingParams]) -> Speed:
-    """One round of a case."""
-    began, began_cpu = time.perf_counter(), time.process_time()
-    outputs = llm.generate(PROMPTS, [params() for _ in PROMPTS], use_tqdm=False)
-    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return Speed(tokens / (time.perf_counter() - began), tokens / (time.process_time() - began_cpu))
+CASES = (
+    Case("class loaded, no processor", "plain", goal=0.98),
+    Case("json_schema + repetition_penalty", "chains", goal=0.90),
+    Case("vLLM's guidance + penalty", "vLLM's", "guidance"),
+    Case("vLLM's xgrammar + penalty", "vLLM's", "xgrammar"),
+)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Tokens per second of a case, divided by those of plain requests, and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, plain: np.ndarray[Any, Any], case: np.ndarray[Any, Any]) -> Ratio:
+        """The ratio of pairs of steps.
+
+        Args:
+            plain: Seconds of each step of plain requests, float64 ``[n]``.
+            case: Seconds of the step of the case beside it, float64 ``[n]``.
+        """
+        chosen = np.random.default_rng(0).integers(len(plain), size=(NUM_RESAMPLES, len(plain)))
+        low, high = np.quantile(plain[chosen].sum(1) / case[chosen].sum(1), (0.025, 0.975))
+        return cls(float(plain.sum() / case.sum()), float(low), float(high))
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def pairs(plain: LLM, beside: LLM, params: Callable[[], SamplingParams], rounds: int) -> np.ndarray[Any, Any]:
+    """Seconds of decoding steps that take turns: float64 ``[pairs, 2, 2]``, of plain requests and
+    of those beside them, wall time and this process's processor time.
+
+    Args:
+        plain: Engine that decodes plain requests.
+        beside: Another engine.
+        params: Parameters of its requests.
+        rounds: Batches of `ROWS` requests that count; a short one before them compiles grammars.
+    """
+    found = []
+    for number in range(rounds + 1):
+        for llm, make in ((plain, cases()["plain"]), (beside, params)):
+            for row, prompt in enumerate(PROMPTS):
+                asked = make()
+                asked.max_tokens = NEW if number else NUM_PREFILL_STEPS
+                llm.llm_engine.add_request(f"{number}-{row}", prompt, asked)
+        for step in range(NEW - NUM_PREFILL_STEPS if number else 0):
+            times = [[0.0, 0.0], [0.0, 0.0]]
+            for which in (0, 1) if step % 2 else (1, 0):
+                began, began_cpu = time.perf_counter(), time.process_time()
+                (plain, beside)[which].llm_engine.step()
+                times[which] = [time.perf_counter() - began, time.process_time() - began_cpu]
+            if step >= NUM_PREFILL_STEPS:
+                found.append(times)
+        for llm in (plain, beside):
+            while llm.llm_engine.has_unfinished_requests():
+                llm.llm_engine.step()
+    return np.array(found)
 
 
 TYPICAL: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -198,31 +275,25 @@ def _typical(times: list[float]) -> float:
     return statistics.median(sorted(times[NUM_WARM_STEPS:])[: (NUM_STEPS - NUM_WARM_STEPS) // 2])
 
 
-CASES = (
-    ("stock, plain", "stock", "plain"),
-    ("loaded, plain", "loaded", "plain"),
-    ("loaded, chains", "loaded", "chains"),
-    ("stock, xgrammar", "stock", "vLLM's"),
-    ("loaded, guidance", "loaded", "vLLM's"),
-)
-"""Name, engine and parameters of each case."""
+Found = dict[str, np.ndarray[Any, Any]]
+"""The `pairs` of each case."""
 
 
-def run(rounds: int) -> tuple[list[dict[str, Speed]], dict[str, float]]:
-    """The speeds of all cases in each round, and the milliseconds of steps."""
+def run(rounds: int) -> tuple[Found, dict[str, float]]:
+    """The pairs of steps of all cases, and the milliseconds of the class's steps."""
     model = prepare_default_model(model_cache(os.environ), lambda line: None)
-    asked = cases()
-    engines = {"stock": engine(model, "xgrammar", loaded=False), "loaded": engine(model, "guidance", loaded=True)}
-    found: list[dict[str, Speed]] = []
-    for number in range(rounds + 1):
-        order = CASES if number % 2 else CASES[::-1]
-        speeds: dict[str, Speed] = {}
-        for name, which, case in order:
-            speeds[name] = found_speed = speed(engines[which], asked[case])
-            print(f"round {number}: {name} {found_speed.per_s:.0f} tokens/s", flush=True)
-        if number:  # the first round compiles grammars
-            found.append(speeds)
-    return found, step_times(engines["loaded"])
+    asked, found = cases(), Found()
+    engines = {backend: engine(model, backend) for backend in ("xgrammar", "guidance")}
+    for case in CASES:
+        turns = []
+        for backend in [case.backend] if case.backend else engines:
+            (plain,) = (llm for name, llm in engines.items() if name != backend)
+            load(plain, loaded=False)
+            load(engines[backend], loaded=case.backend is None)
+            turns.append(pairs(plain, engines[backend], asked[case.params], rounds))
+        found[case.name] = np.concatenate(turns)
+        print(f"{case.name}: {[str(Ratio.of(*each[:, :, 1].T)) for each in turns]} of plain requests", flush=True)
+    return found, step_times(engines["guidance"])
 
 
 def step_times(llm: LLM) -> dict[str, float]:
@@ -245,47 +316,27 @@ def step_times(llm: LLM) -> dict[str, float]:
     return least
 
 
-def report(found: list[dict[str, Speed]], steps: dict[str, float]) -> str:
+def report(found: Found, steps: dict[str, float]) -> str:
     """The page of results."""
-
-    def row(what: str, case: str, beside: str, goal: str = "") -> str:
-        ratios = [speeds[case].per_s / speeds[beside].per_s for speeds in found]
-        cpu = statistics.median(speeds[case].per_cpu_s / speeds[beside].per_cpu_s for speeds in found)
-        best = max(speeds[case].per_cpu_s for speeds in found) / max(speeds[beside].per_cpu_s for speeds in found)
-        low, _, high = statistics.quantiles(ratios, n=4)
-        middle = statistics.median(ratios)
-        return f"| {what} | {middle:.3f} | {low:.3f} to {high:.3f} | {cpu:.3f} | {best:.3f} | {goal} |"
-
-    rows = [
-        row("class loaded, no processor / stock", "loaded, plain", "stock, plain", f"at least {TARGETS['loaded']}"),
-        row(
-            "json_schema + repetition_penalty / plain",
-            "loaded, chains",
-            "loaded, plain",
-            f"at least {TARGETS['chains']}",
-        ),
-        row(
-            "json_schema + repetition_penalty / vLLM's guidance + penalty",
-            "loaded, chains",
-            "loaded, guidance",
-            f"at least {TARGETS['chains']}",
-        ),
-        row("vLLM's xgrammar + penalty / plain", "stock, xgrammar", "stock, plain"),
-        row("vLLM's guidance + penalty / plain", "loaded, guidance", "loaded, plain"),
-    ]
+    rows = []
+    for case in CASES:
+        wall, cpu = (Ratio.of(*found[case.name][:, :, clock].T) for clock in (0, 1))
+        goal = "" if case.goal is None else f"at least {case.goal:.2f}"
+        rows.append(f"| {case.name} | {wall} | {cpu} | {len(found[case.name])} | {goal} |")
     times = [f"| {name} | {value:.3f} |" for name, value in steps.items()]
-    medians = {name: statistics.median(speeds[name].per_s for speeds in found) for name, _, _ in CASES}
-    figures = ", ".join(f"{name} {value:.0f}" for name, value in medians.items())
+    plain_ms = 1e3 * float(np.median(np.concatenate([each[:, 0, 1] for each in found.values()])))
     lines = "\n".join
     return f"""# Logits processors inside vLLM
 
 `benchmarks/vllm_processors.py` wrote this on {datetime.date.today()}: {processor()}, {os.cpu_count()} cores,
-shared with other jobs (load {os.getloadavg()[2]:.0f}), torch {torch.__version__},
-{torch.get_num_threads()} thread(s). SmolLM2-135M-Instruct, {ROWS} requests at a time, {NEW} tokens each,
-{len(found)} rounds. Read the ratios, not the figures.
+load {os.getloadavg()[0]:.0f} in the last minute, torch {torch.__version__}, {torch.get_num_threads()} thread(s).
+SmolLM2-135M-Instruct, {ROWS} requests at a time, {NEW} tokens each. Two engines take turns step by
+step, and change places halfway where they have the class; a plain step takes {plain_ms:.0f} ms of processor time.
 
-| tokens per second | median | quartiles | per second of processor time | of the fastest rounds | goal |
-| --- | --- | --- | --- | --- | --- |
+Tokens per second, divided by those of plain requests, with the 95 % interval:
+
+| requests | by wall time | by processor time | pairs of steps | goal |
+| --- | --- | --- | --- | --- |
 {lines(rows)}
 
 | processor time of the class alone | ms |
@@ -295,7 +346,7 @@ shared with other jobs (load {os.getloadavg()[2]:.0f}), torch {torch.__version__
 The goal for {STEP_ROWS} typical chains is {STEP_TARGET_MS} ms. llguidance alone takes a token and
 computes a mask for each row: it tries every token of the vocabulary where the length of a string is
 bounded, as in this schema. A forward pass that takes less time, on more threads or a GPU, makes the same
-step a larger share. Tokens per second: {figures}.
+step a larger share.
 """
 
 
@@ -309,7 +360,9 @@ def processor() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=12, help="rounds that count (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="batches of requests that count, of each engine (default: %(default)s)"
+    )
     page = report(*run(parser.parse_args().rounds))
     RESULTS.write_text(page, encoding="utf-8")
     print(page)

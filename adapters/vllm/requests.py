@@ -166,7 +166,8 @@ def chain_of(asked: Asked, params: Params, model: ServedModel) -> tuple[Processo
     chain = model.build(asked.selection, asked.context)
     if chain.backtracks:
         names = " and ".join(member.name for member in chain.members if hasattr(member.processor, "rewinds_to"))
-        raise SelectionError("processors", f"{names} takes tokens back, and vLLM has sent them by then")
+        problem = f"{names} takes tokens back, and vLLM has sent them by then; use this project's embedded engine"
+        raise SelectionError("processors", problem)
     penalties = [requested for each in _PENALTIES if (requested := each.requested(params)) is not None]
     if model.facts.penalises_first:
         _refuse_penalties_before(chain, penalties)

@@ -15,7 +15,8 @@ FLAGS = {
     "amx": _AVX512,
     "avx512": _AVX512,
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "generic": [],
+    "neon": [],
+    "generic": ["-DPLAIN_C=1"],
 }
 
 DOT_IN_EVEX = "-DDOT_IN_EVEX=1"
@@ -29,11 +30,11 @@ needs_dot_in_evex = pytest.mark.skipif(
 )
 
 
-def compile_kernels(path: str, to: Path, *options: str) -> None:
+def compile_kernels(path: str, to: Path, *options: str, compiler: str = "cc") -> None:
     """The kernels in the instructions of `path`, with `options`: a program or a library."""
     folder = libraries.FOLDER
     command = [
-        *("cc", "-Wno-psabi", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", *FLAGS[path], *options),
+        *(compiler, "-Wno-psabi", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", *FLAGS[path], *options),
         *(f"-I{folder}", *map(str, sorted(folder.glob("*.c"))), "-lm", "-o", str(to)),
     ]
     subprocess.run(command, check=True, timeout=300)

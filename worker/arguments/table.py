@@ -78,10 +78,19 @@ class Arguments:
     )
     kernels: str = option(
         "auto",
-        "What computes on a CPU: native kernels, with the fastest of AMX, AVX-512, AVX2 and plain C (generic) that the "
-        "processor has or with the one named, torch's, or auto: native where they were built and the processor has "
-        "FMA.",
-        choices=("auto", "native", "native-amx", "native-avx512", "native-avx2", "native-generic", "torch"),
+        "What computes on a CPU: native kernels, with the fastest of AMX, AVX-512, AVX2, NEON and plain C (generic) "
+        "that the processor has or with the one named, torch's, or auto: native where they were built and the "
+        "processor has FMA.",
+        choices=(
+            "auto",
+            "native",
+            "native-amx",
+            "native-avx512",
+            "native-avx2",
+            "native-neon",
+            "native-generic",
+            "torch",
+        ),
         engine=True,
     )
     quantization: str = option(

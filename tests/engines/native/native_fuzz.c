@@ -468,6 +468,7 @@ int
 main(int count, char **arguments)
 {
     const int rounds = count > 1 ? atoi(arguments[1]) : 100;
+    state = count > 2 ? strtoull(arguments[2], NULL, 10) : 1;
 #ifdef ASK_FOR_TILES /* as native/libraries.py does */
     if (syscall(SYS_arch_prctl, 0x1023, 18))
         return 1;

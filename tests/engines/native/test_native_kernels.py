@@ -544,9 +544,10 @@ class OneLibrary:
         ((*libraries.AVX512, "avx512_bf16", *AMX, *AVX2), "native-amx", "native-amx", "native-amx"),
         ((*libraries.AVX512, *AVX2), "native-avx2", "native-avx2", "native-avx512"),
         (AVX2, "native-avx2", "native-avx2", "native-avx2"),
+        (("fp", "asimd"), "native-neon", "native-neon", "native-neon"),
         (("avx2",), "torch", "native-generic", "torch"),
     ],
-    ids=["avx512_bf16", "amx", "avx512", "avx2", "without FMA"],
+    ids=["avx512_bf16", "amx", "avx512", "avx2", "neon", "without FMA"],
 )
 def test_which_path_a_processor_takes(
     flags: tuple[str, ...],
@@ -572,6 +573,14 @@ def test_which_path_a_processor_takes(
     if "avx512f" not in flags:
         with pytest.raises(StartupError, match="--kernels native-avx512: this processor has no avx512f"):
             chosen("native-avx512")
+
+
+def test_cpu_flags_are_those_that_linux_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of x86, and in those of Arm."""
+    for line in ("flags\t\t: fma avx2", "Features\t: fma avx2"):
+        text = f"processor\t: 0\n{line}\nbugs\t\t: none\n\nprocessor\t: 1\n"
+        monkeypatch.setattr(Path, "read_text", lambda *_, text=text, **__: text)
+        assert libraries.cpu_flags.__wrapped__() == {"fma", "avx2"}
 
 
 @pytest.mark.parametrize(("more", "in_bfloat16"), [((), "native-avx512"), (AMX, "native-amx")], ids=["avx512", "amx"])

@@ -2,12 +2,12 @@
 weights that tokens are sampled with (`weights`).
 
 They are built with the package where there is a C compiler, once for each path of instructions:
-AMX, AVX-512, AVX2, and plain C. They are batch-invariant: every sum runs in an order that depends
-on the token alone, and that is the same in all paths but AMX in bfloat16, so that processors that
-take different ones compute the same bits. And they compute few rows at the speed at which weights
-and keys are read. Tensors are passed by address: whatever is passed must be contiguous, but for the
-strides that are named. All tensors of a call are of one data type, bfloat16 or float32, but for
-pages in int8.
+AMX, AVX-512, AVX2 or NEON, and plain C. They are batch-invariant: every sum runs in an order that
+depends on the token alone, and that is the same in all paths but AMX in bfloat16, so that
+processors that take different ones compute the same bits. And they compute few rows at the speed at
+which weights and keys are read. Tensors are passed by address: whatever is passed must be
+contiguous, but for the strides that are named. All tensors of a call are of one data type, bfloat16
+or float32, but for pages in int8.
 """
 
 from worker.engines.embedded.native.attention import Projections, Tiles, attend, rotate_and_store, supports_heads

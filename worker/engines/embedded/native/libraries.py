@@ -27,9 +27,10 @@ FOLDER = Path(__file__).parent
 
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
-PATHS = ("amx", "avx512", "avx2", "generic")
+PATHS = ("amx", "avx512", "avx2", "neon", "generic")
 """Instructions that the kernels are built for, fastest first; ``generic`` is plain C. ``amx`` is
-AMX in bfloat16; in float32 AMX for rows in 8 bits, and AVX-512 for all else.
+AMX in bfloat16; in float32 AMX for rows in 8 bits, and AVX-512 for all else. ``neon`` is that of
+64-bit Arm.
 """
 
 
@@ -58,6 +59,7 @@ def _needs(*more: str) -> dict[str, tuple[str, ...]]:
         "amx": (*avx512, "amx_tile", "amx_int8", "amx_bf16"),
         "avx512": avx512,
         "avx2": ("avx2", "fma", "f16c"),
+        "neon": ("asimd",),
         "generic": (),
     }
 
@@ -220,4 +222,5 @@ def cpu_flags() -> frozenset[str]:
     if sys.platform != "linux":
         return frozenset()
     lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+    named = ("flags", "Features")  # on x86, on Arm
+    return frozenset(next((line for line in lines if line.startswith(named)), "").partition(":")[2].split())

@@ -1,6 +1,7 @@
-/* Vectors of 16 float32, in the instructions that this file is compiled for: AVX-512, AVX2, or what the compiler makes
- * of plain C. All kernels are written in these, so that every sum has one order, whatever the processor: the paths have
- * the same bits, but where a bfloat16 product or sum is subnormal, which AVX512-BF16 takes for 0.
+/* Vectors of 16 float32, in the instructions that this file is compiled for: AVX-512, AVX2, NEON, or what the compiler
+ * makes of plain C (with PLAIN_C defined, whatever they are). All kernels are written in these, so that every sum has one
+ * order, whatever the processor: the paths have the same bits, but where a bfloat16 product or sum is subnormal, which
+ * AVX512-BF16 takes for 0.
  *
  * The files are compiled once for each path and type of element: bfloat16, or float32 with FLOAT32 defined. Elements
  * are read by the word of 32 bits, which is a pair of bfloat16 or one float32. `count` is of the lanes that are loaded
@@ -52,20 +53,33 @@ word_at(const int8_t *codes)
     return word;
 }
 
-#if defined(__AVX512F__)
+#if defined(PLAIN_C)
+#include "vector_generic.h"
+#elif defined(__AVX512F__)
 #include "vector_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__)
 #include "vector_avx2.h"
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#include "vector_neon.h"
 #else
 #include "vector_generic.h"
 #endif
 
-#ifndef CAN_HAVE_DOT /* an instruction for sums of four products of bytes, the first ones without a sign */
+#ifndef CAN_HAVE_DOT /* an instruction for sums of four products of bytes, the first ones without a sign, or DOT_IS_SIGNED */
 INLINED int processor_has_dot(void) { return 0; }
 #endif
 
 /* Number that is added to a signed byte of a weight before it is multiplied. */
-INLINED int32_t byte_excess(int has_dot) { return has_dot ? 128 : 0; }
+INLINED int32_t
+byte_excess(int has_dot)
+{
+#ifdef DOT_IS_SIGNED
+    (void)has_dot;
+    return 0;
+#else
+    return has_dot ? 128 : 0;
+#endif
+}
 
 /* `count` elements as operands of a GEMM. */
 INLINED void

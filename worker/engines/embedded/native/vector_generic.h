@@ -1,8 +1,4 @@
 /* The vectors of `vector.h` in plain C, in whatever vectors the compiler has for the processor. */
-#ifdef __ARM_NEON
-#include <arm_neon.h>
-#endif
-
 typedef float vec __attribute__((vector_size(64)));
 typedef uint32_t words_t __attribute__((vector_size(64)));
 typedef int32_t lanes __attribute__((vector_size(64)));
@@ -75,19 +71,9 @@ vec_sqrt(vec x)
 INLINED vec
 vec_fmadd(vec a, vec b, vec c)
 {
-#if defined(__ARM_NEON) && defined(__ARM_FEATURE_FMA)
-    union {
-        vec all;
-        float32x4_t four[4];
-    } x = {a}, y = {b}, z = {c};
-    for (int i = 0; i < 4; i++)
-        z.four[i] = vfmaq_f32(z.four[i], x.four[i], y.four[i]);
-    return z.all;
-#else
     for (int i = 0; i < LANES; i++)
         c[i] = fmaf(a[i], b[i], c[i]);
     return c;
-#endif
 }
 
 INLINED vec

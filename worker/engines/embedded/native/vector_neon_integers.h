@@ -1,0 +1,129 @@
+/* The part of `vector_neon.h` for GEMMs of integers, in exact sums of 32 bits; with the dot product of Armv8.2 (SDOT),
+ * if the processor `has_dot`, in one instruction.
+ */
+#ifdef __linux__
+#include <sys/auxv.h>
+#endif
+
+typedef struct {
+    int32x4_t four[FOURS];
+} ints; /* of 16 columns */
+
+enum {
+    INT_ROWS = 4,      /* of a tile at most: sums of integers fill 16 of the 32 registers; those of float32 are in memory */
+    INT_WIDE_ROWS = 1, /* rows up to which a tile has both halves of a panel's columns */
+};
+
+#define CAN_HAVE_DOT
+#define DOT_IS_SIGNED
+
+INLINED int
+processor_has_dot(void)
+{
+#ifdef __linux__
+    enum { SDOT = 1 << 20 }; /* HWCAP_ASIMDDP, which older systems' headers do not name */
+    return (getauxval(AT_HWCAP) & SDOT) != 0;
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+INLINED ints
+ints_all(int32_t x)
+{
+    ints all;
+    EACH_FOUR all.four[i] = vdupq_n_s32(x);
+    return all;
+}
+
+INLINED ints
+ints_add(ints a, ints b)
+{
+    EACH_FOUR a.four[i] = vaddq_s32(a.four[i], b.four[i]);
+    return a;
+}
+
+INLINED vec
+vec_of_ints(ints x)
+{
+    vec y;
+    EACH_FOUR y.four[i] = vcvtq_f32_s32(x.four[i]);
+    return y;
+}
+
+/* Bits 0 to 3 of each byte (part 0), or 4 to 7. */
+INLINED words_t
+split_nibbles(words_t w, int part)
+{
+    EACH_FOUR
+    {
+        const uint8x16_t bytes = vreinterpretq_u8_u32(w.four[i]);
+        w.four[i] = vreinterpretq_u32_u8(part ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15)));
+    }
+    return w;
+}
+
+/* Signed bytes, as `add_bytes` reads them. */
+INLINED words_t
+split_bytes(int has_dot, words_t w)
+{
+    (void)has_dot;
+    return w;
+}
+
+/* The sums of four products of signed bytes, of 4 columns, added to `sum`. */
+INLINED int32x4_t
+add_dots_four(int32x4_t sum, int8x16_t bytes, int8x16_t codes)
+{
+    /* no intrinsic: the files are compiled for processors without it, too */
+    __asm__(".arch armv8.2-a+dotprod\n\tsdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(bytes), "w"(codes));
+    return sum;
+}
+
+/* The same in four instructions. Two products are within 16 bits, since codes are from -127 to 127. */
+INLINED int32x4_t
+add_pairs_four(int32x4_t sum, int8x16_t bytes, int8x16_t codes)
+{
+    const int16x8_t low = vmull_s8(vget_low_s8(bytes), vget_low_s8(codes)), high = vmull_high_s8(bytes, codes);
+    return vpadalq_s16(sum, vpaddq_s16(low, high));
+}
+
+INLINED ints
+add_bytes(int has_dot, ints sum, words_t bytes, const int8_t *codes)
+{
+    const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(word_at(codes)));
+    EACH_FOUR
+    {
+        const int8x16_t y = vreinterpretq_s8_u32(bytes.four[i]);
+        sum.four[i] = has_dot ? add_dots_four(sum.four[i], y, x) : add_pairs_four(sum.four[i], y, x);
+    }
+    return sum;
+}
+
+/* Adds products of the result of `split_nibbles` and of codes; `nibble_sums` reads the sums of up to 32 of them. */
+INLINED ints
+add_nibbles(int has_dot, ints sum, words_t nibbles, const int8_t *codes)
+{
+    return add_bytes(has_dot, sum, nibbles, codes);
+}
+
+INLINED ints
+nibble_sums(int has_dot, ints sum)
+{
+    (void)has_dot;
+    return sum;
+}
+
+/* 16 codes, from -127 to 127; if they `are_paired`, of each eight those with even indices first. */
+INLINED void
+store_codes(int8_t *to, vec codes, int are_paired)
+{
+    const uint8x16_t order = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
+    int16x4_t fours[FOURS];
+    EACH_FOUR fours[i] = vmovn_s32(vcvtq_s32_f32(codes.four[i])); /* whole numbers */
+    const int8x8_t low = vmovn_s16(vcombine_s16(fours[0], fours[1])), high = vmovn_s16(vcombine_s16(fours[2], fours[3]));
+    const int8x16_t bytes = vcombine_s8(low, high);
+    vst1q_s8(to, are_paired ? vqtbl1q_s8(bytes, order) : bytes);
+}
