@@ -15,7 +15,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NUMERICS = ("auto", "exact", "fast")
 KERNELS = ("auto", "native", "native-amx", "native-avx512", "native-avx2", "native-neon", "native-generic", "torch")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
-ACTIVATION_DTYPES = ("auto", "none", "int8")
+ACTIVATION_DTYPES = ("auto", "int8")
 KV_CACHE_DTYPES = ("auto", "int8")
 ROLES = ("aggregated", "prefill", "decode")
 
@@ -38,8 +38,7 @@ class EmbeddedConfig:
             they are loaded), ``none`` (in `dtype`, dequantised if need be), or ``auto``: the
             checkpoint's.
         activation_dtype: Format to which rows are rounded before they are multiplied by quantised
-            weights: ``int8``, with one scale for each block of 32 elements; ``none``: they stay in
-            `dtype`; or ``auto``: int8 where weights are quantised and native kernels compute.
+            weights: ``int8``, with one scale for each block of 32 elements, or ``auto``: none.
         kv_cache_dtype: Format of keys and values: ``int8``, with one scale for each token and head,
             or ``auto``: `dtype`.
         packed_copy: ``auto``: where native kernels compute the model, what they read is kept in a

@@ -34,8 +34,7 @@ class KernelBackend:
         soft_cap: ``cap * tanh(x / cap)`` of float32 ``x [..., K]`` and a cap; it may replace x.
         reads_quantised: Whether they compute with quantised weights.
         quantisation: One of `quantisation.FORMATS` that weights are rounded to; None for none.
-        rounds_rows: Whether rows that meet quantised weights, but the LM head's, are rounded to 8
-            bits.
+        rounds_rows: Whether rows that meet quantised weights are rounded to 8 bits.
     """
 
     name: str

@@ -128,7 +128,7 @@ class LlamaWeights:
 
         Args:
             geometry: Geometry of the model.
-            rounds_rows: `QuantisedPanels.rounds_rows` of the layers' quantised weights.
+            rounds_rows: `QuantisedPanels.rounds_rows` of all quantised weights.
         """
         hidden, vocab_size, width = geometry.hidden_size, geometry.vocab_size, geometry.head_dim
         layers = list(self.layers)
@@ -141,7 +141,7 @@ class LlamaWeights:
             fits = fits and len(rows.parts) == 1
         else:
             fits = fits and isinstance(rows, (torch.Tensor, PackedWeight)) and rows.dtype == self.dtype
-        self._check_all(False, self.norm, (self.head, vocab_size, hidden))
+        self._check_all(rounds_rows, self.norm, (self.head, vocab_size, hidden))
         for index, layer in enumerate(layers):
             self._check_layer(index, layer, geometry, rounds_rows)
         if not fits:

@@ -101,8 +101,7 @@ class QuantisedWeight:
         if rounds_rows:
             group = inner // self.scales.shape[1]
             if not fits_blocks(group, inner):
-                reason = f"groups of {group} weights do not fit blocks of {BLOCK}"
-                raise StartupError(f"rows cannot be rounded to int8, {reason}: use --activation-dtype none")
+                raise StartupError(f"--activation-dtype int8: groups of {group} weights do not fit blocks of {BLOCK}")
             codes = functional.pad(codes, (0, -codes.shape[1] % 4))
         if self.bits == 4 or rounds_rows:
             codes = codes.contiguous().view(torch.int32)
@@ -209,9 +208,6 @@ def _to_int4(weight: torch.Tensor) -> QuantisedWeight:
 class QuantisedGemm:
     """The native kernels on a quantised weight; implements `GemmBackend`.
 
-    Rows that meet the LM head, whose results are unrounded, are never rounded either: of the
-    perplexity that int8 activations cost, it alone would be the larger part.
-
     Attributes:
         parts: GEMMs for `native.layers`, whose results are put beside each other.
     """
@@ -226,7 +222,7 @@ class QuantisedGemm:
         self.packed = (
             weight
             if isinstance(weight, PackedQuantised)
-            else PackedQuantised(tuple(part.packed(rounds_rows and not is_unrounded) for part in weight.parts))
+            else PackedQuantised(tuple(part.packed(rounds_rows) for part in weight.parts))
         )
         panels = self.packed.parts
         rows = [part.columns for part in panels]

@@ -269,7 +269,7 @@ class _Update:
             raise WeightsRefused(f"tensor {names[0]}: is quantised already; --quantization quantises what is not")
         made = [kernels.quantised(one, is_unrounded) if isinstance(one, torch.Tensor) else one for one in weights]
         joined = concatenated([one for one in made if isinstance(one, QuantisedWeight)])
-        return QuantisedGemm(joined, None, is_unrounded, kernels.rounds_rows).packed
+        return QuantisedGemm(joined, None, rounds_rows=kernels.rounds_rows).packed
 
     def _placed(self, part: Any) -> Any:
         """`part` with its tensors in their slots of the new block."""
