@@ -29,6 +29,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from perplexity_peer import Scores, Window
@@ -44,7 +45,7 @@ REPORT = HERE / "results" / "perplexity.md"
 FORMATS = (OWN, "Q8_0")
 LENGTH = 512
 TRUTH = "float32"
-OURS = {
+OURS: dict[str, dict[str, Any]] = {
     TRUTH: {"dtype": "float32", "activation_dtype": "auto"},
     "float32, int8 activations": {"dtype": "float32", "activation_dtype": "int8"},
     "bfloat16, int8 activations": {"dtype": "bfloat16", "activation_dtype": "int8"},

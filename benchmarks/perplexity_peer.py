@@ -56,8 +56,8 @@ def llama(path: str, threads: int) -> Callable[[list[int]], Logits]:
 
 def openvino(path: str, threads: int) -> Callable[[list[int]], Logits]:
     """OpenVINO's logits ``[n, V]`` of n tokens, by the model that it writes of a GGUF file."""
-    import openvino
-    import openvino_genai
+    import openvino  # type: ignore[import-not-found]
+    import openvino_genai  # type: ignore[import-not-found]
 
     with tempfile.TemporaryDirectory() as directory:  # it writes beside the file
         link = Path(directory) / "model.gguf"
