@@ -30,6 +30,9 @@ from worker.sampling import SamplingParams
 
 pytestmark = pytest.mark.native
 
+CPU_FLAGS = libraries.cpu_flags.__wrapped__
+"""Not cached, nor what an emulation stands in for it with."""
+
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22}
 """Of a result, relative: half a unit in the last place of bfloat16, and what a few operations
 lose in float32.
@@ -580,7 +583,7 @@ def test_cpu_flags_are_those_that_linux_names(monkeypatch: pytest.MonkeyPatch) -
     for line in ("flags\t\t: fma avx2", "Features\t: fma avx2"):
         text = f"processor\t: 0\n{line}\nbugs\t\t: none\n\nprocessor\t: 1\n"
         monkeypatch.setattr(Path, "read_text", lambda *_, text=text, **__: text)
-        assert libraries.cpu_flags.__wrapped__() == {"fma", "avx2"}
+        assert CPU_FLAGS() == {"fma", "avx2"}
 
 
 @pytest.mark.parametrize(("more", "in_bfloat16"), [((), "native-avx512"), (AMX, "native-amx")], ids=["avx512", "amx"])
