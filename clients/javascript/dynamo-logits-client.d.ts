@@ -280,7 +280,7 @@ export interface StructuralTagArguments {
 /** Holds every tool call to the name of a tool and to the JSON Schema of its parameters. */
 export interface ToolCallsArguments {
   /** Format in which the model writes calls. */
-  format: "hermes" | "llama3_json" | "pythonic" | "mistral" | "mistral_args" | "qwen3_coder" | "glm45" | "deepseek_v3" | "deepseek_v3_1" | "harmony" | "phi4" | "functionary_v3_1" | "functionary_v3_2" | "nemotron_deci" | "granite" | "exaone4" | "jamba" | "glm47" | "olmo3" | "cohere2" | "kimi_k2" | "neutral";
+  format: "hermes" | "llama3_json" | "pythonic" | "mistral" | "mistral_args" | "qwen3_coder" | "glm45" | "deepseek_v3" | "deepseek_v3_1" | "harmony" | "phi4" | "functionary_v3_1" | "functionary_v3_2" | "nemotron_deci" | "granite" | "granite_3_1" | "phi4_mini" | "command_r" | "exaone4" | "jamba" | "glm47" | "olmo3" | "cohere2" | "kimi_k2" | "neutral";
   /** The functions (list of 1 to 128 Tool). */
   tools: ReadonlyArray<Tool>;
   /** Whether the model may or must call. Default "auto". */
