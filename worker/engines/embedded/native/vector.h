@@ -65,6 +65,49 @@ word_at(const int8_t *codes)
 #include "vector_generic.h"
 #endif
 
+#ifdef FLOAT32
+
+/* x, rounded to an element, as operands of a GEMM. */
+INLINED void
+store_operands(operand *to, vec x)
+{
+    vec_store(to, x);
+}
+
+#else
+
+INLINED vec
+load_lanes(const element *from, int64_t count)
+{
+    return load_bfloat16(from, count);
+}
+
+INLINED void
+store_lanes(element *to, int64_t count, vec x)
+{
+    store_bfloat16(to, count, x);
+}
+
+#endif
+
+#ifdef NIBBLES_ARE_BYTES /* their products are added as those of bytes, in 32 bits */
+
+/* Adds products of the result of `split_nibbles` and of codes; `nibble_sums` reads the sums of up to 32 of them. */
+INLINED ints
+add_nibbles(int has_dot, ints sum, words_t nibbles, const int8_t *codes)
+{
+    return add_bytes(has_dot, sum, nibbles, codes);
+}
+
+INLINED ints
+nibble_sums(int has_dot, ints sum)
+{
+    (void)has_dot;
+    return sum;
+}
+
+#endif
+
 #ifndef CAN_HAVE_DOT /* an instruction for sums of four products of bytes, the first ones without a sign, or DOT_IS_SIGNED */
 INLINED int processor_has_dot(void) { return 0; }
 #endif

@@ -225,13 +225,6 @@ store_lanes(element *to, int64_t count, vec x)
     _mm256_maskstore_ps(to + 8, mask_half(mask, 1), x.high);
 }
 
-/* x, rounded to an element, as operands of a GEMM. */
-INLINED void
-store_operands(operand *to, vec x)
-{
-    vec_store(to, x);
-}
-
 INLINED words_t
 load_words(const element *from)
 {
@@ -246,18 +239,6 @@ weights_of(words_t w, int part)
 }
 
 #else
-
-INLINED vec
-load_lanes(const element *from, int64_t count)
-{
-    return load_bfloat16(from, count);
-}
-
-INLINED void
-store_lanes(element *to, int64_t count, vec x)
-{
-    store_bfloat16(to, count, x);
-}
 
 /* x, rounded to an element, as operands of a GEMM. */
 INLINED void

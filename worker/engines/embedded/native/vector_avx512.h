@@ -126,32 +126,30 @@ store_bfloat16(uint16_t *to, int64_t count, vec x)
     _mm256_mask_storeu_epi16(to, first_lanes(count), rounded);
 }
 
+#ifdef FLOAT32
+
 INLINED vec
 load_lanes(const element *from, int64_t count)
 {
-#ifdef FLOAT32
     return _mm512_maskz_loadu_ps(first_lanes(count), from);
-#else
-    return load_bfloat16(from, count);
-#endif
 }
 
 INLINED void
 store_lanes(element *to, int64_t count, vec x)
 {
-#ifdef FLOAT32
     _mm512_mask_storeu_ps(to, first_lanes(count), x);
-#else
-    store_bfloat16(to, count, x);
-#endif
 }
+
+#else
 
 /* x, rounded to an element, as operands of a GEMM. */
 INLINED void
 store_operands(operand *to, vec x)
 {
-    store_lanes(to, LANES, x);
+    store_bfloat16(to, LANES, x);
 }
+
+#endif
 
 /* A word of each of 16 columns. */
 INLINED words_t

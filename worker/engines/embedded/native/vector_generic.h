@@ -210,13 +210,6 @@ store_lanes(element *to, int64_t count, vec x)
     memcpy(to, &x, smaller(count, LANES) * sizeof *to);
 }
 
-/* x, rounded to an element, as operands of a GEMM. */
-INLINED void
-store_operands(operand *to, vec x)
-{
-    vec_store(to, x);
-}
-
 INLINED weights
 weights_of(words_t w, int part)
 {
@@ -225,18 +218,6 @@ weights_of(words_t w, int part)
 }
 
 #else
-
-INLINED vec
-load_lanes(const element *from, int64_t count)
-{
-    return load_bfloat16(from, count);
-}
-
-INLINED void
-store_lanes(element *to, int64_t count, vec x)
-{
-    store_bfloat16(to, count, x);
-}
 
 /* x, rounded to an element, as operands of a GEMM. */
 INLINED void
@@ -333,19 +314,7 @@ add_bytes(int has_dot, ints sum, words_t bytes, const int8_t *codes)
     return sum;
 }
 
-/* Adds products of the result of `split_nibbles` and of codes; `nibble_sums` reads the sums of up to 32 of them. */
-INLINED ints
-add_nibbles(int has_dot, ints sum, words_t nibbles, const int8_t *codes)
-{
-    return add_bytes(has_dot, sum, nibbles, codes);
-}
-
-INLINED ints
-nibble_sums(int has_dot, ints sum)
-{
-    (void)has_dot;
-    return sum;
-}
+#define NIBBLES_ARE_BYTES 1
 
 /* 16 codes, from -127 to 127; if they `are_paired`, of each eight those with even indices first. */
 INLINED void

@@ -252,13 +252,6 @@ store_lanes(element *to, int64_t count, vec x)
         memcpy(to, some, count * sizeof *to);
 }
 
-/* x, rounded to an element, as operands of a GEMM. */
-INLINED void
-store_operands(operand *to, vec x)
-{
-    vec_store(to, x);
-}
-
 INLINED weights
 weights_of(words_t w, int part)
 {
@@ -269,18 +262,6 @@ weights_of(words_t w, int part)
 }
 
 #else
-
-INLINED vec
-load_lanes(const element *from, int64_t count)
-{
-    return load_bfloat16(from, count);
-}
-
-INLINED void
-store_lanes(element *to, int64_t count, vec x)
-{
-    store_bfloat16(to, count, x);
-}
 
 /* x, rounded to an element, as operands of a GEMM. */
 INLINED void

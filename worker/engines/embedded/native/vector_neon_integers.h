@@ -102,19 +102,7 @@ add_bytes(int has_dot, ints sum, words_t bytes, const int8_t *codes)
     return sum;
 }
 
-/* Adds products of the result of `split_nibbles` and of codes; `nibble_sums` reads the sums of up to 32 of them. */
-INLINED ints
-add_nibbles(int has_dot, ints sum, words_t nibbles, const int8_t *codes)
-{
-    return add_bytes(has_dot, sum, nibbles, codes);
-}
-
-INLINED ints
-nibble_sums(int has_dot, ints sum)
-{
-    (void)has_dot;
-    return sum;
-}
+#define NIBBLES_ARE_BYTES 1
 
 /* 16 codes, from -127 to 127; if they `are_paired`, of each eight those with even indices first. */
 INLINED void
