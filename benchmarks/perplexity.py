@@ -34,11 +34,13 @@ from typing import Any
 import torch
 from perplexity_peer import Scores, Window
 from quantised import OWN, PEERS, say, table, write_formats
+from serve import processor
 from workload import HERE, peer
 
 from worker.engines.embedded import Engine
 from worker.models import model_cache
 from worker.models.checkpoint import convert_gguf
+from worker.quantize.report import Predictions
 from worker.sampling import SamplingParams
 
 REPORT = HERE / "results" / "perplexity.md"
@@ -67,12 +69,9 @@ def ours(engine: Engine, window: Window) -> Scores:
     """Scores of an engine of ours."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=1, top_k=1)
     [result] = engine.generate([window.tokens], params, progress=False)
-    scores = Scores()
-    for entry in (result.prompt_logprobs or [])[1:]:
-        assert isinstance(entry, list)
-        scores.logprobs.append(entry[0].logprob)
-        scores.likeliest.append(max(entry, key=lambda one: one.logprob).token_id)
-    return scores
+    found = Predictions([], [])
+    found.add(result)
+    return Scores(found.logprobs, found.most_likely)
 
 
 def row(form: str, name: str, found: list[Scores], truth: list[Scores]) -> str:
@@ -108,12 +107,6 @@ def render(rows: list[str], num_windows: int) -> str:
         *rows,
     ]
     return "\n".join(lines) + "\n"
-
-
-def processor() -> str:
-    """The processor's name."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
 
 
 def main() -> None:

@@ -30,7 +30,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -50,6 +49,7 @@ os.environ |= {
 # isort: split
 import numpy as np
 import torch
+from serve import processor
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import BatchUpdate
@@ -130,7 +130,7 @@ class Case:
     """Requests of one engine, beside plain requests of the other.
 
     Attributes:
-        name: What the requests ask for.
+        name: Controls that the requests ask for, as a row of the report is called.
         params: Key of `cases`.
         backend: Engine that serves them, without the class; None for both in turn, with the class.
         goal: Ratio of tokens per second that should be reached, None if there is no goal.
@@ -348,14 +348,6 @@ computes a mask for each row: it tries every token of the vocabulary where the l
 bounded, as in this schema. A forward pass that takes less time, on more threads or a GPU, makes the same
 step a larger share.
 """
-
-
-def processor() -> str:
-    """Name of the processor."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def main() -> None:

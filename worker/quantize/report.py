@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from worker.engines.embedded import Engine
+from worker.engines.embedded.offline.results import Result
 from worker.errors import StartupError
 from worker.quantize.text import PASSAGES
 from worker.sampling import SamplingParams
@@ -24,6 +25,13 @@ class Predictions:
 
     logprobs: list[float]
     most_likely: list[int]
+
+    def add(self, result: Result) -> None:
+        """Append those of a result with ``prompt_logprobs`` of 1."""
+        for entry in (result.prompt_logprobs or [])[1:]:
+            assert isinstance(entry, list)
+            self.logprobs.append(entry[0].logprob)
+            self.most_likely.append(max(entry, key=lambda one: one.logprob).token_id)
 
     @property
     def perplexity(self) -> float:
@@ -65,10 +73,7 @@ def predict(
     params = SamplingParams(max_tokens=1, prompt_logprobs=1, top_k=1)
     found = Predictions([], [])
     for result in engine.generate(list(PASSAGES), params, progress=False):
-        for entry in (result.prompt_logprobs or [])[1:]:
-            assert isinstance(entry, list)
-            found.logprobs.append(entry[0].logprob)
-            found.most_likely.append(max(entry, key=lambda one: one.logprob).token_id)
+        found.add(result)
     del engine
     gc.collect()
     return found

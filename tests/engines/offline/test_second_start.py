@@ -9,10 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from worker.engines.embedded import Engine
-from worker.engines.embedded.native import unavailable
 from worker.sampling import SamplingParams
 from worker.tiny_model import write_tiny_model
 
@@ -29,7 +27,7 @@ print(json.dumps([result.text, sorted(set(sys.modules) & set(sys.argv[2:]))]))
 """
 
 
-@pytest.mark.skipif(unavailable(torch.float32) is not None, reason="no native kernels here")
+@pytest.mark.native
 def test_it_imports_nothing_slow(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "tiny", arch="llama")
     first = Engine(path)
