@@ -138,6 +138,32 @@ class TorchGemm:
         return activated(epilogue, result) if epilogue in native.ACTIVATIONS else result
 
 
+class TritonGemm:
+    """The Triton kernel for CUDA, on the weight as it is; a result is rounded once, after the
+    epilogue.
+    """
+
+    kernels = "triton"
+    is_batch_invariant = True
+    is_packed = False
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, is_unrounded: bool = False) -> None:
+        from worker.engines.embedded import cuda  # triton is there with CUDA alone
+
+        self._multiply = cuda.multiply
+        self._weight, self._bias, self._is_unrounded = weight.contiguous(), bias, is_unrounded
+
+    @classmethod
+    def supports(cls, weight: torch.Tensor) -> bool:
+        return weight.device.type == "cuda" and weight.dtype in (torch.bfloat16, torch.float32)
+
+    def __call__(self, x: torch.Tensor, epilogue: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
+        return self._multiply(x.to(self._weight.dtype), self._weight, self._bias, epilogue, other, self._is_unrounded)
+
+    def layouts(self) -> Iterator[Panels]:
+        yield from ()
+
+
 @cache
 def _keeps_sums(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's GEMM can return float32 sums of matrices of `dtype`: on CUDA, since 2.8."""

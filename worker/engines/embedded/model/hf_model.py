@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.nn import functional
 
 from worker.engines.embedded.adapters import LoadedAdapter
-from worker.engines.embedded.attention import AttentionBackend, AttentionSizes
+from worker.engines.embedded.attention import AttentionBackend, AttentionSizes, AttentionStep
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.kv_cache import Int8Rows, KvStore, row_shape
@@ -37,6 +37,9 @@ from worker.engines.embedded.plan import Plan, Request
 from worker.engines.weights import NotSupported
 from worker.errors import StartupError
 from worker.models.geometry import Geometry
+
+if TYPE_CHECKING:
+    from worker.engines.embedded.model.cuda_graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +154,7 @@ class HfModel:
         self._tilings: dict[LayerShape, GemmTiling] = {}
         self._row_step = 1
         self._tile = 0
+        self._graphs: DecodeGraphs | None = None
         self.numerics = self.made_by = "fast"
         self.wants_dense_kv = True
 
@@ -204,6 +208,21 @@ class HfModel:
             *(chosen.made_by, self.kernels, facts.weights or dtype, str(self._row_dtype).removeprefix("torch.")),
         )
         self.wants_dense_kv = chosen.attention.wants_dense_pages
+        self._graphs = self._new_graphs()
+
+    def _new_graphs(self) -> DecodeGraphs | None:
+        """CUDA graphs of decode steps; None where kernels other than Triton's attend."""
+        if self._attention.kernels != "triton":
+            return None
+        from worker.engines.embedded.model.cuda_graphs import DecodeGraphs  # triton is there with CUDA alone
+
+        def compute(
+            ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self._network.hidden(ids, positions, step)
+            return hidden, self._network.logits(hidden)
+
+        return DecodeGraphs(self._store, compute)
 
     def _settle(self, chosen: Numerics) -> None:
         self._tilings = chosen.tilings
@@ -271,9 +290,11 @@ class HfModel:
     def replace_network(self, network: Network) -> None:
         """Compute with another network of the same sizes from the next step on; between steps."""
         self._network = network
+        self._graphs = self._new_graphs()
 
     def drop_network(self) -> None:
         """Drop the weights, and their memory; `replace_network` comes before the next step."""
+        self._graphs = None
         del self._network
 
     def _inexact(self) -> str | None:
@@ -283,7 +304,7 @@ class HfModel:
         facts = self._facts
         ids = trial_ids(facts.heads * facts.head_dim, facts.context_length, facts.vocab_size)
         shape = (num_trial_pages(ids, self._page_size), facts.kv_heads, self._page_size, self._row_width)
-        keys, values = (torch.zeros(shape, dtype=self._row_dtype) for _ in range(2))
+        keys, values = (torch.zeros(shape, dtype=self._row_dtype, device=self.device) for _ in range(2))
         count = facts.num_layers  # one layer is computed at a time, and writes what it reads: all of them share pages
         store = KvStore([keys] * count, [values] * count, self._int8_rows)
 
@@ -310,16 +331,16 @@ class HfModel:
         """Computes in a KV store of one page beside its own, whose memory is not touched: the
         system would clear huge pages of every layer, which takes a tenth of a start.
         """
-        own = self._store
+        own, graphs = self._store, self._graphs
         shape = (1, self._facts.kv_heads, self._page_size, self._row_width)
         keys, values = (
             [torch.zeros(shape, dtype=self._row_dtype, device=self.device) for _ in own.keys] for _ in range(2)
         )
-        self._store = KvStore(keys, values, self._int8_rows)
+        self._store, self._graphs = KvStore(keys, values, self._int8_rows), None
         try:
             yield
         finally:
-            self._store = own
+            self._store, self._graphs = own, graphs
 
     @property
     def kv_store(self) -> KvStore:
@@ -332,6 +353,10 @@ class HfModel:
         batch = pack(plan, self._page_size)
         self._store.copy(plan.copies)
         self._store.zero(batch.new_pages)
+        computed = self._graphs.compute(batch) if self._graphs is not None and not plan.chunks else None
+        if computed is not None:
+            self._last_hidden, self._extremes = computed.hidden, computed.extremes
+            return computed.logits
         hidden = self._hidden(batch, self._store)
         self._last_hidden = hidden[: len(batch.ids)]
         self._extremes = torch.stack(torch.aminmax(self._last_hidden))

@@ -13,7 +13,7 @@ import torch
 
 from worker.engines.embedded import native
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes, NativeAttention, TorchAttention
-from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, OneDnnGemm, TorchGemm
+from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, OneDnnGemm, TorchGemm, TritonGemm
 from worker.engines.embedded.model.quantisation import Quantised, QuantisedGemm, quantise
 from worker.engines.embedded.native import PackedWeight
 from worker.errors import StartupError
@@ -103,12 +103,22 @@ def native_kernels(path: str, sums_as_others: bool = True) -> KernelBackend:
     )
 
 
+def triton_kernels(numerics: str) -> KernelBackend:
+    """The Triton kernels for CUDA; beside them torch's GEMMs where `numerics` are ``fast``."""
+    from worker.engines.embedded import cuda  # triton is there with CUDA alone
+    from worker.engines.embedded.attention.triton_backend import TritonAttention
+
+    gemms = (TorchGemm,) if numerics == "fast" else (TritonGemm, *TORCH.gemms)
+    return KernelBackend("triton", gemms, (TritonAttention, *TORCH.attentions), cuda.rms_norm, _soft_cap)
+
+
 def choose_kernels(
     kernels: str,
     device: torch.device,
     dtype: torch.dtype,
     quantisation: str | None = None,
     rounds_rows: bool = False,
+    numerics: str = "auto",
 ) -> KernelBackend:
     """The kernel backend for `kernels`, one of `config.KERNELS`; nothing else asks which it is.
 
@@ -120,6 +130,7 @@ def choose_kernels(
         dtype: Data type of rows and results.
         quantisation: See `KernelBackend`.
         rounds_rows: See `KernelBackend`.
+        numerics: The value of ``--numerics``.
 
     Raises:
         StartupError: the native kernels are asked for, or needed, and cannot compute here.
@@ -129,6 +140,8 @@ def choose_kernels(
         raise StartupError(f"{needed_by} needs the native kernels, not --kernels torch")
     if kernels == "torch":
         return TORCH
+    if device.type == "cuda" and kernels in ("auto", "triton") and needed_by is None:
+        return triton_kernels(numerics)
     path = kernels.partition("-")[2] or None
     reason = native.unavailable(dtype, path) if device.type == "cpu" else f"they compute on a CPU, not on {device}"
     if reason is not None and needed_by is not None:

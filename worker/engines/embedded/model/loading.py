@@ -87,7 +87,7 @@ def _load_model(config: EmbeddedConfig) -> HfModel:
     rounds_rows = config.activation_dtype == "int8"
     if rounds_rows and quantisation is None and (format is None or not is_kept or config.quantization == "none"):
         raise StartupError("--activation-dtype int8 needs quantised weights: a quantised model, or --quantization int8")
-    kernels = choose_kernels(config.kernels, device, dtype, quantisation, rounds_rows)
+    kernels = choose_kernels(config.kernels, device, dtype, quantisation, rounds_rows, config.numerics)
     keeps = format is not None and is_kept and config.quantization == "auto" and kernels.reads_quantised
     if format is not None and config.quantization != "none" and not keeps:
         reason = f"{kernels.name} kernels do not read them" if is_kept else "no kernels read them"

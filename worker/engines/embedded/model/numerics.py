@@ -82,11 +82,14 @@ def choose(mode: str, layers: Iterable[Linear], attention: AttentionBackend, siz
     distinct = {layer.shape: layer for layer in layers}
     where = sizes.page_size, torch.get_num_threads()
     fast = Numerics("fast", dict.fromkeys(distinct, GemmTiling()), attention, *where)
-    is_cpu = sizes.device.type == "cpu"
-    if mode == "fast" or (mode == "auto" and not is_cpu):
+    if mode == "fast":
         return fast
-    if not is_cpu:
-        raise StartupError("--numerics exact needs a CPU: results on CUDA depend on the batch; use fast or auto")
+    if sizes.device.type != "cpu" and not _by_construction(distinct, attention):
+        if mode == "auto":
+            return fast
+        raise StartupError(
+            f"--numerics exact: on {sizes.device} the results of torch's kernels depend on the batch; use fast or auto"
+        )
     may_cost = mode == "exact"
     tilings = _invariant_tilings(distinct, sizes.dtype, may_cost)
     invariant = _invariant_attention(attention, sizes, may_cost) if tilings is not None else None
@@ -96,6 +99,11 @@ def choose(mode: str, layers: Iterable[Linear], attention: AttentionBackend, siz
         what = "GEMMs" if tilings is None else "attention"
         raise StartupError(f"--numerics exact: {what} in {sizes.dtype} depend on the batch on this machine; use fast")
     return fast
+
+
+def _by_construction(layers: Iterable[LayerShape], attention: AttentionBackend) -> bool:
+    """Whether GEMMs and attention are batch-invariant by construction, so that nothing is tried."""
+    return attention.is_batch_invariant and all(shape.gemm.is_batch_invariant for shape in layers)
 
 
 def _invariant_tilings(

@@ -29,6 +29,7 @@ class Sampler:
     def __init__(self, vocab_size: int, undecodable_ids: tuple[int, ...]) -> None:
         self._vocab_size = vocab_size
         self._never = as_index(undecodable_ids, vocab_size)
+        self._never_there = torch.empty(0, dtype=torch.int64)  # the same index where the logits are
         self._table = RowTable((), None, vocab_size)
 
     def sample(
@@ -60,7 +61,12 @@ class Sampler:
         self._check_shapes(logits, bitmask)
         if not table.owners:
             return Samples([])
-        logits = logits.float().cpu()
+        if logits.device.type != "cpu":
+            has_controls = edits.planned or edits.failures or bitmask is not None
+            if not (has_controls or table.random or table.raw or table.processed):
+                return self._choose_on_device(logits)
+            logits = _on_cpu(logits)
+        logits = logits.float()
         raw = logits.index_select(0, table.raw_index) if table.raw else None
         self._mask_never(logits)
         errors = {row: str(failure) for row, failure in edits.failures.items()}
@@ -96,7 +102,24 @@ class Sampler:
         if isinstance(self._never, slice):
             logits[:, self._never] = -torch.inf
         elif self._never is not None:
-            logits.index_fill_(-1, self._never, -torch.inf)
+            logits.index_fill_(-1, self._never_on(logits.device), -torch.inf)
+
+    def _never_on(self, device: torch.device) -> torch.Tensor:
+        assert isinstance(self._never, torch.Tensor)
+        if self._never_there.device != device or len(self._never_there) != len(self._never):
+            self._never_there = self._never.to(device)
+        return self._never_there
+
+    def _choose_on_device(self, logits: torch.Tensor) -> Samples:
+        """All-greedy rows without chains where they are, float32: two numbers of a row are copied."""
+        self._mask_never(logits)
+        token_ids = logits.argmax(-1, keepdim=True)  # the first one among equals
+        found = torch.cat((token_ids.int(), logits.gather(-1, token_ids).view(torch.int32)), -1).cpu()
+        errors: dict[int, str] = {}
+        values = found[:, 1].contiguous().view(torch.float32).tolist()
+        if not all(map(math.isfinite, values)):
+            errors |= unfit(values, [], errors)
+        return Samples(found[:, 0].tolist(), errors)
 
     def _choose(
         self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]
@@ -148,6 +171,12 @@ class Sampler:
             else:
                 samples.token_ids[one.row] = forced[one.row] = one.token_id
         return forced
+
+
+def _on_cpu(logits: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, into which a device writes at its full speed."""
+    copy = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True)
+    return copy.copy_(logits)
 
 
 def _take_highest(samples: Samples, logits: torch.Tensor, maxima: torch.Tensor, table: RowTable) -> None:

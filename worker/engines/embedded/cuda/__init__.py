@@ -1,0 +1,31 @@
+"""Triton kernels for CUDA, in which no row depends on those beside it.
+
+Imported only where a GPU computes: triton comes with torch's CUDA builds alone.
+"""
+
+from worker.engines.embedded.cuda.attention import (
+    MOST_BYTES,
+    SPLIT,
+    Sequences,
+    attend,
+    rotate_and_store,
+    split_bytes,
+    store_kv,
+    tile_tokens,
+)
+from worker.engines.embedded.cuda.gemm import EPILOGUES, multiply
+from worker.engines.embedded.cuda.rows import rms_norm
+
+__all__ = [
+    "EPILOGUES",
+    "MOST_BYTES",
+    "SPLIT",
+    "Sequences",
+    "attend",
+    "multiply",
+    "rms_norm",
+    "rotate_and_store",
+    "split_bytes",
+    "store_kv",
+    "tile_tokens",
+]
