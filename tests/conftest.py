@@ -55,7 +55,8 @@ LONGEST = (
 )
 """Files that take longest, and begin first: none of them is then left for one worker at the end."""
 
-collect_ignore = [] if HAS_VLLM else ["vllm"]
+collect_ignore = [*([] if HAS_VLLM else ["vllm"]), *([] if torch.cuda.is_available() else ["engines/cuda"])]
+"""Folders of what only another machine, or another environment, can run."""
 
 NO_KERNELS = unavailable(torch.float32)
 """Why there are no native kernels; None if there are."""

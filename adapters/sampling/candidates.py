@@ -114,7 +114,7 @@ def top_in_order(
         maxima = block_maxima(values if rows is None else values.index_select(0, rows))
     strides = next((n for n in (8, 4, 2) if maxima.shape[1] // n >= 2 * count), 0)
     if values.device.type != "cpu" or not strides or not len(maxima):
-        return _order_ties(*top(values, count, maxima, rows), divisors)
+        return order_ties(*top(values, count, maxima, rows), divisors)
     # Values rarely cluster at the bound: room for 4 * count of them serves nearly every row. The
     # overfull ones go through `top`.
     bounds = _lower_bounds(maxima, count, strides)
@@ -123,7 +123,7 @@ def top_in_order(
     owners = torch.arange(len(maxima)) if rows is None else rows
     if len(crowded):
         some = None if divisors is None else divisors[crowded]
-        ids[crowded] = _order_ties(*top(values, count, maxima[crowded], owners[crowded]), some)[1]
+        ids[crowded] = order_ties(*top(values, count, maxima[crowded], owners[crowded]), some)[1]
     found = values[owners[:, None], ids]
     return found if divisors is None else found / divisors, ids
 
@@ -191,10 +191,16 @@ def _blocks_of(
     return picked.masked_fill_(columns >= width, -torch.inf)
 
 
-def _order_ties(
+def order_ties(
     values: torch.Tensor, ids: torch.Tensor, divisors: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Order by falling value, divided if there are divisors, and rising id."""
+    """Entries ``[R, n]`` by falling value, divided if there are divisors, and rising id.
+
+    Args:
+        values: floating.
+        ids: int64.
+        divisors: ``[R, 1]``, above 0; None for none.
+    """
     if divisors is not None:
         values = values / divisors
     ids, order = ids.sort(dim=-1)

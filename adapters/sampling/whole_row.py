@@ -24,8 +24,8 @@ _NARROW = 8192
 
 
 def block_maxima(logits: torch.Tensor) -> torch.Tensor:
-    """`candidates.block_maxima` of float32 `logits` ``[R, V]`` on the CPU."""
-    kernels = native_kernels()
+    """`candidates.block_maxima` of float32 `logits` ``[R, V]``."""
+    kernels = native_kernels() if logits.device.type == "cpu" else None
     return candidates.block_maxima(logits) if kernels is None else kernels.block_maxima(logits)
 
 

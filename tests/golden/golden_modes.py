@@ -371,7 +371,7 @@ class OfflineChoices(Choices):
     @asynccontextmanager
     async def running(self, bench: Bench) -> AsyncIterator[None]:
         catalog = Catalog.load(options=bench.arguments().logits_processor)
-        settings = {"device": "cpu", "dtype": DTYPE, "numerics": "exact", "kv_cache_dtype": bench.kv_cache_dtype}
+        settings = {"device": bench.device, "dtype": DTYPE, "numerics": "exact", "kv_cache_dtype": bench.kv_cache_dtype}
         self._engine = await asyncio.to_thread(Engine, bench.model, catalog=catalog, **settings)  # type: ignore[arg-type]
         self._limits = bench.limits
         async with super().running(bench):

@@ -27,8 +27,8 @@ from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.requests.request import RequestLimits
 from worker.runtimes.dynamo_engine import WorkerEngine
 
-EXACT = ("--device", "cpu", "--numerics", "exact")
-"""Options of every embedded engine."""
+EXACT = ("--numerics", "exact")
+"""Options of every embedded engine, beside its device."""
 
 DTYPE = "float32"
 
@@ -121,14 +121,18 @@ class Bench:
             not cut after every token. It computes in float32, as the tiny model does.
 
         kv_cache_dtype: Option of every embedded engine.
+        device: Option of every embedded engine.
 
     Attributes:
         info: Of the first engine that was started.
         chains: The chain builder that all workers share: one sandbox, one tokenizer.
     """
 
-    def __init__(self, model: Path, directory: Path, *, is_large: bool = False, kv_cache_dtype: str = "auto") -> None:
+    def __init__(
+        self, model: Path, directory: Path, *, is_large: bool = False, kv_cache_dtype: str = "auto", device: str = "cpu"
+    ) -> None:
         self.model = model
+        self.device = device
         self.kv_cache_dtype = kv_cache_dtype
         self.directory = directory
         self.is_large = is_large
@@ -155,7 +159,7 @@ class Bench:
 
     def arguments(self, *argv: str) -> Arguments:
         """Options of a worker."""
-        embedded = [*EXACT, "--kv-cache-dtype", self.kv_cache_dtype]
+        embedded = ["--device", self.device, *EXACT, "--kv-cache-dtype", self.kv_cache_dtype]
         return parse_arguments([*self.argv, *([] if "--engine" in argv else embedded), *argv], {})
 
     async def worker(self, *argv: str, engine: ServingEngine | None = None) -> LocalWorker:

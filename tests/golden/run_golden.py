@@ -75,6 +75,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--all", action="store_true", help=served)
     way.add_argument("--vllm", action="store_true", help="inside vLLM, in .venv-vllm of scripts/install --vllm")
+    parser.add_argument("--device", default="cpu", help="device of the engines in this process (default: cpu)")
     parser.add_argument("--json", type=Path, help="file to put the run into, beside others that it has")
     options = parser.parse_args(argv)
     options.model = options.model or ("default" if options.vllm else TINY)
@@ -83,7 +84,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _name(model: str, options: argparse.Namespace) -> str:
     """The name of a run."""
-    return f"{model}, {'vLLM' if options.vllm else 'processes' if options.all else 'in-process'}"
+    where = "vLLM" if options.vllm else "processes" if options.all else "in-process"
+    return f"{model}, {where}" if options.device == "cpu" else f"{model}, {where}, {options.device}"
 
 
 def _model(options: argparse.Namespace, directory: Path) -> tuple[str, Path]:
@@ -100,7 +102,7 @@ async def _run(name: str, model: Path, directory: Path, options: argparse.Namesp
     operator = directory / "operator"
     operator.mkdir()
     is_large, served = name != TINY, options.all
-    bench = Bench(model, operator, is_large=is_large)
+    bench = Bench(model, operator, is_large=is_large, device=options.device)
 
     def save(matrix: Matrix) -> None:
         if options.json:

@@ -35,7 +35,7 @@ from adapters.sampling.weights import logarithms, weight_bits
 from adapters.vocabulary import Vocabulary
 from worker.engines import TokenLogprob
 from worker.engines.embedded.plan import Edits, Plan, Request
-from worker.engines.embedded.sampling import token_logprobs
+from worker.engines.embedded.sampling import sampler, token_logprobs
 from worker.engines.embedded.sampling.rows import controls_of
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.engines.embedded.sampling.truncation import Controls, group_rows, truncate_and_sample
@@ -203,6 +203,7 @@ class OnDevice:
     def __init__(self, logits: torch.Tensor) -> None:
         self._logits = logits
         self.shape = logits.shape
+        self.device = torch.device("cuda")
 
     def float(self) -> OnDevice:
         return self
@@ -224,8 +225,9 @@ def outcome(logits: torch.Tensor | OnDevice) -> Outcome:
     return shown, samples.errors, [str(one.chain and one.chain.failure) for one in requests]
 
 
-def test_logits_of_a_device_are_sampled_on_the_cpu() -> None:
+def test_logits_of_a_device_are_edited_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Edits, forced tokens, errors and log probabilities are those of logits that were there."""
+    monkeypatch.setattr(sampler, "_on_cpu", lambda logits: logits.cpu())  # without memory that a device writes to
     logits = logits_of(8, 5, WIDTH, 0.0, 2.0)
     logits[2, 40] = 0.5
     found = outcome(OnDevice(logits))

@@ -13,7 +13,17 @@ from worker.errors import StartupError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NUMERICS = ("auto", "exact", "fast")
-KERNELS = ("auto", "native", "native-amx", "native-avx512", "native-avx2", "native-neon", "native-generic", "triton", "torch")
+KERNELS = (
+    "auto",
+    "native",
+    "native-amx",
+    "native-avx512",
+    "native-avx2",
+    "native-neon",
+    "native-generic",
+    "triton",
+    "torch",
+)
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 ACTIVATION_DTYPES = ("auto", "int8")
 KV_CACHE_DTYPES = ("auto", "int8")

@@ -288,9 +288,7 @@ def _attend_tiles(
     if HAS_SINKS:
         merged_total += tl.exp2(tl.load(sinks_pointer + head) * _LOG2_E - merged)
     result = merged_output / merged_total[:, None]
-    tl.store(
-        result_pointer + place[:, None] + d[None, :], result.to(result_pointer.dtype.element_ty), mask=is_inside
-    )
+    tl.store(result_pointer + place[:, None] + d[None, :], result.to(result_pointer.dtype.element_ty), mask=is_inside)
 
 
 def attend(

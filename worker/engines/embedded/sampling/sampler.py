@@ -19,7 +19,10 @@ from worker.engines.embedded.sampling.truncation import truncate_and_sample
 
 
 class Sampler:
-    """Samples a token for each row, on the CPU wherever the logits are; batch-invariant.
+    """Samples a token for each row; batch-invariant, and by one rule wherever the logits are.
+
+    On the CPU; but rows on a device that no chain edits and whose log probabilities nobody wants
+    are searched there.
 
     Args:
         vocab_size: Width of a row.
@@ -62,9 +65,9 @@ class Sampler:
         if not table.owners:
             return Samples([])
         if logits.device.type != "cpu":
-            has_controls = edits.planned or edits.failures or bitmask is not None
-            if not (has_controls or table.random or table.raw or table.processed):
-                return self._choose_on_device(logits)
+            logits = logits.float()
+            if not (edits.planned or edits.failures or bitmask is not None or table.raw or table.processed):
+                return self._choose_on_device(logits, table)
             logits = _on_cpu(logits)
         logits = logits.float()
         raw = logits.index_select(0, table.raw_index) if table.raw else None
@@ -110,16 +113,18 @@ class Sampler:
             self._never_there = self._never.to(device)
         return self._never_there
 
-    def _choose_on_device(self, logits: torch.Tensor) -> Samples:
-        """All-greedy rows without chains where they are, float32: two numbers of a row are copied."""
+    def _choose_on_device(self, logits: torch.Tensor, table: RowTable) -> Samples:
+        """Tokens of rows that no chain edits and of which no log probability is wanted, float32.
+
+        They stay where they are: numbers of a few tokens are copied.
+        """
         self._mask_never(logits)
+        if table.random:
+            return self._choose(logits, table, [], {})[0]
         token_ids = logits.argmax(-1, keepdim=True)  # the first one among equals
         found = torch.cat((token_ids.int(), logits.gather(-1, token_ids).view(torch.int32)), -1).cpu()
-        errors: dict[int, str] = {}
         values = found[:, 1].contiguous().view(torch.float32).tolist()
-        if not all(map(math.isfinite, values)):
-            errors |= unfit(values, [], errors)
-        return Samples(found[:, 0].tolist(), errors)
+        return Samples(found[:, 0].tolist(), unfit(values, [], {}))
 
     def _choose(
         self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]
@@ -183,7 +188,8 @@ def _take_highest(samples: Samples, logits: torch.Tensor, maxima: torch.Tensor, 
     if not table.random:
         samples.token_ids = highest_ids(logits, maxima).tolist()
         return
-    token_ids = highest_ids(logits, maxima.index_select(0, table.greedy_index), table.greedy_index).tolist()
+    index = table.greedy_index.to(logits.device)
+    token_ids = highest_ids(logits, maxima.index_select(0, index), index).tolist()
     for row, token_id in zip(table.greedy, token_ids, strict=True):
         samples.token_ids[row] = token_id
 

@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from adapters.sampling.candidates import sort_ids, top_in_order
+from adapters.sampling.candidates import order_ties, sort_ids, top, top_in_order
 from adapters.sampling.native import WholeRow
 from adapters.sampling.prefixes import mass_among, prefix_of_ordered
 from adapters.sampling.truncation import GREEDY_BELOW, bound_of, log_of, lowest_kept
@@ -81,8 +81,8 @@ def truncate_and_sample(
     """Sample a token for every row of the groups.
 
     Args:
-        logits: float32 ``[B, V]`` on the CPU; the rows of `groups` hold a finite value, and
-            otherwise finite ones or -inf.
+        logits: float32 ``[B, V]``; the rows of `groups` hold a finite value, and otherwise finite
+            ones or -inf. Of those on a device, candidates alone are copied where they suffice.
         groups: Result of `group_rows`.
         uniforms: A random number in [0, 1) for each row.
         maxima: `adapters.sampling.candidates.block_maxima` of `logits`.
@@ -211,15 +211,15 @@ class _RowWeights:
     @cached_property
     def _divided(self) -> torch.Tensor:
         """Memory of a row that is divided by its temperature."""
-        return torch.empty_like(self._logits[0])
+        return torch.empty_like(self._logits[0], device="cpu")
 
     @cached_property
     def _highest(self) -> torch.Tensor:
-        return self._maxima.amax(-1)
+        return self._maxima.amax(-1).cpu()
 
     def divide(self, group: Group, index: int) -> torch.Tensor:
         """A row of a group divided by its temperature; valid until the next call."""
-        logits = self._logits[group.rows[index]]
+        logits = self._logits[group.rows[index]].cpu()
         return logits if group.divisor is None else torch.div(logits, group.divisor[index], out=self._divided)
 
     def weigh(self, group: Group, index: int, logits: torch.Tensor, kth: torch.Tensor | None) -> int:
@@ -272,10 +272,14 @@ class _Sampling:
 
     def _candidates(self, group: Group) -> _Candidates:
         every = len(group.rows) == len(self._logits)
-        maxima = self._maxima if every else self._maxima.index_select(0, group.index)
-        values, ids = top_in_order(
-            self._logits, group.width, maxima, None if every else group.index, divisors=group.divisor
-        )
+        index = group.index.to(self._logits.device)
+        maxima = self._maxima if every else self._maxima.index_select(0, index)
+        rows = None if every else index
+        if self._logits.device.type == "cpu":
+            values, ids = top_in_order(self._logits, group.width, maxima, rows, divisors=group.divisor)
+        else:
+            values, ids = (each.cpu() for each in top(self._logits, group.width, maxima, rows))
+            values, ids = order_ties(values, ids, group.divisor)
         weights = weigh(values, values[:, :1])
         last = values[:, -1:]
         complete = (last == -torch.inf) if group.width < group.vocab_size else torch.ones_like(last, dtype=torch.bool)
