@@ -25,14 +25,14 @@ _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["torch", "worker.engines.embedded.transfer.transport"])
 
 
-def store(layout: KvLayout, num_pages: int, seed: int | None) -> list[torch.Tensor]:
+def store(layout: KvLayout, num_pages: int, seed: int | None, device: str = "cpu") -> list[torch.Tensor]:
     """Keys of each layer, then values of each layer; zeros without a seed."""
     shape = (num_pages, layout.kv_heads, layout.page_size, layout.head_dim)
     dtype = getattr(torch, layout.dtype)
     if seed is None:
-        return [torch.zeros(shape, dtype=dtype) for _ in range(2 * layout.layers)]
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * layout.layers)]
     generator = torch.Generator().manual_seed(seed)
-    return [torch.rand(shape, generator=generator).to(dtype) for _ in range(2 * layout.layers)]
+    return [torch.rand(shape, generator=generator).to(device, dtype) for _ in range(2 * layout.layers)]
 
 
 class Peer:
@@ -45,12 +45,17 @@ class Peer:
     """
 
     def __init__(
-        self, layout: KvLayout = LAYOUT, num_pages: int = NUM_PAGES, seed: int | None = 1, **environ: str
+        self,
+        layout: KvLayout = LAYOUT,
+        num_pages: int = NUM_PAGES,
+        seed: int | None = 1,
+        device: str = "cpu",
+        **environ: str,
     ) -> None:
         self.tensors = store(layout, num_pages, seed)
         self.released: list[int] = []
         self._pipe, theirs = _FORKS.Pipe()
-        self.process = _FORKS.Process(target=serve, args=(theirs, layout, num_pages, seed, environ), daemon=True)
+        self.process = _FORKS.Process(target=serve, args=(theirs, layout, num_pages, seed, device, environ), daemon=True)
         self.process.start()
         theirs.close()
         assert self._pipe.recv() == "ready"
@@ -148,11 +153,13 @@ class Served:
         return state, [float(tensor.double().mean()) for tensor in self._transport.tensors]
 
 
-def serve(pipe: Connection, layout: KvLayout, num_pages: int, seed: int | None, environ: dict[str, str]) -> None:
+def serve(
+    pipe: Connection, layout: KvLayout, num_pages: int, seed: int | None, device: str, environ: dict[str, str]
+) -> None:
     """The process: does what is asked, one after the other, and polls between."""
     os.environ.update(environ, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    served = Served(KvTransport(store(layout, num_pages, seed), layout))
+    served = Served(KvTransport(store(layout, num_pages, seed, device), layout))
     pipe.send("ready")
     while True:
         served.poll()

@@ -106,6 +106,8 @@ class Scheduler:
         That is the token budget, the rest of the answer but its last token, and the pages that no
         request owns: a draft preempts no request. Nothing is drafted from an end token on.
         """
+        if not any(drafts):
+            return plan
         left = self.max_num_batched_tokens - plan.num_tokens
         cut: list[tuple[int, ...]] = []
         for request, draft in zip(plan.decode, drafts, strict=True):

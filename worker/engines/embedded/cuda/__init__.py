@@ -15,6 +15,7 @@ from worker.engines.embedded.cuda.attention import (
 )
 from worker.engines.embedded.cuda.gemm import EPILOGUES, multiply
 from worker.engines.embedded.cuda.rows import rms_norm
+from worker.engines.embedded.cuda.weights import sample
 
 __all__ = [
     "EPILOGUES",
@@ -25,6 +26,7 @@ __all__ = [
     "multiply",
     "rms_norm",
     "rotate_and_store",
+    "sample",
     "split_bytes",
     "store_kv",
     "tile_tokens",

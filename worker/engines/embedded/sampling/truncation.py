@@ -22,7 +22,7 @@ import torch
 from adapters.sampling.candidates import order_ties, sort_ids, top, top_in_order
 from adapters.sampling.native import WholeRow
 from adapters.sampling.prefixes import mass_among, prefix_of_ordered
-from adapters.sampling.truncation import GREEDY_BELOW, bound_of, log_of, lowest_kept
+from adapters.sampling.truncation import GREEDY_BELOW, bound_of, log_of, lowest_kept, rounded_up
 from adapters.sampling.weights import (
     logarithms,
     point_in_one,
@@ -146,6 +146,11 @@ class Group:
         kth = None if self.last is None else values.gather(1, self.last)
         return kth if by_min_p is None else by_min_p if kth is None else torch.maximum(by_min_p, kth)
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether any control but the temperature is on."""
+        return self.log_min_p is not None or self.last is not None or self.share is not None or self.width > 0
+
     def without(self, rows: AbstractSet[int]) -> Group:
         """This group less some rows."""
         rest = {row: one for row, one in self.controls.items() if row not in rows}
@@ -257,6 +262,9 @@ class _Sampling:
         self.distributions: dict[int, torch.Tensor] = {}
 
     def sample(self, group: Group) -> None:
+        if not group.is_truncated and self._is_on_device:
+            self._sample_on_device(group)
+            return
         if not group.width or group.is_wide:
             kept = [self._sample_whole(group, index) for index in range(len(group.rows))]
             group.is_wide = min(kept, default=0) > group.width > 0
@@ -297,11 +305,17 @@ class _Sampling:
         """
         sure = mass_among(found.values, found.weights).tolist()
         done: set[int] = set()
+        totals = self._totals_on_device(group, found) if self._is_on_device else None
         for index, complete in enumerate(found.complete[:, 0].tolist()):
             if complete:
                 continue
             row = group.rows[index]
             controls = group.controls[row]
+            if targets is not None and totals is not None and controls.share < 1:
+                target = share_of_one(totals[index], controls.share)
+                if sure[index] >= target:
+                    targets[index] = target
+                    continue
             kth = found.values[index, min(controls.top_k, group.width) - 1] if controls.top_k else None
             target = self._weights.weigh(group, index, self._weights.divide(group, index), kth)
             if targets is not None and controls.share < 1 and sure[index] >= target:
@@ -310,6 +324,34 @@ class _Sampling:
                 self._sample_from_row(row, target)
                 done.add(index)
         return done
+
+    @property
+    def _is_on_device(self) -> bool:
+        return self._logits.device.type == "cuda"
+
+    def _sample_on_device(self, group: Group) -> None:
+        """Sample rows without truncation, by the weights of all of their tokens."""
+        uniforms = [self._uniforms[row] for row in group.rows]
+        drawn = self._drawn_on_device(group, torch.full((len(group.rows),), -torch.inf), uniforms)
+        self.token_ids.update(zip(group.rows, (token for token, _ in drawn), strict=True))
+
+    def _totals_on_device(self, group: Group, found: _Candidates) -> list[int]:
+        """The weight of each row of a group."""
+        bound = group.bound(found.values)
+        lowest = torch.full((len(group.rows),), -torch.inf) if bound is None else rounded_up(bound, torch.float32)[:, 0]
+        return [total for _, total in self._drawn_on_device(group, lowest, [0.0] * len(group.rows))]
+
+    def _drawn_on_device(self, group: Group, lowest: torch.Tensor, uniforms: list[float]) -> list[tuple[int, int]]:
+        """A token of each row of a group, and the row's weight; see `cuda.sample`."""
+        from worker.engines.embedded import cuda  # triton is there with CUDA alone
+
+        device, divisor = self._logits.device, group.divisor
+        divisors = torch.ones(len(group.rows)) if divisor is None else divisor[:, 0]
+        index, divisors, lowest = (each.to(device) for each in (group.index, divisors, lowest))
+        highest = self._maxima.amax(-1).index_select(0, index) / divisors
+        numbers = torch.tensor(uniforms, dtype=torch.float64).to(device)
+        drawn: list[tuple[int, int]] = cuda.sample(self._logits, index, divisors, highest, lowest, numbers).tolist()
+        return drawn
 
     def _sample_candidates(
         self, group: Group, found: _Candidates, targets: torch.Tensor | None, done: AbstractSet[int]
