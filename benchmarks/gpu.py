@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,10 @@ def write_checkpoint(path: Path) -> int:
         eos_token_id=None,
     )
     with torch.device("cuda"):
-        network: Any = LlamaForCausalLM(config).to(torch.bfloat16)
+        network: Any = LlamaForCausalLM(config)
+        network.to(torch.bfloat16)
     network.save_pretrained(path)
-    return 2 * sum(parameter.numel() for parameter in network.parameters())
+    return 2 * sum(int(parameter.numel()) for parameter in network.parameters())
 
 
 def ours(engine: Engine, case: Case) -> Figure:
@@ -141,19 +143,24 @@ def best(measure: Callable[[Case], Figure], case: Case, rounds: int) -> Figure:
     return min((measure(case) for _ in range(rounds)), key=lambda figure: figure.seconds)
 
 
+def _event() -> Any:
+    event: Any = torch.cuda.Event
+    return event(enable_timing=True)
+
+
 def bandwidth() -> float:
     """Bytes per second that a large copy reads and writes."""
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     times = []
     for _ in range(10):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, stop = _event(), _event()
         start.record()
         target.copy_(source)
         stop.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(stop) / 1e3)
-    return 2 * len(source) / min(times)
+    return float(2 * len(source) / min(times))
 
 
 def sampler_ms(controls: dict[str, Any]) -> float:
@@ -185,14 +192,15 @@ def main() -> None:
             settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "numerics": numerics}
             engine = Engine(directory, max_num_seqs=128, context_length=2048, max_num_batched_tokens=8192, **settings)
             for case in cases:
-                found[case.name][numerics] = best(lambda case, one=engine: ours(one, case), case, options.rounds)
+                found[case.name][numerics] = best(partial(ours, engine), case, options.rounds)
                 print(case.name, numerics, found[case.name][numerics], flush=True)
             del engine
             torch.cuda.empty_cache()
-        network: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).to("cuda")
+        network: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+        network.to("cuda")
         for case in cases:
             if case.controls is not CHAIN:
-                figure = best(lambda case: transformers(network, case), case, 1)
+                figure = best(partial(transformers, network), case, 1)
                 found[case.name]["transformers"] = figure
                 print(case.name, "transformers", figure, flush=True)
     of_sampler = {

@@ -71,6 +71,13 @@ def plan_rows(chains: Sequence[tuple[int, ProcessorChain]]) -> tuple[list[Planne
     return planned, failures
 
 
+def edit_elements_alone(planned: Sequence[Planned]) -> bool:
+    """Whether plans add to elements, scale and mask them, and no processor maps a whole row: a
+    device then computes the bits of the CPU.
+    """
+    return not any(chain.has_shaping for _, chain, _ in planned)
+
+
 def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
     """Apply the order law up to the hard masks to the rows that are not forced.
 

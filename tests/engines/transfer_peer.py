@@ -55,7 +55,8 @@ class Peer:
         self.tensors = store(layout, num_pages, seed)
         self.released: list[int] = []
         self._pipe, theirs = _FORKS.Pipe()
-        self.process = _FORKS.Process(target=serve, args=(theirs, layout, num_pages, seed, device, environ), daemon=True)
+        told = (theirs, layout, num_pages, seed, device, environ)
+        self.process = _FORKS.Process(target=serve, args=told, daemon=True)
         self.process.start()
         theirs.close()
         assert self._pipe.recv() == "ready"

@@ -113,7 +113,8 @@ async def _run(name: str, model: Path, directory: Path, options: argparse.Namesp
             from golden_vllm import run_in_vllm
 
             return await run_in_vllm(bench, name, NUM_TOKENS_VLLM, save=save)
-        modes = SERVED_MODES if served else MODES
+        ours = [mode for mode in MODES if options.device == "cpu" or "stand-in" not in mode.name]
+        modes = SERVED_MODES if served else ours
         num_tokens = NUM_TOKENS_LARGE if is_large else NUM_TOKENS_SERVED if served else NUM_TOKENS
         return await run(bench, modes, name, num_tokens, is_short=is_large or served, save=save)
     finally:

@@ -10,6 +10,9 @@ import torch
 from model_runs import greedy_answers, last_logits
 from random_checkpoints import EVERY_TYPE
 
+from adapters.chain import ProcessorChain
+from adapters.contract import Allow, Ban, Bias, Context, Edit, Force, Reads, Scale, Stage, SteeringProcessor
+from adapters.vocabulary import Vocabulary
 from worker.engines.embedded import EmbeddedConfig, Engine
 from worker.engines.embedded.attention import AttentionSizes
 from worker.engines.embedded.attention.triton_backend import TritonAttention
@@ -18,6 +21,7 @@ from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.model.cuda_graphs import ROWS
 from worker.engines.embedded.plan import Edits, Plan, Request
 from worker.engines.embedded.sampling.sampler import Sampler
+from worker.engines.embedded.step import plan_edits
 from worker.errors import StartupError
 from worker.sampling import SamplingParams
 
@@ -47,7 +51,7 @@ def loaded(path: Path, dtype: str, **changes: Any) -> HfModel:
 
 def run(path: Path, dtype: str, **changes: Any) -> list[Any]:
     """Answers with all their log probabilities, once with an empty cache and once more."""
-    engine = Engine(str(path), device="cuda", dtype=dtype, **{"numerics": "exact"} | changes)  # type: ignore[arg-type]
+    engine = Engine(str(path), device="cuda", dtype=dtype, **{"numerics": "exact"} | changes)
     params = [
         SamplingParams(max_tokens=24, ignore_eos=True, logprobs=3, prompt_logprobs=3, **controls)
         for controls in CONTROLS
@@ -125,6 +129,57 @@ def test_sampled_tokens_are_those_of_the_cpu(every_checkpoint: dict[str, Path]) 
                     for device in ("cpu", "cuda")
                 ]
                 assert found[0] == found[1], (width, temperature, controls)
+
+
+class OneEdit(SteeringProcessor):
+    name, stage, reads = "one_edit", Stage.MASK, Reads.NOTHING
+
+    def __init__(self, edit: Edit) -> None:
+        self.own = edit
+        stages = {Bias: Stage.BIAS, Scale: Stage.PENALTY, Force: Stage.FORCE}
+        self.stage = stages.get(type(edit), Stage.MASK)  # type: ignore[misc]
+
+    def edit(self) -> Edit:
+        return self.own
+
+
+def edited_requests(width: int, params: SamplingParams) -> tuple[Request, ...]:
+    """New ones with all kinds of edits, one of which cannot be met."""
+    some = list(range(3, width, 7))
+    chains: list[list[Edit]] = [
+        [Bias.of(some, [2.5] * len(some))],
+        [Scale.of(some, [1.3] * len(some)), Bias.of([5, 9], [-1.0, 4.0])],
+        [Ban.of(some), Allow.of(list(range(2, width, 2)), width)],
+        [Force(11)],
+        [Force(17)],
+        [Allow.of([17], width)],
+    ]
+    requests = tuple(
+        Request(str(row), row, params, [1, 2, 3], 3, 99, frozenset(), 11 + row) for row in range(len(chains) + 1)
+    )
+    for one, edits in zip(requests, chains, strict=False):
+        one.chain = ProcessorChain([OneEdit(edit) for edit in edits], Context(Vocabulary(width), frozenset({0})))
+        one.chain.start(one.tokens)
+    return requests
+
+
+def test_edits_on_the_device_are_those_of_the_cpu() -> None:
+    generator = torch.Generator().manual_seed(9)
+    for width in (1000, 50_257):
+        logits = torch.randn(7, width, generator=generator) * 3
+        for params in (
+            SamplingParams(temperature=0.0),
+            SamplingParams(temperature=1.0, seed=1),
+            SamplingParams(temperature=0.7, top_k=40, top_p=0.9, seed=1),
+        ):
+            found = []
+            for device in ("cpu", "cuda"):
+                requests = edited_requests(width, params)
+                plan = Plan(requests, (), requests)
+                found.append(Sampler(width, (17,)).sample(logits.clone().to(device), plan_edits(plan), plan))
+            assert found[0].token_ids == found[1].token_ids
+            assert found[0].errors == found[1].errors
+            assert found[1].errors.keys() == {4, 5}
 
 
 def test_rows_that_are_not_finite_are_errors_on_the_device() -> None:

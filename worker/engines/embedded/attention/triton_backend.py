@@ -134,7 +134,7 @@ def _on_device(
         tables += pages + [0] * (width - len(pages))
     numbers = torch.tensor(singles + tiles + tables, dtype=torch.int32, pin_memory=True)
     numbers = numbers.to(device, non_blocking=True)
-    parts = numbers.split([len(singles), len(tiles), len(tables)])
+    parts = torch.split(numbers, [len(singles), len(tiles), len(tables)])
     return cuda.Sequences(
         parts[2].view(-1, width), parts[0].view(-1, 3), parts[1].view(-1, 4), -(-longest // cuda.SPLIT)
     )

@@ -3,17 +3,9 @@
 Imported only where a GPU computes: triton comes with torch's CUDA builds alone.
 """
 
-from worker.engines.embedded.cuda.attention import (
-    MOST_BYTES,
-    SPLIT,
-    Sequences,
-    attend,
-    rotate_and_store,
-    split_bytes,
-    store_kv,
-    tile_tokens,
-)
+from worker.engines.embedded.cuda.attention import MOST_BYTES, SPLIT, Sequences, attend, split_bytes, tile_tokens
 from worker.engines.embedded.cuda.gemm import EPILOGUES, multiply
+from worker.engines.embedded.cuda.kv_rows import rotate_and_store, store_kv
 from worker.engines.embedded.cuda.rows import rms_norm
 from worker.engines.embedded.cuda.weights import sample
 

@@ -21,7 +21,7 @@ SPLIT = 128
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ROWS, _ROWS_OF_FLOAT32 = 64, 16
-"""Queries of a program that attends for several tokens, as far as the heads that share keys allow."""
+"""Queries of a program that attends for several tokens, if few enough heads share keys."""
 
 MOST_BYTES = 2**16
 """Keys of a split at most: a multiprocessor holds them and as many values in shared memory."""
@@ -56,7 +56,7 @@ def split_bytes(width: int, dtype: torch.dtype) -> int:
 
 
 def _block(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())
 
 
 @triton.jit
@@ -306,7 +306,7 @@ def attend(
     Args:
         query: ``[T, H, D]`` after RoPE.
         keys: Keys of a layer ``[num_pages, Hkv, page_size, D]``, contiguous.
-        values: Its values.
+        values: Values of the layer, of the same shape.
         sequences: Rows of the step.
         scale: Factor of the scores.
         window: Tokens that a token attends to, itself among them; 0 for all before it.
@@ -352,157 +352,3 @@ def attend(
             BLOCK_M=max(16, triton.next_power_of_2(tile_tokens(heads, kv_heads, query.dtype) * group)),
         )
     return result
-
-
-@triton.jit
-def _store_kv(
-    key_pointer,
-    value_pointer,
-    keys_pointer,
-    values_pointer,
-    page_pointer,
-    slot_pointer,
-    token_stride,
-    page_stride,
-    head_stride,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    page = tl.load(page_pointer + token).to(tl.int64)
-    slot = tl.load(slot_pointer + token).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    is_inside = (d < WIDTH) & (page >= 0)
-    source = token * token_stride + head * WIDTH + d
-    target = page * page_stride + head * head_stride + slot * WIDTH + d
-    tl.store(keys_pointer + target, tl.load(key_pointer + source, mask=is_inside), mask=is_inside)
-    tl.store(values_pointer + target, tl.load(value_pointer + source, mask=is_inside), mask=is_inside)
-
-
-def store_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    pages: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    """Write keys and values of tokens ``[T, Hkv, D]`` to the slots of their pages.
-
-    Args:
-        key: Keys.
-        value: Values.
-        keys: Keys of a layer, as in `attend`.
-        values: Its values.
-        pages: Page of each token ``[T]``; -1 for a token that is not written.
-        slots: Slot of each token ``[T]``.
-    """
-    key, value = key.contiguous(), value.contiguous()
-    count, kv_heads, width = key.shape
-    if count:
-        _store_kv[count, kv_heads](
-            *(key, value, keys, values, pages, slots, key.stride(0), keys.stride(0), keys.stride(1)),
-            WIDTH=width,
-            BLOCK_D=triton.next_power_of_2(width),
-            num_warps=1,
-        )
-
-
-@triton.jit
-def _rotate_and_store(
-    qkv_pointer,
-    cosine_pointer,
-    sine_pointer,
-    query_norm_pointer,
-    key_norm_pointer,
-    query_pointer,
-    keys_pointer,
-    values_pointer,
-    page_pointer,
-    slot_pointer,
-    page_stride,
-    head_stride,
-    epsilon,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
-):
-    HALF: tl.constexpr = WIDTH // 2
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    h = tl.arange(0, BLOCK_H)
-    is_inside = h < HALF
-    source = qkv_pointer + (token * (HEADS + 2 * KV_HEADS) + head) * WIDTH + h
-    low = tl.load(source, mask=is_inside, other=0.0).to(tl.float32)
-    high = tl.load(source + HALF, mask=is_inside, other=0.0).to(tl.float32)
-    if head < HEADS + KV_HEADS:
-        if HAS_NORMS:
-            weights = key_norm_pointer
-            if head < HEADS:
-                weights = query_norm_pointer
-            factor = 1.0 / tl.sqrt_rn(tl.sum(low * low + high * high, 0) / WIDTH + epsilon)
-            low = low * factor * tl.load(weights + h, mask=is_inside, other=0.0)
-            high = high * factor * tl.load(weights + HALF + h, mask=is_inside, other=0.0)
-        cosine = tl.load(cosine_pointer + token * WIDTH + h, mask=is_inside, other=0.0).to(tl.float32)
-        sine = tl.load(sine_pointer + token * WIDTH + h, mask=is_inside, other=0.0).to(tl.float32)
-        low, high = low * cosine - high * sine, high * cosine + low * sine
-    if head < HEADS:
-        target = query_pointer + (token * HEADS + head) * WIDTH + h
-        tl.store(target, low.to(query_pointer.dtype.element_ty), mask=is_inside)
-        tl.store(target + HALF, high.to(query_pointer.dtype.element_ty), mask=is_inside)
-    else:
-        page = tl.load(page_pointer + token).to(tl.int64)
-        slot = tl.load(slot_pointer + token).to(tl.int64)
-        is_inside = is_inside & (page >= 0)
-        place = page * page_stride + slot * WIDTH + h
-        if head < HEADS + KV_HEADS:
-            target = keys_pointer + place + (head - HEADS) * head_stride
-        else:
-            target = values_pointer + place + (head - HEADS - KV_HEADS) * head_stride
-        tl.store(target, low.to(keys_pointer.dtype.element_ty), mask=is_inside)
-        tl.store(target + HALF, high.to(keys_pointer.dtype.element_ty), mask=is_inside)
-
-
-def rotate_and_store(
-    qkv: torch.Tensor,
-    heads: int,
-    cosine: torch.Tensor,
-    sine: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    pages: torch.Tensor,
-    slots: torch.Tensor,
-) -> torch.Tensor:
-    """RMSNorm of heads and RoPE of a fused QKV projection; its keys and values are written.
-
-    Args:
-        qkv: ``[T, H + 2 * Hkv, D]``, contiguous; D is even.
-        heads: Query heads, H.
-        cosine: RoPE cosines ``[T, D]``, the two halves of D equal.
-        sine: RoPE sines.
-        norms: float32 weights ``[D]`` of query and key heads, and their epsilon; None for none.
-        keys: As in `store_kv`.
-        values: As in `store_kv`.
-        pages: As in `store_kv`.
-        slots: As in `store_kv`.
-
-    Returns:
-        Queries ``[T, H, D]``.
-    """
-    count, together, width = qkv.shape
-    query = qkv.new_empty(count, heads, width)
-    query_norm, key_norm, epsilon = (qkv, qkv, 0.0) if norms is None else norms
-    if count:
-        _rotate_and_store[count, together](
-            *(qkv, cosine, sine, query_norm, key_norm, query, keys, values, pages, slots),
-            *(keys.stride(0), keys.stride(1), epsilon),
-            HEADS=heads,
-            KV_HEADS=(together - heads) // 2,
-            WIDTH=width,
-            BLOCK_H=triton.next_power_of_2(width // 2),
-            HAS_NORMS=norms is not None,
-            num_warps=1,
-        )
-    return query

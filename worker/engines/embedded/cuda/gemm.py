@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 EPILOGUES = ("none", "silu", "gelu", "gelu_tanh", "relu", "add", "mul")
-"""What is done to a sum before it is rounded; the last two with another matrix."""
+"""Functions of a sum before it is rounded; the last two are of it and another matrix."""
 
 _FEW_ROWS, _MANY_ROWS = 64, 256
 _PROCESSORS = 132
@@ -44,7 +44,7 @@ def _gemm(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # programs that read the same part of the weight follow each other, so that it stays in the cache
+    # programs that read the same part of the weight follow each other: it stays in the cache
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)

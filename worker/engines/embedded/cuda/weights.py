@@ -56,9 +56,7 @@ def _exponential(x):
 
 
 @triton.jit
-def _weights(
-    logits_pointer, start, width, block, divisor, highest, lowest, offset, zero, BLOCK: tl.constexpr
-):
+def _weights(logits_pointer, start, width, block, divisor, highest, lowest, offset, zero, BLOCK: tl.constexpr):
     """int64 weights of a block of a row."""
     token = block * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits_pointer + start + token, mask=token < width, other=float("-inf"))

@@ -1,5 +1,5 @@
-"""CUDA graphs of decode steps: a step of few rows is hundreds of small kernels, whose launches one by
-one take longer than they compute.
+"""CUDA graphs of decode steps: a step of few rows is hundreds of small kernels, whose launches one
+by one take longer than they compute.
 
 A graph is captured when its first step comes. It computes a number of rows, the next larger one of
 `ROWS`, over splits of the keys, the next power of two; rows of padding read and write no KV. The
@@ -68,9 +68,16 @@ class _Graph:
         self._given.copy_(self._host)
         compute(ids, positions, step)  # compiles kernels, which a capture cannot
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            hidden, logits = compute(ids, positions, step)
-            self._results = Computed(hidden, torch.stack(torch.aminmax(hidden)), logits)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # torch.cuda.graph collects garbage first, which takes longer than a capture
+            self._graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads may transfer KV
+            try:
+                hidden, logits = compute(ids, positions, step)
+                self._results = Computed(hidden, torch.stack(torch.aminmax(hidden)), logits)
+            finally:
+                self._graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
 
     def _fill(self, batch: Batch) -> None:
         rows, count = self._rows, len(batch.ids)
@@ -101,7 +108,7 @@ class DecodeGraphs:
 
     Args:
         store: The KV store.
-        compute: What is captured.
+        compute: Function that is captured.
     """
 
     def __init__(self, store: KvStore, compute: Compute) -> None:

@@ -108,7 +108,7 @@ def triton_kernels(numerics: str) -> KernelBackend:
     from worker.engines.embedded import cuda  # triton is there with CUDA alone
     from worker.engines.embedded.attention.triton_backend import TritonAttention
 
-    gemms = (TorchGemm,) if numerics == "fast" else (TritonGemm, *TORCH.gemms)
+    gemms: tuple[type[GemmBackend], ...] = (TorchGemm,) if numerics == "fast" else (TritonGemm, *TORCH.gemms)
     return KernelBackend("triton", gemms, (TritonAttention, *TORCH.attentions), cuda.rms_norm, _soft_cap)
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from adapters.chain import Planned, apply_edits, apply_late
+from adapters.chain import Planned, apply_edits, apply_late, edit_elements_alone
 from adapters.contract import apply_bitmask
+from adapters.devices import upload
 from adapters.sampling.candidates import highest_ids
 from adapters.sampling.whole_row import block_maxima, find_highest, is_searched_fast
 from worker.engines.embedded.plan import Edits, Plan, Samples
@@ -21,8 +22,8 @@ from worker.engines.embedded.sampling.truncation import truncate_and_sample
 class Sampler:
     """Samples a token for each row; batch-invariant, and by one rule wherever the logits are.
 
-    On the CPU; but rows on a device that no chain edits and whose log probabilities nobody wants
-    are searched there.
+    On the CPU; but rows on a device that no processor maps as a whole, and whose log probabilities
+    nobody wants, stay there.
 
     Args:
         vocab_size: Width of a row.
@@ -66,8 +67,8 @@ class Sampler:
             return Samples([])
         if logits.device.type != "cpu":
             logits = logits.float()
-            if not (edits.planned or edits.failures or bitmask is not None or table.raw or table.processed):
-                return self._choose_on_device(logits, table)
+            if bitmask is None and not (table.raw or table.processed) and edit_elements_alone(edits.planned):
+                return self._choose_on_device(logits, table, edits)
             logits = _on_cpu(logits)
         logits = logits.float()
         raw = logits.index_select(0, table.raw_index) if table.raw else None
@@ -110,21 +111,21 @@ class Sampler:
     def _never_on(self, device: torch.device) -> torch.Tensor:
         assert isinstance(self._never, torch.Tensor)
         if self._never_there.device != device or len(self._never_there) != len(self._never):
-            self._never_there = self._never.to(device)
+            self._never_there = upload(self._never, device)
         return self._never_there
 
-    def _choose_on_device(self, logits: torch.Tensor, table: RowTable) -> Samples:
-        """Tokens of rows that no chain edits and of which no log probability is wanted, float32.
-
-        They stay where they are: numbers of a few tokens are copied.
-        """
+    def _choose_on_device(self, logits: torch.Tensor, table: RowTable, edits: Edits) -> Samples:
+        """Tokens of float32 rows that stay where they are: numbers of a few tokens are copied."""
         self._mask_never(logits)
-        if table.random:
-            return self._choose(logits, table, [], {})[0]
+        errors = {row: str(failure) for row, failure in edits.failures.items()}
+        if edits.planned:
+            self._edit(logits, edits.planned, None, errors)
+        if table.random or edits.planned:
+            return self._choose(logits, table, edits.planned, errors)[0]
         token_ids = logits.argmax(-1, keepdim=True)  # the first one among equals
         found = torch.cat((token_ids.int(), logits.gather(-1, token_ids).view(torch.int32)), -1).cpu()
         values = found[:, 1].contiguous().view(torch.float32).tolist()
-        return Samples(found[:, 0].tolist(), unfit(values, [], {}))
+        return Samples(found[:, 0].tolist(), errors | unfit(values, [], errors))
 
     def _choose(
         self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]
@@ -188,7 +189,7 @@ def _take_highest(samples: Samples, logits: torch.Tensor, maxima: torch.Tensor, 
     if not table.random:
         samples.token_ids = highest_ids(logits, maxima).tolist()
         return
-    index = table.greedy_index.to(logits.device)
+    index = upload(table.greedy_index, logits.device)
     token_ids = highest_ids(logits, maxima.index_select(0, index), index).tolist()
     for row, token_id in zip(table.greedy, token_ids, strict=True):
         samples.token_ids[row] = token_id

@@ -19,6 +19,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from adapters.devices import upload
 from adapters.sampling.candidates import order_ties, sort_ids, top, top_in_order
 from adapters.sampling.native import WholeRow
 from adapters.sampling.prefixes import mass_among, prefix_of_ordered
@@ -280,7 +281,7 @@ class _Sampling:
 
     def _candidates(self, group: Group) -> _Candidates:
         every = len(group.rows) == len(self._logits)
-        index = group.index.to(self._logits.device)
+        index = upload(group.index, self._logits.device)
         maxima = self._maxima if every else self._maxima.index_select(0, index)
         rows = None if every else index
         if self._logits.device.type == "cpu":
@@ -347,9 +348,9 @@ class _Sampling:
 
         device, divisor = self._logits.device, group.divisor
         divisors = torch.ones(len(group.rows)) if divisor is None else divisor[:, 0]
-        index, divisors, lowest = (each.to(device) for each in (group.index, divisors, lowest))
+        index, divisors, lowest = (upload(each.contiguous(), device) for each in (group.index, divisors, lowest))
         highest = self._maxima.amax(-1).index_select(0, index) / divisors
-        numbers = torch.tensor(uniforms, dtype=torch.float64).to(device)
+        numbers = upload(torch.tensor(uniforms, dtype=torch.float64), device)
         drawn: list[tuple[int, int]] = cuda.sample(self._logits, index, divisors, highest, lowest, numbers).tolist()
         return drawn
 
