@@ -1,8 +1,9 @@
-"""Uploads from the host to a device without synchronisation."""
+"""Devices: uploads without synchronisation, and where kernels run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -17,6 +18,11 @@ def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not values.numel():
         return torch.empty(values.shape, dtype=values.dtype, device=device)
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Context in which kernels that are told no device, such as Triton's, run on this one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def upload_ids(ids: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -78,9 +78,9 @@ class Arguments:
     )
     kernels: str = option(
         "auto",
-        "What computes on a CPU: native kernels, with the fastest of AMX, AVX-512, AVX2, NEON and plain C (generic) "
-        "that the processor has or with the one named, torch's, or auto: native where they were built and the "
-        "processor has FMA.",
+        "What computes: on CUDA Triton's kernels or torch's; on a CPU native kernels, with the fastest of AMX, "
+        "AVX-512, AVX2, NEON and plain C (generic) that the processor has or with the one named, or torch's. auto: "
+        "Triton's where they can; native where they were built and the processor has FMA.",
         choices=(
             "auto",
             "native",
@@ -89,6 +89,7 @@ class Arguments:
             "native-avx2",
             "native-neon",
             "native-generic",
+            "triton",
             "torch",
         ),
         engine=True,

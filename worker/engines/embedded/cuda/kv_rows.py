@@ -1,4 +1,4 @@
-"""Keys and values on their way into the paged KV cache, in Triton: RMSNorm of heads, RoPE, stores."""
+"""Keys and values on their way into the paged KV cache, in Triton: RMSNorm of heads, and RoPE."""
 
 from __future__ import annotations
 

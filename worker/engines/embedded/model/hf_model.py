@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.nn import functional
 
+from adapters.devices import launching_on
 from worker.engines.embedded.adapters import LoadedAdapter
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes, AttentionStep
 from worker.engines.embedded.host import in_own_thread
@@ -163,6 +164,10 @@ class HfModel:
         in_own_thread(lambda: self._allocate_kv(num_pages, page_size))
 
     def _allocate_kv(self, num_pages: int, page_size: int) -> None:
+        with launching_on(self.device):
+            self._allocate(num_pages, page_size)
+
+    def _allocate(self, num_pages: int, page_size: int) -> None:
         layers = self._facts.num_layers
         shape = (num_pages, self._facts.kv_heads, page_size, self._row_width)
         try:
@@ -350,6 +355,10 @@ class HfModel:
     @torch.inference_mode()
     def forward(self, plan: Plan) -> torch.Tensor:
         """Logits in float32; see `Model.forward`."""
+        with launching_on(self.device):
+            return self._forward(plan)
+
+    def _forward(self, plan: Plan) -> torch.Tensor:
         batch = pack(plan, self._page_size)
         self._store.copy(plan.copies)
         self._store.zero(batch.new_pages)

@@ -4,7 +4,10 @@ caps its logits.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,13 +23,17 @@ from worker.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
+_LEAST_CAPABILITY = (8, 0)
+"""GPUs from then on multiply bfloat16."""
+
 
 @dataclass(frozen=True, slots=True)
 class KernelBackend:
     """The backends that a model may compute with, each list in the order of preference.
 
     Attributes:
-        name: Name in ``--kernels``: ``torch``, or ``native-`` and a path of `native.PATHS`.
+        name: Name in ``--kernels``: ``torch``, ``triton``, or ``native-`` and a path of
+            `native.PATHS`.
         gemms: GEMM backends; the last one supports every weight.
         attentions: Attention backends; the last one supports all sizes.
         rms_norm: ``x / sqrt(mean(x * x) + epsilon) * weight`` of ``x [..., K]``, ``weight [K]`` and
@@ -103,6 +110,20 @@ def native_kernels(path: str, sums_as_others: bool = True) -> KernelBackend:
     )
 
 
+def no_triton(device: torch.device) -> str | None:
+    """The reason why Triton's kernels cannot compute on `device`; None if they can."""
+    if device.type != "cuda":
+        return f"they compute on CUDA, not on {device}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < _LEAST_CAPABILITY:
+        return f"they need a GPU of compute capability {'.'.join(map(str, _LEAST_CAPABILITY))}, not {major}.{minor}"
+    if not any(map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))):
+        return "triton needs a C compiler, and there is none"
+    return None
+
+
 def triton_kernels(numerics: str) -> KernelBackend:
     """The Triton kernels for CUDA; beside them torch's GEMMs where `numerics` are ``fast``."""
     from worker.engines.embedded import cuda  # triton is there with CUDA alone
@@ -140,8 +161,14 @@ def choose_kernels(
         raise StartupError(f"{needed_by} needs the native kernels, not --kernels torch")
     if kernels == "torch":
         return TORCH
-    if device.type == "cuda" and kernels in ("auto", "triton") and needed_by is None:
-        return triton_kernels(numerics)
+    if kernels == "triton" or (device.type == "cuda" and kernels == "auto" and needed_by is None):
+        reason = no_triton(device)
+        if reason is None and needed_by is None:
+            return triton_kernels(numerics)
+        if kernels == "triton":
+            raise StartupError(f"--kernels triton: {reason or f'{needed_by} needs the native kernels'}")
+        logger.warning("torch's kernels compute, which are slower, and not Triton's: %s", reason)
+        return TORCH
     path = kernels.partition("-")[2] or None
     reason = native.unavailable(dtype, path) if device.type == "cpu" else f"they compute on a CPU, not on {device}"
     if reason is not None and needed_by is not None:

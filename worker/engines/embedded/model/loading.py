@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from adapters.devices import launching_on
 from worker.engines.embedded.attention import AttentionLayer
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
 from worker.engines.embedded.host import in_own_thread
@@ -68,11 +69,16 @@ def load_model(config: EmbeddedConfig) -> HfModel:
 
 
 def _load_model(config: EmbeddedConfig) -> HfModel:
+    device = resolve_device(config.device)
+    with launching_on(device):
+        return _load_on(device, config)
+
+
+def _load_on(device: torch.device, config: EmbeddedConfig) -> HfModel:
     directory = Path(config.model_path)
     copies = copies_of(directory, config.packed_copy)
     provenance = provenance_of(directory, copies)
     settings = read_settings(directory)
-    device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(settings))
     quantisation = config.quantization if config.quantization in FORMATS else None
     third_party = quantization_of(settings)  # accepted by `read_settings`

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from itertools import pairwise
 
 import torch
@@ -49,7 +50,8 @@ class Numerics:
         """The name and, where bits count, whose kernels compute them: those of others differ.
 
         The bits of torch's kernels depend on instructions and threads too, and, since its attention
-        merges page after page, on the size of a page.
+        merges page after page, on the size of a page; those of Triton's on the instructions that its
+        compiler chooses for a GPU.
         """
         if self.name == "fast":
             return self.name
@@ -57,6 +59,9 @@ class Numerics:
         parts = [self.name, f"{' and '.join(sorted(kernels, reverse=True))} kernels"]
         if "torch" in kernels:
             parts += [torch.backends.cpu.get_cpu_capability(), shown_threads(self.num_threads)]
+        if "triton" in kernels:
+            major, minor = torch.cuda.get_device_capability()
+            parts += [f"Triton {version('triton')}", f"compute capability {major}.{minor}"]
         if self.attention.kernels == "torch":
             parts.append(f"pages of {self.page_size} tokens")
         return ", ".join(parts)

@@ -9,7 +9,7 @@ import torch
 
 from adapters.chain import Planned, apply_edits, apply_late, edit_elements_alone
 from adapters.contract import apply_bitmask
-from adapters.devices import upload
+from adapters.devices import launching_on, upload
 from adapters.sampling.candidates import highest_ids
 from adapters.sampling.whole_row import block_maxima, find_highest, is_searched_fast
 from worker.engines.embedded.plan import Edits, Plan, Samples
@@ -68,7 +68,8 @@ class Sampler:
         if logits.device.type != "cpu":
             logits = logits.float()
             if bitmask is None and not (table.raw or table.processed) and edit_elements_alone(edits.planned):
-                return self._choose_on_device(logits, table, edits)
+                with launching_on(logits.device):
+                    return self._choose_on_device(logits, table, edits)
             logits = _on_cpu(logits)
         logits = logits.float()
         raw = logits.index_select(0, table.raw_index) if table.raw else None
