@@ -19,7 +19,7 @@ from worker.engines.embedded.attention.triton_backend import TritonAttention
 from worker.engines.embedded.kv_cache import budget as kv_budget
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.model.cuda_graphs import ROWS
-from worker.engines.embedded.plan import Edits, Plan, Request
+from worker.engines.embedded.plan import Chunk, Edits, Plan, Request
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.engines.embedded.step import plan_edits
 from worker.errors import StartupError
@@ -195,18 +195,21 @@ def test_rows_that_are_not_finite_are_errors_on_the_device() -> None:
         assert set(found[1].errors) == {1, 2}
 
 
-def test_a_decode_step_waits_for_its_tokens_alone(every_checkpoint: dict[str, Path]) -> None:
-    """No other synchronisation hides in the forward pass: each one would be an error here."""
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_forward_pass_waits_for_nothing(every_checkpoint: dict[str, Path]) -> None:
+    """Neither a decode step, which is a graph, nor a prompt: each wait would be an error here."""
     model = loaded(every_checkpoint["llama"], "bfloat16")
     request = Request("", 0, SamplingParams(), [5] * 40, 40, 999, frozenset(), 0, pages=[3, 4])
-    plan = Plan((request,), (), (request,))
-    model.forward(plan)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    decode = Plan((request,), (), (request,))
+    prompt = Plan((), (Chunk(request, 0, 40),), (request,))
+    for plan in (prompt, decode):
         model.forward(plan)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model.forward(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_what_is_too_wide() -> None:

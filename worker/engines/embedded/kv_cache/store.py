@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from adapters.devices import upload_ids
 from worker.engines.embedded.kv_cache.int8_rows import Int8Rows
 from worker.engines.embedded.plan import PageCopy
 
@@ -75,7 +76,7 @@ class KvStore:
         KV of another request, or a NaN, must not stay behind that slot.
         """
         if pages:
-            index = torch.tensor(pages, device=self.keys[0].device)
+            index = upload_ids(pages, self.keys[0].device)
             for tensor in (*self.keys, *self.values):
                 tensor.index_fill_(0, index, 0)
 

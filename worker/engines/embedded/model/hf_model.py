@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.nn import functional
 
-from adapters.devices import launching_on
+from adapters.devices import launching_on, upload, upload_ids
 from worker.engines.embedded.adapters import LoadedAdapter
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes, AttentionStep
 from worker.engines.embedded.host import in_own_thread
@@ -372,7 +372,7 @@ class HfModel:
         if plan.scored:
             plan.show_scored(hidden, self._network.logits)
         if plan.chunks:
-            hidden = hidden[torch.tensor(plan.logit_rows(), dtype=torch.long, device=self.device)]
+            hidden = hidden[upload_ids(plan.logit_rows(), self.device)]
         elif len(hidden) > len(batch.ids):
             hidden = self._last_hidden
         return self._network.logits(hidden)
@@ -388,7 +388,7 @@ class HfModel:
 
     def _hidden(self, batch: Batch, store: KvStore, only: int | None = None) -> torch.Tensor:
         """Last hidden states, with those of padding behind; of one layer alone if it is given."""
-        tensors = torch.tensor([batch.ids, batch.positions, batch.pages, batch.slots]).to(self.device)
+        tensors = upload(torch.tensor([batch.ids, batch.positions, batch.pages, batch.slots]), self.device)
         step = self._attention.plan(store, batch.sequences, tensors[2:])
         padding = self._padding(len(batch.ids))
         ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]

@@ -50,8 +50,8 @@ class Numerics:
         """The name and, where bits count, whose kernels compute them: those of others differ.
 
         The bits of torch's kernels depend on instructions and threads too, and, since its attention
-        merges page after page, on the size of a page; those of Triton's on the instructions that its
-        compiler chooses for a GPU.
+        merges page after page, on the size of a page; those of Triton's on what its compiler makes
+        of them for a GPU.
         """
         if self.name == "fast":
             return self.name
