@@ -68,7 +68,7 @@ class _Graph:
         self._given.copy_(self._host)
         compute(ids, positions, step)  # compiles kernels, which a capture cannot
         self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
+        stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # torch.cuda.graph collects garbage first, which takes longer than a capture
             self._graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads may transfer KV
