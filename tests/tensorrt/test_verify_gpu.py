@@ -42,3 +42,17 @@ def test_it_ends_although_the_executor_is_dead(model: Path, tmp_path: Path) -> N
     rows = [line for line in (tmp_path / "report.md").read_text().splitlines() if "| FAIL |" in line]
     assert len(rows) == 13
     assert done.stdout.endswith(f"verify-gpu: the report is in {tmp_path}/report.md\n")
+
+
+def test_without_a_model_it_needs_a_gpu(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "MODEL_PATH"}
+    environment |= {"PYTHON": sys.executable, "REPORT": str(tmp_path / "report.md"), "CUDA_VISIBLE_DEVICES": ""}
+    for arguments, message in (
+        ([], "torch sees no CUDA device, and MODEL_PATH is not set"),
+        (["--max-batch-size", "16"], "--max-batch-size: without MODEL_PATH it takes no arguments"),
+    ):
+        done = subprocess.run(
+            [str(SCRIPT), *arguments], env=environment, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert (done.returncode, done.stderr) == (2, f"verify-gpu: error: {message}\n")
+    assert not (tmp_path / "report.md").exists()
