@@ -136,8 +136,12 @@ class AttentionStep(ABC):
         rows, count = len(query), self.tokens
         if rows > count:
             query, key, value = query[:count], key[:count], value[:count]
-        self._store.write(layer, self._slot_mapping, key, value)
+        self._write(layer, key, value)
         return pad_rows(self._attend(layer, query, scale, window, softcap, sinks), rows)
+
+    def _write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the step's KV of a layer to the cache; arguments as `attend`, unpadded."""
+        self._store.write(layer, self._slot_mapping, key, value)
 
     @abstractmethod
     def attend_qkv(self, layer: AttentionLayer, qkv: torch.Tensor, rope: RopeTables) -> torch.Tensor:

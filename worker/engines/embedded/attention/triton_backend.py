@@ -64,24 +64,6 @@ class TritonStep(AttentionStep):
         super().__init__(store, sequences, slot_mapping)
         self._rows = rows
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionStep.attend`."""
-        rows, count = len(query), self.tokens
-        if rows > count:
-            query, key, value = query[:count], key[:count], value[:count]
-        cuda.store_kv(key, value, self._store.keys[layer], self._store.values[layer], *self._slot_mapping)
-        return pad_rows(self._attend(layer, query, scale, window, softcap, sinks), rows)
-
     def attend_qkv(self, layer: AttentionLayer, qkv: torch.Tensor, rope: RopeTables) -> torch.Tensor:
         """See `AttentionStep.attend_qkv`."""
         rows = len(qkv)
@@ -90,6 +72,9 @@ class TritonStep(AttentionStep):
             qkv[: self.tokens], layer.heads, rope.cosine, rope.sine, layer.head_norms, keys, values, *self._slot_mapping
         )
         return pad_rows(self._attend(layer.index, query, layer.scale, layer.window, None), rows)
+
+    def _write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        cuda.store_kv(key, value, self._store.keys[layer], self._store.values[layer], *self._slot_mapping)
 
     def _attend(
         self,
@@ -107,11 +92,6 @@ class TritonStep(AttentionStep):
         return cuda.attend(query, keys, values, self._rows, scale, window, softcap, sinks)
 
 
-def single_row(token: int, row: int, sequence: SequenceSlice) -> tuple[int, int, int]:
-    """An entry of `cuda.Sequences.singles`."""
-    return token, row, sequence.stop
-
-
 def _on_device(
     sequences: Sequence[SequenceSlice], page_size: int, tile_tokens: int, device: torch.device
 ) -> cuda.Sequences:
@@ -124,7 +104,7 @@ def _on_device(
     for row, sequence in enumerate(sequences):
         count = sequence.stop - sequence.start
         if count == 1:
-            singles += single_row(token, row, sequence)
+            singles += token, row, sequence.stop
             longest = max(longest, sequence.stop)
         else:
             for first in range(0, count, tile_tokens):
