@@ -12,7 +12,16 @@ from adapters.chain.members import Member, in_order, member_of
 from adapters.chain.plan import PlannedEdits, RowPlan
 from adapters.chain.receipts import Receipt
 from adapters.chain.thinking_scope import ThinkingScope
-from adapters.contract import BacktrackingProcessor, Context, Processor, Reads, Scope, ShapingProcessor, Stage
+from adapters.contract import (
+    BacktrackingProcessor,
+    CompanionProcessor,
+    Context,
+    Processor,
+    Reads,
+    Scope,
+    ShapingProcessor,
+    Stage,
+)
 
 DEFAULT_STEP_BUDGET_S = 0.1
 """CPU time of its thread that a third-party processor may take for one step, seconds."""
@@ -54,6 +63,8 @@ class ProcessorChain:
         foresees: True if `foresee` may ever find tokens.
         backtracks: True if a processor backtracks: the engine must hold tokens, and call
             `rewind_if_asked`.
+        companion: The processor that needs a second row of logits, None if none does: the engine must
+            compute one for it.
         wants_receipt: Whether the request asked for its receipt.
         wants_random_sampling: Whether a request that sets no temperature, top-k or top-p is sampled
             randomly instead of greedily, because it names a processor that acts at the temperature
@@ -61,7 +72,8 @@ class ProcessorChain:
         speculates: Whether tokens may be drafted for the request.
 
     Raises:
-        ValueError: a scope is given and the model has no thinking tags.
+        ValueError: a scope is given and the model has no thinking tags, or two processors need a
+            second row of logits.
     """
 
     def __init__(
@@ -105,6 +117,10 @@ class ProcessorChain:
         self.needs_last_token = reads or self._scope is not None
         self.foresees = any(member.foresees for member in self.members)
         self.backtracks = any(isinstance(processor, BacktrackingProcessor) for processor in processors)
+        companions = [processor for processor in processors if isinstance(processor, CompanionProcessor)]
+        if len(companions) > 1:
+            raise ValueError(f"{' and '.join(one.name for one in companions)}: one second row per chain")
+        self.companion = companions[0] if companions else None
 
     def add(self, processors: Sequence[Processor], *, last: bool = False) -> None:
         """Add ``processors`` before the chain's own of the same stage, or after them with ``last``.
@@ -388,6 +404,13 @@ class ProcessorChain:
         mine, theirs = self._history.backtracking, other._history.backtracking
         if mine is not None and theirs is not None:
             mine.copy_ruled_out(theirs)
+
+    def share_second_row(self, other: ProcessorChain) -> None:
+        """Take the second row of logits from where ``other``, a chain of the same request and
+        history, has it.
+        """
+        if self.companion is not None and other.companion is not None:
+            self.companion.second_row = other.companion.second_row
 
     @property
     def failure(self) -> ProcessorFailed | None:

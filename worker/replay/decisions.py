@@ -19,6 +19,7 @@ from adapters.catalog import Requested, Selection
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_plan
 from adapters.contract import Context
 from adapters.processors.forcing import ForcedPrefix
+from adapters.processors.guidance import Cfg
 from adapters.processors.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
@@ -174,7 +175,10 @@ async def decisions(
     chain = whole_chain(asked, model.chains.vocabulary, ends)
     if chain.backtracks:
         raise ConfigurationError("--answer-file: the answer has a processor that takes tokens back; replay it without")
-    request = await _forced(model, prompt, answer)
+    guided = tuple(one for one in selection.processors if one.name == Cfg.name)
+    request = await _forced(model, prompt, answer, guided)
+    assert request.chain is not None
+    chain.share_second_row(request.chain)
     request.tap = tap = DecisionTap([*prompt, *answer], chain, model.stepper.model.undecodable_ids)
     try:
         replay(model.stepper, request, len(answer))
@@ -183,11 +187,13 @@ async def decisions(
     return tap.decisions
 
 
-async def _forced(model: LoadedModel, prompt: list[int], answer: Sequence[int]) -> Request:
-    """A request whose answer is the recorded one."""
+async def _forced(
+    model: LoadedModel, prompt: list[int], answer: Sequence[int], beside: tuple[Requested, ...] = ()
+) -> Request:
+    """A request whose answer is the recorded one, with further processors `beside`."""
     params = SamplingParams(max_tokens=len(answer), ignore_eos=True, seed=0)
     forced = Requested(ForcedPrefix.name, {"token_ids": list(answer)})
-    return await model.request("forced", prompt, params, Selection((forced,)))
+    return await model.request("forced", prompt, params, Selection((*beside, forced)))
 
 
 def lines(found: Sequence[Decision], receipt: RecordedReceipt, tokenizer: Any) -> list[str]:

@@ -100,6 +100,8 @@ class PositionTap:
         self._num_candidates = num_candidates
         self._rows: list[torch.Tensor] = []  # of the last position, until its token is known
         self.positions: list[Position] = []
+        if request.chain is not None and copy.chain is not None:
+            copy.chain.share_second_row(request.chain)
 
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Ignore the row; only those of the answer are wanted."""

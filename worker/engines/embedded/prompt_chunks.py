@@ -33,7 +33,7 @@ def prompt_budget(queues: Queues, max_num_batched_tokens: int, max_mixed_chunk: 
     clients share the engine, a step is short whatever one of them has sent: another's request waits
     for its end.
     """
-    rows, chunk, part = len(queues.decoding), max_mixed_chunk, 2
+    rows, chunk, part = len(queues.decode_rows), max_mixed_chunk, 2
     most = max_num_batched_tokens - rows
     if chunk is not None and queues.turns.is_shared(queues.live):
         return min(most, _whole_tiles(SHARED_CHUNKS * chunk + TILE // 2 - 1, rows))
@@ -58,24 +58,42 @@ def prompt_budget(queues: Queues, max_num_batched_tokens: int, max_mixed_chunk: 
 
 def cut_chunks(queues: Queues, budget: int) -> tuple[Chunk, ...]:
     """Chunks of the prompts in prefill: a fair one each while `budget` tokens last, the rest to the
-    first.
+    first. Those of companions come last.
     """
     prompts, fair = queues.prefilling, max(fair_chunk(budget), budget // (2 * len(queues.prefilling)))
     if queues.turns.is_shared(queues.live):
         prompts, fair = queues.turns.prompts(queues.prefilling), FAIR_CHUNK
     queues.turns.computed(prompts[0])
-    left = budget
+    least = max(len(request.sequences) for request in prompts)  # there are as many rows
+    left = budget = max(budget, least)
     counts = []
     for request in prompts:
-        counts.append(min(fair, remaining(request), left))
+        counts.append(min(max(fair, len(request.sequences)), remaining(request), left))
         left -= counts[-1]
-    chunks = []
+    chunks: list[Chunk] = []
     for request, count in zip(prompts, counts, strict=True):
         more = min(left, remaining(request) - count)
         left -= more
-        if count + more:
-            chunks.append(Chunk(request, request.num_computed, request.num_computed + count + more))
-    return tuple(chunks)
+        chunks += _cut(request, count + more)
+    return tuple(sorted(chunks, key=_is_of_companion)) if least > 1 else tuple(chunks)
+
+
+def _cut(request: Request, count: int) -> list[Chunk]:
+    """The next `count` tokens of a request and its companion, the companion's first.
+
+    The last tokens of both are computed in one step, for the next token needs both rows.
+    """
+    own, companion = _left(request), 0 if request.companion is None else _left(request.companion)
+    if request.companion is not None and count < own + companion:
+        companion = min(count, companion - 1)
+        own = min(count - companion, own - 1)
+    counts = (min(own, count), companion)
+    parts = zip(request.sequences, counts, strict=False)
+    return [Chunk(one, one.num_computed, one.num_computed + number) for one, number in parts if number]
+
+
+def _is_of_companion(chunk: Chunk) -> bool:
+    return chunk.request.is_companion
 
 
 def fair_chunk(budget: int) -> int:
@@ -84,8 +102,12 @@ def fair_chunk(budget: int) -> int:
 
 
 def remaining(request: Request) -> int:
-    """Tokens of a request that are still to be computed."""
-    return len(request.tokens) - request.num_computed
+    """Tokens of a request, and of its companion, that are still to be computed."""
+    return sum(map(_left, request.sequences))
+
+
+def _left(sequence: Request) -> int:
+    return len(sequence.tokens) - sequence.num_computed
 
 
 def _whole_tiles(wanted: int, rows: int) -> int:
