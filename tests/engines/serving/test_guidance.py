@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speculation_runs import Repeating
 from transformers import AutoModelForCausalLM
 
 from adapters.catalog import Catalog, Requested, Selection, model_context
@@ -19,16 +20,18 @@ from worker.engines import EngineRequest
 from worker.engines.chain_builder import ChainBuilder
 from worker.engines.embedded import EmbeddedConfig, Engine
 from worker.engines.embedded.admission import admit
+from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.plan import Request
-from worker.engines.embedded.speculation import SpeculativeConfig, Speculator
-from worker.engines.embedded.step import Stepper, make_stepper
+from worker.engines.embedded.scheduler import Scheduler
+from worker.engines.embedded.step import Stepper
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NEW_TOKENS = 12
+NEW_TOKENS = 24
+PAGE = 32
 CONTEXT = 256
 PROMPT = [9, 30, 41, 77, 30, 41, 12, 9, 30, *range(100, 160)]
 NEGATIVE = [5, 66, 7, 8, *range(200, 245)]
@@ -50,11 +53,12 @@ def cfg(scale: float = 2.5, **arguments: Any) -> dict[str, Any]:
     return {"name": "cfg", "args": {"scale": scale, **arguments}}
 
 
-def stepper_of(model: HfModel, *, rows: int = 8, budget: int = 512, blocks: int = 96, mixed: int | None = None) -> Stepper:
-    config = EmbeddedConfig(
-        model_path="", max_num_seqs=rows, max_num_batched_tokens=budget, context_length=CONTEXT, max_mixed_chunk=mixed
-    )
-    return make_stepper(config, model, blocks)
+def stepper_of(
+    model: HfModel, *, rows: int = 8, budget: int = 512, pages: int = 64, mixed: int = 64, method: str = "none"
+) -> Stepper:
+    model.allocate_kv(pages, PAGE)
+    cache = KvCache(pages, PAGE, 16, is_dense=model.wants_dense_kv)
+    return Stepper(model, Scheduler(cache, rows, budget, mixed), Repeating({"method": method}))
 
 
 def request_of(
@@ -65,7 +69,8 @@ def request_of(
     generated: Sequence[int] = (),
     **changes: Any,
 ) -> Request:
-    params = SamplingParams(**{"max_tokens": NEW_TOKENS, "ignore_eos": True, "seed": 3, **changes})
+    fixed = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "seed": 3, "logprobs": 1, "logprobs_mode": "processed"}
+    params = SamplingParams(**{**fixed, **changes})
     asked = EngineRequest(name, prompt, params, seed=3, generated_token_ids=list(generated))
     builder = ChainBuilder(Catalog.default(), model_context(Vocabulary(model.vocab_size)))
     selection = Selection(tuple(Requested(one["name"], one["args"]) for one in processors))
@@ -74,19 +79,31 @@ def request_of(
     return admit(asked, 0, model, CONTEXT)
 
 
-def decode(stepper: Stepper, requests: Sequence[Request]) -> list[list[int]]:
-    """The answers to requests, each of which joins as soon as it may."""
-    tokens: dict[str, list[int]] = {request.id: [] for request in requests}
-    for request in requests:
-        stepper.check(request)
-        stepper.add(request)
-    while not stepper.scheduler.is_idle:
+Answer = list[tuple[int, float]]
+"""Tokens with their log probability, of the distribution that each was sampled from."""
+
+
+def decode(stepper: Stepper, requests: Sequence[Request], *, preempts: bool = False) -> list[Answer]:
+    """The answers to requests that arrive one after the other, a step apart.
+
+    With `preempts` every third step preempts one of those that run, now this one, now that.
+    """
+    source = random.Random(5)
+    answers: dict[str, Answer] = {request.id: [] for request in requests}
+    waiting = list(requests)
+    while waiting or not stepper.scheduler.is_idle:
+        if waiting:
+            stepper.check(waiting[0])
+            stepper.add(waiting.pop(0))
+        if preempts and (running := stepper.scheduler.queues.running) and source.randrange(3) == 0:
+            stepper.scheduler.queues.preempt(source.choice(running))
         for output in stepper.step():
             assert output.error is None
-            tokens[output.request_id] += [] if output.token_id is None else [output.token_id]
+            if output.token_id is not None and output.logprobs is not None:
+                answers[output.request_id].append((output.token_id, output.logprobs[0].logprob))
         stepper.scheduler.check_integrity()
-    assert stepper.scheduler.cache.num_available == stepper.scheduler.cache.num_pages  # none has leaked
-    return list(tokens.values())
+    assert stepper.scheduler.cache.num_available == stepper.scheduler.cache.num_pages, "pages have leaked"
+    return list(answers.values())
 
 
 @pytest.mark.parametrize("negative", [None, NEGATIVE])
@@ -112,3 +129,53 @@ def test_greedy_tokens_are_those_of_transformers(
     guided, plain = engine.generate([PROMPT, PROMPT], params, processors=[[cfg(**own)], []])
     assert guided.token_ids == expected
     assert guided.token_ids != plain.token_ids
+
+
+SAMPLINGS = {"greedy": {}, "sampled": {"temperature": 0.9, "top_p": 0.95}}
+OTHERS = [[7, 8, 9] * 20, [30, 41, 12, 9], PROMPT[:40]]
+
+
+def alone(model: HfModel, *processors: dict[str, Any], **changes: Any) -> Answer:
+    return decode(stepper_of(model), [request_of(model, "alone", PROMPT, *processors, **changes)])[0]
+
+
+@pytest.mark.parametrize("changes", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("begin", [{}, {"negative_token_ids": NEGATIVE}], ids=["last token", "negative"])
+def test_chunks_batches_and_preemptions_change_no_bit(
+    model: HfModel, begin: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    guidance = cfg(**begin)
+    penalty = {"name": "repetition_penalty", "args": {"penalty": 1.2}}
+    expected = {chain: alone(model, *chain_of, **changes) for chain, chain_of in
+                {"cfg": [guidance], "both": [penalty, guidance], "none": []}.items()}  # fmt: skip
+    assert len({tuple(answer) for answer in expected.values()}) == 3
+    num_preemptions = num_accepted = 0
+    for settings in ({"budget": 9}, {"budget": 64, "mixed": 1}, {"rows": 3}, {"pages": 16}, {"method": "ngram"}):
+        stepper = stepper_of(model, **settings)
+        requests = [
+            request_of(model, "cfg", PROMPT, guidance, **changes),
+            request_of(model, "none", PROMPT, **changes),
+            request_of(model, "drafted", OTHERS[0], {"name": "forced_prefix", "args": {"token_ids": PROMPT[:16]}}),
+            *(request_of(model, f"other {number}", prompt, cfg(3.0)) for number, prompt in enumerate(OTHERS)),
+            request_of(model, "both", PROMPT, guidance, penalty, **changes),
+            request_of(model, "again", PROMPT, guidance, **changes),
+        ]
+        answers = dict(zip([one.id for one in requests], decode(stepper, requests, preempts="pages" in settings), strict=True))
+        assert {name: answers[name] for name in expected} == expected, settings
+        assert answers["again"] == expected["cfg"], settings
+        num_preemptions += stepper.scheduler.queues.num_preemptions
+        num_accepted += sum(counts.accepted for counts in stepper.speculator.counts.values())
+    assert num_preemptions
+    assert num_accepted
+
+
+@pytest.mark.parametrize("changes", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("begin", [{}, {"negative_token_ids": NEGATIVE}], ids=["last token", "negative"])
+def test_a_migration_at_any_token_changes_no_bit(
+    model: HfModel, begin: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    expected = alone(model, cfg(**begin), **changes)
+    for number in range(1, NEW_TOKENS):
+        generated = [token for token, _ in expected[:number]]
+        request = request_of(model, "migrated", PROMPT, cfg(**begin), generated=generated, **changes)
+        assert decode(stepper_of(model, budget=24), [request]) == [expected[number:]], number
