@@ -12,16 +12,8 @@ from adapters.chain.members import Member, in_order, member_of
 from adapters.chain.plan import PlannedEdits, RowPlan
 from adapters.chain.receipts import Receipt
 from adapters.chain.thinking_scope import ThinkingScope
-from adapters.contract import (
-    BacktrackingProcessor,
-    CompanionProcessor,
-    Context,
-    Processor,
-    Reads,
-    Scope,
-    ShapingProcessor,
-    Stage,
-)
+from adapters.contract import BacktrackingProcessor, Context, Processor, Reads, Scope, ShapingProcessor, Stage
+from adapters.contract.companion import CompanionProcessor
 
 DEFAULT_STEP_BUDGET_S = 0.1
 """CPU time of its thread that a third-party processor may take for one step, seconds."""
@@ -38,7 +30,7 @@ class ProcessorChain:
     """The ordered processors of one choice, which share one copy of the history.
 
     Args:
-        processors: Processors in the order of the request; sorted by stage, ties keep that order.
+        processors: Processors in the order of the request; sorted by stage, ties keep it.
         context: Context of the request.
         scopes: Scope of each processor, ``all`` by default.
         step_budget_s: CPU time of its thread that a third-party processor may take for one step,
@@ -58,13 +50,10 @@ class ProcessorChain:
             given: the request's own truncation then joins the chain.
         observes_logits: True if some state can only be rebuilt by replaying on logits
             (`adapters.chain.batch.replay`).
-        needs_last_token: True if the chain needs the last token, which overlapped scheduling shows
-            late.
+        needs_last_token: True if it needs the last token, which overlapped scheduling shows late.
         foresees: True if `foresee` may ever find tokens.
-        backtracks: True if a processor backtracks: the engine must hold tokens, and call
-            `rewind_if_asked`.
-        companion: The processor that needs a second row of logits, None if none does: the engine must
-            compute one for it.
+        backtracks: True if one of them does: the engine holds tokens and calls `rewind_if_asked`.
+        companion: The processor that needs a second row of logits of the engine, None if none does.
         wants_receipt: Whether the request asked for its receipt.
         wants_random_sampling: Whether a request that sets no temperature, top-k or top-p is sampled
             randomly instead of greedily, because it names a processor that acts at the temperature
@@ -72,8 +61,7 @@ class ProcessorChain:
         speculates: Whether tokens may be drafted for the request.
 
     Raises:
-        ValueError: a scope is given and the model has no thinking tags, or two processors need a
-            second row of logits.
+        ValueError: a scope is given and the model has no thinking tags.
     """
 
     def __init__(
@@ -117,10 +105,7 @@ class ProcessorChain:
         self.needs_last_token = reads or self._scope is not None
         self.foresees = any(member.foresees for member in self.members)
         self.backtracks = any(isinstance(processor, BacktrackingProcessor) for processor in processors)
-        companions = [processor for processor in processors if isinstance(processor, CompanionProcessor)]
-        if len(companions) > 1:
-            raise ValueError(f"{' and '.join(one.name for one in companions)}: one second row per chain")
-        self.companion = companions[0] if companions else None
+        self.companion = next((one for one in processors if isinstance(one, CompanionProcessor)), None)
 
     def add(self, processors: Sequence[Processor], *, last: bool = False) -> None:
         """Add ``processors`` before the chain's own of the same stage, or after them with ``last``.
@@ -404,13 +389,6 @@ class ProcessorChain:
         mine, theirs = self._history.backtracking, other._history.backtracking
         if mine is not None and theirs is not None:
             mine.copy_ruled_out(theirs)
-
-    def share_second_row(self, other: ProcessorChain) -> None:
-        """Take the second row of logits from where ``other``, a chain of the same request and
-        history, has it.
-        """
-        if self.companion is not None and other.companion is not None:
-            self.companion.second_row = other.companion.second_row
 
     @property
     def failure(self) -> ProcessorFailed | None:

@@ -23,7 +23,7 @@ class CompanionProcessor(ShapingProcessor):
     """Combines a row of logits with that of a companion sequence at the same position.
 
     The companion's tokens are `companion_prompt` and then the answer. The engine computes its
-    logits beside the request's own and sets `second_row`; an engine that cannot refuses the request.
+    logits beside the request's own, and sets `second_row`; one that cannot refuses the request.
 
     Attributes:
         second_row: The companion's logits by position; None without an engine that computes them.

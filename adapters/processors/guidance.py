@@ -16,9 +16,9 @@ class Cfg(CompanionProcessor):
     """Moves the answer towards its prompt, and away from a negative one (classifier-free guidance).
 
     Source: Sanchez et al., arXiv 2306.17806, as transformers' ``guidance_scale`` and
-    ``negative_prompt_ids``. With c and u, the log-softmax of the rows after the prompt and after the
-    negative prompt, each followed by the answer so far, the row becomes u + scale * (c - u). Without
-    a negative prompt, u follows the prompt's last token alone.
+    ``negative_prompt_ids``. Let c and u be the log-softmax of the rows after the prompt and after
+    the negative prompt, each followed by the answer so far: the row becomes u + scale * (c - u).
+    Without a negative prompt, u is that after the prompt's last token and the answer.
 
     The text of a negative prompt is tokenised as that of a completion: with the special tokens that
     the tokenizer puts around a text, and without a chat template.

@@ -24,6 +24,7 @@ from adapters.processors.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
 from worker.engines.chain_members import other_members
+from worker.engines.embedded.companions import share_row
 from worker.engines.embedded.plan import Request
 from worker.errors import ConfigurationError
 from worker.replay.recorded import RecordedReceipt
@@ -177,8 +178,7 @@ async def decisions(
         raise ConfigurationError("--answer-file: the answer has a processor that takes tokens back; replay it without")
     guided = tuple(one for one in selection.processors if one.name == Cfg.name)
     request = await _forced(model, prompt, answer, guided)
-    assert request.chain is not None
-    chain.share_second_row(request.chain)
+    share_row(chain, request.chain)
     request.tap = tap = DecisionTap([*prompt, *answer], chain, model.stepper.model.undecodable_ids)
     try:
         replay(model.stepper, request, len(answer))

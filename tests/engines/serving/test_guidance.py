@@ -1,4 +1,4 @@
-"""Classifier-free guidance: two rows of logits for each token, wherever and however they come about."""
+"""Classifier-free guidance: a token from two rows of logits, however they come about."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from speculation_runs import Repeating
 from transformers import AutoModelForCausalLM
 
@@ -35,12 +33,15 @@ PAGE = 32
 CONTEXT = 256
 PROMPT = [9, 30, 41, 77, 30, 41, 12, 9, 30, *range(100, 160)]
 NEGATIVE = [5, 66, 7, 8, *range(200, 245)]
+VOCABULARIES: list[Vocabulary] = []
+"""That of `model`."""
 
 
 @pytest.fixture(scope="module")
 def model(checkpoints: dict[str, Path]) -> HfModel:
     found = load_model(EmbeddedConfig(model_path=checkpoints["llama"], dtype="float32", numerics="exact"))
     assert isinstance(found, HfModel)
+    VOCABULARIES[:] = [Vocabulary.from_pretrained(str(checkpoints["llama"]), found.vocab_size, found.eos_token_ids)]
     return found
 
 
@@ -72,7 +73,7 @@ def request_of(
     fixed = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "seed": 3, "logprobs": 1, "logprobs_mode": "processed"}
     params = SamplingParams(**{**fixed, **changes})
     asked = EngineRequest(name, prompt, params, seed=3, generated_token_ids=list(generated))
-    builder = ChainBuilder(Catalog.default(), model_context(Vocabulary(model.vocab_size)))
+    builder = ChainBuilder(Catalog.default(), model_context(VOCABULARIES[0]))
     selection = Selection(tuple(Requested(one["name"], one["args"]) for one in processors))
     if processors:
         asked = builder.prepare(asked, selection, builder.context(frozenset(), 3, NEW_TOKENS))
@@ -113,7 +114,7 @@ def test_greedy_tokens_are_those_of_transformers(
 ) -> None:
     engine = Engine(checkpoints[arch], dtype="float32", numerics="exact", max_num_seqs=4)
     network: Any = AutoModelForCausalLM.from_pretrained(checkpoints[arch], dtype=torch.float32)
-    given = {} if negative is None else {"negative_prompt_ids": torch.tensor([negative])}
+    negatives = {} if negative is None else {"negative_prompt_ids": torch.tensor([negative])}
     expected = network.generate(
         torch.tensor([PROMPT]),
         attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
@@ -122,7 +123,7 @@ def test_greedy_tokens_are_those_of_transformers(
         do_sample=False,
         eos_token_id=None,
         suppress_tokens=list(engine.session.stepper.model.undecodable_ids),
-        **given,
+        **negatives,
     )[0, len(PROMPT) :].tolist()
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     own = {} if negative is None else {"negative_token_ids": negative}
@@ -150,8 +151,8 @@ def test_chunks_batches_and_preemptions_change_no_bit(
                 {"cfg": [guidance], "both": [penalty, guidance], "none": []}.items()}  # fmt: skip
     assert len({tuple(answer) for answer in expected.values()}) == 3
     num_preemptions = num_accepted = 0
-    for settings in ({"budget": 9}, {"budget": 64, "mixed": 1}, {"rows": 3}, {"pages": 16}, {"method": "ngram"}):
-        stepper = stepper_of(model, **settings)
+    for place in ({"budget": 9}, {"budget": 64, "mixed": 1}, {"rows": 3}, {"pages": 16}, {"method": "ngram"}):
+        stepper = stepper_of(model, **place)
         requests = [
             request_of(model, "cfg", PROMPT, guidance, **changes),
             request_of(model, "none", PROMPT, **changes),
@@ -160,9 +161,11 @@ def test_chunks_batches_and_preemptions_change_no_bit(
             request_of(model, "both", PROMPT, guidance, penalty, **changes),
             request_of(model, "again", PROMPT, guidance, **changes),
         ]
-        answers = dict(zip([one.id for one in requests], decode(stepper, requests, preempts="pages" in settings), strict=True))
-        assert {name: answers[name] for name in expected} == expected, settings
-        assert answers["again"] == expected["cfg"], settings
+        answers = dict(
+            zip([one.id for one in requests], decode(stepper, requests, preempts="pages" in place), strict=True)
+        )
+        assert {name: answers[name] for name in expected} == expected, place
+        assert answers["again"] == expected["cfg"], place
         num_preemptions += stepper.scheduler.queues.num_preemptions
         num_accepted += sum(counts.accepted for counts in stepper.speculator.counts.values())
     assert num_preemptions
@@ -179,3 +182,83 @@ def test_a_migration_at_any_token_changes_no_bit(
         generated = [token for token, _ in expected[:number]]
         request = request_of(model, "migrated", PROMPT, cfg(**begin), generated=generated, **changes)
         assert decode(stepper_of(model, budget=24), [request]) == [expected[number:]], number
+
+
+def test_rewound_tokens_are_rewound_in_both_sequences(model: HfModel) -> None:
+    free = alone(model, cfg(), **SAMPLINGS["sampled"])
+    text = VOCABULARIES[0].decode([token for token, _ in free[8:16]])
+    phrase = next(text[start : start + 2] for start in range(9) if "\ufffd" not in text[start : start + 2])
+    chain = [cfg(), {"name": "phrase_ban", "args": {"phrases": [phrase]}}]
+    request = request_of(model, "banned", PROMPT, *chain, **SAMPLINGS["sampled"])
+    decode(stepper_of(model), [request])
+    answer = request.tokens[len(PROMPT) :]
+    assert request.chain is not None
+    assert sum(record.rollbacks or 0 for record in request.chain.receipt.records)
+    assert answer != [token for token, _ in free]
+    for number in (1, 9, 16):  # a fresh companion goes on as the rewound one did
+        migrated = request_of(model, "banned", PROMPT, *chain, generated=answer[:number], **SAMPLINGS["sampled"])
+        decode(stepper_of(model), [migrated])
+        assert migrated.tokens[len(PROMPT) :] == answer, number
+
+
+def test_raw_log_probabilities_are_those_before_guidance(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=3, return_generation_logits=True)
+    guided, plain = (engine.generate(PROMPT, params, processors=[chain])[0] for chain in ([cfg()], []))
+    assert guided.logprobs[0][1:] == plain.logprobs[0][1:]  # the model's own most likely tokens
+    assert torch.equal(guided.outputs[0].generation_logits, plain.outputs[0].generation_logits)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"scale": 1.0}, r"processors\[0\]\.args\.scale: .*greater than 1, got 1"),
+        ({"scale": 0.5}, r"processors\[0\]\.args\.scale: .*greater than 1"),
+        ({"scale": float("inf")}, r"processors: Infinity is not JSON"),
+        ({}, r"processors\[0\]\.args\.scale: .*required"),
+        ({"scale": 2.0, "negative_token_ids": []}, r"args\.negative_token_ids: .*at least 1"),
+        ({"scale": 2.0, "negative_prompt": ""}, r"args\.negative_prompt: .*at least 1"),
+        (
+            {"scale": 2.0, "negative_token_ids": [1 << 20]},
+            r"args\.negative_token_ids: expected token ids between 0 and",
+        ),
+        ({"scale": 2.0, "negative_token_ids": [-1]}, r"args\.negative_token_ids\[0\]: .*greater than or equal to 0"),
+        (
+            {"scale": 2.0, "negative_token_ids": [3] * 2048},
+            r"cfg: the negative prompt must be shorter than the context",
+        ),
+        ({"scale": 2.0, "negative_prompt": "x", "negative_token_ids": [3]}, r"give either negative_prompt or"),
+        ({"scale": 2.0, "guidance": 3}, r"args\.guidance"),
+    ],
+)
+def test_bad_arguments_are_refused(engine: Engine, arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        engine.generate(PROMPT, SamplingParams(max_tokens=4), processors=[[{"name": "cfg", "args": arguments}]])
+
+
+def test_mirostat_beside_it_is_refused(engine: Engine) -> None:
+    mirostat = {"name": "mirostat", "args": {"tau": 3.0}}
+    with pytest.raises(InvalidRequest, match="cfg cannot be combined with mirostat"):
+        engine.generate(PROMPT, SamplingParams(max_tokens=4), processors=[[cfg(), mirostat]])
+
+
+def test_what_can_never_run_is_refused(model: HfModel) -> None:
+    with pytest.raises(InvalidRequest, match="takes two rows of a batch, and --max-num-seqs is 1"):
+        stepper_of(model, rows=1).check(request_of(model, "one", PROMPT, cfg()))
+    with pytest.raises(InvalidRequest, match="6 blocks, and --kv-blocks is 4") as caught:
+        stepper_of(model, pages=2).check(request_of(model, "one", PROMPT[:8], cfg(), max_tokens=30))
+    assert caught.value.field == "logits_processors"
+
+
+def test_the_answer_ends_where_either_sequence_fills_the_context(model: HfModel) -> None:
+    begin = [7] * (CONTEXT - 3)
+    (answer,) = decode(stepper_of(model), [request_of(model, "one", PROMPT, cfg(negative_token_ids=begin))])
+    assert len(answer) == 3
+
+
+def test_a_text_is_tokenised_as_a_prompt_is(engine: Engine) -> None:
+    text = "Guidance moves away from this."
+    ids = list(engine.tokenizer.encode(text))
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    chains = [[cfg(negative_prompt=text)], [cfg(negative_token_ids=ids)], [cfg()]]
+    first, second, third = (one.token_ids for one in engine.generate([PROMPT] * 3, params, processors=chains))
+    assert first == second != third

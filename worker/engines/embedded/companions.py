@@ -1,9 +1,9 @@
 """Companion sequences: what a second row of logits is computed from (classifier-free guidance).
 
-A companion is a `Request` of its own that only its owner knows. It begins with the tokens of the
-chain's `CompanionProcessor`, and every token of the answer is appended to both. Its owner's state is
-its state: both are admitted, computed, sampled and preempted in the same steps, and freed together.
-So a row of the answer always has its companion's row beside it, and no queue knows of companions.
+A companion is a `Request` of its own that only its owner knows. It begins with the tokens that the
+chain's `CompanionProcessor` names, and every token of the answer is appended to both. Both are
+admitted, preempted and freed together, and every token of the answer is sampled in a step that
+computes both rows. The queues hold owners alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import torch
 
+from adapters.chain import ProcessorChain
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.plan import Plan, Request
 from worker.errors import InvalidRequest
@@ -105,6 +106,12 @@ def companion_of(request: Request, context_length: int) -> Request | None:
 
 def _and_answer(num_generated: int) -> str:
     return f" and {num_generated} of the answer" if num_generated else ""
+
+
+def share_row(chain: ProcessorChain | None, source: ProcessorChain | None) -> None:
+    """Let a chain read the second row of `source`, a chain of the same request and history."""
+    if chain is not None and source is not None and chain.companion is not None and source.companion is not None:
+        chain.companion.second_row = source.companion.second_row
 
 
 def check_room(request: Request, max_num_seqs: int, cache: KvCache, where: str = "") -> None:

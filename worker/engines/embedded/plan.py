@@ -20,11 +20,6 @@ from worker.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-SCORED_AT_ONCE = 64
-"""Prompt tokens whose logits are in memory at a time: those of a whole chunk take gigabytes with a
-large vocabulary.
-"""
-
 TILE = 32
 """Tokens that a GEMM computes together; a mixed batch is a multiple of it where it is bounded."""
 
@@ -266,22 +261,6 @@ class Plan:
         ends = accumulate((chunk.stop - chunk.start for chunk in self.chunks), initial=len(rows))
         return [*rows, *(end - 1 for chunk, end in zip(self.chunks, list(ends)[1:], strict=True) if chunk.is_last)]
 
-    def show_scored(self, rows: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Show the taps of `scored` the logits of every token, few at a time.
-
-        Args:
-            rows: Input of `logits`, ``[T, ...]``, one row per token of the step.
-            logits: Function from n rows to their logits ``[n, V]``.
-        """
-        first = self.num_decode_tokens
-        for chunk in self.chunks:
-            if chunk.is_scored:
-                for start in range(chunk.first_scored, chunk.stop, SCORED_AT_ONCE):
-                    stop = min(start + SCORED_AT_ONCE, chunk.stop)
-                    some = rows[first + start - chunk.start : first + stop - chunk.start]
-                    chunk.request.show_prompt(start, logits(some))
-            first += chunk.stop - chunk.start
-
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
@@ -342,7 +321,7 @@ class Model(Protocol):
 
         A decode row with a draft has one row for its newest token and one for each drafted token,
         in order; every other request has one. The sampler may write into them. Those of the chunks
-        of ``plan.scored`` go to the taps of their requests; see `Plan.show_scored`.
+        of ``plan.scored`` go to the taps of their requests; see `scored_rows.show_scored`.
         """
 
     def spoiled(self, plan: Plan) -> Sequence[Request]:

@@ -35,8 +35,8 @@ class Queues:
 
     Args:
         cache: The bookkeeping of the KV pages.
-        max_num_seqs: Rows of ``prefilling`` and ``decoding`` together at most: one for each request,
-            and one for each companion.
+        max_num_seqs: Rows of ``prefilling`` and ``decoding`` together at most: one for each
+            request, and one for each companion.
         turns: Turns between clients, which count each arrival.
 
     Attributes:

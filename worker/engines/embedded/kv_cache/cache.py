@@ -106,7 +106,7 @@ class KvCache:
         return sum(map(self._count_missing, request.sequences)) + spare <= self._pool.num_available
 
     def _count_missing(self, sequence: Request) -> int:
-        """Available pages that a sequence takes: all but the full ones of its hit that are owned."""
+        """Available pages that a sequence takes: all but the owned ones that it shares."""
         shared = self._index.full_pages(self._index.match(sequence))
         return self.count_pages(len(sequence.tokens)) - sum(page not in self._pool.cached for page in shared)
 
