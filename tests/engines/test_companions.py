@@ -96,6 +96,23 @@ class House:
         assert row.argmax() == answer_after([*begin, *generated[:-1]])
 
 
+def test_a_companion_that_is_not_finite_ends_its_owner_alone() -> None:
+    house = House(pages=20, rows=4, budget=40, mixed=8, seed=1)
+    for number, negative in enumerate((9, -1, 0)):
+        house.arrive(number, (12, negative, 8, False))
+    spoilt = house.live.pop("0")
+    house.model.spoiled = lambda plan: [one for one in plan.owners() if one is spoilt.companion]  # type: ignore[assignment, return-value]
+    ends: dict[str, str | None] = {}
+    while not house.stepper.scheduler.is_idle:
+        for output in house.stepper.step():
+            if output.finish_reason is not None:
+                ends[output.request_id] = output.error
+    assert ends == {"0": "the model's hidden state of a token is NaN or infinite", "1": None, "2": None}
+    house.arrive(3, (12, 9, 8, False))
+    assert house.live["3"].companion is not None
+    assert not house.stepper.scheduler.cache.match_prefix(house.live["3"].companion), "spoiled KV is cached"
+
+
 def answer_after(tokens: list[int]) -> int:
     return answer(tokens, 1)[0]
 

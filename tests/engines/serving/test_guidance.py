@@ -21,6 +21,7 @@ from worker.engines.embedded.admission import admit
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.plan import Request
+from worker.engines.embedded.sampling import LogitsCollector
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.step import Stepper
 from worker.errors import InvalidRequest
@@ -126,13 +127,13 @@ def test_greedy_tokens_are_those_of_transformers(
         **negatives,
     )[0, len(PROMPT) :].tolist()
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    own = {} if negative is None else {"negative_token_ids": negative}
+    own: dict[str, Any] = {} if negative is None else {"negative_token_ids": negative}
     guided, plain = engine.generate([PROMPT, PROMPT], params, processors=[[cfg(**own)], []])
     assert guided.token_ids == expected
     assert guided.token_ids != plain.token_ids
 
 
-SAMPLINGS = {"greedy": {}, "sampled": {"temperature": 0.9, "top_p": 0.95}}
+SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 0.9, "top_p": 0.95}}
 OTHERS = [[7, 8, 9] * 20, [30, 41, 12, 9], PROMPT[:40]]
 
 
@@ -201,11 +202,21 @@ def test_rewound_tokens_are_rewound_in_both_sequences(model: HfModel) -> None:
         assert migrated.tokens[len(PROMPT) :] == answer, number
 
 
-def test_raw_log_probabilities_are_those_before_guidance(engine: Engine) -> None:
-    params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=3, return_generation_logits=True)
-    guided, plain = (engine.generate(PROMPT, params, processors=[chain])[0] for chain in ([cfg()], []))
-    assert guided.logprobs[0][1:] == plain.logprobs[0][1:]  # the model's own most likely tokens
-    assert torch.equal(guided.outputs[0].generation_logits, plain.outputs[0].generation_logits)
+def test_raw_log_probabilities_are_those_before_guidance(model: HfModel) -> None:
+    """The model's own most likely tokens, whichever is taken; a tap sees its own row, too."""
+    found = []
+    for chain in ([cfg()], []):
+        request = request_of(model, "raw", PROMPT, *chain, max_tokens=1, logprobs=3, logprobs_mode="raw")
+        request.tap = tap = LogitsCollector(PROMPT, keep_generated=True)
+        stepper = stepper_of(model)
+        stepper.add(request)
+        (output,) = (one for _ in range(3) for one in stepper.step())
+        row = tap.generated_logits(1)
+        assert output.logprobs is not None
+        assert row is not None
+        found.append((output.token_id, output.logprobs[1:], row.tolist()))
+    assert found[0][0] != found[1][0]
+    assert found[0][1:] == found[1][1:]
 
 
 @pytest.mark.parametrize(

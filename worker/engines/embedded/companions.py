@@ -129,12 +129,15 @@ def check_room(request: Request, max_num_seqs: int, cache: KvCache, where: str =
     companion = request.companion
     if companion is None:
         return
+    assert request.chain is not None
+    assert request.chain.companion is not None
+    name = request.chain.companion.name
     if max_num_seqs < len(request.sequences):
-        raise InvalidRequest(where + FIELD, f"cfg takes two rows of a batch, and --max-num-seqs is {max_num_seqs}")
+        raise InvalidRequest(where + FIELD, f"{name} takes two rows of a batch, and --max-num-seqs is {max_num_seqs}")
     longest = cache.count_longest(request)
     if longest > cache.num_pages:
         blocks = cache.page_size // cache.block_size
-        problem = f"cfg keeps the KV of two sequences, of {request.limit} and {companion.limit} tokens at most: "
+        problem = f"{name} keeps the KV of two sequences, of {request.limit} and {companion.limit} tokens at most: "
         wanted = f"{longest * blocks} blocks, and --kv-blocks is {cache.num_pages * blocks}; lower max_tokens"
         raise InvalidRequest(where + FIELD, problem + wanted)
 

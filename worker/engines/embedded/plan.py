@@ -142,8 +142,9 @@ class Request:
 
     def append(self, token: int) -> None:
         """Append a token of the answer."""
-        for one in self.sequences:
-            one.tokens.append(token)
+        self.tokens.append(token)
+        if self.companion is not None:
+            self.companion.append(token)
 
     def rewind(self, position: int, block_size: int) -> None:
         """Drop the tokens from `position` on, and the blocks that hold any of them."""
