@@ -147,7 +147,7 @@ def take_rows(plan: Plan, logits: torch.Tensor, decoding: Sequence[Request]) -> 
 
     Args:
         plan: A step that computes companions.
-        logits: Its rows, as `Model.forward` returns them.
+        logits: Rows of it, as `Model.forward` returns them.
         decoding: The decoding requests: the result has this tuple if they are the step's.
     """
     kept: list[int] = []
