@@ -61,6 +61,7 @@ class House:
             self.stepper.check(request)
         except InvalidRequest:
             return
+        request.client = self.source.choice([None, "a", "b"])
         self.live[request.id] = request
         self.stepper.add(request)
 

@@ -147,10 +147,11 @@ def test_chunks_batches_and_preemptions_change_no_bit(
     model: HfModel, begin: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     guidance = cfg(**begin)
+    led = {"name": "forced_prefix", "args": {"token_ids": PROMPT[:6]}}
     penalty = {"name": "repetition_penalty", "args": {"penalty": 1.2}}
-    expected = {chain: alone(model, *chain_of, **changes) for chain, chain_of in
-                {"cfg": [guidance], "both": [penalty, guidance], "none": []}.items()}  # fmt: skip
-    assert len({tuple(answer) for answer in expected.values()}) == 3
+    chains = {"cfg": [guidance], "both": [penalty, guidance], "led": [guidance, led], "none": []}
+    expected = {name: alone(model, *chain, **changes) for name, chain in chains.items()}
+    assert len({tuple(answer) for answer in expected.values()}) == 4
     num_preemptions = num_accepted = 0
     for place in ({"budget": 9}, {"budget": 64, "mixed": 1}, {"rows": 3}, {"pages": 16}, {"method": "ngram"}):
         stepper = stepper_of(model, **place)
@@ -159,6 +160,7 @@ def test_chunks_batches_and_preemptions_change_no_bit(
             request_of(model, "none", PROMPT, **changes),
             request_of(model, "drafted", OTHERS[0], {"name": "forced_prefix", "args": {"token_ids": PROMPT[:16]}}),
             *(request_of(model, f"other {number}", prompt, cfg(3.0)) for number, prompt in enumerate(OTHERS)),
+            request_of(model, "led", PROMPT, guidance, led, **changes),
             request_of(model, "both", PROMPT, guidance, penalty, **changes),
             request_of(model, "again", PROMPT, guidance, **changes),
         ]

@@ -2,8 +2,8 @@
 
 A companion is a `Request` of its own that only its owner knows. It begins with the tokens that the
 chain's `CompanionProcessor` names, and every token of the answer is appended to both. Both are
-admitted, preempted and freed together, and every token of the answer is sampled in a step that
-computes both rows. The queues hold owners alone.
+admitted, preempted and freed together, and decode in the same steps. In prefill the companion comes
+first, and its row is kept until the owner's is known. The queues hold owners alone.
 """
 
 from __future__ import annotations

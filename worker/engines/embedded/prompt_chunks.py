@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from worker.engines.embedded.plan import TILE, Chunk, Request
 from worker.engines.embedded.queues import Queues
 
@@ -64,36 +66,28 @@ def cut_chunks(queues: Queues, budget: int) -> tuple[Chunk, ...]:
     if queues.turns.is_shared(queues.live):
         prompts, fair = queues.turns.prompts(queues.prefilling), FAIR_CHUNK
     queues.turns.computed(prompts[0])
-    least = max(len(request.sequences) for request in prompts)  # there are as many rows
-    left = budget = max(budget, least)
+    left = budget
     counts = []
     for request in prompts:
-        counts.append(min(max(fair, len(request.sequences)), remaining(request), left))
+        counts.append(min(fair, remaining(request), left))
         left -= counts[-1]
     chunks: list[Chunk] = []
     for request, count in zip(prompts, counts, strict=True):
         more = min(left, remaining(request) - count)
         left -= more
         chunks += _cut(request, count + more)
-    return tuple(sorted(chunks, key=_is_of_companion)) if least > 1 else tuple(chunks)
+    return tuple(sorted(chunks, key=lambda chunk: chunk.request.is_companion))
 
 
-def _cut(request: Request, count: int) -> list[Chunk]:
-    """The next `count` tokens of a request and its companion, the companion's first.
-
-    The last tokens of both are computed in one step, for the next token needs both rows.
+def _cut(request: Request, count: int) -> Iterator[Chunk]:
+    """The next `count` tokens of a companion and its owner: with the owner's last one both rows are
+    known.
     """
-    own, companion = _left(request), 0 if request.companion is None else _left(request.companion)
-    if request.companion is not None and count < own + companion:
-        companion = min(count, companion - 1)
-        own = min(count - companion, own - 1)
-    counts = (min(own, count), companion)
-    parts = zip(request.sequences, counts, strict=False)
-    return [Chunk(one, one.num_computed, one.num_computed + number) for one, number in parts if number]
-
-
-def _is_of_companion(chunk: Chunk) -> bool:
-    return chunk.request.is_companion
+    for sequence in reversed(request.sequences):
+        number = min(count, _left(sequence))
+        count -= number
+        if number:
+            yield Chunk(sequence, sequence.num_computed, sequence.num_computed + number)
 
 
 def fair_chunk(budget: int) -> int:
