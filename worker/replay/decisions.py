@@ -19,7 +19,6 @@ from adapters.catalog import Requested, Selection
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_plan
 from adapters.contract import Context
 from adapters.processors.forcing import ForcedPrefix
-from adapters.processors.guidance import Cfg
 from adapters.processors.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
@@ -176,7 +175,7 @@ async def decisions(
     chain = whole_chain(asked, model.chains.vocabulary, ends)
     if chain.backtracks:
         raise ConfigurationError("--answer-file: the answer has a processor that takes tokens back; replay it without")
-    guided = tuple(one for one in selection.processors if one.name == Cfg.name)
+    guided = [one for one in selection.processors if chain.companion is not None and one.name == chain.companion.name]
     request = await _forced(model, prompt, answer, guided)
     share_row(chain, request.chain)
     request.tap = tap = DecisionTap([*prompt, *answer], chain, model.stepper.model.undecodable_ids)
@@ -187,10 +186,8 @@ async def decisions(
     return tap.decisions
 
 
-async def _forced(
-    model: LoadedModel, prompt: list[int], answer: Sequence[int], beside: tuple[Requested, ...] = ()
-) -> Request:
-    """A request whose answer is the recorded one, with further processors `beside`."""
+async def _forced(model: LoadedModel, prompt: list[int], answer: Sequence[int], beside: Sequence[Requested]) -> Request:
+    """A request whose answer is the recorded one, with the processors `beside`."""
     params = SamplingParams(max_tokens=len(answer), ignore_eos=True, seed=0)
     forced = Requested(ForcedPrefix.name, {"token_ids": list(answer)})
     return await model.request("forced", prompt, params, Selection((*beside, forced)))
