@@ -99,6 +99,8 @@ def decode(stepper: Stepper, requests: Sequence[Request], *, preempts: bool = Fa
             stepper.add(waiting.pop(0))
         if preempts and (running := stepper.scheduler.queues.running) and source.randrange(3) == 0:
             stepper.scheduler.queues.preempt(source.choice(running))
+            if source.randrange(4) == 0:
+                stepper.drop_kv()  # as an update of the weights does
         for output in stepper.step():
             assert output.error is None
             if output.token_id is not None and output.logprobs is not None:
