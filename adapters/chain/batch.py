@@ -27,7 +27,7 @@ Planned = tuple[int, ProcessorChain, RowPlan]
 _Step = tuple[int, ProcessorChain, Edit | Member]
 """Row of the logits, its chain, and an edit of it or a shaping member."""
 
-_SOFT_STAGES = (Stage.BIAS, Stage.PENALTY, Stage.SOFT)
+_SOFT_STAGES = (Stage.GUIDANCE, Stage.BIAS, Stage.PENALTY, Stage.SOFT)
 _LATE_STAGES = (Stage.MASK, Stage.FORCE, Stage.TEMPERATURE, Stage.TRUNCATION, Stage.SAMPLING)
 
 

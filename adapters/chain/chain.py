@@ -13,6 +13,7 @@ from adapters.chain.plan import PlannedEdits, RowPlan
 from adapters.chain.receipts import Receipt
 from adapters.chain.thinking_scope import ThinkingScope
 from adapters.contract import BacktrackingProcessor, Context, Processor, Reads, Scope, ShapingProcessor, Stage
+from adapters.contract.companion import CompanionProcessor
 
 DEFAULT_STEP_BUDGET_S = 0.1
 """CPU time of its thread that a third-party processor may take for one step, seconds."""
@@ -29,7 +30,7 @@ class ProcessorChain:
     """The ordered processors of one choice, which share one copy of the history.
 
     Args:
-        processors: Processors in the order of the request; sorted by stage, ties keep that order.
+        processors: Processors in the order of the request; sorted by stage, ties keep it.
         context: Context of the request.
         scopes: Scope of each processor, ``all`` by default.
         step_budget_s: CPU time of its thread that a third-party processor may take for one step,
@@ -49,11 +50,10 @@ class ProcessorChain:
             given: the request's own truncation then joins the chain.
         observes_logits: True if some state can only be rebuilt by replaying on logits
             (`adapters.chain.batch.replay`).
-        needs_last_token: True if the chain needs the last token, which overlapped scheduling shows
-            late.
+        needs_last_token: True if it needs the last token, which overlapped scheduling shows late.
         foresees: True if `foresee` may ever find tokens.
-        backtracks: True if a processor backtracks: the engine must hold tokens, and call
-            `rewind_if_asked`.
+        backtracks: True if one of them does: the engine holds tokens and calls `rewind_if_asked`.
+        companion: The processor that needs a second row of logits of the engine, None if none does.
         wants_receipt: Whether the request asked for its receipt.
         wants_random_sampling: Whether a request that sets no temperature, top-k or top-p is sampled
             randomly instead of greedily, because it names a processor that acts at the temperature
@@ -105,6 +105,7 @@ class ProcessorChain:
         self.needs_last_token = reads or self._scope is not None
         self.foresees = any(member.foresees for member in self.members)
         self.backtracks = any(isinstance(processor, BacktrackingProcessor) for processor in processors)
+        self.companion = next((one for one in processors if isinstance(one, CompanionProcessor)), None)
 
     def add(self, processors: Sequence[Processor], *, last: bool = False) -> None:
         """Add ``processors`` before the chain's own of the same stage, or after them with ``last``.

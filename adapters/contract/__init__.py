@@ -1,7 +1,8 @@
 """The contract of a logits processor, which is all that an author needs.
 
 `processor` has the classes to derive from; `context` the arguments and the context that they are
-built with; `stage` their place in the order law; `edits` what a steering processor returns, and
+built with; `stage` their place in the order law; `companion` the processors that need a second row
+of logits; `edits` what a steering processor returns, and
 `bitmasks` the packed masks among it;
 `argument_types` bounded types for arguments; `scope` how a processor is limited to the thinking
 section or to the answer; `random_numbers` counter-based random numbers.
@@ -16,6 +17,7 @@ from adapters.contract.bitmasks import (
     is_allowed,
     mask_rows,
 )
+from adapters.contract.companion import CompanionProcessor, SecondRow
 from adapters.contract.context import ArgumentError, Context, ProcessorArgs
 from adapters.contract.edits import (
     Allow,
@@ -56,6 +58,7 @@ __all__ = [
     "BacktrackingProcessor",
     "Ban",
     "Bias",
+    "CompanionProcessor",
     "Context",
     "Count",
     "Edit",
@@ -67,6 +70,7 @@ __all__ = [
     "Reads",
     "Scale",
     "Scope",
+    "SecondRow",
     "ShapingProcessor",
     "Sparse",
     "Stage",

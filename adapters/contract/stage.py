@@ -8,6 +8,7 @@ from enum import Enum, IntEnum
 class Stage(IntEnum):
     """The order law, the same on every engine; within a stage, the order of the request."""
 
+    GUIDANCE = 0
     BIAS = 1
     PENALTY = 2
     SOFT = 3

@@ -8,6 +8,8 @@ import tempfile
 from functools import cache
 from typing import Any
 
+import torch
+
 from adapters.contract import Context
 from adapters.vocabulary import Vocabulary, vocabulary_at
 
@@ -57,6 +59,11 @@ def kit_vocabulary() -> Vocabulary:
     fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)  # type: ignore[no-untyped-call]
     fast.save_pretrained(directory)
     return vocabulary_at(directory, len(fast) + NUM_PADDING, (fast.eos_token_id,))
+
+
+def second_row(size: int, position: int) -> torch.Tensor:
+    """Logits float32 ``[size]`` of a companion for the token at a position."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(position)) * 2.0
 
 
 def kit_context(*, choice: int = 0) -> Context:

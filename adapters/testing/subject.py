@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any
 
 from pydantic import ValidationError
 
 from adapters.chain import ProcessorChain
-from adapters.contract import ArgumentError, Context, Processor, ProcessorArgs, Scope, Unsatisfiable
+from adapters.contract import ArgumentError, CompanionProcessor, Context, Processor, ProcessorArgs, Scope, Unsatisfiable
 from adapters.testing.generation import each, valid
-from adapters.testing.kit_model import kit_context
+from adapters.testing.kit_model import kit_context, second_row
 from adapters.testing.schemas import Schema
 from adapters.third_party import ThirdPartyProcessor, wrap_third_party
 
@@ -141,6 +141,9 @@ class Subject:
         self, processors: Sequence[Processor], scope: Scope = "all", *others: Processor, tokens: list[int] | None = None
     ) -> ProcessorChain:
         """The chain of processors already built; else as `chain`."""
+        for processor in processors:
+            if isinstance(processor, CompanionProcessor):
+                processor.second_row = partial(second_row, self.context.vocabulary.size)
         unscoped: list[Scope] = ["all"] * len(others)
         scopes: list[Scope] = [scope] * len(processors)
         return ProcessorChain(

@@ -168,6 +168,9 @@ def chain_of(asked: Asked, params: Params, model: ServedModel) -> tuple[Processo
         names = " and ".join(member.name for member in chain.members if hasattr(member.processor, "rewinds_to"))
         problem = f"{names} takes tokens back, and vLLM has sent them by then; use this project's embedded engine"
         raise SelectionError("processors", problem)
+    if chain.companion is not None:
+        problem = f"{chain.companion.name} needs a second row of logits, and vLLM computes one"
+        raise SelectionError("processors", f"{problem}; use this project's embedded engine")
     penalties = [requested for each in _PENALTIES if (requested := each.requested(params)) is not None]
     if model.facts.penalises_first:
         _refuse_penalties_before(chain, penalties)

@@ -69,6 +69,18 @@ export interface Tool {
   parameters?: Readonly<Record<string, unknown>> | boolean;
 }
 
+/** Moves the answer towards its prompt, and away from a negative one (classifier-free guidance). */
+export interface CfgArguments {
+  /** Guidance scale; 1 would change nothing (number > 1 and ≤ 100). */
+  scale: number;
+  /** The negative prompt as text (text of 1 to 4096 characters). */
+  negative_prompt?: string | null;
+  /** The same as token ids (list of 1 to 4096 integers 0 to 2147483647). */
+  negative_token_ids?: ReadonlyArray<number> | null;
+  /** Part of the generation that it applies to. Default "all". */
+  scope?: "all";
+}
+
 /** Adds a fixed bias to the logits of some tokens. */
 export interface LogitBiasArguments {
   /** Bias by token id; ids are decimal without sign or leading zeros (object of 1 to 4096 numbers -100 to 100). */
@@ -493,6 +505,8 @@ export interface SynthidArguments {
 
 /** Builders of entries of a selection, by the names of the catalogue. */
 export interface Processors {
+  /** Moves the answer towards its prompt, and away from a negative one (classifier-free guidance). */
+  cfg(args: CfgArguments): Processor;
   /** Adds a fixed bias to the logits of some tokens. */
   logit_bias(args: LogitBiasArguments): Processor;
   /** Adds a bias to tokens that would complete a given sequence of tokens. */

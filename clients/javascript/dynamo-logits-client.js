@@ -8,6 +8,7 @@
 // Section of the catalogue's processors, written by scripts/generate_clients.py; do not edit.
 export const VERSION = "0.1.0";
 const ARGUMENTS = {
+  cfg: [["scale"], ["negative_prompt", "negative_token_ids", "scope"]],
   logit_bias: [["bias"], ["scope"]],
   sequence_bias: [["sequences"], ["scope"]],
   repetition_penalty: [["penalty"], ["window", "scope"]],

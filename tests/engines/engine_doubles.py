@@ -9,6 +9,7 @@ import torch
 from worker.engines import EngineRequest, TokenDelta
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Plan, Request
 from worker.engines.embedded.admission import admit
+from worker.engines.embedded.scored_rows import show_scored
 from worker.engines.embedded.speculation import Speculator
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.sampling import SamplingParams
@@ -97,8 +98,8 @@ class ScriptedModel:
         ]
         spans = [(chunk.request, chunk.start, chunk.stop) for chunk in plan.chunks]
         places += [(one.tokens[position], position) for one, start, stop in spans for position in range(start, stop)]
-        plan.show_scored(
-            torch.tensor(places), lambda some: 2 * (self.by_token[some[:, 0]] + self.by_position[some[:, 1]])
+        show_scored(
+            plan, torch.tensor(places), lambda some: 2 * (self.by_token[some[:, 0]] + self.by_position[some[:, 1]])
         )
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:

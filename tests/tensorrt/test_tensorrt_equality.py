@@ -22,13 +22,13 @@ from worker.engines.trtllm import TrtllmEngine
 from worker.sampling import SamplingParams
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "adapters" / "conformance"))
-from builtin_examples import EXAMPLES
+from builtin_examples import EMBEDDED_ONLY, EXAMPLES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = [9, 30, 41, 77, 30, 41, 12, 9, 30]
 CATALOG = Catalog.default()
-CASES = [(name, args) for name, rows in EXAMPLES.items() if name != "phrase_ban" for args in rows]
+CASES = [(name, args) for name, rows in EXAMPLES.items() if name not in EMBEDDED_ONLY for args in rows]
 BUILT_INS = {entry.name for entry in CATALOG.entries if entry.source == BUILT_IN}
 
 

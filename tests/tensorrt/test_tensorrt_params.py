@@ -196,11 +196,18 @@ def test_what_is_refused(name: str) -> None:
         native_request(EngineRequest("", PROMPT, params), 0, Served(frozenset(), frozenset(), 1024, EOS))
 
 
-def test_what_takes_tokens_back_is_refused(version: str) -> None:
-    text = '{"version": 1, "processors": [{"name": "phrase_ban", "args": {"phrases": ["x"]}}]}'
+@pytest.mark.parametrize(
+    ("processor", "problem"),
+    [
+        ('{"name": "phrase_ban", "args": {"phrases": ["x"]}}', "holds phrase_ban, which takes tokens back"),
+        ('{"name": "cfg", "args": {"scale": 2}}', "holds cfg, which needs a second row of logits"),
+    ],
+)
+def test_what_the_embedded_engine_alone_serves_is_refused(version: str, processor: str, problem: str) -> None:
+    text = f'{{"version": 1, "processors": [{processor}]}}'
     chain = Catalog.default().build_chain(parse_selection(text), kit_context())
     asked = EngineRequest("", PROMPT, SamplingParams(max_tokens=4), chain)
-    with pytest.raises(InvalidRequest, match="holds phrase_ban, which takes tokens back"):
+    with pytest.raises(InvalidRequest, match=problem):
         native_request(asked, 0, served(version))
 
 

@@ -133,6 +133,7 @@ def test_a_failing_processor_ends_its_request_with_an_error(served: Shared, opti
         (processor("nonsense"), 'processors[0].name: unknown logits processor "nonsense"'),
         (processor("min_tokens", n=-1), "processors[0].args.n"),
         (processor("phrase_ban", phrases=["red"]), "phrase_ban, which takes tokens back, and vLLM cannot"),
+        (processor("cfg", scale=2.0), "cfg, which needs a second row of logits, and vLLM computes one"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(served: Shared, asked: Any, message: str) -> None:

@@ -156,6 +156,7 @@ RUNS: list[tuple[list[Any], dict[str, Any]]] = [
     ([BIAS, BAN], {}),
     ([MIROSTAT], {"temperature": 1.0}),
     ([PHRASES, MIROSTAT], {"temperature": 1.0}),
+    ([BAN, {"name": "cfg", "args": {"scale": 2.5}}], {"temperature": 1.0}),
 ]
 
 

@@ -128,6 +128,8 @@ CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "phrase_ban": ([PHRASES], DRAWN),
     "phrase_ban beside mirostat": ([PHRASES, processor("mirostat", tau=3.0, eta=0.5)], DRAWN),
     "phrase_ban beside a third party": ([PHRASES, processor("acme/drifts")], DRAWN),
+    "cfg": ([processor("cfg", scale=2.0, negative_token_ids=[7, 8, 9, 40])], DRAWN),
+    "phrase_ban beside cfg": ([processor("cfg", scale=3.0), PHRASES], DRAWN),
     "third party": ([processor("acme/drifts")], {}),
     "third party, drawn": ([processor("acme/drifts"), processor("no_repeat_ngram", n=3)], DRAWN),
 }

@@ -96,6 +96,7 @@ ASKED: dict[str, tuple[list[Any], dict[str, Any]]] = {
         [processor("logit_bias", bias={"37": 2.3}), processor("banned_tokens", token_ids=[5, 6])],
         {**DRAWN, "seed": -3},
     ),
+    "guidance": ([processor("cfg", scale=2.5, negative_token_ids=[37, 38, 39])], DRAWN),
 }
 
 

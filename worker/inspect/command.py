@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         recorded = None if options.receipt is None else read_receipt(options.receipt)
         if recorded is not None:
             arguments = as_recorded(arguments, recorded.receipt)
-        arguments = replace(arguments, disaggregation_mode="aggregated", max_num_seqs=1)
+        arguments = replace(arguments, disaggregation_mode="aggregated", max_num_seqs=2)
         shown = asyncio.run(_shown(options, arguments, recorded))
         _write(options, shown)
     except ServingError as error:

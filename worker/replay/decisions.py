@@ -23,6 +23,7 @@ from adapters.processors.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
 from worker.engines.chain_members import other_members
+from worker.engines.embedded.companions import share_row
 from worker.engines.embedded.plan import Request
 from worker.errors import ConfigurationError
 from worker.replay.recorded import RecordedReceipt
@@ -174,7 +175,9 @@ async def decisions(
     chain = whole_chain(asked, model.chains.vocabulary, ends)
     if chain.backtracks:
         raise ConfigurationError("--answer-file: the answer has a processor that takes tokens back; replay it without")
-    request = await _forced(model, prompt, answer)
+    guided = [one for one in selection.processors if chain.companion is not None and one.name == chain.companion.name]
+    request = await _forced(model, prompt, answer, guided)
+    share_row(chain, request.chain)
     request.tap = tap = DecisionTap([*prompt, *answer], chain, model.stepper.model.undecodable_ids)
     try:
         replay(model.stepper, request, len(answer))
@@ -183,11 +186,11 @@ async def decisions(
     return tap.decisions
 
 
-async def _forced(model: LoadedModel, prompt: list[int], answer: Sequence[int]) -> Request:
-    """A request whose answer is the recorded one."""
+async def _forced(model: LoadedModel, prompt: list[int], answer: Sequence[int], beside: Sequence[Requested]) -> Request:
+    """A request whose answer is the recorded one, with the processors `beside`."""
     params = SamplingParams(max_tokens=len(answer), ignore_eos=True, seed=0)
     forced = Requested(ForcedPrefix.name, {"token_ids": list(answer)})
-    return await model.request("forced", prompt, params, Selection((forced,)))
+    return await model.request("forced", prompt, params, Selection((*beside, forced)))
 
 
 def lines(found: Sequence[Decision], receipt: RecordedReceipt, tokenizer: Any) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_chain, apply_plan
+from worker.engines.embedded.companions import share_row
 from worker.engines.embedded.plan import Request
 from worker.engines.embedded.sampling.rows import controls_of
 from worker.engines.embedded.sampling.truncation import group_rows, truncate_and_sample
@@ -100,6 +101,7 @@ class PositionTap:
         self._num_candidates = num_candidates
         self._rows: list[torch.Tensor] = []  # of the last position, until its token is known
         self.positions: list[Position] = []
+        share_row(copy.chain, request.chain)
 
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Ignore the row; only those of the answer are wanted."""

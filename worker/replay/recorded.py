@@ -204,7 +204,7 @@ def as_recorded(arguments: Arguments, receipt: RecordedReceipt) -> Arguments:
         if value is not None:
             values[name] = readers[name].read(str(value), f"engine.options.{name}")
     recorded = arguments.given | values.keys()
-    values |= {"max_num_seqs": 1, "served_model_name": receipt.model.name, "processor_step_budget_s": STEP_BUDGET_S}
+    values |= {"max_num_seqs": 2, "served_model_name": receipt.model.name, "processor_step_budget_s": STEP_BUDGET_S}
     given = arguments.given - {"disaggregation_mode"}
     return replace(arguments, **{name: value for name, value in values.items() if name not in given}, given=recorded)
 

@@ -79,7 +79,9 @@ class LoadedModel:
         asked = await prepared(self.chains, self.info, name, prompt, params, selection, choice)
         adapters = self.stepper.adapters
         adapter = None if adapters is None else adapters.of(replace(asked, lora_name=self.lora_name))
-        return admit(asked, 0, self.stepper.model, self.info.context_length, adapter)
+        request = admit(asked, 0, self.stepper.model, self.info.context_length, adapter)
+        self.stepper.check(request)
+        return request
 
     def tap(self, request: Request, copy: Request, **options: Any) -> PositionTap:
         """A tap on the request; `options` as of `PositionTap`."""

@@ -14,6 +14,7 @@ __all__ = [
     "bad_words",
     "ban_scripts",
     "banned_tokens",
+    "cfg",
     "choice",
     "cite_from_prompt",
     "dry",
@@ -151,6 +152,30 @@ class Tool(_Tool, total=False):
     """
 
     parameters: Mapping[str, Any] | bool
+
+
+def cfg(
+    *,
+    scale: float,
+    negative_prompt: str | None = None,
+    negative_token_ids: Sequence[int] | None = None,
+    scope: Literal["all"] = "all",
+) -> dict[str, Any]:
+    """Moves the answer towards its prompt, and away from a negative one (classifier-free guidance).
+
+    Args:
+        scale: Guidance scale; 1 would change nothing (number > 1 and ≤ 100).
+        negative_prompt: The negative prompt as text (text of 1 to 4096 characters).
+        negative_token_ids: The same as token ids (list of 1 to 4096 integers 0 to 2147483647).
+        scope: Part of the generation that it applies to.
+    """
+    return _entry(
+        "cfg",
+        {"scale": scale},
+        negative_prompt=(negative_prompt, None),
+        negative_token_ids=(negative_token_ids, None),
+        scope=(scope, "all"),
+    )
 
 
 def logit_bias(*, bias: Mapping[str, float], scope: Literal["all", "thinking", "answer"] = "all") -> dict[str, Any]:

@@ -26,14 +26,14 @@ from adapters.vllm.requests import chain_of, read
 from adapters.vllm.rows import Builder, RowEditor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "conformance"))
-from builtin_examples import EXAMPLES
+from builtin_examples import EMBEDDED_ONLY, EXAMPLES
 from effort import examples
 
 MODELS: dict[type, ServedModel] = {
     runner: served_model(penalises_first=runner is SecondRunner) for runner in (FirstRunner, SecondRunner)
 }
 EVERY: dict[str, list[dict[str, Any]]] = {
-    **{name: args for name, args in EXAMPLES.items() if name != "phrase_ban"},
+    **{name: args for name, args in EXAMPLES.items() if name not in EMBEDDED_ONLY},
     "acme/fatigue": [{}],
 }
 PROCESSORS: list[dict[str, Any]] = [

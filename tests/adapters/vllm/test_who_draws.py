@@ -19,7 +19,7 @@ from adapters.contract import Stage
 from adapters.vllm.requests import Asked, chain_of, read
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "conformance"))
-from builtin_examples import EXAMPLES
+from builtin_examples import EMBEDDED_ONLY, EXAMPLES
 
 RUNNERS = {"first": served_model(penalises_first=False), "second": served_model(penalises_first=True)}
 
@@ -41,8 +41,6 @@ BEFORE: dict[str, Any] = {
     "bad_words": ["fox"],
 }
 """Fields that vLLM applies before processors; all of the law's stages before theirs, or masks."""
-
-BACKTRACKS = "phrase_ban"
 
 
 def ask(name: str, runner: str, **fields: Any) -> tuple[list[str], bool]:
@@ -84,7 +82,7 @@ def expected(name: str, runner: str, field: str, seed: int | None) -> str:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("name", grid([name for name in EXAMPLES if name != BACKTRACKS], fast=4))
+@pytest.mark.parametrize("name", grid([name for name in EXAMPLES if name not in EMBEDDED_ONLY], fast=4))
 def test_each_field_joins_is_left_or_is_refused(name: str, runner: str) -> None:
     for seed in (None, 11):
         for field, value in {**FIELDS, **BEFORE}.items():
@@ -100,7 +98,7 @@ def test_each_field_joins_is_left_or_is_refused(name: str, runner: str) -> None:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("name", grid([name for name in EXAMPLES if name != BACKTRACKS], fast=4))
+@pytest.mark.parametrize("name", grid([name for name in EXAMPLES if name not in EMBEDDED_ONLY], fast=4))
 def test_a_chain_draws_where_vllms_later_steps_are_too_late(name: str, runner: str) -> None:
     late = stage(name) >= Stage.TEMPERATURE
     for fields, draws in (({}, late), ({"seed": 3}, True), ({"temperature": 0.0}, late)):
@@ -150,6 +148,14 @@ def refusal(runner: str = "first", extra: dict[str, Any] | None = None, **fields
                         "version": 1,
                         "processors": [{"name": "phrase_ban", "args": {"phrases": ["e"]}}],
                     }
+                }
+            },
+        ),
+        (
+            "processors",
+            {
+                "extra_args": {
+                    "logits_processors": {"version": 1, "processors": [{"name": "cfg", "args": {"scale": 2}}]}
                 }
             },
         ),

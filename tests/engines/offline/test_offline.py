@@ -32,8 +32,8 @@ from worker.engines.embedded import Engine
 from worker.engines.embedded.admission import REFUSED
 from worker.engines.embedded.offline.request_builder import HONOURED
 from worker.engines.embedded.offline.results import Result
-from worker.engines.embedded.plan import SCORED_AT_ONCE
 from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
+from worker.engines.embedded.scored_rows import SCORED_AT_ONCE
 from worker.errors import InvalidRequest, StartupError
 from worker.models import DEFAULT_MODEL, model_cache
 from worker.models.checkpoint import FORMAT

@@ -177,7 +177,7 @@ def test_an_abort_in_every_phase(pair: Pair, phase: str, monkeypatch: pytest.Mon
     pair.run(lambda: pair.prefill.finished("one"))
     pair.decode.decode("one", prompt, pair.prefill.handle("one"), 50)
     if phase == "ready":
-        monkeypatch.setattr(type(pair.decode.stepper.scheduler.queues), "has_slot", property(lambda self: False))
+        monkeypatch.setattr(type(pair.decode.stepper.scheduler.queues), "has_slot", lambda self, request: False)
     reached = {
         "waiting": lambda: bool(connector._decode._waiting),
         "reading": lambda: bool(connector._decode._reading),

@@ -155,7 +155,9 @@ def test_the_gpu_is_done_with_a_page_before_it_is_read_into(
         zero=lambda pages: done.append(f"zero {pages}"),
     )
     transfers: Any = SimpleNamespace(
-        queues=SimpleNamespace(max_num_seqs=1, is_idle=True, has_slot=False, arrive=lambda request: None),
+        queues=SimpleNamespace(
+            max_num_seqs=1, is_idle=True, has_slot=lambda request: False, arrive=lambda request: None
+        ),
         pin=lambda request: copies,
         complete=lambda request, num_computed: done.append(f"{num_computed} tokens"),
     )

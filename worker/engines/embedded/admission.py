@@ -12,6 +12,7 @@ from adapters.contract import Context
 from adapters.vocabulary import Vocabulary
 from worker.engines.chain_members import begin, other_members
 from worker.engines.embedded.adapters import LoadedAdapter
+from worker.engines.embedded.companions import companion_of
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling.chain_replay import resume
 from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
@@ -103,7 +104,7 @@ def admit(
             cache_salt=engine_request.cache_salt,
             adapter=adapter,
             client=engine_request.hints.client,
-            speculates=chain is None or chain.speculates,
+            speculates=chain is None or (chain.speculates and chain.companion is None),
         )
         if engine_request.generated_token_ids:  # those of its prompt came with the first of these
             request.tap = resume(request, model)
@@ -113,6 +114,7 @@ def admit(
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     if chain is not None:
         chain.receipt.numerics = model.numerics
+    request.companion = companion_of(request, context_length)
     return request
 
 

@@ -45,14 +45,16 @@ class Admission:
         reserved = sum(min(fair, remaining(request)) for request in queues.prefilling)
         prefilling = counts_of(queues.prefilling)
         pending = self._pending(queues.prefilling)
-        slots = queues.max_num_seqs - len(queues.decoding) - len(queues.prefilling)
+        slots = queues.max_num_seqs - queues.num_rows
         blocked: set[str | None] = set()  # clients whose next request gets no pages
         for request in order:
             if slots <= 0:
                 break
             if request.client in blocked:
                 continue
-            slots -= 1  # one that is skipped keeps its slot free
+            slots -= len(request.sequences)  # one that is skipped keeps its slot free
+            if slots < 0:
+                break
             if reserved >= budget and prefilling[request.client]:
                 continue  # a client's first prompt need not wait for the end of others'
             if request.pages or not self._may_begin(request, pending):
@@ -96,7 +98,7 @@ class Admission:
         return copies
 
     def _has_room(self, request: Request) -> bool:
-        return self._queues.has_slot and self._cache.has_room(request, spare_pages(self._queues))
+        return self._queues.has_slot(request) and self._cache.has_room(request, spare_pages(self._queues))
 
     def _make_room(self, running: Counter[str | None]) -> None:
         victim = last_of_largest_client(self._queues.running)

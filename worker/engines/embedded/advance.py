@@ -13,7 +13,7 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
         return Output(request.id, finish_reason="error", error=samples.errors[row], chain=chain)
     token = samples.token_ids[row]
     logprobs = samples.logprobs.get(row) if samples.logprobs else None
-    request.tokens.append(token)
+    request.append(token)
     ends = token in request.end_ids or len(request.tokens) >= request.limit
     output = Output(request.id, token, logprobs)
     if request.weights is not None and request.weights is not request.named_weights:

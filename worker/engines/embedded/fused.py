@@ -36,7 +36,7 @@ class FusedSamplingProcessor:
         identity_logit_offsets: Result of `allocate_identity_logit_offsets`; may exceed the batch.
 
     Raises:
-        ValueError: a chain may take tokens back.
+        ValueError: a chain may take tokens back, or needs a second row of logits.
 
     Attributes:
         generated_tokens: int64 ``[B, number of calls]``.
@@ -54,6 +54,8 @@ class FusedSamplingProcessor:
     ) -> None:
         if any(request.chain is not None and request.chain.backtracks for request in requests):
             raise ValueError("a chain may take tokens back, which needs an engine")
+        if any(request.companion is not None for request in requests):
+            raise ValueError("a chain needs a second row of logits, which needs an engine")
         self._sampler = sampler
         self._device = device
         self._requests = tuple(replace(request, tokens=list(request.tokens)) for request in requests)

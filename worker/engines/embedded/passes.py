@@ -24,8 +24,13 @@ def count_pass(plan: Plan, waiting: Iterable[Request]) -> ForwardPass:
         num_decode=len(plan.decode),
         decode_kv_tokens=sum(len(one.tokens) for one in plan.decode),
         num_waiting_prefill=len(new),
-        waiting_prefill_tokens=sum(len(one.tokens) for one in new),
+        waiting_prefill_tokens=_num_tokens(new),
         num_waiting_decode=len(preempted),
-        waiting_decode_tokens=sum(len(one.tokens) for one in preempted),
+        waiting_decode_tokens=_num_tokens(preempted),
         seconds=0.0,
     )
+
+
+def _num_tokens(requests: Iterable[Request]) -> int:
+    """Tokens of requests and their companions."""
+    return sum(len(sequence.tokens) for request in requests for sequence in request.sequences)

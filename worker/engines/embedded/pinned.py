@@ -81,7 +81,9 @@ class PinnedRequests:
         Returns:
             A stand-in that owns them; they stay pinned until `unpin` is called for it.
         """
-        stand_in = replace(request, chain=None)
+        if request.companion is not None:
+            self.queues.cache.free(request.companion)
+        stand_in = replace(request, chain=None, companion=None)
         pinned = self.queues.pinned
         pinned[pinned.index(request)] = stand_in
         request.pages, request.num_computed = [], 0

@@ -20,11 +20,6 @@ from worker.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-SCORED_AT_ONCE = 64
-"""Prompt tokens whose logits are in memory at a time: those of a whole chunk take gigabytes with a
-large vocabulary.
-"""
-
 TILE = 32
 """Tokens that a GEMM computes together; a mixed batch is a multiple of it where it is bounded."""
 
@@ -70,6 +65,8 @@ class Request:
         draft_sources: Proposers for it, with their acceptance; the `Speculator`'s own.
         weights: Version of the weights that computes it, None where weights do not change.
         named_weights: The version that its outputs have named last.
+        companion: Sequence whose logits its chain needs beside its own (`companions`).
+        is_companion: Whether it is the companion of another request.
         is_spoiled: Whether one of its tokens is not finite in the model (`Model.spoiled`): it ends
             with an error where it would get its next token, and caches no more blocks.
     """
@@ -105,7 +102,14 @@ class Request:
     draft_sources: Sequence[Any] | None = None
     weights: WeightVersion | None = None
     named_weights: WeightVersion | None = None
+    companion: Request | None = None
+    is_companion: bool = False
     is_spoiled: bool = False
+
+    @property
+    def sequences(self) -> tuple[Request, ...]:
+        """The sequences whose KV it needs: its own, and its companion's."""
+        return (self,) if self.companion is None else (self, self.companion)
 
     @property
     def num_reusable(self) -> int:
@@ -133,6 +137,14 @@ class Request:
         self.weights = weights
         self.block_hashes.clear()
         self.cached_blocks.clear()
+        if self.companion is not None:
+            self.companion.compute_with(weights)
+
+    def append(self, token: int) -> None:
+        """Append a token of the answer."""
+        self.tokens.append(token)
+        if self.companion is not None:
+            self.companion.append(token)
 
     def rewind(self, position: int, block_size: int) -> None:
         """Drop the tokens from `position` on, and the blocks that hold any of them."""
@@ -140,6 +152,8 @@ class Request:
         assert position >= self.num_sent, f"{self.id}: position {position} of {self.num_sent} sent ones"
         num_blocks = position // block_size
         del self.tokens[position:], self.block_hashes[num_blocks:], self.cached_blocks[num_blocks:]
+        if self.companion is not None:
+            self.companion.rewind(position - self.prompt_length + self.companion.prompt_length, block_size)
 
     def show_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Show the tap rows of the prompt; see `LogitsTap.see_prompt`."""
@@ -208,6 +222,7 @@ class Plan:
         sampled: Requests that get a token: those of `decode`, then those whose tokens end in
             `chunks`. The same tuple object in consecutive steps means the same rows.
         copies: Copies within the store, in this order, before anything is written.
+        num_companions: Companions in `decode` and `chunks`, in each behind all their owners.
         drafts: Drafted tokens that are computed behind each decode row's newest one; empty where no
             row has any.
     """
@@ -217,6 +232,7 @@ class Plan:
     sampled: tuple[Request, ...]
     copies: tuple[PageCopy, ...] = ()
     drafts: tuple[tuple[int, ...], ...] = ()
+    num_companions: int = 0
 
     @property
     def scored(self) -> tuple[Chunk, ...]:
@@ -245,22 +261,6 @@ class Plan:
         rows = range(self.num_decode_tokens)
         ends = accumulate((chunk.stop - chunk.start for chunk in self.chunks), initial=len(rows))
         return [*rows, *(end - 1 for chunk, end in zip(self.chunks, list(ends)[1:], strict=True) if chunk.is_last)]
-
-    def show_scored(self, rows: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Show the taps of `scored` the logits of every token, few at a time.
-
-        Args:
-            rows: Input of `logits`, ``[T, ...]``, one row per token of the step.
-            logits: Function from n rows to their logits ``[n, V]``.
-        """
-        first = self.num_decode_tokens
-        for chunk in self.chunks:
-            if chunk.is_scored:
-                for start in range(chunk.first_scored, chunk.stop, SCORED_AT_ONCE):
-                    stop = min(start + SCORED_AT_ONCE, chunk.stop)
-                    some = rows[first + start - chunk.start : first + stop - chunk.start]
-                    chunk.request.show_prompt(start, logits(some))
-            first += chunk.stop - chunk.start
 
     @property
     def num_tokens(self) -> int:
@@ -322,7 +322,7 @@ class Model(Protocol):
 
         A decode row with a draft has one row for its newest token and one for each drafted token,
         in order; every other request has one. The sampler may write into them. Those of the chunks
-        of ``plan.scored`` go to the taps of their requests; see `Plan.show_scored`.
+        of ``plan.scored`` go to the taps of their requests; see `scored_rows.show_scored`.
         """
 
     def spoiled(self, plan: Plan) -> Sequence[Request]:

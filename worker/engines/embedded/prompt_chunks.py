@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from worker.engines.embedded.plan import TILE, Chunk, Request
 from worker.engines.embedded.queues import Queues
 
@@ -33,7 +35,7 @@ def prompt_budget(queues: Queues, max_num_batched_tokens: int, max_mixed_chunk: 
     clients share the engine, a step is short whatever one of them has sent: another's request waits
     for its end.
     """
-    rows, chunk, part = len(queues.decoding), max_mixed_chunk, 2
+    rows, chunk, part = len(queues.decode_rows), max_mixed_chunk, 2
     most = max_num_batched_tokens - rows
     if chunk is not None and queues.turns.is_shared(queues.live):
         return min(most, _whole_tiles(SHARED_CHUNKS * chunk + TILE // 2 - 1, rows))
@@ -58,7 +60,7 @@ def prompt_budget(queues: Queues, max_num_batched_tokens: int, max_mixed_chunk: 
 
 def cut_chunks(queues: Queues, budget: int) -> tuple[Chunk, ...]:
     """Chunks of the prompts in prefill: a fair one each while `budget` tokens last, the rest to the
-    first.
+    first. Those of companions come last.
     """
     prompts, fair = queues.prefilling, max(fair_chunk(budget), budget // (2 * len(queues.prefilling)))
     if queues.turns.is_shared(queues.live):
@@ -69,13 +71,23 @@ def cut_chunks(queues: Queues, budget: int) -> tuple[Chunk, ...]:
     for request in prompts:
         counts.append(min(fair, remaining(request), left))
         left -= counts[-1]
-    chunks = []
+    chunks: list[Chunk] = []
     for request, count in zip(prompts, counts, strict=True):
         more = min(left, remaining(request) - count)
         left -= more
-        if count + more:
-            chunks.append(Chunk(request, request.num_computed, request.num_computed + count + more))
-    return tuple(chunks)
+        chunks += _cut(request, count + more)
+    return tuple(sorted(chunks, key=lambda chunk: chunk.request.is_companion))
+
+
+def _cut(request: Request, count: int) -> Iterator[Chunk]:
+    """The next `count` tokens of a companion and its owner: with the owner's last one both rows are
+    known.
+    """
+    for sequence in reversed(request.sequences):
+        number = min(count, _left(sequence))
+        count -= number
+        if number:
+            yield Chunk(sequence, sequence.num_computed, sequence.num_computed + number)
 
 
 def fair_chunk(budget: int) -> int:
@@ -84,8 +96,12 @@ def fair_chunk(budget: int) -> int:
 
 
 def remaining(request: Request) -> int:
-    """Tokens of a request that are still to be computed."""
-    return len(request.tokens) - request.num_computed
+    """Tokens of a request, and of its companion, that are still to be computed."""
+    return sum(map(_left, request.sequences))
+
+
+def _left(sequence: Request) -> int:
+    return len(sequence.tokens) - sequence.num_computed
 
 
 def _whole_tiles(wanted: int, rows: int) -> int:

@@ -35,7 +35,8 @@ class Queues:
 
     Args:
         cache: The bookkeeping of the KV pages.
-        max_num_seqs: Requests in ``prefilling`` and ``decoding`` together at most.
+        max_num_seqs: Rows of ``prefilling`` and ``decoding`` together at most: one for each
+            request, and one for each companion.
         turns: Turns between clients, which count each arrival.
 
     Attributes:
@@ -56,6 +57,8 @@ class Queues:
         self.pinned: list[Request] = []
         self.num_preemptions = 0
         self._num_arrived = 0
+        self._decode_rows: tuple[Request, ...] = ()
+        self._decode_rows_of: tuple[Request, ...] = ()
 
     def __repr__(self) -> str:
         return (
@@ -69,9 +72,22 @@ class Queues:
         return not (self.decoding or self.prefilling or self.waiting)
 
     @property
-    def has_slot(self) -> bool:
+    def decode_rows(self) -> tuple[Request, ...]:
+        """`decoding`, then their companions; the same tuple object while the rows are the same."""
+        if self._decode_rows_of is not self.decoding:
+            companions = tuple(one.companion for one in self.decoding if one.companion is not None)
+            self._decode_rows = self.decoding + companions if companions else self.decoding
+            self._decode_rows_of = self.decoding
+        return self._decode_rows
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the running requests take."""
+        return len(self.decode_rows) + sum(len(one.sequences) for one in self.prefilling)
+
+    def has_slot(self, request: Request) -> bool:
         """Whether one more request may run."""
-        return len(self.decoding) + len(self.prefilling) < self.max_num_seqs
+        return self.num_rows + len(request.sequences) <= self.max_num_seqs
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -87,12 +103,13 @@ class Queues:
         """Number a request in order of arrival, unless it has a number."""
         if request.arrival < 0:
             self.turns.arrived(request)
-            request.arrival = self._num_arrived
+            for one in request.sequences:
+                one.arrival = self._num_arrived
             self._num_arrived += 1
 
     def add(self, request: Request) -> None:
         """Queue a request in order of arrival; its longest answer must fit into the store."""
-        longest = self.cache.count_pages(request.limit)
+        longest = self.cache.count_longest(request)
         assert longest <= self.cache.num_pages, f"{request.id} may take {longest} pages: {self!r}"
         self.arrive(request)
         insort(self.waiting, request, key=by_arrival)
@@ -126,5 +143,5 @@ class Queues:
 def spare_pages(queues: Queues) -> int:
     """Pages that an admission must leave available: running requests will need them soon."""
     cache, running = queues.cache, queues.running
-    growth = sum(cache.count_pages(one.limit) - len(one.pages) for one in running)
+    growth = sum(cache.count_longest(one) - sum(len(each.pages) for each in one.sequences) for one in running)
     return min(growth, -(-len(running) // RUNNING_PER_SPARE))

@@ -24,7 +24,7 @@ class Scheduler:
 
     Args:
         cache: The bookkeeping of the KV pages.
-        max_num_seqs: Requests that run at most.
+        max_num_seqs: Requests that run at most; one with a companion counts twice.
         max_num_batched_tokens: Tokens in one plan at most; at least `max_num_seqs`.
         max_mixed_chunk: Prompt tokens per prompt in a mixed batch, one that decodes too; None for
             no limit. It bounds the time between two tokens of the decoding requests; see
@@ -86,15 +86,16 @@ class Scheduler:
         copies: tuple[PageCopy, ...] = self._admission.admit(budget, only_starved=not fits) if queues.waiting else ()
         chunks = cut_chunks(queues, budget) if queues.prefilling else ()
         ended = tuple(chunk.request for chunk in chunks if chunk.is_last)
-        decode = () if prompts_first and chunks else queues.decoding
+        decode, owners = ((), ()) if prompts_first and chunks else (queues.decode_rows, queues.decoding)
         if decode:
             copies += self.cache.compact()
-        return Plan(decode, chunks, decode + ended if ended else decode, copies)
+        num_companions = len(decode) - len(owners) + sum(chunk.request.is_companion for chunk in chunks)
+        return Plan(decode, chunks, decode + ended if ended else decode, copies, num_companions=num_companions)
 
     def _append_pages(self) -> bool:
         """A page for each decode row whose last one is full; whether that preempted no request."""
         queues, size, before = self.queues, self.cache.page_size, self.queues.num_preemptions
-        full = [request for request in queues.decoding if request.num_computed == len(request.pages) * size]
+        full = [request for request in queues.decode_rows if request.num_computed == len(request.pages) * size]
         for request in sorted(full, key=by_arrival):
             while request.pages and not self.cache.append_page(request):
                 queues.preempt(last_of_largest_client(queues.running))
@@ -141,6 +142,15 @@ class Scheduler:
             queues.decoding = plan.sampled if plan.decode else queues.decoding + plan.sampled
             queues.prefilling = [one for one in queues.prefilling if one.num_computed < len(one.tokens)]
 
+    def settle_companions(self, plan: Plan) -> None:
+        """Take over the KV of the companions in a step; the rest is up to `settle`."""
+        for request in plan.decode:
+            if request.is_companion:
+                self.cache.complete(request, request.num_computed + 1)
+        for chunk in plan.chunks:
+            if chunk.request.is_companion:
+                self.cache.complete(chunk.request, chunk.stop)
+
     def spoil(self, plan: Plan, spoiled: Sequence[Request]) -> None:
         """Mark requests whose KV of a settled step without drafts is not finite (`Model.spoiled`).
 
@@ -176,6 +186,7 @@ class Scheduler:
         """Every live request is in one queue and owns its pages. Raises `AssertionError`."""
         queues, live = self.queues, [*self.queues.live]
         assert len({id(request) for request in live}) == len(live), f"a request is listed twice: {self!r}"
-        assert len(queues.running) <= queues.max_num_seqs, f"more than {queues.max_num_seqs} requests run: {self!r}"
-        assert not any(request.pages for request in queues.waiting), f"a waiting request owns pages: {self!r}"
-        self.cache.check_integrity([*queues.running, *queues.pinned])
+        assert queues.num_rows <= queues.max_num_seqs, f"more than {queues.max_num_seqs} rows run: {self!r}"
+        waiting = (sequence for request in queues.waiting for sequence in request.sequences)
+        assert not any(sequence.pages for sequence in waiting), f"a waiting request owns pages: {self!r}"
+        self.cache.check_integrity(one for each in (*queues.running, *queues.pinned) for one in each.sequences)

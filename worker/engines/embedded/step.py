@@ -12,6 +12,7 @@ import torch
 from adapters.chain import plan_rows
 from worker.engines import BATCH_SIZES
 from worker.engines.embedded.adapters import LoadedAdapters
+from worker.engines.embedded.companions import check_room, take_rows
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.held_outputs import HeldOutputs
 from worker.engines.embedded.kv_cache import KvCache, choose_page_size
@@ -82,7 +83,8 @@ class Stepper:
         if self.gate is not None:
             self.gate.append((request, kv))
             return
-        request.weights = self.weights
+        for one in request.sequences:
+            one.weights = self.weights
         request.num_sent = len(request.tokens)
         if request.tap is not None:
             self._tapped.add(request.id)
@@ -90,6 +92,10 @@ class Stepper:
             self.scheduler.add(request)
         else:
             self.connector.receive(request, kv)
+
+    def check(self, request: Request, where: str = "") -> None:
+        """Check that a request can ever run here; see `check_room`. Any thread."""
+        check_room(request, self.scheduler.queues.max_num_seqs, self.scheduler.cache, where)
 
     def abort(self, request_id: str) -> Output | None:
         """End a request and free its pages; None if it has ended already."""
@@ -192,6 +198,9 @@ class Stepper:
         computed = plan
         if plan.drafts:
             plan, logits = self._recompute_spoiled(plan, logits)
+        if plan.num_companions:
+            self.scheduler.settle_companions(plan)
+            plan, logits = take_rows(plan, logits, self.scheduler.queues.decoding)
         outputs = self._sample(plan, logits[plan.first_rows()] if plan.drafts else logits, computed)
         if self.connector is not None and self.scheduler.queues.pinned:
             self.connector.lease(plan, outputs)
@@ -219,7 +228,7 @@ class Stepper:
         samples = self.sampler.sample(logits, edits, plan)
         self.scheduler.settle(plan)
         if computed is not None:
-            self.scheduler.spoil(plan, [one for one in self.model.spoiled(computed) if one.pages])
+            self.scheduler.spoil(computed, [one for one in self.model.spoiled(computed) if one.pages])
         samples.errors = spoiled_errors(plan) | samples.errors
         if self._tapped:
             samples.errors |= tap_errors(plan)
@@ -288,8 +297,9 @@ def tap_errors(plan: Plan) -> dict[int, str]:
 
 
 def spoiled_errors(plan: Plan) -> dict[int, str]:
-    """Errors of sampled rows, by row: of requests that are spoiled."""
-    return {row: _SPOILED for row, request in enumerate(plan.sampled) if request.is_spoiled}
+    """Errors of sampled rows, by row: of requests that are spoiled, or their companions."""
+    rows = enumerate(plan.sampled)
+    return {row: _SPOILED for row, one in rows if one.is_spoiled or (one.companion and one.companion.is_spoiled)}
 
 
 def plan_edits(plan: Plan) -> Edits:

@@ -102,6 +102,9 @@ def native_request(request: EngineRequest, number: int, served: Served) -> Nativ
         names = ", ".join(member.name for member in chain.members if member.record.rollbacks is not None)
         problem = f"holds {names}, which takes tokens back, and TensorRT-LLM cannot; use the embedded engine"
         raise InvalidRequest("sampling_params.logits_processor", problem)
+    if chain is not None and chain.companion is not None:
+        problem = f"holds {chain.companion.name}, which needs a second row of logits, and TensorRT-LLM computes one"
+        raise InvalidRequest("sampling_params.logits_processor", f"{problem}; use the embedded engine")
     random = is_sampled(params, chain)
     chain_samples = _must_sample_in_chain(rest, random, has_processors, served)
     seed = params.seed or 0

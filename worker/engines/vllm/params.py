@@ -118,6 +118,7 @@ def native_request(request: EngineRequest, served: Served) -> NativeRequest:
     if chain is not None:
         begin(chain, request)
         _refuse_backtracking(chain)
+        _refuse_companion(chain)
     context = Context(Vocabulary(served.vocab_size), ends, params.seed or 0, max_tokens=params.max_tokens)
     late = is_drawn or is_cool
     try:
@@ -203,6 +204,12 @@ def _refuse_backtracking(chain: ProcessorChain) -> None:
         names = ", ".join(member.name for member in chain.members if member.record.rollbacks is not None)
         problem = f"holds {names}, which takes tokens back, and vLLM cannot; use the embedded engine"
         raise InvalidRequest("sampling_params.logits_processor", problem)
+
+
+def _refuse_companion(chain: ProcessorChain) -> None:
+    if chain.companion is not None:
+        problem = f"holds {chain.companion.name}, which needs a second row of logits, and vLLM computes one"
+        raise InvalidRequest("sampling_params.logits_processor", f"{problem}; use the embedded engine")
 
 
 def _empty(context: Context, prompt: Sequence[int]) -> ProcessorChain:

@@ -62,14 +62,18 @@ class KvCache:
         """Pages that `num_tokens` tokens take."""
         return -(-num_tokens // self.page_size)
 
+    def count_longest(self, request: Request) -> int:
+        """Pages that a request and its companion take at most."""
+        return sum(self.count_pages(one.limit) for one in request.sequences)
+
     def match_prefix(self, request: Request) -> list[Block]:
         """The prefix hit of a request; see `PrefixIndex.match`."""
         return self._index.match(request)
 
     def allocate(self, request: Request, spare: int = 0) -> tuple[PageCopy, ...] | None:
-        """Give a request pages for all its tokens, with its prefix hit in them.
+        """Give a request and its companion pages for all their tokens, with their prefix hits.
 
-        Whole cached pages are shared. A partly cached one is copied on write: the request gets a
+        Whole cached pages are shared. A partly cached one is copied on write: the sequence gets a
         page of its own, and the cached blocks are to be copied into it.
 
         Args:
@@ -82,23 +86,29 @@ class KvCache:
         """
         if not self.has_room(request, spare):
             return None
-        chain = self._index.match(request)
+        return tuple(copy for sequence in request.sequences for copy in self._allocate(sequence))
+
+    def _allocate(self, sequence: Request) -> tuple[PageCopy, ...]:
+        chain = self._index.match(sequence)
         shared = self._index.full_pages(chain)
         for page in shared:
             self._pool.share(page)
-        request.pages = shared
-        request.num_computed = len(chain) * self.block_size
+        sequence.pages = shared
+        sequence.num_computed = len(chain) * self.block_size
         num_copied = len(chain) % self._per_page
-        copies = self._copy_on_write(request, chain[-num_copied:]) if num_copied else ()
-        for _ in range(self.count_pages(len(request.tokens)) - len(request.pages)):
-            self._append(request)
+        copies = self._copy_on_write(sequence, chain[-num_copied:]) if num_copied else ()
+        for _ in range(self.count_pages(len(sequence.tokens)) - len(sequence.pages)):
+            self._append(sequence)
         return copies
 
     def has_room(self, request: Request, spare: int = 0) -> bool:
         """Whether `allocate` would give a request its pages."""
-        shared = self._index.full_pages(self._index.match(request))
-        missing = self.count_pages(len(request.tokens)) - len(shared)
-        return missing + spare <= self._pool.num_available - sum(page in self._pool.cached for page in shared)
+        return sum(map(self._count_missing, request.sequences)) + spare <= self._pool.num_available
+
+    def _count_missing(self, sequence: Request) -> int:
+        """Available pages that a sequence takes: all but the owned ones that it shares."""
+        shared = self._index.full_pages(self._index.match(sequence))
+        return self.count_pages(len(sequence.tokens)) - sum(page not in self._pool.cached for page in shared)
 
     def append_page(self, request: Request) -> bool:
         """Give a request one more page; False if requests own all of them."""
@@ -131,11 +141,14 @@ class KvCache:
             self._pool.release(number, holds_blocks=False)
 
     def free(self, request: Request) -> None:
-        """Free a request's pages; their blocks stay cached until the pages are needed."""
-        for number in reversed(request.pages):
-            self._pool.release(number, holds_blocks=self._index.count_blocks(number) > 0)
-        request.pages = []
-        request.num_computed = 0
+        """Free the pages of a request and its companion; their blocks stay cached until the pages
+        are needed.
+        """
+        for one in request.sequences:
+            for number in reversed(one.pages):
+                self._pool.release(number, holds_blocks=self._index.count_blocks(number) > 0)
+            one.pages = []
+            one.num_computed = 0
 
     def compact(self) -> tuple[PageCopy, ...]:
         """Move a few cached pages out of the store's beginning; see `PagePool.compact`.

@@ -35,6 +35,7 @@ from worker.engines.embedded.model.tiling import GemmTiling, LayerShape
 from worker.engines.embedded.model.weight_update import Given
 from worker.engines.embedded.native.lora import AdaptedRows
 from worker.engines.embedded.plan import Plan, Request
+from worker.engines.embedded.scored_rows import show_scored
 from worker.engines.weights import NotSupported
 from worker.errors import StartupError
 from worker.models.geometry import Geometry
@@ -370,7 +371,7 @@ class HfModel:
         self._last_hidden = hidden[: len(batch.ids)]
         self._extremes = torch.stack(torch.aminmax(self._last_hidden))
         if plan.scored:
-            plan.show_scored(hidden, self._network.logits)
+            show_scored(plan, hidden, self._network.logits)
         if plan.chunks:
             hidden = hidden[upload_ids(plan.logit_rows(), self.device)]
         elif len(hidden) > len(batch.ids):

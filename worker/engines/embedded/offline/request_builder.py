@@ -123,7 +123,7 @@ class RequestBuilder:
         try:
             return self._chains.select(parse_selection(text), wanted)
         except SelectionError as error:
-            raise InvalidRequest(error.path, error.problem) from None
+            raise InvalidRequest(error.path or "processors", error.problem) from None
 
     def _answer(
         self,

@@ -73,7 +73,10 @@ class Session:
         for place, (prompt, wanted, processors) in enumerate(zip(prompts, params, named, strict=True)):
             with self.lock:
                 number = next(self._numbers)
-            groups.append(self.builder.build(number, prompt, wanted, processors, shared, f"prompts[{place}]"))
+            group = self.builder.build(number, prompt, wanted, processors, shared, f"prompts[{place}]")
+            for answer in group.answers:
+                self.stepper.check(answer.request, f"prompts[{place}].")
+            groups.append(group)
         return groups
 
     def add(self, group: RequestGroup) -> None:

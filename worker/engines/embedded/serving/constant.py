@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from worker.engines import EngineInfo
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.plan import Model, Plan
+from worker.engines.embedded.scored_rows import show_scored
 from worker.engines.embedded.serving.engine import Load, load_for_serving
 from worker.engines.embedded.step import Stepper
 from worker.errors import StartupError, one_line
@@ -73,7 +74,7 @@ class ConstantModel:
         self._ends_s = begins_s + takes_s
         time.sleep(max(0.0, self._ends_s - now))
         if plan.scored:
-            plan.show_scored(torch.empty(plan.num_tokens), self._rows)
+            show_scored(plan, torch.empty(plan.num_tokens), self._rows)
         return self._rows(plan.logit_rows())
 
     def _rows(self, tokens: Sized) -> torch.Tensor:

@@ -210,6 +210,7 @@ class EmbeddedEngine:
         adapter = None if stepper.adapters is None else stepper.adapters.of(request)
         admitted = admit(request, next(self._numbers), stepper.model, info.context_length, adapter)
         handle = begin_transfer(admitted, request.kv, self.config.role, self._connector)
+        stepper.check(admitted)
         is_first = streams.is_first_of(admitted.client)
         check_queue(len(streams), self.config.max_num_seqs, self.config.max_queue, is_first=is_first)
         stream = Stream(admitted, thread)
@@ -324,6 +325,7 @@ def begin_transfer(request: Request, kv: KvPart | None, role: str, connector: Kv
         return handle_from_json(kv.handle, connector.layout, len(request.tokens))
     request.keeps_kv = True
     request.params, request.chain, request.tap, request.end_ids = SamplingParams(), None, None, frozenset()
+    request.companion = None
     request.prompt_length = len(request.tokens)  # the answer so far of a migrated request, too
     request.limit = request.prompt_length + 1
     return None

@@ -60,7 +60,7 @@ class DraftModelProposer:
         self._model = draft_model.model
         self._cache = draft_model.cache
         self._context_length = draft_model.context_length
-        plain = replace(request, chain=None, tap=None, adapter=None)  # an adapter is the target's
+        plain = replace(request, chain=None, tap=None, adapter=None, companion=None)  # an adapter is the target's
         self._own = replace(plain, tokens=[], pages=[], num_computed=0, block_hashes=[], cached_blocks=[])
         self._num_known = 0  # tokens that were a history; those behind were drafted
         weakref.finalize(self, self._cache.free, self._own)

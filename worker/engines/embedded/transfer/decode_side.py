@@ -109,7 +109,7 @@ class DecodeSide:
     @property
     def wait_s(self) -> float | None:
         """Time until the next `poll`: 0 at once, None for no need before the next message."""
-        if self._reading or (self._ready and self._queues.has_slot):
+        if self._reading or (self._ready and self._queues.has_slot(self._ready[0])):
             return 0.0
         return POLL_S if self._waiting or self._ready or self.abandoned else None
 
@@ -168,7 +168,7 @@ class DecodeSide:
             self._begin(self._waiting.popleft(), copies)
         self._poll_reads()
         self.abandoned.free_ended()
-        while self._ready and queues.has_slot:
+        while self._ready and queues.has_slot(self._ready[0]):
             self._transfers.resume(self._ready.popleft())
 
     def close(self) -> None:

@@ -1,0 +1,145 @@
+"""Companions under random arrivals, aborts and preemptions, with every read of KV checked."""
+
+from __future__ import annotations
+
+import random
+
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_doubles import END, RecallModel, answer
+
+from adapters.catalog import Catalog, Requested, Selection
+from adapters.contract import Context
+from adapters.vocabulary import Vocabulary
+from worker.engines import EngineRequest
+from worker.engines.chain_builder import ChainBuilder
+from worker.engines.embedded.admission import admit
+from worker.engines.embedded.kv_cache import KvCache
+from worker.engines.embedded.plan import Request
+from worker.engines.embedded.scheduler import Scheduler
+from worker.engines.embedded.step import Stepper
+from worker.errors import InvalidRequest
+from worker.sampling import SamplingParams
+
+CONTEXT = 64
+BUILDER = ChainBuilder(Catalog.default(), Context(Vocabulary(RecallModel.vocab_size)))
+
+Arrival = tuple[int, int, int, bool]
+"""Tokens of the prompt, of the negative one (0: the prompt's last, -1: no guidance), of the answer
+at most; and whether the negative prompt begins as the prompt does."""
+
+arrivals = st.tuples(st.integers(1, 40), st.integers(-1, 40), st.integers(1, 24), st.booleans())
+
+
+class House:
+    """A stepper whose model checks the KV of every row, and its requests.
+
+    Each row of that model is one-hot, at the next token: a guided answer is the plain one.
+    """
+
+    def __init__(self, pages: int, rows: int, budget: int, mixed: int, seed: int) -> None:
+        self.model = RecallModel(CONTEXT)
+        self.model.allocate_kv(pages, 8)
+        scheduler = Scheduler(KvCache(pages, 8, 4), rows, max(budget, rows), mixed)
+        self.stepper = Stepper(self.model, scheduler)  # type: ignore[arg-type]
+        self.source = random.Random(seed)
+        self.live: dict[str, Request] = {}
+        self.num_finished = 0
+
+    def arrive(self, number: int, arrival: Arrival) -> None:
+        length, negative, max_tokens, is_alike = arrival
+        prompt = [3 + (7 * position) % 80 for position in range(length - 1)] + [3 + number % 80]
+        asked = EngineRequest(str(number), prompt, SamplingParams(max_tokens=max_tokens))
+        if negative >= 0:
+            begin = [3 + (7 * position + (not is_alike)) % 80 for position in range(negative)]
+            args = {"scale": 2.0, **({"negative_token_ids": begin} if begin else {})}
+            selection = Selection((Requested("cfg", args),))
+            asked = BUILDER.prepare(asked, selection, BUILDER.context(frozenset({END}), 0, max_tokens))
+        request = admit(asked, 0, self.model, CONTEXT)  # type: ignore[arg-type]
+        try:
+            self.stepper.check(request)
+        except InvalidRequest:
+            return
+        request.client = self.source.choice([None, "a", "b"])
+        self.live[request.id] = request
+        self.stepper.add(request)
+
+    def step(self) -> None:
+        scheduler = self.stepper.scheduler
+        if self.source.random() < 0.1 and (running := scheduler.queues.running):
+            scheduler.queues.preempt(self.source.choice(running))
+        if self.source.random() < 0.05 and self.live:
+            assert self.stepper.abort(self.live.popitem()[0]) is not None
+        for output in self.stepper.step(prompts_first=self.source.random() < 0.3):
+            request = self.live[output.request_id]
+            assert output.error is None
+            generated = request.tokens[request.prompt_length :]
+            assert generated == answer(request.tokens[: request.prompt_length], len(generated))
+            self.check_companion(request, generated)
+            if output.finish_reason is not None:
+                self.num_finished += 1
+                del self.live[output.request_id]
+        scheduler.check_integrity()
+        scheduler.cache.check_blocks()
+
+    def check_companion(self, request: Request, generated: list[int]) -> None:
+        """It has the same answer, and its row was that before the newest token of it."""
+        companion = request.companion
+        if companion is None:
+            return
+        begin = companion.tokens[: companion.prompt_length]
+        assert companion.tokens == [*begin, *generated]
+        assert request.chain is not None
+        assert request.chain.companion is not None
+        assert request.chain.companion.second_row is not None
+        row = request.chain.companion.second_row(len(request.tokens) - 1)
+        assert row.argmax() == answer_after([*begin, *generated[:-1]])
+
+
+def test_a_companion_that_is_not_finite_ends_its_owner_alone() -> None:
+    house = House(pages=20, rows=4, budget=40, mixed=8, seed=1)
+    for number, negative in enumerate((9, -1, 0)):
+        house.arrive(number, (12, negative, 8, False))
+    spoilt = house.live.pop("0")
+    house.model.spoiled = lambda plan: [one for one in plan.owners() if one is spoilt.companion]  # type: ignore[assignment, return-value]
+    ends: dict[str, str | None] = {}
+    while not house.stepper.scheduler.is_idle:
+        for output in house.stepper.step():
+            if output.finish_reason is not None:
+                ends[output.request_id] = output.error
+    assert ends == {"0": "the model's hidden state of a token is NaN or infinite", "1": None, "2": None}
+    house.arrive(3, (12, 9, 8, False))
+    assert house.live["3"].companion is not None
+    assert not house.stepper.scheduler.cache.match_prefix(house.live["3"].companion), "spoiled KV is cached"
+
+
+def answer_after(tokens: list[int]) -> int:
+    return answer(tokens, 1)[0]
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    arrivals=st.lists(arrivals, min_size=1, max_size=10),
+    pages=st.integers(8, 20),
+    rows=st.integers(1, 6),
+    budget=st.integers(1, 40),
+    mixed=st.integers(1, 8),
+    seed=st.integers(0, 2**16),
+)
+def test_a_companion_is_computed_and_freed_with_its_owner(
+    arrivals: list[Arrival], pages: int, rows: int, budget: int, mixed: int, seed: int
+) -> None:
+    house = House(pages, rows, budget, mixed, seed)
+    scheduler = house.stepper.scheduler
+    left = list(enumerate(arrivals))
+    num_steps = 0
+    while left or not scheduler.is_idle:
+        if left and (scheduler.is_idle or house.source.random() < 0.5):
+            house.arrive(*left.pop(0))
+        if not scheduler.is_idle:
+            house.step()
+        num_steps += 1
+        assert num_steps < 5000, f"no progress: {scheduler!r}"
+    assert scheduler.cache.num_available == pages
+    assert not house.live

@@ -1,0 +1,175 @@
+"""Companion sequences: what a second row of logits is computed from (classifier-free guidance).
+
+A companion is a `Request` of its own that only its owner knows. It begins with the tokens that the
+chain's `CompanionProcessor` names, and every token of the answer is appended to both. Both are
+admitted, preempted and freed together, and decode in the same steps. In prefill the companion comes
+first, and its row is kept until the owner's is known. The queues hold owners alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from adapters.chain import ProcessorChain
+from worker.engines.embedded.kv_cache import KvCache
+from worker.engines.embedded.plan import Plan, Request
+from worker.errors import InvalidRequest
+from worker.sampling import SamplingParams
+
+FIELD = "logits_processors"
+"""Head of the path in errors about a companion."""
+
+
+class CompanionRow:
+    """The newest row of a companion: its `LogitsTap`, and the `SecondRow` of its owner's chain.
+
+    Args:
+        offset: Tokens that the owner's prompt has more than the companion's; may be negative.
+    """
+
+    wants_generated = True
+    wants_prompt = False
+    first_wanted = 0
+
+    def __init__(self, offset: int) -> None:
+        self._offset = offset
+        self._position = -1
+        self._row = torch.empty(0)
+
+    def see_prompt(self, start: int, logits: torch.Tensor) -> None:
+        """Does nothing: they are not wanted."""
+
+    def see_generated(self, position: int, logits: torch.Tensor) -> None:
+        """Keep the row ``[V]`` for the companion's token at `position`."""
+        self._position, self._row = position + self._offset, logits.clone()
+
+    def __call__(self, position: int) -> torch.Tensor:
+        """The row ``[V]`` for the owner's token at `position`.
+
+        Raises:
+            LookupError: the newest row is for another one.
+        """
+        if position != self._position:
+            raise LookupError(f"there is no second row of logits for position {position}, but for {self._position}")
+        return self._row
+
+
+def companion_of(request: Request, context_length: int) -> Request | None:
+    """The companion that a request's chain needs, None if it needs none.
+
+    The answer then ends where either sequence fills the context.
+
+    Args:
+        request: Request that is being admitted; its chain has begun after the prompt.
+        context_length: Longest sequence, in tokens.
+
+    Raises:
+        InvalidRequest: the companion does not fit into the context, or the chain has a processor
+            whose state would have to be rebuilt from both rows.
+    """
+    chain = request.chain
+    if chain is None or chain.companion is None:
+        return None
+    processor = chain.companion
+    stateful = [member.name for member in chain.members if member.processor.observes_logits]
+    if stateful:
+        problem = f"{processor.name} cannot be combined with {' and '.join(stateful)}, which follows the logits of "
+        raise InvalidRequest(FIELD, problem + "earlier positions: after a migration only one row of each is known")
+    begin, generated = list(processor.companion_prompt), request.tokens[request.prompt_length :]
+    if len(begin) + len(generated) >= context_length:
+        problem = f"negative prompt must be shorter than the context of {context_length} tokens, got {len(begin)}"
+        raise InvalidRequest(FIELD, f"{processor.name}: the {problem}" + _and_answer(len(generated)))
+    offset = request.prompt_length - len(begin)
+    request.limit = min(request.limit, context_length + offset)
+    processor.second_row = row = CompanionRow(offset)
+    return Request(
+        id=request.id,
+        number=request.number,
+        params=SamplingParams(),
+        tokens=[*begin, *generated],
+        prompt_length=len(begin),
+        limit=request.limit - offset,
+        end_ids=frozenset(),
+        seed=0,
+        tap=row,
+        cache_salt=request.cache_salt,
+        adapter=request.adapter,
+        client=request.client,
+        speculates=False,
+        is_companion=True,
+    )
+
+
+def _and_answer(num_generated: int) -> str:
+    return f" and {num_generated} of the answer" if num_generated else ""
+
+
+def share_row(chain: ProcessorChain | None, source: ProcessorChain | None) -> None:
+    """Let a chain read the second row of `source`, a chain of the same request and history."""
+    if chain is not None and source is not None and chain.companion is not None and source.companion is not None:
+        chain.companion.second_row = source.companion.second_row
+
+
+def check_room(request: Request, max_num_seqs: int, cache: KvCache, where: str = "") -> None:
+    """Check that a request and its companion can ever run.
+
+    Args:
+        request: An admitted request.
+        max_num_seqs: Rows of a batch at most.
+        cache: The bookkeeping of the KV pages.
+        where: Head of the field in errors.
+
+    Raises:
+        InvalidRequest: they take more batch rows or KV pages than there are.
+    """
+    companion = request.companion
+    if companion is None:
+        return
+    assert request.chain is not None
+    assert request.chain.companion is not None
+    name = request.chain.companion.name
+    if max_num_seqs < len(request.sequences):
+        raise InvalidRequest(where + FIELD, f"{name} takes two rows of a batch, and --max-num-seqs is {max_num_seqs}")
+    longest = cache.count_longest(request)
+    if longest > cache.num_pages:
+        blocks = cache.page_size // cache.block_size
+        problem = f"{name} keeps the KV of two sequences, of {request.limit} and {companion.limit} tokens at most: "
+        wanted = f"{longest * blocks} blocks, and --kv-blocks is {cache.num_pages * blocks}; lower max_tokens"
+        raise InvalidRequest(where + FIELD, problem + wanted)
+
+
+def take_rows(plan: Plan, logits: torch.Tensor, decoding: Sequence[Request]) -> tuple[Plan, torch.Tensor]:
+    """Keep the rows of companions for their owners; the owners' part of a plan, and its logits.
+
+    Args:
+        plan: A step that computes companions.
+        logits: Rows of it, as `Model.forward` returns them.
+        decoding: The decoding requests: the result has this tuple if they are the step's.
+    """
+    kept: list[int] = []
+    for request, (first, end) in zip(plan.sampled, pairwise([*plan.first_rows(), len(logits)]), strict=True):
+        if request.is_companion:
+            request.show_generated(logits[first])
+        else:
+            kept += range(first, end)
+    decode = _owners(plan.decode)
+    if decode == decoding:
+        decode = tuple(decoding)  # the tuple itself
+    ended = _owners(plan.sampled[len(plan.decode) :])
+    owners = replace(
+        plan,
+        decode=decode,
+        chunks=tuple(chunk for chunk in plan.chunks if not chunk.request.is_companion),
+        sampled=decode + ended if ended else decode,
+        drafts=plan.drafts[: len(decode)],
+        num_companions=0,
+    )
+    return owners, logits[kept]
+
+
+def _owners(requests: Sequence[Request]) -> tuple[Request, ...]:
+    return tuple(request for request in requests if not request.is_companion)
