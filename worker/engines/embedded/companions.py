@@ -45,7 +45,7 @@ class CompanionRow:
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """Keep the row ``[V]`` for the companion's token at `position`."""
-        self._position, self._row = position + self._offset, logits.clone()
+        self._position, self._row = position + self._offset, logits.to("cpu", copy=True)
 
     def __call__(self, position: int) -> torch.Tensor:
         """The row ``[V]`` for the owner's token at `position`.
