@@ -1,0 +1,277 @@
+"""Where steps of the embedded engine lie below this processor's own peaks.
+
+    .venv/bin/python benchmarks/roofline.py
+
+Measures the processor first, with `roofline.c` compiled for it: operations on float32, bfloat16 and
+int8 in registers, and the reading of memory, with all threads. Then decode steps of 1, 8, 32 and
+128 rows, and a prompt of 1,024 tokens, of a random Llama of 125 M parameters: with bfloat16
+weights, with int8 weights, and with int8 weights and activations. Prints a table and writes it to
+`results/roofline.md`, with a plot in `results/roofline.svg`; the steps of peers in both are those
+of `results/decode.json`, which `decode.py` measured on a processor of this kind: the mean of an
+answer, with the prompt in it.
+
+A step's operations are two for each weight and row, without attention; its bytes are its weights.
+Each figure is the best of some rounds. `outside` is the part of a step at one row that is not the
+model's forward pass: planning, sampling, handing over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import decode_ours  # before torch, so that OpenMP's threads wait as they do in a worker
+
+# isort: split
+import torch
+from checkpoint import write_checkpoint
+from serve import processor
+
+from worker.engines.embedded import Engine
+from worker.sampling import SamplingParams
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+ROWS = (1, 8, 32, 128)
+PROMPT = 1024
+HEAD = 32_000 * 768
+"""Weights of the LM head."""
+STEPS = 24
+WAYS: dict[str, tuple[dict[str, Any], str, float]] = {
+    "bfloat16": ({"dtype": "bfloat16"}, "bfloat16", 2.0),
+    "int8 weights": ({"dtype": "float32", "quantization": "int8"}, "float32", 1.0625),
+    "int8 weights and activations": (
+        {"dtype": "float32", "quantization": "int8", "activation_dtype": "int8"},
+        "int8",
+        1.0625,
+    ),
+}
+"""Settings of the engine, the kind of its operations, and bytes of a weight with its scales."""
+
+PEERS = {"vllm": "vLLM, bfloat16", "llama": "llama.cpp, bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What the processor can do.
+
+    Attributes:
+        operations: Operations per second by kind; 0 for what it has no instructions for.
+        bandwidth: Bytes per second that it reads.
+    """
+
+    operations: dict[str, float]
+    bandwidth: float
+
+    def floor_s(self, kind: str, operations: float, bytes_: float) -> float:
+        """The time that a step takes at least."""
+        return max(operations / (self.operations[kind] or self.operations["float32"]), bytes_ / self.bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A step.
+
+    Attributes:
+        name: Who computed it, and how.
+        rows: Rows of it.
+        seconds: Its time.
+        operations: Operations in it.
+        bytes: Bytes of weights that it reads.
+        floor_s: See `Peaks.floor_s`.
+        outside: Part of the time that is not the forward pass; None where nobody knows.
+    """
+
+    name: str
+    rows: int
+    seconds: float
+    operations: float
+    bytes: float
+    floor_s: float
+    outside: float | None = None
+
+
+def measure_peaks(directory: Path) -> Peaks:
+    """Compile `roofline.c` for this processor and call it."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise SystemExit("roofline.py: there is no C compiler")
+    library = directory / "roofline.so"
+    options = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-w", "-o", str(library)]
+    subprocess.run([compiler, *options, str(HERE / "roofline.c")], check=True)
+    loaded = ctypes.CDLL(str(library))
+    operations: dict[str, float] = {}
+    for kind in ("float32", "bfloat16", "int8"):
+        function = getattr(loaded, f"{kind}_peak")
+        function.restype = ctypes.c_double
+        operations[kind] = max(function() for _ in range(5))
+    loaded.read_peak.restype = ctypes.c_double
+    return Peaks(operations, max(loaded.read_peak() for _ in range(60)))
+
+
+def measure(engine: Engine, rows: int, prompt: int, new: int) -> tuple[float, float]:
+    """Seconds of a step, the best of them where there are several, and of its forward pass."""
+    model = engine.session.stepper.model
+    forward, inside = model.forward, [0.0]
+
+    def timed(plan: Any) -> torch.Tensor:
+        began = time.perf_counter()
+        logits = forward(plan)
+        inside[0] = time.perf_counter() - began
+        return logits
+
+    steps: list[tuple[float, float]] = []
+    model.forward = timed  # type: ignore[method-assign]
+    try:
+        for ids in torch.randint(5, 31_000, (rows, prompt)).tolist():  # new ones, that no prefix cache has
+            engine.add(ids, SamplingParams(max_tokens=new, ignore_eos=True))
+        while engine.unfinished:
+            began = time.perf_counter()
+            events = engine.session.step()
+            if len(events) == rows:
+                steps.append((time.perf_counter() - began, inside[0]))
+    finally:
+        model.forward = forward  # type: ignore[method-assign]
+    chosen = steps[2:] if new > 1 else steps
+    seconds = min(total for total, _ in chosen)
+    return seconds, seconds - statistics.median(total - of_forward for total, of_forward in chosen)
+
+
+def ours(checkpoint: Path, weights: float, peaks: Peaks) -> list[Point]:
+    """Steps of the engine, in all ways."""
+    points: list[Point] = []
+    for name, (settings, kind, bytes_per_weight) in WAYS.items():
+        engine = Engine(
+            str(checkpoint),
+            device="cpu",
+            max_num_seqs=max(ROWS),
+            context_length=PROMPT + 64,
+            max_num_batched_tokens=PROMPT,
+            **settings,
+        )
+        read = weights * bytes_per_weight
+        for rows in ROWS:
+            seconds, inside = min(measure(engine, rows, 32, STEPS) for _ in range(2))
+            operations = 2 * weights * rows
+            floor_s = peaks.floor_s(kind, operations, read)
+            points.append(Point(name, rows, seconds, operations, read, floor_s, 1 - inside / seconds))
+            print(f"{name}, {rows} rows: {1e3 * seconds:.2f} ms, {floor_s / seconds:.2f} of the peak", flush=True)
+        seconds, _ = min(measure(engine, 1, PROMPT, 1) for _ in range(3))
+        operations = 2 * ((weights - HEAD) * PROMPT + HEAD)  # logits are those of the last token alone
+        floor_s = peaks.floor_s(kind, operations, read)
+        points.append(Point(f"{name}, prompt", PROMPT, seconds, operations, read, floor_s))
+        print(f"{name}, prompt: {1e3 * seconds:.1f} ms, {floor_s / seconds:.2f} of the peak", flush=True)
+        del engine
+    return points
+
+
+def of_peers(weights: float, peaks: Peaks) -> list[Point]:
+    """Mean steps of peers on the same model, from `results/decode.json`."""
+    kept = json.loads((RESULTS / "decode.json").read_text())["random"]
+    points = []
+    for peer, name in PEERS.items():
+        for rows in (1, 8, 32):
+            speeds = kept.get(str(rows), {}).get("speeds", {}).get(peer)
+            if speeds:
+                operations = 2 * weights * rows
+                floor_s = peaks.floor_s("bfloat16", operations, 2 * weights)
+                points.append(Point(name, rows, rows / max(speeds), operations, 2 * weights, floor_s))
+    return points
+
+
+def plot(points: Sequence[Point], peaks: Peaks) -> str:
+    """Operations per second over operations per byte, both logarithmic, as SVG."""
+    width, height, left, bottom = 840, 440, 70, 390
+    low_x, high_x, low_y = 0.5, 4096.0, 3e9
+    high_y = 1.5 * max(peaks.operations.values())
+
+    def x_of(intensity: float) -> float:
+        return left + (width - left - 200) * math.log(intensity / low_x) / math.log(high_x / low_x)
+
+    def y_of(speed: float) -> float:
+        return bottom - (bottom - 30) * math.log(speed / low_y) / math.log(high_y / low_y)
+
+    colours = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b")
+    lines = []
+    for kind, peak in peaks.operations.items():
+        if peak:
+            knee = peak / peaks.bandwidth
+            corners = [(low_x, low_x * peaks.bandwidth), (knee, peak), (high_x, peak)]
+            path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in corners)
+            lines.append(f'<polyline points="{path}" fill="none" stroke="#999"/>')
+            label = f"{kind}, {peak / 1e9:,.0f} G/s"
+            lines.append(f'<text x="{x_of(high_x) + 6:.0f}" y="{y_of(peak) + 4:.0f}" fill="#666">{label}</text>')
+    names = list(dict.fromkeys(point.name.removesuffix(", prompt") for point in points))
+    for point in points:
+        colour = colours[names.index(point.name.removesuffix(", prompt"))]
+        x, y = x_of(point.operations / point.bytes), y_of(point.operations / point.seconds)
+        lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
+    for row, name in enumerate(names):
+        lines.append(f'<circle cx="{left + 16}" cy="{40 + 18 * row}" r="4" fill="{colours[row]}"/>')
+        lines.append(f'<text x="{left + 26}" y="{44 + 18 * row}">{name}</text>')
+    for power in range(13):
+        x = x_of(2**power)
+        lines.append(f'<text x="{x:.0f}" y="{bottom + 18}" text-anchor="middle">{2**power}</text>')
+    lines.append(f'<text x="{left + 250}" y="{bottom + 38}" text-anchor="middle">operations per byte of weights</text>')
+    lines += [
+        f'<text x="{left - 8}" y="{y_of(speed) + 4:.0f}" text-anchor="end">{speed / 1e9:.0f} G/s</text>'
+        for speed in (1e10, 1e11, 1e12)
+        if speed < high_y
+    ]
+    body = "\n".join(lines)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'font-family="sans-serif" font-size="12">\n'
+        f'<rect width="{width}" height="{height}" fill="white"/>\n{body}\n</svg>\n'
+    )
+
+
+def report(points: Sequence[Point], peaks: Peaks) -> str:
+    """The page."""
+    shown = ", ".join(f"{kind} {peak / 1e9:,.0f} G/s" for kind, peak in peaks.operations.items() if peak)
+    lines = [
+        "# Below the roof",
+        "",
+        "Made by `.venv/bin/python benchmarks/roofline.py`, which says what is measured. On a virtual machine the speed of",
+        "memory changes from minute to minute: a step that reads weights alone may then be above its peak.",
+        "",
+        f"{processor()}, {torch.get_num_threads()} threads: operations in registers {shown}; "
+        f"memory {peaks.bandwidth / 1e9:.1f} GB/s.",
+        "",
+        "| weights | rows | step, ms | floor, ms | of the peak | G operations/s | outside the forward pass |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for point in points:
+        outside = "" if point.outside is None else f"{100 * point.outside:.0f} %"
+        lines.append(
+            f"| {point.name} | {point.rows} | {1e3 * point.seconds:.2f} | {1e3 * point.floor_s:.2f} | "
+            f"{point.floor_s / point.seconds:.2f} | {point.operations / point.seconds / 1e9:,.0f} | {outside} |"
+        )
+    return "\n".join([*lines, "", "![Speed over operations per byte](roofline.svg)", ""])
+
+
+def main() -> None:
+    assert decode_ours is not None
+    with tempfile.TemporaryDirectory() as directory:
+        peaks = measure_peaks(Path(directory))
+        print(peaks, flush=True)
+        weights = write_checkpoint(Path(directory)) / 2
+        points = ours(Path(directory), weights, peaks) + of_peers(weights, peaks)
+    text = report(points, peaks)
+    print(text)
+    (RESULTS / "roofline.md").write_text(text)
+    (RESULTS / "roofline.svg").write_text(plot(points, peaks))
+
+
+if __name__ == "__main__":
+    main()
