@@ -242,8 +242,8 @@ def report(points: Sequence[Point], peaks: Peaks) -> str:
     lines = [
         "# Below the roof",
         "",
-        "Made by `.venv/bin/python benchmarks/roofline.py`, which says what is measured. On a virtual machine the speed of",
-        "memory changes from minute to minute: a step that reads weights alone may then be above its peak.",
+        "Made by `.venv/bin/python benchmarks/roofline.py`, which says what is measured. On a virtual machine",
+        "the speed of memory changes from minute to minute: a step that reads weights alone may be above its peak.",
         "",
         f"{processor()}, {torch.get_num_threads()} threads: operations in registers {shown}; "
         f"memory {peaks.bandwidth / 1e9:.1f} GB/s.",

@@ -121,7 +121,8 @@ class Speculator:
         self._began_s = self._clock()
         self._drafting = {}
         drafts: list[Sequence[int]] = [()] * len(plan.decode)
-        if not (self.is_enabled and can_pay(plan.num_tokens, self._costs)):
+        may_draft = any(request.speculates and self._has_proposers(request) for request in plan.decode)
+        if not (self.is_enabled and may_draft and can_pay(plan.num_tokens, self._costs)):
             return drafts  # asking takes time, too
         candidates = [one for row, request in enumerate(plan.decode) if (one := self._candidate(row, request))]
         lengths = self._lengths(plan, candidates)
@@ -146,7 +147,7 @@ class Speculator:
     def _candidate(self, row: int, request: Request) -> _Candidate | None:
         if not (request.speculates and len(request.tokens) + 1 < request.limit):
             return None
-        if self._make is None and request.chain is None:
+        if not self._has_proposers(request):
             return None
         if request.draft_sources is None:
             request.draft_sources = tuple(self._sources_of(request))
@@ -157,6 +158,10 @@ class Speculator:
             if draft.tokens:
                 return _Candidate(row, source, draft)
         return None
+
+    def _has_proposers(self, request: Request) -> bool:
+        chain = request.chain if self.config.chain else None
+        return self._make is not None or (chain is not None and chain.foresees)
 
     def _sources_of(self, request: Request) -> Iterable[_Source]:
         if self.config.chain and request.chain is not None and request.chain.foresees:
