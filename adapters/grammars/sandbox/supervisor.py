@@ -59,7 +59,7 @@ class Supervisor:
         """Start the process if there is none and the pause is over; select its present events."""
         if self.process is None and time.monotonic() >= self._retry_at:
             try:
-                self.process = SandboxProcess(self._tables())
+                self.process = SandboxProcess(self._tables)
             except Exception as error:  # any fault of the tokenizer or the system: logged, and retried
                 self._lose(f"cannot start: {error}")
             else:
