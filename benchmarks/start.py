@@ -5,11 +5,10 @@
 Starts ``python -m worker`` on the default model as ``launch/agg.sh`` serves it, without the
 frontend, until it is registered; once with the packed copy of an earlier start, once with
 ``--packed-copy off``. Of the offline engine, the call ``Engine(...)`` alone, behind the imports.
-Beside them a process that imports torch and nothing else, which no start can be faster than;
-transformers, in a process that loads the same weights, bfloat16, and the tokenizer; and, where
-`peers.sh` made its environment, llama.cpp, in a process that maps the GGUF file. They take turns;
-the table of medians is kept in `results/start.md`. The second start is to take at most 1.2 s, and
-``Engine(...)`` 0.6 s.
+Beside them a process that imports torch, nothing else, and ends; transformers, in a process that
+loads the same weights, bfloat16, and the tokenizer; and, where `peers.sh` made its environment,
+llama.cpp, in a process that maps the GGUF file. They take turns; the table of medians is kept in
+`results/start.md`. The second start is to take at most 1.2 s, and ``Engine(...)`` 0.6 s.
 """
 
 from __future__ import annotations
