@@ -89,13 +89,13 @@ class _ByteLevel:
     def __init__(self) -> None:
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         others = [byte for byte in range(256) if byte not in set(printable)]
-        self._byte_of = {chr(byte): byte for byte in printable}
-        self._byte_of.update((chr(0x100 + i), byte) for i, byte in enumerate(others))
+        self._byte_of = dict.fromkeys(others, 0x100)  # a letter that is none of the alphabet: no byte
+        self._byte_of.update((0x100 + i, byte) for i, byte in enumerate(others))
 
     def __call__(self, token_id: int, piece: str) -> bytes:
         try:
-            return bytes([self._byte_of[letter] for letter in piece])
-        except KeyError:
+            return piece.translate(self._byte_of).encode("latin-1")
+        except UnicodeEncodeError:
             return piece.encode()
 
 

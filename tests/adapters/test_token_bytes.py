@@ -52,6 +52,19 @@ BYTE_LEVEL, SENTENCEPIECE = byte_level(), sentencepiece()
 BYTE_LEVEL_BYTES, SENTENCEPIECE_BYTES = token_bytes(BYTE_LEVEL, 400), token_bytes(SENTENCEPIECE, 320)
 
 
+@given(st.text(st.sampled_from("aĠĀÿŃ\x00 \x7f\xa0\xadń世\U0001f600") | st.characters(codec="utf-8"), min_size=1))
+@settings(max_examples=examples(50), deadline=None)
+def test_byte_level_letters_are_bytes_or_text(piece: str) -> None:
+    tokenizer = Tokenizer(models.WordLevel({piece: 0}, unk_token=piece))
+    tokenizer.decoder = decoders.ByteLevel()
+    [found] = token_bytes(PreTrainedTokenizerFast(tokenizer_object=tokenizer), 1)
+    if set(piece) <= set(pre_tokenizers.ByteLevel.alphabet()):
+        assert found.decode(errors="replace") == decoders.ByteLevel().decode([piece])
+        assert len(found) == len(piece)
+    else:
+        assert found == piece.encode()
+
+
 @given(TEXTS)
 @settings(max_examples=examples(100), deadline=None)
 def test_byte_level_pieces_join_to_the_text(text: str) -> None:

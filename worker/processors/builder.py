@@ -88,6 +88,7 @@ def make_chain_builder(
             on_failure.callback(sandbox.close)
             sandbox.start()  # loads the tokenizer while this process does
             model = _model_context(vocabulary, arguments)
+            sandbox.wait_sent()
             precompute(vocabulary)  # no request should wait for it
             cache = grammar_cache(vocabulary)
             cache.sandbox, cache.max_bytes = sandbox, arguments.grammar_cache_mib * 2**20

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ class SandboxProcess:
     """The sandbox process, starting with its tokenizer.
 
     Args:
-        tables: Bytes of every id (`adapters.grammars.compiler.byte_tables`).
+        tables: Makes the bytes of every id (`adapters.grammars.compiler.byte_tables`); called while
+            the process imports its modules.
 
     Attributes:
         channel: Non-blocking socket, because the driving thread has deadlines.
@@ -47,9 +49,10 @@ class SandboxProcess:
 
     Raises:
         OSError: it cannot be started.
+        Exception: whatever ``tables`` raises; the process has ended then.
     """
 
-    def __init__(self, tables: dict[str, Any]) -> None:
+    def __init__(self, tables: Callable[[], dict[str, Any]]) -> None:
         package = Path(__file__).resolve().parents[2]
         self.channel, theirs = socket.socketpair()
         self.channel.setblocking(False)
@@ -67,7 +70,11 @@ class SandboxProcess:
             raise
         self.pid = self._child.pid
         self.is_ready = False
-        self.unsent = bytearray(frame(tables))  # megabytes, read once it has started
+        try:
+            self.unsent = bytearray(frame(tables()))  # megabytes, read once it has started
+        except BaseException:
+            self.end()
+            raise
         self._start_deadline = time.monotonic() + START_TIMEOUT_S
         self._frames = Frames()
         self._killed: dict[int, float] = {}

@@ -31,6 +31,7 @@ class Supervisor:
         selector: Selects the events of the process.
         process: The process; None between a failure and the next start.
         problem: Reason of the last start that failed; empty before, and once a process is ready.
+        sent: Set once a process has been sent all that it loads, or the first start has failed.
         settled: Set once the first start has succeeded or failed.
         num_restarts: Processes that had been ready and were replaced.
     """
@@ -39,6 +40,7 @@ class Supervisor:
         self.selector = selectors.DefaultSelector()
         self.process: SandboxProcess | None = None
         self.problem = ""
+        self.sent = threading.Event()
         self.settled = threading.Event()
         self.num_restarts = 0
         self._tables, self._jobs = tables, jobs
@@ -59,7 +61,7 @@ class Supervisor:
         """Start the process if there is none and the pause is over; select its present events."""
         if self.process is None and time.monotonic() >= self._retry_at:
             try:
-                self.process = SandboxProcess(self._tables())
+                self.process = SandboxProcess(self._tables)
             except Exception as error:  # any fault of the tokenizer or the system: logged, and retried
                 self._lose(f"cannot start: {error}")
             else:
@@ -71,6 +73,8 @@ class Supervisor:
         """Write and read as the selected ``events`` of the process allow."""
         if events & selectors.EVENT_WRITE:
             self.write(SandboxProcess.flush)
+            if self.process is not None and not self.process.unsent:
+                self.sent.set()
         if events & selectors.EVENT_READ and self.process is not None:
             self._receive(self.process)
 
@@ -128,6 +132,7 @@ class Supervisor:
         """Fail every job: no process can be started."""
         self.problem = reason
         self._jobs.fail_all(reason)
+        self.sent.set()
         self.settled.set()
 
     def end(self) -> None:
