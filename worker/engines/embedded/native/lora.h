@@ -28,18 +28,11 @@ multiply_by_b(const lora_panel_t *panel, const float *sums, vec delta[2], int is
     delta[0] = left, delta[1] = right;
 }
 
-INLINED void
-fetch_bytes(const char *from, int64_t count)
-{
-    enum { LINE = 64 };
-    for (int64_t byte = 0; byte < count; byte += LINE)
-        fetch_to_l2(from + byte);
-}
-
 /* What a row's LoRA adds to its sums for the panel of a GEMM that begins at `column`; returns 0 if it adds nothing. */
 INLINED int
 find_lora(const lora_t *lora, int32_t gemm, int64_t row, int64_t column, vec delta[2])
 {
+    enum { LINE = 64 };
     const lora_layer_t *adapter = lora ? lora->adapters[row] : NULL;
     const lora_panel_t *panel = adapter ? adapter[lora->layer].gemms[gemm] : NULL;
     if (!panel)
@@ -47,8 +40,9 @@ find_lora(const lora_t *lora, int32_t gemm, int64_t row, int64_t column, vec del
     panel += column / COLUMNS;
     if (row == 0 || lora->adapters[row - 1] != adapter) { /* what is read next comes while the GEMM computes */
         __builtin_prefetch(panel + 3);
-        fetch_bytes(panel[1].b, panel[1].count * COLUMNS * (panel[1].is_bfloat16 ? sizeof(uint16_t) : sizeof(float)));
-        fetch_bytes(panel->ahead, panel->ahead_bytes);
+        const int64_t size = panel[1].is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
+        for (int64_t byte = 0; byte < panel[1].count * COLUMNS * size; byte += LINE)
+            fetch_to_l2((const char *)panel[1].b + byte);
     }
     const float *sums = lora->sums + row * lora->stride + panel->first;
     if (panel->is_bfloat16)

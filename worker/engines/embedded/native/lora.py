@@ -78,18 +78,16 @@ class _Placed:
 
     Attributes:
         start: Offset of it in bytes.
-        nbytes: Bytes of it.
         is_bfloat16: Whether its elements are bfloat16, not float32.
         width: Sums of a row with it, if it is an A.
     """
 
     start: int
-    nbytes: int
     is_bfloat16: bool
     width: int
 
 
-_NONE = _Placed(0, 0, False, 0)
+_NONE = _Placed(0, False, 0)
 
 
 class _Block:
@@ -104,19 +102,19 @@ class _Block:
         narrow = matrix.to(torch.bfloat16)
         is_exact = torch.equal(narrow.float(), matrix)
         self._matrices.append(narrow if is_exact else matrix)
-        start, nbytes = self.nbytes, self._matrices[-1].nbytes
-        self.nbytes += -(-nbytes // _LINE) * _LINE
-        return _Placed(start, nbytes, is_exact, width)
+        start = self.nbytes
+        self.nbytes += -(-self._matrices[-1].nbytes // _LINE) * _LINE
+        return _Placed(start, is_exact, width)
 
     def place(self) -> int:
         """Put the matrices in place; returns the address of the first one."""
-        (self._block,) = host_memory.zeros(1, (self.nbytes,), torch.uint8, torch.device("cpu"))
+        (self._bytes,) = host_memory.zeros(1, (self.nbytes,), torch.uint8, torch.device("cpu"))
         start = 0
         for matrix in self._matrices:
-            self._block[start : start + matrix.nbytes].view(matrix.dtype).view(matrix.shape).copy_(matrix)
+            self._bytes[start : start + matrix.nbytes].view(matrix.dtype).view(matrix.shape).copy_(matrix)
             start += -(-matrix.nbytes // _LINE) * _LINE
         self._matrices.clear()
-        return self._block.data_ptr()
+        return self._bytes.data_ptr()
 
 
 class PackedAdapter:
@@ -140,15 +138,14 @@ class PackedAdapter:
         inputs = [
             self._input([loras[name].a for name in names if name in loras]) for loras in layers for names in INPUTS
         ]
-        following = iter([*inputs[1:], _NONE])
         gemms = [
-            [address for names in INPUTS for address in self._gemms(names, loras, columns, next(following))]
+            [address for names in INPUTS for address in self._gemms(names, loras, columns)]
             for loras, columns in zip(layers, qkv, strict=True)
         ]
         self.num_layers = len(gemms)
         base = self._block.place()
         for panels in self._panels:
-            panels[:, [0, 4]] += base
+            panels[:, 0] += base
         a = torch.tensor([[each.start, each.width, each.is_bfloat16] for each in inputs], dtype=torch.int64)
         a[:, 0] += base
         self._table = torch.cat([a.view(self.num_layers, -1), torch.tensor(gemms, dtype=torch.int64)], dim=1)
@@ -164,13 +161,8 @@ class PackedAdapter:
         self.width = max(self.width, len(a))
         return self._block.add(a.view(-1, LANES, a.shape[1]).mT, len(a))
 
-    def _gemms(
-        self, names: Sequence[str], loras: Mapping[str, LowRank], qkv: QkvGemms, following: _Placed
-    ) -> list[int]:
-        """Addresses of the ``lora_panel_t`` of the GEMMs of one input, 0 for those without LoRA.
-
-        The last one also fetches the next A into the cache.
-        """
+    def _gemms(self, names: Sequence[str], loras: Mapping[str, LowRank], qkv: QkvGemms) -> list[int]:
+        """Addresses of the ``lora_panel_t`` of the GEMMs of one input, 0 for those without LoRA."""
         is_fused = len(names) == len(qkv.columns) and qkv.is_one
         parts: dict[str, _Part] = {}
         column = first = 0
@@ -182,22 +174,15 @@ class PackedAdapter:
         if not parts:
             return [0] * len(names)
         if is_fused:
-            return [self._gemm(list(parts.values()), column, following), 0, 0]
-        *_, last = parts
-        return [
-            self._gemm([parts[name]], parts[name].stop, following if name == last else _NONE) if name in parts else 0
-            for name in names
-        ]
+            return [self._gemm(list(parts.values()), column), 0, 0]
+        return [self._gemm([parts[name]], parts[name].stop) if name in parts else 0 for name in names]
 
-    def _gemm(self, parts: Sequence[_Part], columns: int, following: _Placed) -> int:
-        starts = range(0, columns, COLUMNS)
-        share = -(-following.nbytes // (len(starts) * _LINE)) * _LINE
+    def _gemm(self, parts: Sequence[_Part], columns: int) -> int:
         table = []
-        for number, column in enumerate(starts):
+        for column in range(0, columns, COLUMNS):
             found = [each for each in parts if each.column < column + COLUMNS and column < each.stop]
-            ahead = min(number * share, following.nbytes)
-            table.append([*self._panel(column, found), following.start + ahead, min(share, following.nbytes - ahead)])
-        table.append([0] * len(table[0]))
+            table.append(self._panel(column, found))
+        table.append([0, 0, 0, 0])
         self._panels.append(torch.tensor(table, dtype=torch.int64))
         return self._panels[-1].data_ptr()
 
