@@ -35,7 +35,7 @@ TARGETS = {
 PROMPT_TOKENS = 64
 
 
-def write_adapter(directory: Path, engine: Engine, targets: tuple[str, ...], rank: int) -> Path:
+def write_adapter(directory: Path, engine: Engine, targets: tuple[str, ...], rank: int, dtype: torch.dtype) -> Path:
     """An adapter of random matrices for the engine's model."""
     model = engine.session.stepper.model
     assert isinstance(model, HfModel)
@@ -44,8 +44,8 @@ def write_adapter(directory: Path, engine: Engine, targets: tuple[str, ...], ran
         layer = tensor.name.removesuffix(".weight")
         if layer.rpartition(".")[2] in targets and len(tensor.shape) == 2:
             rows, columns = tensor.shape
-            tensors[f"base_model.model.{layer}.lora_A.weight"] = torch.randn(rank, columns) / columns**0.5
-            tensors[f"base_model.model.{layer}.lora_B.weight"] = torch.randn(rows, rank) * 0.01
+            tensors[f"base_model.model.{layer}.lora_A.weight"] = (torch.randn(rank, columns) / columns**0.5).to(dtype)
+            tensors[f"base_model.model.{layer}.lora_B.weight"] = (torch.randn(rows, rank) * 0.01).to(dtype)
     directory.mkdir(parents=True)
     save_file(tensors, str(directory / "adapter_model.safetensors"))
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(targets), "bias": "none"}
@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--model", default="default", help="as of Engine: default, tiny or a path")
     parser.add_argument("--rows", type=int, default=8, help="rows and adapters")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the adapters' files")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=24, help="steps of a round")
     options = parser.parse_args()
@@ -92,7 +93,7 @@ def main() -> None:
             names = [f"{targets} {index}" for index in range(options.rows)]
             for name in names:
                 path = Path(folder) / name
-                write_adapter(path, engine, layers, options.rank)
+                write_adapter(path, engine, layers, options.rank, getattr(torch, options.dtype))
                 adapters.load(name, path)
             cases[f"{targets}: one adapter"] = [names[0]] * options.rows
             cases[f"{targets}: {options.rows} adapters"] = list(names)
@@ -100,7 +101,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for case, chosen in cases.items():
             fastest[case] = min(fastest[case], step_ms(engine, chosen, options.steps))
-    print(f"{engine.info.computed_by}; {options.rows} rows, rank {options.rank}")
+    print(f"{engine.info.computed_by}; {options.rows} rows, rank {options.rank}, {options.dtype}")
     for case, milliseconds in fastest.items():
         print(f"{case:20} {milliseconds:7.2f} ms a step  {milliseconds / fastest['none']:5.2f}")
 

@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "glm4": "glm4",
     "gpt_oss": "gpt-oss",
     "granite": "granite",
+    "granitemoe": "granitemoe",
     "mixtral": "llama",
     "olmo2": "olmo2",
     "olmoe": "olmoe",
@@ -45,6 +46,7 @@ _CHANGED: dict[str, dict[str, Any]] = {
 }
 """Settings that a file can tell: llama.cpp knows some by the architecture alone."""
 
+_PAIRING_ROWS = ("llama", "granite", "granitemoe", "smollm3")
 _WITH_WINDOWS = ("gemma2", "gemma3", "gpt-oss", "phi3")
 _EXPERT = re.compile(r"(model\.layers\.\d+\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_PARTS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
@@ -120,12 +122,17 @@ class TwistedSource(Source):
             if ".mlp.experts." in name:  # GPT-OSS: matrices of all experts, transposed, gates and up alternating
                 self._take_apart(name.replace("model.layers.", "blk."), value)
                 continue
+            if name.endswith("block_sparse_moe.input_linear.weight"):  # Granite: gates above ups
+                layer = name.removesuffix("block_sparse_moe.input_linear.weight").replace("model.layers.", "blk.")
+                for part, one in zip(("gate", "up"), np.split(value, 2, axis=1), strict=True):
+                    self.tensors[f"{layer}ffn_{part}_exps.weight"] = one, kind
+                continue
             theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
             theirs = f"{theirs}.weight" if name.endswith("sinks") else theirs
             assert theirs is not None, name
             if self.arch.startswith("gemma") and name.endswith("norm.weight"):
                 value = value + 1
-            if self.arch in ("llama", "granite", "smollm3") and name.endswith(("q_proj.weight", "k_proj.weight")):
+            if self.arch in _PAIRING_ROWS and name.endswith(("q_proj.weight", "k_proj.weight")):
                 value = permuted(value, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
             self.tensors[theirs] = value, kind if value.ndim > 1 else F32
         for theirs, each in experts.items():

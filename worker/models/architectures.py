@@ -93,8 +93,7 @@ class Architecture:
         self._refuse_variants()
         self.config = self._config()
         self.weights = list(self._weights())
-        known = {weight.tensor.name for weight in self.weights} | {ROPE_FREQUENCIES}
-        known |= {weight.beside.name for weight in self.weights if weight.beside is not None}
+        known = {tensor.name for weight in self.weights for tensor in weight.tensors} | {ROPE_FREQUENCIES}
         unknown = sorted(set(file.tensors) - known)
         if unknown:
             raise GgufError(f"tensor {unknown[0]} has no place in architecture {self._name}")

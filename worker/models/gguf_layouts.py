@@ -4,7 +4,7 @@ what llama.cpp's converter calls them, and what it changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -31,18 +31,20 @@ class Place:
         tensor: Name of the tensor.
         expert: Expert whose rows it is; None for the whole tensor.
         beside: Tensor whose rows, or elements of a bias, alternate with those of `tensor`.
+        below: Tensor whose rows come below those of `tensor`, in the matrix of each expert.
         turns: Whether the matrices of all experts are transposed.
     """
 
     tensor: str
     expert: int | None = None
     beside: str | None = None
+    below: str | None = None
     turns: bool = False
 
-    def below(self, prefix: str) -> Place:
+    def of_layer(self, prefix: str) -> Place:
         """The same of a layer."""
-        beside = None if self.beside is None else prefix + self.beside
-        return replace(self, tensor=prefix + self.tensor, beside=beside)
+        beside, below = (None if name is None else prefix + name for name in (self.beside, self.below))
+        return replace(self, tensor=prefix + self.tensor, beside=beside, below=below)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +62,9 @@ class Layout:
         has_biases: Whether queries, keys and values may have biases; the file tells.
         has_sinks: Whether query heads have sinks, and the output projection a bias with the others.
         experts: Prefix of the mixture in a layer of the checkpoint; None for an MLP. Its router is
-            ``gate``, its experts are ``experts.N.`` and `parts`; or, if `joins_experts`, those of
-            GPT-OSS, which are one tensor for each matrix, and have biases.
-        joins_experts: See `experts`.
+            ``gate``, its experts are ``experts.N.`` and `parts`.
+        joined: Tensors of a mixture whose experts are one tensor for each matrix, by the count of
+            experts, the width of hidden states and that of an expert; None for `experts`.
         parts: Gate, up and down projection of an expert.
         gguf_pairs_rows: Whether rows of queries and keys that RoPE rotates together lie side by
             side in the file.
@@ -84,7 +86,7 @@ class Layout:
     has_biases: bool = False
     has_sinks: bool = False
     experts: str | None = None
-    joins_experts: bool = False
+    joined: Callable[[int, int, int], Iterator[tuple[Tensor, Place]]] | None = None
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     gguf_pairs_rows: bool = False
     adds_one: bool = False
@@ -98,7 +100,7 @@ class Layout:
     @property
     def is_mixture(self) -> bool:
         """Whether MLPs are mixtures of experts."""
-        return self.experts is not None
+        return self.experts is not None or self.joined is not None
 
     @property
     def keys(self) -> set[str]:
@@ -133,7 +135,7 @@ class Layout:
         for layer in range(config["num_hidden_layers"]):
             ours, theirs = f"model.layers.{layer}.", f"blk.{layer}."
             for tensor, place in self._layer(config, has_biases):
-                yield Tensor(ours + tensor.name, tensor.shape), place.below(theirs)
+                yield Tensor(ours + tensor.name, tensor.shape), place.of_layer(theirs)
         yield Tensor("model.norm.weight", (hidden,)), Place("output_norm.weight")
         if not config["tie_word_embeddings"]:
             yield Tensor("lm_head.weight", (vocab_size, hidden)), Place("output.weight")
@@ -168,14 +170,14 @@ class Layout:
             return
         shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
         names = ("gate", "up", "down")
+        if self.joined is not None:
+            yield from self.joined(config["num_experts"], hidden, inner)
+            return
         if self.experts is None:
             for name, shape in zip(names, shapes, strict=True):
                 yield Tensor(f"mlp.{name}_proj.weight", shape), Place(f"ffn_{name}.weight")
             return
         count = config["num_experts"]
-        if self.joins_experts:
-            yield from _joined(count, hidden, inner)
-            return
         yield Tensor(f"{self.experts}.gate.weight", (count, hidden)), Place("ffn_gate_inp.weight")
         for expert in range(count):
             for part, name, shape in zip(self.parts, names, shapes, strict=True):
@@ -183,7 +185,7 @@ class Layout:
                 yield ours, Place(f"ffn_{name}_exps.weight", expert)
 
 
-def _joined(count: int, hidden: int, inner: int) -> Iterator[tuple[Tensor, Place]]:
+def _gpt_oss_experts(count: int, hidden: int, inner: int) -> Iterator[tuple[Tensor, Place]]:
     """The mixture of GPT-OSS."""
     gate, up, down = (f"ffn_{part}_exps" for part in ("gate", "up", "down"))
     yield Tensor("mlp.router.weight", (count, hidden)), Place("ffn_gate_inp.weight")
@@ -193,6 +195,14 @@ def _joined(count: int, hidden: int, inner: int) -> Iterator[tuple[Tensor, Place
     yield Tensor("mlp.experts.gate_up_proj_bias", (count, 2 * inner)), Place(f"{gate}.bias", beside=f"{up}.bias")
     yield Tensor("mlp.experts.down_proj", (count, inner, hidden)), Place(f"{down}.weight", turns=True)
     yield Tensor("mlp.experts.down_proj_bias", (count, hidden)), Place(f"{down}.bias")
+
+
+def _granite_experts(count: int, hidden: int, inner: int) -> Iterator[tuple[Tensor, Place]]:
+    """The mixture of Granite."""
+    both = Place("ffn_gate_exps.weight", below="ffn_up_exps.weight")
+    yield Tensor("block_sparse_moe.router.layer.weight", (count, hidden)), Place("ffn_gate_inp.weight")
+    yield Tensor("block_sparse_moe.input_linear.weight", (count, 2 * inner, hidden)), both
+    yield Tensor("block_sparse_moe.output_linear.weight", (count, hidden, inner)), Place("ffn_down_exps.weight")
 
 
 MIXTRAL = Layout(
@@ -250,13 +260,19 @@ LAYOUTS = {
         norms=(NORMS[0], ("post_attention_layernorm", "post_attention_norm")),
         has_biases=True,
         has_sinks=True,
-        experts="mlp",
-        joins_experts=True,
+        joined=_gpt_oss_experts,
         integers={"sliding_window": "attention.sliding_window"},
         settings={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
         yarn={"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     ),
     "granite": Layout(name="granite", class_name="GraniteForCausalLM", gguf_pairs_rows=True, numbers=_GRANITE),
+    "granitemoe": Layout(
+        name="granitemoe",
+        class_name="GraniteMoeForCausalLM",
+        joined=_granite_experts,
+        gguf_pairs_rows=True,
+        numbers=_GRANITE,
+    ),
     "olmo2": Layout(name="olmo2", class_name="Olmo2ForCausalLM", norms=_NORMS_BEHIND, head_norms="whole"),
     "olmoe": Layout(
         name="olmoe",

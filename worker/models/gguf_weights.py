@@ -67,6 +67,7 @@ class Weight:
         rows: Indices of its rows in the tensor, in order.
         has_one: Whether the tensor holds the values plus 1.
         beside: Tensor whose rows alternate with those of `tensor`; None for none.
+        below: Tensor whose rows come below those of `tensor`, expert by expert; None for none.
         turns: Whether the weight holds matrices of all experts, which are transposed.
     """
 
@@ -76,16 +77,24 @@ class Weight:
     rows: npt.NDArray[np.int64]
     has_one: bool = False
     beside: GgufTensor | None = None
+    below: GgufTensor | None = None
     turns: bool = False
+
+    @property
+    def tensors(self) -> tuple[GgufTensor, ...]:
+        """The tensors that hold its values."""
+        return tuple(tensor for tensor in (self.tensor, self.beside, self.below) if tensor is not None)
 
     def values(self, file: GgufFile) -> Iterator[npt.NDArray[np.float32]]:
         """The values of the weight in order, some rows at a time."""
-        if self.beside is None and not self.turns:
+        if self.tensors == (self.tensor,) and not self.turns:
             for rows in file.rows(self.tensor, self.rows):
                 yield rows - np.float32(1) if self.has_one else rows
             return
         for matrix in np.split(self.rows, self.shape[0]):
             found = np.concatenate(list(file.rows(self.tensor, matrix)))
+            if self.below is not None:
+                found = np.concatenate((found, *file.rows(self.below, matrix)))
             if self.beside is not None:
                 other = np.concatenate(list(file.rows(self.beside, matrix)))
                 axis = 1 if self.turns else 2  # rows of a matrix, or elements of a bias
@@ -95,7 +104,8 @@ class Weight:
     @property
     def dtype(self) -> str:
         """Data type that holds its values: exactly, if they are plain numbers."""
-        return _NUMBERS.get(self.tensor.kind, BLOCKS)
+        found = {_NUMBERS.get(tensor.kind, BLOCKS) for tensor in self.tensors}
+        return found.pop() if len(found) == 1 else "float32"
 
 
 def plain_dtype(file: GgufFile, adds_one: bool = False) -> str:
@@ -158,13 +168,15 @@ def layout_weights(file: GgufFile, layout: Layout, config: Mapping[str, Any]) ->
         if place.beside is not None:
             columns = 1 if place.turns else len(theirs) - 1
             theirs = (*theirs[:columns], theirs[columns] // 2, *theirs[columns + 1 :])
+        if place.below is not None:
+            theirs = (theirs[0], theirs[1] // 2, *theirs[2:])
         tensor = _shaped(file, name, *theirs)
         rows = np.arange(tensor.num_rows)
         if layout.gguf_pairs_rows and name.endswith((".attn_q.weight", ".attn_k.weight")):
             rows = _unpermuted(rows, config["head_dim"])
-        beside = None if place.beside is None else _shaped(file, place.beside, *theirs)
+        beside, below = (None if each is None else _shaped(file, each, *theirs) for each in (place.beside, place.below))
         has_one = layout.adds_one and name.endswith("norm.weight")
-        yield Weight(ours.name, shape, tensor, rows, has_one, beside, place.turns)
+        yield Weight(ours.name, shape, tensor, rows, has_one, beside, below, place.turns)
 
 
 def _expert(file: GgufFile, ours: Tensor, matched: re.Match[str], count: int) -> Weight:

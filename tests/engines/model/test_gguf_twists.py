@@ -126,11 +126,30 @@ def test_blocks_and_plain_numbers(kind: str, tmp_path: Path, tiny: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("kind", "weight"),
+    [("gpt_oss", "mlp.experts.gate_up_proj"), ("granitemoe", "block_sparse_moe.input_linear.weight")],
+)
+def test_a_weight_of_two_types_of_tensors(kind: str, weight: str, tmp_path: Path, tiny: Path) -> None:
+    """Gates in bfloat16 and ups in float32: what holds both."""
+    write_checkpoint(tmp_path / "source", kind, tiny)
+    source = TwistedSource(tmp_path / "source")
+    gates, _ = source.tensors["blk.1.ffn_gate_exps.weight"]
+    gates = torch.from_numpy(gates).bfloat16().float().numpy()
+    source.tensors["blk.1.ffn_gate_exps.weight"] = gates, GGMLQuantizationType.BF16
+    found = load_file(converted(source, tmp_path) / "model.safetensors")[f"model.layers.1.{weight}"]
+    ups = torch.from_numpy(source.tensors["blk.1.ffn_up_exps.weight"][0])
+    both = (torch.from_numpy(gates), ups)
+    assert torch.equal(found, torch.cat(both, 1) if kind == "granitemoe" else torch.stack(both, 2).flatten(1, 2).mT)
+
+
+@pytest.mark.parametrize(
     ("kind", "key", "value", "said"),
     [
         ("gemma2", "gemma2.attention.scale", 0.5, "gemma2.attention.scale is not supported"),
         ("gemma2", "gemma2.attention.sliding_window", None, "it lacks gemma2.attention.sliding_window"),
         ("granite", "granite.residual_scale", "much", "granite.residual_scale must be a number above 0"),
+        ("granitemoe", "granitemoe.expert_count", 0, "tensor blk.0.ffn_gate_inp.weight must be of shape [0, 64]"),
+        ("granitemoe", "granitemoe.expert_shared_feed_forward_length", 64, "_feed_forward_length is not supported"),
         ("glm4", "glm4.rope.dimension_count", 7, "glm4.rope.dimension_count must be even and at most 16"),
         ("phi3", "phi3.rope.scaling.type", "longrope", "phi3.rope.scaling.type 'longrope' is not supported"),
         ("mixtral", "llama.expert_used_count", None, "it lacks llama.expert_used_count"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora_adapters import ALL_TARGETS, merged, write_adapter
 from random_checkpoints import write
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded import native
@@ -27,7 +31,7 @@ TOKENS = torch.randint(300, (70,), generator=torch.Generator().manual_seed(5)).t
 UNEVEN = {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48}
 """Sizes with which panels of the fused QKV projection hold columns of several layers."""
 
-NAMES = (None, "wide", "stable", "plain")
+NAMES = ("wide", "stable", "plain")
 
 PATTERNS: dict[str, Any] = {
     "rank_pattern": {"layers.1.self_attn.q_proj": 3, "down_proj": 20, ".*up_proj": 1},
@@ -48,19 +52,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Case:
     """A model, its adapters, and logits of prompts that were alone."""
 
-    def __init__(self, folder: Path, **config: Any) -> None:
+    def __init__(self, folder: Path, names: Sequence[str] = NAMES, **config: Any) -> None:
         model = load_model(EmbeddedConfig(model_path=folder / "model", numerics="exact", **config))
         assert isinstance(model, HfModel)
         model.allocate_kv(24, PAGE)
         read = model.adapter_loader()
         self.model = model
-        self._adapters = {name: read(name, folder / name) for name in NAMES if name is not None}
+        self._adapters = {name: read(name, folder / name) for name in names}
         self._known: dict[tuple[str | None, int], torch.Tensor] = {}
 
     def request(self, name: str | None, length: int, pages: list[int]) -> Request:
         adapter = None if name is None else self._adapters[name]
         tokens = TOKENS[:length]
         return Request("", 0, SamplingParams(), tokens, length, 999, frozenset(), 0, pages=pages, adapter=adapter)
+
+    def nbytes(self, name: str) -> int:
+        return int(self._adapters[name].packed.nbytes)
 
     def alone(self, name: str | None, length: int) -> torch.Tensor:
         if (name, length) not in self._known:
@@ -83,6 +90,27 @@ def test_logits_are_those_of_merged_weights(folder: Path, tmp_path: Path, name: 
     assert difference[1] > 0.1
 
 
+def test_bfloat16_adapters_are_kept_as_such(folder: Path, tmp_path: Path) -> None:
+    """A rank more, of no bfloat16 in A and zeros in B, keeps A in float32, and changes no bit."""
+    before = load_file(folder / "plain/adapter_model.safetensors")
+    size = sum(matrix.numel() for matrix in before.values())
+    config = json.loads((folder / "plain/adapter_config.json").read_text())
+    config |= {"r": config["r"] + 1, "lora_alpha": config["lora_alpha"] / config["r"] * (config["r"] + 1)}
+    matrices = {name: matrix.float() for name, matrix in before.items()}
+    (tmp_path / "wider").mkdir()
+    (tmp_path / "wider/adapter_config.json").write_text(json.dumps(config))
+    wider = {
+        name: functional.pad(matrix, (0, 0, 0, 1), value=0.1) if "lora_A" in name else functional.pad(matrix, (0, 1))
+        for name, matrix in matrices.items()
+    }
+    save_file(wider, tmp_path / "wider/adapter_model.safetensors")
+    (tmp_path / "model").symlink_to(folder / "model")
+    (tmp_path / "plain").symlink_to(folder / "plain")
+    case = Case(tmp_path, names=("plain", "wider"), dtype="float32")
+    assert torch.equal(case.alone("wider", 40), case.alone("plain", 40))
+    assert case.nbytes("plain") < 3 * size < case.nbytes("wider")
+
+
 FORMATS = (
     {"dtype": "float32"},
     {"dtype": "bfloat16"},
@@ -99,7 +127,7 @@ def case(folder: Path, request: pytest.FixtureRequest) -> Case:
 
 @given(
     rows=st.lists(
-        st.tuples(st.sampled_from(NAMES), st.integers(1, len(TOKENS)), st.booleans()), min_size=1, max_size=7
+        st.tuples(st.sampled_from((None, *NAMES)), st.integers(1, len(TOKENS)), st.booleans()), min_size=1, max_size=7
     ),
     cuts=st.sets(st.integers(1, len(TOKENS) - 1), max_size=2),
     threads=st.integers(1, 3),

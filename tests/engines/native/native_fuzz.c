@@ -55,6 +55,20 @@ some_floats(int64_t count)
     return buffer;
 }
 
+/* Floats, or as many bfloat16. */
+static void *
+some_matrix(int64_t count, int64_t is_bfloat16)
+{
+    float *floats = some_floats(count);
+    if (!is_bfloat16)
+        return floats;
+    uint16_t *narrow = malloc(count * sizeof *narrow);
+    for (int64_t i = 0; i < count; i++)
+        memcpy(narrow + i, (char *)(floats + i) + sizeof *narrow, sizeof *narrow); /* little-endian */
+    free(floats);
+    return narrow;
+}
+
 static uint64_t digest = 14695981039346656037u;
 
 /* FNV-1a of all results so far. */
@@ -328,9 +342,9 @@ some_lora_panels(int64_t columns, int64_t width)
     const int64_t panels = (columns + COLUMNS - 1) / COLUMNS;
     lora_panel_t *found = calloc(panels + 1, sizeof *found);
     for (int64_t i = 0; i < panels; i++) {
-        const int64_t first = below(width), count = 1 + below(width - first);
+        const int64_t first = below(width), count = 1 + below(width - first), is_bfloat16 = below(2);
         if (below(4))
-            found[i] = (lora_panel_t){some_floats(count * COLUMNS), first, count};
+            found[i] = (lora_panel_t){some_matrix(count * COLUMNS, is_bfloat16), first, count, is_bfloat16};
     }
     return found;
 }
@@ -350,7 +364,8 @@ some_adapter(const layer_t *layers, int64_t widest)
             lora_input_t *input = adapter[i].inputs + inputs[k];
             if (!input->width) {
                 input->width = LANES * (1 + below(widest / LANES));
-                input->a = some_floats(input->width * gemms[k]->inner);
+                input->is_bfloat16 = below(2);
+                input->a = some_matrix(input->width * gemms[k]->inner, input->is_bfloat16);
             }
             adapter[i].gemms[k] = some_lora_panels(gemms[k]->columns, input->width);
         }

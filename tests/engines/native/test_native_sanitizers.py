@@ -24,10 +24,10 @@ FUZZ = Path(__file__).with_name("native_fuzz.c")
 TEAM = Path(__file__).with_name("team_stress.c")
 SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 ROUNDS = 60
-DIGESTS = {torch.bfloat16: "cdd2ebc891e442e9", torch.float32: "9db5196a354ff7b2"}
+DIGESTS = {torch.bfloat16: "ffe1a6d539acb92e", torch.float32: "657f34c1d23dfdc5"}
 """Of all results, as AVX-512 in float32, AVX2 and plain C on x86-64 have them."""
 
-OWN_DIGESTS = {("amx", torch.bfloat16): "a9946f913aee452e"}
+OWN_DIGESTS = {("amx", torch.bfloat16): "73d2acd36947aee0"}
 """Of paths that sum in an order of their own."""
 
 

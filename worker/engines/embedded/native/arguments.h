@@ -17,14 +17,16 @@ typedef struct {
 
 /* B of a LoRA, times its scale, for a panel of a GEMM: of the row's sums, `count` from `first` on meet it. */
 typedef struct {
-    const float *b; /* [count][32 columns] */
+    const void *b;       /* [count][32 columns] */
     int64_t first, count;
+    int64_t is_bfloat16; /* whether b is bfloat16, not float32 */
 } lora_panel_t;
 
 /* A of the LoRAs whose linear layers have one input. */
 typedef struct {
-    const float *a; /* panels [width / 16][inner][16] */
-    int64_t width;  /* sums of a row, a multiple of 16; 0 for none */
+    const void *a;       /* panels [width / 16][inner][16] */
+    int64_t width;       /* sums of a row, a multiple of 16; 0 for none */
+    int64_t is_bfloat16; /* whether a is bfloat16, not float32 */
 } lora_input_t;
 
 enum { QKV_INPUT, OUTPUT_INPUT, MLP_INPUT, DOWN_INPUT, LORA_INPUTS };

@@ -17,13 +17,15 @@ finish(const linear_t *l, int64_t row, int64_t column, const float *sums)
 {
     const int64_t columns = l->gemm->columns;
     const element *bias = l->gemm->bias, *other = l->other;
+    vec delta[2];
+    const int has_lora = find_lora(l->lora, l->lora_gemm, row, column, delta);
     for (int half = 0; half < 2 && column < columns; half++, column += LANES, sums += LANES) {
         const int64_t count = columns - column, at = row * columns + column;
         vec y = vec_load(sums);
         if (bias)
             y = vec_add(y, load_lanes(bias + column, count));
-        if (l->lora)
-            y = add_lora(l->lora, l->lora_gemm, row, column, y);
+        if (has_lora)
+            y = vec_add(y, delta[half]);
         y = epilogue(l->epilogue, y, takes_other(l->epilogue) ? load_lanes(other + at, count) : y);
         if (l->is_unrounded)
             store_floats((float *)l->output + at, count, y);
@@ -68,7 +70,7 @@ compute_panels(const void *arguments, int64_t first, int64_t stop)
 int32_t
 kernels_version(void)
 {
-    return 15;
+    return 16;
 }
 
 /* A line for each structure of `arguments.h`: its name and its fields. */

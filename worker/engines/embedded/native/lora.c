@@ -15,25 +15,50 @@ wide(element x)
 #endif
 }
 
+enum { MOST = 4 }; /* rows of a group: that many sums hide the latency of an addition */
+
+/* Rows that meet a panel of A together, of one adapter or of several. */
+typedef struct {
+    const shrinking_t *s;
+    const int64_t *tokens;
+    const void *a[MOST]; /* [inner][16], of each row */
+    int64_t column;      /* first of the panel's sums */
+} group_t;
+
 /* A few rows times 16 columns of A, each sum over the elements in order. */
 INLINED void
-multiply_a_panel(int rows, const shrinking_t *s, const int64_t *tokens, const float *a, int64_t column)
+multiply_rows(int rows, const group_t *g, int is_shared, int is_bfloat16)
 {
-    enum { MOST = 4 };
+    const shrinking_t *s = g->s;
     vec sum[MOST];
     const element *x[MOST];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
-        sum[r] = vec_zero(), x[r] = s->x + tokens[r] * s->inner;
+        sum[r] = vec_zero(), x[r] = s->x + g->tokens[r] * s->inner;
     for (int64_t i = 0; i < s->inner; i++) {
-        const vec weights = vec_load(a + i * LANES);
+        const vec shared = load_lora(g->a[0], i * LANES, is_bfloat16);
 #pragma GCC unroll 4
-        for (int r = 0; r < rows; r++)
+        for (int r = 0; r < rows; r++) {
+            const vec weights = is_shared ? shared : load_lora(g->a[r], i * LANES, is_bfloat16);
             sum[r] = vec_fmadd(vec_all(wide(x[r][i])), weights, sum[r]);
+        }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
-        vec_store(s->sums + tokens[r] * s->step->lora_width + column, sum[r]);
+        vec_store(s->sums + g->tokens[r] * s->step->lora_width + g->column, sum[r]);
+}
+
+INLINED void
+multiply_group(int64_t rows, const group_t *g, int is_shared, int is_bfloat16)
+{
+    if (rows == 4)
+        multiply_rows(4, g, is_shared, is_bfloat16);
+    else if (rows == 3)
+        multiply_rows(3, g, is_shared, is_bfloat16);
+    else if (rows == 2)
+        multiply_rows(2, g, is_shared, is_bfloat16);
+    else
+        multiply_rows(1, g, is_shared, is_bfloat16);
 }
 
 /* Units are tokens with an adapter, for one panel of A after the other. */
@@ -42,25 +67,27 @@ multiply_units(const void *arguments, int64_t first, int64_t stop)
 {
     const shrinking_t *s = arguments;
     const int64_t number = s->step->num_adapted;
-    int count = 1;
+    int64_t count = 1;
     for (int64_t unit = first; unit < stop; unit += count) {
-        const int64_t panel = unit / number, *tokens = s->step->adapted + unit % number;
-        const int64_t left = smaller(stop - unit, number - unit % number);
-        const lora_layer_t *adapter = s->step->adapters[*tokens];
-        for (count = 1; count < left && count < 4 && s->step->adapters[tokens[count]] == adapter; count++)
-            ;
-        const lora_input_t *input = &adapter[s->layer].inputs[s->input];
-        if (panel * LANES >= input->width)
-            continue;
-        const float *a = input->a + panel * s->inner * LANES;
-        if (count == 4)
-            multiply_a_panel(4, s, tokens, a, panel * LANES);
-        else if (count == 3)
-            multiply_a_panel(3, s, tokens, a, panel * LANES);
-        else if (count == 2)
-            multiply_a_panel(2, s, tokens, a, panel * LANES);
+        const int64_t panel = unit / number, left = smaller(smaller(stop - unit, number - unit % number), MOST);
+        group_t group = {.s = s, .tokens = s->step->adapted + unit % number, .column = panel * LANES};
+        int64_t is_bfloat16 = 0;
+        int is_shared = 1;
+        for (count = 0; count < left; count++) {
+            const lora_input_t *input = &s->step->adapters[group.tokens[count]][s->layer].inputs[s->input];
+            if (group.column >= input->width || (count && input->is_bfloat16 != is_bfloat16))
+                break;
+            is_bfloat16 = input->is_bfloat16;
+            group.a[count] = (const char *)input->a +
+                             group.column * s->inner * (is_bfloat16 ? sizeof(uint16_t) : sizeof(float));
+            is_shared &= group.a[count] == group.a[0];
+        }
+        if (!count) /* its input has fewer sums */
+            count = 1;
+        else if (is_shared)
+            is_bfloat16 ? multiply_group(count, &group, 1, 1) : multiply_group(count, &group, 1, 0);
         else
-            multiply_a_panel(1, s, tokens, a, panel * LANES);
+            is_bfloat16 ? multiply_group(count, &group, 0, 1) : multiply_group(count, &group, 0, 0);
     }
 }
 

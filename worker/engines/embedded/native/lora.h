@@ -1,31 +1,55 @@
-/* LoRA: x A^T, which `lora.c` computes, and its product with B, which the epilogue of a GEMM adds to its sums. All in
- * float32, each sum in one order that depends on its row and its adapter alone; a row without an adapter has the sums that
- * it has in a step without adapters.
+/* LoRA: x A^T, which `lora.c` computes, and its product with B, which the epilogue of a GEMM adds to its sums. All sums are
+ * float32, each in one order that depends on its row and its adapter alone: matrices of bfloat16 give the same bits as if
+ * they were float32. A row without an adapter has the sums that it has in a step without adapters.
  */
 #ifndef LORA_H
 #define LORA_H
 
 #include "kernels.h"
 
-/* The lanes of a row's LoRA that begin at `column`, a multiple of 16, added to its sums y. */
+/* 16 elements of A or B. */
 INLINED vec
-add_lora(const lora_t *lora, int32_t gemm, int64_t row, int64_t column, vec y)
+load_lora(const void *from, int64_t at, int is_bfloat16)
 {
-    const lora_layer_t *adapter = lora->adapters[row];
+    return is_bfloat16 ? load_bfloat16((const uint16_t *)from + at, LANES) : vec_load((const float *)from + at);
+}
+
+/* A row's sums times the columns of a panel of B. */
+INLINED void
+multiply_by_b(const lora_panel_t *panel, const float *sums, vec delta[2], int is_bfloat16)
+{
+    vec left = vec_zero(), right = vec_zero();
+    const int64_t count = panel->count;
+    for (int64_t rank = 0; rank < count; rank++) {
+        const vec sum = vec_all(sums[rank]);
+        left = vec_fmadd(sum, load_lora(panel->b, rank * COLUMNS, is_bfloat16), left);
+        right = vec_fmadd(sum, load_lora(panel->b, rank * COLUMNS + LANES, is_bfloat16), right);
+    }
+    delta[0] = left, delta[1] = right;
+}
+
+/* What a row's LoRA adds to its sums for the panel of a GEMM that begins at `column`; returns 0 if it adds nothing. */
+INLINED int
+find_lora(const lora_t *lora, int32_t gemm, int64_t row, int64_t column, vec delta[2])
+{
+    enum { LINE = 64 };
+    const lora_layer_t *adapter = lora ? lora->adapters[row] : NULL;
     const lora_panel_t *panel = adapter ? adapter[lora->layer].gemms[gemm] : NULL;
     if (!panel)
-        return y;
+        return 0;
     panel += column / COLUMNS;
-    if (column % COLUMNS == 0) /* the next panel is read while the GEMM computes its sums */
-        for (int64_t rank = 0; rank < panel[1].count; rank++) {
-            fetch_to_l2(panel[1].b + rank * COLUMNS);
-            fetch_to_l2(panel[1].b + rank * COLUMNS + LANES);
-        }
-    const float *b = panel->b + column % COLUMNS, *sums = lora->sums + row * lora->stride + panel->first;
-    vec delta = vec_zero();
-    for (int64_t rank = 0; rank < panel->count; rank++)
-        delta = vec_fmadd(vec_all(sums[rank]), vec_load(b + rank * COLUMNS), delta);
-    return vec_add(y, delta);
+    if (row == 0 || lora->adapters[row - 1] != adapter) { /* what is read next comes while the GEMM computes */
+        __builtin_prefetch(panel + 3);
+        const int64_t size = panel[1].is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
+        for (int64_t byte = 0; byte < panel[1].count * COLUMNS * size; byte += LINE)
+            fetch_to_l2((const char *)panel[1].b + byte);
+    }
+    const float *sums = lora->sums + row * lora->stride + panel->first;
+    if (panel->is_bfloat16)
+        multiply_by_b(panel, sums, delta, 1);
+    else
+        multiply_by_b(panel, sums, delta, 0);
+    return 1;
 }
 
 /* Inputs of a step's linear layers, to be multiplied by A. */

@@ -1,4 +1,4 @@
-"""LoRA adapters as the kernels read them: A and B of each layer in panels, in float32.
+"""LoRA adapters as the kernels read them: A and B of each layer in panels, float32 or bfloat16.
 
 The linear layers that read one input have one A, the rows of theirs one below the other, so that a
 row meets it in one product. B is multiplied by the adapter's scale, and lies in the panels of the
@@ -13,7 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.native.packed import COLUMNS
+
+_LINE = 64
+"""Bytes of a line of a processor's cache."""
 
 LANES = 16
 """Columns of a panel of A: ``LANES`` in ``vector.h``."""
@@ -49,7 +53,7 @@ class QkvGemms:
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
+class _Part:
     """B of a linear layer within a GEMM.
 
     Attributes:
@@ -68,6 +72,51 @@ class _Placed:
         return self.column + self.b.shape[1]
 
 
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A matrix in the block of an adapter.
+
+    Attributes:
+        start: Offset of it in bytes.
+        is_bfloat16: Whether its elements are bfloat16, not float32.
+        width: Sums of a row with it, if it is an A.
+    """
+
+    start: int
+    is_bfloat16: bool
+    width: int
+
+
+_NONE = _Placed(0, False, 0)
+
+
+class _Block:
+    """The matrices of an adapter, one after the other in huge pages, since every step reads all."""
+
+    def __init__(self) -> None:
+        self._matrices: list[torch.Tensor] = []
+        self.nbytes = 0
+
+    def add(self, matrix: torch.Tensor, width: int = 0) -> _Placed:
+        """Add a float32 matrix, as bfloat16 if that loses nothing: it is half the bytes."""
+        narrow = matrix.to(torch.bfloat16)
+        is_exact = torch.equal(narrow.float(), matrix)
+        self._matrices.append(narrow if is_exact else matrix)
+        start = self.nbytes
+        self.nbytes += -(-self._matrices[-1].nbytes // _LINE) * _LINE
+        return _Placed(start, is_exact, width)
+
+    def place(self) -> int:
+        """Put the matrices in place; returns the address of the first one."""
+        (self._bytes,) = host_memory.zeros(1, (self.nbytes,), torch.uint8, torch.device("cpu"))
+        start = 0
+        for matrix in self._matrices:
+            self._bytes[start : start + matrix.nbytes].view(matrix.dtype).view(matrix.shape).copy_(matrix)
+            start += -(-matrix.nbytes // _LINE) * _LINE
+        self._matrices.clear()
+        return self._bytes.data_ptr()
+
+
 class PackedAdapter:
     """An adapter, packed for `DecoderLayers.compute`.
 
@@ -83,68 +132,73 @@ class PackedAdapter:
     """
 
     def __init__(self, layers: Sequence[Mapping[str, LowRank]], qkv: Sequence[QkvGemms]) -> None:
-        self._kept: list[torch.Tensor] = []  # whose addresses the table has
+        self._block = _Block()
+        self._panels: list[torch.Tensor] = []
         self.width = LANES
-        rows = [self._layer(loras, gemms) for loras, gemms in zip(layers, qkv, strict=True)]
-        self.num_layers = len(rows)
-        self._table = torch.tensor(rows, dtype=torch.int64)
+        inputs = [
+            self._input([loras[name].a for name in names if name in loras]) for loras in layers for names in INPUTS
+        ]
+        gemms = [
+            [address for names in INPUTS for address in self._gemms(names, loras, columns)]
+            for loras, columns in zip(layers, qkv, strict=True)
+        ]
+        self.num_layers = len(gemms)
+        base = self._block.place()
+        for panels in self._panels:
+            panels[:, 0] += base
+        a = torch.tensor([[each.start, each.width, each.is_bfloat16] for each in inputs], dtype=torch.int64)
+        a[:, 0] += base
+        self._table = torch.cat([a.view(self.num_layers, -1), torch.tensor(gemms, dtype=torch.int64)], dim=1)
         self.address = self._table.data_ptr()
-        self.nbytes = sum(tensor.nbytes for tensor in self._kept)
+        self.nbytes = self._block.nbytes
 
-    def _layer(self, loras: Mapping[str, LowRank], qkv: QkvGemms) -> list[int]:
-        inputs: list[int] = []
-        gemms: list[int] = []
-        for names in INPUTS:
-            inputs += self._input([loras[name].a for name in names if name in loras])
-            is_fused = len(names) == len(qkv.columns) and qkv.is_one
-            placed: dict[str, _Placed] = {}
-            column = first = 0
-            for index, name in enumerate(names):
-                if name in loras:
-                    placed[name] = _Placed(column, first, loras[name].b.T)
-                    first += len(loras[name].a)
-                column += qkv.columns[index] if is_fused else 0
-            if is_fused:
-                gemms += [self._gemm(list(placed.values()), column), 0, 0]
-            else:
-                gemms += [self._gemm([placed[name]], placed[name].stop) if name in placed else 0 for name in names]
-        return inputs + gemms
-
-    def _input(self, parts: Sequence[torch.Tensor]) -> list[int]:
-        """Address and width of the A of the linear layers of one input."""
+    def _input(self, parts: Sequence[torch.Tensor]) -> _Placed:
+        """A of the linear layers of one input."""
         if not parts:
-            return [0, 0]
+            return _NONE
         a = torch.cat([*parts])
         a = functional.pad(a, (0, 0, 0, -len(a) % LANES))
         self.width = max(self.width, len(a))
-        return [self._keep(a.view(-1, LANES, a.shape[1]).mT), len(a)]
+        return self._block.add(a.view(-1, LANES, a.shape[1]).mT, len(a))
 
-    def _gemm(self, placed: Sequence[_Placed], columns: int) -> int:
-        """Address of the ``lora_panel_t`` of a GEMM; 0 if none of its columns has LoRA."""
-        if not placed:
-            return 0
+    def _gemms(self, names: Sequence[str], loras: Mapping[str, LowRank], qkv: QkvGemms) -> list[int]:
+        """Addresses of the ``lora_panel_t`` of the GEMMs of one input, 0 for those without LoRA."""
+        is_fused = len(names) == len(qkv.columns) and qkv.is_one
+        parts: dict[str, _Part] = {}
+        column = first = 0
+        for index, name in enumerate(names):
+            if name in loras:
+                parts[name] = _Part(column, first, loras[name].b.T)
+                first += len(loras[name].a)
+            column += qkv.columns[index] if is_fused else 0
+        if not parts:
+            return [0] * len(names)
+        if is_fused:
+            return [self._gemm(list(parts.values()), column), 0, 0]
+        return [self._gemm([parts[name]], parts[name].stop) if name in parts else 0 for name in names]
+
+    def _gemm(self, parts: Sequence[_Part], columns: int) -> int:
         table = []
         for column in range(0, columns, COLUMNS):
-            found = [each for each in placed if each.column < column + COLUMNS and column < each.stop]
-            table.append(self._panel(column, found) if found else [0, 0, 0])
-        table.append([0, 0, 0])
-        return self._keep(torch.tensor(table, dtype=torch.int64))
+            found = [each for each in parts if each.column < column + COLUMNS and column < each.stop]
+            table.append(self._panel(column, found))
+        table.append([0, 0, 0, 0])
+        self._panels.append(torch.tensor(table, dtype=torch.int64))
+        return self._panels[-1].data_ptr()
 
-    def _panel(self, column: int, placed: Sequence[_Placed]) -> list[int]:
+    def _panel(self, column: int, parts: Sequence[_Part]) -> list[int]:
         """B for a panel, whose columns may be of several linear layers; 0 for sums of others."""
-        first = placed[0].first
-        count = placed[-1].first + len(placed[-1].b) - first
+        if not parts:
+            return [0, 0, 0, 0]
+        first = parts[0].first
+        count = parts[-1].first + len(parts[-1].b) - first
         panel = torch.zeros(count, COLUMNS)
-        for each in placed:
+        for each in parts:
             start, stop = max(each.column, column), min(each.stop, column + COLUMNS)
             rows = slice(each.first - first, each.first - first + len(each.b))
             panel[rows, start - column : stop - column] = each.b[:, start - each.column : stop - each.column]
-        return [self._keep(panel), first, count]
-
-    def _keep(self, tensor: torch.Tensor) -> int:
-        kept = tensor.contiguous()
-        self._kept.append(kept)
-        return kept.data_ptr()
+        placed = self._block.add(panel)
+        return [placed.start, first, count, placed.is_bfloat16]
 
 
 class AdaptedRows:

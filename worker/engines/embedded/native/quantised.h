@@ -62,13 +62,15 @@ prefetch_row(const quantised_t *q, int64_t row, int64_t column)
 static inline void
 finish(const quantised_t *q, int64_t row, int64_t column, const float *sums)
 {
+    vec delta[2];
+    const int has_lora = find_lora(q->lora, q->lora_gemm, row, column, delta);
     for (int half = 0; half < 2 && column < q->columns; half++, column += LANES, sums += LANES) {
         const int64_t count = q->columns - column, at = row * q->columns + column;
         vec y = vec_load(sums);
         if (q->bias)
             y = vec_add(y, read_lanes(q->bias, column, count, q->is_bfloat16));
-        if (q->lora)
-            y = add_lora(q->lora, q->lora_gemm, row, column, y);
+        if (has_lora)
+            y = vec_add(y, delta[half]);
         y = epilogue(q->epilogue, y, takes_other(q->epilogue) ? read_lanes(q->other, at, count, q->is_bfloat16) : y);
         if (q->is_bfloat16 && !q->is_unrounded)
             store_bfloat16((uint16_t *)q->output + at, count, y);
