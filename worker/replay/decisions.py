@@ -85,7 +85,7 @@ class DecisionTap:
         """The row ``[V]`` from which the token at `position` is sampled."""
         if position != self._chain.position or position >= len(self._tokens):  # seen before, or after the answer
             return
-        row, token_id, ruled_out_by = logits.float().clone(), self._tokens[position], None
+        row, token_id, ruled_out_by = logits.to("cpu", torch.float32, copy=True), self._tokens[position], None
         row[self._never] = -torch.inf
         for member, plan in self._chain.plan_each():
             apply_plan(self._chain, plan, row)

@@ -112,7 +112,7 @@ class PositionTap:
             self.positions.pop()
             self._rows = []
         self.take(self._request.tokens[self._copy.prompt_length :])
-        row = logits.float().clone()
+        row = logits.to("cpu", torch.float32, copy=True)  # where a processor maps rows, as the sampler has it
         row[self._never] = -torch.inf
         chain = self._copy.chain
         if chain is not None and self._request.chain is not None:

@@ -10,7 +10,7 @@ import torch
 class LogitsTap(Protocol):
     """Observer of a request's logits as the model computed them, before any control.
 
-    It must not keep or change the tensors. What it raises ends its own request with an error, and
+    It must not keep or change the tensors, which may be on a device. What it raises ends its own request with an error, and
     nothing else.
 
     Attributes:
