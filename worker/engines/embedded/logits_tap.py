@@ -10,8 +10,8 @@ import torch
 class LogitsTap(Protocol):
     """Observer of a request's logits as the model computed them, before any control.
 
-    It must not keep or change the tensors, which may be on a device. What it raises ends its own request with an error, and
-    nothing else.
+    It must not keep or change the tensors, which may be on a device. What it raises ends its own
+    request with an error, and nothing else.
 
     Attributes:
         wants_generated: Whether it is shown the row of each token that is sampled.
