@@ -56,3 +56,40 @@ def test_without_a_model_it_needs_a_gpu(tmp_path: Path) -> None:
         )
         assert (done.returncode, done.stderr) == (2, f"verify-gpu: error: {message}\n")
     assert not (tmp_path / "report.md").exists()
+
+
+INTERPRETER = """#!/usr/bin/env bash
+case $* in
+    *get_device_name*) echo "A GPU" ;;
+    *__version__*) echo "| versions | of all |" ;;
+    *engines/cuda*) echo "1 failed, 2 passed"; exit 1 ;;
+    *benchmarks/gpu.py) {speed} ;;
+    *) echo "all is well" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_the_report_names_what_failed(is_measured: bool, tmp_path: Path) -> None:
+    """With an interpreter that answers as on a machine with a GPU."""
+    interpreter = tmp_path / "python"
+    interpreter.write_text(INTERPRETER.replace("{speed}", "echo fast" if is_measured else "exit 1"))
+    interpreter.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "MODEL_PATH"}
+    environment |= {"PYTHON": str(interpreter), "REPORT": str(tmp_path / "report.md")}
+    done = subprocess.run([str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
+    lines = (tmp_path / "report.md").read_text().splitlines()
+    assert lines[:7] == [
+        "# The embedded engine on A GPU",
+        "",
+        "| check | result |",
+        "|---|---|",
+        "| versions | of all |",
+        "| kernels, exact numerics, KV transfer | FAIL: 1 failed, 2 passed |",
+        "| tokens are transformers' | pass: all is well |",
+    ]
+    assert "| golden matrix | pass: all is well |" in lines
+    assert ("| speed | pass: fast |" if is_measured else "| speed | FAIL:  |") in lines
+    assert any(line.startswith("| rows | floor, ms |") for line in lines) is is_measured
+    assert done.stdout.endswith(f"verify-gpu: the report is in {tmp_path}/report.md\n")
