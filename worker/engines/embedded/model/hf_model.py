@@ -310,9 +310,10 @@ class HfModel:
         facts = self._facts
         ids = trial_ids(facts.heads * facts.head_dim, facts.context_length, facts.vocab_size)
         shape = (num_trial_pages(ids, self._page_size), facts.kv_heads, self._page_size, self._row_width)
-        keys, values = (torch.zeros(shape, dtype=self._row_dtype, device=self.device) for _ in range(2))
-        count = facts.num_layers  # one layer is computed at a time, and writes what it reads: all of them share pages
-        store = KvStore([keys] * count, [values] * count, self._int8_rows)
+        count = self._network.calls_per_layer  # layers, which are computed one at a time, share pages; its calls do not
+        pages = [torch.zeros(shape, dtype=self._row_dtype, device=self.device) for _ in range(2 * count)]
+        keys, values = ([pages[2 * (call % count) + i] for call in range(facts.num_layers)] for i in range(2))
+        store = KvStore(keys, values, self._int8_rows)
 
         def compute(batch: Batch, layer: int) -> torch.Tensor:
             return self._hidden(batch, store, layer)[: len(batch.ids)]

@@ -53,6 +53,11 @@ class Network(torch.nn.Module, ABC):
     def has_windows(self) -> bool:
         """Whether tokens of some layers attend to a window alone."""
 
+    @property
+    def calls_per_layer(self) -> int:
+        """Calls of attention in a decoder layer at most, each of which has a KV cache."""
+        return 1
+
     @abstractmethod
     def layer_kinds(self) -> list[int]:
         """Index of a layer of each kind."""

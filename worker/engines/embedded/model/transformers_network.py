@@ -115,6 +115,11 @@ class TransformersNetwork(Network):
         """See `Network.has_windows`."""
         return any(call.window for call in self.calls)
 
+    @property
+    def calls_per_layer(self) -> int:
+        """See `Network.calls_per_layer`."""
+        return max(len(self._calls_of(index)) for index in range(len(self._layers)))
+
     def layer_kinds(self) -> list[int]:
         """See `Network.layer_kinds`: kinds of attention and of modules."""
         kinds: dict[object, int] = {}
