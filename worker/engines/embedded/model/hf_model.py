@@ -310,7 +310,7 @@ class HfModel:
         facts = self._facts
         ids = trial_ids(facts.heads * facts.head_dim, facts.context_length, facts.vocab_size)
         shape = (num_trial_pages(ids, self._page_size), facts.kv_heads, self._page_size, self._row_width)
-        count = self._network.calls_per_layer  # layers, which are computed one at a time, share pages; its calls do not
+        count = self._network.calls_per_layer  # layers share pages, for one is computed at a time; its calls do not
         pages = [torch.zeros(shape, dtype=self._row_dtype, device=self.device) for _ in range(2 * count)]
         keys, values = ([pages[2 * (call % count) + i] for call in range(facts.num_layers)] for i in range(2))
         store = KvStore(keys, values, self._int8_rows)
