@@ -19,6 +19,7 @@ from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.plan import Request
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.step import Stepper
+from worker.engines.weights import WeightVersion
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
 
@@ -143,3 +144,33 @@ def test_a_companion_is_computed_and_freed_with_its_owner(
         assert num_steps < 5000, f"no progress: {scheduler!r}"
     assert scheduler.cache.num_available == pages
     assert not house.live
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    arrivals=st.lists(arrivals, min_size=2, max_size=9),
+    pages=st.integers(12, 20),
+    rows=st.integers(1, 6),
+    steps=st.integers(0, 5),
+    seed=st.integers(0, 2**16),
+)
+def test_hashes_are_of_the_weights_that_compute(
+    arrivals: list[Arrival], pages: int, rows: int, steps: int, seed: int
+) -> None:
+    house = House(pages, rows, budget=16, mixed=8, seed=seed)
+    stepper = house.stepper
+    stepper.weights = WeightVersion()
+    left = list(enumerate(arrivals))
+    while left:
+        for arrival in left[:3]:
+            house.arrive(*arrival)
+        del left[:3]
+        for _ in range(steps):
+            if not stepper.scheduler.is_idle:
+                house.step()
+        stepper.shut_gate()  # those that have only waited come in with the new weights
+        stepper.change_weights(lambda: None, WeightVersion(stepper.weights.number + 1))
+        stepper.open_gate()
+        for sequence in (one for request in stepper.scheduler.queues.live for one in request.sequences):
+            assert sequence.weights is stepper.weights
+            assert not sequence.block_hashes, f"{sequence.id} has hashes of other weights"

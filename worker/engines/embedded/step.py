@@ -83,8 +83,8 @@ class Stepper:
         if self.gate is not None:
             self.gate.append((request, kv))
             return
-        for one in request.sequences:
-            one.weights = self.weights
+        if self.weights is not None:
+            request.compute_with(self.weights)  # others may have been there when it came to the gate
         request.num_sent = len(request.tokens)
         if request.tap is not None:
             self._tapped.add(request.id)
