@@ -111,7 +111,7 @@ class ScriptedModel:
 
 
 class Drafting(Speculator):
-    """Drafts what it is told, however badly that does."""
+    """Drafts what it is told, however badly that does; nothing where a companion goes along."""
 
     def __init__(self, draft: Draft) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Drafting(Speculator):
         self.accepted: list[int] = []
 
     def draft(self, plan: Plan) -> list[Sequence[int]]:
-        return [self._draft(one) for one in plan.decode]
+        return [() if one.is_companion or one.companion else self._draft(one) for one in plan.decode]
 
     def learn(self, plan: Plan, accepted: Sequence[int]) -> None:
         self.accepted += accepted

@@ -160,11 +160,15 @@ class OtherConfig(AnyConfig):
     alibi: bool = False
     add_cross_attention: bool = False
     is_decoder: bool = False
-    sliding_window: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    sliding_window: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    use_sliding_window: bool | None = None
 
     @model_validator(mode="after")
     def _has_no_window_of_others(self) -> Self:
-        if self.sliding_window is not None and "sliding window" not in TABLE[self.model_type].features:
+        if self.sliding_window == 0:  # transformers writes it beside `use_sliding_window`
+            if self.use_sliding_window is not False:
+                raise ValueError("sliding_window must be null or at least 1, or 0 where use_sliding_window is false")
+        elif self.sliding_window is not None and "sliding window" not in TABLE[self.model_type].features:
             raise ValueError(
                 f"sliding_window must be null in a model of type {self.model_type}, whose layers have none"
             )

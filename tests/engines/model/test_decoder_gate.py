@@ -53,6 +53,7 @@ def edited(source: Path, path: Path, changes: dict[str, Any]) -> Path:
         ("phi", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "config.json: rope_parameters: "),
         ("phi", {"num_hidden_layers": 5}, "weights are incomplete, missing_keys: "),
         ("phi", {"vocab_size": "many"}, "config.json: vocab_size must be a valid integer, got 'many'"),
+        ("phi", {"sliding_window": 0, "use_sliding_window": True}, "config.json: sliding_window must be null or "),
         ("granite", {"sliding_window": 9}, "config.json: sliding_window must be null in a model of type granite"),
         ("granite", {"attention_multiplier": "x"}, "config.json: "),
     ],

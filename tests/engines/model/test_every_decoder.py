@@ -28,8 +28,8 @@ from worker.sampling import SamplingParams
 LENGTHS = (1, 5, 33, 61)
 NEW_TOKENS = 16
 IN_CI = {("gpt_oss", 0), ("deepseek_v3", 1), ("gpt2", 1), ("glm4", 1), ("diffllama", 0)}
-"""Sinks, windows and experts; MLA; LayerNorm and learned positions; partial RoPE and four norms; two
-calls of attention in a layer.
+"""Sinks, windows and experts; MLA; LayerNorm and learned positions; partial RoPE and four norms;
+two calls of attention in a layer.
 """
 
 pytestmark = pytest.mark.usefixtures("one_thread")
