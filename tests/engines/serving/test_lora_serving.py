@@ -108,6 +108,16 @@ def test_choices_of_an_adapter_are_its_own(folder: Path, alone: dict[str | None,
     assert len({tuple(tokens) for tokens in answers}) == 3
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_companion_is_computed_with_its_adapter(
+    folder: Path, alone: dict[str | None, list[int]], name: str | None
+) -> None:
+    """Guidance away from the prompt itself changes nothing, if both rows are of one adapter."""
+    same = {"name": "cfg", "args": {"scale": 3.0, "negative_token_ids": PROMPT}}
+    [result] = engine(folder).generate([PROMPT], params(), processors=[[same]], adapter=name)
+    assert list(result.outputs[0].token_ids) == alone[name]
+
+
 def test_a_request_keeps_its_adapter_when_it_is_replaced(folder: Path, alone: dict[str | None, list[int]]) -> None:
     shared = engine(folder)
     adapters = shared.session.stepper.adapters

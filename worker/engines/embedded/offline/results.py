@@ -231,9 +231,10 @@ class RequestGroup:
             answer.request.speculates = False
 
     def compute_with(self, adapter: LoadedAdapter) -> None:
-        """Compute its answers with a LoRA adapter."""
+        """Compute its answers, and their companions, with a LoRA adapter."""
         for answer in self.answers:
-            answer.request.adapter = adapter
+            for sequence in answer.request.sequences:
+                sequence.adapter = adapter
 
     @property
     def is_done(self) -> bool:
