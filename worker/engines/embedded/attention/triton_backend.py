@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from adapters.devices import upload
 from worker.engines.embedded import cuda
 from worker.engines.embedded.attention.backend import (
     AttentionLayer,
@@ -112,8 +113,7 @@ def _on_device(
         token += count
         pages = list(sequence.page_table[: -(-sequence.stop // page_size)])
         tables += pages + [0] * (width - len(pages))
-    numbers = torch.tensor(singles + tiles + tables, dtype=torch.int32, pin_memory=True)
-    numbers = numbers.to(device, non_blocking=True)
+    numbers = upload(torch.tensor(singles + tiles + tables, dtype=torch.int32), device)
     parts = torch.split(numbers, [len(singles), len(tiles), len(tables)])
     return cuda.Sequences(
         parts[2].view(-1, width), parts[0].view(-1, 3), parts[1].view(-1, 4), -(-longest // cuda.SPLIT)

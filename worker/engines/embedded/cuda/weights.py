@@ -56,13 +56,27 @@ def _exponential(x):
 
 
 @triton.jit
-def _weights(logits_pointer, start, width, block, divisor, highest, lowest, offset, zero, BLOCK: tl.constexpr):
+def _weights(
+    entry,
+    block,
+    logits_pointer,
+    rows_pointer,
+    divisors_pointer,
+    highest_pointer,
+    lowest_pointer,
+    numbers_pointer,
+    width,
+    BLOCK: tl.constexpr,
+):
     """int64 weights of a block of a row."""
+    start = tl.load(rows_pointer + entry) * width
+    divisor, highest = tl.load(divisors_pointer + entry), tl.load(highest_pointer + entry)
+    lowest, offset = tl.load(lowest_pointer + entry), tl.load(numbers_pointer)
     token = block * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits_pointer + start + token, mask=token < width, other=float("-inf"))
     logit = tl.div_rn(logit, tl.zeros((BLOCK,), tl.float32) + divisor)
     exponential = _exponential(logit.to(tl.float64) - highest.to(tl.float64))
-    units = (exponential + offset).to(tl.int64, bitcast=True) - zero
+    units = (exponential + offset).to(tl.int64, bitcast=True) - offset.to(tl.int64, bitcast=True)
     return tl.where((token < width) & (logit >= lowest) & (logit > float("-inf")), units, 0)
 
 
@@ -73,24 +87,22 @@ def _weigh(
     divisors_pointer,
     highest_pointer,
     lowest_pointer,
+    numbers_pointer,
     masses_pointer,
     width,
-    numbers_pointer,
     BLOCK: tl.constexpr,
 ):
     entry, block = tl.program_id(0), tl.program_id(1)
-    start = tl.load(rows_pointer + entry) * width
-    offset = tl.load(numbers_pointer)
     units = _weights(
-        logits_pointer,
-        start,
-        width,
+        entry,
         block,
-        tl.load(divisors_pointer + entry),
-        tl.load(highest_pointer + entry),
-        tl.load(lowest_pointer + entry),
-        offset,
-        offset.to(tl.int64, bitcast=True),
+        logits_pointer,
+        rows_pointer,
+        divisors_pointer,
+        highest_pointer,
+        lowest_pointer,
+        numbers_pointer,
+        width,
         BLOCK,
     )
     tl.store(masses_pointer + entry * tl.num_programs(1) + block, tl.sum(units, 0))
@@ -103,18 +115,16 @@ def _draw(
     divisors_pointer,
     highest_pointer,
     lowest_pointer,
-    uniforms_pointer,
+    numbers_pointer,
     masses_pointer,
+    uniforms_pointer,
     found_pointer,
     width,
     blocks,
-    numbers_pointer,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     entry = tl.program_id(0)
-    start = tl.load(rows_pointer + entry) * width
-    offset = tl.load(numbers_pointer)
     place = tl.arange(0, BLOCKS)
     masses = tl.load(masses_pointer + entry * blocks + place, mask=place < blocks, other=0)
     total = tl.sum(masses, 0)
@@ -123,15 +133,15 @@ def _draw(
     block = tl.sum((tl.cumsum(masses, 0) <= point).to(tl.int64), 0)
     point -= tl.sum(tl.where(place < block, masses, 0), 0)
     units = _weights(
-        logits_pointer,
-        start,
-        width,
+        entry,
         block,
-        tl.load(divisors_pointer + entry),
-        tl.load(highest_pointer + entry),
-        tl.load(lowest_pointer + entry),
-        offset,
-        offset.to(tl.int64, bitcast=True),
+        logits_pointer,
+        rows_pointer,
+        divisors_pointer,
+        highest_pointer,
+        lowest_pointer,
+        numbers_pointer,
+        width,
         BLOCK,
     )
     token = block * BLOCK + tl.sum((tl.cumsum(units, 0) <= point).to(tl.int64), 0)
@@ -164,12 +174,8 @@ def sample(
     masses = torch.empty(count, blocks, dtype=torch.int64, device=logits.device)
     found = torch.empty(count, 2, dtype=torch.int64, device=logits.device)
     if count:
-        given = (logits, rows, divisors, highest, lowest)
+        given = (logits, rows, divisors, highest, lowest, numbers, masses)
         options = {"BLOCK": _BLOCK, "enable_fp_fusion": False, "num_warps": 4}
-        _weigh[count, blocks](*given, masses, width, numbers, **options)
-        _draw[count,](
-            *(*given, uniforms, masses, found, width, blocks, numbers),
-            BLOCKS=1 << math.ceil(math.log2(blocks)),
-            **options,
-        )
+        _weigh[count, blocks](*given, width, **options)
+        _draw[count,](*given, uniforms, found, width, blocks, BLOCKS=1 << math.ceil(math.log2(blocks)), **options)
     return found

@@ -89,7 +89,7 @@ class _Graph:
         singles[:, 0] = singles[:, 1] = np.arange(rows)
         singles[:count, 2] = numbers[1, :count] + 1
         singles[count:, 2] = 0
-        table = host[7 * rows :].reshape(rows, -1)
+        table = host[_NUMBERS_OF_A_ROW * rows :].reshape(rows, -1)
         for row, sequence in enumerate(batch.sequences):
             pages = sequence.page_table[: self._pages]
             table[row, : len(pages)] = pages

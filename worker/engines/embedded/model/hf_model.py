@@ -165,10 +165,6 @@ class HfModel:
         in_own_thread(lambda: self._allocate_kv(num_pages, page_size))
 
     def _allocate_kv(self, num_pages: int, page_size: int) -> None:
-        with launching_on(self.device):
-            self._allocate(num_pages, page_size)
-
-    def _allocate(self, num_pages: int, page_size: int) -> None:
         layers = self._facts.num_layers
         shape = (num_pages, self._facts.kv_heads, page_size, self._row_width)
         try:
@@ -179,7 +175,8 @@ class HfModel:
             ) from error
         self._store = KvStore(tensors[:layers], tensors[layers:], self._int8_rows)
         self._page_size = page_size
-        self._choose_numerics()
+        with launching_on(self.device):
+            self._choose_numerics()
         if self.device.type == "cpu" and sum(layer.num_bytes for layer in linears(self._network)) >= _LARGE_BYTES:
             if not self._is_in_huge_pages:
                 host_memory.collapse_resident()

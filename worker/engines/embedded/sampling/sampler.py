@@ -33,7 +33,7 @@ class Sampler:
     def __init__(self, vocab_size: int, undecodable_ids: tuple[int, ...]) -> None:
         self._vocab_size = vocab_size
         self._never = as_index(undecodable_ids, vocab_size)
-        self._never_there = torch.empty(0, dtype=torch.int64)  # the same index where the logits are
+        self._never_there = torch.tensor(undecodable_ids, dtype=torch.int64)  # the same where the logits are
         self._table = RowTable((), None, vocab_size)
 
     def sample(
@@ -65,13 +65,12 @@ class Sampler:
         self._check_shapes(logits, bitmask)
         if not table.owners:
             return Samples([])
+        logits = logits.float()
         if logits.device.type != "cpu":
-            logits = logits.float()
             if bitmask is None and not (table.raw or table.processed) and edit_elements_alone(edits.planned):
                 with launching_on(logits.device):
                     return self._choose_on_device(logits, table, edits)
             logits = _on_cpu(logits)
-        logits = logits.float()
         raw = logits.index_select(0, table.raw_index) if table.raw else None
         self._mask_never(logits)
         errors = {row: str(failure) for row, failure in edits.failures.items()}
@@ -107,13 +106,9 @@ class Sampler:
         if isinstance(self._never, slice):
             logits[:, self._never] = -torch.inf
         elif self._never is not None:
-            logits.index_fill_(-1, self._never_on(logits.device), -torch.inf)
-
-    def _never_on(self, device: torch.device) -> torch.Tensor:
-        assert isinstance(self._never, torch.Tensor)
-        if self._never_there.device != device or len(self._never_there) != len(self._never):
-            self._never_there = upload(self._never, device)
-        return self._never_there
+            if self._never_there.device != logits.device:
+                self._never_there = upload(self._never, logits.device)
+            logits.index_fill_(-1, self._never_there, -torch.inf)
 
     def _choose_on_device(self, logits: torch.Tensor, table: RowTable, edits: Edits) -> Samples:
         """Tokens of float32 rows that stay where they are: numbers of a few tokens are copied."""

@@ -150,7 +150,7 @@ class Group:
     @property
     def is_truncated(self) -> bool:
         """Whether any control but the temperature is on."""
-        return self.log_min_p is not None or self.last is not None or self.share is not None or self.width > 0
+        return self.log_min_p is not None or self.last is not None or self.share is not None
 
     def without(self, rows: AbstractSet[int]) -> Group:
         """This group less some rows."""
@@ -284,11 +284,11 @@ class _Sampling:
         index = upload(group.index, self._logits.device)
         maxima = self._maxima if every else self._maxima.index_select(0, index)
         rows = None if every else index
-        if self._logits.device.type == "cpu":
-            values, ids = top_in_order(self._logits, group.width, maxima, rows, divisors=group.divisor)
-        else:
+        if self._is_on_device:
             values, ids = (each.cpu() for each in top(self._logits, group.width, maxima, rows))
             values, ids = order_ties(values, ids, group.divisor)
+        else:
+            values, ids = top_in_order(self._logits, group.width, maxima, rows, divisors=group.divisor)
         weights = weigh(values, values[:, :1])
         last = values[:, -1:]
         complete = (last == -torch.inf) if group.width < group.vocab_size else torch.ones_like(last, dtype=torch.bool)
@@ -311,20 +311,22 @@ class _Sampling:
             if complete:
                 continue
             row = group.rows[index]
-            controls = group.controls[row]
-            if targets is not None and totals is not None and controls.share < 1:
-                target = share_of_one(totals[index], controls.share)
-                if sure[index] >= target:
-                    targets[index] = target
-                    continue
-            kth = found.values[index, min(controls.top_k, group.width) - 1] if controls.top_k else None
-            target = self._weights.weigh(group, index, self._weights.divide(group, index), kth)
-            if targets is not None and controls.share < 1 and sure[index] >= target:
+            share = group.controls[row].share
+            target = self._weigh(group, index, found) if totals is None else share_of_one(totals[index], share)
+            if targets is not None and share < 1 and sure[index] >= target:
                 targets[index] = target
-            else:
-                self._sample_from_row(row, target)
-                done.add(index)
+                continue
+            if totals is not None:
+                self._weigh(group, index, found)  # the row is needed after all
+            self._sample_from_row(row, target)
+            done.add(index)
         return done
+
+    def _weigh(self, group: Group, index: int, found: _Candidates) -> int:
+        """See `_RowWeights.weigh`; the k-th highest logit is among the candidates."""
+        top_k = group.controls[group.rows[index]].top_k
+        kth = found.values[index, min(top_k, group.width) - 1] if top_k else None
+        return self._weights.weigh(group, index, self._weights.divide(group, index), kth)
 
     @property
     def _is_on_device(self) -> bool:
