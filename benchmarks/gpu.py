@@ -47,7 +47,7 @@ class Case:
     """What is generated.
 
     Attributes:
-        name: Its name in the table.
+        name: Name of the case in the table.
         rows: Prompts at a time.
         prompt: Tokens of each.
         controls: Fields of `SamplingParams`.

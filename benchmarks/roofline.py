@@ -85,7 +85,7 @@ class Point:
     Attributes:
         name: Who computed it, and how.
         rows: Rows of it.
-        seconds: Its time.
+        seconds: Duration of the step.
         operations: Operations in it.
         bytes: Bytes of weights that it reads.
         floor_s: See `Peaks.floor_s`.

@@ -94,25 +94,23 @@ class _Block:
     """The matrices of an adapter, one after the other in huge pages, since every step reads all."""
 
     def __init__(self) -> None:
-        self._matrices: list[torch.Tensor] = []
+        self._matrices: list[tuple[int, torch.Tensor]] = []  # with the offset of each
         self.nbytes = 0
 
     def add(self, matrix: torch.Tensor, width: int = 0) -> _Placed:
         """Add a float32 matrix, as bfloat16 if that loses nothing: it is half the bytes."""
         narrow = matrix.to(torch.bfloat16)
         is_exact = torch.equal(narrow.float(), matrix)
-        self._matrices.append(narrow if is_exact else matrix)
-        start = self.nbytes
-        self.nbytes += -(-self._matrices[-1].nbytes // _LINE) * _LINE
+        start, kept = self.nbytes, narrow if is_exact else matrix
+        self._matrices.append((start, kept))
+        self.nbytes += -(-kept.nbytes // _LINE) * _LINE
         return _Placed(start, is_exact, width)
 
     def place(self) -> int:
         """Put the matrices in place; returns the address of the first one."""
         (self._bytes,) = host_memory.zeros(1, (self.nbytes,), torch.uint8, torch.device("cpu"))
-        start = 0
-        for matrix in self._matrices:
+        for start, matrix in self._matrices:
             self._bytes[start : start + matrix.nbytes].view(matrix.dtype).view(matrix.shape).copy_(matrix)
-            start += -(-matrix.nbytes // _LINE) * _LINE
         self._matrices.clear()
         return self._bytes.data_ptr()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+from adapters.chain import ProcessorChain
 from worker.engines.embedded.plan import Output, Plan, Request
 from worker.engines.embedded.speculation.acceptance import Acceptance, ProposerAcceptance
 from worker.engines.embedded.speculation.chain_proposer import ChainProposer
@@ -160,12 +161,17 @@ class Speculator:
         return None
 
     def _has_proposers(self, request: Request) -> bool:
+        return self._make is not None or self._foreseeing(request) is not None
+
+    def _foreseeing(self, request: Request) -> ProcessorChain | None:
+        """The request's chain, if it may be asked for drafts and can find some."""
         chain = request.chain if self.config.chain else None
-        return self._make is not None or (chain is not None and chain.foresees)
+        return chain if chain is not None and chain.foresees else None
 
     def _sources_of(self, request: Request) -> Iterable[_Source]:
-        if self.config.chain and request.chain is not None and request.chain.foresees:
-            yield self._source(ChainProposer(request.chain), CHAIN_TOKENS)
+        chain = self._foreseeing(request)
+        if chain is not None:
+            yield self._source(ChainProposer(chain), CHAIN_TOKENS)
         if self._make is not None:
             yield self._source(self._make(request), self.config.num_speculative_tokens)
 
