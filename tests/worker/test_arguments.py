@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from worker.arguments import OPTIONS, Arguments, Option, parse_arguments
+from worker.engines.embedded import config
 from worker.errors import ConfigurationError
 
 MODEL = ["--model-path", "/models/tiny"]
@@ -327,3 +328,18 @@ def test_the_document_shows_the_table() -> None:
     """
     document = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
     assert [row(option) for option in OPTIONS] == re.findall(r"^\| `--.*$", document, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("numerics", config.NUMERICS),
+        ("kernels", config.KERNELS),
+        ("quantization", config.QUANTIZATIONS),
+        ("activation_dtype", config.ACTIVATION_DTYPES),
+        ("kv_cache_dtype", config.KV_CACHE_DTYPES),
+    ],
+)
+def test_choices_are_those_of_the_embedded_engine(name: str, known: tuple[str, ...]) -> None:
+    """The options import no engine, so both name them."""
+    assert next(option.choices for option in OPTIONS if option.name == name) == known
