@@ -115,6 +115,32 @@ def test_a_companion_that_is_not_finite_ends_its_owner_alone() -> None:
     assert not house.stepper.scheduler.cache.match_prefix(house.live["3"].companion), "spoiled KV is cached"
 
 
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    arrivals=st.lists(arrivals, min_size=2, max_size=10),
+    pages=st.integers(12, 20),
+    rows=st.integers(2, 6),
+    seed=st.integers(0, 2**16),
+)
+def test_a_request_gives_way_only_to_one_that_begins(arrivals: list[Arrival], pages: int, rows: int, seed: int) -> None:
+    house = House(pages, rows, budget=16, mixed=8, seed=seed)
+    scheduler, queues = house.stepper.scheduler, house.stepper.scheduler.queues
+    gave_way: list[Request] = []
+    began: list[Request] = []
+    give_way, start_prefill = queues.turns.give_way, queues.start_prefill
+    queues.turns.give_way = lambda request: (gave_way.append(request), give_way(request))[1]  # type: ignore[method-assign, func-returns-value]
+    queues.start_prefill = lambda request: (began.append(request), start_prefill(request))[1]  # type: ignore[method-assign, func-returns-value]
+    left = list(enumerate(arrivals))
+    while left or not scheduler.is_idle:
+        if left and (scheduler.is_idle or house.source.random() < 0.5):
+            house.arrive(*left.pop(0))
+        if not scheduler.is_idle:
+            house.step()
+        assert not gave_way or {one.client for one in began} - {one.client for one in gave_way}
+        gave_way.clear()
+        began.clear()
+
+
 def answer_after(tokens: list[int]) -> int:
     return answer(tokens, 1)[0]
 

@@ -85,9 +85,10 @@ class Queues:
         """Rows that the running requests take."""
         return len(self.decode_rows) + sum(len(one.sequences) for one in self.prefilling)
 
-    def has_slot(self, request: Request) -> bool:
-        """Whether one more request may run."""
-        return self.num_rows + len(request.sequences) <= self.max_num_seqs
+    def has_slot(self, request: Request, without: Sequence[Request] = ()) -> bool:
+        """Whether one more request may run, once the running ones `without` have been preempted."""
+        given_up = sum(len(one.sequences) for one in without)
+        return self.num_rows - given_up + len(request.sequences) <= self.max_num_seqs
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -140,8 +141,15 @@ class Queues:
                 self.cache.free(request)
 
 
-def spare_pages(queues: Queues) -> int:
-    """Pages that an admission must leave available: running requests will need them soon."""
-    cache, running = queues.cache, queues.running
+def spare_pages(queues: Queues, without: Sequence[Request] = ()) -> int:
+    """Pages that an admission must leave available: running requests will need them soon.
+
+    Args:
+        queues: The scheduler's queues.
+        without: Running requests that will have been preempted by then.
+    """
+    cache = queues.cache
+    gone = set(map(id, without))
+    running = [one for one in queues.running if id(one) not in gone]
     growth = sum(cache.count_longest(one) - sum(len(each.pages) for each in one.sequences) for one in running)
     return min(growth, -(-len(running) // RUNNING_PER_SPARE))

@@ -9,7 +9,7 @@ used first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 
 from worker.engines.embedded.blocks import Block
 from worker.engines.embedded.kv_cache.block_events import BlockEvents, BlocksRemoved, BlocksStored
@@ -101,14 +101,24 @@ class KvCache:
             self._append(sequence)
         return copies
 
-    def has_room(self, request: Request, spare: int = 0) -> bool:
-        """Whether `allocate` would give a request its pages."""
-        return sum(map(self._count_missing, request.sequences)) + spare <= self._pool.num_available
+    def has_room(self, request: Request, spare: int = 0, without: Sequence[Request] = ()) -> bool:
+        """Whether `allocate` would give a request its pages.
 
-    def _count_missing(self, sequence: Request) -> int:
+        Args:
+            request: Owns no pages.
+            spare: Pages that must be available afterwards.
+            without: Requests whose pages will have been freed by then.
+        """
+        owned = Counter(page for one in without for sequence in one.sequences for page in sequence.pages)
+        freed = {page for page, count in owned.items() if count == self._pool.ref_counts[page]}
+        missing = sum(self._count_missing(sequence, freed) for sequence in request.sequences)
+        return missing + spare <= self._pool.num_available + len(freed)
+
+    def _count_missing(self, sequence: Request, freed: Set[int]) -> int:
         """Available pages that a sequence takes: all but the owned ones that it shares."""
         shared = self._index.full_pages(self._index.match(sequence))
-        return self.count_pages(len(sequence.tokens)) - sum(page not in self._pool.cached for page in shared)
+        kept = sum(page not in self._pool.cached and page not in freed for page in shared)
+        return self.count_pages(len(sequence.tokens)) - kept
 
     def append_page(self, request: Request) -> bool:
         """Give a request one more page; False if requests own all of them."""
