@@ -78,6 +78,7 @@ class GenerationRequest:
         prefill_result: Parameters of the KV transfer, with the frontend's additions; None
             without one.
         is_probe: Whether this is the runtime's health probe.
+        continues: What its client says of the answer so far; None if it says nothing.
     """
 
     prompt_token_ids: list[int]
@@ -99,6 +100,7 @@ class GenerationRequest:
     session_id: str | None = None
     prefill_result: Mapping[str, Any] | None = None
     is_probe: bool = False
+    continues: Continuation | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -173,7 +175,7 @@ def _bounded(values: dict[str, Any], limits: RequestLimits, table: RequestTable)
     if not prompt:
         raise InvalidRequest("token_ids", "the prompt is empty")
     _check_vocabulary("token_ids", min(prompt), max(prompt), limits)
-    continues: Continuation | None = values.pop("continues", None)
+    continues: Continuation | None = values.get("continues")
     generated: list[int] = []
     if continues is not None:
         continues.check(len(prompt), values.get("seed"), limits.numerics, limits.kv_dtype)

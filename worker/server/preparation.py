@@ -96,10 +96,22 @@ class Preparation:
             raise
         return cls(info, chains, server, arguments.disaggregation_mode, test, defaults)
 
-    def parse(self, raw: Mapping[str, Any]) -> GenerationRequest:
-        """The typed request. Raises `InvalidRequest`."""
+    def parse(self, raw: Mapping[str, Any], weights: str) -> GenerationRequest:
+        """The typed request.
+
+        Args:
+            raw: The request, as the runtime brings it.
+            weights: `WeightVersion.updated_digest` of the engine's weights.
+
+        Raises:
+            InvalidRequest: a field is wrong, or another engine's answer would not go on here.
+        """
         request = parse_request(raw, self._limits)
-        return request if request.lora_name is None else replace(request, lora_digest=self._digest(request.lora_name))
+        if request.lora_name is not None:
+            request = replace(request, lora_digest=self._digest(request.lora_name))
+        if request.continues is not None:
+            request.continues.check_digests(weights, request.lora_digest or "")
+        return request
 
     def _digest(self, lora_name: str) -> str:
         """Digest of the adapter of this name. Raises `InvalidRequest` if there is none."""

@@ -217,7 +217,7 @@ class RequestServer:
             raise Draining("this worker is not serving yet")
         chains, request_id = preparation.chains, served.entry.request_id
         served.entry.numerics = preparation.info.numerics
-        served.admit(preparation.parse(raw))
+        served.admit(preparation.parse(raw, self._updated_weights()))
         self._preparing[request_id] = served
         try:
             request = await served.read_record(self._boundaries)
