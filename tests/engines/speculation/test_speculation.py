@@ -283,7 +283,7 @@ def test_a_failed_request_is_freed_without_garbage_collection() -> None:
 
 def test_a_draft_model_reads_its_own_kv_however_its_drafts_end() -> None:
     source = random.Random(1)
-    draft_model = DraftModel(RecallModel(64), 3, 0, 64, 4)
+    draft_model = DraftModel(RecallModel(64), num_drafted=3, context_length=64, page_size=64, block_size=4)
     model = ScriptedModel()
     asked = [Asked(str(number), [5 + number] * (1 + 7 * number), SamplingParams(max_tokens=30)) for number in range(3)]
     plain = decode(model, asked, None)
@@ -305,7 +305,9 @@ def test_a_draft_model_reads_its_own_kv_however_its_drafts_end() -> None:
 def test_the_model_itself_as_its_draft_is_always_right() -> None:
     model = ScriptedModel()
     asked = request(model, "a", [5], SamplingParams())
-    proposer = DraftModelProposer(DraftModel(ScriptedModel(), 1, 0, 256, 16), asked)
+    proposer = DraftModelProposer(
+        DraftModel(ScriptedModel(), num_drafted=1, context_length=256, page_size=256, block_size=16), asked
+    )
     tokens = model.greedy([5], 30)
     found = decode(
         model,

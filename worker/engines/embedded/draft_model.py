@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 import torch
 
-from worker.engines.embedded.kv_cache import KvCache, choose_page_size
+from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.plan import Model, PageCopy, Plan, Request
 
 
@@ -22,7 +22,8 @@ class DraftModel:
         model: Model with the target's vocabulary.
         num_drafted: Requests that it drafts for at a time.
         num_companions: Companions that it computes at a time.
-        context_length: Longest sequence of the target, in tokens; the pages are as long as its own.
+        context_length: Longest sequence of the target, in tokens.
+        page_size: Tokens per page, a multiple of `block_size`.
         block_size: Tokens per KV block.
 
     Attributes:
@@ -32,11 +33,17 @@ class DraftModel:
     """
 
     def __init__(
-        self, model: Model, num_drafted: int, num_companions: int, context_length: int, block_size: int
+        self,
+        model: Model,
+        *,
+        num_drafted: int = 0,
+        num_companions: int = 0,
+        context_length: int,
+        page_size: int,
+        block_size: int,
     ) -> None:
         self.model = model
         self.context_length = min(context_length, model.context_length)
-        page_size = choose_page_size(block_size, context_length)
         longest = -(-self.context_length // page_size)
         num_pages = max(1, num_drafted + num_companions) * longest
         model.allocate_kv(num_pages, page_size)

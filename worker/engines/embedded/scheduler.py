@@ -12,7 +12,7 @@ from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.pinned import PinnedRequests
 from worker.engines.embedded.plan import Chunk, Output, PageCopy, Plan, Request, Samples
 from worker.engines.embedded.prompt_chunks import cut_chunks, prompt_budget
-from worker.engines.embedded.queues import Queues, by_arrival
+from worker.engines.embedded.queues import Queues
 from worker.engines.embedded.turns import Turns, last_of_largest_client
 
 
@@ -105,11 +105,12 @@ class Scheduler:
 
     def _append_pages(self) -> bool:
         """A page for each decode row whose last one is full; whether that preempted no request."""
-        queues, size, before = self.queues, self.cache.page_size, self.queues.num_preemptions
-        rows = queues.decode_rows + queues.companion_rows
-        full = [request for request in rows if request.num_computed == len(request.pages) * size]
-        for request in sorted(full, key=by_arrival):
-            while request.pages and not queues.cache_of(request).append_page(request):
+        queues, before = self.queues, self.queues.num_preemptions
+        full = _full(queues.decode_rows, self.cache)
+        if queues.draft_model is not None:
+            full += _full(queues.companion_rows, queues.draft_model.cache)
+        for request, cache in sorted(full, key=lambda row: row[0].arrival):
+            while request.pages and not cache.append_page(request):
                 queues.preempt(last_of_largest_client(queues.running))
         return queues.num_preemptions == before
 
@@ -205,6 +206,10 @@ class Scheduler:
         self.cache.check_integrity(one for one in owners if not one.by_draft_model)
         if queues.draft_model is not None:
             queues.draft_model.check_integrity(one for one in owners if one.by_draft_model)
+
+
+def _full(rows: Sequence[Request], cache: KvCache) -> list[tuple[Request, KvCache]]:
+    return [(one, cache) for one in rows if one.num_computed == len(one.pages) * cache.page_size]
 
 
 def _plan(decode: tuple[Request, ...], chunks: tuple[Chunk, ...]) -> Plan:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.draft_model import DraftModel
+from worker.engines.embedded.kv_cache import choose_page_size
 from worker.engines.embedded.model import check_first_pass, load_model
 from worker.engines.embedded.plan import Chunk, Model, Plan, Request
 from worker.engines.embedded.speculation.config import FLAG, SpeculativeConfig
@@ -88,7 +89,7 @@ def load_draft_model(config: EmbeddedConfig, target: Model) -> DraftModel | None
         StartupError: it cannot be loaded, or has another vocabulary.
     """
     speculative = SpeculativeConfig.parse(config.speculative_config)
-    path, rows = speculative.model, config.max_num_seqs
+    path = speculative.model
     if path is None:
         return None
     model = load_model(replace(config, model_path=path))
@@ -100,8 +101,14 @@ def load_draft_model(config: EmbeddedConfig, target: Model) -> DraftModel | None
     if _differ(Path(path) / "tokenizer.json", Path(config.model_path) / "tokenizer.json"):
         raise StartupError(f"{FLAG}: model {path} has another tokenizer than the model that it drafts for")
     context_length = config.context_length or target.context_length
-    num_drafted = rows if speculative.method == "draft_model" else 0
-    draft = DraftModel(model, num_drafted, rows // 2, context_length, config.kv_block_size)
+    draft = DraftModel(
+        model,
+        num_drafted=config.max_num_seqs if speculative.method == "draft_model" else 0,
+        num_companions=config.max_num_seqs // 2,  # each beside its owner
+        context_length=context_length,
+        page_size=choose_page_size(config.kv_block_size, min(context_length, model.context_length)),
+        block_size=config.kv_block_size,
+    )
     check_first_pass(model, path)
     return draft
 
