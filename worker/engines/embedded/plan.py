@@ -327,7 +327,8 @@ class Model(Protocol):
 
         A decode row with a draft has one row for its newest token and one for each drafted token,
         in order; every other request has one. The sampler may write into them. Those of the chunks
-        of ``plan.scored`` go to the taps of their requests; see `scored_rows.show_scored`.
+        of ``plan.scored`` go to the taps of their requests; see `scored_rows.show_scored`. A plan
+        may have copies alone, where companions take the whole step.
         """
 
     def spoiled(self, plan: Plan) -> Sequence[Request]:

@@ -194,10 +194,13 @@ class Stepper:
         started = time.perf_counter()
         plan = self.scheduler.schedule(prompts_first)
         self._starved = not plan.num_tokens and plan.companions is None
+        if self._starved:
+            return []
         if plan.companions is not None:
             self._compute_companions(plan.companions)
-        if not plan.num_tokens:
-            return []
+            if not plan.num_tokens:
+                self.model.forward(plan)  # its copies
+                return []
         rows = len(plan.sampled)
         self.steps_by_batch_size[bisect_left(BATCH_SIZES, rows)] += 1
         self.num_rows += rows
