@@ -348,7 +348,9 @@ def engines(every_checkpoint: dict[str, Path]) -> dict[str, Engine]:
 
 def engine_of(name: str, every_checkpoint: dict[str, Path], engines: dict[str, Engine]) -> Engine:
     if name not in engines:
-        engines[name] = Engine(every_checkpoint[name], max_num_seqs=4, dtype="float32", numerics="exact", kv_blocks=128)
+        drafts = {"model": str(every_checkpoint["qwen3"])} if name == "llama" else None  # contrastive needs one
+        fixed: dict[str, Any] = {"max_num_seqs": 4, "dtype": "float32", "numerics": "exact", "kv_blocks": 128}
+        engines[name] = Engine(every_checkpoint[name], speculative_config=drafts, **fixed)
     return engines[name]
 
 
