@@ -128,7 +128,7 @@ def test_a_companion_that_is_not_finite_ends_its_owner_alone(negative: int) -> N
         house.arrive(number, (12, one, 8, False))
     spoilt = house.live.pop("0")
     model = house.draft_model.model if negative == CONTRAST else house.model
-    model.spoiled = lambda plan: [one for one in plan.owners() if one is spoilt.companion]  # type: ignore[assignment, return-value]
+    model.spoiled = lambda plan: [one for one in plan.owners() if one is spoilt.companion]  # type: ignore[method-assign]
     ends: dict[str, str | None] = {}
     while not house.stepper.scheduler.is_idle:
         for output in house.stepper.step():

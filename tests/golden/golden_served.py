@@ -82,7 +82,7 @@ class Served:
 
     def _start_worker(self, *argv: str) -> Worker:
         """Start a worker and wait until it is found; a pair must be found one after the other."""
-        engine = [] if "trtllm" in argv else ["--device", "cpu", *EXACT]
+        engine = [] if "trtllm" in argv else ["--device", "cpu", *EXACT, *self._bench.drafting()]
         environ = STAND_IN if "trtllm" in argv else self._stack.environ
         worker = self._stack.start_worker(*self._bench.argv, *engine, *argv, wait=False, **_with_processors(environ))  # type: ignore[arg-type]
         self._stack.wait_endpoint(worker)

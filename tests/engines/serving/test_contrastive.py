@@ -158,8 +158,11 @@ def test_the_amateurs_kv_is_found_in_its_prefix_cache(models: Models, monkeypatc
         return forward(plan)
 
     monkeypatch.setattr(models[1], "forward", seen)
-    prompt, own = PROMPT[:60], {"draft_model": stepper.draft_model}
-    first, second = (decode(stepper, [request_of(models[0], name, prompt, contrastive(), **own)]) for name in "ab")
+    prompt = PROMPT[:60]
+    first, second = (
+        decode(stepper, [request_of(models[0], name, prompt, contrastive(), draft_model=stepper.draft_model)])
+        for name in "ab"
+    )
     assert first == second
     assert [chunk.start for plan in plans for chunk in plan.chunks] == [0, 48]
     assert [copy.num_tokens for plan in plans for copy in plan.copies] == [16], "half a page is copied on write"
