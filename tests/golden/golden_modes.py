@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from golden_cases import Case
-from golden_workers import DTYPE, Bench, DraftingEngine, LocalWorker, PreemptedEngine, Refused, cold, new_id
+from golden_workers import DTYPE, NGRAMS, Bench, DraftingEngine, LocalWorker, PreemptedEngine, Refused, cold, new_id
 
 from adapters.catalog import Catalog
 from worker.build import embedded_config
@@ -180,7 +180,7 @@ class Speculated(OneWorker):
 
     async def _start(self, bench: Bench, *argv: str) -> LocalWorker:
         self.is_large = bench.is_large
-        argv = (*argv, *bench.drafting(method="ngram", num_speculative_tokens=4))
+        argv = (*argv, *bench.drafting(**NGRAMS))
         return await bench.worker(*argv, engine=DraftingEngine(embedded_config(bench.arguments(*argv))))
 
     async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:

@@ -31,6 +31,9 @@ from worker.runtimes.dynamo_engine import WorkerEngine
 EXACT = ("--numerics", "exact")
 """Options of every embedded engine, beside its device."""
 
+NGRAMS: Mapping[str, Any] = {"method": "ngram", "num_speculative_tokens": 4}
+"""Settings of ``--speculative-config`` of workers that draft."""
+
 DTYPE = "float32"
 
 KEY = bytes(range(32))
