@@ -178,7 +178,8 @@ class Arguments:
     speculative_config: str | None = option(
         None,
         "How the embedded engine drafts tokens, JSON in vLLM's names (docs/speculation.md), for example "
-        '{"method": "ngram", "num_speculative_tokens": 6}. What a request\'s processors force is drafted anyway.',
+        '{"method": "ngram", "num_speculative_tokens": 6}. What a request\'s processors force is drafted anyway. '
+        "Its model is also the amateur of contrastive decoding.",
         engine=True,
     )
     step_timeout_s: float = option(

@@ -358,8 +358,10 @@ class HfModel:
             return self._forward(plan)
 
     def _forward(self, plan: Plan) -> torch.Tensor:
-        batch = pack(plan, self._page_size)
         self._store.copy(plan.copies)
+        if not plan.num_tokens:
+            return torch.empty(0, self.vocab_size, device=self.device)
+        batch = pack(plan, self._page_size)
         self._store.zero(batch.new_pages)
         computed = self._graphs.compute(batch) if self._graphs is not None and not plan.chunks else None
         if computed is not None:

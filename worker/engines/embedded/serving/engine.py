@@ -208,7 +208,8 @@ class EmbeddedEngine:
         if thread is None or stepper is None or info is None:
             raise EngineBroken("the engine has not been started")
         adapter = None if stepper.adapters is None else stepper.adapters.of(request)
-        admitted = admit(request, next(self._numbers), stepper.model, info.context_length, adapter)
+        number, context_length = next(self._numbers), info.context_length
+        admitted = admit(request, number, stepper.model, context_length, adapter, draft_model=stepper.draft_model)
         handle = begin_transfer(admitted, request.kv, self.config.role, self._connector)
         stepper.check(admitted)
         is_first = streams.is_first_of(admitted.client)
