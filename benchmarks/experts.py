@@ -7,8 +7,9 @@
 Prints, and writes `results/experts.md`. Both read one GGUF file of random blocks in Q4_0, with
 fewer layers than the model's 48, so that it fits this machine's memory: 128 experts a layer, of
 which a token has 8. Its router is random, too, so that 8 rows meet some 52 experts of each layer,
-more than texts of one subject do. Cases, columns and rounds are those of `quantised.py`; `floor` is
-what a step would take that did nothing but read the weights that its rows meet.
+more than texts of one subject do. Columns and rounds are those of `quantised.py`; `floor` is a step
+that does nothing but read the weights that its rows meet. Cases: ``1`` and ``8`` prompts of 64
+tokens, of whose answers 32 and 16 tokens are timed, and one prompt of 512 tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ from worker.models.checkpoint import convert_gguf
 REPORT = HERE / "results" / "experts.md"
 ARCH = "qwen3moe"
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EXPERTS, USED, INNER, VOCABULARY = 2048, 32, 4, 128, 128, 8, 768, 151_936
-CASES = ("1", "8", "prompt")
+CASES = {
+    "1": Task(1, 64, 32, "greedy", 0),
+    "8": Task(8, 64, 16, "greedy", 0),
+    "prompt": Task(1, 512, 1, "greedy", 0),
+}
 COLUMNS = (quantised.EXACT, "float32, int8 activations")
 _BLOCK = 32
 _BLOCK_BYTES = 18
@@ -177,10 +182,10 @@ def main() -> None:
         answers["llama.cpp"] = stack.enter_context(peer(arguments.llama, path, arguments.threads, "decode_llama.py"))
         for case in arguments.cases:
             row = quantised.Row("Q4_0", case)
-            step = bytes_of_a_step(quantised.CASES[case].rows, arguments.layers)
-            quantised.measure(row, answers, arguments.rounds, int(step))
+            step = bytes_of_a_step(CASES[case].rows, arguments.layers)
+            quantised.measure(row, CASES[case], answers, arguments.rounds, int(step))
             rows.append(row)
-            print(case, {name: round(found, 1) for name, found in row.best.items()}, row.alike, flush=True)
+            print(case, {name: round(found, 1) for name, found in row.best.items()}, flush=True)
     text = render(rows, load, arguments)
     print(text)
     if not arguments.no_results:
