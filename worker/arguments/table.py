@@ -240,6 +240,13 @@ class Arguments:
         parse=named_directories,
         many=True,
     )
+    lora_dtype: str = option(
+        "auto",
+        "What the embedded engine holds LoRA adapters in: auto, the data type of the model, as vLLM does; float32, as "
+        "their files have them; or bfloat16, half the bytes (docs/models.md).",
+        choices=("auto", "float32", "bfloat16"),
+        engine=True,
+    )
     modality: str = option(
         "text",
         "multimodal, with --engine vllm: pictures are served beside text (docs/vllm.md).",

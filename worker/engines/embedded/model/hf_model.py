@@ -17,6 +17,7 @@ from torch.nn import functional
 from adapters.devices import launching_on, upload, upload_ids
 from worker.engines.embedded.adapters import LoadedAdapter
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes, AttentionStep
+from worker.engines.embedded.config import resolve_dtype
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.kv_cache import Int8Rows, KvStore, row_shape
@@ -234,10 +235,14 @@ class HfModel:
         self._tile = max((layer.tiling.most or 0 for layer in layers), default=0)
         self._attention = chosen.attention
 
-    def adapter_loader(self) -> Callable[[str, Path], LoadedAdapter]:
+    def adapter_loader(self, dtype: str = "auto") -> Callable[[str, Path], LoadedAdapter]:
         """Function that loads a LoRA adapter by its name and directory; it raises `ModelFileError`.
 
-        Raises `NotSupported` unless native kernels compute all of the model.
+        Args:
+            dtype: One of `config.LORA_DTYPES`.
+
+        Raises:
+            NotSupported: native kernels do not compute all of the model.
         """
         qkv = self._network.qkv_gemms() if self._attention.kernels == "native" else None
         if qkv is None:
@@ -245,7 +250,8 @@ class HfModel:
                 f"LoRA adapters are served where native kernels compute a model of the Llama family; here "
                 f"{self.kernels} kernels compute {self._facts.geometry.model_type}"
             )
-        return lambda name, directory: load_adapter(name, directory, self._facts.geometry, qkv)
+        kept_in = resolve_dtype(dtype, self.dtype)
+        return lambda name, directory: load_adapter(name, directory, self._facts.geometry, qkv, kept_in)
 
     @property
     def geometry(self) -> Geometry:

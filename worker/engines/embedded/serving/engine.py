@@ -111,7 +111,7 @@ def _adapters(config: EmbeddedConfig, model: Model) -> LoadedAdapters | None:
     try:
         if not isinstance(model, HfModel):
             raise NotSupported(f"{type(model).__name__} has no LoRA adapters")
-        adapters = LoadedAdapters(model.adapter_loader())
+        adapters = LoadedAdapters(model.adapter_loader(config.lora_dtype))
     except NotSupported as error:
         if config.lora_modules:
             raise StartupError(f"{FLAG}: {error}") from None
