@@ -28,7 +28,6 @@ from worker.engines.embedded.model.quantisation import (  # type: ignore[attr-de
     quantise,
 )
 from worker.engines.embedded.native import libraries, paths
-from worker.engines.embedded.native.quantised import OUTLIER
 from worker.errors import StartupError
 
 pytestmark = pytest.mark.native
@@ -39,6 +38,9 @@ if not amx_emulation.IS_REAL and amx_emulation.reason_against(torch.float32) is 
 DTYPES = [torch.float32, torch.bfloat16]
 
 AVX2_WITH_VNNI = "avx2 with VNNI"
+
+OUTLIER = 12
+"""Times the mean magnitude of its row: an element above is not rounded; of ``rounded_rows.h``."""
 
 of_integers = pytest.mark.parametrize(
     "path", [*PATHS, pytest.param(AVX2_WITH_VNNI, marks=[needs_dot_in_evex, pytest.mark.native_build])], indirect=True

@@ -15,11 +15,6 @@ from worker.engines.embedded.native.packed import COLUMNS
 BLOCK = 32
 """Elements of a row that are rounded with one scale: ``BLOCK`` in ``rounded_rows.h``."""
 
-OUTLIER = 8
-"""Times the mean magnitude of its row: an element above is not rounded; ``OUTLIER`` in
-``rounded_rows.h``.
-"""
-
 
 def fits_blocks(group: int, inner: int) -> bool:
     """Whether weights in groups of this size, in rows of `inner`, can meet rounded rows."""

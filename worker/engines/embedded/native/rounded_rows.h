@@ -8,7 +8,7 @@
 enum {
     BLOCK = 32, /* elements of a row with one scale, at most */
     WORD_BYTES = 4,
-    OUTLIER = 8, /* times the mean magnitude of its row: an element above is not rounded */
+    OUTLIER = 12, /* times the mean magnitude of its row: an element above is not rounded */
 };
 
 /* An element of a row that is not rounded, and would leave the others of its block few codes. */
