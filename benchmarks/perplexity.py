@@ -10,7 +10,7 @@ first is predicted from all before it in the window. Every engine gets the same 
 llama.cpp and OpenVINO read the same GGUF files and keep their blocks packed; ``Q4_1`` is the file
 as the package index has it, llama.cpp makes ``Q8_0`` of it.
 
-``float32`` is ours with activations as they are (``--activation-dtype auto``), that is the model
+``float32`` is ours with activations as they are (``--activation-dtype none``), that is the model
 that the file describes: what the others lose, they lose by rounding activations, or by computing
 in fewer bits. The interval is of the change, as a paired one: 1.96 standard errors of the mean
 difference of log probabilities, from the means of windows, which are independent of each other.
@@ -48,7 +48,7 @@ FORMATS = (OWN, "Q8_0")
 LENGTH = 512
 TRUTH = "float32"
 OURS: dict[str, dict[str, Any]] = {
-    TRUTH: {"dtype": "float32", "activation_dtype": "auto"},
+    TRUTH: {"dtype": "float32", "activation_dtype": "none"},
     "float32, int8 activations": {"dtype": "float32", "activation_dtype": "int8"},
     "bfloat16, int8 activations": {"dtype": "bfloat16", "activation_dtype": "int8"},
 }

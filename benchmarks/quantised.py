@@ -117,7 +117,7 @@ PEERS = {
 }
 EXACT = "float32"
 OURS = {
-    EXACT: ("float32", "auto"),
+    EXACT: ("float32", "none"),
     "float32, int8 activations": ("float32", "int8"),
     "bfloat16, int8 activations": ("bfloat16", "int8"),
 }

@@ -19,10 +19,11 @@ from worker.sampling import SamplingParams
 
 
 def load_native(path: Path, **settings: Any) -> HfModel:
-    """A checkpoint on native kernels, with a KV store of 8 pages of 32 tokens, unless `settings` of
-    `EmbeddedConfig` say otherwise.
+    """A checkpoint on native kernels, without rounding activations, with a KV store of 8 pages of
+    32 tokens, unless `settings` of `EmbeddedConfig` say otherwise.
     """
-    model = load_model(EmbeddedConfig(model_path=path, **{"device": "cpu", "kernels": "native"} | settings))
+    defaults = {"device": "cpu", "kernels": "native", "activation_dtype": "none"}
+    model = load_model(EmbeddedConfig(model_path=path, **defaults | settings))
     model.allocate_kv(8, 32)
     return model
 

@@ -1,7 +1,8 @@
 """The command line: ``python -m worker quantize MODEL --to int8 [--report] [--output DIR]``.
 
-With ``--kv-cache-dtype int8`` the report is of a quantised KV cache, too, or of it alone; with
-``--activation-dtype int8`` it is of activations that are rounded where they meet quantised weights.
+Rows that meet quantised weights are rounded to 8 bits in the report, as they are when the model is
+served, unless ``--activation-dtype none`` says otherwise. With ``--kv-cache-dtype int8`` the report
+is of a quantised KV cache, too, or of it alone.
 Nothing is written without ``--output``. Exit 1 after an error, 2 for wrong arguments.
 """
 

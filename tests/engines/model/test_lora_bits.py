@@ -153,7 +153,7 @@ FORMATS = (
     {"dtype": "bfloat16"},
     {"dtype": "float32", "quantization": "int8"},
     {"dtype": "bfloat16", "quantization": "int4"},
-    {"dtype": "float32", "quantization": "int8", "activation_dtype": "int8"},
+    {"dtype": "float32", "quantization": "int8", "activation_dtype": "none"},
 )
 
 

@@ -43,7 +43,7 @@ def quantised(every_checkpoint: dict[str, Path], tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize(
-    ("arch", "dtype", "activation_dtype"), grid(product(EVERY_TYPE, ("float32", "bfloat16"), ("auto", "int8")), fast=5)
+    ("arch", "dtype", "activation_dtype"), grid(product(EVERY_TYPE, ("float32", "bfloat16"), ("none", "int8")), fast=5)
 )
 def test_int8_has_one_answer_on_every_path_and_in_any_chunks(
     arch: str, dtype: str, activation_dtype: str, every_checkpoint: dict[str, Path]
@@ -71,10 +71,16 @@ def test_predictions_are_near_those_of_the_whole_weights(every_checkpoint: dict[
     assert 3 * in_8 < in_4 < 1.0
 
 
-def test_activations_are_rounded_where_it_is_asked_for(quantised: dict[str, Path]) -> None:
+def test_activations_are_rounded_by_default(quantised: dict[str, Path], every_checkpoint: dict[str, Path]) -> None:
     """Random weights, whose attention is all or nothing, make some ten times of each error."""
-    truth, found = (last_logits(load(quantised["llama"], activation_dtype=each)) for each in ("auto", "int8"))
+    truth, found, default = (
+        last_logits(load(quantised["llama"], activation_dtype=each)) for each in ("none", "int8", "auto")
+    )
     assert 0 < (found - truth).norm() / truth.norm() < 0.2
+    assert torch.equal(default, found)
+    for settings in ({"quantization": "none"}, {"kernels": "torch", "numerics": "fast"}):
+        assert "activations" not in load(quantised["llama"], activation_dtype="auto", **settings).made_by
+    assert "activations" not in load(every_checkpoint["llama"], activation_dtype="auto").made_by
 
 
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
@@ -111,7 +117,7 @@ def test_weights_take_less_memory(every_checkpoint: dict[str, Path]) -> None:
     assert sizes["int4"] < sizes["int8"]
 
 
-@pytest.mark.parametrize("activation_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("activation_dtype", ["none", "int8"])
 def test_answers_do_not_depend_on_the_batch(activation_dtype: str, every_checkpoint: dict[str, Path]) -> None:
     def answers(max_num_seqs: int, budget: int) -> list[list[int]]:
         model = load_model(
@@ -170,7 +176,7 @@ class TestRefusals:
             load(quantised["llama"], activation_dtype="int8", quantization="none")
         with pytest.raises(StartupError, match="int8 needs the native kernels, not --kernels torch"):
             load(quantised["llama"], activation_dtype="int8", kernels="torch")
-        with pytest.raises(StartupError, match="--activation-dtype must be one of auto, int8, got 'int4'"):
+        with pytest.raises(StartupError, match="--activation-dtype must be one of auto, none, int8, got 'int4'"):
             EmbeddedConfig(model_path="", activation_dtype="int4").check()
         monkeypatch.setattr(native, "unavailable", lambda dtype, path=None: "there is no compiler")
         with pytest.raises(
@@ -274,7 +280,8 @@ def changed_config(source: Path, directory: Path, **changes: object) -> Path:
 class TestCommand:
     def test_reports_and_writes_nothing(self, checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
         before = sorted(checkpoints["llama"].iterdir())
-        assert main(["quantize", str(checkpoints["llama"]), "--to", "int8", "--report"]) == 0
+        source = str(checkpoints["llama"])
+        assert main(["quantize", source, "--to", "int8", "--activation-dtype", "none", "--report"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("perplexity on ")
         assert lines[1].startswith("the same likeliest token: ")
@@ -285,7 +292,7 @@ class TestCommand:
         self, checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str]
     ) -> None:
         source = str(checkpoints["llama"])
-        assert main(["quantize", source, "--to", "int8", "--activation-dtype", "int8", "--report"]) == 0
+        assert main(["quantize", source, "--to", "int8", "--report"]) == 0  # as it is served
         first, second = capsys.readouterr().out.splitlines()
         assert "int8, int8 activations (" in first
         assert float(second.split()[4].rstrip("%")) > 80

@@ -335,7 +335,7 @@ def test_rounding_once_more(written: dict[str, Path], tmp_path: Path) -> None:
     assert torch.equal(last_logits(model), last_logits(load(written["fp8"] / "dense", quantization="int8")))
     with pytest.raises(StartupError, match="--activation-dtype int8 needs quantised weights"):
         load(written["fp8"], activation_dtype="int8")
-    truth, found = (last_logits(load(written["gptq"], activation_dtype=each)) for each in ("auto", "int8"))
+    truth, found = (last_logits(load(written["gptq"], activation_dtype=each)) for each in ("none", "int8"))
     assert 0 < (found - truth).norm() / truth.norm() < 0.3
 
 

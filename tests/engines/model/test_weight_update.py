@@ -29,7 +29,7 @@ SETTINGS = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "float32", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
-    "int8 activations": {"dtype": "float32", "quantization": "int8", "activation_dtype": "int8"},
+    "int8, no activations": {"dtype": "float32", "quantization": "int8", "activation_dtype": "none"},
 }
 
 
@@ -92,7 +92,7 @@ def test_a_quantised_checkpoint_quantises_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])
 def test_a_gguf_file_quantises_as_llama_cpp_does(tmp_path: Path, arch: str, kind: Kind) -> None:
     """Float weights give what a start from a GGUF file of the same weights gives."""
-    rounding = "int8" if kind == Kind.Q8_0 else "auto"  # 8 bits have another layout beside rounded rows
+    rounding = "int8" if kind == Kind.Q8_0 else "none"  # 8 bits have another layout beside rounded rows
     models: list[HfModel] = []
     for seed in (1, 2):
         dense = write_tiny_model(tmp_path / f"dense-{seed}", arch=arch, seed=seed)

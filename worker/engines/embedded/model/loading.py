@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +90,15 @@ def _load_on(device: torch.device, config: EmbeddedConfig) -> HfModel:
     if format is not None and is_kept and quantisation is not None:
         reason = f"{directory} is quantised already ({format}); use auto or none"
         raise StartupError(f"--quantization {quantisation}: {reason}")
+    is_packed = format is not None and is_kept and config.quantization == "auto"
+    is_quantised = is_packed or quantisation is not None
     rounds_rows = config.activation_dtype == "int8"
-    if rounds_rows and quantisation is None and (format is None or not is_kept or config.quantization == "none"):
+    if rounds_rows and not is_quantised:
         raise StartupError("--activation-dtype int8 needs quantised weights: a quantised model, or --quantization int8")
     kernels = choose_kernels(config.kernels, device, dtype, quantisation, rounds_rows, config.numerics)
-    keeps = format is not None and is_kept and config.quantization == "auto" and kernels.reads_quantised
+    if config.activation_dtype == "auto":
+        kernels = replace(kernels, rounds_rows=is_quantised and kernels.reads_quantised)
+    keeps = is_packed and kernels.reads_quantised
     if format is not None and config.quantization != "none" and not keeps:
         reason = f"{kernels.name} kernels do not read them" if is_kept else "no kernels read them"
         logger.info("weights in %s are dequantised: %s", format, reason)

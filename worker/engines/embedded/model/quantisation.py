@@ -101,7 +101,8 @@ class QuantisedWeight:
         if rounds_rows:
             group = inner // self.scales.shape[1]
             if not fits_blocks(group, inner):
-                raise StartupError(f"--activation-dtype int8: groups of {group} weights do not fit blocks of {BLOCK}")
+                reason = f"groups of {group} weights do not fit blocks of {BLOCK}"
+                raise StartupError(f"rows cannot be rounded to int8, {reason}: use --activation-dtype none")
             codes = functional.pad(codes, (0, -codes.shape[1] % 4))
         if self.bits == 4 or rounds_rows:
             codes = codes.contiguous().view(torch.int32)

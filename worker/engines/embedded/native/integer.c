@@ -9,6 +9,9 @@
  * one on. Where a weight has no offset, its codes count from `zero`, a whole number. So a result has the same bits
  * whatever number of rows is computed together, and on all paths.
  *
+ * An element whose magnitude is more than OUTLIER times the mean of its row's is an outlier: it is 0 in its block, and is
+ * multiplied by the weights as they are in `quantised.c`. Outliers are added after all blocks, in ascending order.
+ *
  * Codes of the weights lie in panels of 32 columns, [panels][words][32 columns]: words of eight codes of 4 bits, the
  * first one lowest, or of four signed bytes. Scales and offsets are [panels][groups][32 columns]. They belong to the kernels in
  * float32; rows and results may be bfloat16 too.
@@ -178,8 +181,10 @@ compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t 
                 for (int64_t row = from; row < to; row++)
                     prefetch_row(q, row, panel * COLUMNS);
                 (tile == begin ? multiply_first : multiply)((int)(to - from), q, r, panel, from, sums);
-                for (int64_t row = from; row < to; row++)
+                for (int64_t row = from; row < to; row++) {
+                    add_outliers(q, r, row, panel, sums + (row - from) * COLUMNS);
                     finish(q, row, panel * COLUMNS, sums + (row - from) * COLUMNS);
+                }
             }
 }
 
@@ -214,16 +219,20 @@ compute(const quantised_t *q, int has_tiles, const threads_t *threads)
     const int64_t most = is_for_amx ? TILE_ROWS : INT_ROWS, space = is_for_amx ? (q->rows + most - 1) / most * most : q->rows;
     const int64_t size = q->group < BLOCK && q->group < q->inner ? q->group : BLOCK;
     const int64_t blocks = (q->inner + size - 1) / size, words = (q->inner + WORD_BYTES - 1) / WORD_BYTES;
-    const int64_t row_bytes = blocks * (int64_t)(2 * sizeof(float) + sizeof(int32_t)) + words * WORD_BYTES;
+    const int64_t most_outliers = q->inner / OUTLIER + 1; /* there are fewer, but for what the mean is rounded by */
+    const int64_t row_bytes = blocks * (int64_t)(2 * sizeof(float) + sizeof(int32_t)) + words * WORD_BYTES +
+                              most_outliers * (int64_t)sizeof(outlier_t) + (int64_t)sizeof(int32_t);
     char *memory = malloc(space * row_bytes + 1);
     if (!memory)
         return -1;
     if (space > q->rows) /* missing rows */
         memset(memory, 0, space * row_bytes);
-    float *row_scales = (float *)memory, *totals = row_scales + space * blocks;
-    int32_t *starts = (int32_t *)(totals + space * blocks);
-    int8_t *row_codes = (int8_t *)(starts + space * blocks);
-    const rounded_t r = {size, blocks, words, most, is_for_amx, row_codes, row_scales, totals, starts};
+    outlier_t *outliers = (outlier_t *)memory;
+    float *row_scales = (float *)(outliers + space * most_outliers), *totals = row_scales + space * blocks;
+    int32_t *starts = (int32_t *)(totals + space * blocks), *num_outliers = starts + space * blocks;
+    int8_t *row_codes = (int8_t *)(num_outliers + space);
+    const rounded_t r = {size, blocks, words, most, is_for_amx, row_codes, row_scales, totals, starts, outliers,
+                         num_outliers, most_outliers};
     const int32_t excess = q->bits == 4 ? 0 : byte_excess(processor_has_dot());
     const integers_t integers = {q, &r, excess - (q->offsets ? 0 : (int32_t)q->zero)};
     /* rows beside each other are written to the same lines: no thread steals single rows */

@@ -149,8 +149,11 @@ compute_panels_in_tiles(const quantised_t *q, const rounded_t *r, int64_t first,
                     }
                 }
             }
-            for (int64_t row = begin * TILE_ROWS; row < smaller(end * TILE_ROWS, q->rows); row++)
-                finish(q, row, panel * COLUMNS, sums[0] + (row - begin * TILE_ROWS) * COLUMNS);
+            for (int64_t row = begin * TILE_ROWS; row < smaller(end * TILE_ROWS, q->rows); row++) {
+                float *found = sums[0] + (row - begin * TILE_ROWS) * COLUMNS;
+                add_outliers(q, r, row, panel, found);
+                finish(q, row, panel * COLUMNS, found);
+            }
         }
     release_tiles();
 }

@@ -24,7 +24,7 @@ quantise_row(const element *x, int64_t width, char *row)
     float lanes[WIDEST + LANES] ALIGNED;
     for (int64_t at = 0; at < width; at += LANES)
         vec_store(lanes + at, load_lanes(x + at, width - at));
-    const float scale = scale_of(lanes, width);
+    const float scale = scale_of(magnitude_of(lanes, width));
     const int64_t bytes = kv_row_bytes(width, 1), end = bytes - (int64_t)sizeof scale;
     memset(row, 0, end);
     if (scale > 0) {

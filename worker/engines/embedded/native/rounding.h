@@ -6,16 +6,23 @@
 
 #include "vector.h"
 
-/* The scale of `count` numbers, of which the largest becomes 127 or -127: NaN if one is infinite or not a number, 0 where
- * it would be subnormal; then all codes are 0. Behind them are zeros up to a multiple of 16.
- */
+/* The largest magnitude of `count` numbers. Behind them are zeros up to a multiple of 16. */
 static inline float
-scale_of(const float *numbers, int64_t count)
+magnitude_of(const float *numbers, int64_t count)
 {
     vec highest = vec_zero();
     for (int64_t at = 0; at < count; at += LANES)
         highest = vec_max_magnitude(highest, vec_load(numbers + at));
-    const float magnitude = vec_highest_magnitude(highest), scale = magnitude / 127.0f;
+    return vec_highest_magnitude(highest);
+}
+
+/* The scale of numbers whose largest magnitude becomes 127: NaN if that is infinite or not a number, 0 where the scale
+ * would be subnormal; then all codes are 0.
+ */
+static inline float
+scale_of(float magnitude)
+{
+    const float scale = magnitude / 127.0f;
     return !(magnitude <= FLT_MAX) ? NAN : scale < FLT_MIN ? 0.0f : scale;
 }
 

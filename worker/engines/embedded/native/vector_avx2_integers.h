@@ -40,6 +40,16 @@ vec_of_ints(ints x)
     return vec_of(_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high));
 }
 
+/* Code number `index` of each of 16 words: of 4 bits without a sign, or of 8 with one. */
+INLINED vec
+code_of(words_t w, int bits, int index)
+{
+    const __m128i places = _mm_cvtsi32_si128(32 - bits - bits * index);
+    const __m256i low = _mm256_sll_epi32(w.low, places), high = _mm256_sll_epi32(w.high, places);
+    return vec_of_ints(bits == 4 ? (ints){_mm256_srli_epi32(low, 28), _mm256_srli_epi32(high, 28)}
+                                 : (ints){_mm256_srai_epi32(low, 24), _mm256_srai_epi32(high, 24)});
+}
+
 /* The sums of four products of 8 columns, added to `sum`: of bytes without a sign and of signed codes. */
 INLINED __m256i
 add_dots_half(__m256i sum, __m256i bytes, __m256i codes)

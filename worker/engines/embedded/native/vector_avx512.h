@@ -226,6 +226,14 @@ INLINED ints ints_all(int32_t x) { return _mm512_set1_epi32(x); }
 INLINED ints ints_add(ints a, ints b) { return _mm512_add_epi32(a, b); }
 INLINED vec vec_of_ints(ints x) { return _mm512_cvtepi32_ps(x); }
 
+/* Code number `index` of each of 16 words: of 4 bits without a sign, or of 8 with one. */
+INLINED vec
+code_of(words_t w, int bits, int index)
+{
+    const __m512i top = _mm512_sll_epi32(w, _mm_cvtsi32_si128(32 - bits - bits * index));
+    return vec_of_ints(bits == 4 ? _mm512_srli_epi32(top, 28) : _mm512_srai_epi32(top, 24));
+}
+
 /* The sums of four products of a column, added to `sum`: of bytes without a sign and of signed `codes`. */
 INLINED ints
 add_dots(ints sum, words_t bytes, const int8_t *codes)

@@ -289,6 +289,14 @@ INLINED ints ints_all(int32_t x) { return (ints){0} + x; }
 INLINED ints ints_add(ints a, ints b) { return a + b; }
 INLINED vec vec_of_ints(ints x) { return __builtin_convertvector(x, vec); }
 
+/* Code number `index` of each of 16 words: of 4 bits without a sign, or of 8 with one. */
+INLINED vec
+code_of(words_t w, int bits, int index)
+{
+    const words_t top = w << (32 - bits - bits * index);
+    return vec_of_ints(bits == 4 ? (ints)(top >> 28) : (ints)top >> 24);
+}
+
 /* Bits 0 to 3 of each byte (part 0), or 4 to 7. */
 INLINED words_t
 split_nibbles(words_t w, int part)

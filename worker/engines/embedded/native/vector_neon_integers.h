@@ -53,6 +53,20 @@ vec_of_ints(ints x)
     return y;
 }
 
+/* Code number `index` of each of 16 words: of 4 bits without a sign, or of 8 with one. */
+INLINED vec
+code_of(words_t w, int bits, int index)
+{
+    ints codes;
+    EACH_FOUR
+    {
+        const uint32x4_t top = vshlq_u32(w.four[i], vdupq_n_s32(32 - bits - bits * index));
+        codes.four[i] = bits == 4 ? vreinterpretq_s32_u32(vshrq_n_u32(top, 28))
+                                  : vshrq_n_s32(vreinterpretq_s32_u32(top), 24);
+    }
+    return vec_of_ints(codes);
+}
+
 /* Bits 0 to 3 of each byte (part 0), or 4 to 7. */
 INLINED words_t
 split_nibbles(words_t w, int part)
