@@ -210,6 +210,26 @@ async def test_an_answer_cut_anywhere_goes_on_as_it_would_have(pool: Pool, name:
             assert answer.receipt[field] == whole.receipt[field], field
 
 
+async def test_contrast_goes_on_with_its_own_draft_model_alone(pool: Pool, model: Path, tmp_path: Path) -> None:
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    amateur = ["--speculative-config", json.dumps({"model": str(other)})]
+    worker = make_worker(model, tmp_path / "store", "--context-length", "96", *amateur)
+    await worker.start(1)
+    elsewhere = Pool(worker, FileStore(str(tmp_path / "store")))
+    try:
+        for name in ("contrastive", "seeded"):
+            raw = request_of(name)
+            whole, record = await pool.ask(f"draft {name}", raw)
+            if name == "contrastive":
+                with pytest.raises(exceptions.InvalidArgument, match=r"adapter is 'draft model .* on this one"):
+                    await elsewhere.take_over("draft", raw, record, whole.token_ids[:5])
+            else:
+                rest = await elsewhere.take_over("draft", raw, record, whole.token_ids[:5])
+                assert whole.token_ids[:5] + rest.token_ids == whole.token_ids
+    finally:
+        await worker.cleanup()
+
+
 async def test_the_smoke_test_goes_on(model: Path, tmp_path: Path) -> None:
     worker = make_worker(model, tmp_path, smoke=True)
     await worker.start(1)

@@ -121,6 +121,17 @@ async def test_the_tokens_are_those_that_were_recorded(
         assert await files.replay({**answer.receipt, "seed": answer.receipt["seed"] ^ 1}, PROMPT) == 1
 
 
+async def test_contrast_is_replayed_with_its_draft_model_alone(
+    plain: Client, files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contrast, options = ASKED["contrast"]
+    answer = await plain.ask(PROMPT, *contrast, sampling_options=options, stop_conditions={"max_tokens": 8})
+    for extra, told in (([], "none"), (amateur_of(write_tiny_model(tmp_path / "other", seed=1)), "")):
+        files.extra = extra
+        assert await files.replay(answer.receipt, PROMPT) == 2
+        assert f"--speculative-config has {told}" in capsys.readouterr().err
+
+
 @pytest.mark.native
 async def test_what_is_quantised_is_recorded(model: Path, files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"quantization": "int8", "activation_dtype": "int8", "kv_cache_dtype": "int8"}

@@ -32,7 +32,7 @@ class Continuation:
         kv_dtype: KV type of that worker; see `EngineInfo.kv_dtype`.
         weights: Digest of the weights of its newest token, empty for those of the start; see
             `worker.engines.weights.WeightVersion`.
-        adapter: Digest of its LoRA adapter, empty for none.
+        adapter: See `worker.requests.request.GenerationRequest.beside_model`.
     """
 
     generated_tokens: int
@@ -63,7 +63,7 @@ class Continuation:
         Args:
             weights: Digest of the weights of the worker that is to go on, empty for those of the
                 start.
-            adapter: Digest of the adapter of this request there, empty for none.
+            adapter: `GenerationRequest.beside_model` of this request there.
         """
         self._compare(weights=weights, adapter=adapter)
 

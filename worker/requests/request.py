@@ -72,6 +72,8 @@ class GenerationRequest:
         lora_name: LoRA adapter that the client chose as its model; None for the model itself.
         images: Pictures of the prompt.
         lora_digest: Digest of the adapter of that name that this worker has, set by `Preparation`.
+        draft_model: `EngineInfo.draft_model`, set by `Preparation` where a processor computes with
+            it; else None.
         priority: Urgency beside other requests; 0 is usual, and more is sooner.
         dp_rank: Data parallel rank that the router chose, None where it chose none.
         session_id: Session of the client that it belongs to, None where the client says none.
@@ -95,6 +97,7 @@ class GenerationRequest:
     lora_name: str | None = None
     images: tuple[ImageInput, ...] = ()
     lora_digest: str | None = None
+    draft_model: str | None = None
     priority: float = 0
     dp_rank: int | None = None
     session_id: str | None = None
@@ -106,6 +109,14 @@ class GenerationRequest:
     def token_ids(self) -> list[int]:
         """Prompt and answer so far."""
         return self.prompt_token_ids + self.generated_token_ids
+
+    @property
+    def beside_model(self) -> str:
+        """What its answer is computed with beside the model: digest of the adapter, and the draft
+        model, empty without either. Workers that exchange it must agree.
+        """
+        draft = f"draft model {self.draft_model}" if self.draft_model is not None else None
+        return "; ".join(filter(None, (self.lora_digest, draft)))
 
 
 class RequestTable:

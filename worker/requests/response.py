@@ -54,7 +54,7 @@ class ResponseBuilder:
         self._prompt = request.prompt_token_ids
         self._token_text = token_text
         self._scores: dict[str, Any] = {}
-        self._adapter = request.lora_digest or ""
+        self._adapter = request.beside_model
         self._tells_digests = COMPUTED_WITH in request.annotations
         self.weights = TokenWeights()
 

@@ -63,7 +63,8 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         StartupError: with one clear line.
     """
     config.check()
-    SpeculativeConfig.parse(config.speculative_config)  # before the model, which takes long to load
+    draft_path = SpeculativeConfig.parse(config.speculative_config).model  # before the model, which takes long to load
+    draft_identity = None if draft_path is None else fingerprint_beside(draft_path, config.packed_copy)
     identity = None
     if config.role != "aggregated" or config.weight_updates:
         identity = fingerprint_beside(config.model_path, config.packed_copy)
@@ -93,6 +94,7 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         made_by=model.made_by if isinstance(model, HfModel) else model.numerics,
         kv_dtype=model.kv_store.dtype_name if isinstance(model, HfModel) else "",
         adapters={} if stepper.adapters is None else stepper.adapters.digests,
+        draft_model="" if draft_identity is None else _identity_of_draft(stepper, draft_identity),
     )
     if config.weight_updates:
         assert identity is not None
@@ -104,6 +106,13 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
             model.kv_store, stepper.scheduler.transfers, config, identity.result(), model.made_by
         )
     return stepper, info
+
+
+def _identity_of_draft(stepper: Stepper, digest: Future[str]) -> str:
+    """`EngineInfo.draft_model`."""
+    assert stepper.draft_model is not None
+    model = stepper.draft_model.model
+    return f"{_digest(digest)}, {model.made_by if isinstance(model, HfModel) else model.numerics}"
 
 
 def _adapters(config: EmbeddedConfig, model: Model) -> LoadedAdapters | None:
