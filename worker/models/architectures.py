@@ -14,7 +14,7 @@ import numpy as np
 
 from worker.models.geometry import BOUNDS, Geometry, GeometryError
 from worker.models.gguf_file import GgufError, GgufFile
-from worker.models.gguf_latent import LatentLayout, deepseek
+from worker.models.gguf_latent import DEEPSEEK, LatentLayout, deepseek
 from worker.models.gguf_layouts import LAYOUTS, MIXTRAL, Layout
 from worker.models.gguf_weights import ROPE_FREQUENCIES, Weight, find_weights, layout_weights, plain_dtype
 from worker.models.model_types import GGUF_TYPES, ModelType
@@ -78,10 +78,10 @@ class Architecture:
     def __init__(self, file: GgufFile) -> None:
         self._file = file
         self._metadata = file.metadata
-        self._name = file.metadata.one_of("general.architecture", (*GGUF_TYPES, *LAYOUTS, "deepseek2"))
+        self._name = file.metadata.one_of("general.architecture", (*GGUF_TYPES, *LAYOUTS, DEEPSEEK))
         self._experts = file.metadata.integer(f"{self._name}.expert_count", 0, *BOUNDS["num_experts"])
         self._kind: ModelType | Layout
-        if self._name == "deepseek2":
+        if self._name == DEEPSEEK:
             self._kind = deepseek(file.metadata)
         elif self._name == "llama" and self._experts:
             self._kind = MIXTRAL
@@ -114,9 +114,9 @@ class Architecture:
                 raise GgufError(f"{key} is not supported")
 
     def _refuse_variants(self) -> None:
-        rotates_part = self._layout is not None and self._layout.rotates_part
         if self._is_latent:
-            return
+            return  # its heads have two widths
+        rotates_part = self._layout is not None and self._layout.rotates_part
         for key in ("attention.value_length", *(() if rotates_part else ("rope.dimension_count",))):
             if self._metadata.integer(f"{self._name}.{key}", self._head_dim) != self._head_dim:
                 raise GgufError(f"{self._name}.{key} other than the width of a head is not supported")

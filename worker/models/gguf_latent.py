@@ -16,6 +16,9 @@ from worker.models.gguf_file import GgufError, Metadata
 from worker.models.gguf_layouts import Layout, Place
 from worker.models.numbers import shortest
 
+DEEPSEEK = "deepseek2"
+"""Name of the architecture in files."""
+
 _SOFTMAX, _SIGMOID = 1, 2
 """Values of ``expert_gating_func``."""
 
@@ -167,10 +170,10 @@ DEEPSEEK_3 = LatentLayout(
 
 
 def deepseek(metadata: Metadata) -> LatentLayout:
-    """The layout of a file of architecture ``deepseek2``: V2's files tell no function of its gates.
+    """The layout of a file of `DEEPSEEK`; V2's older files tell no function of its gates.
 
     Raises:
         GgufError: the function is another one.
     """
-    gating = metadata.integer("deepseek2.expert_gating_func", _SOFTMAX, _SOFTMAX, _SIGMOID)
+    gating = metadata.integer(f"{DEEPSEEK}.expert_gating_func", _SOFTMAX, _SOFTMAX, _SIGMOID)
     return DEEPSEEK_3 if gating == _SIGMOID else DEEPSEEK_2

@@ -236,13 +236,10 @@ class HfModel:
         self._attention = chosen.attention
 
     def adapter_loader(self, dtype: str = "auto") -> Callable[[str, Path], LoadedAdapter]:
-        """Function that loads a LoRA adapter by its name and directory; it raises `ModelFileError`.
+        """Function that loads a LoRA adapter by its name and directory, in one of
+        `config.LORA_DTYPES`; it raises `ModelFileError`.
 
-        Args:
-            dtype: One of `config.LORA_DTYPES`.
-
-        Raises:
-            NotSupported: native kernels do not compute all of the model.
+        Raises `NotSupported` unless native kernels compute all of the model.
         """
         qkv = self._network.qkv_gemms() if self._attention.kernels == "native" else None
         if qkv is None:
