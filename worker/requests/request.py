@@ -80,7 +80,8 @@ class GenerationRequest:
         prefill_result: Parameters of the KV transfer, with the frontend's additions; None
             without one.
         is_probe: Whether this is the runtime's health probe.
-        continues: What its client says of the answer so far; None if it says nothing.
+        continues: Part of the answer that another worker generated, as its client says it; None if
+            it says nothing.
     """
 
     prompt_token_ids: list[int]
@@ -112,8 +113,8 @@ class GenerationRequest:
 
     @property
     def beside_model(self) -> str:
-        """What its answer is computed with beside the model: digest of the adapter, and the draft
-        model, empty without either. Workers that exchange it must agree.
+        """Weights beside the model's own that its answer is computed with: digest of the adapter,
+        and the draft model; empty without either. Workers that exchange it must agree.
         """
         draft = f"draft model {self.draft_model}" if self.draft_model is not None else None
         return "; ".join(filter(None, (self.lora_digest, draft)))
