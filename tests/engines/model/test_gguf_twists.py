@@ -90,8 +90,8 @@ def test_experts_keep_their_blocks(kind: GGMLQuantizationType, tmp_path: Path, t
     assert "model.layers.0.mlp.gate.weight" in stored
 
     def loaded(path: Path, **settings: Any) -> HfModel:
-        unrounded = {"dtype": "float32", "activation_dtype": "none", "numerics": "exact"}
-        model = load_model(EmbeddedConfig(model_path=path, device="cpu", **unrounded, **settings))
+        options = {"dtype": "float32", "activation_dtype": "none", "numerics": "exact"} | settings
+        model = load_model(EmbeddedConfig(model_path=path, device="cpu", **options))
         model.allocate_kv(8, 32)
         return model
 
