@@ -11,8 +11,8 @@ to as many bits: ONNX Runtime in groups of 32, with zero points for ``Q4_1``; CT
 only, with one scale per row. A peer that has no such format is not in the row. A ratio is of ours
 to the fastest peer.
 
-Ours has exact numerics in all columns. ``float32`` is what the launch scripts serve, all sums in
-float32. ``int8 activations`` is `--activation-dtype int8`: the peers, too, round activations to 8
+Ours has exact numerics in all columns. ``float32`` is `--activation-dtype none`, all sums in
+float32. ``float32, int8 activations`` is what the launch scripts serve: the peers, too, round activations to 8
 bits, in groups of 32 or, in CTranslate2, whole rows, and multiply integers. ``bfloat16`` is beside
 that what OpenVINO computes all else in where the processor has it, as it does by default; its KV
 cache has 8 bits. llama.cpp's is float16, with flash attention; ONNX Runtime's and CTranslate2's are
