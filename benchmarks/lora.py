@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 from worker.engines.embedded import Engine
+from worker.engines.embedded.config import LORA_DTYPES
 from worker.engines.embedded.model import HfModel
 from worker.sampling import SamplingParams
 
@@ -78,12 +79,14 @@ def main() -> None:
     parser.add_argument("--model", default="default", help="as of Engine: default, tiny or a path")
     parser.add_argument("--rows", type=int, default=8, help="rows and adapters")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the adapters' files")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="of the adapters' files")
+    parser.add_argument("--lora-dtype", choices=LORA_DTYPES, default="auto", help="of the adapters, once loaded")
+    parser.add_argument("--compute", choices=("auto", "float32", "bfloat16"), default="auto", help="of the model")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=24, help="steps of a round")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    engine = Engine(options.model, max_num_seqs=options.rows)
+    engine = Engine(options.model, max_num_seqs=options.rows, dtype=options.compute, lora_dtype=options.lora_dtype)
     adapters = engine.session.stepper.adapters
     assert adapters is not None
     cases: dict[str, list[str | None]] = {"none": [None] * options.rows}
@@ -101,7 +104,8 @@ def main() -> None:
     for _ in range(options.rounds):
         for case, chosen in cases.items():
             fastest[case] = min(fastest[case], step_ms(engine, chosen, options.steps))
-    print(f"{engine.info.computed_by}; {options.rows} rows, rank {options.rank}, {options.dtype}")
+    print(f"{engine.info.computed_by}; {options.rows} rows, rank {options.rank}")
+    print(f"adapters of {options.dtype}, --lora-dtype {options.lora_dtype}; the model computes in {options.compute}")
     for case, milliseconds in fastest.items():
         print(f"{case:20} {milliseconds:7.2f} ms a step  {milliseconds / fastest['none']:5.2f}")
 

@@ -46,7 +46,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import decode_ours  # before torch, so that OpenMP's threads wait as they do in a worker
@@ -147,29 +147,30 @@ class Row:
     alike: dict[str, list[bool]] = field(default_factory=dict)
 
 
-def measure(row: Row, answers: Mapping[str, Callable[[Task], Reply]], rounds: int, size: int) -> None:
-    """Fill in a row, of a model of `size` bytes."""
+def measure(row: Row, task: Task, answers: Mapping[str, Callable[[Task], Reply]], rounds: int, size: int) -> None:
+    """Fill in a row, of tasks like `task` and a model of `size` bytes."""
     for number in range(-1, rounds):  # one turn that does not count
         first = {}
         if row.case != "prompt":
-            row.best[FLOOR] = max(row.best.get(FLOOR, 0.0), CASES[row.case].rows * read_speed() / size)
+            row.best[FLOOR] = max(row.best.get(FLOOR, 0.0), task.rows * read_speed() / size)
         for name, answer in list(answers.items())[:: 1 if number % 2 else -1]:
-            found, first[name] = turn(answer, row.case, number)
+            found, first[name] = turn(answer, replace(task, seed=number))
             row.best[name] = max(row.best.get(name, 0.0), found) if number >= 0 else 0.0
         for name, tokens in first.items():
             row.alike.setdefault(name, []).extend(map(int.__eq__, tokens, first[EXACT]))
 
 
-def turn(answer: Callable[[Task], Reply], case: str, number: int) -> tuple[float, list[int]]:
-    """Tokens per second of one turn, and the first token of each answer."""
-    shape = CASES[case]
+def turn(answer: Callable[[Task], Reply], task: Task) -> tuple[float, list[int]]:
+    """Tokens per second of one turn, of the prompt if one token is wanted, and the first token of
+    each answer.
+    """
     time.sleep(PAUSE_S)
     started = time.perf_counter()
-    reply = answer(Task(shape.rows, shape.prompt, shape.new, shape.controls, number))
+    reply = answer(task)
     elapsed = time.perf_counter() - started
-    if reply.num_tokens != shape.rows * shape.new:
-        raise SystemExit(f"{reply.num_tokens} tokens came, {shape.rows * shape.new} were asked for")
-    return shape.prompt / elapsed if case == "prompt" else reply.decode_tokens / reply.decode_s, reply.first
+    if reply.num_tokens != task.rows * task.new:
+        raise SystemExit(f"{reply.num_tokens} tokens came, {task.rows * task.new} were asked for")
+    return task.prompt / elapsed if task.new == 1 else reply.decode_tokens / reply.decode_s, reply.first
 
 
 def render(rows: list[Row], load: float, arguments: argparse.Namespace) -> str:
@@ -264,7 +265,7 @@ def main() -> None:
                     answers[name] = stack.enter_context(process)
                 for case in arguments.cases:
                     row = Row(form, case)
-                    measure(row, answers, arguments.rounds, path.stat().st_size)
+                    measure(row, CASES[case], answers, arguments.rounds, path.stat().st_size)
                     rows.append(row)
                     print(form, case, {name: round(found) for name, found in row.best.items()}, flush=True)
     text = render(rows, load, arguments)

@@ -179,4 +179,5 @@ def embedded_config(arguments: Arguments) -> EmbeddedConfig:
         kv_devices=arguments.kv_transfer_devices,
         weight_updates=arguments.engine_port > 0,
         lora_modules=arguments.lora_modules,
+        lora_dtype=arguments.lora_dtype,
     )

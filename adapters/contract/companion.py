@@ -1,10 +1,10 @@
-"""Processors that need a second row of logits: of the same model, after another beginning."""
+"""Processors that need a second row of logits: after another beginning, or of another model."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -26,12 +26,15 @@ class CompanionProcessor(ShapingProcessor):
     logits beside the request's own, and sets `second_row`; one that cannot refuses the request.
 
     Attributes:
+        companion_model: Model that computes the companion: the request's ``own``, or the worker's
+            ``draft`` model, which has the same vocabulary.
         second_row: The companion's logits by position; None without an engine that computes them.
     """
 
     stage: ClassVar[Stage] = Stage.GUIDANCE
     scopes: ClassVar[tuple[Scope, ...]] = ("all",)
     once: ClassVar[bool] = True
+    companion_model: ClassVar[Literal["own", "draft"]] = "own"
     second_row: SecondRow | None = None
 
     @property

@@ -8,7 +8,7 @@ from adapters.processors.cite_from_prompt import CiteFromPrompt
 from adapters.processors.dry import Dry
 from adapters.processors.forcing import ForcedPrefix, ForcedSequence, ForceLastPhrase
 from adapters.processors.grammar import Choice, Grammar, JsonSchema, Regex
-from adapters.processors.guidance import Cfg
+from adapters.processors.guidance import Cfg, Contrastive
 from adapters.processors.length import ExponentialDecayLength, GenLength, MinTokens
 from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens
 from adapters.processors.multiple_choice import MultipleChoice
@@ -40,6 +40,7 @@ from adapters.processors.watermark import Watermark
 BUILTINS: tuple[type[Processor], ...] = (
     # guidance
     Cfg,
+    Contrastive,
     # bias
     LogitBias,
     SequenceBias,

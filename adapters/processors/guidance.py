@@ -1,7 +1,8 @@
-"""Guidance of a row of logits by a second one."""
+"""Guidance of a row of logits by a second one: of another prompt, or of a weaker model."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Self
 
@@ -51,6 +52,47 @@ class Cfg(CompanionProcessor):
         unconditional = self.companion_row().to(logits.device, torch.float32).log_softmax(-1)
         guided = self._scale * (conditional - unconditional) + unconditional
         logits.copy_(guided.masked_fill_(logits == -torch.inf, -torch.inf))
+
+
+class Contrastive(CompanionProcessor):
+    """Moves the answer away from what a weaker model, the worker's draft model, would say
+    (contrastive decoding).
+
+    Source: O'Brien and Lewis, arXiv 2309.09117. Let e and a be the rows of the model (the expert)
+    and of the draft model (the amateur) after prompt and answer. Tokens with
+    e < max(e) + log(alpha) are banned, and the others get (1 + beta) * e - beta * a.
+
+    The ban is the plausibility constraint of Li et al., arXiv 2210.15097, whose amateur has a
+    temperature besides: a is divided by it.
+    """
+
+    name = "contrastive"
+    reads = Reads.PROMPT_AND_GENERATED
+    companion_model = "draft"
+
+    class Args(ProcessorArgs):
+        alpha: Annotated[
+            float, Field(gt=0, le=1, description="Tokens less likely than this times the most likely one are banned.")
+        ] = 0.1
+        beta: Annotated[float, Field(gt=0, le=100, description="Strength of the contrast.")] = 0.5
+        amateur_temperature: Annotated[
+            float, Field(ge=0.01, le=100, description="Temperature of the draft model's distribution.")
+        ] = 1.0
+
+    def __init__(self, args: Args, context: Context) -> None:
+        self._cutoff = math.log(args.alpha)
+        self._beta = args.beta
+        self._temperature = args.amateur_temperature
+
+    @property
+    def companion_prompt(self) -> Sequence[int]:
+        return self.prompt
+
+    def shape(self, logits: torch.Tensor) -> None:
+        amateur = self.companion_row().to(logits.device, torch.float32) / self._temperature
+        banned = logits < logits.max() + self._cutoff
+        contrasted = (1 + self._beta) * logits - self._beta * amateur
+        logits.copy_(contrasted.masked_fill_(banned, -torch.inf))
 
 
 def _negative_ids(args: Cfg.Args, context: Context) -> list[int]:

@@ -81,6 +81,18 @@ export interface CfgArguments {
   scope?: "all";
 }
 
+/** Moves the answer away from what a weaker model, the worker's draft model, would say (contrastive decoding). */
+export interface ContrastiveArguments {
+  /** Tokens less likely than this times the most likely one are banned (number > 0 and ≤ 1). Default 0.1. */
+  alpha?: number;
+  /** Strength of the contrast (number > 0 and ≤ 100). Default 0.5. */
+  beta?: number;
+  /** Temperature of the draft model's distribution (number 0.01 to 100). Default 1.0. */
+  amateur_temperature?: number;
+  /** Part of the generation that it applies to. Default "all". */
+  scope?: "all";
+}
+
 /** Adds a fixed bias to the logits of some tokens. */
 export interface LogitBiasArguments {
   /** Bias by token id; ids are decimal without sign or leading zeros (object of 1 to 4096 numbers -100 to 100). */
@@ -507,6 +519,8 @@ export interface SynthidArguments {
 export interface Processors {
   /** Moves the answer towards its prompt, and away from a negative one (classifier-free guidance). */
   cfg(args: CfgArguments): Processor;
+  /** Moves the answer away from what a weaker model, the worker's draft model, would say (contrastive decoding). */
+  contrastive(args?: ContrastiveArguments): Processor;
   /** Adds a fixed bias to the logits of some tokens. */
   logit_bias(args: LogitBiasArguments): Processor;
   /** Adds a bias to tokens that would complete a given sequence of tokens. */

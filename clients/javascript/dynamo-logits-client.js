@@ -9,6 +9,7 @@
 export const VERSION = "0.1.0";
 const ARGUMENTS = {
   cfg: [["scale"], ["negative_prompt", "negative_token_ids", "scope"]],
+  contrastive: [[], ["alpha", "beta", "amateur_temperature", "scope"]],
   logit_bias: [["bias"], ["scope"]],
   sequence_bias: [["sequences"], ["scope"]],
   repetition_penalty: [["penalty"], ["window", "scope"]],

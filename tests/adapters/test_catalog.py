@@ -77,7 +77,7 @@ cfg logit_bias allowed_tokens banned_tokens bad_words min_tokens repetition_pena
 phrase_ban no_repeat_ngram dry thinking_budget forced_sequence forced_prefix force_last_phrase gen_length trigger_phrase
 multiple_choice cite_from_prompt loop_stop ban_scripts temperature top_k top_p min_p typical_p top_n_sigma xtc mirostat
 epsilon_cutoff eta_cutoff exponential_decay_length watermark json_schema regex choice grammar
-structural_tag tool_calls sequence_bias dynamic_temperature top_a synthid
+structural_tag tool_calls sequence_bias dynamic_temperature top_a synthid contrastive
 """
 
 

@@ -58,7 +58,7 @@ def test_the_agent_of_the_quickstart_is_a_client_that_runs() -> None:
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Engine:
-    return Engine(tiny_model, catalog=CATALOG)
+    return Engine(tiny_model, catalog=CATALOG, speculative_config={"model": str(tiny_model)})  # contrastive needs one
 
 
 @pytest.fixture

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
+import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_doubles import END, RecallModel, answer
+from speculation_runs import Repeating
 
 from adapters.catalog import Catalog, Requested, Selection
 from adapters.contract import Context
@@ -15,9 +18,11 @@ from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
 from worker.engines.chain_builder import ChainBuilder
 from worker.engines.embedded.admission import admit
+from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.plan import Request
 from worker.engines.embedded.scheduler import Scheduler
+from worker.engines.embedded.speculation import DraftModelProposer
 from worker.engines.embedded.step import Stepper
 from worker.engines.weights import WeightVersion
 from worker.errors import InvalidRequest
@@ -27,23 +32,39 @@ CONTEXT = 64
 BUILDER = ChainBuilder(Catalog.default(), Context(Vocabulary(RecallModel.vocab_size)))
 
 Arrival = tuple[int, int, int, bool]
-"""Tokens of the prompt, of the negative one (0: the prompt's last, -1: no guidance), of the answer
-at most; and whether the negative prompt begins as the prompt does."""
+"""Tokens of the prompt, of the negative one (0: the prompt's last, -1: no guidance, -2: contrast
+with the draft model), of the answer at most; and whether the negative prompt begins as the prompt
+does."""
 
-arrivals = st.tuples(st.integers(1, 40), st.integers(-1, 40), st.integers(1, 24), st.booleans())
+CONTRAST = -2
+
+arrivals = st.tuples(
+    st.integers(1, 40), st.one_of(st.just(CONTRAST), st.integers(-1, 40)), st.integers(1, 24), st.booleans()
+)
 
 
 class House:
-    """A stepper whose model checks the KV of every row, and its requests.
+    """A stepper whose model checks the KV of every row, its draft model too, and its requests.
 
-    Each row of that model is one-hot, at the next token: a guided answer is the plain one.
+    Each row of these models is one-hot, at the next token: a guided answer is the plain one.
     """
 
-    def __init__(self, pages: int, rows: int, budget: int, mixed: int, seed: int) -> None:
+    def __init__(self, pages: int, rows: int, budget: int, mixed: int, seed: int, *, drafts: bool = False) -> None:
         self.model = RecallModel(CONTEXT)
         self.model.allocate_kv(pages, 8)
-        scheduler = Scheduler(KvCache(pages, 8, 4), rows, max(budget, rows), mixed)
-        self.stepper = Stepper(self.model, scheduler)  # type: ignore[arg-type]
+        self.draft_model = DraftModel(
+            RecallModel(CONTEXT),  # type: ignore[arg-type]
+            num_drafted=rows if drafts else 0,
+            num_companions=rows // 2,
+            context_length=CONTEXT,
+            page_size=12,
+            block_size=4,
+        )
+        cache = KvCache(pages, 8, 4)
+        scheduler = Scheduler(cache, rows, max(budget, rows), mixed, draft_model=self.draft_model)
+        settings = {"method": "draft_model", "model": "unused"} if drafts else {}
+        speculator = Repeating(settings, partial(DraftModelProposer, self.draft_model) if drafts else None)
+        self.stepper = Stepper(self.model, scheduler, speculator)  # type: ignore[arg-type]
         self.source = random.Random(seed)
         self.live: dict[str, Request] = {}
         self.num_finished = 0
@@ -52,12 +73,13 @@ class House:
         length, negative, max_tokens, is_alike = arrival
         prompt = [3 + (7 * position) % 80 for position in range(length - 1)] + [3 + number % 80]
         asked = EngineRequest(str(number), prompt, SamplingParams(max_tokens=max_tokens))
-        if negative >= 0:
+        if negative != -1:
             begin = [3 + (7 * position + (not is_alike)) % 80 for position in range(negative)]
             args = {"scale": 2.0, **({"negative_token_ids": begin} if begin else {})}
-            selection = Selection((Requested("cfg", args),))
-            asked = BUILDER.prepare(asked, selection, BUILDER.context(frozenset({END}), 0, max_tokens))
-        request = admit(asked, 0, self.model, CONTEXT)  # type: ignore[arg-type]
+            wanted = Requested("contrastive") if negative == CONTRAST else Requested("cfg", args)
+            context = BUILDER.context(frozenset({END}), 0, max_tokens)
+            asked = BUILDER.prepare(asked, Selection((wanted,)), context)
+        request = admit(asked, 0, self.model, CONTEXT, draft_model=self.draft_model)  # type: ignore[arg-type]
         try:
             self.stepper.check(request)
         except InvalidRequest:
@@ -83,6 +105,7 @@ class House:
                 del self.live[output.request_id]
         scheduler.check_integrity()
         scheduler.cache.check_blocks()
+        self.draft_model.cache.check_blocks()
 
     def check_companion(self, request: Request, generated: list[int]) -> None:
         """It has the same answer, and its row was that before the newest token of it."""
@@ -98,21 +121,50 @@ class House:
         assert row.argmax() == answer_after([*begin, *generated[:-1]])
 
 
-def test_a_companion_that_is_not_finite_ends_its_owner_alone() -> None:
-    house = House(pages=20, rows=4, budget=40, mixed=8, seed=1)
-    for number, negative in enumerate((9, -1, 0)):
-        house.arrive(number, (12, negative, 8, False))
+@pytest.mark.parametrize("negative", [9, CONTRAST], ids=["cfg", "contrastive"])
+def test_a_companion_that_is_not_finite_ends_its_owner_alone(negative: int) -> None:
+    house = House(pages=20, rows=6, budget=40, mixed=8, seed=1)
+    for number, one in enumerate((negative, -1, 0)):
+        house.arrive(number, (12, one, 8, False))
     spoilt = house.live.pop("0")
-    house.model.spoiled = lambda plan: [one for one in plan.owners() if one is spoilt.companion]  # type: ignore[assignment, return-value]
+    model = house.draft_model.model if negative == CONTRAST else house.model
+    model.spoiled = lambda plan: [one for one in plan.owners() if one is spoilt.companion]  # type: ignore[method-assign]
     ends: dict[str, str | None] = {}
     while not house.stepper.scheduler.is_idle:
         for output in house.stepper.step():
             if output.finish_reason is not None:
                 ends[output.request_id] = output.error
     assert ends == {"0": "the model's hidden state of a token is NaN or infinite", "1": None, "2": None}
-    house.arrive(3, (12, 9, 8, False))
-    assert house.live["3"].companion is not None
-    assert not house.stepper.scheduler.cache.match_prefix(house.live["3"].companion), "spoiled KV is cached"
+    house.arrive(0, (12, negative, 8, False))
+    companion = house.live["0"].companion
+    assert companion is not None
+    assert not house.stepper.scheduler.queues.cache_of(companion).match_prefix(companion), "spoiled KV is cached"
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    arrivals=st.lists(arrivals, min_size=2, max_size=10),
+    pages=st.integers(12, 20),
+    rows=st.integers(2, 6),
+    seed=st.integers(0, 2**16),
+)
+def test_a_request_gives_way_only_to_one_that_begins(arrivals: list[Arrival], pages: int, rows: int, seed: int) -> None:
+    house = House(pages, rows, budget=16, mixed=8, seed=seed)
+    scheduler, queues = house.stepper.scheduler, house.stepper.scheduler.queues
+    gave_way: list[Request] = []
+    began: list[Request] = []
+    give_way, start_prefill = queues.turns.give_way, queues.start_prefill
+    queues.turns.give_way = lambda request: (gave_way.append(request), give_way(request))[1]  # type: ignore[method-assign, func-returns-value]
+    queues.start_prefill = lambda request: (began.append(request), start_prefill(request))[1]  # type: ignore[method-assign, func-returns-value]
+    left = list(enumerate(arrivals))
+    while left or not scheduler.is_idle:
+        if left and (scheduler.is_idle or house.source.random() < 0.5):
+            house.arrive(*left.pop(0))
+        if not scheduler.is_idle:
+            house.step()
+        assert not gave_way or {one.client for one in began} - {one.client for one in gave_way}
+        gave_way.clear()
+        began.clear()
 
 
 def answer_after(tokens: list[int]) -> int:
@@ -127,11 +179,12 @@ def answer_after(tokens: list[int]) -> int:
     budget=st.integers(1, 40),
     mixed=st.integers(1, 8),
     seed=st.integers(0, 2**16),
+    drafts=st.booleans(),
 )
 def test_a_companion_is_computed_and_freed_with_its_owner(
-    arrivals: list[Arrival], pages: int, rows: int, budget: int, mixed: int, seed: int
+    arrivals: list[Arrival], pages: int, rows: int, budget: int, mixed: int, seed: int, drafts: bool
 ) -> None:
-    house = House(pages, rows, budget, mixed, seed)
+    house = House(pages, rows, budget, mixed, seed, drafts=drafts)
     scheduler = house.stepper.scheduler
     left = list(enumerate(arrivals))
     num_steps = 0

@@ -232,6 +232,7 @@ def _acting(plain: list[int], end_id: int) -> dict[str, list[Acting]]:
     again = [processor("logit_bias", bias={str(plain[0]): 100.0})]
     ends = [processor("logit_bias", bias={str(end_id): 100.0})]
     return {
+        "contrastive": [({"beta": 1.5, "amateur_temperature": 0.5}, ())],
         "logit_bias": [({"bias": {str(plain[2]): -100.0, str(plain[5]): 4.0}}, ())],
         "sequence_bias": [({"sequences": [{"token_ids": plain[2:4], "bias": -50.0}]}, ())],
         "repetition_penalty": [({"penalty": 1.8}, ())],

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from golden_cases import Case
-from golden_workers import DTYPE, Bench, DraftingEngine, LocalWorker, PreemptedEngine, Refused, cold, new_id
+from golden_workers import DTYPE, NGRAMS, Bench, DraftingEngine, LocalWorker, PreemptedEngine, Refused, cold, new_id
 
 from adapters.catalog import Catalog
 from worker.build import embedded_config
@@ -180,6 +180,7 @@ class Speculated(OneWorker):
 
     async def _start(self, bench: Bench, *argv: str) -> LocalWorker:
         self.is_large = bench.is_large
+        argv = (*argv, *bench.drafting(**NGRAMS))
         return await bench.worker(*argv, engine=DraftingEngine(embedded_config(bench.arguments(*argv))))
 
     async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
@@ -372,7 +373,14 @@ class OfflineChoices(Choices):
     async def running(self, bench: Bench) -> AsyncIterator[None]:
         catalog = Catalog.load(options=bench.arguments().logits_processor)
         settings = {"device": bench.device, "dtype": DTYPE, "numerics": "exact", "kv_cache_dtype": bench.kv_cache_dtype}
-        self._engine = await asyncio.to_thread(Engine, bench.model, catalog=catalog, **settings)  # type: ignore[arg-type]
+        drafts = {"model": str(bench.model)}
+        self._engine = await asyncio.to_thread(
+            Engine,
+            bench.model,
+            catalog=catalog,
+            speculative_config=drafts,
+            **settings,  # type: ignore[arg-type]
+        )
         self._limits = bench.limits
         async with super().running(bench):
             yield
@@ -412,7 +420,7 @@ MODES: tuple[Mode, ...] = (
     Preempted("preempted", at_once=8),
     OneWorker("chunked prefill", "--max-num-batched-tokens", "8", "--max-num-seqs", "4", at_once=4),
     OneWorker("batched", at_once=64, is_warm=True),
-    Speculated("speculated", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}', at_once=16),
+    Speculated("speculated", at_once=16),
     NthChoice(),
     OfflineChoices(),
     stand_in_mode("TensorRT-LLM stand-in"),

@@ -21,7 +21,7 @@ import httpx
 from golden_cases import Case
 from golden_matrix import say
 from golden_modes import NUM_CHOICES, Choices, Mode, Request
-from golden_workers import EXACT, Bench, Failed, Refused, new_id
+from golden_workers import EXACT, NGRAMS, Bench, Failed, Refused, new_id
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "e2e")]
 from e2e_stack import MODEL, STAND_IN, Worker, running_stack, wait_for
@@ -45,7 +45,10 @@ class Served:
 
     Attributes:
         client: Asks; while the mode is running.
+        drafts: Settings of ``--speculative-config`` beside the draft model.
     """
+
+    drafts: Mapping[str, Any] = {}
 
     def __init__(self, name: str, *workers: Sequence[str], at_once: int = 1, frontend: Sequence[str] = ()) -> None:
         self.name = name
@@ -82,7 +85,7 @@ class Served:
 
     def _start_worker(self, *argv: str) -> Worker:
         """Start a worker and wait until it is found; a pair must be found one after the other."""
-        engine = [] if "trtllm" in argv else ["--device", "cpu", *EXACT]
+        engine = [] if "trtllm" in argv else ["--device", "cpu", *EXACT, *self._bench.drafting(**self.drafts)]
         environ = STAND_IN if "trtllm" in argv else self._stack.environ
         worker = self._stack.start_worker(*self._bench.argv, *engine, *argv, wait=False, **_with_processors(environ))  # type: ignore[arg-type]
         self._stack.wait_endpoint(worker)
@@ -136,6 +139,8 @@ class Crowded(Served):
 
 class ServedSpeculated(Served):
     """Tokens are drafted by n-grams too."""
+
+    drafts = NGRAMS
 
     def _check(self) -> None:
         (worker,) = self._stack.workers
@@ -373,7 +378,6 @@ SMALL = ("--context-length", "320", "--kv-blocks", "112", "--max-num-seqs", "8",
 """Pages for seven of eight requests, and fewer of those that have grown beyond one page."""
 
 PREFILL, DECODE = (("--disaggregation-mode", role) for role in ("prefill", "decode"))
-DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}')
 
 SERVED_MODES: tuple[Mode, ...] = (
     Served("aggregated", ()),
@@ -383,7 +387,7 @@ SERVED_MODES: tuple[Mode, ...] = (
     Crowded("preempted", SMALL, at_once=8),
     Served("chunked prefill", ("--max-num-batched-tokens", "8", "--max-num-seqs", "4"), at_once=4),
     Served("batched", (), at_once=64),
-    ServedSpeculated("speculated", DRAFTS, at_once=16),
+    ServedSpeculated("speculated", (), at_once=16),
     ServedNthChoice(),
     Served("TensorRT-LLM stand-in", ("--engine", "trtllm", "--max-num-batched-tokens", "64"), at_once=16),
 )

@@ -5,6 +5,7 @@ with nothing but the runtime left out.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from worker.runtimes.dynamo_engine import WorkerEngine
 
 EXACT = ("--numerics", "exact")
 """Options of every embedded engine, beside its device."""
+
+NGRAMS: Mapping[str, Any] = {"method": "ngram", "num_speculative_tokens": 4}
+"""Settings of ``--speculative-config`` of workers that draft."""
 
 DTYPE = "float32"
 
@@ -157,9 +161,16 @@ class Bench:
         operator = ["--processor-policy", str(self.policy), "--logits-processor", third_parties]
         return ["--model-path", str(self.model), "--dtype", DTYPE, *patient, *operator]
 
+    def drafting(self, **settings: Any) -> list[str]:
+        """Options of an embedded engine whose draft model is the model itself, with which
+        `contrastive` contrasts it at another temperature.
+        """
+        return ["--speculative-config", json.dumps({"model": str(self.model), **settings})]
+
     def arguments(self, *argv: str) -> Arguments:
         """Options of a worker."""
-        embedded = ["--device", self.device, *EXACT, "--kv-cache-dtype", self.kv_cache_dtype]
+        drafts = [] if "--speculative-config" in argv else self.drafting()
+        embedded = ["--device", self.device, *EXACT, *drafts, "--kv-cache-dtype", self.kv_cache_dtype]
         return parse_arguments([*self.argv, *([] if "--engine" in argv else embedded), *argv], {})
 
     async def worker(self, *argv: str, engine: ServingEngine | None = None) -> LocalWorker:

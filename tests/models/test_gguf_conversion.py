@@ -193,11 +193,13 @@ def test_scaled_positions(checkpoints: dict[str, Path], tmp_path: Path, kind: st
         "qwen2.rope.scaling.type": kind,
         "qwen2.rope.scaling.factor": 4.0,
         "qwen2.rope.scaling.original_context_length": 512,
+        "qwen2.rope.scaling.yarn_beta_fast": 16.0,
     }
     network = AutoModelForCausalLM.from_pretrained(converted(source, tmp_path), dtype=torch.float32)
     rope = network.config.rope_parameters
     assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == (kind, 4.0, 10_000.0)
     assert rope.get("original_max_position_embeddings") == (512 if kind == "yarn" else None)
+    assert rope.get("beta_fast") == (16.0 if kind == "yarn" else None)
 
 
 def test_a_tensor_that_is_dequantised_in_parts(checkpoints: dict[str, Path], tmp_path: Path) -> None:

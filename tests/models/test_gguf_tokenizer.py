@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from typing import Any
 
 import pytest
@@ -97,7 +98,32 @@ def test_splits_differ() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(SPLITS) & set(GGUF_PRE_TOKENIZER_SPLITS)))
 def test_regular_expressions_are_those_of_transformers(name: str) -> None:
-    assert SPLITS[name].regex == GGUF_PRE_TOKENIZER_SPLITS[name]
+    assert SPLITS[name].regexes == (GGUF_PRE_TOKENIZER_SPLITS[name],)
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("deepseek-llm", "Hi| there|!| Don|'|t| |1|2|3|4|\n|\n|中文|abc|.,| Żółć| | x|  "),
+        ("deepseek-v3", "Hi| there|!| Don|'t| |123|4|\n\n|中文|abc|.,| Żółć| | x|  "),
+    ],
+)
+def test_texts_that_deepseek_splits(name: str, pieces: str) -> None:
+    text = "Hi there! Don't 1234\n\n中文abc., Żółć  x  "
+    steps = loaded(metadata_of(byte_level(STEPS["gpt-2"]), pre=name)).pre_tokenizer  # type: ignore[arg-type]
+    assert [text[first:stop] for _, (first, stop) in steps.pre_tokenize_str(text)] == pieces.split("|")
+
+
+def test_letters_of_deepseek_are_cased_ones() -> None:
+    """Oniguruma's, of the class: all of Latin and Greek, and nothing that is no letter."""
+    letters = pre_tokenizers.Split(Regex(SPLITS["deepseek-llm"].regexes[1].removeprefix(r"\s?")), "removed")
+    cased = [chr(code) for code in range(0x30000) if unicodedata.category(chr(code)) in ("Lu", "Ll", "Lt")]
+    others = "".join(chr(code) for code in range(0x30000) if unicodedata.category(chr(code))[0] in "LNPZ")
+    kept = "".join(piece for piece, _ in letters.pre_tokenize_str(others))
+    found = set(others) - set(kept)
+    assert found < set(cased)
+    assert {each for each in cased if ord(each) < 0x531} <= found
+    assert len(found) > 2500
 
 
 def test_llama_3_begins_with_bos_and_keeps_whole_pieces() -> None:

@@ -31,7 +31,7 @@ def run(*command: str) -> str:
 def test_a_release_installs_and_passes_the_smoke_test(tmp_path: Path) -> None:
     assert "smoke: Hello world!" in run("scripts/release", "--dry-run", "--output", str(tmp_path))
     name = f"dynamo-logits-worker-{worker.__version__}"
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,) = tmp_path.glob("dynamo_logits_worker-*.whl")
     assert re.search(r"manylinux", wheel.name)
     sums = dict(reversed(line.split("  ")) for line in (tmp_path / f"{name}.sha256").read_text().splitlines())  # type: ignore[arg-type, var-annotated]
     files = {path.name for path in tmp_path.iterdir()} - {f"{name}.sha256"}

@@ -201,6 +201,7 @@ def test_what_is_refused(name: str) -> None:
     [
         ('{"name": "phrase_ban", "args": {"phrases": ["x"]}}', "holds phrase_ban, which takes tokens back"),
         ('{"name": "cfg", "args": {"scale": 2}}', "holds cfg, which needs a second row of logits"),
+        ('{"name": "contrastive"}', "holds contrastive, which needs a second row of logits"),
     ],
 )
 def test_what_the_embedded_engine_alone_serves_is_refused(version: str, processor: str, problem: str) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path += [
-    str(TESTS / folder) for folder in ("golden", "engines", "adapters/vllm", "adapters/conformance", "e2e", "launch")
+    str(TESTS / folder)
+    for folder in ("golden", "engines", "adapters/vllm", "adapters/conformance", "e2e", "launch", "clients")
 ]
 
 POLICY = Path(tempfile.mkdtemp(prefix="vllm-policy-")) / "policy.yaml"

@@ -20,7 +20,7 @@ from adapters.vllm.requests import chain_of, read
 NUM_TOKENS = 8
 NUM_TOKENS_LONG = 24
 NUM_BATCHED = 32
-REFUSED = {"cfg", "phrase_ban"}
+REFUSED = {"cfg", "contrastive", "phrase_ban"}
 
 
 def cases_of(llm: LLM, num_tokens: int) -> list[Case]:

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from launched_script import REPOSITORY, LaunchedScript, launched
+from launched_vllm import FRONTEND, agg
 
 from adapters.client import logits_processors, processor
 from worker.models import DEFAULT_MODEL
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(900)]
-
-OPTIONS = ("--kv-cache-memory", "1GiB", "--context-length", "1024", "--engine-args", '{"enforce_eager": true}')
-FRONTEND = REPOSITORY / ".venv"
 
 PAGE_BODY = """
 import json, re, sys, quickjs
@@ -35,23 +27,6 @@ context.eval(re.sub("^(import .*?;\\n)|^export ", "", script, flags=re.MULTILINE
 print(context.eval(f"JSON.stringify(bodyOf({', '.join(map(json.dumps, given))}))"))
 """
 """Prints the body that the playground's ``bodyOf`` makes of its arguments."""
-
-
-@contextmanager
-def agg(directory: Path, **variables: str) -> Iterator[LaunchedScript]:
-    """The script with the default model, from where it is kept, and a directory for sockets whose
-    name is short enough.
-    """
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "DLW_"))}
-    kept = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    chosen = {"ENGINE": "vllm", "DLW_VENV": str(FRONTEND), "DLW_VLLM_VENV": sys.prefix, "MODEL_PATH": ""}
-    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(prefix="dlw-") as short:
-        for name in os.environ.keys() - own.keys():
-            patch.delenv(name)
-        where = {"XDG_CACHE_HOME": kept, "TMPDIR": short}
-        with launched(directory, *OPTIONS, variables={**chosen, **where, **variables}) as script:
-            yield script
-        assert list(Path(short).iterdir()) == []
 
 
 def page_request(base: str, *arguments: Any) -> httpx.Response:

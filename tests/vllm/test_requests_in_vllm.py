@@ -28,6 +28,7 @@ def schema(value: dict[str, Any]) -> dict[str, Any]:
         ({"name": "regex", "args": {"pattern": "(a|b"}}, r"logits_processors\.processors\[0\]\.args\.pattern"),
         ({"name": "phrase_ban", "args": {"phrases": ["the"]}}, r"phrase_ban takes tokens back.*use .*embedded engine"),
         ({"name": "cfg", "args": {"scale": 2}}, r"cfg needs a second row of logits.*use .*embedded engine"),
+        ({"name": "contrastive"}, r"contrastive needs a second row of logits.*use .*embedded engine"),
         ({"name": "top_k", "args": {"k": "many"}}, r"logits_processors\.processors\[0\]\.args\.k"),
     ],
 )

@@ -338,6 +338,7 @@ def test_the_document_shows_the_table() -> None:
         ("quantization", config.QUANTIZATIONS),
         ("activation_dtype", config.ACTIVATION_DTYPES),
         ("kv_cache_dtype", config.KV_CACHE_DTYPES),
+        ("lora_dtype", config.LORA_DTYPES),
     ],
 )
 def test_choices_are_those_of_the_embedded_engine(name: str, known: tuple[str, ...]) -> None:

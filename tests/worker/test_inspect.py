@@ -135,6 +135,7 @@ def test_every_stage_of_every_step(model: Path, capsys: pytest.CaptureFixture[st
 
 async def _recorded(model: Path, processors: list[Any], sampling: dict[str, Any]) -> tuple[LoadedModel, Recording, Any]:
     given = ["--model-path", str(model), "--device", "cpu", "--dtype", "float32", "--numerics", "exact"]
+    given += ["--speculative-config", json.dumps({"model": str(model)})]
     async with loaded(parse_arguments(given, {})) as one:
         text = json.dumps({"version": 1, "processors": processors})
         asked = inspected_request(one, PROMPT, sampling, text, 3, 8)
@@ -157,6 +158,7 @@ RUNS: list[tuple[list[Any], dict[str, Any]]] = [
     ([MIROSTAT], {"temperature": 1.0}),
     ([PHRASES, MIROSTAT], {"temperature": 1.0}),
     ([BAN, {"name": "cfg", "args": {"scale": 2.5}}], {"temperature": 1.0}),
+    ([BAN, {"name": "contrastive", "args": {"amateur_temperature": 2.0}}], {"temperature": 1.0}),
 ]
 
 

@@ -5,6 +5,7 @@ done where that cannot be.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -105,7 +106,8 @@ def make_worker(model: Path, store: Path, *argv: str, smoke: bool = False) -> Wo
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pool]:
     directory = tmp_path_factory.mktemp("store")
-    worker = make_worker(model, directory, "--max-num-batched-tokens", "64", "--context-length", "96")
+    amateur = ["--speculative-config", json.dumps({"model": str(model)})]
+    worker = make_worker(model, directory, "--max-num-batched-tokens", "64", "--context-length", "96", *amateur)
     await worker.start(1)
     yield Pool(worker, FileStore(str(directory)))
     await worker.cleanup()
@@ -130,6 +132,8 @@ CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "phrase_ban beside a third party": ([PHRASES, processor("acme/drifts")], DRAWN),
     "cfg": ([processor("cfg", scale=2.0, negative_token_ids=[7, 8, 9, 40])], DRAWN),
     "phrase_ban beside cfg": ([processor("cfg", scale=3.0), PHRASES], DRAWN),
+    "contrastive": ([processor("contrastive", beta=1.5, amateur_temperature=2.0)], DRAWN),
+    "phrase_ban beside contrastive": ([processor("contrastive", alpha=0.02), PHRASES], DRAWN),
     "third party": ([processor("acme/drifts")], {}),
     "third party, drawn": ([processor("acme/drifts"), processor("no_repeat_ngram", n=3)], DRAWN),
 }
@@ -204,6 +208,26 @@ async def test_an_answer_cut_anywhere_goes_on_as_it_would_have(pool: Pool, name:
         assert (answer.receipt["mode"], answer.receipt["replayed_tokens"]) == (f"migrated at {k}", k)
         for field in ("seed", "request", "prompt_length", "prompt_digest", "answer_digest", "generated_tokens"):
             assert answer.receipt[field] == whole.receipt[field], field
+
+
+async def test_contrast_goes_on_with_its_own_draft_model_alone(pool: Pool, model: Path, tmp_path: Path) -> None:
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    amateur = ["--speculative-config", json.dumps({"model": str(other)})]
+    worker = make_worker(model, tmp_path / "store", "--context-length", "96", *amateur)
+    await worker.start(1)
+    elsewhere = Pool(worker, FileStore(str(tmp_path / "store")))
+    try:
+        for name in ("contrastive", "seeded"):
+            raw = request_of(name)
+            whole, record = await pool.ask(f"draft {name}", raw)
+            if name == "contrastive":
+                with pytest.raises(exceptions.InvalidArgument, match=r"adapter is 'draft model .* on this one"):
+                    await elsewhere.take_over("draft", raw, record, whole.token_ids[:5])
+            else:
+                rest = await elsewhere.take_over("draft", raw, record, whole.token_ids[:5])
+                assert whole.token_ids[:5] + rest.token_ids == whole.token_ids
+    finally:
+        await worker.cleanup()
 
 
 async def test_the_smoke_test_goes_on(model: Path, tmp_path: Path) -> None:

@@ -56,8 +56,13 @@ async def served(model: Path, policy: Path) -> AsyncIterator[Client]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def plain(model: Path) -> AsyncIterator[Client]:
     """A worker without a policy."""
-    async with serving(model) as client:
+    async with serving(model, *amateur_of(model)) as client:
         yield client
+
+
+def amateur_of(model: Path) -> list[str]:
+    """Options of a worker whose draft model is the model itself."""
+    return ["--speculative-config", json.dumps({"model": str(model)})]
 
 
 @pytest.fixture
@@ -97,6 +102,7 @@ ASKED: dict[str, tuple[list[Any], dict[str, Any]]] = {
         {**DRAWN, "seed": -3},
     ),
     "guidance": ([processor("cfg", scale=2.5, negative_token_ids=[37, 38, 39])], DRAWN),
+    "contrast": ([processor("contrastive", beta=1.5, amateur_temperature=2.0)], DRAWN),
 }
 
 
@@ -107,11 +113,23 @@ async def test_the_tokens_are_those_that_were_recorded(
     processors, options = ASKED[name]
     asked = {"sampling_options": options, "stop_conditions": {"max_tokens": 40}}
     answer = await plain.ask(PROMPT, *processors, **asked)  # type: ignore[arg-type]
+    files.extra = amateur_of(files.model)
     assert await files.replay(answer.receipt, PROMPT) == 0, capsys.readouterr()
     number = answer.receipt["generated_tokens"]
     assert f"answer: {number} tokens, equal to those recorded" in capsys.readouterr().out
     if name == "drawn":
         assert await files.replay({**answer.receipt, "seed": answer.receipt["seed"] ^ 1}, PROMPT) == 1
+
+
+async def test_contrast_is_replayed_with_its_draft_model_alone(
+    plain: Client, files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contrast, options = ASKED["contrast"]
+    answer = await plain.ask(PROMPT, *contrast, sampling_options=options, stop_conditions={"max_tokens": 8})
+    for extra, told in (([], "none"), (amateur_of(write_tiny_model(tmp_path / "other", seed=1)), "")):
+        files.extra = extra
+        assert await files.replay(answer.receipt, PROMPT) == 2
+        assert f"--speculative-config has {told}" in capsys.readouterr().err
 
 
 @pytest.mark.native
@@ -378,6 +396,7 @@ async def test_decisions_are_made_again_after_the_recorded_tokens(
 ) -> None:
     processors, options = ASKED[name]
     answer = await plain.ask(PROMPT, *processors, sampling_options=options, stop_conditions={"max_tokens": 12})
+    files.extra = amateur_of(files.model)
     number = answer.receipt["generated_tokens"]
     said = f"decisions: {number} of {number} tokens are allowed by the processors, {number} are chosen again"
     assert await decided(answer, files, capsys) == (0, [said])

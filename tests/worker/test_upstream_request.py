@@ -35,7 +35,10 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model": st.just("tiny"),
     "token_ids": st.lists(st.integers(0, 2**32 - 1), min_size=1),
     "annotations": st.lists(TEXT, min_size=1),
-    "continues": st.just({"generated_tokens": 3, "numerics": "exact", "kv_dtype": "float32"}),
+    "continues": st.fixed_dictionaries(
+        {"generated_tokens": st.just(3), "numerics": st.just("exact"), "kv_dtype": st.just("float32")},
+        optional={"weights": TEXT, "adapter": TEXT},
+    ),
     "sampling_options.allowed_token_ids": st.lists(st.integers(0, 2**31), min_size=1),
     "sampling_options.bad_words_token_ids": st.lists(st.lists(st.integers(0, 2**31), min_size=1), min_size=1),
     "text": st.booleans(),
@@ -45,6 +48,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "sampling_options.guided_decoding.json": st.dictionaries(TEXT, COUNT).map(json.dumps),
     "sampling_options.guided_decoding.choice": st.lists(TEXT, min_size=1),
     "routing.cache_salt": TEXT,
+    "routing.lora_name": TEXT.filter(bool),
     "stop_conditions.stop": st.lists(TEXT.filter(bool), min_size=1),
     "stop_conditions.stop_token_ids": st.lists(st.integers(0, 2**32 - 1), min_size=1),
     **dict.fromkeys(("output_options.skip_special_tokens", "stop_conditions.ignore_eos"), st.booleans()),
@@ -118,7 +122,7 @@ def test_a_condition_is_named_as_the_message_has_it() -> None:
         ({"sampling_options": {"temperature": "hot"}}, "sampling_options.temperature"),
         ({"sampling_options": {"seed": 2**64}}, "sampling_options.seed"),
         ({"stop_conditions": {"stop_token_ids": ["a"]}}, "stop_conditions.stop_token_ids"),
-        ({"routing": {"lora_name": "a"}}, "routing.lora_name"),
+        ({"routing": {"dp_rank": 1}}, "routing.dp_rank"),
         ({"sampling_options": {"new_control": 1}}, "sampling_options.new_control"),
     ],
 )
@@ -126,7 +130,7 @@ def test_what_the_protocol_cannot_say_is_refused(message: dict[str, Any], field:
     with pytest.raises(InvalidRequest) as error:
         written(message, "id")
     assert error.value.field == field
-    assert isinstance(error.value, Unsupported) == (field in ("routing.lora_name", "sampling_options.new_control"))
+    assert isinstance(error.value, Unsupported) == (field in ("routing.dp_rank", "sampling_options.new_control"))
 
 
 def test_a_negative_seed_is_taken_modulo() -> None:
@@ -215,6 +219,8 @@ def test_an_answer_goes_on_with_whole_budgets() -> None:
         ({**BEGUN, "numerics": 1}, {}, "continues.numerics"),
         ({**BEGUN, "numerics": "other"}, {}, "continues.numerics"),
         ({**BEGUN, "kv_dtype": "int8"}, {}, "continues.kv_dtype"),
+        ({**BEGUN, "weights": None}, {}, "continues.weights"),
+        ({**BEGUN, "adapter": 1}, {}, "continues.adapter"),
         (BEGUN, {"sampling_options": {}}, "sampling_options.seed"),
         (BEGUN, {"stop_conditions": {"max_tokens": 2}}, "continues.generated_tokens"),
     ],

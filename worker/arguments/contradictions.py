@@ -22,7 +22,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("history", "processor_errors", "override_engine_args"), _TRTLLM),
     **dict.fromkeys(
         (
-            *("numerics", "kernels", "quantization", "activation_dtype", "kv_cache_dtype"),
+            *("numerics", "kernels", "quantization", "activation_dtype", "kv_cache_dtype", "lora_dtype"),
             *("max_mixed_chunk", "speculative_config"),
         ),
         _EMBEDDED,

@@ -82,7 +82,7 @@ def _refuse_variable(name: str, engine: str) -> None:
         raise ConfigurationError(f"unknown environment variable {name}")
 
 
-_VLLMS = frozenset({"kv_cache_dtype", "quantization"})
+_VLLMS = frozenset({"kv_cache_dtype", "lora_dtype", "quantization"})
 """Options of the embedded engine whose flags are vLLM's with ``--engine vllm``."""
 
 

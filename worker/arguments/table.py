@@ -179,7 +179,8 @@ class Arguments:
     speculative_config: str | None = option(
         None,
         "How the embedded engine drafts tokens, JSON in vLLM's names (docs/speculation.md), for example "
-        '{"method": "ngram", "num_speculative_tokens": 6}. What a request\'s processors force is drafted anyway.',
+        '{"method": "ngram", "num_speculative_tokens": 6}. What a request\'s processors force is drafted anyway. '
+        "Its model is also the amateur of contrastive decoding.",
         engine=True,
     )
     step_timeout_s: float = option(
@@ -239,6 +240,13 @@ class Arguments:
         "or given one by one.",
         parse=named_directories,
         many=True,
+    )
+    lora_dtype: str = option(
+        "auto",
+        "What the embedded engine holds LoRA adapters in: auto, the data type of the model, as vLLM does; float32, as "
+        "their files have them; or bfloat16, half the bytes (docs/models.md).",
+        choices=("auto", "float32", "bfloat16"),
+        engine=True,
     )
     modality: str = option(
         "text",

@@ -87,7 +87,7 @@ class DisaggregatedServing:
             return self._local_prefill("missing")
         assert self._seal is not None
         opened = self._seal.open(given)
-        found = params.read(opened.body, request.token_ids, selection, request.lora_digest)
+        found = params.read(opened.body, request.token_ids, selection, request.beside_model or None)
         return self._local_prefill("late") if opened.is_late else ReadKv(found.kv, found.num_cached_tokens)
 
     def _local_prefill(self, reason: str) -> LocalPrefill:
@@ -128,7 +128,7 @@ class DisaggregatedServing:
             prompt: Token ids.
             selection: The request's processors.
             delta: Last delta of the engine, with the handle of the KV.
-            adapter: Digest of the request's LoRA adapter, None for the model itself.
+            adapter: `GenerationRequest.beside_model`, None for the model alone.
         """
         assert delta.kv is not None
         assert self._seal is not None

@@ -65,6 +65,8 @@ class EngineInfo:
             it is another one; compared likewise.
         adapters: Digests of the LoRA adapters that requests may choose, by name; those of now,
             where the engine loads and unloads them.
+        draft_model: Digest of the draft model, with which a processor may compute, and what it is
+            computed by; empty for none.
         honours_priority: The waiting queue is ordered by the requests' priorities.
         honours_choice: Requests with one seed that differ in `EngineRequest.choice` are served.
         reports_blocks: `ServingEngine.report_blocks` tells of the cached blocks.
@@ -88,6 +90,7 @@ class EngineInfo:
     made_by: str = ""
     kv_dtype: str = ""
     adapters: Mapping[str, str] = field(default_factory=dict)
+    draft_model: str = ""
     honours_priority: bool = False
     honours_choice: bool = True
     reports_blocks: bool = True

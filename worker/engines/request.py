@@ -90,6 +90,7 @@ class EngineRequest:
         images: Pictures of the prompt, only where `EngineInfo.takes_images`.
         lora_digest: Digest of the adapter that was meant: an engine that has another one of this
             name by now refuses the request.
+        draft_model: `EngineInfo.draft_model` where a processor computes with it, else None.
         hints: Facts that change no token.
         defaulted: Names of the fields of `params` whose values are the model's, since the request
             leaves them unset.
@@ -107,6 +108,7 @@ class EngineRequest:
     lora_name: str | None = None
     images: Sequence[ImageInput] = ()
     lora_digest: str | None = None
+    draft_model: str | None = None
     hints: RequestHints = NO_HINTS
     defaulted: frozenset[str] = frozenset()
 

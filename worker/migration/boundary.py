@@ -47,7 +47,7 @@ class Boundary:
         kv_dtype: See `EngineInfo.kv_dtype`.
         weights: Digest of the weights of its newest tokens, where an update has changed them; see
             `worker.engines.weights.WeightVersion`.
-        adapter: Digest of the LoRA adapter that the answer is computed with, empty for none.
+        adapter: See `GenerationRequest.beside_model`.
         is_answered: The answer has ended, but the frontend may not have all of it yet.
     """
 
@@ -89,7 +89,7 @@ class Boundary:
             numerics=numerics,
             kv_dtype=kv_dtype,
             weights=weights,
-            adapter=request.lora_digest or "",
+            adapter=request.beside_model,
         )
 
     def begins(self, token_ids: Sequence[int]) -> bool:

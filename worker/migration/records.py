@@ -122,7 +122,7 @@ class BoundaryRecords:
 
     def _continuation(self, request: GenerationRequest, found: Boundary) -> GenerationRequest:
         """See `continuation`; a prefill worker is asked for one token more than there are."""
-        ours = (self._numerics, self._kv_dtype, self._weights(), request.lora_digest or "")
+        ours = (self._numerics, self._kv_dtype, self._weights(), request.beside_model)
         difference = found.difference(*ours)
         if difference is not None:
             raise InvalidRequest("request id", f"its answer cannot go on here: {difference}")

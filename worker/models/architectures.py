@@ -14,9 +14,11 @@ import numpy as np
 
 from worker.models.geometry import BOUNDS, Geometry, GeometryError
 from worker.models.gguf_file import GgufError, GgufFile
+from worker.models.gguf_latent import DEEPSEEK, LatentLayout, deepseek
 from worker.models.gguf_layouts import LAYOUTS, MIXTRAL, Layout
 from worker.models.gguf_weights import ROPE_FREQUENCIES, Weight, find_weights, layout_weights, plain_dtype
 from worker.models.model_types import GGUF_TYPES, ModelType
+from worker.models.numbers import shortest
 
 _KEYS = {
     "attention.head_count",
@@ -37,6 +39,8 @@ _KEYS = {
     "rope.scaling.finetuned",
     "rope.scaling.original_context_length",
     "rope.scaling.type",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
     "tensor_data_layout",
     "vocab_size",
 }
@@ -60,11 +64,6 @@ _LOW_FREQUENCY_FACTOR, _HIGH_FREQUENCY_FACTOR, _ORIGINAL_CONTEXT = 1.0, 4.0, 819
 """Constants of every Llama 3.1, 3.2 and 3.3; the file has only the factors that follow."""
 
 
-def _short(value: float) -> float:
-    """The shortest decimal number that float32 holds as `value`."""
-    return float(str(np.float32(value)))
-
-
 class Architecture:
     """A file's model. Raises `GgufError` if its architecture is not supported.
 
@@ -79,17 +78,26 @@ class Architecture:
     def __init__(self, file: GgufFile) -> None:
         self._file = file
         self._metadata = file.metadata
-        self._name = file.metadata.one_of("general.architecture", (*GGUF_TYPES, *LAYOUTS))
+        self._name = file.metadata.one_of("general.architecture", (*GGUF_TYPES, *LAYOUTS, DEEPSEEK))
         self._experts = file.metadata.integer(f"{self._name}.expert_count", 0, *BOUNDS["num_experts"])
         self._kind: ModelType | Layout
-        self._kind = LAYOUTS.get(self._name) or GGUF_TYPES[self._name]
-        if self._name == "llama" and self._experts:
+        if self._name == DEEPSEEK:
+            self._kind = deepseek(file.metadata)
+        elif self._name == "llama" and self._experts:
             self._kind = MIXTRAL
+        else:
+            self._kind = LAYOUTS.get(self._name) or GGUF_TYPES[self._name]
         self._layout = self._kind if isinstance(self._kind, Layout) else None
+        self._is_latent = isinstance(self._kind, LatentLayout)
         self._refuse_unknown_keys()
         self._hidden = self._integer("hidden_size")
         self._heads = self._integer("num_attention_heads")
-        self._head_dim = self._integer("head_dim", self._hidden // self._heads)
+        least, most = BOUNDS["head_dim"]
+        self._head_dim = (
+            self._metadata.integer(f"{self._name}.rope.dimension_count", None, least, most)
+            if self._is_latent
+            else self._integer("head_dim", self._hidden // self._heads)
+        )
         self._refuse_variants()
         self.config = self._config()
         self.weights = list(self._weights())
@@ -106,6 +114,8 @@ class Architecture:
                 raise GgufError(f"{key} is not supported")
 
     def _refuse_variants(self) -> None:
+        if self._is_latent:
+            return  # its heads have two widths
         rotates_part = self._layout is not None and self._layout.rotates_part
         for key in ("attention.value_length", *(() if rotates_part else ("rope.dimension_count",))):
             if self._metadata.integer(f"{self._name}.{key}", self._head_dim) != self._head_dim:
@@ -145,7 +155,9 @@ class Architecture:
             "intermediate_size": self._integer("intermediate_size"),
             "num_hidden_layers": self._integer("num_hidden_layers"),
             "num_attention_heads": self._heads,
-            "num_key_value_heads": self._integer("num_key_value_heads", self._heads),
+            "num_key_value_heads": self._heads
+            if self._is_latent
+            else self._integer("num_key_value_heads", self._heads),
             "head_dim": self._head_dim,
             "hidden_act": "silu",
             "max_position_embeddings": self._integer("max_position_embeddings"),
@@ -170,7 +182,7 @@ class Architecture:
         """The keys that the layout has beside `config`, that of Llama."""
         found = layout.config(config)
         for ours, theirs in layout.numbers.items():
-            found[ours] = None if self._lacks(layout, ours, theirs) else _short(self._number(theirs))
+            found[ours] = None if self._lacks(layout, ours, theirs) else shortest(self._number(theirs))
         for ours, theirs in layout.integers.items():
             lacks = self._lacks(layout, ours, theirs)
             found[ours] = None if lacks else self._metadata.integer(f"{self._name}.{theirs}", most=2**31)
@@ -184,9 +196,12 @@ class Architecture:
         if layout.is_mixture:
             used = self._integer("num_experts_per_tok")
             found |= {"num_experts": self._experts, "num_local_experts": self._experts, "num_experts_per_tok": used}
-        if layout.yarn:
+        if isinstance(layout, LatentLayout):
+            found |= layout.latent(self._metadata, self._name, config)
+        if layout.yarn or self._is_latent:
             scaling = config["rope_scaling"] or {"rope_type": "default"}
-            scaling = dict(scaling) | (dict(layout.yarn) if scaling["rope_type"] == "yarn" else {})
+            if scaling["rope_type"] == "yarn":
+                scaling = dict(layout.yarn) | scaling
             ropes = scaling | {"rope_theta": config["rope_theta"]}
             found |= {"rope_parameters": ropes, "rope_scaling": None, "rope_theta": None}
         if layout.name == "gemma3_text":
@@ -215,6 +230,11 @@ class Architecture:
         if kind == "yarn":
             context = self._metadata.integer(f"{prefix}original_context_length", most=2**31)
             scaling["original_max_position_embeddings"] = context
+            for key in ("beta_fast", "beta_slow"):
+                if f"{prefix}yarn_{key}" in self._metadata:
+                    scaling[key] = shortest(self._number(f"rope.scaling.yarn_{key}", most=1e6))
+            if isinstance(self._layout, LatentLayout):
+                scaling |= self._layout.yarn_scales(self._metadata, self._name)
         return scaling
 
     def _llama3_scaling(self) -> dict[str, Any]:

@@ -33,6 +33,10 @@ class Place:
         beside: Tensor whose rows, or elements of a bias, alternate with those of `tensor`.
         below: Tensor whose rows come below those of `tensor`, in the matrix of each expert.
         turns: Whether the matrices of all experts are transposed.
+        parts: Tensors of keys, transposed, and of values, head by head, which a file may have
+            instead of `tensor`.
+        heads: Heads of `parts`.
+        keys: Rows of a head that are those of keys.
     """
 
     tensor: str
@@ -40,11 +44,15 @@ class Place:
     beside: str | None = None
     below: str | None = None
     turns: bool = False
+    parts: tuple[str, ...] = ()
+    heads: int = 1
+    keys: int = 0
 
     def of_layer(self, prefix: str) -> Place:
         """The same of a layer."""
         beside, below = (None if name is None else prefix + name for name in (self.beside, self.below))
-        return replace(self, tensor=prefix + self.tensor, beside=beside, below=below)
+        parts = tuple(prefix + name for name in self.parts)
+        return replace(self, tensor=prefix + self.tensor, beside=beside, below=below, parts=parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,17 +142,21 @@ class Layout:
         yield Tensor("model.embed_tokens.weight", (vocab_size, hidden)), Place("token_embd.weight")
         for layer in range(config["num_hidden_layers"]):
             ours, theirs = f"model.layers.{layer}.", f"blk.{layer}."
-            for tensor, place in self._layer(config, has_biases):
+            for tensor, place in self._layer(config, layer, has_biases):
                 yield Tensor(ours + tensor.name, tensor.shape), place.of_layer(theirs)
         yield Tensor("model.norm.weight", (hidden,)), Place("output_norm.weight")
         if not config["tie_word_embeddings"]:
             yield Tensor("lm_head.weight", (vocab_size, hidden)), Place("output.weight")
 
-    def _layer(self, config: Mapping[str, Any], has_biases: bool) -> Iterator[tuple[Tensor, Place]]:
+    def _layer(self, config: Mapping[str, Any], layer: int, has_biases: bool) -> Iterator[tuple[Tensor, Place]]:
+        for ours, theirs in self.norms:
+            yield Tensor(f"{ours}.weight", (config["hidden_size"],)), Place(f"{theirs}.weight")
+        yield from self._attention(config, has_biases)
+        yield from self._mlp(config, layer)
+
+    def _attention(self, config: Mapping[str, Any], has_biases: bool) -> Iterator[tuple[Tensor, Place]]:
         hidden, width = config["hidden_size"], config["head_dim"]
         queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
-        for ours, theirs in self.norms:
-            yield Tensor(f"{ours}.weight", (hidden,)), Place(f"{theirs}.weight")
         if self.is_fused:
             yield Tensor("self_attn.qkv_proj.weight", (queries + 2 * keys, hidden)), Place("attn_qkv.weight")
         else:
@@ -160,10 +172,9 @@ class Layout:
             for letter, rows in (("q", queries), ("k", keys)):
                 size = rows if self.head_norms == "whole" else width
                 yield Tensor(f"self_attn.{letter}_norm.weight", (size,)), Place(f"attn_{letter}_norm.weight")
-        yield from self._mlp(hidden, config)
 
-    def _mlp(self, hidden: int, config: Mapping[str, Any]) -> Iterator[tuple[Tensor, Place]]:
-        inner = config["intermediate_size"]
+    def _mlp(self, config: Mapping[str, Any], layer: int) -> Iterator[tuple[Tensor, Place]]:
+        hidden, inner = config["hidden_size"], config["intermediate_size"]
         if self.has_fused_mlp:
             yield Tensor("mlp.gate_up_proj.weight", (2 * inner, hidden)), Place("ffn_up.weight")
             yield Tensor("mlp.down_proj.weight", (hidden, inner)), Place("ffn_down.weight")

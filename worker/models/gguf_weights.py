@@ -17,7 +17,7 @@ from gguf.constants import GGMLQuantizationType
 
 from worker.models.geometry import Geometry, Tensor
 from worker.models.gguf_file import GgufError, GgufFile, GgufTensor
-from worker.models.gguf_layouts import Layout
+from worker.models.gguf_layouts import Layout, Place
 from worker.models.model_types import ModelType
 from worker.models.numbers import are_exact
 
@@ -108,6 +108,26 @@ class Weight:
         return found.pop() if len(found) == 1 else "float32"
 
 
+@dataclass(frozen=True, slots=True)
+class LatentWeight(Weight):
+    """The up projection of keys and values: the rows of each head are those of keys, of which
+    `tensor` holds the transposed matrix, and those of values, in `below`.
+
+    Attributes:
+        heads: Heads.
+    """
+
+    heads: int = 1
+
+    def values(self, file: GgufFile) -> Iterator[npt.NDArray[np.float32]]:
+        """The values of the weight in order, a head at a time."""
+        assert self.below is not None
+        heads = (np.split(np.arange(tensor.num_rows), self.heads) for tensor in (self.tensor, self.below))
+        for keys, values in zip(*heads, strict=True):
+            turned = np.concatenate(list(file.rows(self.tensor, keys))).T
+            yield np.concatenate((turned, *file.rows(self.below, values)))
+
+
 def plain_dtype(file: GgufFile, adds_one: bool = False) -> str:
     """Data type of the model by default: the narrowest that holds all plain numbers of the file
     exactly; `BLOCKS` where there are blocks. With `adds_one`, norms are stored with 1 added.
@@ -164,6 +184,9 @@ def layout_weights(file: GgufFile, layout: Layout, config: Mapping[str, Any]) ->
             whole = _shaped(file, name, config["num_experts"], *shape)
             yield Weight(ours.name, shape, whole, np.arange(place.expert * count, (place.expert + 1) * count))
             continue
+        if place.parts and name not in file.tensors:
+            yield _latent_weight(file, ours, place)
+            continue
         theirs = (shape[0], *reversed(shape[1:])) if place.turns else shape
         if place.beside is not None:
             columns = 1 if place.turns else len(theirs) - 1
@@ -177,6 +200,14 @@ def layout_weights(file: GgufFile, layout: Layout, config: Mapping[str, Any]) ->
         beside, below = (None if each is None else _shaped(file, each, *theirs) for each in (place.beside, place.below))
         has_one = layout.adds_one and name.endswith("norm.weight")
         yield Weight(ours.name, shape, tensor, rows, has_one, beside, below, place.turns)
+
+
+def _latent_weight(file: GgufFile, ours: Tensor, place: Place) -> LatentWeight:
+    rows, rank = ours.shape
+    width = rows // place.heads
+    keys = _shaped(file, place.parts[0], place.heads, rank, place.keys)
+    values = _shaped(file, place.parts[1], place.heads, width - place.keys, rank)
+    return LatentWeight(ours.name, ours.shape, keys, np.arange(keys.num_rows), below=values, heads=place.heads)
 
 
 def _expert(file: GgufFile, ours: Tensor, matched: re.Match[str], count: int) -> Weight:

@@ -33,3 +33,8 @@ def decoded(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 def are_exact(values: npt.NDArray[np.float32], dtype: str) -> bool:
     """Whether each value is one of `dtype`."""
     return bool(np.array_equal(decoded(encoded(values, dtype)), values))
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal number that float32 holds as `value`."""
+    return float(str(np.float32(value)))

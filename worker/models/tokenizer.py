@@ -36,44 +36,81 @@ class _Split:
     """The way in which a byte-level vocabulary splits text.
 
     Attributes:
-        regex: Pattern of a piece; None for GPT-2's own.
+        regexes: Patterns of a piece, each of which splits what those before it left; none for
+            GPT-2's own.
         by_digit: Digits stand alone before that.
         adds_bos: Whether a text begins with the BOS token unless the file says otherwise.
         ignores_merges: Whether a piece that is in the vocabulary is one token whatever the merges.
         is_composed: Whether text is normalised to NFC.
     """
 
-    regex: str | None
+    regexes: tuple[str, ...]
     by_digit: bool = False
     adds_bos: bool = False
     ignores_merges: bool = False
     is_composed: bool = False
 
 
-_LLAMA_3_SPLIT = _Split(_LLAMA_3, adds_bos=True, ignores_merges=True)
-_QWEN_2_SPLIT = _Split(_QWEN_2, is_composed=True)
+_LLAMA_3_SPLIT = _Split((_LLAMA_3,), adds_bos=True, ignores_merges=True)
+_QWEN_2_SPLIT = _Split((_QWEN_2,), is_composed=True)
 _CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _GPT_4O = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + _CASED + r"|[^\r\n\p{L}\p{N}]?"
     r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _CASED + r"|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SAME_WITHOUT_BOS = _Split(_LLAMA_3)
+_SAME_WITHOUT_BOS = _Split((_LLAMA_3,))
+_CASED_LETTERS = (
+    "41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376 377 37b-37d 37f 386 388-38a 38c 38e-3a1 "
+    "3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd 1c90-1cba 1cbd-1cbf 1d00-1d2b 1d6b-1d77 1d79-1d9a "
+    "1e00-1f15 1f18-1f1d 1f20-1f45 1f48-1f4d 1f50-1f57 1f59 1f5b 1f5d 1f5f-1f7d 1f80-1fb4 1fb6-1fbc 1fbe 1fc2-1fc4 "
+    "1fc6-1fcc 1fd0-1fd3 1fd6-1fdb 1fe0-1fec 1ff2-1ff4 1ff6-1ffc 2102 2107 210a-2113 2115 2119-211d 2124 2126 2128 "
+    "212a-212d 212f-2134 2139 213c-213f 2145-2149 214e 2183 2184 2c00-2c7b 2c7e-2ce4 2ceb-2cee 2cf2 2cf3 a640-a66d "
+    "a680-a69b a722-a76f a771-a787 a78b-a78e ab70-abbf fb00-fb06 fb13-fb17 ff21-ff3a ff41-ff5a 10400-1044f 104b0-104d3 "
+    "104d8-104fb 10c80-10cb2 10cc0-10cf2 118a0-118df 1e900-1e943"
+)
+"""Code points that DeepSeek LLM's tokenizer takes for letters: those with case, of Latin, Greek,
+Cyrillic and such, but not all of Unicode's.
+"""
+
+
+def _class(ranges: str) -> str:
+    """A character class of code points in hexadecimal."""
+    ends = (each.split("-") for each in ranges.split())
+    return "[" + "".join("-".join(rf"\x{{{end}}}" for end in each) for each in ends) + "]"
+
+
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    r"\s?" + _class(_CASED_LETTERS) + "+",
+    r"\s?" + _class("21-2f 3a-7e ff01-ff0f ff1a-ff5e 2018-201f 3000-3002") + "+",
+    r"\s+$",
+    _class("4e00-9fa5 800-4e00 ac00-d7ff") + "+",
+    r"\p{N}",
+)
+_DEEPSEEK_3 = (
+    r"\p{N}{1,3}",
+    _class("4e00-9fa5 3040-309f 30a0-30ff") + "+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 SPLITS = {
     "chatglm-bpe": _SAME_WITHOUT_BOS,
     "dbrx": _SAME_WITHOUT_BOS,
+    "deepseek-llm": _Split(_DEEPSEEK_LLM),
     "deepseek-r1-qwen": _QWEN_2_SPLIT,
+    "deepseek-v3": _Split(_DEEPSEEK_3),
     "glm4": _SAME_WITHOUT_BOS,
-    "gpt-2": _Split(None),
-    "gpt-4o": _Split(_GPT_4O),
+    "gpt-2": _Split(()),
+    "gpt-4o": _Split((_GPT_4O,)),
     "llama-bpe": _LLAMA_3_SPLIT,
     "llama-v3": _LLAMA_3_SPLIT,
     "llama3": _LLAMA_3_SPLIT,
     "qwen2": _QWEN_2_SPLIT,
-    "refact": _Split(None, by_digit=True),
+    "refact": _Split((), by_digit=True),
     "smaug-bpe": _SAME_WITHOUT_BOS,
-    "smollm": _Split(None, by_digit=True),
-    "tekken": _Split(_TEKKEN, adds_bos=True, ignores_merges=True),
+    "smollm": _Split((), by_digit=True),
+    "tekken": _Split((_TEKKEN,), adds_bos=True, ignores_merges=True),
 }
 """Splits by ``tokenizer.ggml.pre``; regular expressions as in llama.cpp's ``llama-vocab.cpp``."""
 
@@ -176,9 +213,8 @@ class GgufTokenizer:
         if split.is_composed:
             tokenizer.normalizer = normalizers.NFC()
         steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.by_digit else []
-        if split.regex is not None:
-            steps.append(pre_tokenizers.Split(Regex(split.regex), behavior="isolated"))
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.regex is None))
+        steps += [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in split.regexes]
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split.regexes))
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
         tokenizer.decoder = decoders.ByteLevel()
         return tokenizer

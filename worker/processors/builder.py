@@ -34,7 +34,7 @@ from adapters.catalog import (
     precompute,
 )
 from adapters.chain import ProcessorFailed
-from adapters.contract import Context
+from adapters.contract import CompanionProcessor, Context
 from adapters.grammars.cache import GrammarCache
 from adapters.grammars.compile_threads import Compiled
 from adapters.grammars.compiler import GrammarRefused
@@ -179,6 +179,11 @@ class ServedChainBuilder:
             return self.builder.select(named, request.params, served=True, after_thinking=after_thinking)
         except SelectionError as error:
             raise _invalid(error) from None
+
+    def needs_draft_model(self, selection: Selection) -> bool:
+        """Whether a processor computes with the draft model; unknown ones are refused later."""
+        known = (self.catalog[one.name].processor for one in selection.processors if one.name in self.catalog)
+        return any(issubclass(one, CompanionProcessor) and one.companion_model == "draft" for one in known)
 
     def has_work(self, selection: Selection) -> bool:
         """Whether `prepare` may compile or build something, which takes time."""

@@ -48,6 +48,7 @@ class RecordedModel(BaseModel):
     name: str
     digest: str | None
     adapter: RecordedAdapter | None = None
+    draft_model: str | None = None
 
 
 class RecordedToken(BaseModel):

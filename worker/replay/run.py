@@ -79,7 +79,8 @@ class LoadedModel:
         asked = await prepared(self.chains, self.info, name, prompt, params, selection, choice)
         adapters = self.stepper.adapters
         adapter = None if adapters is None else adapters.of(replace(asked, lora_name=self.lora_name))
-        request = admit(asked, 0, self.stepper.model, self.info.context_length, adapter)
+        model, draft_model = self.stepper.model, self.stepper.draft_model
+        request = admit(asked, 0, model, self.info.context_length, adapter, draft_model=draft_model)
         self.stepper.check(request)
         return request
 

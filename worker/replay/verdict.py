@@ -72,6 +72,12 @@ def check_model_digest(server: ServerRecord, receipt: RecordedReceipt) -> None:
             f"model.adapter.digest: the receipt is of an adapter with {adapter.digest}, "
             f"--lora-modules {adapter.name}=... has {server.adapters[adapter.name]}"
         )
+    draft = receipt.model.draft_model
+    if draft is not None and server.draft_model != draft:
+        raise ConfigurationError(
+            f"model.draft_model: the receipt is of the draft model {draft}, "
+            f"--speculative-config has {server.draft_model or 'none'}"
+        )
 
 
 def is_equal(replayed: Replayed, receipt: RecordedReceipt) -> bool:

@@ -10,10 +10,16 @@ from worker.errors import InvalidRequest, shown
 
 CONTINUES = (
     "The last `generated_tokens` of token_ids are the answer's so far: it goes on as on the worker that generated "
-    "them, with `seed` and the budgets of the whole answer; refused where `numerics` or `kv_dtype` are others than "
-    "this worker's. Clients of OpenEngine send it; Dynamo's frontend does not."
+    "them, with `seed` and the budgets of the whole answer; refused where `numerics`, `kv_dtype`, or the digests "
+    "`weights` and `adapter` (absent for weights as they were at the start, and for no adapter) are others than this "
+    "worker's. Clients of OpenEngine send it; Dynamo's frontend does not."
 )
 """Effect of the field ``continues``, a row of `docs/request.md`."""
+
+
+COMPUTED_WITH = "computed_with"
+"""Annotation, and key in ``engine_data``: the digests that the newest token of a chunk was computed
+with, the fields `Continuation.weights` and `Continuation.adapter`; absent where both are empty."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,11 +30,16 @@ class Continuation:
         generated_tokens: Number of its tokens, at least one.
         numerics: Numerics of that worker; see `EngineInfo.made_by`.
         kv_dtype: KV type of that worker; see `EngineInfo.kv_dtype`.
+        weights: Digest of the weights of its newest token, empty for those of the start; see
+            `worker.engines.weights.WeightVersion`.
+        adapter: See `worker.requests.request.GenerationRequest.beside_model`.
     """
 
     generated_tokens: int
     numerics: str
     kv_dtype: str
+    weights: str = ""
+    adapter: str = ""
 
     def check(self, num_tokens: int, seed: int | None, numerics: str, kv_dtype: str) -> None:
         """Raises `InvalidRequest` where the answer would not go on as it began.
@@ -44,23 +55,39 @@ class Continuation:
             raise InvalidRequest("continues.generated_tokens", problem)
         if seed is None:
             raise InvalidRequest("sampling_options.seed", "must be that of the answer so far")
-        for name, here in (("numerics", numerics), ("kv_dtype", kv_dtype)):
+        self._compare(numerics=numerics, kv_dtype=kv_dtype)
+
+    def check_digests(self, weights: str, adapter: str) -> None:
+        """Raises `InvalidRequest` where the answer would go on with other weights.
+
+        Args:
+            weights: Digest of the weights of the worker that is to go on, empty for those of the
+                start.
+            adapter: `GenerationRequest.beside_model` of this request there.
+        """
+        self._compare(weights=weights, adapter=adapter)
+
+    def _compare(self, **ours: str) -> None:
+        for name, here in ours.items():
             there = getattr(self, name)
             if there != here:
                 raise InvalidRequest(f"continues.{name}", f"must be {here!r}, this worker's, got {shown(there)}")
 
 
 _NAMES = [each.name for each in dataclasses.fields(Continuation)]
+_NEEDED = {each.name for each in dataclasses.fields(Continuation) if each.default is dataclasses.MISSING}
 
 
 def continuation(path: str, value: Any) -> Continuation:
     """The continuation that a field of a request says. Raises `InvalidRequest`."""
-    if not isinstance(value, Mapping) or set(value) != set(_NAMES):
-        raise InvalidRequest(path, f"must be an object of {', '.join(_NAMES)}, got {shown(value)}")
-    number, *names = (value[name] for name in _NAMES)
+    if not isinstance(value, Mapping) or not _NEEDED <= set(value) <= set(_NAMES):
+        needed = ", ".join(name for name in _NAMES if name in _NEEDED)
+        others = " and ".join(name for name in _NAMES if name not in _NEEDED)
+        raise InvalidRequest(path, f"must be an object of {needed}, and perhaps {others}, got {shown(value)}")
+    number = value["generated_tokens"]
     if type(number) is not int or number < 1:
         raise InvalidRequest(f"{path}.generated_tokens", f"must be an integer of at least 1, got {shown(number)}")
-    for name, each in zip(_NAMES[1:], names, strict=True):
-        if not isinstance(each, str):
-            raise InvalidRequest(f"{path}.{name}", f"must be a text, got {shown(each)}")
-    return Continuation(number, *names)
+    for name in _NAMES[1:]:
+        if not isinstance(value.get(name, ""), str):
+            raise InvalidRequest(f"{path}.{name}", f"must be a text, got {shown(value[name])}")
+    return Continuation(**value)

@@ -82,6 +82,7 @@ class ServerRecord:
         model_digest: Digest of the checkpoint; see `worker.engines.embedded.transfer.fingerprint`.
             None if it cannot be read.
         adapters: Digests of the LoRA adapters, by name.
+        draft_model: See `EngineInfo.draft_model`.
     """
 
     engine: str
@@ -91,6 +92,7 @@ class ServerRecord:
     model: str
     model_digest: str | None
     adapters: Mapping[str, str]
+    draft_model: str
 
     @classmethod
     def of(cls, info: EngineInfo, arguments: Arguments, digest: Future[str]) -> ServerRecord:
@@ -107,13 +109,15 @@ class ServerRecord:
             found = None
         options = {name: getattr(arguments, name) for name in RECORDED_OPTIONS.get(info.name, ())}
         model = arguments.served_model_name
-        return cls(info.name, info.version, info.computed_by, options, model, found, info.adapters)
+        return cls(info.name, info.version, info.computed_by, options, model, found, info.adapters, info.draft_model)
 
-    def as_json(self, lora_name: str | None, lora_digest: str | None) -> dict[str, Any]:
+    def as_json(self, request: EngineRequest) -> dict[str, Any]:
         """JSON data for the receipt of a request to the model or to one of its adapters."""
         model: dict[str, Any] = {"name": self.model, "digest": self.model_digest}
-        if lora_name is not None:
-            model["adapter"] = {"name": lora_name, "digest": lora_digest}
+        if request.lora_name is not None:
+            model["adapter"] = {"name": request.lora_name, "digest": request.lora_digest}
+        if request.draft_model is not None:
+            model["draft_model"] = request.draft_model
         return {
             "engine": {
                 "name": self.engine,
@@ -144,7 +148,7 @@ class RequestReceipt:
     def __init__(
         self, server: ServerRecord, engine_request: EngineRequest, selection: Selection, *, smoke: bool = False
     ) -> None:
-        self._server = server.as_json(engine_request.lora_name, engine_request.lora_digest)
+        self._server = server.as_json(engine_request)
         self._prompt = TokenDigest(engine_request.prompt_token_ids)
         self._answer = TokenDigest(engine_request.generated_token_ids)
         self._num_images = len(engine_request.images)

@@ -72,12 +72,16 @@ class GenerationRequest:
         lora_name: LoRA adapter that the client chose as its model; None for the model itself.
         images: Pictures of the prompt.
         lora_digest: Digest of the adapter of that name that this worker has, set by `Preparation`.
+        draft_model: `EngineInfo.draft_model`, set by `Preparation` where a processor computes with
+            it; else None.
         priority: Urgency beside other requests; 0 is usual, and more is sooner.
         dp_rank: Data parallel rank that the router chose, None where it chose none.
         session_id: Session of the client that it belongs to, None where the client says none.
         prefill_result: Parameters of the KV transfer, with the frontend's additions; None
             without one.
         is_probe: Whether this is the runtime's health probe.
+        continues: Part of the answer that another worker generated, as its client says it; None if
+            it says nothing.
     """
 
     prompt_token_ids: list[int]
@@ -94,16 +98,26 @@ class GenerationRequest:
     lora_name: str | None = None
     images: tuple[ImageInput, ...] = ()
     lora_digest: str | None = None
+    draft_model: str | None = None
     priority: float = 0
     dp_rank: int | None = None
     session_id: str | None = None
     prefill_result: Mapping[str, Any] | None = None
     is_probe: bool = False
+    continues: Continuation | None = None
 
     @property
     def token_ids(self) -> list[int]:
         """Prompt and answer so far."""
         return self.prompt_token_ids + self.generated_token_ids
+
+    @property
+    def beside_model(self) -> str:
+        """Weights beside the model's own that its answer is computed with: digest of the adapter,
+        and the draft model; empty without either. Workers that exchange it must agree.
+        """
+        draft = f"draft model {self.draft_model}" if self.draft_model is not None else None
+        return "; ".join(filter(None, (self.lora_digest, draft)))
 
 
 class RequestTable:
@@ -173,7 +187,7 @@ def _bounded(values: dict[str, Any], limits: RequestLimits, table: RequestTable)
     if not prompt:
         raise InvalidRequest("token_ids", "the prompt is empty")
     _check_vocabulary("token_ids", min(prompt), max(prompt), limits)
-    continues: Continuation | None = values.pop("continues", None)
+    continues: Continuation | None = values.get("continues")
     generated: list[int] = []
     if continues is not None:
         continues.check(len(prompt), values.get("seed"), limits.numerics, limits.kv_dtype)

@@ -6,6 +6,7 @@ from typing import Any
 
 from worker.engines import TokenDelta, TokenLogprob
 from worker.errors import RequestFailed
+from worker.requests.continuation import COMPUTED_WITH
 from worker.requests.prompt_scores import TokenText, end_json, scores_json
 from worker.requests.receipts import CHANNEL, RequestReceipt
 from worker.requests.request import GenerationRequest
@@ -53,6 +54,8 @@ class ResponseBuilder:
         self._prompt = request.prompt_token_ids
         self._token_text = token_text
         self._scores: dict[str, Any] = {}
+        self._adapter = request.beside_model
+        self._tells_digests = COMPUTED_WITH in request.annotations
         self.weights = TokenWeights()
 
     def chunk(self, delta: TokenDelta) -> dict[str, Any]:
@@ -80,6 +83,10 @@ class ResponseBuilder:
         data = self._data(delta, shown)
         if delta.weights or (self.weights.entries and delta.finish_reason is not None):
             data[WEIGHTS] = self.weights.as_json(self.num_generated_tokens)
+        if self._tells_digests and chunk["token_ids"]:
+            weights = self.weights.entries[-1][1].updated_digest if self.weights.entries else ""
+            if weights or self._adapter:
+                data[COMPUTED_WITH] = {"weights": weights, "adapter": self._adapter}
         if data:
             chunk["engine_data"] = data
         if delta.finish_reason is not None:

@@ -96,10 +96,28 @@ class Preparation:
             raise
         return cls(info, chains, server, arguments.disaggregation_mode, test, defaults)
 
-    def parse(self, raw: Mapping[str, Any]) -> GenerationRequest:
-        """The typed request. Raises `InvalidRequest`."""
+    def parse(
+        self, raw: Mapping[str, Any], metadata: Mapping[str, str], weights: str
+    ) -> tuple[GenerationRequest, Selection]:
+        """The typed request, and its processors.
+
+        Args:
+            raw: The request, as the runtime brings it.
+            metadata: The runtime's metadata, where processors may be selected too.
+            weights: `WeightVersion.updated_digest` of the engine's weights.
+
+        Raises:
+            InvalidRequest: a field is wrong, or another engine's answer would not go on here.
+        """
         request = parse_request(raw, self._limits)
-        return request if request.lora_name is None else replace(request, lora_digest=self._digest(request.lora_name))
+        if request.lora_name is not None:
+            request = replace(request, lora_digest=self._digest(request.lora_name))
+        selection = self.chains.select(request, metadata)
+        if self.info.draft_model and self.chains.needs_draft_model(selection):
+            request = replace(request, draft_model=self.info.draft_model)
+        if request.continues is not None:
+            request.continues.check_digests(weights, request.beside_model)
+        return request, selection
 
     def _digest(self, lora_name: str) -> str:
         """Digest of the adapter of this name. Raises `InvalidRequest` if there is none."""
@@ -137,6 +155,7 @@ class Preparation:
             lora_name=request.lora_name,
             images=request.images,
             lora_digest=request.lora_digest,
+            draft_model=request.draft_model,
             hints=hints,
             defaulted=defaulted,
         )

@@ -200,7 +200,7 @@ class ServedRequest:
             assert self.record is not None
             tokens = self.record.request.token_ids
             chunk["disaggregated_params"] = self._disaggregation.transfer_params(
-                tokens, self._selection, safe, self.record.request.lora_digest
+                tokens, self._selection, safe, self.record.request.beside_model or None
             )
         if safe.finish_reason is not None:
             self._reports.metrics.count_outcome(safe.finish_reason)

@@ -217,12 +217,12 @@ class RequestServer:
             raise Draining("this worker is not serving yet")
         chains, request_id = preparation.chains, served.entry.request_id
         served.entry.numerics = preparation.info.numerics
-        served.admit(preparation.parse(raw))
+        parsed, selection = preparation.parse(raw, metadata, self._updated_weights())
+        served.entry.processors = [one.name for one in selection.processors if one.name in chains.catalog]
+        served.admit(parsed)
         self._preparing[request_id] = served
         try:
             request = await served.read_record(self._boundaries)
-            selection = chains.select(request, metadata)
-            served.entry.processors = [one.name for one in selection.processors if one.name in chains.catalog]
             kv = self.disaggregation.kv_of(request, selection)
             hints = RequestHints(trace, request.priority, client_of(metadata), request.dp_rank, request.session_id)
             choice += selection.choice

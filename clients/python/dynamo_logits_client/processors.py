@@ -17,6 +17,7 @@ __all__ = [
     "cfg",
     "choice",
     "cite_from_prompt",
+    "contrastive",
     "dry",
     "dynamic_temperature",
     "epsilon_cutoff",
@@ -174,6 +175,29 @@ def cfg(
         {"scale": scale},
         negative_prompt=(negative_prompt, None),
         negative_token_ids=(negative_token_ids, None),
+        scope=(scope, "all"),
+    )
+
+
+def contrastive(
+    *, alpha: float = 0.1, beta: float = 0.5, amateur_temperature: float = 1.0, scope: Literal["all"] = "all"
+) -> dict[str, Any]:
+    """Moves the answer away from what a weaker model, the worker's draft model, would say
+    (contrastive decoding).
+
+    Args:
+        alpha: Tokens less likely than this times the most likely one are banned (number > 0 and ≤
+            1).
+        beta: Strength of the contrast (number > 0 and ≤ 100).
+        amateur_temperature: Temperature of the draft model's distribution (number 0.01 to 100).
+        scope: Part of the generation that it applies to.
+    """
+    return _entry(
+        "contrastive",
+        {},
+        alpha=(alpha, 0.1),
+        beta=(beta, 0.5),
+        amateur_temperature=(amateur_temperature, 1.0),
         scope=(scope, "all"),
     )
 

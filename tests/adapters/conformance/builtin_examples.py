@@ -26,11 +26,12 @@ _TAGS = {
 
 _TOOLS = [{"name": "fox", "parameters": _OBJECT}, {"name": "dog", "parameters": True}]
 
-EMBEDDED_ONLY = {"cfg", "phrase_ban"}
+EMBEDDED_ONLY = {"cfg", "contrastive", "phrase_ban"}
 """Built-ins that vLLM and TensorRT-LLM refuse."""
 
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "cfg": [{"scale": 1.5}, {"scale": 3.0, "negative_prompt": "the fox"}, {"scale": 2.0, "negative_token_ids": [40]}],
+    "contrastive": [{"beta": 1.5, "alpha": 0.05}, {"alpha": 0.3, "amateur_temperature": 2.0}],
     "logit_bias": [{"bias": {"40": 5.0, "41": -100.0, "0": -2.5}}],
     "sequence_bias": [
         {"sequences": [{"text": "the fox", "bias": 4.0}, {"token_ids": [40], "bias": -3.0}]},

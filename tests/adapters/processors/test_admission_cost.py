@@ -93,6 +93,7 @@ def test_long_ngrams_of_a_long_answer_take_little_memory() -> None:
 
 WORST: dict[str, dict[str, Any]] = {
     "cfg": {"scale": 2.0},
+    "contrastive": {},
     "no_repeat_ngram": {"n": 256},
     "dry": {"range": 2**31 - 1, "base": 1.1, "allowed_length": 512},
     "cite_from_prompt": {"boost": 1.0, "conditional_boost": 1.0},

@@ -23,6 +23,7 @@ from worker.engines.embedded.model.decoder import DecoderNetwork
 from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.errors import StartupError
 from worker.models import convert_gguf, find_gguf
+from worker.models.gguf_latent import DEEPSEEK_2, DEEPSEEK_3
 from worker.models.gguf_layouts import LAYOUTS, MIXTRAL
 from worker.models.quantised import format_of
 from worker.tiny_model import write_tiny_model
@@ -47,13 +48,21 @@ def converted(source: TwistedSource, directory: Path) -> Path:
 
 
 def test_every_layout_has_a_file() -> None:
-    assert set(ARCHITECTURES) == {layout.name for layout in (*LAYOUTS.values(), MIXTRAL)} | {"qwen3_moe"}
+    layouts = (*LAYOUTS.values(), MIXTRAL, DEEPSEEK_2, DEEPSEEK_3)
+    assert set(ARCHITECTURES) == {layout.name for layout in layouts} | {"qwen3_moe"}
 
 
 @pytest.mark.parametrize("kind", some(ARCHITECTURES, "gemma3_text", "mixtral", "phi3"))
 def test_it_is_the_checkpoint_that_it_was_made_of(kind: str, tmp_path: Path, tiny: Path) -> None:
     network = write_checkpoint(tmp_path / "source", kind, tiny)
-    checkpoint = converted(TwistedSource(tmp_path / "source"), tmp_path)
+    compare(kind, network, converted(TwistedSource(tmp_path / "source"), tmp_path))
+
+
+def compare(kind: str, network: Any, checkpoint: Path) -> None:
+    """Weights, and logits by transformers and by the engine, are those of the source, `network`,
+    which lies two directories above.
+    """
+    tmp_path = checkpoint.parents[2]
     ours, theirs = (load_file(path / "model.safetensors") for path in (checkpoint, tmp_path / "source"))
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
@@ -70,7 +79,9 @@ def test_it_is_the_checkpoint_that_it_was_made_of(kind: str, tmp_path: Path, tin
     batch.append([1], 0, ids[0].tolist(), 64)
     with torch.inference_mode():
         found = model._network.logits(model._hidden(batch, model.kv_store))
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    # V2's random queries are sharp: transformers' eager and fused attention differ by 5e-4
+    close = 1e-3 if kind == "deepseek_v2" else 2e-4
+    torch.testing.assert_close(found, expected, atol=close, rtol=close)
 
 
 @pytest.mark.native
@@ -90,8 +101,8 @@ def test_experts_keep_their_blocks(kind: GGMLQuantizationType, tmp_path: Path, t
     assert "model.layers.0.mlp.gate.weight" in stored
 
     def loaded(path: Path, **settings: Any) -> HfModel:
-        options = {"dtype": "float32", "activation_dtype": "none", "numerics": "exact"} | settings
-        model = load_model(EmbeddedConfig(model_path=path, device="cpu", **options))
+        unrounded: dict[str, Any] = {"dtype": "float32", "activation_dtype": "none", "numerics": "exact"}
+        model = load_model(EmbeddedConfig(model_path=path, device="cpu", **unrounded, **settings))
         model.allocate_kv(8, 32)
         return model
 

@@ -24,6 +24,7 @@ from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.engines.weights import NotSupported
+from worker.models.problems import ModelFileError
 from worker.sampling import SamplingParams
 
 PAGE = 32
@@ -52,11 +53,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Case:
     """A model, its adapters, and logits of prompts that were alone."""
 
-    def __init__(self, folder: Path, names: Sequence[str] = NAMES, **config: Any) -> None:
+    def __init__(self, folder: Path, names: Sequence[str] = NAMES, kept: str = "auto", **config: Any) -> None:
         model = load_model(EmbeddedConfig(model_path=folder / "model", numerics="exact", **config))
         assert isinstance(model, HfModel)
         model.allocate_kv(24, PAGE)
-        read = model.adapter_loader()
+        read = model.adapter_loader(kept)
         self.model = model
         self._adapters = {name: read(name, folder / name) for name in names}
         self._known: dict[tuple[str | None, int], torch.Tensor] = {}
@@ -68,6 +69,9 @@ class Case:
 
     def nbytes(self, name: str) -> int:
         return int(self._adapters[name].packed.nbytes)
+
+    def digest(self, name: str) -> str:
+        return self._adapters[name].digest
 
     def alone(self, name: str | None, length: int) -> torch.Tensor:
         if (name, length) not in self._known:
@@ -109,6 +113,39 @@ def test_bfloat16_adapters_are_kept_as_such(folder: Path, tmp_path: Path) -> Non
     case = Case(tmp_path, names=("plain", "wider"), dtype="float32")
     assert torch.equal(case.alone("wider", 40), case.alone("plain", 40))
     assert case.nbytes("plain") < 3 * size < case.nbytes("wider")
+
+
+def test_float32_adapters_of_a_bfloat16_model(folder: Path, tmp_path: Path) -> None:
+    """They are rounded as the matrices of a bfloat16 file, and named otherwise than unrounded."""
+    (tmp_path / "model").symlink_to(folder / "model")
+    exact, narrow = (
+        write_adapter(tmp_path / name, folder / "model", targets=ALL_TARGETS, dtype=dtype, size=0.1)
+        for name, dtype in (("exact", torch.float32), ("narrow", torch.bfloat16))
+    )
+    names = (exact.name, narrow.name)
+    rounded, whole, float32 = (
+        Case(tmp_path, names, kept, dtype=dtype)
+        for dtype, kept in (("bfloat16", "auto"), ("bfloat16", "float32"), ("float32", "auto"))
+    )
+    assert torch.equal(rounded.alone("exact", 40), rounded.alone("narrow", 40))
+    assert not torch.equal(whole.alone("exact", 40), whole.alone("narrow", 40))
+    assert torch.equal(whole.alone("narrow", 40), rounded.alone("narrow", 40))
+    assert rounded.nbytes("exact") == rounded.nbytes("narrow") < 0.6 * whole.nbytes("exact")
+    assert rounded.digest("narrow") == whole.digest("narrow") == float32.digest("narrow")
+    assert rounded.digest("exact") != whole.digest("exact") == float32.digest("exact")
+    again = Case(tmp_path, names, "bfloat16", dtype="float32")
+    assert again.digest("exact") == rounded.digest("exact")
+
+
+def test_what_bfloat16_cannot_hold_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(folder / "model")
+    write_adapter(tmp_path / "large", folder / "model", size=0.0)
+    matrices = load_file(tmp_path / "large/adapter_model.safetensors")
+    next(matrix for name, matrix in matrices.items() if "lora_A" in name)[0, 0] = torch.finfo(torch.float32).max
+    save_file(matrices, tmp_path / "large/adapter_model.safetensors")
+    Case(tmp_path, ("large",), "float32", dtype="bfloat16")
+    with pytest.raises(ModelFileError, match=r"lora_A holds what is too large for --lora-dtype bfloat16"):
+        Case(tmp_path, ("large",), dtype="bfloat16")
 
 
 FORMATS = (

@@ -36,6 +36,7 @@ from adapters.third_party import wrap_third_party
 from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedConfig
 from worker.engines.embedded.admission import admit
+from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.plan import Output
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.sampling import SamplingParams
@@ -186,8 +187,8 @@ def rows_of_chains(source: random.Random, count: int) -> Iterator[Row]:
     known = Catalog.default()
     for number in range(count):
         names = source.sample(known.names, source.randrange(2, 6))
-        if "cfg" in names:  # which is refused beside it
-            names = [name for name in names if name != "mirostat"]
+        if guides := {"cfg", "contrastive"} & set(names):  # which are refused beside another one, and mirostat
+            names = [name for name in names if name not in {"mirostat", "cfg", "contrastive"} - {min(guides)}]
         scopes: list[Scope] = [source.choice(known[name].processor.scopes) for name in names]
         chosen = [
             Requested(name, source.choice(examples()[name]), scope) for name, scope in zip(names, scopes, strict=True)
@@ -234,11 +235,16 @@ class Batch:
         config = EmbeddedConfig(model_path="unused", device="cpu", **settings)  # type: ignore[arg-type]
         blocks = config.max_num_seqs * -(-self.model.context_length // config.kv_block_size)
         self.driver: Stepper = make_stepper(config, self.model, blocks)  # type: ignore[arg-type]
+        sizes = {"context_length": self.model.context_length, "page_size": 64, "block_size": 16}
+        amateur: Any = HouseModel()
+        draft_model = DraftModel(amateur, num_companions=config.max_num_seqs // 2, **sizes)
+        self.driver.scheduler.queues.draft_model = draft_model
         self.answers: dict[str, Answer] = {}
 
     def add(self, row: Row) -> None:
         self.answers[row.name] = Answer()
-        self.driver.add(admit(self.asked(row), 0, self.model, self.model.context_length))  # type: ignore[arg-type]
+        length, draft_model = self.model.context_length, self.driver.draft_model
+        self.driver.add(admit(self.asked(row), 0, self.model, length, draft_model=draft_model))  # type: ignore[arg-type]
 
     def asked(self, row: Row) -> EngineRequest:
         context = kit_context()

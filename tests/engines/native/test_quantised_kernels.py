@@ -351,10 +351,10 @@ def test_a_product_with_rounded_rows(
     assert torch.equal(bits(found), bits(expected))
     inputs, num_terms = rounded(x, weight)
     unpacked = weight.dequantised().double()
-    sizes = unpacked.abs()
-    if weight.offsets is not None:  # a product of codes may cancel against them
-        sizes += 2 * weight.offsets.double().abs().repeat_interleave(x.shape[1] // weight.offsets.shape[1], 1)
-    terms = functional.linear(inputs.abs(), sizes)
+    parts = unpacked.abs()
+    if weight.offsets is not None:  # a scaled code and an offset, which may cancel each other
+        parts = parts + 2 * weight.offsets.double().abs().repeat_interleave(x.shape[1] // weight.offsets.shape[1], 1)
+    terms = functional.linear(inputs.abs(), parts)
     assert ((sums.double() - functional.linear(inputs, unpacked)).abs() <= 4 * num_terms * 2.0**-24 * terms).all()
 
 

@@ -118,6 +118,17 @@ def test_a_companion_is_computed_with_its_adapter(
     assert list(result.outputs[0].token_ids) == alone[name]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_draft_model_computes_its_rows_without_the_adapter(
+    folder: Path, alone: dict[str | None, list[int]], name: str | None
+) -> None:
+    """Contrast of a model with itself changes nothing, if both rows are of one adapter."""
+    contrastive = {"name": "contrastive", "args": {"alpha": 1e-9, "beta": 1.0}}
+    amateur = engine(folder, speculative_config={"model": str(folder / "model")})
+    [result] = amateur.generate([PROMPT], params(), processors=[[contrastive]], adapter=name)
+    assert (list(result.outputs[0].token_ids) == alone[name]) == (name is None)
+
+
 def test_a_request_keeps_its_adapter_when_it_is_replaced(folder: Path, alone: dict[str | None, list[int]]) -> None:
     shared = engine(folder)
     adapters = shared.session.stepper.adapters

@@ -43,10 +43,10 @@ from adapters.testing.kit_model import KEY_ID, kit_context
 from adapters.vocabulary import Vocabulary
 from worker.engines import TokenDelta
 from worker.engines.embedded import Engine, Plan, Request
+from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.scheduler import Scheduler
-from worker.engines.embedded.speculation import SpeculativeConfig, Speculator
-from worker.engines.embedded.speculation.draft_model import DraftModel, DraftModelProposer
+from worker.engines.embedded.speculation import DraftModelProposer, SpeculativeConfig, Speculator
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.errors import StartupError
 from worker.metrics import LoadMetrics
@@ -283,14 +283,14 @@ def test_a_failed_request_is_freed_without_garbage_collection() -> None:
 
 def test_a_draft_model_reads_its_own_kv_however_its_drafts_end() -> None:
     source = random.Random(1)
-    draft_model = DraftModel(RecallModel(64), 3, 64, 4)
+    draft_model = DraftModel(RecallModel(64), num_drafted=3, context_length=64, page_size=64, block_size=4)
     model = ScriptedModel()
     asked = [Asked(str(number), [5 + number] * (1 + 7 * number), SamplingParams(max_tokens=30)) for number in range(3)]
     plain = decode(model, asked, None)
     proposers: dict[str, DraftModelProposer] = {}
 
     def draft(one: Request) -> Sequence[int]:
-        proposer = proposers.setdefault(one.id, draft_model.proposer(one))
+        proposer = proposers.setdefault(one.id, DraftModelProposer(draft_model, one))
         found = list(proposer.propose(one.tokens, source.randrange(1, 5)).tokens)
         right = plain[one.id].token_ids[len(one.tokens) - one.prompt_length :]
         assert found == answer(one.tokens, len(found)) or END_OF_RECALL in found
@@ -304,7 +304,10 @@ def test_a_draft_model_reads_its_own_kv_however_its_drafts_end() -> None:
 
 def test_the_model_itself_as_its_draft_is_always_right() -> None:
     model = ScriptedModel()
-    proposer = DraftModel(ScriptedModel(), 1, 256, 16).proposer(request(model, "a", [5], SamplingParams()))
+    asked = request(model, "a", [5], SamplingParams())
+    proposer = DraftModelProposer(
+        DraftModel(ScriptedModel(), num_drafted=1, context_length=256, page_size=256, block_size=16), asked
+    )
     tokens = model.greedy([5], 30)
     found = decode(
         model,
@@ -345,7 +348,9 @@ def engines(every_checkpoint: dict[str, Path]) -> dict[str, Engine]:
 
 def engine_of(name: str, every_checkpoint: dict[str, Path], engines: dict[str, Engine]) -> Engine:
     if name not in engines:
-        engines[name] = Engine(every_checkpoint[name], max_num_seqs=4, dtype="float32", numerics="exact", kv_blocks=128)
+        drafts = {"model": str(every_checkpoint["qwen3"])} if name == "llama" else None  # contrastive needs one
+        fixed: dict[str, Any] = {"max_num_seqs": 4, "dtype": "float32", "numerics": "exact", "kv_blocks": 128}
+        engines[name] = Engine(every_checkpoint[name], speculative_config=drafts, **fixed)
     return engines[name]
 
 

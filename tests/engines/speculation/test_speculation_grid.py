@@ -10,7 +10,7 @@ import random
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ from speculation_runs import EXAMPLES, PLAIN, TEXTS, Repeating, outcome, params_
 from adapters.testing.kit_model import KEY_ID
 from worker.engines.embedded import Engine, Plan, Request
 from worker.engines.embedded.kv_cache import budget
-from worker.engines.embedded.speculation import SpeculativeConfig, Speculator, load_draft_model
-from worker.engines.embedded.speculation.draft_model import DraftModel
+from worker.engines.embedded.speculation import DraftModelProposer, SpeculativeConfig, Speculator
 from worker.sampling import SamplingParams
 
 pytestmark = [pytest.mark.campaign, pytest.mark.usefixtures("one_thread")]
@@ -55,6 +54,8 @@ class Grid:
             max_num_batched_tokens=16 * len(rows),
             context_length=128,
             kv_blocks=8 * len(rows),
+            # the model itself: right wherever the chain and the sampler leave the most likely token
+            speculative_config={"method": "draft_model", "model": str(checkpoint)},
         )
         builder = self.engine.session.builder
         keyed = replace(builder._chains.model, watermark_keys={KEY_ID: bytes(range(32))})
@@ -80,11 +81,6 @@ class Grid:
         assert self.stepper.scheduler.cache.num_available == self.stepper.scheduler.cache.num_pages
         return found
 
-    @cached_property
-    def _draft_model(self) -> DraftModel:
-        """The model itself: right wherever the chain and the sampler leave the likeliest token."""
-        return load_draft_model(str(self.engine.config.model_path), self.engine.config, self.stepper.model)
-
     def speculator(self, proposer: str, length: int) -> Speculator:
         """Drafts of `length` tokens at most."""
         if proposer == "often right":
@@ -94,7 +90,8 @@ class Grid:
             return Repeating(settings, chain_tokens=length)
         if proposer == "draft_model":
             settings |= {"method": proposer, "model": str(self.engine.config.model_path)}
-            return Repeating(settings, self._draft_model.proposer, chain_tokens=length)
+            assert self.stepper.draft_model is not None
+            return Repeating(settings, partial(DraftModelProposer, self.stepper.draft_model), chain_tokens=length)
         return Repeating(settings | {"method": proposer, "prompt_lookup_min": 1}, chain_tokens=length)
 
     def _often_right(self, length: int) -> Draft:

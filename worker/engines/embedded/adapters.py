@@ -25,7 +25,8 @@ class LoadedAdapter:
 
     Attributes:
         name: Name of it as a model.
-        digest: Digest of its files, 128 bits as hexadecimal digits.
+        digest: Digest of its files and, where it is rounded, of the data type that it is rounded
+            to; 128 bits as hexadecimal digits.
         packed: Weights, a `native.lora.PackedAdapter`.
     """
 

@@ -13,6 +13,7 @@ from adapters.vocabulary import Vocabulary
 from worker.engines.chain_members import begin, other_members
 from worker.engines.embedded.adapters import LoadedAdapter
 from worker.engines.embedded.companions import companion_of
+from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling.chain_replay import resume
 from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
@@ -63,6 +64,7 @@ def admit(
     adapter: LoadedAdapter | None = None,
     *,
     allowed: AbstractSet[str] = frozenset(),
+    draft_model: DraftModel | None = None,
 ) -> Request:
     """Check a request and make the engine's own record of it.
 
@@ -73,6 +75,7 @@ def admit(
         context_length: Longest prompt + answer, in tokens.
         adapter: LoRA adapter that computes it, None for the model itself.
         allowed: Fields of `REFUSED` that the caller serves itself.
+        draft_model: Draft model of the engine, None if it has none.
 
     Raises:
         InvalidRequest: naming the first field that cannot be served, and why.
@@ -114,7 +117,7 @@ def admit(
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     if chain is not None:
         chain.receipt.numerics = model.numerics
-    request.companion = companion_of(request, context_length)
+    request.companion = companion_of(request, context_length, draft_model)
     return request
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from worker.engines import QueueTimes
@@ -84,12 +83,13 @@ class Admission:
         for request in order:
             if running[request.client] or not self._may_begin(request, self._pending(self._queues.prefilling)):
                 continue
-            preempted = False
-            while not self._has_room(request) and max(running.values(), default=0) > 1:
-                self._make_room(running)
-                preempted = True
-            if not preempted or not self._has_room(request):
-                continue  # without a preemption it has its turn
+            victims = self._victims(request)
+            if not victims:
+                continue  # it has its turn without a preemption, or none would help
+            for victim in victims:
+                self._queues.preempt(victim)
+                self._queues.turns.give_way(victim)
+                running[victim.client] -= 1
             copied = self._cache.allocate(request, spare_pages(self._queues))
             assert copied is not None, f"there was room for {request.id}: {self._queues!r}"
             copies += copied
@@ -97,14 +97,23 @@ class Admission:
             running[request.client] += 1
         return copies
 
-    def _has_room(self, request: Request) -> bool:
-        return self._queues.has_slot(request) and self._cache.has_room(request, spare_pages(self._queues))
+    def _victims(self, request: Request) -> list[Request]:
+        """Running requests whose preemption makes room for one more, one after the other the last
+        of the client that has most; none if there is room, or if none are enough.
+        """
+        running, victims = list(self._queues.running), list[Request]()
+        while not self._has_room(request, victims):
+            victim = last_of_largest_client(running)
+            if counts_of(running)[victim.client] < 2:
+                return []
+            running.remove(victim)
+            victims.append(victim)
+        return victims
 
-    def _make_room(self, running: Counter[str | None]) -> None:
-        victim = last_of_largest_client(self._queues.running)
-        self._queues.preempt(victim)
-        self._queues.turns.give_way(victim)
-        running[victim.client] -= 1
+    def _has_room(self, request: Request, without: Sequence[Request]) -> bool:
+        queues = self._queues
+        spare = spare_pages(queues, without)
+        return queues.has_slot(request, without) and self._cache.has_room(request, spare, without)
 
     def _may_begin(self, request: Request, pending: set[int]) -> bool:
         """Whether neither a transfer that came before nor a prefix hit is to be waited for."""

@@ -4,6 +4,9 @@ A companion is a `Request` of its own that only its owner knows. It begins with 
 chain's `CompanionProcessor` names, and every token of the answer is appended to both. Both are
 admitted, preempted and freed together, and decode in the same steps. In prefill the companion comes
 first, and its row is kept until the owner's is known. The queues hold owners alone.
+
+The draft model computes the companions of processors that need another model, in the same steps and
+with pages of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from itertools import pairwise
 import torch
 
 from adapters.chain import ProcessorChain
+from adapters.contract import CompanionProcessor
+from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.plan import Plan, Request
 from worker.errors import InvalidRequest
@@ -58,7 +63,7 @@ class CompanionRow:
         return self._row
 
 
-def companion_of(request: Request, context_length: int) -> Request | None:
+def companion_of(request: Request, context_length: int, draft_model: DraftModel | None = None) -> Request | None:
     """The companion that a request's chain needs, None if it needs none.
 
     The answer then ends where either sequence fills the context.
@@ -66,23 +71,31 @@ def companion_of(request: Request, context_length: int) -> Request | None:
     Args:
         request: Request that is being admitted; its chain has begun after the prompt.
         context_length: Longest sequence, in tokens.
+        draft_model: Draft model of the engine, None if it has none.
 
     Raises:
-        InvalidRequest: the companion does not fit into the context, or the chain has a processor
-            whose state would have to be rebuilt from both rows.
+        InvalidRequest: the companion does not fit into the context, its model is missing, or the
+            chain needs a second companion, or has a processor whose state would have to be rebuilt
+            from both rows.
     """
     chain = request.chain
     if chain is None or chain.companion is None:
         return None
     processor = chain.companion
-    stateful = [member.name for member in chain.members if member.processor.observes_logits]
-    if stateful:
-        problem = f"{processor.name} cannot be combined with {' and '.join(stateful)}, which follows the logits of "
-        raise InvalidRequest(FIELD, problem + "earlier positions: after a migration only one row of each is known")
+    _check_beside(processor, chain)
+    by_draft_model = processor.companion_model == "draft"
+    if by_draft_model:
+        if draft_model is None:
+            problem = "needs a draft model, whose logits it reads: model of --speculative-config"
+            raise InvalidRequest(FIELD, f"{processor.name} {problem}")
+        context_length = min(context_length, draft_model.context_length)
+        if draft_model.model.numerics != "exact":
+            chain.receipt.numerics = draft_model.model.numerics
     begin, generated = list(processor.companion_prompt), request.tokens[request.prompt_length :]
     if len(begin) + len(generated) >= context_length:
-        problem = f"negative prompt must be shorter than the context of {context_length} tokens, got {len(begin)}"
-        raise InvalidRequest(FIELD, f"{processor.name}: the {problem}" + _and_answer(len(generated)))
+        what, whose = ("prompt", "draft model's context") if by_draft_model else ("negative prompt", "context")
+        problem = f"the {what} must be shorter than the {whose} of {context_length} tokens, got {len(begin)}"
+        raise InvalidRequest(FIELD, f"{processor.name}: {problem}" + _and_answer(len(generated)))
     offset = request.prompt_length - len(begin)
     request.limit = min(request.limit, context_length + offset)
     processor.second_row = row = CompanionRow(offset)
@@ -97,11 +110,25 @@ def companion_of(request: Request, context_length: int) -> Request | None:
         seed=0,
         tap=row,
         cache_salt=request.cache_salt,
-        adapter=request.adapter,
+        adapter=None if by_draft_model else request.adapter,  # an adapter is the target's
         client=request.client,
         speculates=False,
         is_companion=True,
+        by_draft_model=by_draft_model,
     )
+
+
+def _check_beside(processor: CompanionProcessor, chain: ProcessorChain) -> None:
+    """Raises `InvalidRequest` if another member of its chain cannot be combined with it."""
+    others = [member for member in chain.members if member.processor is not processor]
+    second = [member.name for member in others if isinstance(member.processor, CompanionProcessor)]
+    if second:
+        problem = f"{processor.name} cannot be combined with {' and '.join(second)}: a request has one companion"
+        raise InvalidRequest(FIELD, problem)
+    stateful = [member.name for member in others if member.processor.observes_logits]
+    if stateful:
+        problem = f"{processor.name} cannot be combined with {' and '.join(stateful)}, which follows the logits of "
+        raise InvalidRequest(FIELD, problem + "earlier positions: after a migration only one row of each is known")
 
 
 def _and_answer(num_generated: int) -> str:

@@ -27,6 +27,7 @@ KERNELS = (
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 ACTIVATION_DTYPES = ("auto", "none", "int8")
 KV_CACHE_DTYPES = ("auto", "int8")
+LORA_DTYPES = ("auto", "float32", "bfloat16")
 ROLES = ("aggregated", "prefill", "decode")
 
 
@@ -74,6 +75,8 @@ class EmbeddedConfig:
         kv_devices: Network devices over which KV is transferred, as in ``UCX_NET_DEVICES``.
         weight_updates: Whether weights may change while it serves; answers then name their version.
         lora_modules: Names and directories of LoRA adapters that requests may choose.
+        lora_dtype: Data type that adapters are rounded to, ``float32`` or ``bfloat16``; ``auto`` is
+            the one to compute in.
         step_timeout_s: Seconds after which a step that has not ended counts as hung and ends the
             process.
     """
@@ -102,6 +105,7 @@ class EmbeddedConfig:
     kv_devices: str = "lo"
     weight_updates: bool = False
     lora_modules: tuple[tuple[str, str], ...] = ()
+    lora_dtype: str = "auto"
     step_timeout_s: float = 300.0
 
     def check(self) -> None:
@@ -144,6 +148,8 @@ class EmbeddedConfig:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             choices = ", ".join(KV_CACHE_DTYPES)
             raise StartupError(f"--kv-cache-dtype must be one of {choices}, got {self.kv_cache_dtype!r}")
+        if self.lora_dtype not in LORA_DTYPES:
+            raise StartupError(f"--lora-dtype must be one of {', '.join(LORA_DTYPES)}, got {self.lora_dtype!r}")
         if self.packed_copy not in ("auto", "off") and not Path(self.packed_copy).is_absolute():
             raise StartupError(f"--packed-copy must be auto, off or an absolute path, got {self.packed_copy!r}")
         if self.dtype != "auto" and self.dtype not in DTYPES:

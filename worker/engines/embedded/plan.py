@@ -67,6 +67,7 @@ class Request:
         named_weights: The version that its outputs have named last.
         companion: Sequence whose logits its chain needs beside its own (`companions`).
         is_companion: Whether it is the companion of another request.
+        by_draft_model: Whether the draft model computes it, with KV of its own.
         is_spoiled: Whether one of its tokens is not finite in the model (`Model.spoiled`): it ends
             with an error where it would get its next token, and caches no more blocks.
     """
@@ -104,6 +105,7 @@ class Request:
     named_weights: WeightVersion | None = None
     companion: Request | None = None
     is_companion: bool = False
+    by_draft_model: bool = False
     is_spoiled: bool = False
 
     @property
@@ -222,9 +224,11 @@ class Plan:
         sampled: Requests that get a token: those of `decode`, then those whose tokens end in
             `chunks`. The same tuple object in consecutive steps means the same rows.
         copies: Copies within the store, in this order, before anything is written.
-        num_companions: Companions in `decode` and `chunks`, in each behind all their owners.
+        num_companions: Companions in `decode` and `chunks`, in each behind all their owners; those
+            that the model itself computes.
         drafts: Drafted tokens that are computed behind each decode row's newest one; empty where no
             row has any.
+        companions: Step of the draft model, which computes companions with it; None for none.
     """
 
     decode: tuple[Request, ...]
@@ -233,6 +237,7 @@ class Plan:
     copies: tuple[PageCopy, ...] = ()
     drafts: tuple[tuple[int, ...], ...] = ()
     num_companions: int = 0
+    companions: Plan | None = None
 
     @property
     def scored(self) -> tuple[Chunk, ...]:
@@ -322,7 +327,8 @@ class Model(Protocol):
 
         A decode row with a draft has one row for its newest token and one for each drafted token,
         in order; every other request has one. The sampler may write into them. Those of the chunks
-        of ``plan.scored`` go to the taps of their requests; see `scored_rows.show_scored`.
+        of ``plan.scored`` go to the taps of their requests; see `scored_rows.show_scored`. A plan
+        may have copies alone, where companions take the whole step.
         """
 
     def spoiled(self, plan: Plan) -> Sequence[Request]:

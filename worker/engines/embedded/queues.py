@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
+from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.plan import Request
 from worker.engines.embedded.turns import Turns
@@ -38,6 +39,7 @@ class Queues:
         max_num_seqs: Rows of ``prefilling`` and ``decoding`` together at most: one for each
             request, and one for each companion.
         turns: Turns between clients, which count each arrival.
+        draft_model: Draft model, which computes companions of requests that run; None for none.
 
     Attributes:
         waiting: Waiting queue, in order of arrival.
@@ -47,10 +49,11 @@ class Queues:
         num_preemptions: Preemptions since the start.
     """
 
-    def __init__(self, cache: KvCache, max_num_seqs: int, turns: Turns) -> None:
+    def __init__(self, cache: KvCache, max_num_seqs: int, turns: Turns, draft_model: DraftModel | None = None) -> None:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.turns = turns
+        self.draft_model = draft_model
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
         self.decoding: tuple[Request, ...] = ()
@@ -58,6 +61,7 @@ class Queues:
         self.num_preemptions = 0
         self._num_arrived = 0
         self._decode_rows: tuple[Request, ...] = ()
+        self._companion_rows: tuple[Request, ...] = ()
         self._decode_rows_of: tuple[Request, ...] = ()
 
     def __repr__(self) -> str:
@@ -73,21 +77,36 @@ class Queues:
 
     @property
     def decode_rows(self) -> tuple[Request, ...]:
-        """`decoding`, then their companions; the same tuple object while the rows are the same."""
-        if self._decode_rows_of is not self.decoding:
-            companions = tuple(one.companion for one in self.decoding if one.companion is not None)
-            self._decode_rows = self.decoding + companions if companions else self.decoding
-            self._decode_rows_of = self.decoding
+        """`decoding`, then those of their companions that the model computes; the same tuple object
+        while the rows are the same.
+        """
+        self._note_rows()
         return self._decode_rows
+
+    @property
+    def companion_rows(self) -> tuple[Request, ...]:
+        """Companions of `decoding` that the draft model computes; the same tuple object, too."""
+        self._note_rows()
+        return self._companion_rows
+
+    def _note_rows(self) -> None:
+        if self._decode_rows_of is self.decoding:
+            return
+        companions = [one.companion for one in self.decoding if one.companion is not None]
+        own = tuple(one for one in companions if not one.by_draft_model)
+        self._decode_rows = self.decoding + own if own else self.decoding
+        self._companion_rows = tuple(one for one in companions if one.by_draft_model)
+        self._decode_rows_of = self.decoding
 
     @property
     def num_rows(self) -> int:
         """Rows that the running requests take."""
-        return len(self.decode_rows) + sum(len(one.sequences) for one in self.prefilling)
+        return sum(len(one.sequences) for one in self.running)
 
-    def has_slot(self, request: Request) -> bool:
-        """Whether one more request may run."""
-        return self.num_rows + len(request.sequences) <= self.max_num_seqs
+    def has_slot(self, request: Request, without: Sequence[Request] = ()) -> bool:
+        """Whether one more request may run, once the running ones `without` have been preempted."""
+        given_up = sum(len(one.sequences) for one in without)
+        return self.num_rows - given_up + len(request.sequences) <= self.max_num_seqs
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -115,7 +134,12 @@ class Queues:
         insort(self.waiting, request, key=by_arrival)
 
     def start_prefill(self, request: Request) -> None:
-        """Add a request that owns pages for all its tokens to those in prefill."""
+        """Add a request that owns pages for all its tokens to those in prefill.
+
+        A companion that the draft model computes gets its pages here, where the request has rows.
+        """
+        if self.draft_model is not None:
+            self.draft_model.allocate(request)
         self.prefilling.append(request)
         self.prefilling.sort(key=by_arrival)
 
@@ -130,6 +154,13 @@ class Queues:
         self.release([request])
         insort(self.waiting, request, key=by_arrival)
 
+    def cache_of(self, sequence: Request) -> KvCache:
+        """The pages that hold the KV of a request's own sequence, or of a companion."""
+        if not sequence.by_draft_model:
+            return self.cache
+        assert self.draft_model is not None
+        return self.draft_model.cache
+
     def release(self, requests: Sequence[Request]) -> None:
         """Take requests out of the batch, and free their pages but for those that are pinned."""
         gone = set(map(id, requests))
@@ -138,10 +169,19 @@ class Queues:
         for request in requests:
             if request not in self.pinned:
                 self.cache.free(request)
+            if self.draft_model is not None:
+                self.draft_model.cache.free(request)
 
 
-def spare_pages(queues: Queues) -> int:
-    """Pages that an admission must leave available: running requests will need them soon."""
-    cache, running = queues.cache, queues.running
-    growth = sum(cache.count_longest(one) - sum(len(each.pages) for each in one.sequences) for one in running)
+def spare_pages(queues: Queues, without: Sequence[Request] = ()) -> int:
+    """Pages that an admission must leave available: running requests will need them soon.
+
+    Args:
+        queues: The scheduler's queues.
+        without: Running requests that will have been preempted by then.
+    """
+    cache = queues.cache
+    gone = set(map(id, without))
+    running = [one for one in queues.running if id(one) not in gone]
+    growth = sum(cache.count_longest(one) - cache.count_owned(one) for one in running)
     return min(growth, -(-len(running) // RUNNING_PER_SPARE))

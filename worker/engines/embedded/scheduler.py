@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from worker.engines.embedded.admission_order import Admission
 from worker.engines.embedded.advance import advance
+from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.pinned import PinnedRequests
-from worker.engines.embedded.plan import Output, PageCopy, Plan, Request, Samples
+from worker.engines.embedded.plan import Chunk, Output, PageCopy, Plan, Request, Samples
 from worker.engines.embedded.prompt_chunks import cut_chunks, prompt_budget
-from worker.engines.embedded.queues import Queues, by_arrival
+from worker.engines.embedded.queues import Queues
 from worker.engines.embedded.turns import Turns, last_of_largest_client
 
 
@@ -30,6 +31,7 @@ class Scheduler:
             no limit. It bounds the time between two tokens of the decoding requests; see
             `prompt_budget`.
         turns: Turns between clients.
+        draft_model: Draft model, which computes companions; None for none.
 
     Attributes:
         queues: The requests by state.
@@ -43,11 +45,12 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_mixed_chunk: int | None = None,
         turns: Turns | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.cache = cache
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_mixed_chunk = max_mixed_chunk
-        self.queues = Queues(cache, max_num_seqs, turns or Turns())
+        self.queues = Queues(cache, max_num_seqs, turns or Turns(), draft_model)
         self.transfers = PinnedRequests(self.queues)
         self._admission = Admission(self.queues, self.transfers)
 
@@ -85,19 +88,29 @@ class Scheduler:
         budget = prompt_budget(queues, self.max_num_batched_tokens, self.max_mixed_chunk)
         copies: tuple[PageCopy, ...] = self._admission.admit(budget, only_starved=not fits) if queues.waiting else ()
         chunks = cut_chunks(queues, budget) if queues.prefilling else ()
-        ended = tuple(chunk.request for chunk in chunks if chunk.is_last)
-        decode, owners = ((), ()) if prompts_first and chunks else (queues.decode_rows, queues.decoding)
+        decode, owners, rows = (
+            ((), (), ()) if prompts_first and chunks else (queues.decode_rows, queues.decoding, queues.companion_rows)
+        )
+        drafted = tuple(chunk for chunk in chunks if chunk.request.by_draft_model)
+        if drafted:
+            chunks = tuple(chunk for chunk in chunks if not chunk.request.by_draft_model)
         if decode:
             copies += self.cache.compact()
-        num_companions = len(decode) - len(owners) + sum(chunk.request.is_companion for chunk in chunks)
-        return Plan(decode, chunks, decode + ended if ended else decode, copies, num_companions=num_companions)
+        return replace(
+            _plan(decode, chunks),
+            copies=copies,
+            num_companions=len(decode) - len(owners) + sum(chunk.request.is_companion for chunk in chunks),
+            companions=_plan(rows, drafted) if rows or drafted else None,
+        )
 
     def _append_pages(self) -> bool:
         """A page for each decode row whose last one is full; whether that preempted no request."""
-        queues, size, before = self.queues, self.cache.page_size, self.queues.num_preemptions
-        full = [request for request in queues.decode_rows if request.num_computed == len(request.pages) * size]
-        for request in sorted(full, key=by_arrival):
-            while request.pages and not self.cache.append_page(request):
+        queues, before = self.queues, self.queues.num_preemptions
+        full = _full(queues.decode_rows, self.cache)
+        if queues.draft_model is not None:
+            full += _full(queues.companion_rows, queues.draft_model.cache)
+        for request, cache in sorted(full, key=lambda row: row[0].arrival):
+            while request.pages and not cache.append_page(request):
                 queues.preempt(last_of_largest_client(queues.running))
         return queues.num_preemptions == before
 
@@ -146,10 +159,10 @@ class Scheduler:
         """Take over the KV of the companions in a step; the rest is up to `settle`."""
         for request in plan.decode:
             if request.is_companion:
-                self.cache.complete(request, request.num_computed + 1)
+                self.queues.cache_of(request).complete(request, request.num_computed + 1)
         for chunk in plan.chunks:
             if chunk.request.is_companion:
-                self.cache.complete(chunk.request, chunk.stop)
+                self.queues.cache_of(chunk.request).complete(chunk.request, chunk.stop)
 
     def spoil(self, plan: Plan, spoiled: Sequence[Request]) -> None:
         """Mark requests whose KV of a settled step without drafts is not finite (`Model.spoiled`).
@@ -159,7 +172,7 @@ class Scheduler:
         starts = {id(chunk.request): chunk.start for chunk in plan.chunks}
         for request in spoiled:
             request.is_spoiled = True
-            self.cache.withdraw(request, starts.get(id(request), request.num_computed - 1))
+            self.queues.cache_of(request).withdraw(request, starts.get(id(request), request.num_computed - 1))
 
     def commit(self, plan: Plan, samples: Samples) -> list[Output]:
         """Take over the sampled tokens of a settled step; returns one output per sampled row."""
@@ -189,4 +202,16 @@ class Scheduler:
         assert queues.num_rows <= queues.max_num_seqs, f"more than {queues.max_num_seqs} rows run: {self!r}"
         waiting = (sequence for request in queues.waiting for sequence in request.sequences)
         assert not any(sequence.pages for sequence in waiting), f"a waiting request owns pages: {self!r}"
-        self.cache.check_integrity(one for each in (*queues.running, *queues.pinned) for one in each.sequences)
+        owners = [one for each in (*queues.running, *queues.pinned) for one in each.sequences]
+        self.cache.check_integrity(one for one in owners if not one.by_draft_model)
+        if queues.draft_model is not None:
+            queues.draft_model.check_integrity(one for one in owners if one.by_draft_model)
+
+
+def _full(rows: Sequence[Request], cache: KvCache) -> list[tuple[Request, KvCache]]:
+    return [(one, cache) for one in rows if one.num_computed == len(one.pages) * cache.page_size]
+
+
+def _plan(decode: tuple[Request, ...], chunks: tuple[Chunk, ...]) -> Plan:
+    ended = tuple(chunk.request for chunk in chunks if chunk.is_last)
+    return Plan(decode, chunks, decode + ended if ended else decode)

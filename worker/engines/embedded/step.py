@@ -6,6 +6,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from worker.engines import BATCH_SIZES
 from worker.engines.embedded.adapters import LoadedAdapters
 from worker.engines.embedded.companions import check_room, take_rows
 from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.held_outputs import HeldOutputs
 from worker.engines.embedded.kv_cache import KvCache, choose_page_size
 from worker.engines.embedded.passes import count_pass
@@ -21,6 +23,7 @@ from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampling import Sampler
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.speculation import (
+    DraftModelProposer,
     SpeculativeConfig,
     Speculator,
     agreeing_rows,
@@ -46,7 +49,7 @@ class Stepper:
 
     Args:
         model: Model that computes the logits; its KV store must hold the blocks of `scheduler`.
-        scheduler: Scheduler that decides the work of a step.
+        scheduler: Scheduler that decides the work of a step; it knows the draft model.
         speculator: Speculator that drafts tokens; by default the requests' chains alone.
 
     Attributes:
@@ -77,6 +80,11 @@ class Stepper:
         self._held = HeldOutputs()
         self._starved = False  # requests wait, but pages pinned for transfer leave nothing to compute
         self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
+
+    @property
+    def draft_model(self) -> DraftModel | None:
+        """The draft model, None if there is none."""
+        return self.scheduler.queues.draft_model
 
     def add(self, request: Request, kv: KvHandle | None = None) -> None:
         """Queue a request; one with a handle joins once the KV that it describes has arrived."""
@@ -185,9 +193,14 @@ class Stepper:
             return []
         started = time.perf_counter()
         plan = self.scheduler.schedule(prompts_first)
-        self._starved = not plan.num_tokens
+        self._starved = not plan.num_tokens and plan.companions is None
         if self._starved:
             return []
+        if plan.companions is not None:
+            self._compute_companions(plan.companions)
+            if not plan.num_tokens:
+                self.model.forward(plan)  # its copies
+                return []
         rows = len(plan.sampled)
         self.steps_by_batch_size[bisect_left(BATCH_SIZES, rows)] += 1
         self.num_rows += rows
@@ -213,6 +226,15 @@ class Stepper:
         if self.pass_sink is not None and counted is not None:
             self.pass_sink(replace(counted, seconds=time.perf_counter() - started))
         return self._held.release(plan.sampled, outputs)
+
+    def _compute_companions(self, plan: Plan) -> None:
+        """Compute the draft model's step, and keep its rows for the companions' owners."""
+        assert self.draft_model is not None
+        logits = self.draft_model.forward(plan)
+        for request, row in zip(plan.sampled, logits, strict=True):
+            request.show_generated(row)
+        self.scheduler.settle_companions(plan)
+        self.scheduler.spoil(plan, [one for one in self.draft_model.model.spoiled(plan) if one.pages])
 
     def _sample(self, plan: Plan, logits: torch.Tensor, computed: Plan | None = None) -> list[Output]:
         """Sample and commit one position of each of ``plan.sampled``.
@@ -315,13 +337,9 @@ def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> St
     model.allocate_kv(num_pages, page_size)
     cache = KvCache(num_pages, page_size, config.kv_block_size, is_dense=model.wants_dense_kv)
     mixed = config.max_mixed_chunk or MIXED_CHUNK
-    scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, mixed)
-    return Stepper(model, scheduler, make_speculator(config, model))
-
-
-def make_speculator(config: EmbeddedConfig, model: Model) -> Speculator:
-    """The speculator of ``--speculative-config``; `StartupError` if a draft model is not served."""
+    draft_model = load_draft_model(config, model)
+    scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, mixed, draft_model=draft_model)
     speculative = SpeculativeConfig.parse(config.speculative_config)
-    if speculative.model is None:
-        return Speculator(speculative)
-    return Speculator(speculative, load_draft_model(speculative.model, config, model).proposer)
+    if draft_model is None or speculative.method != "draft_model":
+        return Stepper(model, scheduler, Speculator(speculative))
+    return Stepper(model, scheduler, Speculator(speculative, partial(DraftModelProposer, draft_model)))

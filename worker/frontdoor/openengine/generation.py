@@ -18,8 +18,10 @@ import grpc
 from google.rpc import status_pb2
 
 from worker.engines import TokenLogprob
+from worker.errors import path_within
 from worker.frontdoor.errors import INVALID, Refused
 from worker.frontdoor.openengine.workers import EngineWorker, Kind, Metadata, Workers
+from worker.requests.continuation import COMPUTED_WITH
 from worker.requests.prompt_scores import TokenText, scores_json
 from worker.requests.request import asks_for_rollout
 from worker.requests.response import STOP_STRING, STOP_TOKEN
@@ -61,6 +63,8 @@ class Generation:
         metadata: Metadata of its calls.
         token_text: Text of each token.
         token_ids: The answer so far.
+        digests: Digests that its newest token was computed with, the fields of
+            `worker.requests.continuation.Continuation`.
     """
 
     workers: Workers
@@ -69,6 +73,7 @@ class Generation:
     metadata: Metadata
     token_text: TokenText
     token_ids: list[int] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
     _kind: Kind | None = None
     _has_scores: bool = False
 
@@ -79,12 +84,17 @@ class Generation:
             Refused: the request is refused, or has failed.
         """
         left: list[EngineWorker] = []
+        num_ended = 0
+        refusal: Refused | None = None
         has_ended = False
         while not has_ended:
-            worker = self.workers.choose(str(self.request.fields["model"]), left, self._kind)
+            try:
+                worker = self.workers.choose(str(self.request.fields["model"]), left, self._kind)
+            except Refused as none:
+                raise none if refusal is None else _nowhere(refusal) from None
             self._kind = worker.kind
             try:
-                async with worker.generate(self._ask(worker.kind), self.metadata) as events:
+                async with worker.generate(self._ask(worker), self.metadata) as events:
                     async for event in events:
                         for chunk in self._chunks(event):
                             yield chunk
@@ -95,24 +105,32 @@ class Generation:
                 if has_ended:
                     return
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise _refused(error, self.request.fields) from None
+                    refusal = _refused(error, self.request.fields)
+                    if path_within(refusal.param or "", "continues") is None:
+                        raise refusal from None
+                    left.append(worker)  # it has other weights
+                    continue
                 worker.failed(f"UNAVAILABLE: {error.details()}")
                 left.append(worker)
                 worker.num_left += 1
-                if len(left) == MOST_WORKERS:
-                    problem = f"{len(left)} workers have ended with this request; it is not tried again"
+                num_ended += 1
+                if num_ended == MOST_WORKERS:
+                    problem = f"{num_ended} workers have ended with this request; it is not tried again"
                     raise Refused(503, problem, kind="server_error") from None
                 logger.warning("request %s goes on, at token %d", self.request_id, len(self.token_ids))
 
-    def _ask(self, kind: Kind) -> wire.GenerateRequest:
+    def _ask(self, worker: EngineWorker) -> wire.GenerateRequest:
         """The request to the next worker."""
         message = copied(self.request.fields)
         message["text"] = False  # which is made where it can go on
+        message["annotations"] = [*(message.get("annotations") or ()), COMPUTED_WITH]
+        if message["model"] in worker.adapters:
+            message["routing"] = {**(message.get("routing") or {}), "lora_name": message.pop("model")}
         if self._has_scores:
             message.get("output_options", {}).pop("prompt_logprobs", None)
         if self.token_ids:
             message["token_ids"] = message["token_ids"] + self.token_ids
-            known = {"numerics": kind.numerics, "kv_dtype": kind.kv_dtype}
+            known = {"numerics": worker.kind.numerics, "kv_dtype": worker.kind.kv_dtype, **self.digests}
             message["continues"] = {"generated_tokens": len(self.token_ids), **known}
         return written(message, self.request_id)
 
@@ -127,6 +145,8 @@ class Generation:
             return []
         if kind == "token":
             self.token_ids += [token.token_id for token in event.token.tokens]
+            if event.HasField("computed_with"):
+                self.digests = {"weights": event.computed_with.weights, "adapter": event.computed_with.adapter}
             chunk = _tokens(event.token)
         else:
             chunk = _finished(event)
@@ -212,6 +232,11 @@ def _error(error: wire.EngineError, fields: Mapping[str, Any]) -> Refused:
         return Refused(400, error.message)
     ours = own_name(theirs, fields)
     return Refused(400, f"{ours}: {problem}", ours)
+
+
+def _nowhere(refusal: Refused) -> Refused:
+    """The error of an answer that no worker goes on with, since each computes something else."""
+    return Refused(503, f"no worker that is ready computes the answer as it began: {refusal}", kind="server_error")
 
 
 def _failed(reason: str) -> Refused:

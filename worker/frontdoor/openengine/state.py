@@ -9,6 +9,7 @@ from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import encoded
 from worker.frontdoor.openengine.workers import Workers
 from worker.frontdoor.summaries import METRICS_TYPE
+from worker.runtimes.openengine import wire
 
 _JSON = b"application/json"
 _MODELS = "/v1/models"
@@ -33,7 +34,7 @@ def state_of(workers: Workers, path: str, started: int) -> tuple[int, bytes, byt
         return 200 if ready else 503, _JSON, encoded(content)
     if path == "/metrics":
         return 200, METRICS_TYPE, metrics(workers).encode()
-    models = {name: _entry(name, model.max_context_length, started) for name, model in workers.models.items()}
+    models = {name: _entry(name, model, started) for name, model in workers.models.items()}
     if path == _MODELS:
         return 200, _JSON, encoded({"object": "list", "data": [models[name] for name in sorted(models)]})
     name = unquote(path.removeprefix(f"{_MODELS}/"))
@@ -63,11 +64,13 @@ def metrics(workers: Workers) -> str:
     return "".join(lines)
 
 
-def _entry(name: str, context_length: int, started: int) -> dict[str, Any]:
+def _entry(name: str, model: wire.ModelInfo, started: int) -> dict[str, Any]:
+    base = model.served_model_name
     return {
         "id": name,
         "object": "model",
         "created": started,
         "owned_by": "dynamo-logits-worker",
-        "context_window": context_length,
+        "context_window": model.max_context_length,
+        **({} if name == base else {"parent": base}),
     }

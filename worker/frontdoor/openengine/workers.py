@@ -80,6 +80,7 @@ class EngineWorker:
     Attributes:
         problem: Reason why it is given no request; empty if it is ready.
         model: Description of its model, as it told it last; None before.
+        adapters: Names of its LoRA adapters, as it told them last.
         num_asked: Requests that it answers for this front door.
         num_left: Answers that it has begun for this front door and could not end.
     """
@@ -88,6 +89,7 @@ class EngineWorker:
         self.address = address
         self.problem = "it has not answered yet"
         self.model: wire.ModelInfo | None = None
+        self.adapters: frozenset[str] = frozenset()
         self.num_asked = self.num_left = 0
         self._kind: Kind | None = None
         self._instance = ""
@@ -113,9 +115,9 @@ class EngineWorker:
         return self.num_asked + self._num_foreign
 
     def serves(self, model: str) -> bool:
-        """Whether it has, or had, a model of this name."""
+        """Whether it has, or had, a model or an adapter of this name."""
         names = () if self.model is None else (self.model.served_model_name, *self.model.served_model_aliases)
-        return model in names
+        return model in names or model in self.adapters
 
     async def watch(self) -> None:
         """Follow its state until this is cancelled."""
@@ -165,7 +167,10 @@ class EngineWorker:
         self._num_foreign = max(0, load.running_requests + load.queued_requests - self.num_asked)
         if load.instance_id != self._instance:
             await self._describe()
-        elif not self.is_ready:
+            return
+        if self.model is not None and self.model.supports_lora:
+            await self._list_adapters()
+        if not self.is_ready:
             self.problem = ""
 
     async def _describe(self) -> None:
@@ -175,9 +180,15 @@ class EngineWorker:
             self.failed(f"it is {info.engine_name!r} of schema revision {info.schema_revision}, not {ENGINE_NAME}")
             return
         self.model = await self._ask("GetModelInfo", wire.GetModelInfoRequest(), wire.ModelInfo)
+        if self.model.supports_lora:
+            await self._list_adapters()
         self._kind = Kind(info.extra["numerics"], info.extra["kv_dtype"])
         self._instance, self.problem = info.instance_id, ""
         logger.info("worker %s serves %s", self.address, self.model.served_model_name)
+
+    async def _list_adapters(self) -> None:
+        found = await self._ask("ListLoras", wire.ListLorasRequest(), wire.ListLorasResponse)
+        self.adapters = frozenset(one.lora_name for one in found.adapters)
 
     async def _ask(self, method: str, request: Any, answer: Any) -> Any:
         ask = self._channel.unary_unary(
@@ -210,8 +221,12 @@ class Workers:
 
     @property
     def models(self) -> dict[str, wire.ModelInfo]:
-        """Descriptions of the models of the workers that are ready, by name."""
-        return {each.model.served_model_name: each.model for each in self.ready if each.model is not None}
+        """Descriptions of the models of the workers that are ready, by name; those of adapters are
+        their base model's.
+        """
+        described = [(each, each.model) for each in self.ready if each.model is not None]
+        adapters = {name: model for each, model in described for name in each.adapters}
+        return adapters | {model.served_model_name: model for _, model in described}
 
     def choose(self, model: str, without: Collection[EngineWorker] = (), kind: Kind | None = None) -> EngineWorker:
         """The ready worker with the fewest requests; of several one after the other.

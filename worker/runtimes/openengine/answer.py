@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from worker.requests.continuation import COMPUTED_WITH
 from worker.requests.prompt_scores import END_TOKEN, LEAST_LOGPROB, PROMPT_LOGPROBS, PROMPT_TOKENS, TokenText
 from worker.requests.receipts import CHANNEL
 from worker.requests.response import STOP_STRING, STOP_TOKEN
@@ -63,7 +64,7 @@ class Answer:
         rollout = data.get(ROLLOUT, "")
         if chunk["token_ids"] or chunk.get("text") or (rollout and not ends):
             output = wire.TokenOutput(output_index=chunk["index"], tokens=self._tokens(chunk), text=chunk.get("text"))
-            yield self._event(token=output, engine_data=rollout)
+            yield self._event(token=output, engine_data=rollout, computed_with=data.get(COMPUTED_WITH))
             rollout = ""
         if ends:
             yield self._finished(chunk, data, rollout)

@@ -36,6 +36,7 @@ FIELDS: dict[str, str] = {
     "model": "model",
     "prompt": "prompt",
     "token_ids.ids": "token_ids",
+    "lora_name": "routing.lora_name",
     "sampling.temperature": "sampling_options.temperature",
     "sampling.top_p": "sampling_options.top_p",
     "sampling.top_k": "sampling_options.top_k",
@@ -77,7 +78,6 @@ TOLD: tuple[tuple[str, str], ...] = (
     ("sampling_options.guided_decoding", "guided"),
     ("prompt_token_ids", "token_ids.ids"),
     ("routing.priority", "openengine-priority"),
-    ("routing.lora_name", "lora_name"),
     ("request id", "request_id"),
 )
 """Names in errors of the worker, and the protocol's."""
@@ -159,7 +159,7 @@ def read(request: wire.GenerateRequest, names: Iterable[str], hints: CallHints) 
     if scores.HasField("prompt_logprob_start") and prompt is None:
         raise InvalidRequest("response.prompt_logprob_start", "needs return_prompt_logprobs")
     if request.lora_name:
-        _put(message, "routing.lora_name", request.lora_name)
+        _put(message, FIELDS["lora_name"], request.lora_name)
     if hints.priority:
         _put(message, "routing.priority", hints.priority)
     first = None if prompt is None else scores.prompt_logprob_start

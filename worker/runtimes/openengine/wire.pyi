@@ -296,7 +296,7 @@ class JsonObjectConstraint(_message.Message):
     def __init__(self) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "prompt", "token", "prefill_ready", "finished", "error", "usage", "engine_data")
+    __slots__ = ("request_id", "prompt", "token", "prefill_ready", "finished", "error", "usage", "engine_data", "computed_with")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +305,7 @@ class GenerateResponse(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_DATA_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_WITH_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: PromptOutput
     token: TokenOutput
@@ -313,7 +314,16 @@ class GenerateResponse(_message.Message):
     error: EngineError
     usage: Usage
     engine_data: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Union[PromptOutput, _Mapping]] = ..., token: _Optional[_Union[TokenOutput, _Mapping]] = ..., prefill_ready: _Optional[_Union[PrefillReady, _Mapping]] = ..., finished: _Optional[_Union[GenerationFinished, _Mapping]] = ..., error: _Optional[_Union[EngineError, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., engine_data: _Optional[str] = ...) -> None: ...
+    computed_with: ComputedWith
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Union[PromptOutput, _Mapping]] = ..., token: _Optional[_Union[TokenOutput, _Mapping]] = ..., prefill_ready: _Optional[_Union[PrefillReady, _Mapping]] = ..., finished: _Optional[_Union[GenerationFinished, _Mapping]] = ..., error: _Optional[_Union[EngineError, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., engine_data: _Optional[str] = ..., computed_with: _Optional[_Union[ComputedWith, _Mapping]] = ...) -> None: ...
+
+class ComputedWith(_message.Message):
+    __slots__ = ("weights", "adapter")
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    weights: str
+    adapter: str
+    def __init__(self, weights: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class PromptOutput(_message.Message):
     __slots__ = ("tokens",)

@@ -9,7 +9,7 @@ used first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 from worker.engines.embedded.blocks import Block
 from worker.engines.embedded.kv_cache.block_events import BlockEvents, BlocksRemoved, BlocksStored
@@ -29,15 +29,20 @@ class KvCache:
         page_size: Tokens per page, a multiple of `block_size`.
         block_size: Tokens per block.
         is_dense: Whether `compact` keeps the owned pages together.
+        of_draft_model: Whether the pages hold KV of the draft model: of a request and its companion
+            those are concerned that are computed by the model of the pages.
     """
 
-    def __init__(self, num_pages: int, page_size: int, block_size: int, *, is_dense: bool = True) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, block_size: int, *, is_dense: bool = True, of_draft_model: bool = False
+    ) -> None:
         assert page_size % block_size == 0, f"a page of {page_size} tokens does not hold whole blocks"
         self.num_pages = num_pages
         self.page_size = page_size
         self.block_size = block_size
         self._per_page = page_size // block_size
         self._is_dense = is_dense
+        self._of_draft_model = of_draft_model
         self._pool = PagePool(num_pages)
         self._index = PrefixIndex(num_pages, page_size, block_size)
 
@@ -64,7 +69,15 @@ class KvCache:
 
     def count_longest(self, request: Request) -> int:
         """Pages that a request and its companion take at most."""
-        return sum(self.count_pages(one.limit) for one in request.sequences)
+        return sum(self.count_pages(one.limit) for one in self._kept(request))
+
+    def count_owned(self, request: Request) -> int:
+        """Pages that a request and its companion have, shared ones too."""
+        return sum(len(one.pages) for one in self._kept(request))
+
+    def _kept(self, request: Request) -> Iterator[Request]:
+        """The sequences of a request whose KV is in these pages."""
+        return (one for one in request.sequences if one.by_draft_model == self._of_draft_model)
 
     def match_prefix(self, request: Request) -> list[Block]:
         """The prefix hit of a request; see `PrefixIndex.match`."""
@@ -86,7 +99,7 @@ class KvCache:
         """
         if not self.has_room(request, spare):
             return None
-        return tuple(copy for sequence in request.sequences for copy in self._allocate(sequence))
+        return tuple(copy for sequence in self._kept(request) for copy in self._allocate(sequence))
 
     def _allocate(self, sequence: Request) -> tuple[PageCopy, ...]:
         chain = self._index.match(sequence)
@@ -101,14 +114,24 @@ class KvCache:
             self._append(sequence)
         return copies
 
-    def has_room(self, request: Request, spare: int = 0) -> bool:
-        """Whether `allocate` would give a request its pages."""
-        return sum(map(self._count_missing, request.sequences)) + spare <= self._pool.num_available
+    def has_room(self, request: Request, spare: int = 0, without: Sequence[Request] = ()) -> bool:
+        """Whether `allocate` would give a request its pages.
 
-    def _count_missing(self, sequence: Request) -> int:
+        Args:
+            request: Owns no pages.
+            spare: Pages that must be available afterwards.
+            without: Requests whose pages will have been freed by then.
+        """
+        owned = Counter(page for one in without for sequence in self._kept(one) for page in sequence.pages)
+        freed = {page for page, count in owned.items() if count == self._pool.ref_counts[page]}
+        missing = sum(self._count_missing(sequence, freed) for sequence in self._kept(request))
+        return missing + spare <= self._pool.num_available + len(freed)
+
+    def _count_missing(self, sequence: Request, freed: Set[int]) -> int:
         """Available pages that a sequence takes: all but the owned ones that it shares."""
         shared = self._index.full_pages(self._index.match(sequence))
-        return self.count_pages(len(sequence.tokens)) - sum(page not in self._pool.cached for page in shared)
+        kept = sum(page not in self._pool.cached and page not in freed for page in shared)
+        return self.count_pages(len(sequence.tokens)) - kept
 
     def append_page(self, request: Request) -> bool:
         """Give a request one more page; False if requests own all of them."""
@@ -144,7 +167,7 @@ class KvCache:
         """Free the pages of a request and its companion; their blocks stay cached until the pages
         are needed.
         """
-        for one in request.sequences:
+        for one in self._kept(request):
             for number in reversed(one.pages):
                 self._pool.release(number, holds_blocks=self._index.count_blocks(number) > 0)
             one.pages = []

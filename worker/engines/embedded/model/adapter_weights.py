@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -15,13 +17,17 @@ from worker.engines.lora_adapters import WEIGHTS, AdapterFiles, Matrix, read_fil
 from worker.models.geometry import Geometry
 from worker.models.problems import ModelFileError
 
+logger = logging.getLogger(__name__)
+
 _LAYER = re.compile(r"model\.layers\.(?P<index>\d+)\.(?P<part>.+)")
 
 _PARTS = {f"{'self_attn' if index < 2 else 'mlp'}.{name}": name for index, names in enumerate(INPUTS) for name in names}
 """Linear layers within a decoder layer, by their names there."""
 
 
-def load_adapter(name: str, directory: Path, geometry: Geometry, qkv: Sequence[QkvGemms]) -> LoadedAdapter:
+def load_adapter(
+    name: str, directory: Path, geometry: Geometry, qkv: Sequence[QkvGemms], dtype: torch.dtype
+) -> LoadedAdapter:
     """Read, check and pack an adapter.
 
     Args:
@@ -29,6 +35,7 @@ def load_adapter(name: str, directory: Path, geometry: Geometry, qkv: Sequence[Q
         directory: Directory of its files.
         geometry: Geometry of the model that it changes.
         qkv: `Network.qkv_gemms` of it.
+        dtype: Data type that its matrices, B's times the scale, are rounded to.
 
     Raises:
         ModelFileError: it cannot be read, or not be served.
@@ -38,12 +45,21 @@ def load_adapter(name: str, directory: Path, geometry: Geometry, qkv: Sequence[Q
     }
     files = read_files(name, directory, shapes)
     layers: list[dict[str, LowRank]] = [{} for _ in range(geometry.num_hidden_layers)]
+    is_rounded = False
     for layer in files.pairs:
         place = _LAYER.fullmatch(layer)
         if place is None or place["part"] not in _PARTS:
             raise ModelFileError(f"the embedded engine adapts {', '.join(_PARTS)} alone, and it changes {layer}")
-        layers[int(place["index"])][_PARTS[place["part"]]] = _low_rank(files, layer)
-    return LoadedAdapter(name, files.adapter.digest, PackedAdapter(layers, qkv))
+        exact = _low_rank(files, layer)
+        kept = LowRank(_rounded(exact.a, dtype, f"{layer}.lora_A"), _rounded(exact.b, dtype, f"{layer}.lora_B"))
+        is_rounded |= not (torch.equal(kept.a, exact.a) and torch.equal(kept.b, exact.b))
+        layers[int(place["index"])][_PARTS[place["part"]]] = kept
+    digest = files.adapter.digest
+    if is_rounded:  # it computes otherwise than where it is not
+        kind = str(dtype).removeprefix("torch.")
+        digest = blake2b(f"{digest} {kind}".encode(), digest_size=16).hexdigest()
+        logger.info("LoRA adapter %s: rounded to %s; --lora-dtype float32 keeps it as it is", name, kind)
+    return LoadedAdapter(name, digest, PackedAdapter(layers, qkv))
 
 
 def _low_rank(files: AdapterFiles, layer: str) -> LowRank:
@@ -52,6 +68,15 @@ def _low_rank(files: AdapterFiles, layer: str) -> LowRank:
     if not scaled.isfinite().all():
         raise ModelFileError(f"{WEIGHTS}: {layer}.lora_B times its scale holds what is no finite number of float32")
     return LowRank(a, scaled)
+
+
+def _rounded(matrix: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """A float32 matrix rounded to `dtype`, in float32."""
+    found = matrix.to(dtype).float()
+    if not found.isfinite().all():
+        kind = str(dtype).removeprefix("torch.")
+        raise ModelFileError(f"{WEIGHTS}: {name} holds what is too large for --lora-dtype {kind}")
+    return found
 
 
 def _read(files: AdapterFiles, matrix: Matrix, name: str) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from adapters.devices import launching_on, upload, upload_ids
 from worker.engines.embedded.adapters import LoadedAdapter
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes, AttentionStep
+from worker.engines.embedded.config import resolve_dtype
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.kv_cache import Int8Rows, KvStore, row_shape
@@ -234,8 +235,9 @@ class HfModel:
         self._tile = max((layer.tiling.most or 0 for layer in layers), default=0)
         self._attention = chosen.attention
 
-    def adapter_loader(self) -> Callable[[str, Path], LoadedAdapter]:
-        """Function that loads a LoRA adapter by its name and directory; it raises `ModelFileError`.
+    def adapter_loader(self, dtype: str = "auto") -> Callable[[str, Path], LoadedAdapter]:
+        """Function that loads a LoRA adapter by its name and directory, in one of
+        `config.LORA_DTYPES`; it raises `ModelFileError`.
 
         Raises `NotSupported` unless native kernels compute all of the model.
         """
@@ -245,7 +247,8 @@ class HfModel:
                 f"LoRA adapters are served where native kernels compute a model of the Llama family; here "
                 f"{self.kernels} kernels compute {self._facts.geometry.model_type}"
             )
-        return lambda name, directory: load_adapter(name, directory, self._facts.geometry, qkv)
+        kept_in = resolve_dtype(dtype, self.dtype)
+        return lambda name, directory: load_adapter(name, directory, self._facts.geometry, qkv, kept_in)
 
     @property
     def geometry(self) -> Geometry:
@@ -358,8 +361,10 @@ class HfModel:
             return self._forward(plan)
 
     def _forward(self, plan: Plan) -> torch.Tensor:
-        batch = pack(plan, self._page_size)
         self._store.copy(plan.copies)
+        if not plan.num_tokens:
+            return torch.empty(0, self.vocab_size, device=self.device)
+        batch = pack(plan, self._page_size)
         self._store.zero(batch.new_pages)
         computed = self._graphs.compute(batch) if self._graphs is not None and not plan.chunks else None
         if computed is not None:

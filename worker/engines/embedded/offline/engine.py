@@ -71,7 +71,8 @@ class Engine:
             stepper.scheduler.max_mixed_chunk = None
         copy = self.config.packed_copy if catalog is None else "off"  # third parties may use more than a copy has
         vocabulary = _vocabulary(model_path, self.info.vocab_size, self.info.eos_token_ids, copy)
-        builder = RequestBuilder(stepper.model, self.info.context_length, vocabulary, catalog or Catalog.default())
+        known, draft_model = catalog or Catalog.default(), stepper.draft_model
+        builder = RequestBuilder(stepper.model, self.info.context_length, vocabulary, known, draft_model)
         self.session = Session(stepper, self.info, builder)
         self._done: list[Result] = []
 

@@ -18,6 +18,7 @@ from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
 from worker.engines.chain_builder import ChainBuilder
 from worker.engines.embedded.admission import admit, end_ids_of
+from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.offline.results import Answer, RequestGroup
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling import LogitsCollector
@@ -58,11 +59,20 @@ class RequestBuilder:
         context_length: Longest prompt + answer, in tokens.
         vocabulary: Vocabulary of the model; without a tokenizer there are token ids alone.
         catalog: Processors that may be named.
+        draft_model: Draft model of the engine, None if it has none.
     """
 
-    def __init__(self, model: Model, context_length: int, vocabulary: Vocabulary, catalog: Catalog) -> None:
+    def __init__(
+        self,
+        model: Model,
+        context_length: int,
+        vocabulary: Vocabulary,
+        catalog: Catalog,
+        draft_model: DraftModel | None = None,
+    ) -> None:
         self.vocabulary = vocabulary
         self._model = model
+        self._draft_model = draft_model
         self._context_length = context_length
         self._chains = ChainBuilder(catalog, model_context(vocabulary))
 
@@ -144,7 +154,8 @@ class RequestBuilder:
             if chain is not None:
                 raise InvalidRequest("sampling_params.logits_processor", "holds a chain, and processors are named too")
             engine_request = self._with_chain(engine_request, selection)
-        request = admit(engine_request, number, self._model, self._context_length, allowed=ALLOWED)
+        model, draft_model = self._model, self._draft_model
+        request = admit(engine_request, number, model, self._context_length, allowed=ALLOWED, draft_model=draft_model)
         collector = self._collector(request, params, choice)
         request.tap = collector
         return Answer(request, self._text(request, params), collector)

@@ -231,9 +231,9 @@ class RequestGroup:
             answer.request.speculates = False
 
     def compute_with(self, adapter: LoadedAdapter) -> None:
-        """Compute its answers, and their companions, with a LoRA adapter."""
-        for answer in self.answers:
-            for sequence in answer.request.sequences:
+        """Compute its answers, and their companions of the same model, with a LoRA adapter."""
+        for sequence in (one for answer in self.answers for one in answer.request.sequences):
+            if not sequence.by_draft_model:
                 sequence.adapter = adapter
 
     @property

@@ -63,7 +63,8 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         StartupError: with one clear line.
     """
     config.check()
-    SpeculativeConfig.parse(config.speculative_config)  # before the model, which takes long to load
+    draft_path = SpeculativeConfig.parse(config.speculative_config).model  # before the model, which takes long to load
+    draft_identity = None if draft_path is None else fingerprint_beside(draft_path, config.packed_copy)
     identity = None
     if config.role != "aggregated" or config.weight_updates:
         identity = fingerprint_beside(config.model_path, config.packed_copy)
@@ -93,6 +94,7 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         made_by=model.made_by if isinstance(model, HfModel) else model.numerics,
         kv_dtype=model.kv_store.dtype_name if isinstance(model, HfModel) else "",
         adapters={} if stepper.adapters is None else stepper.adapters.digests,
+        draft_model="" if draft_identity is None else _identity_of_draft(stepper, draft_identity),
     )
     if config.weight_updates:
         assert identity is not None
@@ -106,12 +108,19 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
     return stepper, info
 
 
+def _identity_of_draft(stepper: Stepper, digest: Future[str]) -> str:
+    """`EngineInfo.draft_model`."""
+    assert stepper.draft_model is not None
+    model = stepper.draft_model.model
+    return f"{_digest(digest)}, {model.made_by if isinstance(model, HfModel) else model.numerics}"
+
+
 def _adapters(config: EmbeddedConfig, model: Model) -> LoadedAdapters | None:
     """The adapters of ``--lora-modules``, None where the model has no kernels for any."""
     try:
         if not isinstance(model, HfModel):
             raise NotSupported(f"{type(model).__name__} has no LoRA adapters")
-        adapters = LoadedAdapters(model.adapter_loader())
+        adapters = LoadedAdapters(model.adapter_loader(config.lora_dtype))
     except NotSupported as error:
         if config.lora_modules:
             raise StartupError(f"{FLAG}: {error}") from None
@@ -208,7 +217,8 @@ class EmbeddedEngine:
         if thread is None or stepper is None or info is None:
             raise EngineBroken("the engine has not been started")
         adapter = None if stepper.adapters is None else stepper.adapters.of(request)
-        admitted = admit(request, next(self._numbers), stepper.model, info.context_length, adapter)
+        number, context_length = next(self._numbers), info.context_length
+        admitted = admit(request, number, stepper.model, context_length, adapter, draft_model=stepper.draft_model)
         handle = begin_transfer(admitted, request.kv, self.config.role, self._connector)
         stepper.check(admitted)
         is_first = streams.is_first_of(admitted.client)

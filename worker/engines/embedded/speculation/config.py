@@ -37,7 +37,8 @@ class SpeculativeConfig:
         prompt_lookup_max: ``ngram``: tokens of the longest n-gram that is looked up.
         suffix_cache_tokens: ``suffix``: tokens of earlier answers that are searched, for each cache
             salt; 0 for the request's own tokens alone.
-        model: ``draft_model``: directory of its checkpoint.
+        model: Directory of the draft model's checkpoint. It drafts with the method ``draft_model``,
+            and computes the companions of requests that need another model with every method.
         chain: Whether the chain drafts.
     """
 
@@ -80,8 +81,8 @@ class SpeculativeConfig:
                 f"{FLAG}: prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max "
                 f"{self.prompt_lookup_max}"
             )
-        if (self.model is not None) != (self.method == "draft_model"):
-            raise StartupError(f"{FLAG}: model is given with the method draft_model, and with no other")
+        if self.model is None and self.method == "draft_model":
+            raise StartupError(f"{FLAG}: method draft_model needs model, the directory of the draft model")
 
 
 def _load(text: str) -> Any:

@@ -7,42 +7,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer
 
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.kv_cache import KvCache, choose_page_size
+from worker.engines.embedded.draft_model import DraftModel
+from worker.engines.embedded.kv_cache import choose_page_size
 from worker.engines.embedded.model import check_first_pass, load_model
 from worker.engines.embedded.plan import Chunk, Model, Plan, Request
-from worker.engines.embedded.speculation.config import FLAG
+from worker.engines.embedded.speculation.config import FLAG, SpeculativeConfig
 from worker.engines.embedded.speculation.proposer import NO_DRAFT, Draft
 from worker.errors import StartupError
 
 MAX_PREFILL = 256
 """Tokens of a prompt that are computed in one step; until they are through nothing is drafted."""
-
-
-class DraftModel:
-    """A draft model and the pages of its KV cache.
-
-    Args:
-        model: Model with the target's vocabulary.
-        max_num_seqs: Requests that it drafts for at a time.
-        context_length: Longest history, in tokens; of longer ones nothing is drafted.
-        block_size: Tokens per KV block.
-    """
-
-    def __init__(self, model: Model, max_num_seqs: int, context_length: int, block_size: int) -> None:
-        self.model = model
-        self.context_length = min(context_length, model.context_length)
-        page_size = choose_page_size(block_size, self.context_length)
-        num_pages = max_num_seqs * -(-self.context_length // page_size)
-        model.allocate_kv(num_pages, page_size)
-        self.cache = KvCache(num_pages, page_size, block_size, is_dense=False)
-
-    def proposer(self, request: Request) -> DraftModelProposer:
-        """The proposer of one request."""
-        return DraftModelProposer(self, request)
 
 
 class DraftModelProposer:
@@ -57,22 +34,21 @@ class DraftModelProposer:
     is_model = True
 
     def __init__(self, draft_model: DraftModel, request: Request) -> None:
-        self._model = draft_model.model
-        self._cache = draft_model.cache
-        self._context_length = draft_model.context_length
-        plain = replace(request, chain=None, tap=None, adapter=None, companion=None)  # an adapter is the target's
-        self._own = replace(plain, tokens=[], pages=[], num_computed=0, block_hashes=[], cached_blocks=[])
+        self._model = draft_model
+        self._own = draft_model.begin_draft(request)
         self._num_known = 0  # tokens that were a history; those behind were drafted
-        weakref.finalize(self, self._cache.free, self._own)
+        weakref.finalize(self, draft_model.cache.free, self._own)
 
     def propose(self, history: Sequence[int], limit: int) -> Draft:
         """See `Proposer.propose`."""
-        limit = min(limit, self._context_length - len(history))
+        limit = min(limit, self._model.context_length - len(history))
         if limit < 1 or not self._follow(history, limit):
             return NO_DRAFT
         own = self._own
         stop = min(len(history), own.num_computed + MAX_PREFILL)
-        logits = self._forward(Plan((), (Chunk(own, own.num_computed, stop),), (own,) if stop == len(history) else ()))
+        logits = self._model.forward(
+            Plan((), (Chunk(own, own.num_computed, stop),), (own,) if stop == len(history) else ())
+        )
         own.num_computed = stop
         if stop < len(history):
             return NO_DRAFT
@@ -80,7 +56,7 @@ class DraftModelProposer:
             own.tokens.append(int(logits[-1].argmax()))
             if len(own.tokens) == len(history) + limit:
                 return Draft(own.tokens[len(history) :])
-            logits = self._forward(Plan((own,), (), (own,)))
+            logits = self._model.forward(Plan((own,), (), (own,)))
             own.num_computed += 1
 
     def _follow(self, history: Sequence[int], limit: int) -> bool:
@@ -94,24 +70,29 @@ class DraftModelProposer:
         own.num_computed = min(own.num_computed, same, len(history) - 1)
         own.tokens = list(history)
         self._num_known = len(history)
+        cache = self._model.cache
         if own.pages:
-            self._cache.trim(own)
-        while len(own.pages) < self._cache.count_pages(len(history) + limit):
-            if not self._cache.append_page(own):
+            cache.trim(own)
+        while len(own.pages) < cache.count_pages(len(history) + limit):
+            if not self._model.append_draft_page(own):
                 return False
         return True
 
-    def _forward(self, plan: Plan) -> torch.Tensor:
-        return self._model.forward(plan)
 
+def load_draft_model(config: EmbeddedConfig, target: Model) -> DraftModel | None:
+    """The draft model of ``--speculative-config`` for `target`, which `config` describes; None if
+    it names none.
 
-def load_draft_model(path: str, config: EmbeddedConfig, target: Model) -> DraftModel:
-    """Load a draft model for `target`, which `config` describes.
+    It computes with the numerics of `config`.
 
     Raises:
         StartupError: it cannot be loaded, or has another vocabulary.
     """
-    model = load_model(replace(config, model_path=path, numerics="fast"))
+    speculative = SpeculativeConfig.parse(config.speculative_config)
+    path = speculative.model
+    if path is None:
+        return None
+    model = load_model(replace(config, model_path=path))
     if model.vocab_size != target.vocab_size:
         raise StartupError(
             f"{FLAG}: model {path} has a vocabulary of {model.vocab_size} ids, the model that it drafts for has "
@@ -119,7 +100,15 @@ def load_draft_model(path: str, config: EmbeddedConfig, target: Model) -> DraftM
         )
     if _differ(Path(path) / "tokenizer.json", Path(config.model_path) / "tokenizer.json"):
         raise StartupError(f"{FLAG}: model {path} has another tokenizer than the model that it drafts for")
-    draft = DraftModel(model, config.max_num_seqs, config.context_length or target.context_length, config.kv_block_size)
+    context_length = config.context_length or target.context_length
+    draft = DraftModel(
+        model,
+        num_drafted=config.max_num_seqs if speculative.method == "draft_model" else 0,
+        num_companions=config.max_num_seqs // 2,  # each beside its owner
+        context_length=context_length,
+        page_size=choose_page_size(config.kv_block_size, min(context_length, model.context_length)),
+        block_size=config.kv_block_size,
+    )
     check_first_pass(model, path)
     return draft
 

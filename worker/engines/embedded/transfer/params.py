@@ -25,7 +25,7 @@ _MADE_FOR = (
     ("prompt_length", "another prompt"),
     ("prompt_digest", "another prompt"),
     ("chain_digest", "other processors"),
-    ("adapter", "another LoRA adapter"),
+    ("adapter", "another LoRA adapter or draft model"),
 )
 _DIGEST_BYTES = 16
 
@@ -38,7 +38,7 @@ class KvTransferParams:
         prompt_length: Tokens of the prompt.
         prompt_digest: See `digest_prompt`.
         chain_digest: See `digest_selection`.
-        adapter: Digest of the LoRA adapter that computed the KV, None for the model itself.
+        adapter: `GenerationRequest.beside_model` of the request, None for the model alone.
         kv: Handle of the KV from the engine of the prefill worker; see
             `handle.handle_as_json`.
         num_cached_tokens: Prompt tokens that the prefill worker did not have to compute.

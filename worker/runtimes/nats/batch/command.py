@@ -1,4 +1,6 @@
-"""``dlw-batch``: submit files in OpenAI's batch format, look at them, collect results, cancel."""
+"""``dlw-batch``: submit files in OpenAI's batch format, look at them, collect results, cancel; back
+all of them up, and restore them.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from tqdm import tqdm
 
 from worker.errors import ConfigurationError, ServingError
 from worker.runtimes.nats import protocol
+from worker.runtimes.nats.batch.backup import backup, restore
 from worker.runtimes.nats.batch.layout import PRIORITIES
 from worker.runtimes.nats.batch.store import BatchStatus, BatchStore
 from worker.runtimes.nats.connection import ConnectionOptions, connect
@@ -39,11 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 for a batch that is not complete or has errors, 2 for a mistake."""
     parser = _parser()
     options = parser.parse_args(argv)
-    commands: dict[str, Callable[[BatchStore, Any], Awaitable[int]]] = {
+    commands: dict[str, Callable[[Client, Any], Awaitable[int]]] = {
         "submit": _submit,
         "status": _status,
         "results": _results,
         "cancel": _cancel,
+        "backup": _backup,
+        "restore": _restore,
     }
     try:
         return asyncio.run(_connected(options, commands[options.command]))
@@ -54,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-async def _connected(options: Any, command: Callable[[BatchStore, Any], Awaitable[int]]) -> int:
+async def _connected(options: Any, command: Callable[[Client, Any], Awaitable[int]]) -> int:
     given = {name: getattr(options, name) or os.environ.get(env) for name, (env, _) in _CONNECTION.items()}
     chosen = ConnectionOptions(**{name: value for name, value in given.items() if value})
     connection = await connect(chosen, "dlw-batch")
     try:
-        return await command(BatchStore(connection), options)
+        return await command(connection, options)
     finally:
         await connection.close()
 
@@ -85,14 +91,18 @@ def _parser() -> argparse.ArgumentParser:
     results.add_argument("-o", "--output", type=Path, help="file to write (default: standard output)")
     cancel = commands.add_parser("cancel", parents=[shared], help="answer no more of its requests")
     cancel.add_argument("batch")
+    backup = commands.add_parser("backup", parents=[shared], help="copy all batches of the server into a directory")
+    backup.add_argument("directory", type=Path, help="is made")
+    restore = commands.add_parser("restore", parents=[shared], help="put the batches of a backup into a server")
+    restore.add_argument("directory", type=Path)
     return parser
 
 
-async def _submit(store: BatchStore, options: Any) -> int:
+async def _submit(client: Client, options: Any) -> int:
     lines = await asyncio.to_thread(_lines_of, options.file)
     deadline_s = None if options.deadline_s is None else time.time() + options.deadline_s
     with tqdm(total=len(lines), unit="requests", disable=not sys.stderr.isatty()) as bar:
-        record = await store.submit(
+        record = await BatchStore(client).submit(
             lines,
             options.model or _model_of(lines),
             options.model_version,
@@ -125,7 +135,8 @@ def _model_of(lines: Sequence[str]) -> str:
     return model
 
 
-async def _status(store: BatchStore, options: Any) -> int:
+async def _status(client: Client, options: Any) -> int:
+    store = BatchStore(client)
     if options.watch:
         await _watch(store, options.batch)
     status = await store.status(options.batch, count_failed=True)
@@ -169,7 +180,8 @@ def _as_json(status: BatchStatus) -> dict[str, Any]:
     }
 
 
-async def _results(store: BatchStore, options: Any) -> int:
+async def _results(client: Client, options: Any) -> int:
+    store = BatchStore(client)
     lines: list[str] = []
     try:
         async for line in store.results(options.batch):
@@ -184,10 +196,25 @@ async def _results(store: BatchStore, options: Any) -> int:
     return 0 if status.state == "completed" else 1
 
 
-async def _cancel(store: BatchStore, options: Any) -> int:
+async def _cancel(client: Client, options: Any) -> int:
+    store = BatchStore(client)
     record = await store.cancel(options.batch)
     print(json.dumps(_as_json(await store.status(record.id, count_failed=True))))
     return 0
+
+
+async def _backup(client: Client, options: Any) -> int:
+    print(f"{await backup(client, options.directory, _say)} streams")
+    return 0
+
+
+async def _restore(client: Client, options: Any) -> int:
+    print(f"{await restore(client, options.directory, _say)} streams")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def run() -> None:

@@ -1,0 +1,82 @@
+"""The draft model, a smaller one of the same vocabulary: drafts tokens and computes companions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from weakref import WeakSet
+
+import torch
+
+from worker.engines.embedded.kv_cache import KvCache
+from worker.engines.embedded.plan import Model, PageCopy, Plan, Request
+
+
+class DraftModel:
+    """A draft model and the pages of its KV cache.
+
+    There are pages for the longest history of every request that it drafts for, and of every
+    companion that it computes: neither waits for the other.
+
+    Args:
+        model: Model with the target's vocabulary.
+        num_drafted: Requests that it drafts for at a time.
+        num_companions: Companions that it computes at a time.
+        context_length: Longest sequence of the target, in tokens.
+        page_size: Tokens per page, a multiple of `block_size`.
+        block_size: Tokens per KV block.
+
+    Attributes:
+        model: The same.
+        context_length: Longest sequence, in tokens.
+        cache: Pages of sequences that it computes (`Request.by_draft_model`).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_drafted: int = 0,
+        num_companions: int = 0,
+        context_length: int,
+        page_size: int,
+        block_size: int,
+    ) -> None:
+        self.model = model
+        self.context_length = min(context_length, model.context_length)
+        longest = -(-self.context_length // page_size)
+        num_pages = max(1, num_drafted + num_companions) * longest
+        model.allocate_kv(num_pages, page_size)
+        self.cache = KvCache(num_pages, page_size, block_size, is_dense=False, of_draft_model=True)
+        self._max_drafted_pages = num_drafted * longest
+        self._drafted: WeakSet[Request] = WeakSet()
+        self._copies: list[PageCopy] = []
+
+    def begin_draft(self, request: Request) -> Request:
+        """An empty sequence in which tokens of a request are drafted; its pages are freed by the
+        caller.
+        """
+        plain = replace(request, chain=None, tap=None, adapter=None, companion=None, by_draft_model=True)
+        own = replace(plain, tokens=[], pages=[], num_computed=0, block_hashes=[], cached_blocks=[])
+        self._drafted.add(own)
+        return own
+
+    def append_draft_page(self, sequence: Request) -> bool:
+        """Give a sequence of `begin_draft` one more page; False if those have all of theirs."""
+        owned = sum(len(one.pages) for one in self._drafted)
+        return owned < self._max_drafted_pages and self.cache.append_page(sequence)
+
+    def allocate(self, request: Request) -> None:
+        """Give a running request's companion pages for all its tokens, with its prefix hit."""
+        copies = self.cache.allocate(request)
+        assert copies is not None, f"{request.id}: the draft model has too few pages: {self.cache!r}"
+        self._copies += copies
+
+    def forward(self, plan: Plan) -> torch.Tensor:
+        """See `Model.forward`."""
+        copies, self._copies = tuple(self._copies), []
+        return self.model.forward(replace(plan, copies=copies) if copies else plan)
+
+    def check_integrity(self, companions: Iterable[Request]) -> None:
+        """The pages are owned by `companions` and by drafts. Raises `AssertionError`."""
+        self.cache.check_integrity([*companions, *self._drafted])
