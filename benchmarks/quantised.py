@@ -12,7 +12,7 @@ only, with one scale per row. A peer that has no such format is not in the row. 
 to the fastest peer.
 
 Ours has exact numerics in all columns. ``float32`` is `--activation-dtype none`, all sums in
-float32. ``int8 activations`` in float32 is what the launch scripts serve: the peers, too, round
+float32. ``float32, int8 activations`` is what the launch scripts serve: the peers, too, round
 activations to 8 bits, in groups of 32 or, in CTranslate2, whole rows, and multiply integers.
 ``bfloat16`` is beside that what OpenVINO computes all else in where the processor has it, as it
 does by default; its KV cache has 8 bits. llama.cpp's is float16, with flash attention; ONNX
