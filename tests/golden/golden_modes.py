@@ -23,7 +23,7 @@ from worker.engines import EngineInfo
 from worker.engines.embedded import Engine
 from worker.errors import InvalidRequest
 from worker.migration.records import records_of
-from worker.requests.request import parse_request
+from worker.requests.request import GenerationRequest, parse_request
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tensorrt")]
 from stand_in import stand_in
@@ -108,6 +108,10 @@ class Answering:
         """The token ids of an answer. Raises `Refused`."""
         raise NotImplementedError
 
+    def parsed(self, raw: Raw) -> GenerationRequest:
+        """A request as the worker that answers takes it; while the mode is running."""
+        raise NotImplementedError
+
     @property
     def info(self) -> EngineInfo:
         """What the engine is that answers; while the mode is running."""
@@ -146,6 +150,9 @@ class OneWorker(Answering):
 
     async def answer(self, raw: Raw, request_id: str | None = None) -> list[int]:
         return await self._worker.tokens(raw, request_id)
+
+    def parsed(self, raw: Raw) -> GenerationRequest:
+        return self._worker.parsed(raw)
 
     @property
     def info(self) -> EngineInfo:
@@ -243,6 +250,9 @@ class Disaggregated(Answering):
         received = self._decode.engine.transfers().get("received", 0)
         assert received == self._num_prefills, f"{received} KV transfers for {self._num_prefills} prompts"
 
+    def parsed(self, raw: Raw) -> GenerationRequest:
+        return self._decode.parsed(raw)
+
     @property
     def info(self) -> EngineInfo:
         return self._decode.info
@@ -281,7 +291,6 @@ class Migrated:
         self._num_moved = 0
         self._cuts_everywhere = self._at_every_token and not bench.is_large
         async with self._to.running(bench, *argv):
-            self._limits = bench.limits
             records.computes(self._to.info)  # the worker that died was one like it
             yield
             found, moved = self._to.num_continued, self._num_moved
@@ -297,7 +306,7 @@ class Migrated:
 
     async def tokens(self, request: Request) -> list[int]:
         raw = cold(request.case)
-        record = await self._records.begin(request.id, parse_request(raw, self._limits))
+        record = await self._records.begin(request.id, self._to.parsed(raw))
         record.write(raw["sampling_options"]["seed"])
         await record.wait_written()
         record.drop()  # as a worker that is killed

@@ -25,7 +25,7 @@ from worker.engines.embedded.serving.engine import load_for_serving
 from worker.engines.embedded.speculation.speculator import Speculator
 from worker.engines.embedded.step import Stepper
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
-from worker.requests.request import RequestLimits
+from worker.requests.request import GenerationRequest, RequestLimits
 from worker.runtimes.dynamo_engine import WorkerEngine
 
 EXACT = ("--numerics", "exact")
@@ -100,6 +100,12 @@ class LocalWorker:
     async def tokens(self, raw: Mapping[str, Any], request_id: str | None = None) -> list[int]:
         """The token ids of an answer."""
         return [token_id for chunk in await self.chunks(raw, request_id) for token_id in chunk["token_ids"]]
+
+    def parsed(self, raw: Raw) -> GenerationRequest:
+        """The request as this worker takes it."""
+        preparation = self._served.server.preparation
+        assert preparation is not None
+        return preparation.parse(raw, {}, "")[0]
 
     @property
     def info(self) -> EngineInfo:

@@ -51,7 +51,7 @@ def adapted(model: Path, adapter: Path, target_modules: list[str], max_rank: int
     from safetensors.torch import load_file, save_file
 
     directory = Path(tempfile.mkdtemp(prefix="standin-lora-")) / "model"
-    shutil.copytree(model, directory)
+    shutil.copytree(model, directory, ignore=shutil.ignore_patterns(".packed"))  # which others may write meanwhile
     weights = load_file(directory / "model.safetensors")
     tensors, config = load_file(adapter / "adapter_model.safetensors"), _config(adapter)
     served = {get_default_trtllm_modules_to_hf_modules()[name] for name in target_modules}
