@@ -101,7 +101,7 @@ class LocalWorker:
         """The token ids of an answer."""
         return [token_id for chunk in await self.chunks(raw, request_id) for token_id in chunk["token_ids"]]
 
-    def parsed(self, raw: Raw) -> GenerationRequest:
+    def parsed(self, raw: Mapping[str, Any]) -> GenerationRequest:
         """The request as this worker takes it."""
         preparation = self._served.server.preparation
         assert preparation is not None
