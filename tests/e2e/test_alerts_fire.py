@@ -142,6 +142,9 @@ def test_a_sandbox_that_dies(stack: Stack, prometheus: Prometheus) -> None:
         return http(f"{stack.url}/v1/chat/completions", body)[0]
 
     assert ask(1) == 200
+    wait_for(
+        lambda: prometheus.query("dlw_grammar_sandbox_restarts_total"), "a sample"
+    )  # what comes before is no increase
     for number in range(2, 8):
         (sandbox,) = wait_for(lambda: worker.children("sandbox"), "the sandbox")
         sandbox.kill()
