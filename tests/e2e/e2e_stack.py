@@ -10,10 +10,11 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,26 @@ def _evidence(process: Process, url: str) -> str:
     metrics = "\n".join(line for line in found if float(line.rpartition(" ")[2]) != 0)
     state = "runs" if process.running else "has ended"
     return f"== {process.log_path.name} {state}; its metrics ({status}):\n{metrics}\n-- its log:\n{process.log[-4000:]}"
+
+
+@contextlib.contextmanager
+def asking(num_clients: int, ask: Callable[[], object], pause_s: float = 0.0) -> Iterator[None]:
+    """Clients that each ask again, after a pause, as soon as they have an answer."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(pause_s):
+            ask()
+
+    threads = [threading.Thread(target=run) for _ in range(num_clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
 
 
 @contextlib.contextmanager

@@ -9,13 +9,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from e2e_stack import MODEL, REPOSITORY, Stack, http, wait_for
+from e2e_stack import MODEL, REPOSITORY, Stack, asking, http, wait_for
 from endpoints import Endpoint, tokens
 from ports import free_port
 from processor_requests import PATIENT, of, with_third_parties
@@ -49,24 +49,10 @@ def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
         yield server
 
 
-@contextmanager
-def load(stack: Stack, clients: int, **body: Any) -> Iterator[None]:
+def load(stack: Stack, clients: int, **body: Any) -> AbstractContextManager[None]:
     """Clients that each ask again as soon as they have an answer, or an error."""
-    ended = threading.Event()
-
-    def ask() -> None:
-        while not ended.wait(0.05):
-            http(f"{stack.url}/v1/chat/completions", request(**body), timeout_s=120)
-
-    threads = [threading.Thread(target=ask) for _ in range(clients)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
+    asked = request(**body)
+    return asking(clients, lambda: http(f"{stack.url}/v1/chat/completions", asked, timeout_s=120), pause_s=0.05)
 
 
 def request(words: int = 1, **body: Any) -> dict[str, Any]:

@@ -10,13 +10,11 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from e2e_stack import Process, Stack, wait_for
+from e2e_stack import Process, Stack, asking, wait_for
 from ports import free_port
 from servers import EtcdServer
 
@@ -83,29 +81,12 @@ def recommended(planner: Process) -> list[int]:
     return [int(found) for found in re.findall(r"recommended: prefill=- decode=(\d+)", planner.log)]
 
 
-@contextmanager
-def load(stack: Stack, num_clients: int) -> Iterator[None]:
-    """Clients that ask without a pause."""
-    has_ended = threading.Event()
-
-    def ask() -> None:
-        while not has_ended.is_set():
-            status, text = stack.post("completions", prompt=[5] * 40, max_tokens=400, ignore_eos=True)
-            assert status == 200, text
-
-    threads = [threading.Thread(target=ask) for _ in range(num_clients)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        has_ended.set()
-        for thread in threads:
-            thread.join()
-
-
 def test_it_recommends_as_many_workers_as_the_load_needs(stack: Stack, planner: Process) -> None:
-    with load(stack, 20):
+    def ask() -> None:
+        status, text = stack.post("completions", prompt=[5] * 40, max_tokens=400, ignore_eos=True)
+        assert status == 200, text
+
+    with asking(20, ask):
         wait_for(lambda: 3 in recommended(planner), "a third worker", 120)
     num_before = len(recommended(planner))
     wait_for(lambda: 1 in recommended(planner)[num_before:], "one worker less", 120)

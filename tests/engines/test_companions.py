@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -107,6 +108,18 @@ class House:
         scheduler.cache.check_blocks()
         self.draft_model.cache.check_blocks()
 
+    def steps(self, arrivals: list[Arrival]) -> Iterator[None]:
+        """Requests arrive and are computed, one step for each item, until all are answered."""
+        scheduler, left, num_steps = self.stepper.scheduler, list(enumerate(arrivals)), 0
+        while left or not scheduler.is_idle:
+            if left and (scheduler.is_idle or self.source.random() < 0.5):
+                self.arrive(*left.pop(0))
+            if not scheduler.is_idle:
+                self.step()
+            num_steps += 1
+            assert num_steps < 5000, f"no progress: {scheduler!r}"
+            yield
+
     def check_companion(self, request: Request, generated: list[int]) -> None:
         """It has the same answer, and its row was that before the newest token of it."""
         companion = request.companion
@@ -150,18 +163,13 @@ def test_a_companion_that_is_not_finite_ends_its_owner_alone(negative: int) -> N
 )
 def test_a_request_gives_way_only_to_one_that_begins(arrivals: list[Arrival], pages: int, rows: int, seed: int) -> None:
     house = House(pages, rows, budget=16, mixed=8, seed=seed)
-    scheduler, queues = house.stepper.scheduler, house.stepper.scheduler.queues
+    queues = house.stepper.scheduler.queues
     gave_way: list[Request] = []
     began: list[Request] = []
     give_way, start_prefill = queues.turns.give_way, queues.start_prefill
     queues.turns.give_way = lambda request: (gave_way.append(request), give_way(request))[1]  # type: ignore[method-assign, func-returns-value]
     queues.start_prefill = lambda request: (began.append(request), start_prefill(request))[1]  # type: ignore[method-assign, func-returns-value]
-    left = list(enumerate(arrivals))
-    while left or not scheduler.is_idle:
-        if left and (scheduler.is_idle or house.source.random() < 0.5):
-            house.arrive(*left.pop(0))
-        if not scheduler.is_idle:
-            house.step()
+    for _ in house.steps(arrivals):
         assert not gave_way or {one.client for one in began} - {one.client for one in gave_way}
         gave_way.clear()
         began.clear()
@@ -186,15 +194,8 @@ def test_a_companion_is_computed_and_freed_with_its_owner(
 ) -> None:
     house = House(pages, rows, budget, mixed, seed, drafts=drafts)
     scheduler = house.stepper.scheduler
-    left = list(enumerate(arrivals))
-    num_steps = 0
-    while left or not scheduler.is_idle:
-        if left and (scheduler.is_idle or house.source.random() < 0.5):
-            house.arrive(*left.pop(0))
-        if not scheduler.is_idle:
-            house.step()
-        num_steps += 1
-        assert num_steps < 5000, f"no progress: {scheduler!r}"
+    for _ in house.steps(arrivals):
+        pass
     assert scheduler.cache.num_available == pages
     assert not house.live
 
