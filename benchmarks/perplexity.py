@@ -53,6 +53,12 @@ OURS: dict[str, dict[str, Any]] = {
     "bfloat16, int8 activations": {"dtype": "bfloat16", "activation_dtype": "int8"},
 }
 """Settings of `EmbeddedConfig`, by the name of a column."""
+
+WITH_AMX: dict[str, dict[str, Any]] = {
+    "float32, bfloat16 activations": {"dtype": "float32", "activation_dtype": "bfloat16"},
+    "bfloat16, bfloat16 activations": {"dtype": "bfloat16", "activation_dtype": "bfloat16"},
+}
+"""More of them, where the processor has AMX."""
 THEIRS = ("llama.cpp", "OpenVINO")
 
 
