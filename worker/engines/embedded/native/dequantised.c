@@ -13,7 +13,7 @@
 #include "amx.h"
 
 #ifdef CAN_HAVE_TILES
-#include <stdlib.h>
+#include "memory.h"
 
 enum {
     STEP = 32,              /* elements of a row that one product of tiles sums */
@@ -208,7 +208,7 @@ multiply_block(int has_second, int64_t rows, const uint16_t *row, const uint16_t
     }
 }
 
-/* A panel times the rows from `first` on, before `stop`. */
+/* A panel times the rows from `first` on, before `stop`. A block of rows is finished while its results are fetched. */
 static void
 compute_panel(const dequantised_t *d, int64_t panel, int64_t first, int64_t stop, int64_t *configured)
 {
@@ -221,18 +221,20 @@ compute_panel(const dequantised_t *d, int64_t panel, int64_t first, int64_t stop
         for (int64_t block = first; block < stop; block += BLOCK_ROWS) {
             const int64_t rows = smaller(BLOCK_ROWS, stop - block);
             const uint16_t *row = d->rows + (block * d->steps + step * rows) * STEP;
+            const int is_first = step == 0, is_last = step + steps == d->steps;
+            float *block_sums = sums + (block - first) * COLUMNS;
+            for (int64_t i = 0; is_last && i < rows; i++)
+                prefetch_row(d->q, block + i, panel * COLUMNS);
             if (*configured != rows)
                 configure_for(*configured = rows);
             if (rows > TILE_ROWS)
-                multiply_block(1, rows, row, columns, steps, step == 0, step + steps == d->steps, is_alone,
-                               sums + (block - first) * COLUMNS);
+                multiply_block(1, rows, row, columns, steps, is_first, is_last, is_alone, block_sums);
             else
-                multiply_block(0, rows, row, columns, steps, step == 0, step + steps == d->steps, is_alone,
-                               sums + (block - first) * COLUMNS);
+                multiply_block(0, rows, row, columns, steps, is_first, is_last, is_alone, block_sums);
+            for (int64_t i = 0; is_last && i < rows; i++)
+                finish(d->q, block + i, panel * COLUMNS, block_sums + i * COLUMNS);
         }
     }
-    for (int64_t row = first; row < stop; row++)
-        finish(d->q, row, panel * COLUMNS, sums + (row - first) * COLUMNS);
 }
 
 /* A unit of work is a panel and a chunk of rows. */
@@ -261,7 +263,7 @@ dequantised_linear_amx(const linear_t *arguments, const threads_t *threads)
     const int64_t part = (q.rows - 1) / ((q.rows + most - 1) / most) + 1;
     const int64_t chunk = (part + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS, chunks = (q.rows + chunk - 1) / chunk;
     dequantised_t d = {&q, NULL, steps, panels, chunk};
-    d.rows = aligned_alloc(64, q.rows * steps * STEP * sizeof *d.rows + 64);
+    d.rows = allocate(q.rows * steps * STEP * sizeof *d.rows);
     if (!d.rows)
         return -1;
     parallel_for(threads, q.rows, q.rows > BLOCK_ROWS ? BLOCK_ROWS : q.rows, round_rows, &d);

@@ -7,6 +7,7 @@
 
 #include "epilogue.h"
 #include "kernels.h"
+#include "memory.h"
 
 enum {
     ONE_THREAD = 16, /* tokens up to which one thread is faster than several */
@@ -169,7 +170,7 @@ mix_experts(const step_t *s, const layer_t *l, const element *input, element *ou
     const int64_t row_bytes = hidden * (int64_t)(sizeof(element) + sizeof(float)) + inner * (int64_t)sizeof(element);
     const int64_t size = tokens * e->count * (int64_t)sizeof(float) + pairs * (row_bytes + 24) +
                          (e->count + 1) * (int64_t)sizeof(int64_t) + 9 * 64;
-    char *memory = aligned_alloc(64, (size + 63) / 64 * 64), *next = memory;
+    char *memory = allocate(size), *next = memory;
     if (!memory)
         return -1;
     mixture_t m = {.experts = e, .input = input, .output = output, .hidden = hidden};

@@ -20,6 +20,7 @@
 #include <stdlib.h>
 
 #include "integer_tiles.h"
+#include "memory.h"
 #include "rounded_rows.h"
 
 enum {
@@ -222,7 +223,7 @@ compute(const quantised_t *q, int has_tiles, const threads_t *threads)
     const int64_t most_outliers = q->inner / OUTLIER + 1; /* there are fewer, but for what the mean is rounded by */
     const int64_t row_bytes = blocks * (int64_t)(2 * sizeof(float) + sizeof(int32_t)) + words * WORD_BYTES +
                               most_outliers * (int64_t)sizeof(outlier_t) + (int64_t)sizeof(int32_t);
-    char *memory = malloc(space * row_bytes + 1);
+    char *memory = allocate(space * row_bytes);
     if (!memory)
         return -1;
     if (space > q->rows) /* missing rows */

@@ -6,6 +6,7 @@
 #include "epilogue.h"
 #include "kernels.h"
 #include "lora.h"
+#include "memory.h"
 
 /* A row for each token. */
 typedef struct {
@@ -191,7 +192,7 @@ decoder_layers(const step_t *step, const layer_t *layers, int64_t count, element
     int64_t size = 0;
     for (int i = 0; i < NUMBER; i++)
         size += (step->tokens * widths[i] + 63) / 64 * 64;
-    memory = aligned_alloc(64, size * sizeof *memory);
+    memory = allocate(size * sizeof *memory);
     if (!memory)
         return -1;
     element *next = memory;
