@@ -14,9 +14,9 @@ to the fastest peer.
 Ours has exact numerics in all columns. ``float32`` is `--activation-dtype none`, all sums in
 float32. ``float32, int8 activations`` is what the launch scripts serve: the peers, too, round
 activations to 8 bits, in groups of 32 or, in CTranslate2, whole rows, and multiply integers.
-``bfloat16 activations`` need AMX. ``bfloat16`` is beside that what OpenVINO computes all else in where the processor has it, as it
-does by default; its KV cache has 8 bits. llama.cpp's is float16, with flash attention; ONNX
-Runtime's and CTranslate2's are float32.
+``bfloat16 activations`` need AMX. ``bfloat16`` is beside that what OpenVINO computes all else in
+where the processor has it, as it does by default; its KV cache has 8 bits. llama.cpp's is float16,
+with flash attention; ONNX Runtime's and CTranslate2's are float32.
 
 Cases: ``1``, ``8``, ``32`` are as many prompts of 64 tokens and 64 new tokens each, greedy; what
 counts is the time in which all of them decode. ``prompt`` is one prompt of 1,024 tokens and the

@@ -41,8 +41,8 @@ class KernelBackend:
         soft_cap: ``cap * tanh(x / cap)`` of float32 ``x [..., K]`` and a cap; it may replace x.
         reads_quantised: Whether they compute with quantised weights.
         quantisation: One of `quantisation.FORMATS` that weights are rounded to; None for none.
-        rounds_to: What rows that meet quantised weights are rounded to: one of `ROUNDINGS` of
-            `native/quantised.py`.
+        rounds_to: Data type that rows are rounded to where they meet quantised weights: one of
+            `ROUNDINGS` of `native/quantised.py`.
     """
 
     name: str
@@ -56,7 +56,7 @@ class KernelBackend:
 
     @property
     def rounding(self) -> str:
-        """What `rounds_to` adds to a model's `made_by`."""
+        """The part of a model's `made_by` that `rounds_to` adds."""
         said = {"none": "", "int8": "int8 activations but outliers", "bfloat16": "bfloat16 activations with AMX"}
         return f", {said[self.rounds_to]}" if said[self.rounds_to] else ""
 

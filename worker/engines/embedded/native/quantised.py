@@ -13,7 +13,7 @@ from torch.nn import functional
 from worker.engines.embedded.native.packed import COLUMNS
 
 ROUNDINGS = ("none", "int8", "bfloat16")
-"""What rows are rounded to before they are multiplied by a quantised weight."""
+"""Data types that rows are rounded to before they are multiplied by a quantised weight."""
 
 BLOCK = 32
 """Elements of a row that are rounded to int8 with one scale: ``BLOCK`` in ``rounded_rows.h``."""
@@ -30,8 +30,8 @@ class QuantisedPanels:
 
     Attributes:
         codes: ``[ceil(N / 32), K, 32]`` int8; or ``[ceil(N / 32), K / 8, 32]`` int32, each eight
-            codes of 4 bits without a sign, the first one lowest; or, of 8 bits where rows are rounded to int8,
-            ``[ceil(N / 32), ceil(K / 4), 32]`` int32, each four codes with a sign.
+            codes of 4 bits without a sign, the first one lowest; or, of 8 bits where rows are
+            rounded to int8, ``[ceil(N / 32), ceil(K / 4), 32]`` int32, each four codes with a sign.
         scales: ``[ceil(N / 32), groups of a row, 32]``, float16 or float32, all finite.
         offsets: Offsets of the groups, like `scales`; None where each is `zero` times its scale.
         zero: See `offsets`; a whole number.
