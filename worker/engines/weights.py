@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
@@ -83,11 +83,14 @@ class Updated:
         version: The new version.
         num_tensors: Tensors that were given.
         seconds: Time from the end of reading to the first step with the new weights.
+        formats: Number of float tensors that replace quantised ones of the checkpoint, by the
+            format that they are served in: that of the checkpoint where it can be rounded to.
     """
 
     version: WeightVersion
     num_tensors: int
     seconds: float
+    formats: Mapping[str, int] = field(default_factory=dict)
 
 
 class UpdatesWeights(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -111,11 +112,13 @@ class WeightControl:
             self._digests.update(given.digests)
             self._version = version
             seconds = time.perf_counter() - began_s
+            formats = dict(sorted(Counter(given.formats.values()).items()))
+            rounded = "".join(f"; {count} quantised ones are now in {format}" for format, count in formats.items())
             logger.info(
-                "weights: version %s, update %d, of %d tensors in %.2f s",
-                *(version.name, version.number, len(given.weights), seconds),
+                "weights: version %s, update %d, of %d tensors in %.2f s%s",
+                *(version.name, version.number, len(given.weights), seconds, rounded),
             )
-            return Updated(version, len(given.weights), seconds)
+            return Updated(version, len(given.weights), seconds, formats)
 
     async def pause(self, mode: PauseMode) -> None:
         """See `UpdatesWeights.pause`; ``abort`` also ends the wait of a pause before it."""
