@@ -300,6 +300,30 @@ async def test_a_pause_aborts(trainer: Trainer) -> None:
     assert len((await trainer.generate(5)).token_ids) == 5
 
 
+async def test_an_aborted_answer_goes_on(trainer: Trainer) -> None:
+    """Behind the tokens so far, where its client gets their ids; also one that has none yet."""
+    wants: dict[str, Any] = {"annotations": ["return_token_ids"]}
+    whole, growing = await trainer.generate(400, **wants), Generated()
+    task = asyncio.create_task(trainer.generate(400, growing, **wants))
+    while len(growing.token_ids) < 5:
+        await asyncio.sleep(0.001)
+    await trainer.tell("pause", mode="abort")
+    first = await task
+    waiting = asyncio.create_task(trainer.generate(7, **wants))
+    while not trainer.worker.server.engine.num_unfinished():
+        await asyncio.sleep(0.001)
+    await trainer.tell("pause", mode="abort")
+    (last,) = (await waiting).chunks
+    assert (last["token_ids"], last["completion_usage"]["completion_tokens"]) == ([], 0)
+    assert json.loads(last["engine_data"]["rollout"])["prompt_token_ids"] == list(range(20, 50))
+    await trainer.tell("resume")
+    assert 5 <= len(first.token_ids) < 400
+    for chunk in (first.chunks[-1], last):
+        assert (chunk["finish_reason"], chunk["engine_data"]["abort"]) == ("cancelled", True)
+    rest = await trainer.generate(400 - len(first.token_ids), behind=first.token_ids, **wants)
+    assert first.token_ids + rest.token_ids == whole.token_ids
+
+
 async def test_an_abort_ends_a_pause_that_waits(trainer: Trainer) -> None:
     growing = Generated()
     task = asyncio.create_task(trainer.generate(1500, growing))

@@ -12,10 +12,14 @@ from worker.errors import ServingError
 
 PauseMode = Literal["abort", "finish", "keep"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "finish", "keep")
-"""Modes of a pause: requests in flight end with an error, finish first, or stop and go on."""
+"""Modes of a pause: requests in flight end with their tokens so far, finish first, or stop and go
+on.
+"""
 
 ABORTED = "the request was aborted, for its engine's weights change"
-"""Reason of the error that requests end with in mode ``abort``."""
+"""Reason of the error that requests end with in mode ``abort`` whose clients do not get token ids,
+and so could not go on.
+"""
 
 State = Literal["serving", "paused", "asleep", "needs_weights"]
 
@@ -123,7 +127,10 @@ class UpdatesWeights(Protocol):
         """
 
     async def pause(self, mode: PauseMode) -> None:
-        """Compute nothing until `resume`. Raises `WrongState` while an update is under way."""
+        """Compute nothing until `resume`; ``abort`` ends what waits in an earlier pause, too.
+
+        Raises `WrongState` while an update is under way.
+        """
 
     async def resume(self) -> None:
         """Compute again. Raises `WrongState` where it sleeps or has no weights."""
