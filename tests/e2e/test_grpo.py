@@ -6,7 +6,6 @@ import importlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -87,14 +86,18 @@ class Killing:
     def update(self, weights: Path, version: str) -> None:
         self._sampler.update(weights, version)
 
+    def _sent(self) -> float:
+        """Tokens that the victim has sent behind the first of each answer."""
+        return self._victim.metric("dlw_inter_token_latency_seconds_count")
+
     def sample(self, prompts: Any, **settings: Any) -> Any:
         self._num_steps += 1
         if self._num_steps != 2:
             return self._sampler.sample(prompts, **settings)
+        before = self._sent()
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(self._sampler.sample, prompts, **settings)
-            wait_for(lambda: asked.done() or self._victim.metric("dlw_running_requests") > 0, "answers under way")
-            time.sleep(0.1)  # tokens of them
+            wait_for(lambda: asked.done() or self._sent() > before, "tokens of answers under way")
             assert not asked.done(), "the answers ended before the worker died"
             self._victim.signal(signal.SIGKILL)
             return asked.result()
