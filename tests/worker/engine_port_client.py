@@ -42,7 +42,7 @@ class Trainer:
 
     def __init__(self, worker: WorkerEngine, port: int) -> None:
         self.worker, self.port = worker, port
-        self._number = 0
+        self.num_asked = 0
 
     def send(
         self,
@@ -85,7 +85,7 @@ class Trainer:
         """A sampled answer of `count` tokens, which grows meanwhile, to a prompt that ends with the
         tokens `behind`.
         """
-        self._number += 1
+        self.num_asked += 1
         generated = generated or Generated()
         raw = {
             "token_ids": [*range(20, 50), *behind],
@@ -93,7 +93,7 @@ class Trainer:
             "stop_conditions": {"max_tokens": count, "ignore_eos": True},
             **fields,
         }
-        async for chunk in self.worker.generate(raw, Context(f"generated-{self._number}")):
+        async for chunk in self.worker.generate(raw, Context(f"generated-{self.num_asked}")):
             generated.chunks.append(chunk)
         return generated
 

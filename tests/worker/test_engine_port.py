@@ -324,6 +324,20 @@ async def test_an_aborted_answer_goes_on(trainer: Trainer) -> None:
     assert first.token_ids + rest.token_ids == whole.token_ids
 
 
+async def test_a_request_that_is_aborted_by_its_id(trainer: Trainer) -> None:
+    """It ends with its tokens so far as well, and says that it is not complete."""
+    wants: dict[str, Any] = {"annotations": ["return_token_ids"]}
+    growing = Generated()
+    task = asyncio.create_task(trainer.generate(900, growing, **wants))
+    while len(growing.token_ids) < 5:
+        await asyncio.sleep(0.001)
+    request_id = f"generated-{trainer.num_asked}"
+    await trainer.tell("abort_request", request_id=request_id)
+    last = (await task).chunks[-1]
+    assert (last["finish_reason"], last["engine_data"]["abort"]) == ("cancelled", True)
+    assert 5 <= last["completion_usage"]["completion_tokens"] < 900
+
+
 async def test_an_abort_ends_a_pause_that_waits(trainer: Trainer) -> None:
     growing = Generated()
     task = asyncio.create_task(trainer.generate(1500, growing))

@@ -11,7 +11,7 @@ from worker.requests.continuation import COMPUTED_WITH
 from worker.requests.prompt_scores import TokenText, end_json, scores_json
 from worker.requests.receipts import CHANNEL, RequestReceipt
 from worker.requests.request import GenerationRequest
-from worker.requests.rollout import ABORT, RolloutData
+from worker.requests.rollout import ABORT, CUT_OFF, RolloutData
 from worker.requests.token_weights import WEIGHTS, TokenWeights
 
 STOP_STRING = "stop_string"
@@ -120,7 +120,7 @@ class ResponseBuilder:
         if delta.engine_data is not None:
             data = {**data, **self._engine_data(delta.engine_data, ends=ends)}
         data = {**data, **self._rollout.of(delta)}
-        if delta.finish_reason == "abort":
+        if delta.finish_reason in CUT_OFF and self._rollout.is_wanted:
             data = {**data, ABORT: True}
         if ends and data:  # of an answer that is not streamed the frontend keeps the last chunk's data alone
             data = {**self._scores, **data}

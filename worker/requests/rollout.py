@@ -22,9 +22,12 @@ MATCHED = "matched"
 """Key of the stop string or token id that ended the answer, in ``engine_data`` beside it."""
 
 ABORT = "abort"
-"""Key beside it, in the last chunk of an answer that was aborted: true. A frontend that knows no
+"""Key beside it, in the last chunk of an answer that was cut off: true. A frontend that knows no
 such reason shows another one.
 """
+
+CUT_OFF = ("abort", "cancelled")
+"""Reasons for the end of an answer that is not complete: a pause, or its cancellation by id."""
 
 PROMPT_TOKEN_IDS = "prompt_token_ids"
 """Key of the prompt's ids, in the first chunk's text alone."""
@@ -67,7 +70,7 @@ class RolloutData:
         The end of an answer that was aborted before its first token has them, too.
         """
         ids = sampled_ids(delta) if self.is_wanted else []
-        if not ids and (delta.finish_reason != "abort" or self._prompt is None):
+        if not ids and (not self.is_wanted or delta.finish_reason not in CUT_OFF or self._prompt is None):
             return {}
         data: dict[str, Any] = {} if self._prompt is None else {PROMPT_TOKEN_IDS: list(self._prompt)}
         self._prompt = None
