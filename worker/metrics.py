@@ -20,6 +20,7 @@ PREFIX = "dlw_"
 OUTCOMES = (
     "stop",
     "length",
+    "abort",
     "cancelled",
     "refused",
     "poison",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from nats_workers import connected, running
+from ports import free_port
 from servers import NatsServer
 
 from worker.engines.embedded import Engine
+from worker.engines.weights import ChangesWeights
 from worker.requests.rollout import TRAIN_KEYS
 from worker.runtimes.nats.client import RequestError, WorkerClient
 from worker.sampling import SamplingParams
@@ -37,7 +40,7 @@ async def client(nats_server: NatsServer, tiny_model: Path) -> AsyncIterator[Wor
 
 async def rollout(client: WorkerClient, **fields: Any) -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
     """The lists of all chunks together, and the chunks."""
-    chunks = [chunk async for chunk in client.stream(**ASKED, **fields)]
+    chunks = [chunk async for chunk in client.stream(**{**ASKED, **fields})]
     found: dict[str, list[Any]] = {key: [] for key in ("prompt_token_ids", "token_ids", *TRAIN_KEYS)}
     for chunk in chunks:
         data = json.loads(chunk.get("engine_data", {}).get("rollout", "{}"))
@@ -68,6 +71,28 @@ async def test_they_end_with_the_token_that_completes_a_stop_string(client: Work
     whole, _ = await rollout(client, stop_conditions={"max_tokens": 40, "ignore_eos": True})
     assert found["token_ids"] == whole["token_ids"][: len(found["token_ids"])]
     assert "e" not in text
+
+
+async def test_an_aborted_answer_goes_on(nats_server: NatsServer, tiny_model: Path, tmp_path: Path) -> None:
+    """Its chunks end with ``abort``, behind tokens that the next prompt ends with."""
+    (tmp_path / "keys").write_text("key\n")
+    port = ("--engine-port", str(free_port()), "--engine-key-file", str(tmp_path / "keys"))
+    url, conditions = nats_server.url, {"max_tokens": 400, "ignore_eos": True}
+    async with running(tiny_model, url, "tiny/aborts", *port) as worker, await connected(url, "tiny/aborts") as client:
+        assert isinstance(worker.server.engine, ChangesWeights)
+        weights = worker.server.engine.weights
+        assert weights is not None
+        whole, _ = await rollout(client, stop_conditions=conditions)
+        task = asyncio.create_task(rollout(client, stop_conditions=conditions))
+        while not worker.server.engine.num_unfinished():
+            await asyncio.sleep(0.001)
+        await weights.pause("abort")
+        await weights.resume()
+        part, chunks = await task
+        assert (chunks[-1]["finish_reason"], chunks[-1]["engine_data"]["abort"]) == ("abort", True)
+        conditions["max_tokens"] = 400 - len(part["token_ids"])
+        rest, _ = await rollout(client, token_ids=PROMPT + part["token_ids"], stop_conditions=conditions)
+        assert part["token_ids"] + rest["token_ids"] == whole["token_ids"]
 
 
 async def test_another_mode_is_refused_by_name(client: WorkerClient) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,7 @@ class Trainer:
 
     def __init__(self, worker: WorkerEngine, port: int) -> None:
         self.worker, self.port = worker, port
-        self._number = 0
+        self.num_asked = 0
 
     def send(
         self,
@@ -79,16 +79,21 @@ class Trainer:
         asked = "&".join(f"{name}={value}" for name, value in query.items())
         return await self.ask(f"/engine/update_weights?{asked}", save(tensors), **BYTES_OPTIONS)
 
-    async def generate(self, count: int, generated: Generated | None = None, seed: int = 1) -> Generated:
-        """A sampled answer of `count` tokens, which grows meanwhile."""
-        self._number += 1
+    async def generate(
+        self, count: int, generated: Generated | None = None, seed: int = 1, behind: Sequence[int] = (), **fields: Any
+    ) -> Generated:
+        """A sampled answer of `count` tokens, which grows meanwhile, to a prompt that ends with the
+        tokens `behind`.
+        """
+        self.num_asked += 1
         generated = generated or Generated()
         raw = {
-            "token_ids": list(range(20, 50)),
+            "token_ids": [*range(20, 50), *behind],
             "sampling_options": {"seed": seed, "temperature": 1.0},
             "stop_conditions": {"max_tokens": count, "ignore_eos": True},
+            **fields,
         }
-        async for chunk in self.worker.generate(raw, Context(f"generated-{self._number}")):
+        async for chunk in self.worker.generate(raw, Context(f"generated-{self.num_asked}")):
             generated.chunks.append(chunk)
         return generated
 

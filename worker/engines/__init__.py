@@ -37,7 +37,8 @@ __all__ = [
     "TokenLogprob",
 ]
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "abort", "cancelled", "error"]
+"""``abort``: an operator has ended the answer, whose tokens so far are to be gone on with."""
 
 
 @dataclass(frozen=True, slots=True)

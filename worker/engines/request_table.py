@@ -50,6 +50,11 @@ class RequestTable(Generic[R]):
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
 
+    @property
+    def unfinished(self) -> list[R]:
+        """The requests."""
+        return list(self._by_id.values())
+
     def check(self, request_id: str) -> None:
         """Raises `refusal`, or `InvalidRequest` if the id is in use."""
         if self.refusal is not None:
@@ -81,10 +86,6 @@ class RequestTable(Generic[R]):
     def end_all(self, failure: ServingError) -> int:
         """Fail every stream, and refuse new requests; returns how many streams there were."""
         self.refusal = self.refusal or failure
-        return self.fail_all(failure)
-
-    def fail_all(self, failure: ServingError) -> int:
-        """Fail every stream; returns how many there were."""
         requests, self._by_id = self._by_id, {}
         for request in requests.values():
             request.end(failure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
@@ -12,10 +12,14 @@ from worker.errors import ServingError
 
 PauseMode = Literal["abort", "finish", "keep"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "finish", "keep")
-"""Modes of a pause: requests in flight end with an error, finish first, or stop and go on."""
+"""Modes of a pause: requests in flight end with their tokens so far, finish first, or stop and go
+on.
+"""
 
 ABORTED = "the request was aborted, for its engine's weights change"
-"""Reason of the error that requests end with in mode ``abort``."""
+"""Reason of the error that requests end with in mode ``abort`` whose clients do not get token ids,
+and so could not go on.
+"""
 
 State = Literal["serving", "paused", "asleep", "needs_weights"]
 
@@ -83,11 +87,14 @@ class Updated:
         version: The new version.
         num_tensors: Tensors that were given.
         seconds: Time from the end of reading to the first step with the new weights.
+        formats: Number of float tensors that replace quantised ones of the checkpoint, by the
+            format that they are served in: that of the checkpoint where it can be rounded to.
     """
 
     version: WeightVersion
     num_tensors: int
     seconds: float
+    formats: Mapping[str, int] = field(default_factory=dict)
 
 
 class UpdatesWeights(Protocol):
@@ -120,7 +127,10 @@ class UpdatesWeights(Protocol):
         """
 
     async def pause(self, mode: PauseMode) -> None:
-        """Compute nothing until `resume`. Raises `WrongState` while an update is under way."""
+        """Compute nothing until `resume`; ``abort`` ends what waits in an earlier pause, too.
+
+        Raises `WrongState` while an update is under way.
+        """
 
     async def resume(self) -> None:
         """Compute again. Raises `WrongState` where it sleeps or has no weights."""

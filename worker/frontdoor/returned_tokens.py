@@ -11,7 +11,7 @@ from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.nvext import taken_entries, with_annotations, with_engine_data
 from worker.frontdoor.values import printable
 from worker.requests.request import LOGPROBS_MODE, RETURN_TOKEN_IDS
-from worker.requests.rollout import MATCHED, PROMPT_TOKEN_IDS, ROLLOUT, TOKEN_IDS, TRAIN_KEYS
+from worker.requests.rollout import ABORT, MATCHED, PROMPT_TOKEN_IDS, ROLLOUT, TOKEN_IDS, TRAIN_KEYS
 from worker.sampling import LOGPROBS_MODES
 
 COMPLETION_TOKEN_IDS = "completion_token_ids"
@@ -139,11 +139,13 @@ class ReturnedData:
 
 def taken_data(chunk: dict[str, Any]) -> dict[str, Any]:
     """The worker's data about a chunk's tokens, and about the end of the answer, taken out of the
-    chunk; empty if there are none.
+    chunk, which then says whether it was aborted; empty if there are none.
 
     The keys are those of `worker.requests.rollout`.
     """
-    text, matched = taken_entries(chunk, ROLLOUT, MATCHED)
+    text, matched, is_aborted = taken_entries(chunk, ROLLOUT, MATCHED, ABORT)
+    for choice in chunk.get("choices") or () if is_aborted else ():
+        choice["finish_reason"] = ABORT
     data = {} if text is None else json.loads(text)
     return data if matched is None else {**data, MATCHED: matched}
 

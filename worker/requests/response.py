@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from worker.engines import TokenDelta, TokenLogprob
+from worker.engines.weights import ABORTED
 from worker.errors import RequestFailed
 from worker.requests.continuation import COMPUTED_WITH
 from worker.requests.prompt_scores import TokenText, end_json, scores_json
 from worker.requests.receipts import CHANNEL, RequestReceipt
 from worker.requests.request import GenerationRequest
-from worker.requests.rollout import RolloutData
+from worker.requests.rollout import ABORT, CUT_OFF, RolloutData
 from worker.requests.token_weights import WEIGHTS, TokenWeights
 
 STOP_STRING = "stop_string"
@@ -62,10 +63,13 @@ class ResponseBuilder:
         """The chunk for ``delta``. The caller drops one without tokens, finish or engine data.
 
         Raises:
-            RequestFailed: the engine says that the request failed.
+            RequestFailed: the engine says that the request failed; or it was aborted, and its
+                client does not get the ids that it could go on from.
         """
         if delta.finish_reason == "error":
             raise RequestFailed(delta.error or "the engine gave no reason")
+        if delta.finish_reason == "abort" and not self._rollout.is_wanted:
+            raise RequestFailed(ABORTED)
         shown = len(delta.token_ids) - self._ends_hidden(delta)
         self.num_generated_tokens += shown
         if delta.num_prompt_tokens is not None:
@@ -116,6 +120,8 @@ class ResponseBuilder:
         if delta.engine_data is not None:
             data = {**data, **self._engine_data(delta.engine_data, ends=ends)}
         data = {**data, **self._rollout.of(delta)}
+        if delta.finish_reason in CUT_OFF and self._rollout.is_wanted:
+            data = {**data, ABORT: True}
         if ends and data:  # of an answer that is not streamed the frontend keeps the last chunk's data alone
             data = {**self._scores, **data}
         return data

@@ -21,6 +21,14 @@ ROLLOUT = "rollout"
 MATCHED = "matched"
 """Key of the stop string or token id that ended the answer, in ``engine_data`` beside it."""
 
+ABORT = "abort"
+"""Key beside it, in the last chunk of an answer that was cut off: true. A frontend that knows no
+such reason shows another one.
+"""
+
+CUT_OFF = ("abort", "cancelled")
+"""Reasons for the end of an answer that is not complete: a pause, or its cancellation by id."""
+
 PROMPT_TOKEN_IDS = "prompt_token_ids"
 """Key of the prompt's ids, in the first chunk's text alone."""
 
@@ -44,6 +52,9 @@ class RolloutData:
 
     Args:
         request: The request.
+
+    Attributes:
+        is_wanted: Whether its client asks for them.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -51,12 +62,15 @@ class RolloutData:
         self._prompt: Sequence[int] | None = None if request.generated_token_ids else request.prompt_token_ids
         self._trains = request.params.logprobs_mode == "train"
         self._has_alternatives = bool(request.params.logprobs)
-        self._is_wanted = request.returns_token_ids or self._trains
+        self.is_wanted = request.returns_token_ids or self._trains
 
     def of(self, delta: TokenDelta) -> dict[str, str]:
-        """Entries of ``engine_data`` for a delta, empty if nothing was asked for."""
-        ids = sampled_ids(delta) if self._is_wanted else []
-        if not ids:
+        """Entries of ``engine_data`` for a delta, empty if nothing was asked for.
+
+        The end of an answer that was aborted before its first token has them, too.
+        """
+        ids = sampled_ids(delta) if self.is_wanted else []
+        if not ids and (not self.is_wanted or delta.finish_reason not in CUT_OFF or self._prompt is None):
             return {}
         data: dict[str, Any] = {} if self._prompt is None else {PROMPT_TOKEN_IDS: list(self._prompt)}
         self._prompt = None
@@ -83,8 +97,12 @@ def add_match(chunk: dict[str, Any], match: int | str) -> None:
 
 
 def _lists(entries: Sequence[TokenLogprob]) -> dict[str, list[float]]:
-    rows = [(one.logprob, one.tempered, one.processed, one.log_mass) for one in entries]
-    columns = zip(*rows, strict=True)
+    columns: tuple[list[float | None], ...] = (
+        [one.logprob for one in entries],
+        [one.tempered for one in entries],
+        [one.processed for one in entries],
+        [one.log_mass for one in entries],
+    )
     return {key: [_number(value) for value in column] for key, column in zip(TRAIN_KEYS, columns, strict=True)}
 
 

@@ -111,6 +111,8 @@ class WorkerEngine(LLMEngine):
                     has_begun = True
                     for key in (STOP_STRING, STOP_TOKEN):  # not in Dynamo's protocol
                         chunk.pop(key, None)
+                    if chunk.get("finish_reason") == "abort":  # nor is this; engine_data says it
+                        chunk["finish_reason"] = "cancelled"
                     yield chunk
         except ServingError as error:
             refusal = None if has_begun else refusal_chunk(request, error)

@@ -222,6 +222,7 @@ class EngineRoutes:
             **await self._version(Asked({})),
             "num_tensors": updated.num_tensors,
             "seconds": round(updated.seconds, 4),
+            "formats": dict(updated.formats),
         }
 
     async def _pause(self, asked: Asked) -> Answer:

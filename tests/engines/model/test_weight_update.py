@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import shutil
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import Source
+from quantised_checkpoints import K_TYPES, WIDE, stored_in
+from random_checkpoints import write
+from safetensors.torch import load_file, save_file
+from third_party_checkpoints import write as write_third_party
 
 from worker.engines.embedded import EmbeddedConfig
 from worker.engines.embedded.model import HfModel, load_model
@@ -22,6 +30,7 @@ from worker.engines.embedded.model.updates import PackedUpdates
 from worker.engines.embedded.model.weight_update import tensors_in
 from worker.engines.weights import WeightsRefused
 from worker.models import convert_gguf
+from worker.models.weight_files import SINGLE
 from worker.tiny_model import write_tiny_model
 
 SETTINGS = {
@@ -105,11 +114,73 @@ def test_a_gguf_file_quantises_as_llama_cpp_does(tmp_path: Path, arch: str, kind
     assert_equal(models[0], models[1], read_weights(dense))
 
 
-def test_other_types_of_a_gguf_file_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="type Q6_K, to which nothing here rounds"):
-        requantised(torch.ones(4, 256), "Q6_K")
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two dense checkpoints whose rows are whole super-blocks."""
+    root = tmp_path_factory.mktemp("wide")
+    write(root / "0", "llama", WIDE)
+    tensors = load_file(root / "0" / SINGLE)
+    shutil.copytree(root / "0", root / "1")
+    save_file({name: tensor.flip(0).contiguous() for name, tensor in tensors.items()}, root / "1" / SINGLE)
+    return [root / "0", root / "1"]
+
+
+@pytest.mark.parametrize("rounding", ["int8", "none"])
+def test_super_blocks_are_rounded_as_the_file_was(tmp_path: Path, wide: list[Path], rounding: str) -> None:
+    """Fused projections of two types, in parts and at once; the update says the types."""
+    stored = [stored_in(path, tmp_path / path.name, K_TYPES) for path in wide]
+    model, fresh = (loaded(path, activation_dtype=rounding) for path in stored)
+    assert_equal(model, fresh, read_weights(wide[1]))
+    assert_equal(model, fresh, read_weights(stored[1]))
+    given = PackedUpdates(model).check(read_weights(wide[1]))
+    assert Counter(given.formats.values()) == {"Q4_K": 2 * 5, "Q6_K": 2 * 2 + 1}
+    assert given.digests == PackedUpdates(model).check(read_weights(stored[1])).digests
+
+
+def test_tensors_of_another_type_change_the_layout(tmp_path: Path, wide: list[Path]) -> None:
+    """A file of the new weights in other types is served as it is; so is one of the old types."""
+    stored = [stored_in(path, tmp_path / path.name, K_TYPES) for path in wide]
+    other = stored_in(wide[1], tmp_path / "other", {"q_proj": "Q8_0", "_proj": "Q6_K", "embed_tokens": "Q8_0"})
+    model, fresh = (loaded(path, activation_dtype="int8") for path in stored)
+    was = packed(model.network)
+    changed = packed(model.updated(was, PackedUpdates(model).check(read_weights(other))))
+    expected = loaded(other, activation_dtype="int8").packed_weights()
+    assert expected is not None
+    assert is_same(changed, expected)
+    expected = fresh.packed_weights()
+    assert expected is not None
+    assert is_same(packed(model.updated(changed, PackedUpdates(model).check(read_weights(stored[1])))), expected)
+
+
+@pytest.mark.parametrize("format", ["gptq", "gptq_sym", "gptq_8", "int_quantized"])
+def test_a_format_that_nothing_rounds_to_is_replaced_by_int8(
+    tmp_path: Path, wide: list[Path], format: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The weights are those of ``--quantization int8``, but for a head that was not quantised."""
+    path = write_third_party(wide[0], tmp_path / format, format)
+    with caplog.at_level(logging.INFO, "worker"):
+        model = loaded(path)
+        updates = PackedUpdates(model)
+    assert "updates of weights in" in caplog.text
+    assert "rounded to int8: nothing here rounds to that format" in caplog.text
+    given = updates.check(read_weights(wide[1]))
+    assert Counter(given.formats.values()) == {"int8": 2 * 7}
+    found, int8 = packed(updates.network(given)), loaded(wide[1], quantization="int8").packed_weights()
+    assert int8 is not None
+    assert is_same(replace(found, head=int8.head, embedding=int8.embedding), int8)
+    parts, names = packed(model.network), sorted(given.weights)
+    for start in range(0, len(names), 5):
+        some = read_weights(wide[1])
+        parts = packed(model.updated(parts, updates.check({name: some[name] for name in names[start : start + 5]})))
+    assert is_same(parts, found)
+
+
+def test_what_a_type_cannot_hold_is_refused() -> None:
     with pytest.raises(ValueError, match="what the float16 scales of Q4_1 cannot"):
         requantised(torch.full((4, 32), 1e9), "Q4_1")
+    for kind in ("Q4_K", "Q6_K"):
+        with pytest.raises(ValueError, match=f"what the float16 scales of {kind} cannot"):
+            requantised(torch.linspace(-1, 1, 256)[None] * 1e9, kind)
 
 
 def test_tied_embeddings_are_one_weight(tmp_path: Path) -> None:

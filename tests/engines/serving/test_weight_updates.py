@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantised_checkpoints import K_TYPES, WIDE, stored_in
 from random_checkpoints import TYPES, write
 from weight_runs import Answer, Tensors, as_bytes, ask, copy_with, running, tensors_of, weights_of
 
@@ -212,6 +213,32 @@ async def test_other_networks_are_loaded_again(tmp_path: Path, kind: str) -> Non
         again = await weights.update_weights(as_bytes(new), "again", "keep")
         assert again.version.digest == updated.version.digest
         assert (await ask(engine, "again", PROMPT, 8)).tokens == expected.tokens
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+async def test_a_checkpoint_of_super_blocks_stays_one(tmp_path: Path, kind: str) -> None:
+    """Float tensors are rounded to Q4_K and Q6_K again, and cached prefixes are of no use."""
+    mixture = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    write(tmp_path / "dense", kind, {**WIDE, **(mixture if kind == "qwen3_moe" else {})})
+    new = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in tensors_of(tmp_path / "dense").items()}
+    types = {"mlp.gate.": "F32", **K_TYPES}
+    old = stored_in(tmp_path / "dense", tmp_path / "old", types)
+    path = stored_in(copy_with(tmp_path / "dense", tmp_path / "dense-new", new), tmp_path / "new", types)
+    prompt = [*PROMPT, *PROMPT]
+    async with running(path, weight_updates=False) as fresh:
+        expected = await ask(fresh, "r", prompt, 8)
+    async with running(old) as engine:
+        before = await ask(engine, "before", prompt, 8)
+        name = next(name for name, shape in weights_of(engine).weight_tensors().items() if len(shape.shape) == 2)
+        broken = {**new, name: new[name] * 1e12}
+        with pytest.raises(WeightsRefused, match=f"tensor {name}: holds what the float16 scales of Q6_K cannot"):
+            await weights_of(engine).update_weights(as_bytes(broken), None, "keep")
+        assert (await ask(engine, "same", prompt, 8)).tokens == before.tokens
+        updated = await weights_of(engine).update_weights(as_bytes(new), "new", "keep")
+        assert updated.formats.keys() == {"Q4_K", "Q6_K"}
+        assert (await ask(engine, "after", prompt, 8)).tokens == expected.tokens != before.tokens
+        again = await weights_of(engine).update_weights(path, "again", "keep")
+        assert (again.version.digest, again.formats) == (updated.version.digest, {})
 
 
 def resident_mb() -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapters.chain import Mode, Receipt
-from worker.engines import TokenDelta
+from worker.engines import FinishReason, TokenDelta
 from worker.engines.delta_stream import DeltaStream
 from worker.engines.weights import UpdatesWeights, WeightVersion
 from worker.errors import ServingError
@@ -55,9 +55,9 @@ class RunningRequest(DeltaStream):
         if self.mode is not None and receipt.mode != "migrated":
             receipt.mode = self.mode
 
-    def abort(self) -> None:
-        """End the stream as ``cancelled``, and free the request in vLLM."""
-        self.put(TokenDelta(finish_reason="cancelled"))
+    def abort(self, reason: FinishReason = "cancelled") -> None:
+        """End the stream for this reason, and free the request in vLLM."""
+        self.put(TokenDelta(finish_reason=reason))
         self._free()
 
     def leave(self) -> None:

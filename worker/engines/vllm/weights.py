@@ -20,7 +20,6 @@ from worker.engines.request_table import RequestTable
 from worker.engines.vllm.requests import RunningRequest
 from worker.engines.vllm.settings import VllmConfig
 from worker.engines.weights import (
-    ABORTED,
     NotSupported,
     PauseMode,
     State,
@@ -31,7 +30,7 @@ from worker.engines.weights import (
     WrongState,
     digest_of_update,
 )
-from worker.errors import EngineBroken, RequestFailed, ServingError, one_line
+from worker.errors import EngineBroken, ServingError, one_line
 from worker.models.problems import ModelFileError
 from worker.models.weight_files import SINGLE, WeightFiles
 
@@ -123,7 +122,7 @@ class VllmWeights:
     async def pause(self, mode: PauseMode) -> None:
         """See `UpdatesWeights.pause`."""
         async with self._exclusive():
-            if not self._is_paused:
+            if not self._is_paused or mode == "abort":
                 await self._hold(mode)
             self._is_paused = True
 
@@ -150,7 +149,8 @@ class VllmWeights:
 
     async def _hold(self, mode: PauseMode) -> None:
         if mode == "abort":
-            self._requests.fail_all(RequestFailed(ABORTED))
+            for request in self._requests.unfinished:
+                request.abort("abort")
         await self._llm.pause_generation(mode=_VLLM_MODES[mode], clear_cache=False)
 
     async def _load(self, directory: Path) -> None:

@@ -25,7 +25,7 @@ from worker.requests.continuation import COMPUTED_WITH
 from worker.requests.prompt_scores import TokenText, scores_json
 from worker.requests.request import asks_for_rollout
 from worker.requests.response import STOP_STRING, STOP_TOKEN
-from worker.requests.rollout import MATCHED, ROLLOUT
+from worker.requests.rollout import ABORT, MATCHED, ROLLOUT
 from worker.runtimes.direct.request import DirectRequest
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.asking import copied, own_name, written
@@ -187,11 +187,13 @@ def _tokens(output: wire.TokenOutput) -> Chunk:
 
 def _finished(event: wire.GenerateResponse) -> Chunk:
     finished, usage = event.finished, event.usage
-    if finished.reason not in _REASONS:
+    told = json.loads(finished.message) if finished.message else {}
+    reason = ABORT if told.get(ABORT) else _REASONS.get(finished.reason)
+    if reason is None:
         raise Refused(503, "the worker ended the request", kind="server_error")
     chunk: Chunk = {
         "token_ids": [],
-        "finish_reason": _REASONS[finished.reason],
+        "finish_reason": reason,
         "completion_usage": {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
@@ -199,8 +201,8 @@ def _finished(event: wire.GenerateResponse) -> Chunk:
             "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
         },
     }
-    if finished.message:
-        chunk["engine_data"] = json.loads(finished.message)
+    if told:
+        chunk["engine_data"] = told
     match = finished.stop_match.WhichOneof("match")
     if match == "stop_text":
         chunk[STOP_STRING] = finished.stop_match.stop_text

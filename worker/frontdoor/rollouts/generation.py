@@ -17,7 +17,7 @@ from worker.frontdoor.nvext import with_annotations, with_engine_data
 from worker.frontdoor.returned_tokens import Body, taken_data
 from worker.frontdoor.summaries import Source, reply_of
 from worker.requests.request import LOGPROBS_MODE, RETURN_TOKEN_IDS, TOP_LOGPROBS
-from worker.requests.rollout import MATCHED, PROMPT_TOKEN_IDS, RANK, TOKEN_IDS, TOP, TRAIN_KEYS
+from worker.requests.rollout import ABORT, MATCHED, PROMPT_TOKEN_IDS, RANK, TOKEN_IDS, TOP, TRAIN_KEYS
 
 _PER_TOKEN = (*TRAIN_KEYS, RANK, TOP)
 
@@ -33,7 +33,7 @@ class Generated:
             log probabilities were asked for.
         prompt_token_ids: Ids of the prompt.
         scores: Log probabilities of the prompt, None without.
-        finish_reason: ``stop`` or ``length``, None until it ends.
+        finish_reason: ``stop``, ``length`` or ``abort``, None until it ends.
         matched: Stop string or token that ended it.
         weight_versions: See docs/weights.md; empty where weights do not change.
         usage: OpenAI's usage of the request, once it has come.
@@ -56,7 +56,7 @@ class Generated:
         engine_data = (chunk.get("nvext") or {}).get("engine_data") or {}
         self.weight_versions = engine_data.get("weight_versions", self.weight_versions)
         self.text += choice.get("text") or ""
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason  # behind `taken_data`
         self.token_ids += data.get(TOKEN_IDS, ())
         for key, values in self.per_token.items():
             values += data.get(key, ())
@@ -73,7 +73,8 @@ class Generated:
         """Leave the prompt alone: the answer's one token was asked for since there is no less."""
         self.text, self.token_ids, self.matched = "", [], None
         self.per_token = {key: [] for key in _PER_TOKEN}
-        self.finish_reason = self.finish_reason and "length"
+        if self.finish_reason != ABORT:
+            self.finish_reason = self.finish_reason and "length"
 
 
 async def generate(

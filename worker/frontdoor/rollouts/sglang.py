@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from worker.engines.weights import ABORTED
 from worker.frontdoor.asking import Caller
 from worker.frontdoor.completions.handler import AT_ONCE
 from worker.frontdoor.completions.prompt_scores import PromptScores
@@ -17,7 +18,7 @@ from worker.frontdoor.exchange import Exchange, server_sent
 from worker.frontdoor.rollouts.generation import Generated, generate, served_model
 from worker.frontdoor.rollouts.sglang_request import SglangBatch, SglangRequest, read
 from worker.frontdoor.rollouts.tables import renamed
-from worker.requests.rollout import TOP
+from worker.requests.rollout import ABORT, TOP
 
 Answer = dict[str, Any]
 
@@ -203,4 +204,6 @@ def _finish(generated: Generated) -> Answer | None:
         return None
     if generated.finish_reason == "stop":
         return {"type": "stop", "matched": generated.matched}
+    if generated.finish_reason == ABORT:
+        return {"type": "abort", "message": ABORTED}
     return {"type": "length", "length": generated.num_tokens}

@@ -10,7 +10,7 @@ from worker.requests.continuation import COMPUTED_WITH
 from worker.requests.prompt_scores import END_TOKEN, LEAST_LOGPROB, PROMPT_LOGPROBS, PROMPT_TOKENS, TokenText
 from worker.requests.receipts import CHANNEL
 from worker.requests.response import STOP_STRING, STOP_TOKEN
-from worker.requests.rollout import ROLLOUT
+from worker.requests.rollout import ABORT, ROLLOUT
 from worker.requests.token_weights import WEIGHTS
 from worker.runtimes.direct.request import DirectRequest
 from worker.runtimes.openengine import wire
@@ -19,6 +19,7 @@ from worker.runtimes.openengine.request import Asked
 _REASONS = {
     "stop": wire.FINISH_REASON_STOP,
     "length": wire.FINISH_REASON_LENGTH,
+    "abort": wire.FINISH_REASON_CANCELLED,  # the message has `ABORT`
     "cancelled": wire.FINISH_REASON_CANCELLED,
 }
 
@@ -82,7 +83,7 @@ class Answer:
         if "completion_usage" in chunk:  # one that is only checked has none
             self._count(chunk["completion_usage"])
         self._unfinished -= 1
-        told = {key: data[key] for key in (CHANNEL, END_TOKEN, WEIGHTS) if key in data}
+        told = {key: data[key] for key in (CHANNEL, END_TOKEN, WEIGHTS, ABORT) if key in data}
         finished = wire.GenerationFinished(
             output_index=chunk["index"],
             reason=_REASONS[chunk["finish_reason"]],

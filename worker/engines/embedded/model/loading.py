@@ -23,6 +23,7 @@ from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeigh
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.packed_copy import PackedCopy, provenance_of
 from worker.engines.embedded.model.quantisation import FORMATS, PackedQuantised
+from worker.engines.embedded.model.stored_weights import Weight
 from worker.engines.embedded.native import PackedWeight
 from worker.engines.embedded.native.quantised import QuantisedPanels
 from worker.errors import StartupError, one_line
@@ -129,13 +130,14 @@ def reload_network(config: EmbeddedConfig, model: HfModel) -> Network:
     return model.settled(load_model(config).network)
 
 
-def network_of(config: EmbeddedConfig, model: HfModel, weights: Mapping[str, torch.Tensor]) -> Network:
+def network_of(config: EmbeddedConfig, model: HfModel, weights: Mapping[str, Weight]) -> Network:
     """The network of other weights, for the model that was loaded as `config` says.
 
     Args:
         config: Settings of the model.
         model: The model.
-        weights: Every tensor of its checkpoint, dense and of its data type.
+        weights: Every tensor of its checkpoint: dense and of its data type; or, for a checkpoint
+            whose weights are kept as they are, quantised as they are.
 
     Raises:
         StartupError, ModelFileError: transformers makes no network of them.
@@ -144,7 +146,12 @@ def network_of(config: EmbeddedConfig, model: HfModel, weights: Mapping[str, tor
     from worker.engines.embedded.model.checkpoint_gate import configuration
 
     directory = Path(config.model_path)
-    network = checkpoint.network_of(directory, configuration(directory), model.dtype, weights)
+    dense = {name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
+    if len(dense) == len(weights):
+        network = checkpoint.network_of(directory, configuration(directory), model.dtype, dense)
+    else:
+        found = configuration(directory)
+        network = checkpoint.filled_network(directory, found, model.dtype, weights.items(), keeps=True)
     network = network.to(model.device).eval()
     return checkpoint.packed(network, model.kernel_backend, model.context_length, config.context_length)
 

@@ -6,7 +6,7 @@ weights that a GGUF file of the new ones would hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
@@ -14,7 +14,14 @@ from gguf.constants import GGMLQuantizationType as Kind
 from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.quantisation import FORMATS, PackedQuantised, QuantisedWeight, quantise
+from worker.engines.embedded.model.stored_weights import DTYPES
+from worker.engines.embedded.model.super_blocks import round_q4_k, round_q6_k
 from worker.engines.embedded.native.quantised import QuantisedPanels
+from worker.models.quantised import CODES, OFFSETS, SCALES, Codes
+from worker.models.weight_files import StoredTensor
+
+OTHER = "int8"
+"""Format of tensors in whose own nothing here rounds: as ``--quantization int8``."""
 
 _KINDS = {
     (8, 32, torch.float16, False): Kind.Q8_0,
@@ -35,21 +42,51 @@ def formats_of(weights: LlamaWeights, stored: str, kv_rows: int) -> dict[str, st
 
     Args:
         weights: Packed weights of a quantised checkpoint.
-        stored: The checkpoint's format; see `worker.models.quantised.format_of`.
+        stored: The checkpoint's format; see `HfModel.stored_format`.
         kv_rows: Rows of a key projection, which are as many as a value projection's.
     """
+    return {name: _format(stored, _layout(panels)) for name, panels in quantised_parts(weights, kv_rows)}
+
+
+def formats_in(tensors: Mapping[str, StoredTensor], stored: str) -> dict[str, str]:
+    """Format of each quantised weight of a checkpoint in the form of `worker.models.quantised`.
+
+    Args:
+        tensors: Tensors of its files, by name.
+        stored: The checkpoint's format; see `worker.models.quantised.format_of`.
+    """
     found = {}
-    for name, panels in _quantised_parts(weights, kv_rows):
-        if stored in FORMATS:
-            found[name] = "int8" if panels.bits == 8 else "int4"
-        else:
-            layout = panels.bits, panels.group, panels.scales.dtype, panels.offsets is not None
-            found[name] = _KINDS[layout].name
+    for name in (name.removesuffix(CODES) for name in tensors if name.endswith(CODES)):
+        codes, scales = tensors[name + CODES], tensors[name + SCALES]
+        bits = 8 if codes.dtype == "I8" else 4
+        group = codes.shape[1] * 8 // bits // scales.shape[1]
+        found[name] = _format(stored, (bits, group, DTYPES[scales.dtype], name + OFFSETS in tensors))
     return found
 
 
-def _quantised_parts(weights: LlamaWeights, kv_rows: int) -> Iterator[tuple[str, QuantisedPanels]]:
-    """Each quantised weight, by name, and the panels that its rows lie in."""
+Layout = tuple[int, int, torch.dtype, bool]
+"""Bits of a code, weights of a group, data type of scales, and whether there are offsets."""
+
+
+def _layout(panels: QuantisedPanels) -> Layout:
+    return panels.bits, panels.group, panels.scales.dtype, panels.offsets is not None
+
+
+def has_layout_of(weight: QuantisedWeight, panels: QuantisedPanels) -> bool:
+    """Whether `weight` is packed as `panels` are."""
+    group = weight.shape[1] // weight.scales.shape[1]
+    return (weight.bits, group, weight.scales.dtype, weight.offsets is not None) == _layout(panels)
+
+
+def _format(stored: str, layout: Layout) -> str:
+    if stored in FORMATS:
+        return "int8" if layout[0] == 8 else "int4"
+    kind = _KINDS.get(layout)
+    return OTHER if kind is None or kind.name not in stored.split(", ") else kind.name
+
+
+def quantised_parts(weights: LlamaWeights, kv_rows: int) -> Iterator[tuple[str, QuantisedPanels]]:
+    """Each quantised weight, by name, and the panels that its rows lie in; see `formats_of`."""
     embedding = "model.embed_tokens.weight"
     if isinstance(weights.embedding, PackedQuantised):
         yield embedding, weights.embedding.parts[0]
@@ -80,18 +117,9 @@ def requantised(weight: torch.Tensor, format: str) -> QuantisedWeight:
     """``weight [N, K]`` rounded to `format`, one of `formats_of`.
 
     Raises:
-        ValueError: nothing here rounds to that format, or its scales cannot hold the weight.
+        ValueError: its scales cannot hold the weight.
     """
-    if format in FORMATS:
-        found = quantise(weight, format)
-    else:
-        kind = Kind[format]
-        if kind not in _ROUNDED_TO:
-            kinds = ", ".join(one.name for one in _ROUNDED_TO)
-            raise ValueError(
-                f"the model's is of type {format}, to which nothing here rounds as llama.cpp does ({kinds})"
-            )
-        found = _rounded_to(kind, weight)
+    found = quantise(weight, format) if format in FORMATS else _rounded_to(Kind[format], weight)
     parts = [found.scales, *([] if found.offsets is None else [found.offsets])]
     if not all(bool(part.isfinite().all()) for part in parts):
         raise ValueError(f"holds what the float16 scales of {format} cannot")
@@ -99,10 +127,7 @@ def requantised(weight: torch.Tensor, format: str) -> QuantisedWeight:
 
 
 def _rounded_to(kind: Kind, weight: torch.Tensor) -> QuantisedWeight:
-    parts = [
-        _ROUNDED_TO[kind](rows.float().reshape(len(rows), -1, 32))
-        for rows in torch.split(weight.detach(), _ROWS_AT_ONCE)
-    ]
+    parts = [_ROUNDED_TO[kind](rows.float()) for rows in torch.split(weight.detach(), _ROWS_AT_ONCE)]
     codes, scales, offsets = zip(*parts, strict=True)
     return QuantisedWeight(torch.cat(codes), torch.cat(scales), None if offsets[0] is None else torch.cat(offsets))
 
@@ -111,8 +136,9 @@ Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Codes, scales and offsets of some rows; see `QuantisedWeight`."""
 
 
-def _q8_0(blocks: torch.Tensor) -> Rounded:
+def _q8_0(rows: torch.Tensor) -> Rounded:
     """``quantize_row_q8_0_ref`` of ggml-quants.c: ``roundf`` rounds halves away from zero."""
+    blocks = _blocks(rows)
     scales = blocks.abs().amax(2) / 127
     codes = blocks * _inverse(scales)[..., None]
     sizes = codes.abs()
@@ -121,19 +147,38 @@ def _q8_0(blocks: torch.Tensor) -> Rounded:
     return rounded.to(torch.int8).flatten(1), scales.half(), None
 
 
-def _q4_0(blocks: torch.Tensor) -> Rounded:
+def _q4_0(rows: torch.Tensor) -> Rounded:
     """``quantize_row_q4_0_ref``: the largest weight of a block has code 0."""
+    blocks = _blocks(rows)
     scales = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))[..., 0] / -8
     codes = (blocks * _inverse(scales)[..., None]).add_(8.5)
     return _paired(codes), scales.half(), None
 
 
-def _q4_1(blocks: torch.Tensor) -> Rounded:
+def _q4_1(rows: torch.Tensor) -> Rounded:
     """``quantize_row_q4_1_ref``: codes reach from the least to the greatest weight of a block."""
+    blocks = _blocks(rows)
     least, most = torch.aminmax(blocks, dim=2)
     scales = (most - least) / 15
     codes = (blocks - least[..., None]).mul_(_inverse(scales)[..., None]).add_(0.5)
     return _paired(codes), scales.half(), least.half()
+
+
+def _q4_k(rows: torch.Tensor) -> Rounded:
+    return _as_tensors(round_q4_k(rows.numpy()))
+
+
+def _q6_k(rows: torch.Tensor) -> Rounded:
+    return _as_tensors(round_q6_k(rows.numpy()))
+
+
+def _as_tensors(found: Codes) -> Rounded:
+    offsets = None if found.offsets is None else torch.from_numpy(found.offsets)
+    return torch.from_numpy(found.codes), torch.from_numpy(found.scales), offsets
+
+
+def _blocks(rows: torch.Tensor) -> torch.Tensor:
+    return rows.reshape(len(rows), -1, 32)
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
@@ -146,5 +191,11 @@ def _paired(codes: torch.Tensor) -> torch.Tensor:
     return whole[:, ::2] | whole[:, 1::2] << 4
 
 
-_ROUNDED_TO: dict[Kind, Callable[[torch.Tensor], Rounded]] = {Kind.Q8_0: _q8_0, Kind.Q4_0: _q4_0, Kind.Q4_1: _q4_1}
-"""Rounding of blocks ``[n, blocks, 32]`` in float32, by GGUF type."""
+_ROUNDED_TO: dict[Kind, Callable[[torch.Tensor], Rounded]] = {
+    Kind.Q8_0: _q8_0,
+    Kind.Q4_0: _q4_0,
+    Kind.Q4_1: _q4_1,
+    Kind.Q4_K: _q4_k,
+    Kind.Q6_K: _q6_k,
+}
+"""Rounding of rows ``[n, K]`` in float32, by GGUF type."""

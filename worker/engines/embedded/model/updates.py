@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -14,14 +16,18 @@ from worker.engines.embedded.model.hf_model import HfModel
 from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.loading import network_of
 from worker.engines.embedded.model.network import Network
-from worker.engines.embedded.model.requantisation import formats_of
+from worker.engines.embedded.model.quantisation import FORMATS
+from worker.engines.embedded.model.requantisation import OTHER, formats_in, formats_of
 from worker.engines.embedded.model.stored_weights import Weight
 from worker.engines.embedded.model.weight_update import HEAD, Given, check_given, without_values
 from worker.engines.weights import WeightsRefused
 from worker.errors import StartupError
 from worker.models.problems import ModelFileError
 from worker.models.quantised import format_of
+from worker.models.quantization_config import quantization_of
 from worker.models.weight_files import WeightFiles
+
+logger = logging.getLogger(__name__)
 
 
 class Updates(Protocol):
@@ -74,10 +80,11 @@ class PackedUpdates:
         self.shapes: Mapping[str, tuple[int, ...]] = {tensor.name: tensor.shape for tensor in geometry.tensors()}
         self._model = model
         self._without_values: LlamaWeights | None = None
-        stored = model.stored_format
-        self._formats = (
-            {} if stored is None else formats_of(packed, stored, geometry.num_key_value_heads * geometry.head_dim)
-        )
+        stored, self._formats = model.stored_format, dict[str, str]()
+        if stored is not None:
+            self._formats = formats_of(packed, stored, geometry.num_key_value_heads * geometry.head_dim)
+            if stored not in FORMATS and OTHER in self._formats.values():
+                _tell(stored, f"rounded to {OTHER}")
 
     def check(self, weights: Mapping[str, Weight]) -> Given:
         """See `Updates.check`."""
@@ -114,27 +121,41 @@ class ReloadedUpdates:
 
     def __init__(self, config: EmbeddedConfig, model: HfModel) -> None:
         directory = Path(config.model_path)
-        if format_of(read_settings(directory)) is None:
-            files = WeightFiles(directory).tensors
-            self.shapes: Mapping[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in files.items()}
+        settings = read_settings(directory)
+        third_party = quantization_of(settings)
+        self._formats: dict[str, str] = {}
+        self._dequantised: Collection[str] = ()
+        if format_of(settings) is None:
+            files = WeightFiles(directory, quantization=third_party)
+            self.shapes: Mapping[str, tuple[int, ...]] = {name: files.tensors[name].shape for name in files.plain}
+            quantised = {} if files.third_party is None else files.third_party.weights
+            self.shapes = {**self.shapes, **{name: weight.shape for name, weight in quantised.items()}}
+            if model.stored_format is not None:
+                self._dequantised = quantised.keys()
+                _tell(model.stored_format, "not quantised")
         else:
             self.shapes = {tensor.name: tensor.shape for tensor in model.geometry.tensors()}
+            if model.stored_format is not None:
+                self._formats = formats_in(WeightFiles(directory, is_quantised=True).tensors, model.stored_format)
         self._config, self._model = config, model
 
     def check(self, weights: Mapping[str, Weight]) -> Given:
         """See `Updates.check`."""
-        given = check_given(weights, self.shapes, self._model.dtype)
+        given = check_given(weights, self.shapes, self._model.dtype, self._formats)
         missing = sorted(set(self.shapes) - set(given.weights) - {HEAD})
         if missing:
             raise WeightsRefused(
                 f"tensor {missing[0]}: is missing; an update of a {self._model.geometry.model_type} model on "
                 f"{self._model.kernels} kernels must have every tensor of its checkpoint"
             )
-        return given
+        name_of_dtype = str(self._model.dtype).removeprefix("torch.")
+        return replace(given, formats=given.formats or dict.fromkeys(self._dequantised, name_of_dtype))
 
     def network(self, given: Given) -> Network:
         """See `Updates.network`."""
-        weights = {name: _dense(weight, self._model.dtype) for name, weight in given.weights.items()}
+        weights = given.weights
+        if not self._formats:
+            weights = {name: _dense(weight, self._model.dtype) for name, weight in weights.items()}
         try:
             return self._model.settled(network_of(self._config, self._model, weights))
         except (StartupError, ModelFileError) as error:
@@ -143,6 +164,10 @@ class ReloadedUpdates:
     def drop(self) -> None:
         """See `Updates.drop`."""
         self._model.drop_network()
+
+
+def _tell(stored: str, kept: str) -> None:
+    logger.info("updates of weights in %s will be %s: nothing here rounds to that format", stored, kept)
 
 
 def _dense(weight: Weight, dtype: torch.dtype) -> torch.Tensor:

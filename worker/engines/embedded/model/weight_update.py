@@ -27,7 +27,7 @@ from worker.engines.embedded.model.quantisation import (
     QuantisedWeight,
     concatenated,
 )
-from worker.engines.embedded.model.requantisation import requantised
+from worker.engines.embedded.model.requantisation import has_layout_of, quantised_parts, requantised
 from worker.engines.embedded.model.stored_weights import Weight
 from worker.engines.embedded.native import PackedWeight
 from worker.engines.embedded.native.packed import COLUMNS, pack
@@ -46,10 +46,12 @@ class Given:
     Attributes:
         weights: Weights by name.
         digests: 128 bits of each, hexadecimal digits.
+        formats: Formats of float tensors that replace quantised ones of the checkpoint, by name.
     """
 
     weights: Mapping[str, Weight]
     digests: Mapping[str, str]
+    formats: Mapping[str, str]
 
 
 def check_given(
@@ -69,7 +71,7 @@ def check_given(
 
     Raises:
         WeightsRefused: there are none; or one is not the model's, of another shape, or holds what
-            is not a finite number of `dtype`; or its format is none that is rounded to.
+            is not a finite number of `dtype`, or what its format cannot hold.
     """
     if not weights:
         raise WeightsRefused("the update has no tensors")
@@ -88,7 +90,10 @@ def check_given(
         return _checked(name, weights[name], dtype, formats.get(name))
 
     checked = dict(zip(names, side_by_side(check, names), strict=True))
-    return Given({name: checked[name][0] for name in weights}, {name: checked[name][1] for name in weights})
+    rounded = {
+        name: formats[name] for name, one in weights.items() if name in formats and isinstance(one, torch.Tensor)
+    }
+    return Given({name: checked[name][0] for name in weights}, {name: checked[name][1] for name in weights}, rounded)
 
 
 def _untied_apart(weights: Mapping[str, Weight]) -> dict[str, Weight]:
@@ -137,7 +142,7 @@ def updated(old: LlamaWeights, given: Given, geometry: Geometry, kernels: Kernel
         kernels: Backends that pack, as they did at load.
 
     Raises:
-        WeightsRefused: a tensor is not quantised as the model's is, or one is missing.
+        WeightsRefused: a tensor is quantised and the model's is not, or one is missing.
     """
     return _Update(old, given.weights, geometry, kernels).weights()
 
@@ -168,11 +173,28 @@ class _Update:
         self._old, self._given, self._kernels = old, given, kernels
         width, heads, kv_heads = geometry.head_dim, geometry.num_attention_heads, geometry.num_key_value_heads
         self._qkv_rows = [heads * width, kv_heads * width, kv_heads * width]
-        self._slots = iter(host_memory.like(tensors_in(old)))
+        kept = dict(quantised_parts(old, kv_heads * width))
+        self._keeps_layout = all(
+            has_layout_of(weight, kept[name])
+            for name, weight in given.items()
+            if isinstance(weight, QuantisedWeight) and name in kept
+        )
+        self._slots = iter(host_memory.like(tensors_in(old)) if self._keeps_layout else ())
         self._filled: torch.Tensor | None = None  # the slot of what is packed in its place
 
     def weights(self) -> LlamaWeights:
-        """The new weights, made in the order of the fields: each part is packed into its slot."""
+        """The new weights, made in the order of the fields: each part is packed into its slot, or,
+        where a weight has another layout than before, they are moved into slots behind it.
+        """
+        found = self._weights()
+        if self._keeps_layout:
+            return found
+        self._keeps_layout, self._filled = True, None
+        self._slots = iter(host_memory.like(tensors_in(found)))
+        moved: LlamaWeights = self._placed(found)
+        return moved
+
+    def _weights(self) -> LlamaWeights:
         old = self._old
         rope = self._placed(old.rope)
         norm = self._placed(self._norm("model.norm", old.norm))
@@ -253,7 +275,9 @@ class _Update:
         dense = [one if isinstance(one, torch.Tensor) else one.dequantised().to(old.dtype) for one in weights]
         if any(len(one) % COLUMNS for one in dense[:-1]):
             dense = [torch.cat(dense)]
-        self._filled = next(self._slots)
+        self._filled = (
+            next(self._slots) if self._keeps_layout else torch.zeros(old.panels.shape, dtype=old.panels.dtype)
+        )
         sizes = [-(-len(one) // COLUMNS) for one in dense]
         for one, panels in zip(dense, torch.split(self._filled, sizes), strict=True):
             if one.is_meta:
@@ -272,8 +296,8 @@ class _Update:
         return QuantisedGemm(joined, None, rounds_to=kernels.rounds_to).packed
 
     def _placed(self, part: Any) -> Any:
-        """`part` with its tensors in their slots of the new block."""
-        return _mapped(part, self._take)
+        """`part` with its tensors in their slots of the new block, if they have the old layout."""
+        return _mapped(part, self._take) if self._keeps_layout else part
 
     def _take(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor is self._filled:

@@ -6,12 +6,12 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from worker.engines import KvEventSink
+from worker.engines import FinishReason, KvEventSink
 from worker.engines.embedded.blocks import ROOT
 from worker.engines.embedded.host import Watchdog
 from worker.engines.embedded.kv_cache import BlocksRemoved, BlocksStored, is_out_of_memory
@@ -35,9 +35,10 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Message: end a request, and free its slot and pages."""
+    """Message: end a request for a reason, and free its slot and pages."""
 
     request_id: str
+    reason: FinishReason = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +148,10 @@ class StepThread:
                 case Submit(request, kv):
                     self._pacing.note_arrival(is_idle=self._stepper.scheduler.is_idle)
                     self._stepper.add(request, kv)
-                case Abort(request_id):
-                    cancelled = self._stepper.abort(request_id)
-                    if cancelled is not None:
-                        self._outbox.publish([cancelled])
+                case Abort(request_id, reason):
+                    ended = self._stepper.abort(request_id)
+                    if ended is not None:
+                        self._outbox.publish([replace(ended, finish_reason=reason)])
                 case Listen(sink):
                     self._sink = sink
                     self._stepper.scheduler.cache.record_events()

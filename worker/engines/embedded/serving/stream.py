@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from worker.engines import TokenDelta
+from worker.engines import FinishReason, TokenDelta
 from worker.engines.delta_stream import DeltaStream
 from worker.engines.embedded.plan import Output, Request
 from worker.engines.embedded.serving.step_thread import Abort, StepThread
@@ -66,9 +66,9 @@ class Stream(DeltaStream):
                 delta.failure = output.chain.failure
         self.put(delta)
 
-    def abort(self) -> None:
-        """Free the request's slot and KV before the next step; the stream ends as ``cancelled``."""
-        self.thread.tell(Abort(self.request.id))
+    def abort(self, reason: FinishReason = "cancelled") -> None:
+        """Free the request's slot and KV before the next step; the stream ends for this reason."""
+        self.thread.tell(Abort(self.request.id, reason))
 
     def leave(self) -> None:
         """Free the request's slot and KV before the next step."""

@@ -55,10 +55,15 @@ class Streams(RequestTable[Stream]):
         if self._by_id.get(request.request_id) is request:
             request.leave()
 
-    def fail_all(self, failure: ServingError) -> int:
-        """Fail every stream; returns how many there were."""
+    def abort_all(self) -> None:
+        """End every request; their streams end as ``abort``, behind what has been sampled."""
+        for stream in self.unfinished:
+            stream.abort("abort")
+
+    def end_all(self, failure: ServingError) -> int:
+        """See `RequestTable.end_all`."""
         self._behind.clear()
-        number = super().fail_all(failure)
+        number = super().end_all(failure)
         self._pace()
         return number
 

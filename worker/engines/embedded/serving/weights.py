@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -23,7 +24,6 @@ from worker.engines.embedded.serving.step_thread import Call
 from worker.engines.embedded.serving.streams import Streams
 from worker.engines.embedded.step import Stepper
 from worker.engines.weights import (
-    ABORTED,
     NotSupported,
     PauseMode,
     State,
@@ -34,7 +34,7 @@ from worker.engines.weights import (
     WrongState,
     digest_of_update,
 )
-from worker.errors import EngineBroken, RequestFailed, ServingError
+from worker.errors import EngineBroken, ServingError
 from worker.models.problems import ModelFileError
 
 logger = logging.getLogger(__name__)
@@ -111,16 +111,20 @@ class WeightControl:
             self._digests.update(given.digests)
             self._version = version
             seconds = time.perf_counter() - began_s
+            formats = dict(sorted(Counter(given.formats.values()).items()))
+            rounded = "".join(f"; {count} quantised ones are now in {format}" for format, count in formats.items())
             logger.info(
-                "weights: version %s, update %d, of %d tensors in %.2f s",
-                *(version.name, version.number, len(given.weights), seconds),
+                "weights: version %s, update %d, of %d tensors in %.2f s%s",
+                *(version.name, version.number, len(given.weights), seconds, rounded),
             )
-            return Updated(version, len(given.weights), seconds)
+            return Updated(version, len(given.weights), seconds, formats)
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `UpdatesWeights.pause`; ``abort`` also ends the wait of a pause before it."""
-        if mode == "abort" and self._lock.locked():
-            self._abort_all()
+        """See `UpdatesWeights.pause`; ``abort`` also ends the wait of a pause before it, and what
+        waits in one.
+        """
+        if mode == "abort" and (self._lock.locked() or self._is_paused):
+            self._streams.abort_all()
         async with self._exclusive(waits=mode == "abort"):
             if self.weights_state == "serving":
                 await self._hold(mode)
@@ -190,16 +194,13 @@ class WeightControl:
         if mode != "keep":
             await self._call(Stepper.shut_gate)
             if mode == "abort":
-                self._abort_all()
+                self._streams.abort_all()
         await self._call(_stop_computing, when_drained=mode != "keep")
 
     async def _let_go(self) -> None:
         """Compute again, if nothing stands against it."""
         if self.weights_state == "serving":
             await self._call(Stepper.open_gate)
-
-    def _abort_all(self) -> None:
-        self._streams.fail_all(RequestFailed(ABORTED))
 
     def _exclusive(self, *, waits: bool = False) -> asyncio.Lock:
         if self._lock.locked() and not waits:

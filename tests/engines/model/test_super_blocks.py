@@ -1,0 +1,111 @@
+"""Rounding to Q4_K and Q6_K: the bits of llama.cpp's reference, from records of it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType as Kind
+from numpy.typing import NDArray
+
+from worker.engines.embedded.model.requantisation import requantised
+from worker.engines.embedded.model.super_blocks import round_q4_k, round_q6_k
+from worker.models.quantised import Codes, unpack_blocks
+
+ROUND = {Kind.Q4_K: round_q4_k, Kind.Q6_K: round_q6_k}
+
+BLOCKS = {
+    Kind.Q4_K: "7QUREv//8LX/9vDldxdfLx6XCFo1yNhirGqWSBoXh/OKWemDfol3byiTd7BsB3bc9pRDQydzfweJP89n2kxXcKuMGm"
+    "RnRTfeTyuLa1iYhXhMmfYXlslEoTlDQIp1ukZ0s6YnpVeSmMGHCy2vYsuNTEuUwF6AyYpn0Zqy4uZ6aKqFBvOWyTb5"
+    "ZYUnhomIvZbW",
+    Kind.Q6_K: "ngix17KwsLEiq7XNadvcBijSdDtHwmtcDyxaIA8q5h8HSF15wbunRZSDyOuIaUvA3Ghh3A6MwhV3+FLtFi9ypQ/E9h"
+    "rYYy/jkRthRlVIuE6KN1tiW1Vwob38Q17VDUVBwPngShjdPOZi3l4NEpDgguAZWgvI1lVk4pHZzNxzFQQfVY6KnUJy"
+    "2Ge6NVkurZVAFkrSdKemqQuNlFlQqm1pYt5mMc21EpiUPlh4NimWnVhsKfGplSjabGkSY1tUjqvnnIB+bp1VfmSQmm"
+    "iVdmFCk72A",
+}
+"""What ``ggml_quantize_chunk`` of ggml 0.25.3 makes of the first super-block of ``normal``."""
+
+DIGESTS = {
+    ("normal", "Q4_K"): "3152da7527b5c3a4",
+    ("normal", "Q6_K"): "b2efe8d56034e20e",
+    ("bfloat16", "Q4_K"): "0c53fa115709193e",
+    ("bfloat16", "Q6_K"): "f11f7a26c4fcf5d7",
+    ("wide", "Q4_K"): "9172f1c4c9e03f91",
+    ("wide", "Q6_K"): "5284197d848a9eb1",
+    ("sparse", "Q4_K"): "775f29ec1130836b",
+    ("sparse", "Q6_K"): "704e605e86d6027a",
+    ("positive", "Q4_K"): "45093220df37095d",
+    ("positive", "Q6_K"): "70bf787a465b4e07",
+    ("negative", "Q4_K"): "a650ffafd60e031c",
+    ("negative", "Q6_K"): "0bda0eb0bc3a6302",
+    ("integers", "Q4_K"): "4f1a4d1812e1fa82",
+    ("integers", "Q6_K"): "a677f3987424f531",
+    ("flat", "Q4_K"): "2d48888c1e19afdb",
+    ("flat", "Q6_K"): "0487c672519381f3",
+    ("zeros", "Q4_K"): "2566542ae219e559",
+    ("zeros", "Q6_K"): "b0b98073dcc9502a",
+}
+"""`digest_of` the blocks that the same function makes of all `weights`, read by `unpack_blocks`."""
+
+
+def weights(name: str) -> NDArray[np.float32]:
+    """Weights ``[64, 512]``; numpy keeps the numbers of a `RandomState`."""
+    source = np.random.RandomState(7)
+    normal = source.standard_normal((64, 512)).astype(np.float32)
+    small = normal * np.float32(0.02)
+    found = {
+        "normal": small,
+        "bfloat16": (small.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32),
+        "wide": normal * np.float32(10) ** source.randint(-9, 4, normal.shape).astype(np.float32),
+        "sparse": np.where(source.random_sample(normal.shape) < 0.7, np.float32(0), normal),
+        "positive": np.abs(normal) + np.float32(1),
+        "negative": -np.abs(normal) - np.float32(1),
+        "integers": np.round(normal * 2),
+        "flat": np.repeat(normal[:, :16], 32, 1),
+        "zeros": np.where(np.arange(64)[:, None] % 2, normal, 0),
+    }
+    return np.ascontiguousarray(found[name], dtype=np.float32)
+
+
+def digest_of(found: Codes) -> str:
+    digest = hashlib.sha256()
+    for part in (found.codes, found.scales, *([] if found.offsets is None else [found.offsets])):
+        digest.update(np.ascontiguousarray(part).tobytes())
+    return digest.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("kind", ROUND, ids=lambda kind: kind.name)
+def test_a_block_is_that_of_the_reference(kind: Kind) -> None:
+    block = np.frombuffer(base64.b64decode(BLOCKS[kind]), np.uint8)[None]
+    expected, found = unpack_blocks(block, kind), ROUND[kind](weights("normal")[:1, :256])
+    assert np.array_equal(found.codes, expected.codes)
+    assert np.array_equal(found.scales, expected.scales)
+    assert (found.offsets is None) == (expected.offsets is None)
+    if found.offsets is not None and expected.offsets is not None:
+        assert np.array_equal(found.offsets, expected.offsets)
+
+
+@pytest.mark.parametrize(("name", "kind"), DIGESTS)
+def test_all_bits_are_those_of_the_reference(name: str, kind: str) -> None:
+    """Also of groups of zeros, of one number, and far smaller than their neighbours."""
+    assert digest_of(ROUND[Kind[kind]](weights(name))) == DIGESTS[name, kind]
+
+
+@pytest.mark.parametrize("kind", ROUND, ids=lambda kind: kind.name)
+def test_subnormal_weights_are_zeros(kind: Kind) -> None:
+    """Their scales are 0 in float16, whatever the codes of a group are."""
+    rows = weights("normal") * np.float32(1e-40)
+    found = requantised(torch.from_numpy(rows), kind.name)
+    assert not found.dequantised().any()
+
+
+@pytest.mark.parametrize("kind", ROUND, ids=lambda kind: kind.name)
+def test_rows_are_rounded_one_by_one(kind: Kind) -> None:
+    """The number of rows that are rounded at once changes none of them."""
+    rows = weights("wide")
+    whole, parts = ROUND[kind](rows), [ROUND[kind](row[None]) for row in rows]
+    assert np.array_equal(whole.codes, np.concatenate([part.codes for part in parts]))
+    assert np.array_equal(whole.scales, np.concatenate([part.scales for part in parts]))

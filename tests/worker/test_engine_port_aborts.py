@@ -1,0 +1,89 @@
+"""Answers that a pause aborts, or that are aborted by their id, at --engine-port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from engine_port_client import Generated, Trainer, trained
+
+from worker.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def trainer(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Trainer]:
+    root = tmp_path_factory.mktemp("served")
+    async with trained(write_tiny_model(root / "model"), root / "keys.txt") as found:
+        yield found
+
+
+async def test_a_pause_aborts(trainer: Trainer) -> None:
+    growing = Generated()
+    task = asyncio.create_task(trainer.generate(400, growing))
+    while len(growing.token_ids) < 5:
+        await asyncio.sleep(0.001)
+    await trainer.tell("pause", mode="abort")
+    with pytest.raises(Exception, match="was aborted, for its engine's weights change"):
+        await task
+    await trainer.tell("resume")
+    assert len((await trainer.generate(5)).token_ids) == 5
+
+
+async def test_an_aborted_answer_goes_on(trainer: Trainer) -> None:
+    """Behind the tokens so far, where its client gets their ids; also one that has none yet."""
+    wants: dict[str, Any] = {"annotations": ["return_token_ids"]}
+    whole, growing = await trainer.generate(400, **wants), Generated()
+    task = asyncio.create_task(trainer.generate(400, growing, **wants))
+    while len(growing.token_ids) < 5:
+        await asyncio.sleep(0.001)
+    await trainer.tell("pause", mode="abort")
+    first = await task
+    waiting = asyncio.create_task(trainer.generate(7, **wants))
+    while not trainer.worker.server.engine.num_unfinished():
+        await asyncio.sleep(0.001)
+    await trainer.tell("pause", mode="abort")
+    (last,) = (await waiting).chunks
+    assert (last["token_ids"], last["completion_usage"]["completion_tokens"]) == ([], 0)
+    assert json.loads(last["engine_data"]["rollout"])["prompt_token_ids"] == list(range(20, 50))
+    await trainer.tell("resume")
+    assert 5 <= len(first.token_ids) < 400
+    for chunk in (first.chunks[-1], last):
+        assert (chunk["finish_reason"], chunk["engine_data"]["abort"]) == ("cancelled", True)
+    rest = await trainer.generate(400 - len(first.token_ids), behind=first.token_ids, **wants)
+    assert first.token_ids + rest.token_ids == whole.token_ids
+
+
+async def test_a_request_that_is_aborted_by_its_id(trainer: Trainer) -> None:
+    """It ends with its tokens so far as well, and says that it is not complete."""
+    wants: dict[str, Any] = {"annotations": ["return_token_ids"]}
+    growing = Generated()
+    task = asyncio.create_task(trainer.generate(900, growing, **wants))
+    while len(growing.token_ids) < 5:
+        await asyncio.sleep(0.001)
+    request_id = f"generated-{trainer.num_asked}"
+    await trainer.tell("abort_request", request_id=request_id)
+    last = (await task).chunks[-1]
+    assert (last["finish_reason"], last["engine_data"]["abort"]) == ("cancelled", True)
+    assert 5 <= last["completion_usage"]["completion_tokens"] < 900
+
+
+async def test_an_abort_ends_a_pause_that_waits(trainer: Trainer) -> None:
+    growing = Generated()
+    task = asyncio.create_task(trainer.generate(1500, growing))
+    while len(growing.token_ids) < 5:
+        await asyncio.sleep(0.001)
+    waiting = asyncio.create_task(trainer.tell("pause", mode="wait"))
+    await asyncio.sleep(0.05)
+    status, answer = await trainer.ask("/engine/resume")
+    assert (status, answer["message"]) == (409, "an update or a pause is under way")
+    await trainer.tell("pause", mode="abort")
+    assert (await waiting)["state"] == "paused"
+    with pytest.raises(Exception, match="was aborted"):
+        await task
+    await trainer.tell("resume")
