@@ -20,9 +20,11 @@ vllm() {
     scripts/install --vllm
 }
 
+# Its AMX kernels end in an illegal instruction if GCC removes stores to their tile configuration (llama.cpp, pull request
+# 26954), of which GCC's own header reads eight bytes only.
 llama() {
     environment .venv-llama
-    CMAKE_ARGS="-DGGML_NATIVE=ON ${CMAKE_ARGS:-}" \
+    CMAKE_ARGS="-DGGML_NATIVE=ON -DCMAKE_CXX_FLAGS='-fno-dse -fno-tree-dse' ${CMAKE_ARGS:-}" \
         .venv-llama/bin/python -m pip install -q --no-cache-dir numpy gguf llama-cpp-python==0.3.36
 }
 

@@ -37,7 +37,7 @@ from quantised import OWN, PEERS, say, table, write_formats
 from serve import processor
 from workload import HERE, peer
 
-from worker.engines.embedded import Engine
+from worker.engines.embedded import Engine, native
 from worker.models import model_cache
 from worker.models.checkpoint import convert_gguf
 from worker.quantize.report import Predictions
@@ -53,6 +53,9 @@ OURS: dict[str, dict[str, Any]] = {
     "bfloat16, int8 activations": {"dtype": "bfloat16", "activation_dtype": "int8"},
 }
 """Settings of `EmbeddedConfig`, by the name of a column."""
+if native.no_bfloat16_rows() is None:
+    for dtype in ("float32", "bfloat16"):
+        OURS[f"{dtype}, bfloat16 activations"] = {"dtype": dtype, "activation_dtype": "bfloat16"}
 THEIRS = ("llama.cpp", "OpenVINO")
 
 

@@ -14,7 +14,7 @@ to the fastest peer.
 Ours has exact numerics in all columns. ``float32`` is `--activation-dtype none`, all sums in
 float32. ``float32, int8 activations`` is what the launch scripts serve: the peers, too, round
 activations to 8 bits, in groups of 32 or, in CTranslate2, whole rows, and multiply integers.
-``bfloat16`` is beside that what OpenVINO computes all else in where the processor has it, as it
+``bfloat16 activations`` need AMX. ``bfloat16`` is beside that what OpenVINO computes all else in where the processor has it, as it
 does by default; its KV cache has 8 bits. llama.cpp's is float16, with flash attention; ONNX
 Runtime's and CTranslate2's are float32.
 
@@ -56,7 +56,7 @@ import torch
 from decode import read_speed
 from workload import HERE, LONGEST, MOST_ROWS, Reply, Task, peer
 
-from worker.engines.embedded import Engine
+from worker.engines.embedded import Engine, native
 from worker.models import model_cache
 from worker.models.checkpoint import convert_gguf
 from worker.models.default_model import DEFAULT_MODEL, fetch_default_gguf
@@ -122,6 +122,9 @@ OURS = {
     "bfloat16, int8 activations": ("bfloat16", "int8"),
 }
 """`EmbeddedConfig.dtype` and `activation_dtype`, by the name of a column."""
+if native.no_bfloat16_rows() is None:
+    for each in ("float32", "bfloat16"):
+        OURS[f"{each}, bfloat16 activations"] = (each, "bfloat16")
 FLOOR = "floor"
 """Tokens per second if each step did nothing but read the file once, as fast as torch reads memory;
 not for prompts.

@@ -104,9 +104,9 @@ class Arguments:
     activation_dtype: str = option(
         "auto",
         "What rows are rounded to before they are multiplied by quantised weights: int8, as llama.cpp does it but for "
-        "outliers, up to twice as fast (docs/models.md), none: nothing, or auto: int8 where native kernels compute "
-        "quantised weights.",
-        choices=("auto", "none", "int8"),
+        "outliers, up to twice as fast (docs/models.md), bfloat16, with AMX, for many requests and long prompts, none: "
+        "nothing, or auto: int8 where native kernels compute quantised weights.",
+        choices=("auto", "none", "int8", "bfloat16"),
         engine=True,
     )
     kv_cache_dtype: str = option(

@@ -85,7 +85,8 @@ def report(model_path: Path, to: str | None, activation_dtype: str, kv_cache_dty
     after = predict(model_path, dtype, to or "none", activation_dtype, kv_cache_dtype)
     change = after.perplexity / before.perplexity - 1
     what = [to] if to is not None else []
-    what += ["int8 activations"] if to is not None and activation_dtype != "none" else []
+    rounding = "int8" if activation_dtype == "auto" else activation_dtype
+    what += [f"{rounding} activations"] if to is not None and rounding != "none" else []
     what += [f"{kv_cache_dtype} KV cache"] if kv_cache_dtype != "auto" else []
     return [
         f"perplexity on {len(before.logprobs)} tokens of plain English: {before.perplexity:.3f} unquantised, "

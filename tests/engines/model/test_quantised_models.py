@@ -181,7 +181,9 @@ class TestRefusals:
             load(quantised["llama"], activation_dtype="int8", quantization="none")
         with pytest.raises(StartupError, match="int8 needs the native kernels, not --kernels torch"):
             load(quantised["llama"], activation_dtype="int8", kernels="torch")
-        with pytest.raises(StartupError, match="--activation-dtype must be one of auto, none, int8, got 'int4'"):
+        with pytest.raises(
+            StartupError, match="--activation-dtype must be one of auto, none, int8, bfloat16, got 'int4'"
+        ):
             EmbeddedConfig(model_path="", activation_dtype="int4").check()
         monkeypatch.setattr(native, "unavailable", lambda dtype, path=None: "there is no compiler")
         with pytest.raises(

@@ -20,6 +20,9 @@
 #ifdef INTEGERS_WITH_AMX
 #define integer_linear integer_linear_amx
 #endif
+#ifdef DEQUANTISES_WITH_AMX
+#define quantised_linear dequantised_linear_amx
+#endif
 #endif
 
 static int64_t

@@ -101,7 +101,7 @@ def check_instructions(dtype: torch.dtype) -> None:
     pages = randn(2, 1, 64, 64)
     tiles = native.Tiles([SequenceSlice([0, 1], 0, 70)], 1)
     codes = torch.randint(-128, 128, (40, 2112), dtype=torch.int8, generator=generator)
-    gemm = QuantisedGemm(QuantisedWeight(codes, torch.ones(40, 66).half(), None), None, rounds_rows=True)
+    gemm = QuantisedGemm(QuantisedWeight(codes, torch.ones(40, 66).half(), None), None, rounds_to="int8")
     is_bfloat16 = dtype == torch.bfloat16
     native.library(dtype)  # which is tested when it is opened
     assert bool(count(lambda: native.linear(rows, packed))) == is_bfloat16
@@ -123,7 +123,7 @@ def test_many_rows_and_wide_ones_have_the_bits_of_few(
     codes = torch.randint(-128, 128, (70, 4 * bits * blocks), dtype=torch.int8, generator=generator)
     scales, offsets = torch.randn(2, 70, blocks, generator=generator).half()
     weight = QuantisedWeight(codes if bits == 8 else codes.view(torch.uint8), scales, offsets if has_offsets else None)
-    layer = QuantisedGemm(weight, None, rounds_rows=True)
+    layer = QuantisedGemm(weight, None, rounds_to="int8")
     x = torch.randn(rows, 32 * blocks, generator=generator)
     assert torch.equal(layer(x), torch.cat([layer(row[None]) for row in x]))
 

@@ -165,7 +165,7 @@ def test_bits_are_those_of_float32_on_the_unpacked_weight(
     assert torch.equal(bits(found), bits(expected))
 
 
-@pytest.mark.parametrize("rounds_rows", [False, True])
+@pytest.mark.parametrize("rounds_to", ["none", "int8"])
 @pytest.mark.parametrize("is_unrounded", [False, True])
 @settings(max_examples=examples(25), deadline=None)
 @given(
@@ -176,18 +176,18 @@ def test_bits_are_those_of_float32_on_the_unpacked_weight(
     seed=st.integers(0, 2**32 - 1),
 )
 def test_bfloat16_rows_are_widened_and_results_rounded_once(
-    path: str, is_unrounded: bool, rounds_rows: bool, kind: str, rows: int, columns: int, then: str, seed: int
+    path: str, is_unrounded: bool, rounds_to: str, kind: str, rows: int, columns: int, then: str, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = weight_of(kind, columns, 3, generator)
     x, bias = randn(generator, rows, 96).bfloat16(), randn(generator, columns).bfloat16()
     other = randn(generator, rows, columns).bfloat16()
-    found = QuantisedGemm(weight, bias, is_unrounded, rounds_rows)(x, then, other)
-    expected = QuantisedGemm(weight, bias.float(), False, rounds_rows)(x.float(), then, other.float())
+    found = QuantisedGemm(weight, bias, is_unrounded, rounds_to)(x, then, other)
+    expected = QuantisedGemm(weight, bias.float(), False, rounds_to)(x.float(), then, other.float())
     assert torch.equal(found, expected if is_unrounded else expected.bfloat16())
 
 
-@pytest.mark.parametrize("rounds_rows", [False, True])
+@pytest.mark.parametrize("rounds_to", ["none", "int8"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=examples(10), deadline=None)
@@ -197,11 +197,11 @@ def test_bfloat16_rows_are_widened_and_results_rounded_once(
     threads=st.integers(1, 3),
 )
 def test_a_row_does_not_depend_on_the_others(
-    path: str, dtype: torch.dtype, kind: str, rounds_rows: bool, rows: list[int], columns: int, threads: int
+    path: str, dtype: torch.dtype, kind: str, rounds_to: str, rows: list[int], columns: int, threads: int
 ) -> None:
     generator = torch.Generator().manual_seed(columns)
     groups = 2 if path == "generic" else 10
-    layer = QuantisedGemm(weight_of(kind, columns, groups, generator), None, rounds_rows=rounds_rows)
+    layer = QuantisedGemm(weight_of(kind, columns, groups, generator), None, rounds_to=rounds_to)
     x = with_outliers(randn(generator, 220, 32 * groups), generator).to(dtype)
     expected = layer(x)
     with num_threads(threads):
@@ -273,12 +273,12 @@ def test_weights_of_two_layouts_are_stacked() -> None:
     assert torch.equal(same.dequantised(), torch.cat([parts[0].dequantised()] * 2))
 
 
-@pytest.mark.parametrize("rounds_rows", [False, True])
+@pytest.mark.parametrize("rounds_to", ["none", "int8"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_looked_up(kind: str, rounds_rows: bool) -> None:
+def test_rows_are_looked_up(kind: str, rounds_to: str) -> None:
     weight = weight_of(kind, 70, 3, torch.Generator().manual_seed(0))
     ids = torch.tensor([[0, 69], [33, 33]])
-    layer = QuantisedGemm(weight, None, rounds_rows=rounds_rows)
+    layer = QuantisedGemm(weight, None, rounds_to=rounds_to)
     assert torch.equal(layer.rows(ids), weight.dequantised()[ids])
     assert torch.equal(layer.rows(ids.T, torch.bfloat16), weight.dequantised()[ids.T].bfloat16())
     assert torch.equal(layer.rows(ids[:0]), weight.dequantised()[ids[:0]])
@@ -289,16 +289,16 @@ def test_rows_are_looked_up(kind: str, rounds_rows: bool) -> None:
 
 def test_panels_that_the_kernels_would_read_beside_are_refused() -> None:
     four = weight_of("Q4_0", 70, 3, torch.Generator().manual_seed(0)).packed()
-    eight = weight_of("Q8_0", 70, 3, torch.Generator().manual_seed(0)).packed(rounds_rows=True)
+    eight = weight_of("Q8_0", 70, 3, torch.Generator().manual_seed(0)).packed(rounds_to="int8")
     for panels, wrong in (
         (four, {"columns": 97}),
         (four, {"inner": four.inner + 8}),
         (four, {"bits": 8}),
-        (four, {"rounds_rows": True, "scales": four.scales.repeat_interleave(8, 1)}),
+        (four, {"rounds_to": "int8", "scales": four.scales.repeat_interleave(8, 1)}),
         (four, {"scales": four.scales.repeat_interleave(16, 1)}),
         (four, {"scales": four.scales.double()}),
         (four, {"offsets": four.scales[:1]}),
-        (eight, {"rounds_rows": False}),
+        (eight, {"rounds_to": "none"}),
         (eight, {"codes": eight.codes[:, 1:]}),
         (eight, {"scales": eight.scales[:, :0]}),
     ):
@@ -343,9 +343,9 @@ def test_a_product_with_rounded_rows(
     weight = weight_of(kind, columns, groups, generator)
     x, bias, other = operands(generator, weight, rows, then, has_bias)
     x = with_outliers(x, generator)
-    layer = QuantisedGemm(weight, bias, rounds_rows=True)
+    layer = QuantisedGemm(weight, bias, rounds_to="int8")
     with num_threads(threads):
-        found, sums = layer(x, then, other), QuantisedGemm(weight, None, rounds_rows=True)(x)
+        found, sums = layer(x, then, other), QuantisedGemm(weight, None, rounds_to="int8")(x)
     with plain_c():
         expected = layer(x, then, other)
     assert torch.equal(bits(found), bits(expected))
@@ -382,7 +382,7 @@ def test_rounded_rows_and_groups_of_any_size(
     generator = torch.Generator().manual_seed(seed)
     bits_of_code, group, inner = layout
     weight = random_weight(bits_of_code, group, (columns, inner), has_offsets, generator)
-    layer, x = QuantisedGemm(weight, None, rounds_rows=True), with_outliers(randn(generator, rows, inner), generator)
+    layer, x = QuantisedGemm(weight, None, rounds_to="int8"), with_outliers(randn(generator, rows, inner), generator)
     found = layer(x)
     with plain_c():
         assert torch.equal(bits(found), bits(layer(x)))
@@ -394,7 +394,7 @@ def test_rounded_rows_of_any_width(path: str, inner: int) -> None:
     """int8 has them: one scale a row, and words of four codes that the last ones do not fill."""
     generator = torch.Generator().manual_seed(inner)
     weight, x = quantise(randn(generator, 40, inner), "int8"), with_outliers(randn(generator, 5, inner), generator)
-    layer = QuantisedGemm(weight, None, rounds_rows=True)
+    layer = QuantisedGemm(weight, None, rounds_to="int8")
     inputs, _ = rounded(x, weight)
     unpacked = weight.dequantised().double()
     bound = 2.0**-20 * functional.linear(inputs.abs(), unpacked.abs())
@@ -410,7 +410,7 @@ def test_products_of_the_largest_codes_do_not_overflow(path: str, kind: str) -> 
     for code in (-128, 127) if weight.bits == 8 else (255, 0):
         largest = replace(weight, codes=torch.full_like(weight.codes, code))
         for x in (torch.ones(2, 96), -torch.ones(2, 96)):
-            found = QuantisedGemm(largest, None, rounds_rows=True)(x).double()
+            found = QuantisedGemm(largest, None, rounds_to="int8")(x).double()
             expected = functional.linear(x.double(), largest.dequantised().double())
             terms = functional.linear(x.double().abs(), largest.dequantised().double().abs())
             assert ((found - expected).abs() <= 2.0**-19 * terms).all()
@@ -421,7 +421,7 @@ def test_blocks_of_tiny_numbers_are_0_and_nan_or_inf_gives_nan(path: str) -> Non
     weight = weight_of("Q4_1", 40, 2, torch.Generator().manual_seed(0))
     x = torch.full((4, 64), 1e-38)
     x[1, 40], x[2, 3], x[3, :32] = torch.inf, torch.nan, 1.0
-    found = QuantisedGemm(weight, None, rounds_rows=True)(x)
+    found = QuantisedGemm(weight, None, rounds_to="int8")(x)
     assert torch.equal(found[0], torch.zeros(40))
     assert found[1:3].isnan().all()
     assert found[3].isfinite().all()
@@ -431,4 +431,4 @@ def test_blocks_of_tiny_numbers_are_0_and_nan_or_inf_gives_nan(path: str) -> Non
 def test_groups_that_do_not_fit_rounded_rows_blocks_are_refused() -> None:
     weight = QuantisedWeight(torch.zeros(3, 96, dtype=torch.int8), torch.ones(3, 2))
     with pytest.raises(StartupError, match="groups of 48 weights do not fit blocks of 32"):
-        weight.packed(rounds_rows=True)
+        weight.packed(rounds_to="int8")

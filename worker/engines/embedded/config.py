@@ -25,7 +25,7 @@ KERNELS = (
     "torch",
 )
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
-ACTIVATION_DTYPES = ("auto", "none", "int8")
+ACTIVATION_DTYPES = ("auto", "none", "int8", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "int8")
 LORA_DTYPES = ("auto", "float32", "bfloat16")
 ROLES = ("aggregated", "prefill", "decode")
@@ -49,8 +49,9 @@ class EmbeddedConfig:
             they are loaded), ``none`` (in `dtype`, dequantised if need be), or ``auto``: the
             checkpoint's.
         activation_dtype: Format to which rows are rounded before they are multiplied by quantised
-            weights: ``int8``, with one scale for each block of 32 elements; ``none``: they stay in
-            `dtype`; or ``auto``: int8 where weights are quantised and native kernels compute.
+            weights: ``int8``, with one scale for each block of 32 elements; ``bfloat16``, as the
+            weights then are too, on processors with AMX; ``none``: they stay in `dtype`; or
+            ``auto``: int8 where weights are quantised and native kernels compute.
         kv_cache_dtype: Format of keys and values: ``int8``, with one scale for each token and head,
             or ``auto``: `dtype`.
         packed_copy: ``auto``: where native kernels compute the model, what they read is kept in a

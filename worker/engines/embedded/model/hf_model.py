@@ -202,7 +202,7 @@ class HfModel:
             self._settle(chosen)
         self.numerics = chosen.name
         self.made_by = chosen.made_by + (f", {facts.weights} weights" if facts.weights else "")
-        self.made_by += ", int8 activations but outliers" if self.kernel_backend.rounds_rows else ""
+        self.made_by += self.kernel_backend.rounding
         self.made_by += ", int8 KV cache" if self._int8_rows else ""
         factors = self._network.rope_factors  # keys depend on them
         self.made_by += f", RoPE of the {factors} context" if factors else ""

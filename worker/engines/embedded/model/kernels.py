@@ -41,7 +41,8 @@ class KernelBackend:
         soft_cap: ``cap * tanh(x / cap)`` of float32 ``x [..., K]`` and a cap; it may replace x.
         reads_quantised: Whether they compute with quantised weights.
         quantisation: One of `quantisation.FORMATS` that weights are rounded to; None for none.
-        rounds_rows: Whether rows that meet quantised weights are rounded to 8 bits.
+        rounds_to: What rows that meet quantised weights are rounded to: one of `ROUNDINGS` of
+            `native/quantised.py`.
     """
 
     name: str
@@ -51,7 +52,13 @@ class KernelBackend:
     soft_cap: Callable[[torch.Tensor, float], torch.Tensor]
     reads_quantised: bool = False
     quantisation: str | None = None
-    rounds_rows: bool = False
+    rounds_to: str = "none"
+
+    @property
+    def rounding(self) -> str:
+        """What `rounds_to` adds to a model's `made_by`."""
+        said = {"none": "", "int8": "int8 activations but outliers", "bfloat16": "bfloat16 activations with AMX"}
+        return f", {said[self.rounds_to]}" if said[self.rounds_to] else ""
 
     def quantised(self, weight: torch.Tensor, is_unrounded: bool = False) -> Quantised:
         """`weight` rounded to `quantisation`; that of the LM head, whose results are unrounded, to
@@ -65,7 +72,7 @@ class KernelBackend:
     ) -> GemmBackend:
         """The first GEMM backend that supports the weight, made of it; see `GemmBackend`."""
         if isinstance(weight, Quantised):
-            return QuantisedGemm(weight, bias, is_unrounded, self.rounds_rows)
+            return QuantisedGemm(weight, bias, is_unrounded, self.rounds_to)
         is_unrounded = is_unrounded and weight.dtype != torch.float32
         return next(backend for backend in self.gemms if backend.supports(weight))(weight, bias, is_unrounded)
 
@@ -138,7 +145,7 @@ def choose_kernels(
     device: torch.device,
     dtype: torch.dtype,
     quantisation: str | None = None,
-    rounds_rows: bool = False,
+    rounds_to: str = "none",
     numerics: str = "auto",
 ) -> KernelBackend:
     """The kernel backend for `kernels`, one of `config.KERNELS`; nothing else asks which it is.
@@ -150,13 +157,15 @@ def choose_kernels(
         device: Device that computes.
         dtype: Data type of rows and results.
         quantisation: See `KernelBackend`.
-        rounds_rows: See `KernelBackend`.
+        rounds_to: See `KernelBackend`.
         numerics: The value of ``--numerics``.
 
     Raises:
         StartupError: the native kernels are asked for, or needed, and cannot compute here.
     """
-    needed_by = "--activation-dtype int8" if rounds_rows else f"--quantization {quantisation}" if quantisation else None
+    needed_by = f"--quantization {quantisation}" if quantisation else None
+    if rounds_to != "none":
+        needed_by = f"--activation-dtype {rounds_to}"
     if needed_by is not None and kernels == "torch":
         raise StartupError(f"{needed_by} needs the native kernels, not --kernels torch")
     if kernels == "torch":
@@ -179,9 +188,11 @@ def choose_kernels(
         if device.type == "cpu":
             logger.warning("torch's kernels compute, which are slower, and not the native ones: %s", reason)
         return TORCH
+    if rounds_to == "bfloat16" and (reason := native.no_bfloat16_rows(path)) is not None:
+        raise StartupError(f"--activation-dtype bfloat16 needs AMX: {reason}; use auto")
     native.choose_path(torch.float32, path)  # computes quantised weights, whatever the data type of the rows
     path = native.choose_path(dtype, path)
     chosen = native_kernels(path, native.sums_as_others(dtype, path))
     if kernels == "auto" and needed_by is None and native.is_torch_faster(dtype, path):
         return TORCH
-    return replace(chosen, quantisation=quantisation, rounds_rows=rounds_rows)
+    return replace(chosen, quantisation=quantisation, rounds_to=rounds_to)

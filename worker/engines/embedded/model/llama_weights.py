@@ -122,13 +122,13 @@ class LlamaWeights:
         network.lm_head = None
         return cls(network.dtype, rope, Norm.of(model.norm), head, embedding, is_tied, _layers(model, network.config))
 
-    def check(self, geometry: Geometry, rounds_rows: bool) -> None:
+    def check(self, geometry: Geometry, rounds_to: str) -> None:
         """Raises `ValueError` unless all weights are packed and those of a model of this geometry,
         so that no kernel reads outside of them.
 
         Args:
             geometry: Geometry of the model.
-            rounds_rows: `QuantisedPanels.rounds_rows` of all quantised weights.
+            rounds_to: `QuantisedPanels.rounds_to` of all quantised weights.
         """
         hidden, vocab_size, width = geometry.hidden_size, geometry.vocab_size, geometry.head_dim
         layers = list(self.layers)
@@ -141,18 +141,18 @@ class LlamaWeights:
             fits = fits and len(rows.parts) == 1
         else:
             fits = fits and isinstance(rows, (torch.Tensor, PackedWeight)) and rows.dtype == self.dtype
-        self._check_all(rounds_rows, self.norm, (self.head, vocab_size, hidden))
+        self._check_all(rounds_to, self.norm, (self.head, vocab_size, hidden))
         for index, layer in enumerate(layers):
-            self._check_layer(index, layer, geometry, rounds_rows)
+            self._check_layer(index, layer, geometry, rounds_to)
         if not fits:
             raise ValueError("its weights do not fit each other")
 
-    def _check_layer(self, index: int, layer: LayerWeights, geometry: Geometry, rounds_rows: bool) -> None:
+    def _check_layer(self, index: int, layer: LayerWeights, geometry: Geometry, rounds_to: str) -> None:
         hidden, inner, width = geometry.hidden_size, geometry.intermediate_size, geometry.head_dim
         heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
         attention, queries = layer.attention, heads * width
         self._check_all(
-            *(rounds_rows, layer.input_norm),
+            *(rounds_to, layer.input_norm),
             *((layer.qkv, queries + 2 * kv_heads * width, hidden), (layer.output, hidden, queries)),
             *((layer.gate, inner, hidden), (layer.up, inner, hidden), (layer.down, hidden, inner)),
         )
@@ -165,14 +165,14 @@ class LlamaWeights:
         ):
             raise ValueError("its weights do not fit each other")
 
-    def _check_all(self, rounds_rows: bool, norm: Norm, *expected: tuple[Projection, int, int]) -> None:
+    def _check_all(self, rounds_to: str, norm: Norm, *expected: tuple[Projection, int, int]) -> None:
         fits = norm.weight.dtype == self.dtype
         for projection, rows, columns in expected:
             weight, bias = projection.weight, projection.bias
             fits = fits and tuple(weight.shape) == (rows, columns)
             fits = fits and (bias is None or (bias.shape == (rows,) and bias.dtype == self.dtype))
             if isinstance(weight, PackedQuantised):
-                fits = fits and all(part.rounds_rows == rounds_rows and part.inner == columns for part in weight.parts)
+                fits = fits and all(part.rounds_to == rounds_to and part.inner == columns for part in weight.parts)
             else:
                 fits = fits and isinstance(weight, PackedWeight) and weight.dtype == self.dtype
         if not fits:

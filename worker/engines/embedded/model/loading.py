@@ -44,9 +44,9 @@ class PackedModel:
     facts: ModelFacts
     weights: LlamaWeights
 
-    def check(self, dtype: torch.dtype, rounds_rows: bool) -> None:
+    def check(self, dtype: torch.dtype, rounds_to: str) -> None:
         """Raises `ValueError` unless everything in it fits together, and these settings."""
-        self.weights.check(self.facts.geometry, rounds_rows)
+        self.weights.check(self.facts.geometry, rounds_to)
         if not self.weights.dtype == self.facts.dtype == dtype:
             raise ValueError("it holds another model")
 
@@ -92,12 +92,13 @@ def _load_on(device: torch.device, config: EmbeddedConfig) -> HfModel:
         raise StartupError(f"--quantization {quantisation}: {reason}")
     is_packed = format is not None and is_kept and config.quantization == "auto"
     is_quantised = is_packed or quantisation is not None
-    rounds_rows = config.activation_dtype == "int8"
-    if rounds_rows and not is_quantised:
-        raise StartupError("--activation-dtype int8 needs quantised weights: a quantised model, or --quantization int8")
-    kernels = choose_kernels(config.kernels, device, dtype, quantisation, rounds_rows, config.numerics)
-    if config.activation_dtype == "auto":
-        kernels = replace(kernels, rounds_rows=is_quantised and kernels.reads_quantised)
+    rounds_to = "none" if config.activation_dtype == "auto" else config.activation_dtype
+    if rounds_to != "none" and not is_quantised:
+        reason = "needs quantised weights: a quantised model, or --quantization int8"
+        raise StartupError(f"--activation-dtype {rounds_to} {reason}")
+    kernels = choose_kernels(config.kernels, device, dtype, quantisation, rounds_to, config.numerics)
+    if config.activation_dtype == "auto" and is_quantised and kernels.reads_quantised:
+        kernels = replace(kernels, rounds_to="int8")
     keeps = is_packed and kernels.reads_quantised
     if format is not None and config.quantization != "none" and not keeps:
         reason = f"{kernels.name} kernels do not read them" if is_kept else "no kernels read them"
@@ -113,7 +114,7 @@ def _load_on(device: torch.device, config: EmbeddedConfig) -> HfModel:
         network, facts = _from_checkpoint(directory, settings, device, dtype, kernels, keeps, config.context_length)
         packed = network.packed() if isinstance(network, LlamaNetwork) else None
         if packed is not None:
-            packed.check(facts.geometry, kernels.rounds_rows)
+            packed.check(facts.geometry, kernels.rounds_to)
         if copy is not None:
             _keep(copy, packed, facts)
     return HfModel(network, facts, device, config.numerics, kernels, config.kv_cache_dtype, found is not None)
@@ -203,15 +204,15 @@ def _can_be_kept(directory: Path, settings: dict[str, Any], kernels: KernelBacke
 
 def _name(dtype: torch.dtype, kernels: KernelBackend, keeps: bool) -> str:
     held_in = kernels.quantisation or ("quantised" if keeps else "dense")
-    parts = [str(dtype).removeprefix("torch."), held_in, *(["int8-activations"] if kernels.rounds_rows else [])]
-    return "-".join(parts)
+    rounding = [f"{kernels.rounds_to}-activations"] if kernels.rounds_to != "none" else []
+    return "-".join([str(dtype).removeprefix("torch."), held_in, *rounding])
 
 
 def _read(copy: PackedCopy, dtype: torch.dtype, kernels: KernelBackend) -> PackedModel | None:
     try:
         found: PackedModel | None = copy.read()
         if found is not None:
-            found.check(dtype, kernels.rounds_rows)
+            found.check(dtype, kernels.rounds_to)
     except ValueError as error:
         logger.info("the packed copy %s is made again: %s", copy.path, error)
         return None

@@ -87,29 +87,29 @@ class QuantisedWeight:
         # one rounding: a product with a scale of float16, or of less than 24 bits, is exact
         return (groups * scales + offsets).flatten(-2)
 
-    def packed(self, rounds_rows: bool = False) -> QuantisedPanels:
+    def packed(self, rounds_to: str = "none") -> QuantisedPanels:
         """The weight as the native kernels read it.
 
         Args:
-            rounds_rows: See `QuantisedPanels`.
+            rounds_to: See `QuantisedPanels`.
 
         Raises:
             StartupError: its groups and the blocks of rounded rows do not fit.
         """
         codes = self.codes
         columns, inner = self.shape
-        if rounds_rows:
+        if rounds_to == "int8":
             group = inner // self.scales.shape[1]
             if not fits_blocks(group, inner):
                 reason = f"groups of {group} weights do not fit blocks of {BLOCK}"
                 raise StartupError(f"rows cannot be rounded to int8, {reason}: use --activation-dtype none")
             codes = functional.pad(codes, (0, -codes.shape[1] % 4))
-        if self.bits == 4 or rounds_rows:
+        if self.bits == 4 or rounds_to == "int8":
             codes = codes.contiguous().view(torch.int32)
         offsets = panels_of(self.offsets) if self.offsets is not None else None
         zero = _ZERO[self.bits]
         return QuantisedPanels(
-            panels_of(codes), panels_of(self.scales), offsets, zero, self.bits, columns, inner, rounds_rows
+            panels_of(codes), panels_of(self.scales), offsets, zero, self.bits, columns, inner, rounds_to
         )
 
 
@@ -218,12 +218,12 @@ class QuantisedGemm:
     is_packed = True
 
     def __init__(
-        self, weight: Quantised, bias: torch.Tensor | None, is_unrounded: bool = False, rounds_rows: bool = False
+        self, weight: Quantised, bias: torch.Tensor | None, is_unrounded: bool = False, rounds_to: str = "none"
     ) -> None:
         self.packed = (
             weight
             if isinstance(weight, PackedQuantised)
-            else PackedQuantised(tuple(part.packed(rounds_rows) for part in weight.parts))
+            else PackedQuantised(tuple(part.packed(rounds_to) for part in weight.parts))
         )
         panels = self.packed.parts
         rows = [part.columns for part in panels]

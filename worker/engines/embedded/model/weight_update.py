@@ -269,7 +269,7 @@ class _Update:
             raise WeightsRefused(f"tensor {names[0]}: is quantised already; --quantization quantises what is not")
         made = [kernels.quantised(one, is_unrounded) if isinstance(one, torch.Tensor) else one for one in weights]
         joined = concatenated([one for one in made if isinstance(one, QuantisedWeight)])
-        return QuantisedGemm(joined, None, rounds_rows=kernels.rounds_rows).packed
+        return QuantisedGemm(joined, None, rounds_to=kernels.rounds_to).packed
 
     def _placed(self, part: Any) -> Any:
         """`part` with its tensors in their slots of the new block."""
@@ -316,7 +316,7 @@ def _quantised_rows(panels: QuantisedPanels, start: int, stop: int) -> Quantised
     codes = rows(panels.codes)
     if panels.bits == 4:
         codes = codes.view(torch.uint8)
-    elif panels.rounds_rows:
+    elif panels.rounds_to == "int8":
         codes = codes.view(torch.int8)[:, : panels.inner]
     return QuantisedWeight(codes, rows(panels.scales), None if panels.offsets is None else rows(panels.offsets))
 

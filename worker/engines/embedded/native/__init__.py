@@ -19,6 +19,7 @@ from worker.engines.embedded.native.paths import (
     chosen_path,
     is_torch_faster,
     library,
+    no_bfloat16_rows,
     sums_as_others,
     unavailable,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "is_torch_faster",
     "library",
     "linear",
+    "no_bfloat16_rows",
     "pack",
     "rms_norm",
     "rotate_and_store",

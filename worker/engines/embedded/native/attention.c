@@ -16,6 +16,11 @@ enum {
     QUERIES = 64,  /* of a tile at most, which share a block once it is packed into panels */
     TRANSPOSING = 2 * sizeof(element), /* lines of keys, and of values, fetched beside transposing 16 words of 16 keys */
     MULTIPLYING = 8 * sizeof(element), /* and beside multiplying a panel */
+#ifdef WITH_AMX
+    TOGETHER = QUERIES, /* queries that meet a block at a time: while one tile is multiplied, others are read */
+#else
+    TOGETHER = ROWS,
+#endif
 };
 
 /* One block of keys and values of one head. */
@@ -181,41 +186,77 @@ seen_keys(const attention_t *c, const block_t *block, int64_t position)
     return start > 0 ? before & (UINT64_MAX << start) : before;
 }
 
-/* Online softmax: a row's scores become weights, its maximum and sum are updated; returns the factor of its result. */
-static inline float
-weigh(const attention_t *c, const float *scores, uint64_t seen, operand *weights, float *peak, float *sum)
+/* The scores of a row become those of an online softmax's exponents, of base 2; returns their highest, or `peak`. */
+INLINED float
+scale_scores(const attention_t *c, float *scores, uint64_t seen, float peak)
 {
-    vec score[KEYS / LANES], highest = vec_all(*peak), total = vec_zero();
+    vec highest = vec_all(peak);
 #pragma GCC unroll 4
     for (int i = 0; i < KEYS / LANES; i++) {
         vec x = vec_mul(vec_load(scores + i * LANES), vec_all(c->scale));
         if (c->softcap > 0)
             x = vec_soft_cap(x, c->softcap);
-        score[i] = vec_mul_where((uint16_t)(seen >> (i * LANES)), x, vec_all(LOG2_E), vec_all(-INFINITY));
-        highest = vec_max(highest, score[i]);
+        x = vec_mul_where((uint16_t)(seen >> (i * LANES)), x, vec_all(LOG2_E), vec_all(-INFINITY));
+        vec_store(scores + i * LANES, x);
+        highest = vec_max(highest, x);
     }
-    const float top = vec_highest(highest);
+    return vec_highest(highest);
+}
+
+/* Online softmax: the scores of rows, [rows][KEYS], become weights, the rows' maxima and sums are updated; `fades` are the
+ * factors of their results. A row that sees no key has weights of 0. Each pass is over all rows, so that a processor
+ * computes several at a time.
+ */
+static inline void
+weigh(const attention_t *c, int rows, float *scores, const uint64_t *seen, operand *weights, float *peaks, float *sums,
+      float *fades)
+{
+    float tops[TOGETHER];
+    for (int r = 0; r < rows; r++) {
+        tops[r] = seen[r] ? scale_scores(c, scores + r * KEYS, seen[r], peaks[r]) : peaks[r];
+        fades[r] = peaks[r] - tops[r];
+    }
+    memset(fades + rows, 0, LANES * sizeof *fades); /* the other lanes; on subnormal numbers processors are slow */
+    for (int r = 0; r < rows; r += LANES)
+        vec_store(fades + r, vec_exp2(vec_load(fades + r)));
+    for (int r = 0; r < rows; r++) {
+        if (!seen[r]) {
+            memset(weights + r * KEYS, 0, KEYS * sizeof *weights);
+            continue;
+        }
+        vec total = vec_zero();
 #pragma GCC unroll 4
-    for (int i = 0; i < KEYS / LANES; i++) {
-        const vec weight = vec_exp2(vec_sub(score[i], vec_all(top)));
-        total = vec_add(total, weight);
-        store_operands(weights + i * LANES, weight);
+        for (int i = 0; i < KEYS / LANES; i++) {
+            const vec weight = vec_exp2(vec_sub(vec_load(scores + r * KEYS + i * LANES), vec_all(tops[r])));
+            total = vec_add(total, weight);
+            store_operands(weights + r * KEYS + i * LANES, weight);
+        }
+        peaks[r] = tops[r];
+        sums[r] = sums[r] * fades[r] + vec_sum(total);
     }
-    const float fade = vec_first(vec_exp2(vec_all(*peak - top)));
-    *peak = top;
-    *sum = *sum * fade + vec_sum(total);
-    return fade;
+}
+
+/* Rows times the columns of panels, as many as the micro-kernel takes at a time: sums [rows, sums_stride], where there is
+ * memory for `whole_tiles` of them.
+ */
+INLINED void
+multiply_each(int rows, const operand *row, int64_t row_stride, const element *panel, int64_t panel_stride,
+              int64_t words, float *sums, int64_t sums_stride)
+{
+    for (int first = 0; first < rows; first += ROWS)
+        multiply(whole_tiles((int)smaller(ROWS, rows - first)), row + first * row_stride, row_stride, panel, panel_stride, words,
+                 sums + first * sums_stride, sums_stride, 0);
 }
 
 static void
 attend_to_block(const attention_t *c, const tile_t *tile, const block_t *block, queries_t *q, ahead_t *ahead)
 {
     const int width = (int)c->width, padded = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
-    float scores[ROWS * KEYS] ALIGNED, gains[ROWS * WIDEST] ALIGNED, fades[ROWS];
-    operand weights[ROWS * KEYS] ALIGNED;
-    uint64_t seen[ROWS];
-    for (int first = 0; first < q->rows; first += ROWS) {
-        const int rows = (int)smaller(ROWS, q->rows - first);
+    float scores[TOGETHER * KEYS] ALIGNED, gains[TOGETHER * WIDEST] ALIGNED, fades[TOGETHER + LANES] ALIGNED;
+    operand weights[TOGETHER * KEYS] ALIGNED;
+    uint64_t seen[TOGETHER];
+    for (int first = 0; first < q->rows; first += TOGETHER) {
+        const int rows = (int)smaller(TOGETHER, q->rows - first);
         uint64_t any = 0;
         for (int r = 0; r < rows; r++)
             any |= seen[r] = seen_keys(c, block, tile->position + (first + r) / c->group);
@@ -224,19 +265,14 @@ attend_to_block(const attention_t *c, const tile_t *tile, const block_t *block, 
         for (int key = 0; key < KEYS; key += COLUMNS) {
             fetch(ahead, MULTIPLYING);
             if (key < block->count)
-                multiply(rows, q->query + first * width, width, block->keys + key * width, PANEL_STRIDE,
-                         width / PER_WORD, scores + key, KEYS, 0);
+                multiply_each(rows, q->query + first * width, width, block->keys + key * width, PANEL_STRIDE,
+                              width / PER_WORD, scores + key, KEYS);
         }
-        for (int r = 0; r < rows; r++)
-            if (seen[r])
-                fades[r] = weigh(c, scores + r * KEYS, seen[r], weights + r * KEYS, q->peak + first + r,
-                                 q->sum + first + r);
-            else
-                memset(weights + r * KEYS, 0, KEYS * sizeof *weights);
+        weigh(c, rows, scores, seen, weights, q->peak + first, q->sum + first, fades);
         for (int at = 0; at < width; at += COLUMNS) {
             fetch(ahead, MULTIPLYING);
-            multiply(rows, weights, KEYS, block->values + at / COLUMNS * block->value_step, block->value_stride,
-                     (block->count + PER_WORD - 1) / PER_WORD, gains + at, padded, 0);
+            multiply_each(rows, weights, KEYS, block->values + at / COLUMNS * block->value_step, block->value_stride,
+                          (block->count + PER_WORD - 1) / PER_WORD, gains + at, padded);
         }
         for (int r = 0; r < rows; r++) {
             float *result = q->result + (first + r) * padded;
@@ -277,7 +313,6 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head, const tile_t
         attend_to_block(c, tile, &block, &q, &ahead);
         fetch(&ahead, KEYS * WIDEST);
     }
-    end_multiplying();
     for (int r = 0; r < q.rows; r++) {
         const int64_t token = tile->first + r / c->group, of = head * c->group + r % c->group;
         element *to = c->output + (token * c->kv_heads * c->group + of) * width;
@@ -299,6 +334,7 @@ attend_units(const void *arguments, int64_t first, int64_t stop)
         attend_tile(c, c->tiles + unit / heads, unit % heads, next < units ? c->tiles + next / heads : NULL,
                     next % heads);
     }
+    end_multiplying();
 }
 
 void

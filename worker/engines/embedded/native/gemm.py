@@ -73,11 +73,13 @@ def quantised_gemm(panels: QuantisedPanels, bias: int | None = None) -> Any:
     )
 
 
-def quantised_kernel(rounds_rows: bool) -> Any:
-    """The C function that multiplies by quantised weights; of integers if rows are rounded."""
+def quantised_kernel(rounds_to: str) -> Any:
+    """The C function that multiplies rows, rounded to one of `ROUNDINGS`, by quantised weights."""
     kernels = library(torch.float32)
-    if not rounds_rows:
+    if rounds_to == "none":
         return kernels.quantised_linear
+    if rounds_to == "bfloat16":
+        return kernels.dequantised_linear_amx
     return kernels.integer_linear_amx if chosen_path(torch.float32) == "amx" else kernels.integer_linear
 
 
@@ -91,7 +93,8 @@ def linear(
     """GEMM: ``x [n, K]`` times a packed weight ``[N, K]``, plus a bias; ``[n, N]``, rounded once.
 
     On a quantised weight a result has the bits of that in float32 on the weight that is unpacked;
-    or, where rows are rounded to 8 bits, the bits that ``integer.c`` defines.
+    or, where rows are rounded to int8, the bits that ``integer.c`` defines, and where they are to
+    bfloat16, those of ``dequantised.c``.
 
     Args:
         x: Rows.
@@ -113,7 +116,7 @@ def linear(
     output = x.new_empty(rows, gemm.columns, dtype=torch.float32 if is_unrounded else dtype)
     quantised = gemm.quantised
     kernels = library(dtype if quantised is None else torch.float32)
-    kernel = kernels.linear if quantised is None else quantised_kernel(quantised.rounds_rows)
+    kernel = kernels.linear if quantised is None else quantised_kernel(quantised.rounds_to)
     arguments = kernels.linear_t(
         input=x.data_ptr(),
         rows=rows,

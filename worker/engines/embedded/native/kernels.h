@@ -42,7 +42,7 @@ KERNEL int32_t decoder_layers(const step_t *step, const layer_t *layers, int64_t
 /* Of the library in float32, also for bfloat16. A GEMM on unpacked weights, and one of integers on rows that are rounded
  * to 8 bits; with AMX on a processor that has it, once the system keeps the state of tiles.
  */
-KERNEL linear_kernel_t quantised_linear, integer_linear, integer_linear_amx;
+KERNEL linear_kernel_t quantised_linear, integer_linear, integer_linear_amx, dequantised_linear_amx;
 
 /* Writes rows of a quantised weight. Returns 0, or -1 if there is no such row. */
 KERNEL int32_t unpack_rows(const unpacking_t *arguments);

@@ -234,7 +234,7 @@ class DecoderLayers:
         quantised = [weight for layer in layers for weight in layer.quantised]
         self._quantised = None
         if quantised:  # all weights of a model meet rows that are rounded, or none
-            self._quantised = ctypes.cast(quantised_kernel(quantised[0].rounds_rows), ctypes.c_void_p)
+            self._quantised = ctypes.cast(quantised_kernel(quantised[0].rounds_to), ctypes.c_void_p)
 
     def compute(self, hidden: torch.Tensor, step: StepTensors) -> None:
         """Replace hidden states ``[T, hidden]`` by those behind the last layer.

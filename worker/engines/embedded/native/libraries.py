@@ -121,7 +121,7 @@ class KernelLibrary(ctypes.CDLL):
 
     def _declare_functions(self) -> None:
         """Types of arguments and results; some functions are in the libraries of float32 alone, and
-        ``integer_linear_amx`` where the compiler knows AMX.
+        those of AMX where the compiler knows it.
         """
         linear, weighing = ctypes.POINTER(self.linear_t), ctypes.POINTER(self.weighing_t)
         signatures: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -129,6 +129,7 @@ class KernelLibrary(ctypes.CDLL):
             "quantised_linear": (_INT32, (linear, _POINTER)),
             "integer_linear": (_INT32, (linear, _POINTER)),
             "integer_linear_amx": (_INT32, (linear, _POINTER)),
+            "dequantised_linear_amx": (_INT32, (linear, _POINTER)),
             "unpack_rows": (_INT32, (ctypes.POINTER(self.unpacking_t),)),
             "rms_norm": (None, (ctypes.POINTER(self.rms_norm_t), _POINTER)),
             "soft_cap": (None, (_POINTER, _INT64, _FLOAT, _POINTER)),

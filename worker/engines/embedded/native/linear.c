@@ -56,7 +56,6 @@ compute_panel(const linear_t *l, int64_t number)
         for (int64_t row = 0; row < count; row++)
             finish(l, first + row, number * COLUMNS, sums[row]);
     }
-    end_multiplying();
 }
 
 static void
@@ -64,6 +63,7 @@ compute_panels(const void *arguments, int64_t first, int64_t stop)
 {
     for (int64_t number = first; number < stop; number++)
         compute_panel(arguments, number);
+    end_multiplying();
 }
 
 /* Changes with the meaning of arguments; `_VERSION` in `native/libraries.py`. */

@@ -92,6 +92,13 @@ end_multiplying(void)
 {
 }
 
+/* Rows up to which some more may be multiplied, whatever they are. */
+static inline int
+whole_tiles(int rows)
+{
+    return rows;
+}
+
 /* One sum of `multiply`, by its definition. */
 static inline float
 sum_by_definition(const float *row, const float *column, int64_t words)

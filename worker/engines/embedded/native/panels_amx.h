@@ -110,6 +110,13 @@ multiply(int rows, const element *row, int64_t row_stride, const element *panel,
         multiply_tiles(0, rows, row, row_stride, panel, panel_stride, words, sums, sums_stride, continues);
 }
 
+/* Rows up to which those of a second tile may be multiplied, whatever they are: to configure other tiles takes longer. */
+static inline int
+whole_tiles(int rows)
+{
+    return rows > TILE_ROWS ? 2 * TILE_ROWS : rows;
+}
+
 /* One sum of `multiply`, by its definition; of finite numbers none of which is subnormal. */
 static inline float
 sum_by_definition(const float *row, const float *column, int64_t words)

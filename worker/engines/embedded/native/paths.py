@@ -58,6 +58,18 @@ def is_torch_faster(dtype: torch.dtype, path: str) -> bool:
     return not libraries.open_library(dtype, path).kernels_have_fma()
 
 
+def no_bfloat16_rows(path: str | None = None) -> str | None:
+    """Why rows that meet quantised weights cannot be rounded to bfloat16, as only AMX multiplies
+    them; None if they can.
+
+    Args:
+        path: See `unavailable`.
+    """
+    if path not in (None, "amx"):
+        return f"native-{path} does not use it"
+    return unavailable(torch.bfloat16, "amx") or unavailable(torch.float32, "amx")
+
+
 def sums_as_others(dtype: torch.dtype, path: str) -> bool:
     """Whether `path` sums in the order of plain C on this processor, so that their bits are equal.
 

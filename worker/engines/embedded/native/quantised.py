@@ -12,8 +12,11 @@ from torch.nn import functional
 
 from worker.engines.embedded.native.packed import COLUMNS
 
+ROUNDINGS = ("none", "int8", "bfloat16")
+"""What rows are rounded to before they are multiplied by a quantised weight."""
+
 BLOCK = 32
-"""Elements of a row that are rounded with one scale: ``BLOCK`` in ``rounded_rows.h``."""
+"""Elements of a row that are rounded to int8 with one scale: ``BLOCK`` in ``rounded_rows.h``."""
 
 
 def fits_blocks(group: int, inner: int) -> bool:
@@ -27,7 +30,7 @@ class QuantisedPanels:
 
     Attributes:
         codes: ``[ceil(N / 32), K, 32]`` int8; or ``[ceil(N / 32), K / 8, 32]`` int32, each eight
-            codes of 4 bits without a sign, the first one lowest; or, of 8 bits where `rounds_rows`,
+            codes of 4 bits without a sign, the first one lowest; or, of 8 bits where rows are rounded to int8,
             ``[ceil(N / 32), ceil(K / 4), 32]`` int32, each four codes with a sign.
         scales: ``[ceil(N / 32), groups of a row, 32]``, float16 or float32, all finite.
         offsets: Offsets of the groups, like `scales`; None where each is `zero` times its scale.
@@ -35,10 +38,10 @@ class QuantisedPanels:
         bits: Bits of a code, 4 or 8.
         columns: N.
         inner: K.
-        rounds_rows: Whether rows that meet the weight are rounded to 8 bits.
+        rounds_to: One of `ROUNDINGS`.
 
     Raises:
-        ValueError: a tensor has another shape or data type.
+        ValueError: a tensor has another shape or data type, or there is no such rounding.
     """
 
     codes: torch.Tensor
@@ -48,14 +51,15 @@ class QuantisedPanels:
     bits: int
     columns: int
     inner: int
-    rounds_rows: bool
+    rounds_to: str
 
     def __post_init__(self) -> None:
-        per_word = {8: 4 if self.rounds_rows else 1, 4: 8}.get(self.bits, 0)
+        per_word = {8: 4 if self.rounds_to == "int8" else 1, 4: 8}.get(self.bits, 0)
         dtype = torch.int8 if per_word == 1 else torch.int32
         scales = self.scales
         if (
             not per_word
+            or self.rounds_to not in ROUNDINGS
             or self.codes.dtype != dtype
             or tuple(self.codes.shape) != self._panels_shape(-(-self.inner // per_word))
             or scales.dtype not in (torch.float16, torch.float32)
@@ -64,7 +68,7 @@ class QuantisedPanels:
             or not scales.shape[1]
             or self.inner % scales.shape[1]
             or (self.bits == 4 and self.group % 8)
-            or (self.rounds_rows and not fits_blocks(self.group, self.inner))
+            or (self.rounds_to == "int8" and not fits_blocks(self.group, self.inner))
             or (self.offsets is not None and (self.offsets.shape != scales.shape or self.offsets.dtype != scales.dtype))
         ):
             raise ValueError(f"codes {list(self.codes.shape)} are no weight of shape {[self.columns, self.inner]}")

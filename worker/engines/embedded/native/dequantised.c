@@ -1,0 +1,273 @@
+/* GEMMs with AMX in bfloat16 on quantised weights.
+ *
+ * Rows are rounded to bfloat16, and so are the weights, each code * scale + offset with one rounding to float32 before. A
+ * result has the bits of `linear` in bfloat16 with AMX on these rows and weights, before that rounds it: the sum in AMX's
+ * order (`panels_amx.h`) depends on the row alone.
+ *
+ * A part of a panel is unpacked into tiles in the L1 cache, and multiplied by all rows of a chunk, which stay in the L2
+ * cache. Rows and results may be float32 too.
+ */
+#ifdef FLOAT32
+#include "quantised.h"
+
+#include "amx.h"
+
+#ifdef CAN_HAVE_TILES
+#include <stdlib.h>
+
+enum {
+    STEP = 32,              /* elements of a row that one product of tiles sums */
+    PAIRS = STEP / 2,       /* words of a tile */
+    PART_STEPS = 8,         /* of a panel, unpacked: 16 KiB */
+    BLOCK_ROWS = 2 * TILE_ROWS,
+    CHUNK_ROWS = 512,       /* at most */
+    CHUNK_BYTES = 1 << 20,  /* of rounded rows */
+    HALF = PAIRS * 2 * LANES, /* elements of a tile of columns */
+    STEP_SIZE = 2 * HALF,     /* elements of a step of a panel */
+    FETCHED = 16384,        /* bytes by which codes are fetched before they are read */
+};
+
+#define WITH_BFLOAT16 __attribute__((target("avx512bf16")))
+
+typedef struct {
+    const quantised_t *q;
+    uint16_t *rows; /* [blocks of up to 32 rows][steps][rows of the block][32] */
+    int64_t steps, panels;
+    int64_t chunk; /* rows */
+} dequantised_t;
+
+/* Two vectors of numbers as bfloat16, those of `low` first. */
+INLINED WITH_BFLOAT16 __m512i
+rounded(vec low, vec high)
+{
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+/* Rows as tiles of bfloat16. */
+static WITH_BFLOAT16 void
+round_rows(const void *arguments, int64_t first, int64_t stop)
+{
+    const dequantised_t *d = arguments;
+    const quantised_t *q = d->q;
+    for (int64_t row = first; row < stop; row++) {
+        const int64_t block = row / BLOCK_ROWS * BLOCK_ROWS, count = smaller(BLOCK_ROWS, q->rows - block);
+        uint16_t *to = d->rows + (block * d->steps + row - block) * STEP;
+        for (int64_t at = 0; at < q->inner; at += STEP, to += count * STEP) {
+            const int64_t from = row * q->inner + at, rest = q->inner - at;
+            const vec low = read_lanes(q->input, from, rest, q->is_bfloat16);
+            const vec high = rest > LANES ? read_lanes(q->input, from + LANES, rest - LANES, q->is_bfloat16) : vec_zero();
+            _mm512_storeu_si512(to, rounded(low, high));
+        }
+    }
+}
+
+/* Scales and offsets of a group, of a panel's columns. */
+typedef struct {
+    vec scale[2], offset[2];
+} group_t;
+
+INLINED group_t
+load_group(const quantised_t *q, int64_t panel, int64_t element)
+{
+    group_t g;
+    const int64_t at = (panel * (q->inner / q->group) + element / q->group) * COLUMNS;
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+        g.scale[half] = load_scales(q->scales, at + half * LANES, q->is_half);
+        g.offset[half] = q->offsets ? load_scales(q->offsets, at + half * LANES, q->is_half)
+                                    : vec_mul(g.scale[half], vec_all(q->zero));
+    }
+    return g;
+}
+
+/* A word of each of 16 columns. */
+INLINED WITH_BFLOAT16 void
+store_pair(vec first, vec second, const group_t *g, const group_t *next, int half, uint16_t *to)
+{
+    static const uint16_t order[2 * LANES] ALIGNED = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const vec low = vec_fmadd(first, g->scale[half], g->offset[half]);
+    const vec high = vec_fmadd(second, next->scale[half], next->offset[half]);
+    _mm512_store_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(order), rounded(low, high)));
+}
+
+/* A step of a panel, from element `at` on. Groups `fit` if each is whole steps. */
+INLINED WITH_BFLOAT16 void
+unpack_step(int bits, int fits, const quantised_t *q, int64_t panel, int64_t at, uint16_t *to)
+{
+    const char *codes = q->codes + (panel * q->inner + at) * COLUMNS * bits / 8;
+    const int64_t count = fits ? STEP : smaller(STEP, q->inner - at);
+    for (int line = 0; line < STEP * COLUMNS * bits / 8; line += 64)
+        fetch_to_l2(codes + FETCHED + line);
+    group_t g = load_group(q, panel, at), next = g;
+    if (!fits && count < STEP)
+        memset(to, 0, STEP_SIZE * sizeof *to);
+    if (bits == 4) {
+        for (int64_t k = 0; k < count; k += 8, codes += COLUMNS * sizeof(uint32_t)) {
+            if (!fits)
+                g = load_group(q, panel, at + k);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                const words_t w = load_words((const element *)codes + half * LANES);
+#pragma GCC unroll 4
+                for (int i = 0; i < 8; i += 2)
+                    store_pair(nibbles_of(w, i), nibbles_of(w, i + 1), &g, &g, half,
+                               to + half * HALF + (k + i) * LANES);
+            }
+        }
+        return;
+    }
+    for (int64_t k = 0; k < count; k += 2, codes += 2 * COLUMNS) {
+        const int is_last = !fits && k + 1 == count;
+        if (!fits) {
+            g = load_group(q, panel, at + k);
+            next = is_last ? g : load_group(q, panel, at + k + 1);
+        }
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            const vec first = load_bytes((const int8_t *)codes + half * LANES);
+            uint16_t *word = to + half * HALF + k * LANES;
+            store_pair(first, is_last ? first : load_bytes((const int8_t *)codes + COLUMNS + half * LANES), &g, &next,
+                       half, word);
+            for (int column = 0; is_last && column < LANES; column++)
+                word[2 * column + 1] = 0;
+        }
+    }
+}
+
+/* `count` steps of a panel from `first` on, as tiles. */
+static WITH_BFLOAT16 void
+unpack_steps(const quantised_t *q, int64_t panel, int64_t first, int64_t count, uint16_t *to)
+{
+    const int fits = q->inner % STEP == 0 && q->group % STEP == 0;
+    for (int64_t step = first; step < first + count; step++, to += STEP_SIZE)
+        if (q->bits == 4 && fits)
+            unpack_step(4, 1, q, panel, step * STEP, to);
+        else if (q->bits == 4)
+            unpack_step(4, 0, q, panel, step * STEP, to);
+        else if (fits)
+            unpack_step(8, 1, q, panel, step * STEP, to);
+        else
+            unpack_step(8, 0, q, panel, step * STEP, to);
+}
+
+/* Tiles 0 to 3 are sums, of two tiles of rows and two halves of the columns, 4 and 5 rows, 6 and 7 columns. */
+static void
+configure_for(int64_t rows)
+{
+    tile_config_t config = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        const int is_second = tile == 2 || tile == 3 || tile == 5;
+        const int64_t count = tile > 5 ? PAIRS : is_second ? rows - TILE_ROWS : smaller(rows, TILE_ROWS);
+        config.rows[tile] = count > 0 ? (uint8_t)count : 0;
+        config.row_bytes[tile] = count > 0 ? TILE_BYTES : 0;
+    }
+    configure_tiles(&config);
+}
+
+/* Adds products of some steps of up to 32 rows and of the columns to tiles 0 to 3. */
+INLINED void
+add_steps(int has_second, int64_t rows, const uint16_t *row, const uint16_t *columns, int64_t steps)
+{
+    for (int64_t step = 0; step < steps; step++, row += rows * STEP, columns += STEP_SIZE) {
+        LOAD_TILE(6, columns, TILE_BYTES);
+        LOAD_TILE(4, row, TILE_BYTES);
+        ADD_BFLOAT16(0, 4, 6);
+        LOAD_TILE(7, columns + HALF, TILE_BYTES);
+        ADD_BFLOAT16(1, 4, 7);
+        if (has_second) {
+            LOAD_TILE(5, row + TILE_ROWS * STEP, TILE_BYTES);
+            ADD_BFLOAT16(2, 5, 6);
+            ADD_BFLOAT16(3, 5, 7);
+        }
+    }
+}
+
+#define EACH_SUM(DO, has_second, sums)                                                                                 \
+    DO(0, sums, COLUMNS * sizeof(float));                                                                              \
+    DO(1, (sums) + LANES, COLUMNS * sizeof(float));                                                                    \
+    if (has_second) {                                                                                                  \
+        DO(2, (sums) + TILE_ROWS * COLUMNS, COLUMNS * sizeof(float));                                                  \
+        DO(3, (sums) + TILE_ROWS * COLUMNS + LANES, COLUMNS * sizeof(float));                                          \
+    }
+#define ZERO_SUM(tile, from, stride) ZERO_TILE(tile)
+
+/* A block of rows times a part of a panel. The sums stay in their tiles if it `is_alone`: the only block. */
+INLINED void
+multiply_block(int has_second, int64_t rows, const uint16_t *row, const uint16_t *columns, int64_t steps, int is_first,
+               int is_last, int is_alone, float *sums)
+{
+    if (is_first) {
+        EACH_SUM(ZERO_SUM, has_second, sums)
+    } else if (!is_alone) {
+        EACH_SUM(LOAD_TILE, has_second, sums)
+    }
+    add_steps(has_second, rows, row, columns, steps);
+    if (is_last || !is_alone) {
+        EACH_SUM(STORE_TILE, has_second, sums)
+    }
+}
+
+/* A panel times the rows from `first` on, before `stop`. */
+static void
+compute_panel(const dequantised_t *d, int64_t panel, int64_t first, int64_t stop, int64_t *configured)
+{
+    float sums[CHUNK_ROWS * COLUMNS] ALIGNED;
+    uint16_t columns[PART_STEPS * STEP_SIZE] ALIGNED;
+    const int is_alone = stop - first <= BLOCK_ROWS;
+    for (int64_t step = 0; step < d->steps; step += PART_STEPS) {
+        const int64_t steps = smaller(PART_STEPS, d->steps - step);
+        unpack_steps(d->q, panel, step, steps, columns);
+        for (int64_t block = first; block < stop; block += BLOCK_ROWS) {
+            const int64_t rows = smaller(BLOCK_ROWS, stop - block);
+            const uint16_t *row = d->rows + (block * d->steps + step * rows) * STEP;
+            if (*configured != rows)
+                configure_for(*configured = rows);
+            if (rows > TILE_ROWS)
+                multiply_block(1, rows, row, columns, steps, step == 0, step + steps == d->steps, is_alone,
+                               sums + (block - first) * COLUMNS);
+            else
+                multiply_block(0, rows, row, columns, steps, step == 0, step + steps == d->steps, is_alone,
+                               sums + (block - first) * COLUMNS);
+        }
+    }
+    for (int64_t row = first; row < stop; row++)
+        finish(d->q, row, panel * COLUMNS, sums + (row - first) * COLUMNS);
+}
+
+/* A unit of work is a panel and a chunk of rows. */
+static void
+compute_units(const void *arguments, int64_t first, int64_t stop)
+{
+    const dequantised_t *d = arguments;
+    int64_t configured = 0;
+    for (int64_t unit = first; unit < stop; unit++) {
+        const int64_t row = unit / d->panels * d->chunk;
+        compute_panel(d, unit % d->panels, row, smaller(row + d->chunk, d->q->rows), &configured);
+    }
+    release_tiles();
+}
+
+/* Returns 0, or -1 if there is no memory for the rounded rows. */
+int32_t
+dequantised_linear_amx(const linear_t *arguments, const threads_t *threads)
+{
+    const quantised_t q = quantised_of(arguments);
+    if (!q.rows)
+        return 0;
+    const int64_t steps = (q.inner + STEP - 1) / STEP, panels = (q.columns + COLUMNS - 1) / COLUMNS;
+    const int64_t fitting = CHUNK_BYTES / (steps * STEP * (int64_t)sizeof(uint16_t)) / BLOCK_ROWS * BLOCK_ROWS;
+    const int64_t most = fitting < BLOCK_ROWS ? BLOCK_ROWS : smaller(fitting, CHUNK_ROWS);
+    const int64_t part = (q.rows - 1) / ((q.rows + most - 1) / most) + 1;
+    const int64_t chunk = (part + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS, chunks = (q.rows + chunk - 1) / chunk;
+    dequantised_t d = {&q, NULL, steps, panels, chunk};
+    d.rows = aligned_alloc(64, q.rows * steps * STEP * sizeof *d.rows + 64);
+    if (!d.rows)
+        return -1;
+    parallel_for(threads, q.rows, q.rows > BLOCK_ROWS ? BLOCK_ROWS : q.rows, round_rows, &d);
+    parallel_for(threads, panels * chunks, panel_grain(panels * chunks, threads), compute_units, &d);
+    free(d.rows);
+    return 0;
+}
+#endif
+#endif
