@@ -55,9 +55,14 @@ def emulated_instructions() -> int:
 
 
 @contextmanager
-def amx() -> Iterator[None]:
-    """The path is there for as long as this lasts."""
-    if IS_REAL:
+def amx(emulates: bool = not IS_REAL) -> Iterator[None]:
+    """The path is there for as long as this lasts.
+
+    Args:
+        emulates: Whether instructions are emulated. On a processor that has them they can be where
+            the process has not asked the system for tiles.
+    """
+    if not emulates:
         yield
         return
     ctypes.CDLL(str(build_emulator()))

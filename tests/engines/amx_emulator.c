@@ -3,8 +3,12 @@
  * Loaded into a process, it takes the signal's place. What the instructions do is Intel's "Architecture Instruction Set
  * Extensions Programming Reference", chapter "AMX". It is strict where a processor raises an exception: sizes that do
  * not fit each other, or a tile that is not configured, end the process with a message.
+ *
+ * A processor that has AMX raises the signal in a process that did not ask the system for tiles, but not at LDTILECFG and
+ * TILERELEASE: so the configuration is then what the signal's frame has of it.
  */
 #define _GNU_SOURCE
+#include <cpuid.h>
 #include <immintrin.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -240,12 +244,45 @@ emulate(const uint8_t *at, const greg_t *registers)
     return length;
 }
 
+enum { TILE_CONFIG = 17 }; /* number of this state component */
+
+static int64_t config_offset; /* of it in a signal's frame, or 0 if the system keeps none */
+
+static void
+find_config(void)
+{
+    enum { STATES = 13 };
+    unsigned low, high, size, offset, c, d;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if (low >> TILE_CONFIG & 1 && __get_cpuid_count(STATES, TILE_CONFIG, &size, &offset, &c, &d))
+        config_offset = offset;
+}
+
+/* Takes over what the processor itself was configured with, if it was since the last time. */
+static void
+read_config(state_t *s, const ucontext_t *context)
+{
+    enum { HEADER = 512 };
+    const uint8_t *area = (const uint8_t *)context->uc_mcontext.fpregs;
+    uint64_t states;
+    memcpy(&states, area + HEADER, sizeof states);
+    config_t config = {0};
+    if (states >> TILE_CONFIG & 1)
+        memcpy(&config, area + config_offset, sizeof config);
+    if (!config.palette)
+        s->is_configured = 0;
+    else if (!s->is_configured || memcmp(&config, &s->config, sizeof config) != 0)
+        load_config(s, &config);
+}
+
 static struct sigaction before;
 
 static void
 on_illegal_instruction(int number, siginfo_t *info, void *context)
 {
     greg_t *registers = ((ucontext_t *)context)->uc_mcontext.gregs;
+    if (config_offset)
+        read_config(&state, context);
     const int length = emulate((const uint8_t *)registers[REG_RIP], registers);
     if (length)
         registers[REG_RIP] += length;
@@ -258,6 +295,7 @@ on_illegal_instruction(int number, siginfo_t *info, void *context)
 __attribute__((constructor)) static void
 take_signal(void)
 {
+    find_config();
     struct sigaction action = {.sa_sigaction = on_illegal_instruction, .sa_flags = SA_SIGINFO | SA_NODEFER};
     sigaction(SIGILL, &action, &before);
 }

@@ -126,8 +126,8 @@ def load(path: Path, **given: Any) -> HfModel:
 @pytest.mark.parametrize(("arch", "dtype"), grid(product(EVERY_TYPE, DTYPES), fast=3), ids=str)
 @pytest.mark.usefixtures("one_thread")
 def test_every_path_has_the_same_logits(arch: str, dtype: torch.dtype, every_checkpoint: dict[str, Path]) -> None:
-    """`test_embedded_numerics` cuts and mixes batches."""
-    expected = None
+    """`test_embedded_numerics` cuts and mixes batches. AMX sums bfloat16 in an order of its own."""
+    expected: dict[bool, torch.Tensor] = {}
     name = str(dtype).removeprefix("torch.")
     for path in native.PATHS:
         if native.unavailable(dtype, path) is None:
@@ -135,9 +135,11 @@ def test_every_path_has_the_same_logits(arch: str, dtype: torch.dtype, every_che
             assert model.numerics == "exact"
             assert model.made_by.endswith(" kernels, int8 KV cache")
             found = last_logits(model)
-            expected = found if expected is None else expected
-            assert torch.equal(found, expected)
-            assert torch.equal(last_logits(model, (0, 33, 34, 89, 90))[-1:], expected)
+            as_others = expected.setdefault(native.sums_as_others(dtype, path), found)
+            assert torch.equal(found, as_others)
+            assert torch.equal(last_logits(model, (0, 33, 34, 89, 90))[-1:], found)
+    for logits in expected.values():
+        assert (logits - expected[True]).norm() / expected[True].norm() < 0.05
 
 
 @pytest.mark.parametrize("kernels", [pytest.param("native", marks=pytest.mark.native), "torch"])

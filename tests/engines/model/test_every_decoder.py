@@ -63,7 +63,8 @@ def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(path: Path, **changes: Any) -> list[Any]:
     """Answers with all their log probabilities, once with an empty cache and once more."""
-    engine = Engine(model_path=path, device="cpu", dtype="float32", numerics="exact", **changes)
+    settings = {"device": "cpu", "dtype": "float32", "numerics": "exact"}
+    engine = Engine(model_path=path, **(settings | changes))
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=3, prompt_logprobs=3)
     results = [engine.generate(prompts(), params) for _ in range(2)]
     assert [each.token_ids for each in results[0]] == [each.token_ids for each in results[1]]
@@ -71,7 +72,8 @@ def run(path: Path, **changes: Any) -> list[Any]:
 
 
 def loaded(path: Path, **changes: Any) -> HfModel:
-    model = load_model(EmbeddedConfig(model_path=path, device="cpu", dtype="float32", numerics="exact", **changes))
+    settings = {"device": "cpu", "dtype": "float32", "numerics": "exact"}
+    model = load_model(EmbeddedConfig(model_path=path, **(settings | changes)))
     model.allocate_kv(8, 32)
     return model
 
@@ -98,15 +100,31 @@ def test_it_is_computed_as_transformers_does(kind: str, shape: int, tmp_path: Pa
 def test_how_it_ran_changes_no_bit(kind: str, shape: int, tmp_path: Path) -> None:
     """Alone, in a batch, in chunks, preempted, from the prefix cache, behind a KV transfer."""
     write(tmp_path, kind, shape)
-    alone = run(tmp_path, max_num_seqs=1)
-    assert run(tmp_path, max_num_seqs=4, max_num_batched_tokens=7) == alone
-    assert run(tmp_path, max_num_seqs=4, max_num_batched_tokens=48, context_length=96, kv_blocks=6) == alone
-    for changes in ({}, {"quantization": "int8"}, {"quantization": "int4"}, {"kernels": "torch"}):
-        model = loaded(tmp_path, **changes)
-        whole = last_logits(model)
-        assert torch.equal(last_logits(model, (0, 7, 40, 41, 90))[-1:], whole), changes
+    check_bits(tmp_path, dtype="float32")
+    model = loaded(tmp_path, kernels="torch")
+    assert torch.equal(last_logits(model, (0, 7, 40, 41, 90))[-1:], last_logits(model))
     assert torch.equal(*decoded_with_the_kv_of(model, loaded(tmp_path, kernels="torch")))
     torch.testing.assert_close(*decoded_with_the_kv_of(loaded(tmp_path), model), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("kind", "shape"), CASES)
+@pytest.mark.native
+def test_how_it_ran_changes_no_bit_in_bfloat16(kind: str, shape: int, tmp_path: Path) -> None:
+    """With AMX where the processor has it."""
+    write(tmp_path, kind, shape)
+    check_bits(tmp_path, dtype="bfloat16")
+
+
+def check_bits(path: Path, dtype: str) -> None:
+    alone = run(path, dtype=dtype, max_num_seqs=1)
+    assert run(path, dtype=dtype, max_num_seqs=4, max_num_batched_tokens=7) == alone
+    small = {"max_num_batched_tokens": 48, "context_length": 96, "kv_blocks": 6}
+    assert run(path, dtype=dtype, max_num_seqs=4, **small) == alone
+    for quantization in ("auto", "int8", "int4"):
+        model = loaded(path, dtype=dtype, quantization=quantization)
+        whole = last_logits(model)
+        assert torch.equal(last_logits(model, (0, 7, 40, 41, 90))[-1:], whole), quantization
 
 
 def decoded_with_the_kv_of(prefill: HfModel, decode: HfModel) -> tuple[torch.Tensor, torch.Tensor]:

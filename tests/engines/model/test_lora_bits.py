@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import amx_emulation
 import pytest
 import torch
 from effort import examples
@@ -206,6 +207,27 @@ def test_all_instructions_compute_the_same_bits(folder: Path, dtype: str) -> Non
     native.choose_path(getattr(torch, dtype))
     assert len(found) > 1
     assert all(torch.equal(each, found["generic"]) for each in found.values())
+
+
+def test_amx_computes_adapters(folder: Path) -> None:
+    """It sums in an order of its own, and a row's bits are its own."""
+    if reason := amx_emulation.reason_against(torch.bfloat16):
+        pytest.skip(reason)
+    rows: list[tuple[str | None, int]] = [("wide", 40), (None, 17), ("plain", 33), ("wide", 1)]
+    with amx_emulation.amx():
+        case = Case(folder, dtype="bfloat16", kernels="native-amx")
+        alone = [case.alone(*row) for row in rows]
+        requests = [case.request(*row, [3 * i, 3 * i + 1, 3 * i + 2]) for i, row in enumerate(rows)]
+        chunks = tuple(Chunk(request, 0, length) for request, (_, length) in zip(requests, rows, strict=True))
+        together = case.model.forward(Plan((), chunks, tuple(requests)))
+    native.choose_path(torch.bfloat16)
+    assert case.model.made_by == "exact, native-amx kernels"
+    assert torch.equal(together, torch.stack(alone))
+    avx512 = Case(folder, dtype="bfloat16", kernels="native-avx512")
+    for row, found in zip(rows, alone, strict=True):
+        expected = avx512.alone(*row)
+        assert (found - expected).norm() / expected.norm() < 0.05
+    native.choose_path(torch.bfloat16)
 
 
 def test_kernels_of_torch_refuse_adapters(folder: Path) -> None:

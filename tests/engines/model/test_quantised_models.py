@@ -48,18 +48,22 @@ def quantised(every_checkpoint: dict[str, Path], tmp_path_factory: pytest.TempPa
 def test_int8_has_one_answer_on_every_path_and_in_any_chunks(
     arch: str, dtype: str, activation_dtype: str, every_checkpoint: dict[str, Path]
 ) -> None:
-    expected = None
+    """Where AMX attends in bfloat16, it has an order of its own; integers have none."""
+    expected: dict[bool, torch.Tensor] = {}
     settings = {"dtype": dtype, "quantization": "int8", "activation_dtype": activation_dtype}
-    made_by = "exact, native kernels, int8 weights"
-    made_by += ", int8 activations but outliers" if activation_dtype == "int8" else ""
+    computed = getattr(torch, dtype)
     for path in PATHS:
-        if native.unavailable(getattr(torch, dtype), path) is None:
+        if native.unavailable(computed, path) is None:
             model = load(every_checkpoint[arch], kernels=f"native-{path}", **settings)
-            assert model.made_by == made_by
+            is_as_others = native.sums_as_others(computed, path)
+            kernels = "native" if is_as_others else f"native-{path} and native"
+            made_by = f"exact, {kernels} kernels, int8 weights"
+            assert model.made_by == made_by + (", int8 activations but outliers" if activation_dtype == "int8" else "")
             found = last_logits(model)
-            expected = found if expected is None else expected
-            assert torch.equal(found, expected)
-            assert torch.equal(last_logits(model, (0, 33, 34, 89, 90))[-1:], expected)
+            assert torch.equal(found, expected.setdefault(is_as_others, found))
+            assert torch.equal(last_logits(model, (0, 33, 34, 89, 90))[-1:], found)
+    for logits in expected.values():
+        assert (logits - expected[True]).norm() / expected[True].norm() < 0.05
 
 
 def test_predictions_are_near_those_of_the_whole_weights(every_checkpoint: dict[str, Path]) -> None:

@@ -7,7 +7,10 @@ What holds for all paths is tested in `test_native_kernels` and `test_quantised_
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -63,10 +66,27 @@ def test_sums_are_in_the_documented_order(dtype: torch.dtype, rows: int) -> None
         assert torch.equal(found, tile_order(x, weight))
 
 
+IN_A_PROCESS = """
+import amx_emulation, test_amx, torch
+from worker.engines.embedded import native
+
+with amx_emulation.amx(emulates=True):
+    native.choose_path({dtype}, "amx")
+    test_amx.check_instructions({dtype})
+"""
+
+
 def test_it_computes(dtype: torch.dtype) -> None:
+    """In a process of its own, where the emulator counts instructions of any processor."""
+    folders = [*map(str, (Path(__file__).parent, Path(amx_emulation.__file__).parent))]
+    path = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", IN_A_PROCESS.format(dtype=dtype)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def check_instructions(dtype: torch.dtype) -> None:
     """In bfloat16 GEMMs of any rows, and attention; in float32 those on many rounded rows."""
-    if amx_emulation.IS_REAL:
-        pytest.skip("what computes is not counted")
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -109,9 +129,15 @@ def test_many_rows_and_wide_ones_have_the_bits_of_few(
 
 
 PROGRAM = """
+#include <sys/syscall.h>
+#include <unistd.h>
 #include "amx.h"
 int main(void)
 {
+#ifdef ASK_FOR_TILES
+    if (syscall(SYS_arch_prctl, 0x1023, 18))
+        return 1;
+#endif
     tile_config_t config = {.palette = 1};
     for (int tile = 0; tile < 3; tile++)
         config.rows[tile] = 4, config.row_bytes[tile] = 16;
@@ -125,7 +151,10 @@ int main(void)
 """
 
 
-@pytest.mark.skipif(amx_emulation.IS_REAL, reason="a processor's exception has no message")
+OF_LDTILECFG = ("a tile has up to 16 rows of up to 64 bytes, or neither", "palette is not 1")
+"""What LDTILECFG refuses, which a processor that has it computes itself."""
+
+
 @pytest.mark.parametrize(
     ("configuration", "more", "why"),
     [
@@ -138,17 +167,28 @@ int main(void)
         ("", "release_tiles(); ZERO_TILE(0);", "no configuration"),
     ],
 )
+@pytest.mark.parametrize("is_emulated", [True, False], ids=["emulated", "by the processor"])
 def test_the_emulator_is_as_strict_as_a_processor(
-    configuration: str, more: str, why: str | None, tmp_path: Path
+    is_emulated: bool, configuration: str, more: str, why: str | None, tmp_path: Path
 ) -> None:
+    """A processor's own exceptions have no message."""
     if reason := amx_emulation.reason_against(torch.float32):
         pytest.skip(reason)
+    if not is_emulated and not amx_emulation.IS_REAL:
+        pytest.skip("this processor has no AMX")
     source, program = tmp_path / "program.c", tmp_path / "program"
     source.write_text(PROGRAM % (configuration, more))
-    folder = libraries.FOLDER
-    emulator = amx_emulation.build_emulator()
-    command = ["cc", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", f"-I{folder}", source, "-o", program]
-    subprocess.run([*command, f"-Wl,-rpath,{emulator.parent},--no-as-needed", emulator, "-lm"], check=True)  # type: ignore[list-item]
+    command = ["cc", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", f"-I{libraries.FOLDER}", str(source)]
+    if is_emulated:
+        emulator = amx_emulation.build_emulator()
+        command += [f"-Wl,-rpath,{emulator.parent},--no-as-needed", str(emulator), "-lm"]
+    else:
+        command += ["-DASK_FOR_TILES=1"]
+    subprocess.run([*command, "-o", str(program)], check=True)
     done = subprocess.run([program], capture_output=True, text=True, timeout=60)
-    assert (done.returncode == 0) == (why is None), done.stderr
-    assert why is None or why in done.stderr
+    if is_emulated:
+        assert (done.returncode == 0) == (why is None), done.stderr
+        has_message = why is not None and not (amx_emulation.IS_REAL and why in OF_LDTILECFG)
+        assert not has_message or str(why) in done.stderr
+    else:
+        assert done.returncode in ((0,) if why is None else (-signal.SIGILL, -signal.SIGSEGV))

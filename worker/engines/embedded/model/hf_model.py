@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from adapters.devices import launching_on, upload, upload_ids
 from worker.engines.embedded.adapters import LoadedAdapter
-from worker.engines.embedded.attention import AttentionBackend, AttentionSizes, AttentionStep
+from worker.engines.embedded.attention import AttentionBackend, AttentionSizes, AttentionStep, NativeAttention
 from worker.engines.embedded.config import resolve_dtype
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
@@ -241,7 +241,7 @@ class HfModel:
 
         Raises `NotSupported` unless native kernels compute all of the model.
         """
-        qkv = self._network.qkv_gemms() if self._attention.kernels == "native" else None
+        qkv = self._network.qkv_gemms() if isinstance(self._attention, NativeAttention) else None
         if qkv is None:
             raise NotSupported(
                 f"LoRA adapters are served where native kernels compute a model of the Llama family; here "
