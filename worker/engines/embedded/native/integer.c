@@ -216,7 +216,7 @@ compute_either(const void *arguments, int64_t first, int64_t stop)
 static int32_t
 compute(const quantised_t *q, int has_tiles, const threads_t *threads)
 {
-    const int is_for_amx = has_tiles && q->rows > INT_ROWS && fits_tiles(q); /* few rows do not fill tiles */
+    const int is_for_amx = has_tiles && q->rows >= 2 * TILE_ROWS && fits_tiles(q); /* VNNI is faster at fewer */
     const int64_t most = is_for_amx ? TILE_ROWS : INT_ROWS, space = is_for_amx ? (q->rows + most - 1) / most * most : q->rows;
     const int64_t size = q->group < BLOCK && q->group < q->inner ? q->group : BLOCK;
     const int64_t blocks = (q->inner + size - 1) / size, words = (q->inner + WORD_BYTES - 1) / WORD_BYTES;
