@@ -40,6 +40,7 @@ class Package:
         llm: The class ``LLM``.
         sampling_params: The class ``SamplingParams``.
         disaggregated_params: The class ``DisaggregatedParams``, None if absent.
+        guided_decoding_params: The class ``GuidedDecodingParams``, None if absent.
         request_error: The exception that ends one request.
         sampling_fields: Fields of ``SamplingParams``.
         llm_fields: Arguments of ``LLM``.
@@ -50,6 +51,7 @@ class Package:
     llm: Any
     sampling_params: Any
     disaggregated_params: Any
+    guided_decoding_params: Any
     request_error: type[Exception]
     sampling_fields: frozenset[str]
     llm_fields: frozenset[str]
@@ -71,7 +73,8 @@ def read_package() -> Package:
             version=str(root.__version__),
             llm=root.LLM,
             sampling_params=root.SamplingParams,
-            disaggregated_params=_disaggregated_params(),
+            disaggregated_params=_class_of_api("DisaggregatedParams"),
+            guided_decoding_params=_class_of_api("GuidedDecodingParams"),
             request_error=errors.RequestError,
             sampling_fields=_init_fields(root.SamplingParams),
             llm_fields=frozenset(llm_args.TorchLlmArgs.model_fields),
@@ -88,11 +91,8 @@ def read_package() -> Package:
     return package
 
 
-def _disaggregated_params() -> Any:
-    try:
-        return importlib.import_module("tensorrt_llm.llmapi").DisaggregatedParams
-    except AttributeError:
-        return None
+def _class_of_api(name: str) -> Any:
+    return getattr(importlib.import_module("tensorrt_llm.llmapi"), name, None)
 
 
 def _init_fields(cls: Any) -> frozenset[str]:

@@ -12,6 +12,7 @@ from worker.engines import TokenDelta
 from worker.engines.delta_stream import DeltaStream
 from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.reported_chain import ReportedChain
+from worker.engines.trtllm.watched_chain import WatchedChain
 from worker.errors import EngineBroken, ServingError
 
 
@@ -35,7 +36,7 @@ class RunningRequest(DeltaStream):
 
     request_id: str
     cursors: list[Cursor]
-    chain: ReportedChain | None = None
+    chain: ReportedChain | WatchedChain | None = None
     must_not_abort: bool = False
     number: str = ""
     result: Any = None

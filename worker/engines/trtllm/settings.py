@@ -16,6 +16,7 @@ from worker.engines.trtllm import llm_options
 from worker.engines.trtllm.given import GivenArguments
 from worker.engines.trtllm.lora import target_modules
 from worker.engines.trtllm.placement import AFFINITY
+from worker.engines.trtllm.speculation import BACKEND, asks_for_drafts, check_drafts
 from worker.errors import ConfigurationError, StartupError
 from worker.models.json_files import has_code, read_json_file
 
@@ -65,6 +66,16 @@ class TrtllmConfig:
     served_model_name: str = ""
     adapters: Sequence[Adapter] = ()
 
+    @property
+    def drafts(self) -> bool:
+        """Whether TensorRT-LLM decodes speculatively, and so calls no logits processors."""
+        return asks_for_drafts(self.options)
+
+    @property
+    def guided_backend(self) -> str | None:
+        """Backend of the library's own guides, None where it has none."""
+        return self.options.get(BACKEND)
+
     def llm_arguments(self, known: Collection[str], version: str, context_length: int | None = None) -> dict[str, Any]:
         """Arguments for the installed version.
 
@@ -100,18 +111,22 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
     # overlap
     overlaps = arguments.history == "lagged" and role != "prefill"
     needs_trust = has_code(arguments.model_path)
-    rows = llm_options.needed(model_path=arguments.model_path, overlaps=overlaps, has_code=needs_trust)
     given = GivenArguments.of(arguments)
+    drafts = asks_for_drafts(given.values)
+    rows = llm_options.needed(model_path=arguments.model_path, overlaps=overlaps, has_code=needs_trust, drafts=drafts)
     sorted_ = llm_options.split(given.values, rows)
     if sorted_.refused is not None:
         name, problem = sorted_.refused
         raise ConfigurationError(f"{given.source(name)}: {name}: {problem}")
+    if drafts:
+        check_drafts(given, role=role, has_adapters=bool(arguments.lora_modules))
     options = _Options(sorted_.kept, given)
     _add_sizes(options, arguments)
     _add_cache(options, arguments)
     if role != "aggregated":
         _add_transceiver(options, arguments)
-    options.default("disable_overlap_scheduler", not overlaps, needed=True)
+    if not drafts:  # no logits processor runs beside drafts, whose history a step could lag behind
+        options.default("disable_overlap_scheduler", not overlaps, needed=True)
     options.default("generation_config", "trtllm")
     options.default("enable_chunked_prefill", arguments.history == "exact")
     if arguments.history == "lagged" and options.values["enable_chunked_prefill"]:
@@ -238,6 +253,19 @@ class _Options:
             self.values[name] = value
             if not needed:
                 self.optional.add(name)
+
+
+def vocabulary_size(model_path: str) -> int:
+    """Width of a row of logits, as the checkpoint says it.
+
+    Raises:
+        StartupError: it does not say, or the file cannot be read.
+    """
+    config = read_json_file(Path(model_path) / "config.json")
+    size = config.get("text_config", config).get("vocab_size")
+    if type(size) is not int or size < 1:
+        raise StartupError(f"config.json of {model_path}: vocab_size: must be a number of tokens, got {size!r}")
+    return size
 
 
 def checkpoint_facts(model_path: str) -> tuple[int | None, tuple[int, ...]]:

@@ -134,9 +134,13 @@ class _NewLLM:
             raise RequestError("seed is out of range")
         if params.repetition_penalty is not None and params.repetition_penalty <= 0:
             raise RequestError("repetition penalty must be positive")
-        unsupported = params.use_beam_search or params.guided_decoding or params.stop or params.bad
+        if params.guided_decoding is not None and self.args.guided_decoding_backend is None:
+            raise RequestError("guided decoding needs a guided_decoding_backend")
+        if self.args.speculative_config is not None and params.logprobs is not None:
+            raise ValueError("log probabilities are not supported with speculative decoding")
+        unsupported = params.use_beam_search or params.stop or params.bad
         if unsupported or params.prompt_logprobs is not None:
-            raise RequestError("the stand-in has no beams, guides, strings, or log probabilities of the prompt")
+            raise RequestError("the stand-in has no beams, strings, or log probabilities of the prompt")
 
     def get_stats_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
         assert self.args.enable_iter_perf_stats, "enable_iter_perf_stats is off"
@@ -204,6 +208,8 @@ class _NewLLM:
             "dp_size": args.tensor_parallel_size if args.enable_attention_dp else 1,
             "affinity": getattr(getattr(args, "attention_dp_config", None), _AFFINITY, False),
             "lora": None if args.lora_config is None else vars(args.lora_config),
+            "guides": args.guided_decoding_backend,
+            "drafts": _num_drafts(args.speculative_config),
             "dtype": dtype,
             "max_batch_size": min(args.max_batch_size, 64),
             "max_num_tokens": args.max_num_tokens,
@@ -324,6 +330,11 @@ def _prompt(inputs: Any) -> list[int]:
     if not isinstance(inputs, list) or not inputs or not all(type(token) is int for token in inputs):
         raise TypeError("the stand-in takes token ids")
     return inputs
+
+
+def _num_drafts(config: Any) -> int:
+    """Tokens that are drafted for a step, 0 without speculative decoding."""
+    return 0 if config is None else config.max_draft_len or getattr(config, "num_nextn_predict_layers", None) or 1
 
 
 def _generation_config(model: Path) -> dict[str, Any]:
