@@ -64,7 +64,7 @@ GUIDES: dict[str, tuple[type[GrammarProcessor], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def vocabulary(model: Path) -> Vocabulary:
     return Vocabulary.from_pretrained(str(model), NUM_IDS, ENDS)
 
@@ -170,8 +170,7 @@ async def test_what_a_guide_does_not_go_with(drafting: TrtllmEngine, vocabulary:
             await collect(drafting, PROMPT, SamplingParams(max_tokens=3, **fields), **given_)
 
 
-async def test_a_grammar_that_begins_after_the_thinking_is_refused(model: Path) -> None:
-    vocabulary = Vocabulary.from_pretrained(str(model), NUM_IDS, ENDS)
+async def test_a_grammar_that_begins_after_the_thinking_is_refused(model: Path, vocabulary: Vocabulary) -> None:
     context = Context(
         vocabulary, frozenset(ENDS), 0, think_start=vocabulary.tag("<think>"), think_end=vocabulary.tag("</think>")
     )
@@ -182,9 +181,8 @@ async def test_a_grammar_that_begins_after_the_thinking_is_refused(model: Path) 
             await collect(drafting, PROMPT, SamplingParams(max_tokens=3), chain=chain)
 
 
-async def test_a_token_that_the_guide_forbids_is_not_sent(model: Path) -> None:
-    """A version that loses the mask at one position."""
-    vocabulary = Vocabulary.from_pretrained(str(model), NUM_IDS, ENDS)
+async def test_a_token_that_the_guide_forbids_is_not_sent(model: Path, vocabulary: Vocabulary) -> None:
+    """A version that forgets a guide."""
     async with running(model, *GUIDED, loosens_guides_at=5) as drafting:
         chain = chain_of(vocabulary, "json_schema")
         answer = await collect(drafting, PROMPT, SamplingParams(max_tokens=60), chain=chain)
@@ -201,8 +199,7 @@ async def test_a_version_that_is_greedy_beside_drafts(model: Path) -> None:
         assert (await collect(drafting, PROMPT, SamplingParams(max_tokens=3))).finish_reason == "length"
 
 
-async def test_without_a_backend_guides_are_refused_by_name(model: Path) -> None:
-    vocabulary = Vocabulary.from_pretrained(str(model), NUM_IDS, ENDS)
+async def test_without_a_backend_guides_are_refused_by_name(model: Path, vocabulary: Vocabulary) -> None:
     async with running(model, *DRAFTS) as drafting:
         with pytest.raises(
             InvalidRequest, match=r"guided_decoding: cannot be enforced beside .* start the worker with"
@@ -211,13 +208,15 @@ async def test_without_a_backend_guides_are_refused_by_name(model: Path) -> None
 
 
 async def test_a_guide_that_has_no_effect_ends_the_start(model: Path) -> None:
-    with pytest.raises(StartupError, match="failed to accept last new token"):
+    with pytest.raises(StartupError, match="where a guide leaves '2048' alone"):
         async with running(model, *GUIDED, loosens_guides_at=0):
             pass
 
 
-async def test_xgrammar_gets_what_it_reads_alike(model: Path, reference: EmbeddedEngine) -> None:
-    vocabulary = Vocabulary.from_pretrained(str(model), NUM_IDS, ENDS)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_xgrammar_gets_what_it_reads_alike(
+    model: Path, reference: EmbeddedEngine, vocabulary: Vocabulary
+) -> None:
     async with running(model, *DRAFTS, "--guided-decoding-backend", "xgrammar") as drafting:
         for kind in ("regex", "choice"):
             params = SamplingParams(max_tokens=100)
@@ -277,11 +276,10 @@ def test_settings_that_are_passed_on(tmp_path: Path) -> None:
 
 @given(data=st.data())
 @settings(max_examples=examples(40), deadline=None)
-def test_masks_of_a_grammar_that_is_handed_over(model: Path, data: st.DataObject) -> None:
+def test_masks_of_a_grammar_that_is_handed_over(vocabulary: Vocabulary, data: st.DataObject) -> None:
     """llguidance, given the tokenizer's file and one Lark text, leaves the tokens that the worker's
     compiled grammar leaves, end tokens aside, along random answers.
     """
-    vocabulary = Vocabulary.from_pretrained(str(model), NUM_IDS, ENDS)
     made, args = GUIDES[data.draw(st.sampled_from(sorted(GUIDES)))]
     source = made.grammar(made.Args.model_validate(args), vocabulary)
     tokenizer: Any = vocabulary.tokenizer

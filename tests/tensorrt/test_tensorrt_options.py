@@ -98,7 +98,7 @@ def test_what_a_version_lacks(tmp_path: Path) -> None:
             config.llm_arguments(known - {lacking}, "x")
 
 
-@pytest.mark.parametrize("name", sorted(NEEDED))
+@pytest.mark.parametrize("name", sorted(set(NEEDED) - {"speculative_config"}))  # which allows others by being there
 def test_a_value_that_the_worker_needs_is_the_only_one_accepted(tmp_path: Path, name: str) -> None:
     row = NEEDED[name]
     for value in row.values:

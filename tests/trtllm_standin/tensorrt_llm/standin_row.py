@@ -75,15 +75,17 @@ class Row:
             processor(self.number, logits, [list(shown)], None, None)
 
     def _guide(self, row: torch.Tensor, tokens: list[int]) -> None:
-        if self.params.guided_decoding is None:
+        loosened = SWITCHES.loosens_guides_at
+        if self.params.guided_decoding is None or (
+            loosened is not None and loosened <= len(tokens) - self.prompt_length
+        ):
             return
         if self.matcher is None:
             self.matcher = self.matchers.create(self.params.guided_decoding)
         for token_id in tokens[self.guided :]:
             self.matcher.accept(token_id)
         self.guided = len(tokens)
-        if SWITCHES.loosens_guides_at != len(tokens) - self.prompt_length:
-            self.matcher.mask(row)
+        self.matcher.mask(row)
 
     def _choose(self, row: torch.Tensor, tokens: list[int]) -> int:
         params = self.params

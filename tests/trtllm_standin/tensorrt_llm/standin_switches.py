@@ -51,7 +51,7 @@ class Switches:
         lifecycle: `DisaggregatedParams` has the ids of a hand-off, which a context-only request's
             output sets.
         greedy_beside_drafts: Temperature, top-k and top-p are ignored with speculative decoding.
-        loosens_guides_at: Generated position whose token is sampled without the mask of its guide.
+        loosens_guides_at: Generated position from which on guides are forgotten.
         health_blocks_s: Seconds that `LLM._check_health` blocks its caller.
         shutdown_blocks_s: Seconds that `LLM.shutdown` blocks its caller, as where the executor is
             dead.

@@ -40,22 +40,22 @@ class Package:
         llm: The class ``LLM``.
         sampling_params: The class ``SamplingParams``.
         disaggregated_params: The class ``DisaggregatedParams``, None if absent.
-        guided_decoding_params: The class ``GuidedDecodingParams``, None if absent.
         request_error: The exception that ends one request.
         sampling_fields: Fields of ``SamplingParams``.
         llm_fields: Arguments of ``LLM``.
         generate_arguments: Arguments of ``LLM.generate_async``.
+        guided_decoding_params: The class ``GuidedDecodingParams``, None if absent.
     """
 
     version: str
     llm: Any
     sampling_params: Any
     disaggregated_params: Any
-    guided_decoding_params: Any
     request_error: type[Exception]
     sampling_fields: frozenset[str]
     llm_fields: frozenset[str]
     generate_arguments: frozenset[str]
+    guided_decoding_params: Any = None
 
 
 def read_package() -> Package:
