@@ -29,10 +29,10 @@ class WatchedChain:
         self.chain.receipt.mode = mode
 
     def note_step(self, step: Step) -> None:
-        """Nothing: no callable of this chain runs in the engine's process."""
+        """Ignore a report: no callable of this chain runs in the process of the engine."""
 
     def first_logprobs(self) -> None:
-        """Nothing: log probabilities are not reported."""
+        """Return None: log probabilities are not reported."""
 
     def confirm(self, delta: TokenDelta) -> ProcessorFailed | None:
         """Take the delta's tokens.
