@@ -35,6 +35,7 @@ from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.description import ModelSizes, describe
 from worker.engines.trtllm.health import Watch, own_check, submission_error
+from worker.engines.trtllm.images import Images, check_controls
 from worker.engines.trtllm.library_metrics import LibraryMetrics, collected
 from worker.engines.trtllm.lora import lora_argument, lora_requests
 from worker.engines.trtllm.native_guides import NativeGuides, read_guides
@@ -73,6 +74,7 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         self._served: Served | None = None
         self._adapters: Mapping[str, Any] = {}
         self._guides: NativeGuides | None = None
+        self._images: Images | None = None
         self._keeps_conversations = False
         self._probes: ProbeRequests | None = None
         self._reader: OutputReader | None = None
@@ -111,6 +113,8 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
             raise StartupError(f"processors cannot report: {error}") from error
         probes = self._probes = ProbeRequests(self._llm, package, self._channel)
         self._keeps_conversations = keeps_conversations(self._llm, package)
+        if self.config.images is not None:
+            self._images = Images(self.config.images, self._llm, package)
         if self.config.drafts:
             vocab_size = vocabulary_size(self.config.model_path)
             honoured = await self._try_drafts(probes, vocab_size, eos_token_ids)
@@ -130,6 +134,7 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
             honours_choice=False,
             reports_blocks=self.has_events,
             adapters={adapter.name: adapter.digest for adapter in self.config.adapters},
+            takes_images=self._images is not None,
         )
         metrics = LibraryMetrics.load(self.config.served_model_name)
         watch = Watch(
@@ -189,14 +194,16 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
         if request.choice:
             raise InvalidRequest("sampling_options.n", "TensorRT-LLM's random numbers do not depend on the choice")
-        running = await self._submit(request)
+        pictured = await self._images.inputs(request) if self._images is not None and request.images else None
+        running = await self._submit(request, pictured)
         try:
             async for delta in running:
                 yield delta
         finally:
             self._requests.release(running)
 
-    async def _submit(self, engine_request: EngineRequest) -> RunningRequest:
+    async def _submit(self, engine_request: EngineRequest, pictured: Any) -> RunningRequest:
+        """Hand a request to the library; ``pictured``: its prompt with pictures, None without."""
         self._requests.check(engine_request.id)
         if self._info is None or self._served is None or self._package is None or self._reader is None:
             raise EngineBroken("the engine has not been started")
@@ -213,10 +220,12 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
             made = speculative_request(engine_request, self._served, self._guides)
         else:
             made = native_request(engine_request, number, self._served)
+            check_controls(made, engine_request.images)
         if not isinstance(kv, ReadKv):  # its prompt's KV waits at a prefill worker, and would until the time-out
             check_queue(len(self._requests), self._info.num_slots, self.config.max_queue)
         request = self._running_request(engine_request.id, made, params, len(tokens))
         request.number = str(number)
+        request.has_pictures = pictured is not None
         adapter = self._adapter(request, made, params)
         arguments |= self._disaggregated(request, kv, params)
         if adapter is not None and isinstance(request.chain, ReportedChain):
@@ -229,7 +238,8 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
             native = self._package.sampling_params(**made.fields, **guide)
             if adapter is not None:
                 native.logits_processor = [adapter]
-            request.result = self._llm.generate_async(tokens, native, streaming=streaming, **arguments)
+            inputs = tokens if pictured is None else pictured
+            request.result = self._llm.generate_async(inputs, native, streaming=streaming, **arguments)
         except Exception as error:  # the engine's boundary: classified, never the worker's end by itself
             refusal = submission_error(error, self._package, made.fields)
             raise refusal or await self._reader.blame(error) from error

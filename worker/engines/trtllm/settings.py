@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from worker.arguments import OPTIONS, Arguments
+from worker.engines.images import ImageSources, image_sources
 from worker.engines.lora_adapters import Adapter, read_adapters
 from worker.engines.trtllm import llm_options
 from worker.engines.trtllm.given import GivenArguments
@@ -49,6 +50,7 @@ class TrtllmConfig:
         notes: A line for each given argument that is not followed.
         served_model_name: Name that clients ask for, a label of TensorRT-LLM's own metrics.
         adapters: LoRA adapters that requests may choose.
+        images: Places that pictures come from, None for none.
     """
 
     model_path: str
@@ -65,6 +67,7 @@ class TrtllmConfig:
     notes: tuple[str, ...] = ()
     served_model_name: str = ""
     adapters: Sequence[Adapter] = ()
+    images: ImageSources | None = None
 
     @property
     def drafts(self) -> bool:
@@ -151,7 +154,28 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
         notes=sorted_.notes,
         served_model_name=arguments.served_model_name,
         adapters=adapters,
+        images=_images(arguments, drafts=drafts),
     )
+
+
+def _images(arguments: Arguments, *, drafts: bool) -> ImageSources | None:
+    """Places that pictures come from, None where the worker serves text alone.
+
+    Raises:
+        ConfigurationError: pictures are not served with another option.
+    """
+    sources = image_sources(arguments)
+    if sources is None:
+        return None
+    others = {
+        "--disaggregation-mode": arguments.disaggregation_mode != "aggregated",
+        "speculative_config": drafts,
+        "--lora-modules": bool(arguments.lora_modules),
+    }
+    for name, is_given in others.items():
+        if is_given:
+            raise ConfigurationError(f"--modality multimodal: pictures are not served with --engine trtllm and {name}")
+    return sources
 
 
 def _add_sizes(options: _Options, arguments: Arguments) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.executor.result import RequestOutput
 from tensorrt_llm.executor.utils import RequestError
+from tensorrt_llm.inputs.processors import PreprocessedInputs, input_processor_of
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 from tensorrt_llm.sampling_params import SamplingParams
 from tensorrt_llm.standin_switches import SWITCHES
@@ -35,6 +36,7 @@ class _NewLLM:
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.args = TorchLlmArgs(model=str(model), **kwargs)
         self._eos = _end_ids(Path(model))
+        self.input_processor = input_processor_of(Path(model))
         self._ids = itertools.count(1)
         self._results: dict[int, RequestOutput] = {}
         self._lock = threading.Lock()
@@ -62,7 +64,9 @@ class _NewLLM:
     ) -> RequestOutput:
         if self._down:
             raise RuntimeError("LLM is shutting down")
-        prompt = _prompt(inputs)
+        if not isinstance(inputs, PreprocessedInputs):
+            inputs = self.preprocess(inputs, sampling_params, disaggregated_params)
+        prompt = inputs.prompt_token_ids
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"The sampling_params must be type SamplingParams, got {type(params).__name__}")
@@ -167,7 +171,12 @@ class _NewLLM:
         return {"maxNumBlocks": tokens // block, "tokensPerBlock": block, "maxNumTokens": tokens}
 
     def preprocess(self, inputs: Any, sampling_params: Any = None, disaggregated_params: Any = None) -> Any:
-        raise RuntimeError("the stand-in does not preprocess")
+        """Token ids as they are; with pictures they become text, and the processor makes others."""
+        if isinstance(inputs, dict) and inputs.get("multi_modal_data"):
+            if sampling_params is not None:
+                sampling_params.add_special_tokens = False
+            return PreprocessedInputs(self.input_processor(inputs["prompt_token_ids"], inputs["multi_modal_data"]))
+        return PreprocessedInputs(_prompt(inputs))
 
     def _check_health(self) -> bool:
         time.sleep(SWITCHES.health_blocks_s)
