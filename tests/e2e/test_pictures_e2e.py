@@ -55,7 +55,7 @@ def test_answers_depend_on_the_pictures(seeing: tuple[Stack, Path]) -> None:
 def test_what_they_do_not_go_with_is_a_400(seeing: tuple[Stack, Path]) -> None:
     stack, _ = seeing
     for url, options, problem in (
-        (data_url(RED), {"guided_regex": "a+"}, "multi_modal_data: cannot be given beside regex"),
+        (data_url(RED), {"guided_regex": "a+", "ignore_eos": False}, "multi_modal_data: cannot be given beside regex"),
         (data_url(RED), {"seed": 3, "temperature": 1.0}, "multi_modal_data: cannot be given beside"),
         ("file:///etc/passwd", {}, "multi_modal_data.image_url[0].Url: is no file below"),
         ("http://127.0.0.1:9/a.png", {}, "multi_modal_data.image_url[0].Url: '127.0.0.1' is no host"),

@@ -75,7 +75,7 @@ async def test_pictures_of_the_protocol(served: Served) -> None:
 
 
 @in_module_loop
-async def test_what_a_picture_does_not_go_with_is_told_by_the_protocols_name(served: Served) -> None:
+async def test_refusals_of_pictures_name_the_protocols_field(served: Served) -> None:
     client, _ = served
     asked: dict[str, Any] = {"token_ids": {"ids": PROMPT}}
     cases: list[tuple[dict[str, Any], str]] = [

@@ -137,6 +137,9 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
         raise ConfigurationError(f"{given.source('enable_chunked_prefill')}: enable_chunked_prefill: {problem}")
     options.default("scheduler_config", {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"})
     options.default("enable_iter_perf_stats", True)
+    if drafts and (options.values.get("pipeline_parallel_size") or 1) != 1:
+        problem = "speculative_config: NVIDIA does not support drafts with pipeline_parallel_size above 1"
+        raise ConfigurationError(f"{given.source('speculative_config')}: {problem}")
     _check_attention_dp(options, arguments)
     adapters = read_adapters(arguments.lora_modules, arguments.model_path)
     target_modules(adapters)  # each layer that they change has to have a name there
@@ -219,8 +222,12 @@ def _check_attention_dp(options: _Options, arguments: Arguments) -> None:
     if config.get(AFFINITY) is True and not is_parallel:
         source = options.given.source(section, AFFINITY)
         raise ConfigurationError(f"{source}: conversations are kept on a rank: it needs enable_attention_dp: true")
-    if is_parallel and arguments.lora_modules:
-        raise ConfigurationError("--lora-modules: adapters are not served with enable_attention_dp")
+    if arguments.lora_modules:
+        experts = options.values.get("moe_expert_parallel_size") or 1
+        for name, is_given in (("enable_attention_dp", is_parallel), ("moe_expert_parallel_size", experts != 1)):
+            if is_given:
+                problem = f"adapters are not served with {name}: NVIDIA's feature matrix calls it untested"
+                raise ConfigurationError(f"--lora-modules: {problem}")
     if is_parallel and arguments.runtime == "openengine":
         raise ConfigurationError("enable_attention_dp needs --runtime dynamo or nats")
 
