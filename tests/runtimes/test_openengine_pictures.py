@@ -65,7 +65,7 @@ def item(**source: Any) -> dict[str, Any]:
 @in_module_loop
 async def test_pictures_of_the_protocol(served: Served) -> None:
     client, _ = served
-    asked = {"token_ids": {"ids": PROMPT}, "stopping": {"max_tokens": 6, "ignore_eos": True}}
+    asked: dict[str, Any] = {"token_ids": {"ids": PROMPT}, "stopping": {"max_tokens": 6, "ignore_eos": True}}
     red, blue = [await client.answer(**asked, media=[item(data_uri=data_url(each))]) for each in (RED, BLUE)]
     raw = await client.answer(**asked, media=[item(raw_bytes=png(BLUE), mime_type="image/png", uuid="blue")])
     assert red.ids() != blue.ids() == raw.ids()
@@ -97,7 +97,7 @@ def chat(*colours: tuple[int, int, int], text: str = "What is it?") -> list[dict
 @in_module_loop
 async def test_chats_of_the_front_door(served: Served) -> None:
     _, front = served
-    fields = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
+    fields: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
     none, red, blue, both = [
         await ask(front, messages=chat(*colours), **fields) for colours in ((), (RED,), (BLUE,), (RED, BLUE))
     ]

@@ -18,7 +18,9 @@ COMPILER = xgrammar.GrammarCompiler(
     xgrammar.TokenizerInfo([*ALPHABET, "<stop>"], vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[STOP])
 )
 
-CHARS = st.sampled_from(ALPHABET[:-1]).map(re.escape) | st.sampled_from(["[a-b]", "[01_]", r"[\-\]/]", r"\n", r"\x{2E}"])
+CHARS = st.sampled_from(ALPHABET[:-1]).map(re.escape) | st.sampled_from(
+    ["[a-b]", "[01_]", r"[\-\]/]", r"\n", r"\x{2E}"]
+)
 PATTERNS = st.recursive(
     CHARS,
     lambda inner: (

@@ -520,8 +520,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 def test_pictures_go_on_as_they_are() -> None:
     content = [PICTURE, {"type": "text", "text": "a"}]
-    chat = {"messages": [{"role": "user", "content": content}]}
-    assert sent(CHAT, **chat)["messages"] == chat["messages"]
+    messages = [{"role": "user", "content": content}]
+    assert sent(CHAT, messages=messages)["messages"] == messages
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -66,9 +66,10 @@ def _item(path: str, value: Any) -> wire.MediaItem:
     url = value.get("Url") if isinstance(value, Mapping) and {*value} == {"Url"} else None
     if not isinstance(url, str):
         raise InvalidRequest(path, f'must be {{"Url": a URL}}, got {shown(value)}')
-    source = "data_uri" if url.startswith("data:") else "url"
     try:
-        return wire.MediaItem(modality=wire.MODALITY_IMAGE, **{source: url})
+        if url.startswith("data:"):
+            return wire.MediaItem(modality=wire.MODALITY_IMAGE, data_uri=url)
+        return wire.MediaItem(modality=wire.MODALITY_IMAGE, url=url)
     except ValueError as error:  # a lone surrogate
         raise InvalidRequest(f"{path}.Url", f"is no text: {error}") from None
 
