@@ -141,15 +141,18 @@ def load_tokenizer(tokens: Sequence[bytes]) -> LLTokenizer:
         ValueError: llguidance reads a token in another way.
     """
     row = -(-len(tokens) // 32) * 32
-    texts = [token if _is_text(token) else b"" for token in tokens] + [b""] * (row - len(tokens))
+    texts = [token if is_text(token) else b"" for token in tokens] + [b""] * (row - len(tokens))
     tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(texts)))
     _check_agreement(tokenizer, texts)
     return tokenizer
 
 
-def _is_text(token: bytes) -> bool:
-    """Whether llguidance can take it as text: byte 255 marks ids there, and is in no UTF-8 text."""
-    return not token.startswith(_MARK) and len(token) <= MAX_TOKEN_BYTES
+def is_text(token: bytes) -> bool:
+    """Whether llguidance can take a token's bytes as text.
+
+    Byte 255 marks ids there, and is in no UTF-8 text.
+    """
+    return bool(token) and not token.startswith(_MARK) and len(token) <= MAX_TOKEN_BYTES
 
 
 def _check_agreement(tokenizer: LLTokenizer, texts: Sequence[bytes]) -> None:

@@ -20,6 +20,8 @@ _LEXEME = re.compile(
     | (?P<open> ["/] )""",
     re.DOTALL | re.VERBOSE,
 )
+_NAMED = re.compile(r"@([A-Za-z_][\w-]*)")
+_NO_FORCING = '%llguidance {"no_forcing": true}'
 _RANGES = re.compile(r"<\[(?P<ranges>[^^*\]][^\]]*)\]>")
 _JSON = json.JSONDecoder()
 _STRICT_JSON = decoder()
@@ -30,6 +32,36 @@ Ranges = tuple[range, ...]
 def as_grammar(source: str, others: Sequence[dict[str, str]] = ()) -> str:
     """A Lark grammar in llguidance's JSON form, with ``others`` that it names."""
     return json.dumps({"grammars": [{"lark_grammar": source}, *others]})
+
+
+def in_one(grammar: str) -> str:
+    """One Lark text for a grammar in llguidance's JSON form, with the grammars that it names in it.
+
+    Masks of it hold all tokens that can continue, as those of `adapters.grammars.compiler`: what is
+    forced may be written in any tokens.
+
+    Raises:
+        ValueError: it has options of its own, which would stand twice.
+    """
+    first, *others = json.loads(grammar)["grammars"]
+    named = {each["name"]: each["lark_grammar"] for each in others}
+    return f"{_NO_FORCING}\n{_with_grammars(first['lark_grammar'], named)}"
+
+
+def _with_grammars(source: str, named: dict[str, str]) -> str:
+    """The source with grammars in the place of their names."""
+
+    def inlined(found: re.Match[str]) -> str:
+        return f"%lark {{\n{_with_grammars(named[found[1]], named)}\n}}"
+
+    parts, at = list[str](), 0
+    for lexeme in lexemes(source):
+        text = source[lexeme.start : lexeme.end]
+        if text.startswith("%llguidance"):
+            raise ValueError("has options of its own, %llguidance")
+        parts += [_NAMED.sub(inlined, source[at : lexeme.start]), text]
+        at = lexeme.end
+    return "".join([*parts, _NAMED.sub(inlined, source[at:])])
 
 
 class Lexeme(NamedTuple):

@@ -136,6 +136,11 @@ class GrammarProcessor(SteeringProcessor):
         return self._address
 
     @property
+    def is_violated(self) -> bool:
+        """Whether the tokens so far do not match the grammar; `catch_up` comes first."""
+        return self._violated
+
+    @property
     def compile_s(self) -> float:
         """Processor time that it took to compile the grammar, seconds."""
         return self._matcher.compiled.cpu_s

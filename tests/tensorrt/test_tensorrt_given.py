@@ -62,6 +62,7 @@ _GEMMA = {
 _LORA = {"lora_config": {"lora_ckpt_source": "hf", "max_lora_rank": 64, "max_loras": 2, "max_cpu_loras": 2}}
 _MTP = {"speculative_config": {"decoding_type": "MTP", "num_nextn_predict_layers": 1}}
 _EAGLE = {"speculative_config": {"decoding_type": "Eagle", "max_draft_len": 3}}
+_ROLES = "speculative_config: is served on aggregated workers alone"
 _OVERLAPS, _STEPS = {"disable_overlap_scheduler": False}, {"disable_overlap_scheduler": True}
 STOCK: list[tuple[str, str, dict[str, Any], str | None]] = [  # file, role, keys, reason to refuse it
     ("qwen3/agg", "aggregated", _file(max_batch_size=16, cache_transceiver_config=None), None),
@@ -77,8 +78,8 @@ STOCK: list[tuple[str, str, dict[str, Any], str | None]] = [  # file, role, keys
         None,
     ),
     ("deepseek-r1/simple/decode", "decode", _file(**_DEEPSEEK | _OVERLAPS | _GRAPHS), None),
-    ("deepseek-r1/mtp/prefill", "prefill", _file(**_DEEPSEEK | _STEPS | _MTP), "speculative_config: must be null"),
-    ("deepseek-r1/mtp/decode", "decode", _file(**_DEEPSEEK | _GRAPHS | _MTP), "speculative_config: must be null"),
+    ("deepseek-r1/mtp/prefill", "prefill", _file(**_DEEPSEEK | _STEPS | _MTP), _ROLES),
+    ("deepseek-r1/mtp/decode", "decode", _file(**_DEEPSEEK | _GRAPHS | _MTP), _ROLES),
     (
         "deepseek-r1/wide_ep/prefill",
         "prefill",
@@ -93,7 +94,7 @@ STOCK: list[tuple[str, str, dict[str, Any], str | None]] = [  # file, role, keys
     ),
     ("gemma3/vswa_prefill", "prefill", _GEMMA | _STEPS, None),
     ("gemma3/vswa_decode", "decode", _GEMMA, None),
-    ("llama4/eagle/decode", "decode", _file(**_STEPS | _EAGLE | _GRAPHS), "speculative_config: must be null"),
+    ("llama4/eagle/decode", "decode", _file(**_STEPS | _EAGLE | _GRAPHS), _ROLES),
     ("llama4/multimodal/agg", "aggregated", _file(**_VISION, tensor_parallel_size=8), None),
     ("llava-v1.6/agg", "aggregated", _file(**_VISION, model_kwargs={"text_config": {"torch_dtype": "float16"}}), None),
     ("qwen2-vl/encode", "aggregated", _file(**_OVERLAPS), None),

@@ -98,7 +98,7 @@ def test_what_a_version_lacks(tmp_path: Path) -> None:
             config.llm_arguments(known - {lacking}, "x")
 
 
-@pytest.mark.parametrize("name", sorted(NEEDED))
+@pytest.mark.parametrize("name", sorted(set(NEEDED) - {"speculative_config"}))  # which allows others by being there
 def test_a_value_that_the_worker_needs_is_the_only_one_accepted(tmp_path: Path, name: str) -> None:
     row = NEEDED[name]
     for value in row.values:
@@ -223,3 +223,31 @@ async def test_the_engine_and_the_worker_have_one_context_length(model: Path) ->
     async with running(model) as served:
         assert served._info is not None
         assert served._llm.args.max_seq_len == served._info.context_length == length
+
+
+@pytest.mark.parametrize(
+    ("text", "argv", "problem"),
+    [
+        (
+            "enable_attention_dp: true",
+            ["--lora-modules", "mine=/a"],
+            "--lora-modules: .*enable_attention_dp: .*untested",
+        ),
+        ("moe_expert_parallel_size: 2", ["--lora-modules", "mine=/a"], "moe_expert_parallel_size: .*untested"),
+        (
+            "speculative_config: {decoding_type: MTP}",
+            ["--lora-modules", "mine=/a"],
+            "not served with speculative_config",
+        ),
+        (
+            "speculative_config: {decoding_type: MTP}",
+            ["--pipeline-parallel-size", "2"],
+            "speculative_config: NVIDIA does not support drafts with pipeline_parallel_size above 1",
+        ),
+    ],
+)
+def test_combinations_that_nvidia_has_not_tested_are_refused(
+    tmp_path: Path, text: str, argv: list[str], problem: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        configured(tmp_path, text, *argv)

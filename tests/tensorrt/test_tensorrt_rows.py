@@ -26,7 +26,7 @@ from worker.arguments import parse_arguments
 from worker.engines import EngineRequest, KeepKv, ReadKv, RequestHints
 from worker.engines.trtllm import TrtllmEngine, config_from, disaggregated_params
 from worker.engines.trtllm.deltas import Cursor
-from worker.engines.trtllm.llm_options import OWN, PASSED, needed
+from worker.engines.trtllm.llm_options import DRAFTING, OWN, PASSED, needed
 from worker.engines.trtllm.params import REFUSED, Served, native_request
 from worker.engines.trtllm.settings import Role
 from worker.errors import ConfigurationError, InvalidRequest, RequestFailed
@@ -52,7 +52,7 @@ SECTIONS = {
     "generate_async": "SUBMISSION",
     "generate_async_mutates": "tests/tensorrt/test_tensorrt_standin.py",
     "generate_async_raises": "tests/tensorrt/test_tensorrt_units.py",
-    "guided_decoding_params": "refused with SAMPLING's guided_decoding: grammars run as processors",
+    "guided_decoding_params": "GUIDES",
     "kv_cache_config": "KV_CACHE",
     "kv_cache_config_not_in_1.2": "",
     "llm": "LLM",
@@ -116,6 +116,11 @@ def test_the_files_values_reach_the_library() -> None:
     for name, value in OWN_VALUES.items():
         found = options_of({name: value})[name]
         assert value.items() <= found.items() if isinstance(value, dict) else found == value
+    drafts = {"speculative_config": {"decoding_type": "MTP"}}
+    assert drafts.items() <= options_of({"guided_decoding_backend": "xgrammar", **drafts}).items()
+    assert set(needed(model_path=MODEL, overlaps=False, has_code=True, drafts=True)) == set(
+        needed(model_path=MODEL, overlaps=False, has_code=True)
+    ) - set(DRAFTING)
     for name in PASSED:
         assert options_of({name: "any"})[name] == "any"
 
@@ -257,6 +262,17 @@ def test_what_is_about_text_changes_nothing(name: str) -> None:
     assert native_request(EngineRequest("", PROMPT, unlike), 0, SERVED) == native_request(
         EngineRequest("", PROMPT, SamplingParams()), 0, SERVED
     )
+
+
+GUIDES = {
+    "regex": "sent with guided_decoding_backend: xgrammar, test_tensorrt_drafts.py",
+    "grammar": "sent with llguidance, whatever the kind of guide, test_tensorrt_drafts.py",
+    **dict.fromkeys(("json", "json_object", "structural_tag"), "not sent: the library reads them in its own way"),
+}
+
+
+def test_a_row_for_each_field_of_a_guide() -> None:
+    assert set(GUIDES) == {name for name, *_ in CONTRACT["guided_decoding_params"]}
 
 
 # Arguments of ``generate_async``

@@ -529,6 +529,17 @@ async def test_a_health_check_that_blocks_does_not_hold_the_event_loop() -> None
     assert executor.reasons == []
 
 
+async def test_a_watch_ends_that_is_cancelled_as_it_wakes_up() -> None:
+    watch = Executor("fine").watch(interval_s=1000)
+    task = asyncio.create_task(watch.run())
+    await asyncio.sleep(0.01)  # it waits
+    watch.suspect()
+    await asyncio.sleep(0)
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=10)
+    assert done
+
+
 def test_whose_health_check_it_is() -> None:
     def yes() -> bool:
         return True

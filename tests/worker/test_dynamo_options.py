@@ -104,9 +104,14 @@ SAMPLES = {  # texts that an option takes, other than its default
     "--load-format": "dummy",
     "--guided-decoding-backend": "xgrammar",
     "--enable-attention-dp": "true",
+    "--modality": "multimodal",
     "--publish-kv-events": "false",
 }
 CASES = [(engine, row) for engine in ENGINES for row in rows_for(engine)]
+
+
+NEEDS = {"--allowed-local-media-path": ["--modality", "multimodal"]}
+"""Options that others need."""
 
 
 def given(row: Row, text: str) -> list[str]:
@@ -122,10 +127,10 @@ def given(row: Row, text: str) -> list[str]:
 def test_a_flag_is_what_its_row_says(engine: str, row: Row) -> None:
     meaning = row.meaning
     text = SAMPLES.get(row.flags[0], "true" if row.takes == "switch" else "8")
-    argv = [] if row.flags[0] == "--model" else ["--model-path", "/m"]
+    argv = ["--model-path", "/m"] * (row.flags[0] != "--model") + NEEDS.get(row.flags[0], [])
     if isinstance(meaning, ToOption):
         same = parse_arguments(["--engine", engine, *argv, *_own(meaning, text)], {})
-        assert parse(engine, *given(row, text)) == same
+        assert parse(engine, *given(row, text), *NEEDS.get(row.flags[0], [])) == same
         for refused, reason in meaning.refused.items():
             assert refusal(engine, *given(row, refused)) == f"{row.flags[-1]} {refused} is refused: {reason}"
     elif isinstance(meaning, ToSetting):
@@ -168,9 +173,10 @@ def test_a_variable_is_what_its_row_says(engine: str, row: Row, variable: str) -
     elif isinstance(row.meaning, ToOption):
         environ = {variable: text}
         by_variable = parse_arguments(
-            ["--engine", engine, *([] if row.name == "--model" else ["--model-path", "/m"])], environ
+            ["--engine", engine, *([] if row.name == "--model" else ["--model-path", "/m"]), *NEEDS.get(row.name, [])],
+            environ,
         )
-        assert by_variable == parse(engine, *given(row, text))
+        assert by_variable == parse(engine, *given(row, text), *NEEDS.get(row.name, []))
     else:
         (setting,) = parse(engine, **{variable: text}).engine_settings
         assert (".".join(setting.path), setting.source) == (row.meaning.path, variable)

@@ -377,7 +377,14 @@ def test_what_asks_for_nothing_is_taken_out(name: str) -> None:
     assert sent(path, **{name: value}) == BASE[path]
 
 
-IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+PICTURE = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
+def pictured(role: str = "user", **fields: Any) -> dict[str, Any]:
+    """A chat with a picture."""
+    return {"messages": [{"role": role, "content": [{**PICTURE, **fields}]}]}
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown": (CHAT, {"zzz": 1}, "zzz"),
     "unknown null": (CHAT, {"zzz": None}, "zzz"),
@@ -395,7 +402,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "service tier": (CHAT, {"service_tier": "flex"}, "service_tier"),
     "functions": (CHAT, {"functions": [{"name": "f"}]}, "functions"),
     "top_logprobs alone": (CHAT, {"top_logprobs": 2}, "top_logprobs"),
-    "image": (CHAT, {"messages": IMAGE}, "messages[0].content[0]"),
+    "sound": (CHAT, pictured(type="input_audio"), "messages[0].content[0]"),
+    "picture of the assistant": (CHAT, pictured("assistant"), "messages[0].content[0]"),
+    "picture without a URL": (CHAT, pictured(image_url="data:,"), "messages[0].content[0].image_url"),
+    "picture key": (CHAT, pictured(zzz=1), "messages[0].content[0].zzz"),
+    "picture in picture": (CHAT, pictured(image_url={"url": "", "zzz": 1}), "messages[0].content[0].image_url.zzz"),
+    "detail": (
+        CHAT,
+        pictured(image_url={"url": "data:,", "detail": "high"}),
+        "messages[0].content[0].image_url.detail",
+    ),
     "no parts": (CHAT, {"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     "message key": (CHAT, {"messages": [{"role": "user", "content": "a", "zzz": 1}]}, "messages[0].zzz"),
     "part key": (
@@ -500,6 +516,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "nvext": (CHAT, {"logit_bias": {"5": 1}, "nvext": 3}, "nvext"),
 }
+
+
+def test_pictures_go_on_as_they_are() -> None:
+    content = [PICTURE, {"type": "text", "text": "a"}]
+    messages = [{"role": "user", "content": content}]
+    assert sent(CHAT, messages=messages)["messages"] == messages
 
 
 @pytest.mark.parametrize("name", REFUSED)

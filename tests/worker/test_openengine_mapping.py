@@ -24,9 +24,10 @@ from worker.requests.fields import FIELDS as REQUEST_FIELDS
 from worker.requests.request import RequestLimits, parse_request
 from worker.runtimes.direct.request import OWN_FIELDS, parse
 from worker.runtimes.openengine import wire
+from worker.runtimes.openengine.asking import own_name, written
 from worker.runtimes.openengine.errors import LostEvents, UnknownModel, Unsupported
 from worker.runtimes.openengine.kv_events import KvEvents
-from worker.runtimes.openengine.request import FIELDS, Asked, CallHints, read, read_hints
+from worker.runtimes.openengine.request import FIELDS, Asked, CallHints, read, read_hints, renamed
 from worker.sampling import SamplingParams
 
 REPOSITORY = Path(__file__).parents[2]
@@ -140,6 +141,49 @@ CONTROLS = {
     for name, field in descriptor.fields_by_name.items()
     if name not in ("conditions", "num_sequences", "include_stop_in_output")
 }
+
+
+MEDIA: list[tuple[dict[str, Any], str]] = [
+    ({"url": "https://a.example/b.png"}, "https://a.example/b.png"),
+    ({"data_uri": "data:image/png;base64,AAAA", "mime_type": "image/png"}, "data:image/png;base64,AAAA"),
+    ({"raw_bytes": b"\x00\x01", "mime_type": "image/webp"}, "data:image/webp;base64,AAE="),
+    ({"raw_bytes": b"\x00\x01", "uuid": "a picture of that name"}, "data:image/*;base64,AAE="),
+]
+
+
+def test_pictures_are_those_of_docs_request() -> None:
+    items = [{"modality": wire.MODALITY_IMAGE, **item} for item, _ in MEDIA]
+    request = wire.GenerateRequest(token_ids={"ids": [5]}, media=items)
+    message = reading(request).message
+    assert message["multi_modal_data"] == {"image_url": [{"Url": url} for _, url in MEDIA]}
+    again = written(message, "r")
+    assert reading(again).message == message
+    assert [item.WhichOneof("source") for item in again.media] == ["url", *["data_uri"] * 3]
+    error = InvalidRequest("multi_modal_data.image_url[2].Url", "is no picture")
+    told = renamed(error, request)
+    assert told.field == "media[2]"
+    assert own_name(told.field, message) == error.field
+
+
+@pytest.mark.parametrize(
+    ("item", "field"),
+    [
+        ({}, "media[0]"),
+        ({"data_uri": "http://a"}, "media[0].data_uri"),
+        ({"raw_bytes": b"a", "mime_type": "image"}, "media[0].mime_type"),
+        ({"url": "http://a", "modality": wire.MODALITY_VIDEO}, "media[0].modality"),
+        ({"url": "http://a", "modality": wire.MODALITY_UNSPECIFIED}, "media[0].modality"),
+    ],
+)
+def test_what_is_no_picture_is_refused(item: dict[str, Any], field: str) -> None:
+    request = wire.GenerateRequest(token_ids={"ids": [5]}, media=[{"modality": wire.MODALITY_IMAGE, **item}])
+    assert attempt(reading, request) == (None, field)
+
+
+@pytest.mark.parametrize("value", [{"video_url": []}, {"image_url": {}}, {"image_url": [{"Decoded": {}}]}, 3])
+def test_other_media_have_no_field_in_the_protocol(value: Any) -> None:
+    with pytest.raises(InvalidRequest, match="multi_modal_data"):
+        written({"token_ids": [5], "multi_modal_data": value}, "r")
 
 
 @settings(max_examples=examples(300))

@@ -17,7 +17,8 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "publish_forward_pass_metrics": (*_EMBEDDED, *_TRTLLM),
     "engine_args": _VLLM,
     **dict.fromkeys(("constant_step_s", "constant_prompt_rate"), _CONSTANT),
-    **dict.fromkeys(("modality", "allowed_local_media_path", "allowed_media_domains"), _VLLM),
+    **dict.fromkeys(("modality", "allowed_local_media_path"), (*_TRTLLM, *_VLLM)),
+    "allowed_media_domains": _VLLM,
     "lora_modules": (*_EMBEDDED, *_TRTLLM, *_VLLM),
     **dict.fromkeys(("history", "processor_errors", "override_engine_args"), _TRTLLM),
     **dict.fromkeys(

@@ -250,7 +250,8 @@ class Arguments:
     )
     modality: str = option(
         "text",
-        "multimodal, with --engine vllm: pictures are served beside text (docs/vllm.md).",
+        "multimodal, with --engine vllm or trtllm: pictures are served beside text (docs/vllm.md, "
+        "docs/tensorrt-llm.md).",
         choices=("text", "multimodal"),
     )
     allowed_local_media_path: str | None = option(
@@ -258,7 +259,7 @@ class Arguments:
     )
     allowed_media_domains: tuple[str, ...] = option(
         (),
-        "With --modality multimodal: hosts from which pictures are fetched, separated by commas; "
+        "With --modality multimodal and --engine vllm: hosts from which pictures are fetched, separated by commas; "
         "redirections are not followed. Default: none, so that pictures are data: URLs.",
         parse=comma_list,
         many=True,

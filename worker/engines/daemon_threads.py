@@ -33,4 +33,5 @@ async def done_in_time(name: str, work: Callable[[], T], timeout_s: float) -> T:
     """The result of `work`, from a thread of its own. Raises `TimeoutError` after `timeout_s`
     seconds, while the thread goes on.
     """
-    return await asyncio.wait_for(asyncio.wrap_future(in_daemon_thread(name, work)), timeout_s)
+    async with asyncio.timeout(timeout_s):
+        return await asyncio.wrap_future(in_daemon_thread(name, work))

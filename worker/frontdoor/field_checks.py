@@ -10,10 +10,12 @@ from functools import cache
 from typing import Any
 
 from adapters.catalog import MAX_CHOICES
+from worker.errors import InvalidRequest
 from worker.frontdoor.chat_prompt import check_ids
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.tool_choice import allowed_places, forces_call, is_allowed_tools
 from worker.frontdoor.values import Object, keys_within, printable
+from worker.runtimes.direct.pictures import is_picture, picture_url
 from worker.sampling import MAX_LOGPROBS
 
 Body = Object
@@ -133,11 +135,24 @@ def messages(value: Any, body: Body) -> None:
             raise FieldRefused(f"{path}.content", "must have at least one part")
         for j, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
+            if is_picture(part):
+                _picture(f"{path}.content[{j}]", role, part)
+                continue
             if kind != "text":
-                raise FieldRefused(f"{path}.content[{j}]", f"must be of type text, got {printable(str(kind))}")
+                problem = f"must be of type text or image_url, got {printable(str(kind))}"
+                raise FieldRefused(f"{path}.content[{j}]", problem)
             if not isinstance(part.get("text"), str):
                 raise FieldRefused(f"{path}.content[{j}].text", f"must be a text, got {_shown(part.get('text'))}")
             _known_keys(f"{path}.content[{j}]", part, _PART_KEYS)
+
+
+def _picture(path: str, role: str, part: Body) -> None:
+    if role != "user":
+        raise FieldRefused(path, f"must be of type text in a message of the {role}; the user's may have pictures")
+    try:
+        picture_url(path, part)
+    except InvalidRequest as error:
+        raise FieldRefused(error.field, error.problem) from None
 
 
 def _calls(path: str, value: Any) -> None:

@@ -408,7 +408,8 @@ _OTHER_FIELDS: tuple[Field, ...] = (
         IMAGES,
         read_images,
         'Pictures, `{"image_url": [{"Url": ...}]}`, each in the place of one token of the prompt: with '
-        "`--engine vllm --modality multimodal` (docs/vllm.md); other media are refused.",
+        "`--modality multimodal`, on vLLM and TensorRT-LLM (docs/vllm.md, docs/tensorrt-llm.md); other media are "
+        "refused.",
         "images",
     ),
     _refused("multi_modal_uuids", _PICTURES),

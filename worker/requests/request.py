@@ -254,7 +254,7 @@ def _check_images(values: Mapping[str, Any], limits: RequestLimits) -> None:
     if not values.get("images"):
         return
     if not limits.takes_images:
-        problem = "this worker serves text only; --engine vllm takes pictures with --modality multimodal"
+        problem = "this worker serves text only; --engine vllm and trtllm take pictures with --modality multimodal"
         raise InvalidRequest(IMAGES, problem)
     if values.get("prompt_logprobs") is not None:
         problem = f"cannot be given beside {IMAGES}: a picture becomes tokens that the prompt does not have"

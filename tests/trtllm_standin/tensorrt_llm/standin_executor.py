@@ -24,6 +24,7 @@ import torch
 import adapters.chain.chain
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.lora_helper import adapted
+from tensorrt_llm.standin_guides import Matchers
 from tensorrt_llm.standin_row import Row, wants_logprobs
 from tensorrt_llm.standin_switches import SWITCHES
 from worker.engines import EngineRequest
@@ -49,6 +50,7 @@ class Executor:
         self.places: dict[int, int] = {}
         self.lora: dict[int, Any] = {}
         self.conversations: dict[str, int] = {}
+        self.matchers: Matchers | None = None
         self.turns = itertools.count()
         self.numbers = itertools.count(1000)
         self.tasks: dict[int, list[asyncio.Task[None]]] = {}
@@ -79,6 +81,9 @@ class Executor:
         except Exception as error:
             self.connection.send(str(error))
             return
+        if self.settings["guides"] is not None:
+            vocab_size = json.loads((Path(self.settings["model"]) / "config.json").read_text())["vocab_size"]
+            self.matchers = Matchers(self.settings["guides"], self.settings["model"], vocab_size)
         self.connection.send("ready")
         if self.settings["events"]:
             for window in SWITCHES.windows:
@@ -146,6 +151,7 @@ class Executor:
                     return
             tokens = [*prompt, *first]
             row = Row(next(self.numbers), choice, params, len(prompt), self.settings, len(tokens))
+            row.matchers = self.matchers
             self.rows[client_id].append(row)
             await self._stream(client_id, choice, row, tokens, params, kind, len(first))
         except ServingError as error:
@@ -183,7 +189,7 @@ class Executor:
             include_stop_str_in_output=True,
             logits_processor=row,
         )
-        sent = 0
+        sent, held = 0, list[int]()
         try:
             engine = await self.engine(self.places[client_id], self.lora[client_id])
         except Exception as error:
@@ -214,6 +220,11 @@ class Executor:
                 entries = []
             shown = entries if wants_logprobs(params) else None
             last = reason is not None
+            if self.settings["drafts"]:  # a step's accepted drafts come together
+                new = [*held, *new]
+                held = [] if last or len(new) > self.settings["drafts"] else new
+                if held:
+                    continue
             body = _response(choice, new, shown, reason, stop_reason, cut=cut, passed=passed, last=last)
             self._respond(client_id, body | {"cached": delta.num_cached_tokens})
 

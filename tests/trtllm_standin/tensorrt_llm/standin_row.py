@@ -36,6 +36,9 @@ class Row:
         self.generator = torch.Generator().manual_seed((params.seed if _seeded(params) else 0) + choice)
         processors = params.logits_processor
         self.processors = processors if isinstance(processors, list) else [] if processors is None else [processors]
+        self.matcher: Any = None
+        self.matchers: Any = None
+        self.guided = prompt_length  # position up to which the matcher has taken tokens
         self.raised: str | None = None
         self.fatal: str | None = None
 
@@ -44,6 +47,7 @@ class Row:
         try:
             self._process(logits, tokens)
             row = logits[0, 0]
+            self._guide(row, tokens)
             token = self._choose(row, tokens)
         except Fatal as error:
             self.fatal, token = str(error), 0
@@ -54,7 +58,7 @@ class Row:
 
     def _process(self, logits: torch.Tensor, tokens: list[int]) -> None:
         skips = SWITCHES.skips if self.prompt_length > 2 else []  # the worker's probes are shorter
-        if not self.processors or len(tokens) - self.prompt_length in skips:
+        if self.settings["drafts"] or not self.processors or len(tokens) - self.prompt_length in skips:
             return
         is_context = len(tokens) == self.first and self.first == self.prompt_length
         shown = list(tokens)
@@ -70,12 +74,26 @@ class Row:
             assert 4 <= len(inspect.signature(processor).parameters) <= 5
             processor(self.number, logits, [list(shown)], None, None)
 
+    def _guide(self, row: torch.Tensor, tokens: list[int]) -> None:
+        loosened = SWITCHES.loosens_guides_at
+        if self.params.guided_decoding is None or (
+            loosened is not None and loosened <= len(tokens) - self.prompt_length
+        ):
+            return
+        if self.matcher is None:
+            self.matcher = self.matchers.create(self.params.guided_decoding)
+        for token_id in tokens[self.guided :]:
+            self.matcher.accept(token_id)
+        self.guided = len(tokens)
+        self.matcher.mask(row)
+
     def _choose(self, row: torch.Tensor, tokens: list[int]) -> int:
         params = self.params
-        if params.embedding_bias is not None:
-            row.add_(params.embedding_bias)
-        self._penalise(row, tokens)
-        self._ban(row, tokens)
+        if not self.settings["drafts"]:  # nothing but temperature, top-k and top-p is looked at beside them
+            if params.embedding_bias is not None:
+                row.add_(params.embedding_bias)
+            self._penalise(row, tokens)
+            self._ban(row, tokens)
         if bool(row.isnan().any()):
             raise Fatal("CUDA error: device-side assert triggered")
         raw = row.double().log_softmax(-1)
@@ -113,7 +131,7 @@ class Row:
 
     def _sample(self, row: torch.Tensor) -> tuple[int, torch.Tensor]:
         params = self.params
-        if params._greedy_decoding:
+        if params._greedy_decoding or (self.settings["drafts"] and SWITCHES.greedy_beside_drafts):
             one = torch.full_like(row, -math.inf)
             one[int(row.argmax())] = 0.0
             return int(row.argmax()), one

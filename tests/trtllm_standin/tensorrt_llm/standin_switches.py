@@ -50,6 +50,8 @@ class Switches:
             of its own.
         lifecycle: `DisaggregatedParams` has the ids of a hand-off, which a context-only request's
             output sets.
+        greedy_beside_drafts: Temperature, top-k and top-p are ignored with speculative decoding.
+        loosens_guides_at: Generated position from which on guides are forgotten.
         health_blocks_s: Seconds that `LLM._check_health` blocks its caller.
         shutdown_blocks_s: Seconds that `LLM.shutdown` blocks its caller, as where the executor is
             dead.
@@ -70,6 +72,8 @@ class Switches:
     tells_capacity: bool = True
     windows: list[int] = field(default_factory=lambda: [4096])
     lifecycle: bool = False
+    greedy_beside_drafts: bool = False
+    loosens_guides_at: int | None = None
     health_blocks_s: float = 0.0
     shutdown_blocks_s: float = 0.0
 

@@ -9,8 +9,8 @@ PREFIX = "DYN_TRTLLM_"
 
 AFFINITY = "attention_dp_config.kv_cache_routing_conversation_affinity"
 DIFFUSION = "diffusion models are not served"
-ENCODER = "there is no encode worker: a worker computes pictures itself, with --engine vllm --modality multimodal"
-PICTURES = "pictures are served with --engine vllm alone"
+ENCODER = "there is no encode worker: a worker computes pictures itself, with --modality multimodal"
+READS = "this worker reads pictures itself"
 GMS = "the GPU memory service is not driven here"
 PLACES = (
     "TensorRT-LLM places a conversation's first request; without conversation affinity the router places each request"
@@ -39,7 +39,8 @@ TRTLLM: tuple[Row, ...] = (
             "--free-gpu-memory-fraction": ToSetting("kv_cache_config.free_gpu_memory_fraction", fraction),
             "--load-format": ToSetting("load_format", text, {"gms": GMS}),
             "--guided-decoding-backend": ToSetting("guided_decoding_backend", text),
-            "--modality": Only(("text",), PICTURES),
+            "--modality": ToOption("modality", {}, dict.fromkeys(("image_diffusion", "video_diffusion"), DIFFUSION)),
+            "--allowed-local-media-path": ToOption("allowed_local_media_path"),
             "--model-loader-extra-config": Only(("{}",), GMS),
         },
     ),
@@ -57,9 +58,10 @@ TRTLLM: tuple[Row, ...] = (
         ("DYN_ENGINE_CONV_AFFINITY_DP_RANK_SOURCE",),
         Only(("engine",), PLACES),
     ),
-    *off(PREFIX, PICTURES, "--enable-multimodal", "--frontend-decoding"),
+    *rows(PREFIX, {"--enable-multimodal": ToOption("modality", {"true": "multimodal", "false": "text"})}, "switch"),
+    *off(PREFIX, READS, "--frontend-decoding"),
     *refused(PREFIX, ENCODER, "--encode-endpoint"),
-    *refused(PREFIX, PICTURES, "--allowed-local-media-path", "--max-file-size-mb"),
+    *refused(PREFIX, "a request's size bounds its pictures", "--max-file-size-mb"),
     *refused(
         PREFIX,
         DIFFUSION,

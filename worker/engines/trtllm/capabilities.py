@@ -44,6 +44,7 @@ class Package:
         sampling_fields: Fields of ``SamplingParams``.
         llm_fields: Arguments of ``LLM``.
         generate_arguments: Arguments of ``LLM.generate_async``.
+        guided_decoding_params: The class ``GuidedDecodingParams``, None if absent.
     """
 
     version: str
@@ -54,6 +55,7 @@ class Package:
     sampling_fields: frozenset[str]
     llm_fields: frozenset[str]
     generate_arguments: frozenset[str]
+    guided_decoding_params: Any = None
 
 
 def read_package() -> Package:
@@ -71,7 +73,8 @@ def read_package() -> Package:
             version=str(root.__version__),
             llm=root.LLM,
             sampling_params=root.SamplingParams,
-            disaggregated_params=_disaggregated_params(),
+            disaggregated_params=_class_of_api("DisaggregatedParams"),
+            guided_decoding_params=_class_of_api("GuidedDecodingParams"),
             request_error=errors.RequestError,
             sampling_fields=_init_fields(root.SamplingParams),
             llm_fields=frozenset(llm_args.TorchLlmArgs.model_fields),
@@ -88,11 +91,8 @@ def read_package() -> Package:
     return package
 
 
-def _disaggregated_params() -> Any:
-    try:
-        return importlib.import_module("tensorrt_llm.llmapi").DisaggregatedParams
-    except AttributeError:
-        return None
+def _class_of_api(name: str) -> Any:
+    return getattr(importlib.import_module("tensorrt_llm.llmapi"), name, None)
 
 
 def _init_fields(cls: Any) -> frozenset[str]:

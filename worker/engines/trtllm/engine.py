@@ -14,6 +14,7 @@ from prometheus_client import Metric
 
 from adapters.trtllm import ChainAdapter, Step
 from adapters.trtllm.side_channel import SideChannel
+from adapters.vocabulary import Vocabulary
 from worker.engines import (
     EngineInfo,
     EngineRequest,
@@ -34,8 +35,10 @@ from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.description import ModelSizes, describe
 from worker.engines.trtllm.health import Watch, own_check, submission_error
+from worker.engines.trtllm.images import Images, check_controls
 from worker.engines.trtllm.library_metrics import LibraryMetrics, collected
 from worker.engines.trtllm.lora import lora_argument, lora_requests
+from worker.engines.trtllm.native_guides import NativeGuides, read_guides
 from worker.engines.trtllm.output_reader import OutputReader
 from worker.engines.trtllm.params import NativeRequest, Served, callable_of, native_request
 from worker.engines.trtllm.placement import keeps_conversations, placement
@@ -44,8 +47,10 @@ from worker.engines.trtllm.reported_chain import ReportedChain
 from worker.engines.trtllm.reported_requests import ReportedRequests
 from worker.engines.trtllm.reports import ExecutorReports
 from worker.engines.trtllm.running_request import RunningRequest
-from worker.engines.trtllm.settings import TrtllmConfig, checkpoint_facts
+from worker.engines.trtllm.settings import TrtllmConfig, checkpoint_facts, vocabulary_size
+from worker.engines.trtllm.speculative_request import SAMPLES, speculative_request
 from worker.engines.trtllm.submission import context_only, handed_logprobs, own_arguments
+from worker.engines.trtllm.watched_chain import WatchedChain
 from worker.errors import Draining, EngineBroken, InvalidRequest, StartupError, one_line
 from worker.sampling import SamplingParams
 
@@ -68,6 +73,8 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         self._package: Package | None = None
         self._served: Served | None = None
         self._adapters: Mapping[str, Any] = {}
+        self._guides: NativeGuides | None = None
+        self._images: Images | None = None
         self._keeps_conversations = False
         self._probes: ProbeRequests | None = None
         self._reader: OutputReader | None = None
@@ -106,21 +113,28 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
             raise StartupError(f"processors cannot report: {error}") from error
         probes = self._probes = ProbeRequests(self._llm, package, self._channel)
         self._keeps_conversations = keeps_conversations(self._llm, package)
-        calls = await probes.find_calls(self.config, eos_token_ids)
-        honoured = await probes.find_honoured(calls.vocab_size)
+        if self.config.images is not None:
+            self._images = Images(self.config.images, self._llm, package)
+        if self.config.drafts:
+            vocab_size = vocabulary_size(self.config.model_path)
+            honoured = await self._try_drafts(probes, vocab_size, eos_token_ids)
+        else:
+            vocab_size = (await probes.find_calls(self.config, eos_token_ids)).vocab_size
+            honoured = await probes.find_honoured(vocab_size)
         for name, adapter in self._adapters.items():
             await probes.try_adapter(name, adapter)
         logger.info("TensorRT-LLM %s honours %s", package.version, ", ".join(sorted(honoured)) or "no control")
         self._served = Served(
-            package.sampling_fields, honoured, calls.vocab_size, eos_token_ids, self.config.history == "lagged"
+            package.sampling_fields, honoured, vocab_size, eos_token_ids, self.config.history == "lagged"
         )
-        sizes = ModelSizes(calls.vocab_size, context_length, eos_token_ids)
+        sizes = ModelSizes(vocab_size, context_length, eos_token_ids)
         self._info = replace(
             await describe(self._llm, package.version, sizes, self.config.max_num_seqs),
             honours_priority="priority" in package.generate_arguments,
             honours_choice=False,
             reports_blocks=self.has_events,
             adapters={adapter.name: adapter.digest for adapter in self.config.adapters},
+            takes_images=self._images is not None,
         )
         metrics = LibraryMetrics.load(self.config.served_model_name)
         watch = Watch(
@@ -137,6 +151,24 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         if self.config.role != "aggregated":
             logger.warning("NVIDIA does not support logits processors with disaggregated serving: docs/tensorrt-llm.md")
         return self._info
+
+    async def _try_drafts(
+        self, probes: ProbeRequests, vocab_size: int, eos_token_ids: tuple[int, ...]
+    ) -> frozenset[str]:
+        """Find out what works beside speculative decoding; the controls that are honoured."""
+        logger.warning(
+            "TensorRT-LLM calls no logits processors beside speculative decoding: requests that need one are refused"
+        )
+        backend = self.config.guided_backend
+        if backend is not None:
+            read = Vocabulary.from_pretrained
+            vocabulary = await asyncio.to_thread(read, self.config.model_path, vocab_size, eos_token_ids)
+            self._guides = await asyncio.to_thread(read_guides, backend, vocabulary)
+            if self._guides.problem is None:
+                await probes.try_guide(self._guides, vocabulary)
+            else:
+                logger.warning("guides are refused: %s", self._guides.problem)
+        return frozenset({SAMPLES} if await probes.samples() else ())
 
     async def stop(self) -> None:
         """Shut the executor down. Idempotent, and safe after a failed or missing `start`."""
@@ -162,14 +194,16 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
         if request.choice:
             raise InvalidRequest("sampling_options.n", "TensorRT-LLM's random numbers do not depend on the choice")
-        running = await self._submit(request)
+        pictured = await self._images.inputs(request) if self._images is not None and request.images else None
+        running = await self._submit(request, pictured)
         try:
             async for delta in running:
                 yield delta
         finally:
             self._requests.release(running)
 
-    async def _submit(self, engine_request: EngineRequest) -> RunningRequest:
+    async def _submit(self, engine_request: EngineRequest, pictured: Any) -> RunningRequest:
+        """Hand a request to the library; ``pictured``: its prompt with pictures, None without."""
         self._requests.check(engine_request.id)
         if self._info is None or self._served is None or self._package is None or self._reader is None:
             raise EngineBroken("the engine has not been started")
@@ -182,21 +216,30 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         )
         if engine_request.lora_name is not None:
             arguments["lora_request"] = self._adapters[engine_request.lora_name]
-        made = native_request(engine_request, number, self._served)
+        if self.config.drafts:
+            made = speculative_request(engine_request, self._served, self._guides)
+        else:
+            made = native_request(engine_request, number, self._served)
+            check_controls(made, engine_request.images)
         if not isinstance(kv, ReadKv):  # its prompt's KV waits at a prefill worker, and would until the time-out
             check_queue(len(self._requests), self._info.num_slots, self.config.max_queue)
         request = self._running_request(engine_request.id, made, params, len(tokens))
         request.number = str(number)
+        request.has_pictures = pictured is not None
         adapter = self._adapter(request, made, params)
         arguments |= self._disaggregated(request, kv, params)
-        if adapter is not None and request.chain is not None:
+        if adapter is not None and isinstance(request.chain, ReportedChain):
             adapter.handed_over = request.chain.handed_over
         streaming = not isinstance(kv, KeepKv)
         try:
-            native = self._package.sampling_params(**made.fields)
+            guide = (
+                {} if made.guide is None else {"guided_decoding": self._package.guided_decoding_params(**made.guide)}
+            )
+            native = self._package.sampling_params(**made.fields, **guide)
             if adapter is not None:
                 native.logits_processor = [adapter]
-            request.result = self._llm.generate_async(tokens, native, streaming=streaming, **arguments)
+            inputs = tokens if pictured is None else pictured
+            request.result = self._llm.generate_async(inputs, native, streaming=streaming, **arguments)
         except Exception as error:  # the engine's boundary: classified, never the worker's end by itself
             refusal = submission_error(error, self._package, made.fields)
             raise refusal or await self._reader.blame(error) from error
@@ -217,8 +260,10 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         default_end = None if params.ignore_eos or not eos else eos[0]
         native_logprobs = params.logprobs if made.chain is None else None
         shows_end = params.include_stop_str_in_output
-        chain = None
-        if made.chain is not None:
+        chain: ReportedChain | WatchedChain | None = None
+        if made.watched is not None:
+            chain = WatchedChain(made.watched)
+        elif made.chain is not None:
             chain = ReportedChain(made.chain, num_given, made.chain_logprobs is not None, self.config.fails_open)
         cursors = [
             Cursor(index, made.end_token_ids, default_end, shows_end, native_logprobs, max_tokens)
@@ -231,7 +276,7 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         eos = self._served.eos_token_ids
         end_id = params.end_id if params.end_id is not None else eos[0] if eos else None
         adapter = callable_of(made, end_id, lagged=self._served.lagged)
-        if adapter is None or request.chain is None:
+        if adapter is None or not isinstance(request.chain, ReportedChain):
             return None
         reporter = self._channel.reporter(request.number)
         adapter.report, adapter.watch = reporter, reporter.step
@@ -266,7 +311,7 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         given = disaggregated_params.decode(hand_off, self._package.disaggregated_params, Logprob)
         logprobs = handed_logprobs(hand_off)
         request.must_not_abort = True
-        if request.chain is not None:
+        if isinstance(request.chain, ReportedChain):
             request.chain.handed_over, request.chain.handed_logprobs = len(given.first_gen_tokens), logprobs
             request.chain.note_mode("disaggregated")
         return given

@@ -8,6 +8,7 @@ forever, or from the library's client side in this process: `Watch.verdict` dist
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import pickle
 import re
@@ -125,11 +126,9 @@ class Watch:
             _answer(self._asking, self._problem)
 
     async def _wait(self) -> None:
-        try:
-            await asyncio.wait_for(self._suspicious.wait(), self._interval_s)
-        except TimeoutError:
-            pass
-        else:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._interval_s):  # wait_for loses a cancellation as it wakes up
+                await self._suspicious.wait()
             self._heard = False
         self._suspicious.clear()
 
@@ -154,7 +153,8 @@ class Watch:
             self._heard = False
             return None
         try:
-            await asyncio.wait_for(self._canary(), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                await self._canary()
         except TimeoutError:
             return None if self._heard else f"TensorRT-LLM did not answer a canary within {self._timeout_s:g} s"
         except self._package.request_error as error:

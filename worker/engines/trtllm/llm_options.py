@@ -56,7 +56,7 @@ def _is_count(value: Any) -> bool:
 
 
 _TOKENIZER = "the tokenizer is the checkpoint's own"
-_NO_SPECULATION = "logits processors do not work with speculative decoding"
+_NO_SPECULATION = "speculative decoding is speculative_config"
 _LORA = "adapters are --lora-modules NAME=DIRECTORY"
 _NO_OBJECTS = "a file cannot hold an object"
 _GENERATES = "this worker generates answers"
@@ -90,7 +90,7 @@ NEEDED: dict[str, Needed] = {
     "reasoning_parser": Needed((None,), "thinking budgets run as logits processors, and the frontend parses reasoning"),
     "sampler_type": Needed(("auto", "TorchSampler"), "later versions have TorchSampler alone"),
     "skip_tokenizer_init": Needed((False,), "TensorRT-LLM's tokenizer sets up stop tokens"),
-    "speculative_config": Needed((None,), _NO_SPECULATION),
+    "speculative_config": Needed((None,), "without drafts"),
     "stream_interval": Needed((1,), "every token must be a delta", _is_count),
     "tokenizer": Needed((None,), _TOKENIZER),
     "trust_remote_code": Needed((False,), "the checkpoint has code of its own, and code in a checkpoint is never run"),
@@ -189,7 +189,13 @@ is or when it is computed, and not what becomes of it.
 """
 
 
-def needed(*, model_path: str, overlaps: bool, has_code: bool) -> dict[str, Needed]:
+DRAFTING = frozenset({"disable_overlap_scheduler", "guided_decoding_backend", "speculative_config"})
+"""Arguments that are the operator's where there is a ``speculative_config``: no logits processors
+run then. `speculation` checks them.
+"""
+
+
+def needed(*, model_path: str, overlaps: bool, has_code: bool, drafts: bool = False) -> dict[str, Needed]:
     """`NEEDED`, and what follows from the worker's options and the checkpoint.
 
     Args:
@@ -197,6 +203,7 @@ def needed(*, model_path: str, overlaps: bool, has_code: bool) -> dict[str, Need
         overlaps: Whether this role runs with overlapped scheduling (``--history``).
         has_code: Whether the checkpoint has code of its own. One without needs no trust, so that a
             file may offer it.
+        drafts: Whether there is a ``speculative_config``.
     """
     history = "steps overlap with --history lagged alone, and on a prefill worker never"
     gives_way = (lambda value: False) if overlaps else (lambda value: value is False)
@@ -207,7 +214,7 @@ def needed(*, model_path: str, overlaps: bool, has_code: bool) -> dict[str, Need
     }
     if not has_code:
         rows["trust_remote_code"] = Needed((False, True), "")
-    return rows
+    return {name: row for name, row in rows.items() if not drafts or name not in DRAFTING}
 
 
 class Split(NamedTuple):
@@ -239,7 +246,7 @@ def split(given: Mapping[str, Any], rows: Mapping[str, Needed]) -> Split:
         elif row is not None and not row.accepts(value):
             problem = f"must be {_shown(row.values[0])}, got {_shown(value)}: {row.reason}"
             return Split({}, refused=(name, problem))
-        elif row is None and name not in OWN and name not in PASSED:
+        elif row is None and name not in OWN | PASSED | DRAFTING:
             problem = "is in no row of this worker's table, so whether logits processors stay exact is unknown"
             return Split({}, refused=(name, f"{problem} (docs/tensorrt-llm.md)"))
         elif row is None:

@@ -68,12 +68,16 @@ class NativeRequest:
         chain: Processors that run as a callable, begun after the prompt; None if none do.
         chain_logprobs: The chain reports log probabilities, of this many most likely tokens; None
             if it does not.
+        guide: Argument of ``GuidedDecodingParams``, None without one.
+        watched: Chain of the grammar that the guide is, begun after the prompt, None without one.
     """
 
     fields: dict[str, Any]
     end_token_ids: frozenset[int]
     chain: ProcessorChain | None = None
     chain_logprobs: int | None = None
+    guide: dict[str, str] | None = None
+    watched: ProcessorChain | None = None
 
 
 def native_request(request: EngineRequest, number: int, served: Served) -> NativeRequest:
@@ -121,8 +125,8 @@ def native_request(request: EngineRequest, number: int, served: Served) -> Nativ
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     _check_choices(params, chain)
-    sampling = _sampling(rest) if random and not chain_samples else _greedy()
-    fields = _fields(params, ends, len(generated)) | native | sampling
+    drawn = sampling(rest) if random and not chain_samples else greedy()
+    fields = fields_of(params, ends, len(generated)) | native | drawn
     chain_logprobs = params.logprobs if chain is not None else None
     if chain is None and params.logprobs is not None:
         fields |= _logprobs(params, served)
@@ -221,8 +225,16 @@ def _resume(chain: ProcessorChain, prompt: list[int], generated: Sequence[int]) 
         chain.start(prompt, generated, mode="migrated")
 
 
-def _fields(params: SamplingParams, ends: frozenset[int], num_replayed: int) -> dict[str, Any]:
-    """``end_id`` stays unset: only then TensorRT-LLM sets up its own stop tokens."""
+def fields_of(params: SamplingParams, ends: frozenset[int], num_replayed: int) -> dict[str, Any]:
+    """Fields of length, ends and choices.
+
+    ``end_id`` stays unset: only then TensorRT-LLM sets up its own stop tokens.
+
+    Args:
+        params: Sampling parameters of the request.
+        ends: Ids that end the answer.
+        num_replayed: Tokens of a migrated request's answer so far.
+    """
     return {
         "max_tokens": None if params.max_tokens is None else params.max_tokens - num_replayed,
         "stop_token_ids": None if params.ignore_eos else sorted(ends) or None,
@@ -234,12 +246,13 @@ def _fields(params: SamplingParams, ends: frozenset[int], num_replayed: int) -> 
     }
 
 
-def _greedy() -> dict[str, Any]:
+def greedy() -> dict[str, Any]:
     """Fields of greedy sampling: in every version none is set."""
     return {"temperature": None, "top_k": None, "top_p": None}
 
 
-def _sampling(params: SamplingParams) -> dict[str, Any]:
+def sampling(params: SamplingParams) -> dict[str, Any]:
+    """Fields of random sampling by temperature, top-k and top-p."""
     return {
         "temperature": 1.0 if params.temperature is None else params.temperature,
         "top_k": params.top_k or None,

@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from adapters.contract import Context
+from adapters.processors.grammar import Choice
 from adapters.trtllm import Step
 from adapters.trtllm.side_channel import SideChannel
 from adapters.vocabulary import Vocabulary
 from worker.engines.lora_adapters import FLAG
 from worker.engines.trtllm.capabilities import Package
+from worker.engines.trtllm.native_guides import NativeGuides
 from worker.engines.trtllm.placement import num_dp_ranks, on_rank
-from worker.engines.trtllm.probes import NUM_TOKENS, CallProbe, Calls, ProbeRefused, find_honoured, judge_calls
+from worker.engines.trtllm.probes import (
+    NUM_TOKENS,
+    CallProbe,
+    Calls,
+    ProbeRefused,
+    find_honoured,
+    find_sampling,
+    judge_calls,
+)
 from worker.engines.trtllm.settings import TrtllmConfig
+from worker.engines.trtllm.speculation import BACKEND
 from worker.errors import StartupError, one_line
 
 PROBE = "probe"
@@ -62,6 +74,36 @@ class ProbeRequests:
     async def find_honoured(self, vocab_size: int) -> frozenset[str]:
         """Names of the engine-native controls that are exact; see `probes.find_honoured`."""
         return await find_honoured(self._ask, self._package, PROBE_PROMPT, vocab_size)
+
+    async def samples(self) -> bool:
+        """Whether the engine samples at a temperature; see `probes.find_sampling`."""
+        return await find_sampling(self._ask)
+
+    async def try_guide(self, guides: NativeGuides, vocabulary: Vocabulary) -> None:
+        """Generate a text that a guide leaves no choice about.
+
+        Args:
+            guides: The library's guided decoding.
+            vocabulary: The model's vocabulary.
+
+        Raises:
+            StartupError: TensorRT-LLM refuses the guide, or the answer is another text.
+        """
+        if self._package.guided_decoding_params is None:
+            raise StartupError(f"{BACKEND}: TensorRT-LLM {self._package.version} has no guided decoding")
+        text = "2048"
+        choice = Choice(Choice.Args(choices=[text]), Context(vocabulary, frozenset({guides.end_token_id or 0}), 0))
+        guide = self._package.guided_decoding_params(**guides.guide(choice))
+        params = self._package.sampling_params(max_tokens=len(text) + 1, detokenize=False, guided_decoding=guide)
+        try:
+            output = await self._llm.generate_async(list(PROBE_PROMPT), params, streaming=False)
+        except Exception as error:  # the start-up boundary
+            raise StartupError(f"{BACKEND}: TensorRT-LLM {self._package.version}: {one_line(error)}") from error
+        (answer,) = output.outputs
+        found = b"".join(vocabulary.token_bytes[token_id] for token_id in answer.token_ids)
+        if found != text.encode() or answer.finish_reason != "stop":
+            problem = f"answers {found!r} and {answer.finish_reason!r} where a guide leaves {text!r} alone"
+            raise StartupError(f"{BACKEND}: TensorRT-LLM {self._package.version} {problem}")
 
     async def try_adapter(self, name: str, adapter: Any) -> None:
         """Generate one token with a LoRA adapter, which loads it.

@@ -118,6 +118,11 @@ async def find_honoured(ask: Ask, package: Package, prompt: Tokens, vocab_size: 
     return frozenset(honoured)
 
 
+async def find_sampling(ask: Ask) -> bool:
+    """Whether the engine samples at a temperature; some versions are greedy beside drafts."""
+    return await _tokens(ask, temperature=50.0) != await _tokens(ask)
+
+
 async def _honours_bias(ask: Ask, base: Tokens, vocab_size: int) -> bool:
     target = (base[0] + 1) % vocab_size if base else 0
     bias = torch.zeros(vocab_size)

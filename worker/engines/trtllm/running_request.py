@@ -12,6 +12,7 @@ from worker.engines import TokenDelta
 from worker.engines.delta_stream import DeltaStream
 from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.reported_chain import ReportedChain
+from worker.engines.trtllm.watched_chain import WatchedChain
 from worker.errors import EngineBroken, ServingError
 
 
@@ -26,6 +27,7 @@ class RunningRequest(DeltaStream):
         must_not_abort: Whether the KV transfer from a prefill worker is unfinished; an abort waits
             for the first token.
         number: Id for reports of processors in the engine's process; never reused.
+        has_pictures: Whether the engine wrote the prompt anew, with the tokens of pictures.
         result: The engine's ``RequestOutput``.
         disaggregated_params: Parameters that the engine was given; used where a prefill's result
             has none.
@@ -35,9 +37,10 @@ class RunningRequest(DeltaStream):
 
     request_id: str
     cursors: list[Cursor]
-    chain: ReportedChain | None = None
+    chain: ReportedChain | WatchedChain | None = None
     must_not_abort: bool = False
     number: str = ""
+    has_pictures: bool = False
     result: Any = None
     disaggregated_params: Any = None
     kv: dict[str, Any] | None = None
@@ -101,6 +104,8 @@ class RunningRequest(DeltaStream):
                 if delta.finish_reason == "length":
                     delta.kv = self.kv
                 delta.num_cached_tokens = int(getattr(self.result, "cached_tokens", 0) or 0)
+                if self.has_pictures:
+                    delta.num_prompt_tokens = len(self.result.prompt_token_ids)
                 self._confirm(delta)
         if self.done and not is_last:
             self.abort()  # a token or a failure unknown to the engine ended it

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from worker.arguments import OPTIONS, Arguments
+from worker.engines.images import ImageSources, image_sources
 from worker.engines.lora_adapters import Adapter, read_adapters
 from worker.engines.trtllm import llm_options
 from worker.engines.trtllm.given import GivenArguments
 from worker.engines.trtllm.lora import target_modules
 from worker.engines.trtllm.placement import AFFINITY
+from worker.engines.trtllm.speculation import BACKEND, asks_for_drafts, check_drafts
 from worker.errors import ConfigurationError, StartupError
 from worker.models.json_files import has_code, read_json_file
 
@@ -48,6 +50,7 @@ class TrtllmConfig:
         notes: A line for each given argument that is not followed.
         served_model_name: Name that clients ask for, a label of TensorRT-LLM's own metrics.
         adapters: LoRA adapters that requests may choose.
+        images: Places that pictures come from, None for none.
     """
 
     model_path: str
@@ -64,6 +67,17 @@ class TrtllmConfig:
     notes: tuple[str, ...] = ()
     served_model_name: str = ""
     adapters: Sequence[Adapter] = ()
+    images: ImageSources | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether TensorRT-LLM decodes speculatively, and so calls no logits processors."""
+        return asks_for_drafts(self.options)
+
+    @property
+    def guided_backend(self) -> str | None:
+        """Backend of the library's own guides, None where it has none."""
+        return self.options.get(BACKEND)
 
     def llm_arguments(self, known: Collection[str], version: str, context_length: int | None = None) -> dict[str, Any]:
         """Arguments for the installed version.
@@ -100,18 +114,22 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
     # overlap
     overlaps = arguments.history == "lagged" and role != "prefill"
     needs_trust = has_code(arguments.model_path)
-    rows = llm_options.needed(model_path=arguments.model_path, overlaps=overlaps, has_code=needs_trust)
     given = GivenArguments.of(arguments)
+    drafts = asks_for_drafts(given.values)
+    rows = llm_options.needed(model_path=arguments.model_path, overlaps=overlaps, has_code=needs_trust, drafts=drafts)
     sorted_ = llm_options.split(given.values, rows)
     if sorted_.refused is not None:
         name, problem = sorted_.refused
         raise ConfigurationError(f"{given.source(name)}: {name}: {problem}")
+    if drafts:
+        check_drafts(given, role=role, has_adapters=bool(arguments.lora_modules))
     options = _Options(sorted_.kept, given)
     _add_sizes(options, arguments)
     _add_cache(options, arguments)
     if role != "aggregated":
         _add_transceiver(options, arguments)
-    options.default("disable_overlap_scheduler", not overlaps, needed=True)
+    if not drafts:  # no logits processor runs beside drafts, whose history a step could lag behind
+        options.default("disable_overlap_scheduler", not overlaps, needed=True)
     options.default("generation_config", "trtllm")
     options.default("enable_chunked_prefill", arguments.history == "exact")
     if arguments.history == "lagged" and options.values["enable_chunked_prefill"]:
@@ -119,6 +137,9 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
         raise ConfigurationError(f"{given.source('enable_chunked_prefill')}: enable_chunked_prefill: {problem}")
     options.default("scheduler_config", {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"})
     options.default("enable_iter_perf_stats", True)
+    if drafts and (options.values.get("pipeline_parallel_size") or 1) != 1:
+        problem = "speculative_config: NVIDIA does not support drafts with pipeline_parallel_size above 1"
+        raise ConfigurationError(f"{given.source('speculative_config')}: {problem}")
     _check_attention_dp(options, arguments)
     adapters = read_adapters(arguments.lora_modules, arguments.model_path)
     target_modules(adapters)  # each layer that they change has to have a name there
@@ -136,7 +157,28 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
         notes=sorted_.notes,
         served_model_name=arguments.served_model_name,
         adapters=adapters,
+        images=_images(arguments, drafts=drafts),
     )
+
+
+def _images(arguments: Arguments, *, drafts: bool) -> ImageSources | None:
+    """Places that pictures come from, None where the worker serves text alone.
+
+    Raises:
+        ConfigurationError: pictures are not served with another option.
+    """
+    sources = image_sources(arguments)
+    if sources is None:
+        return None
+    others = {
+        "--disaggregation-mode": arguments.disaggregation_mode != "aggregated",
+        "speculative_config": drafts,
+        "--lora-modules": bool(arguments.lora_modules),
+    }
+    for name, is_given in others.items():
+        if is_given:
+            raise ConfigurationError(f"--modality multimodal: pictures are not served with --engine trtllm and {name}")
+    return sources
 
 
 def _add_sizes(options: _Options, arguments: Arguments) -> None:
@@ -180,8 +222,12 @@ def _check_attention_dp(options: _Options, arguments: Arguments) -> None:
     if config.get(AFFINITY) is True and not is_parallel:
         source = options.given.source(section, AFFINITY)
         raise ConfigurationError(f"{source}: conversations are kept on a rank: it needs enable_attention_dp: true")
-    if is_parallel and arguments.lora_modules:
-        raise ConfigurationError("--lora-modules: adapters are not served with enable_attention_dp")
+    if arguments.lora_modules:
+        experts = options.values.get("moe_expert_parallel_size") or 1
+        for name, is_given in (("enable_attention_dp", is_parallel), ("moe_expert_parallel_size", experts != 1)):
+            if is_given:
+                problem = f"adapters are not served with {name}: NVIDIA's feature matrix calls it untested"
+                raise ConfigurationError(f"--lora-modules: {problem}")
     if is_parallel and arguments.runtime == "openengine":
         raise ConfigurationError("enable_attention_dp needs --runtime dynamo or nats")
 
@@ -238,6 +284,19 @@ class _Options:
             self.values[name] = value
             if not needed:
                 self.optional.add(name)
+
+
+def vocabulary_size(model_path: str) -> int:
+    """Width of a row of logits, as the checkpoint says it.
+
+    Raises:
+        StartupError: it does not say, or the file cannot be read.
+    """
+    config = read_json_file(Path(model_path) / "config.json")
+    size = config.get("text_config", config).get("vocab_size")
+    if type(size) is not int or size < 1:
+        raise StartupError(f"config.json of {model_path}: vocab_size: must be a number of tokens, got {size!r}")
+    return size
 
 
 def checkpoint_facts(model_path: str) -> tuple[int | None, tuple[int, ...]]:

@@ -15,6 +15,7 @@ from typing import Any
 from adapters.catalog import ANNOTATION, MAX_CHOICES
 from worker.errors import InvalidRequest, shown
 from worker.requests.fields import boolean, stop_strings, text
+from worker.runtimes.direct.pictures import add_pictures, taken_out
 
 PROMPTS = ("messages", "prompt", "token_ids")
 """The prompt: a chat, a text, or token ids; exactly one of them."""
@@ -62,6 +63,9 @@ def parse(message: Mapping[str, Any], tokenizer: Any, template: str | None = Non
     """
     fields = {name: value for name, value in message.items() if name not in OWN_FIELDS and value is not None}
     own = {name: message[name] for name in OWN_FIELDS if message.get(name) is not None}
+    if "messages" in own:
+        own["messages"], urls = taken_out(own["messages"])
+        add_pictures(fields, urls)
     fields["token_ids"] = _prompt(message, own, tokenizer, template)
     if "logits_processors" in own:
         _select(fields, own["logits_processors"])

@@ -11,6 +11,7 @@ from typing import Any
 from worker.errors import InvalidRequest, path_within
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.errors import Unsupported
+from worker.runtimes.openengine.media import media, own_media
 from worker.runtimes.openengine.request import FIELDS, TOLD
 
 _GUIDES = tuple(path for path in FIELDS if path.startswith("guided.") and path != "guided.backend")
@@ -41,6 +42,9 @@ def written(message: Mapping[str, Any], request_id: str) -> wire.GenerateRequest
         value = _take(left, ours)
         if value is None:
             continue
+        if theirs == "media":
+            request.media.extend(media(value))
+            continue
         if theirs in _JSON_TEXT and not isinstance(value, str):
             value = json.dumps(value, separators=(",", ":"))
         try:
@@ -68,6 +72,8 @@ def own_name(field: str, message: Mapping[str, Any]) -> str:
     """
     if field.startswith("guided."):
         return "sampling_options.guided_decoding"
+    if path_within(field, "media") is not None:
+        return own_media(field)
     found = [ours + rest for ours, theirs in TOLD if (rest := path_within(field, theirs)) is not None]
     left = copied(message)
     return next((ours for ours in found if _take(left, ours) is not None), found[0] if found else field)

@@ -88,7 +88,7 @@ def model_info(server: RequestServer) -> wire.ModelInfo:
             supports_prefix_cache_bypass=True,
         ),
         supports_lora=_serves_adapters(server),
-        supports_multimodal=False,
+        supports_multimodal=info.takes_images,
         extra=_struct({"logits_processors": [entry.name for entry in server.chains.catalog.entries]}),
     )
 

@@ -23,6 +23,7 @@ from worker.errors import InvalidRequest, path_within, shown
 from worker.requests.client import METADATA_KEY
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.errors import UnknownModel, Unsupported, WrongRole
+from worker.runtimes.openengine.media import pictures, told_media
 
 MAX_ID_CHARACTERS = 256
 
@@ -53,6 +54,7 @@ FIELDS: dict[str, str] = {
     "response.output_candidates": "output_options.logprobs",
     "response.prompt_candidates": "output_options.prompt_logprobs",
     "kv.cache_salt": "routing.cache_salt",
+    "media": "multi_modal_data",
     "guided.json_schema": "sampling_options.guided_decoding.json",
     "guided.regex": "sampling_options.guided_decoding.regex",
     "guided.ebnf_grammar": "sampling_options.guided_decoding.grammar",
@@ -148,6 +150,7 @@ def read(request: wire.GenerateRequest, names: Iterable[str], hints: CallHints) 
         if options.HasField(name):
             _put(message, FIELDS[path], getattr(options, name))
     _read_conditions(request.stopping, message)
+    _put(message, FIELDS["media"], pictures(request.media))
     _read_kv(request.kv, message)
     _read_guide(request.guided, message)
     _read_extra(request.extra, message)
@@ -174,6 +177,8 @@ def renamed(error: InvalidRequest, request: wire.GenerateRequest) -> InvalidRequ
         return InvalidRequest(f"{guide}.{inner}" if inner else guide, error.problem)
     for ours, theirs in TOLD:
         rest = path_within(error.field, ours)
+        if rest is not None and theirs == "media":
+            return InvalidRequest(told_media(rest), error.problem)
         if rest is not None:
             return InvalidRequest(theirs + rest, error.problem)
     return error
@@ -229,8 +234,6 @@ def _check_identity(request: wire.GenerateRequest, names: Iterable[str]) -> None
     if len(request.request_id) > MAX_ID_CHARACTERS or not request.request_id.isprintable():
         raise InvalidRequest("request_id", f"must be at most {MAX_ID_CHARACTERS} printable characters")
     check_model(request.model, names)
-    if request.media:
-        raise Unsupported("media", "this worker serves text only")
 
 
 def check_model(model: str, names: Iterable[str]) -> None:

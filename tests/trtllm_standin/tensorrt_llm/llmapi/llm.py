@@ -23,6 +23,7 @@ from typing import Any
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.executor.result import RequestOutput
 from tensorrt_llm.executor.utils import RequestError
+from tensorrt_llm.inputs.processors import PreprocessedInputs, input_processor_of
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 from tensorrt_llm.sampling_params import SamplingParams
 from tensorrt_llm.standin_switches import SWITCHES
@@ -35,6 +36,7 @@ class _NewLLM:
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.args = TorchLlmArgs(model=str(model), **kwargs)
         self._eos = _end_ids(Path(model))
+        self.input_processor = input_processor_of(Path(model))
         self._ids = itertools.count(1)
         self._results: dict[int, RequestOutput] = {}
         self._lock = threading.Lock()
@@ -62,7 +64,9 @@ class _NewLLM:
     ) -> RequestOutput:
         if self._down:
             raise RuntimeError("LLM is shutting down")
-        prompt = _prompt(inputs)
+        if not isinstance(inputs, PreprocessedInputs):
+            inputs = self.preprocess(inputs, sampling_params, disaggregated_params)
+        prompt = inputs.prompt_token_ids
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"The sampling_params must be type SamplingParams, got {type(params).__name__}")
@@ -134,9 +138,13 @@ class _NewLLM:
             raise RequestError("seed is out of range")
         if params.repetition_penalty is not None and params.repetition_penalty <= 0:
             raise RequestError("repetition penalty must be positive")
-        unsupported = params.use_beam_search or params.guided_decoding or params.stop or params.bad
+        if params.guided_decoding is not None and self.args.guided_decoding_backend is None:
+            raise RequestError("guided decoding needs a guided_decoding_backend")
+        if self.args.speculative_config is not None and params.logprobs is not None:
+            raise ValueError("log probabilities are not supported with speculative decoding")
+        unsupported = params.use_beam_search or params.stop or params.bad
         if unsupported or params.prompt_logprobs is not None:
-            raise RequestError("the stand-in has no beams, guides, strings, or log probabilities of the prompt")
+            raise RequestError("the stand-in has no beams, strings, or log probabilities of the prompt")
 
     def get_stats_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
         assert self.args.enable_iter_perf_stats, "enable_iter_perf_stats is off"
@@ -163,7 +171,12 @@ class _NewLLM:
         return {"maxNumBlocks": tokens // block, "tokensPerBlock": block, "maxNumTokens": tokens}
 
     def preprocess(self, inputs: Any, sampling_params: Any = None, disaggregated_params: Any = None) -> Any:
-        raise RuntimeError("the stand-in does not preprocess")
+        """Token ids as they are; with pictures they become text, and the processor makes others."""
+        if isinstance(inputs, dict) and inputs.get("multi_modal_data"):
+            if sampling_params is not None:
+                sampling_params.add_special_tokens = False
+            return PreprocessedInputs(self.input_processor(inputs["prompt_token_ids"], inputs["multi_modal_data"]))
+        return PreprocessedInputs(_prompt(inputs))
 
     def _check_health(self) -> bool:
         time.sleep(SWITCHES.health_blocks_s)
@@ -204,6 +217,8 @@ class _NewLLM:
             "dp_size": args.tensor_parallel_size if args.enable_attention_dp else 1,
             "affinity": getattr(getattr(args, "attention_dp_config", None), _AFFINITY, False),
             "lora": None if args.lora_config is None else vars(args.lora_config),
+            "guides": args.guided_decoding_backend,
+            "drafts": _num_drafts(args.speculative_config),
             "dtype": dtype,
             "max_batch_size": min(args.max_batch_size, 64),
             "max_num_tokens": args.max_num_tokens,
@@ -324,6 +339,11 @@ def _prompt(inputs: Any) -> list[int]:
     if not isinstance(inputs, list) or not inputs or not all(type(token) is int for token in inputs):
         raise TypeError("the stand-in takes token ids")
     return inputs
+
+
+def _num_drafts(config: Any) -> int:
+    """Tokens that are drafted for a step, 0 without speculative decoding."""
+    return 0 if config is None else config.max_draft_len or getattr(config, "num_nextn_predict_layers", None) or 1
 
 
 def _generation_config(model: Path) -> dict[str, Any]:

@@ -67,6 +67,28 @@ class CacheTransceiverConfig(_Strict):
     kv_transfer_sender_future_timeout_ms: Optional[int] = 1000
 
 
+class DecodingBaseConfig(_Strict):
+    max_draft_len: Optional[int] = None
+    speculative_model: Optional[str] = None
+    use_rejection_sampling: bool = False
+
+
+class NGramDecodingConfig(DecodingBaseConfig):
+    decoding_type: Literal["NGram"] = "NGram"
+    max_matching_ngram_size: int = 0
+
+
+class EagleDecodingConfig(DecodingBaseConfig):
+    decoding_type: Literal["Eagle"] = "Eagle"
+    greedy_sampling: Optional[bool] = True
+
+
+class MTPDecodingConfig(DecodingBaseConfig):
+    decoding_type: Literal["MTP"] = "MTP"
+    num_nextn_predict_layers: int = 1
+    use_relaxed_acceptance_for_thinking: bool = False
+
+
 class AttentionDpConfig(_Strict):
     enable_balance: bool = False
     timeout_iters: int = 50
@@ -98,7 +120,7 @@ class _NewArgs(_Strict):
     guided_decoding_backend: Optional[Literal["xgrammar", "llguidance"]] = None
     scheduler_config: SchedulerConfig = SchedulerConfig()
     cache_transceiver_config: Optional[CacheTransceiverConfig] = None
-    speculative_config: Optional[dict[str, Any]] = None
+    speculative_config: Optional[NGramDecodingConfig | EagleDecodingConfig | MTPDecodingConfig] = None
     max_batch_size: Optional[int] = 2048
     max_input_len: Optional[int] = 1024
     max_seq_len: Optional[int] = None
