@@ -45,7 +45,7 @@ def _say_nothing(level: int, text: bytes, data: Any) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Matrix]:
-    """The bfloat16 tensors of a safetensors file, as uint16."""
+    """Tensors of a safetensors file: bfloat16 as uint16, and vectors in float32."""
     data = np.memmap(path, np.uint8, "r")
     start = 8 + int(data[:8].view(np.uint64)[0])
     header = json.loads(bytes(data[8:start]))
@@ -53,7 +53,8 @@ def read_tensors(path: Path) -> dict[str, Matrix]:
     for name, entry in header.items():
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
-            tensors[name] = data[start + begin : start + end].view(np.uint16).reshape(entry["shape"])
+            kind = {"BF16": np.uint16, "F32": np.float32}[entry["dtype"]]
+            tensors[name] = data[start + begin : start + end].view(kind).reshape(entry["shape"])
     return tensors
 
 
@@ -90,6 +91,9 @@ def convert(checkpoint: Path, target: Path, dtype: str = "bfloat16") -> None:
     for name, tensor in read_tensors(checkpoint / "model.safetensors").items():
         if tensor.ndim > 1 and ("q_proj" in name or "k_proj" in name):
             tensor = interleaved(tensor, heads if "q_proj" in name else kv_heads)
+        if tensor.dtype == np.float32:
+            writer.add_tensor(gguf_name(name), tensor)
+            continue
         if tensor.ndim == 1 or dtype == "float32":  # GGUF wants vectors in float32
             writer.add_tensor(gguf_name(name), (tensor.astype(np.uint32) << 16).view(np.float32))
             continue
