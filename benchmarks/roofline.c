@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 enum { ROUNDS = 4000000, CHAINS = 12 }; /* independent sums: a fused multiply-add takes 4 cycles, of which two begin in one */
 
@@ -52,10 +54,48 @@ float32_peak(void)
     MEASURE(floats, SET(0.0f), FMA(sums[i], x, y), 2 * BYTES / 4);
 }
 
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define TILES
+
+/* Operations per second of `product`, an instruction of AMX on four pairs of whole tiles, at `operations` a product. */
+#define MEASURE_TILES(product, operations)                                                                           \
+    const struct {                                                                                                   \
+        uint8_t palette, start_row, reserved[14];                                                                    \
+        uint16_t row_bytes[16];                                                                                      \
+        uint8_t rows[16];                                                                                            \
+    } config = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};                      \
+    if (syscall(SYS_arch_prctl, 0x1023, 18)) /* the system keeps the state of tiles */                               \
+        return 0;                                                                                                    \
+    double seconds = 0;                                                                                              \
+    _Pragma("omp parallel reduction(max : seconds)")                                                                 \
+    {                                                                                                                \
+        uint8_t numbers[1024];                                                                                       \
+        for (int i = 0; i < 1024; i++)                                                                               \
+            numbers[i] = (uint8_t)(i % 2 ? 0x3f : i * 37); /* of bfloat16 between a half and two */                  \
+        __asm__ volatile("ldtilecfg %0" : : "m"(config));                                                            \
+        _tile_loadd(4, numbers, 64);                                                                                 \
+        _tile_loadd(5, numbers, 64);                                                                                 \
+        _tile_loadd(6, numbers, 64);                                                                                 \
+        _tile_loadd(7, numbers, 64);                                                                                 \
+        _Pragma("omp barrier") const double began = omp_get_wtime();                                                 \
+        for (int round = 0; round < ROUNDS; round++) {                                                               \
+            product(0, 4, 6);                                                                                        \
+            product(1, 4, 7);                                                                                        \
+            product(2, 5, 6);                                                                                        \
+            product(3, 5, 7);                                                                                        \
+        }                                                                                                            \
+        seconds = omp_get_wtime() - began;                                                                           \
+        _tile_release();                                                                                             \
+    }                                                                                                                \
+    return (double)(operations)*4 * ROUNDS * omp_get_max_threads() / seconds
+#endif
+
 double
 bfloat16_peak(void)
 {
-#if defined(__AVX512BF16__)
+#if defined(TILES)
+    MEASURE_TILES(_tile_dpbf16ps, 2 * 16 * 16 * 32);
+#elif defined(__AVX512BF16__)
     const __m512bh x = (__m512bh)_mm512_set1_epi16(0x3f80), y = (__m512bh)_mm512_set1_epi16(0x3f00);
     MEASURE(__m512, _mm512_setzero_ps(), _mm512_dpbf16_ps(sums[i], x, y), 2 * 32);
 #else
@@ -66,7 +106,9 @@ bfloat16_peak(void)
 double
 int8_peak(void)
 {
-#if defined(__AVX512VNNI__)
+#if defined(TILES)
+    MEASURE_TILES(_tile_dpbssd, 2 * 16 * 16 * 64);
+#elif defined(__AVX512VNNI__)
     const __m512i x = _mm512_set1_epi8(1), y = _mm512_set1_epi8(2);
     MEASURE(__m512i, _mm512_setzero_si512(), _mm512_dpbusd_epi32(sums[i], x, y), 2 * 64);
 #else

@@ -194,12 +194,14 @@ class FrontDoor:
         for connection in list(self.connections):
             connection.close_if_idle()
         try:
-            await asyncio.wait_for(self.idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self.idle.wait()
         except TimeoutError:
             logger.warning("%d connections closed before their answers ended", len(self.connections))
             if self.upstreams.end(Refused(503, "the server shuts down", kind="server_error")):
                 with contextlib.suppress(TimeoutError):  # for as long as it takes to say so
-                    await asyncio.wait_for(self.idle.wait(), LAST_S)
+                    async with asyncio.timeout(LAST_S):
+                        await self.idle.wait()
         for connection in list(self.connections):
             connection.abort()
         self.upstreams.close()

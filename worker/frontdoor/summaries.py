@@ -129,7 +129,8 @@ class _Asking:
         try:
             await self._upstreams.connect(self._source.turn, connection)
             connection.begin(self._answer, AnswerEnd(), request.encode())
-            complete = await asyncio.wait_for(self._ended, TIMEOUT_S)
+            async with asyncio.timeout(TIMEOUT_S):
+                complete = await self._ended
         except (NoUpstream, TimeoutError):
             return UNREACHABLE
         finally:

@@ -169,7 +169,8 @@ class Upstreams:
         """
         for upstream in turn:
             try:
-                await asyncio.wait_for(upstream.open(connection), self._connect_timeout_s)
+                async with asyncio.timeout(self._connect_timeout_s):
+                    await upstream.open(connection)
             except (TimeoutError, OSError) as error:
                 self._bury(upstream, error)
             else:

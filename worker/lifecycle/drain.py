@@ -124,7 +124,8 @@ class InFlightRequests:
     async def wait_migrated(self) -> None:
         """Until no request is in flight, or `MIGRATION_TIMEOUT_S` is over."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), MIGRATION_TIMEOUT_S)
+            async with asyncio.timeout(MIGRATION_TIMEOUT_S):
+                await self._empty.wait()
 
 
 class MigratesRequests(Protocol):

@@ -94,7 +94,8 @@ class RecordStore:
     async def _in_time(self, operation: Awaitable[T]) -> T:
         """The operation's result, within `TIMEOUT_S`. Raises `StoreError`."""
         try:
-            result = await asyncio.wait_for(operation, TIMEOUT_S)
+            async with asyncio.timeout(TIMEOUT_S):
+                result = await operation
         except (TimeoutError, StoreError) as error:
             self.num_failures += 1
             silent = StoreError(f"{self._store.address}: does not answer within {TIMEOUT_S:g} s")

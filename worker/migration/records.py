@@ -110,7 +110,8 @@ class BoundaryRecords:
             await asyncio.wait([self._renewing])
         removals = [record.close() for record in self._live]
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*removals, return_exceptions=True), TIMEOUT_S)
+            async with asyncio.timeout(TIMEOUT_S):
+                await asyncio.gather(*removals, return_exceptions=True)
         await self._store.close()
 
     async def _found(self, request_id: str, lora_name: str | None) -> list[tuple[str, Boundary]]:

@@ -20,11 +20,15 @@ async def until(
             it holds.
         clock: Seconds since 1970.
     """
-    while True:
+    while (left := deadline - clock()) > 0:
         try:
-            yield await asyncio.wait_for(anext(deltas), max(0.0, deadline - clock()))
+            async with asyncio.timeout(left):
+                delta = await anext(deltas)
         except StopAsyncIteration:
             return
         except TimeoutError:
-            yield TokenDelta(finish_reason="length")
-            return
+            break
+        yield delta
+    if isinstance(deltas, AsyncGenerator):
+        await deltas.aclose()
+    yield TokenDelta(finish_reason="length")

@@ -90,7 +90,8 @@ class Checklist:
 
     async def _guarded(self, check: Callable[[], Awaitable[Finding]]) -> Finding:
         try:
-            return await asyncio.wait_for(check(), 300)
+            async with asyncio.timeout(300):
+                return await check()
         except Exception as error:  # the check boundary: any error goes into the report
             return Finding(check.__name__, False, f"{type(error).__name__}: {error}")
 

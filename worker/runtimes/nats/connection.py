@@ -149,11 +149,13 @@ async def connect(
         pending_size=PENDING_BYTES,
     )
     try:
-        await asyncio.wait_for(connecting, CONNECT_S)
+        async with asyncio.timeout(CONNECT_S):
+            await connecting
     except (TimeoutError, NatsError, OSError, ValueError) as error:
         found = failures[-1] if failures else error
         with contextlib.suppress(asyncio.TimeoutError):  # after a failed TLS handshake it never ends
-            await asyncio.wait_for(client.close(), CLOSE_S)
+            async with asyncio.timeout(CLOSE_S):
+                await client.close()
         raise StartupError(f"cannot connect to NATS at {options.shown_url}: {found or type(found).__name__}") from None
     client.options["allow_reconnect"] = True
     return client

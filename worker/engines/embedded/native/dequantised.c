@@ -61,25 +61,6 @@ round_rows(const void *arguments, int64_t first, int64_t stop)
     }
 }
 
-/* Scales and offsets of a group, of a panel's columns. */
-typedef struct {
-    vec scale[2], offset[2];
-} group_t;
-
-INLINED group_t
-load_group(const quantised_t *q, int64_t panel, int64_t element)
-{
-    group_t g;
-    const int64_t at = (panel * (q->inner / q->group) + element / q->group) * COLUMNS;
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) {
-        g.scale[half] = load_scales(q->scales, at + half * LANES, q->is_half);
-        g.offset[half] = q->offsets ? load_scales(q->offsets, at + half * LANES, q->is_half)
-                                    : vec_mul(g.scale[half], vec_all(q->zero));
-    }
-    return g;
-}
-
 /* A word of each of 16 columns. */
 INLINED WITH_BFLOAT16 void
 store_pair(vec first, vec second, const group_t *g, const group_t *next, int half, uint16_t *to)
@@ -99,13 +80,13 @@ unpack_step(int bits, int fits, const quantised_t *q, int64_t panel, int64_t at,
     const int64_t count = fits ? STEP : smaller(STEP, q->inner - at);
     for (int line = 0; line < STEP * COLUMNS * bits / 8; line += 64)
         fetch_to_l2(codes + FETCHED + line);
-    group_t g = load_group(q, panel, at), next = g;
+    group_t g = load_group(q, panel, at / q->group), next = g;
     if (!fits && count < STEP)
         memset(to, 0, STEP_SIZE * sizeof *to);
     if (bits == 4) {
         for (int64_t k = 0; k < count; k += 8, codes += COLUMNS * sizeof(uint32_t)) {
             if (!fits)
-                g = load_group(q, panel, at + k);
+                g = load_group(q, panel, (at + k) / q->group);
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++) {
                 const words_t w = load_words((const element *)codes + half * LANES);
@@ -120,8 +101,8 @@ unpack_step(int bits, int fits, const quantised_t *q, int64_t panel, int64_t at,
     for (int64_t k = 0; k < count; k += 2, codes += 2 * COLUMNS) {
         const int is_last = !fits && k + 1 == count;
         if (!fits) {
-            g = load_group(q, panel, at + k);
-            next = is_last ? g : load_group(q, panel, at + k + 1);
+            g = load_group(q, panel, (at + k) / q->group);
+            next = is_last ? g : load_group(q, panel, (at + k + 1) / q->group);
         }
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
@@ -149,20 +130,6 @@ unpack_steps(const quantised_t *q, int64_t panel, int64_t first, int64_t count, 
             unpack_step(8, 1, q, panel, step * STEP, to);
         else
             unpack_step(8, 0, q, panel, step * STEP, to);
-}
-
-/* Tiles 0 to 3 are sums, of two tiles of rows and two halves of the columns, 4 and 5 rows, 6 and 7 columns. */
-static void
-configure_for(int64_t rows)
-{
-    tile_config_t config = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) {
-        const int is_second = tile == 2 || tile == 3 || tile == 5;
-        const int64_t count = tile > 5 ? PAIRS : is_second ? rows - TILE_ROWS : smaller(rows, TILE_ROWS);
-        config.rows[tile] = count > 0 ? (uint8_t)count : 0;
-        config.row_bytes[tile] = count > 0 ? TILE_BYTES : 0;
-    }
-    configure_tiles(&config);
 }
 
 /* Adds products of some steps of up to 32 rows and of the columns to tiles 0 to 3. */
@@ -226,7 +193,7 @@ compute_panel(const dequantised_t *d, int64_t panel, int64_t first, int64_t stop
             for (int64_t i = 0; is_last && i < rows; i++)
                 prefetch_row(d->q, block + i, panel * COLUMNS);
             if (*configured != rows)
-                configure_for(*configured = rows);
+                configure_products(*configured = rows);
             if (rows > TILE_ROWS)
                 multiply_block(1, rows, row, columns, steps, is_first, is_last, is_alone, block_sums);
             else

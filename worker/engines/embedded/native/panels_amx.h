@@ -13,21 +13,6 @@ enum { TILE_WORDS = 16 }; /* of a row or a column in a tile */
 
 static __thread int configured; /* rows that this thread's tiles are configured for, or 0 */
 
-/* Tiles 0 to 3 are sums, of two tiles of rows and two halves of the columns, 4 and 5 rows, 6 and 7 columns. */
-static void
-configure_for(int rows)
-{
-    tile_config_t config = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) {
-        const int is_second = tile == 2 || tile == 3 || tile == 5;
-        const int count = tile > 5 ? TILE_WORDS : is_second ? rows - TILE_ROWS : (int)smaller(rows, TILE_ROWS);
-        config.rows[tile] = count > 0 ? count : 0;
-        config.row_bytes[tile] = count > 0 ? TILE_BYTES : 0;
-    }
-    configure_tiles(&config);
-    configured = rows;
-}
-
 /* Releases what a thread has used to multiply: AMX's tiles, if any. */
 static inline void
 end_multiplying(void)
@@ -103,7 +88,7 @@ multiply(int rows, const element *row, int64_t row_stride, const element *panel,
          float *sums, int64_t sums_stride, int continues)
 {
     if (configured != rows)
-        configure_for(rows);
+        configure_products(configured = rows);
     if (rows > TILE_ROWS)
         multiply_tiles(1, rows, row, row_stride, panel, panel_stride, words, sums, sums_stride, continues);
     else

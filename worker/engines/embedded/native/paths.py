@@ -59,8 +59,8 @@ def is_torch_faster(dtype: torch.dtype, path: str) -> bool:
 
 
 def no_bfloat16_rows(path: str | None = None) -> str | None:
-    """The reason why rows that meet quantised weights cannot be rounded to bfloat16, which AMX alone
-    multiplies; None if they can.
+    """The reason why rows that meet quantised weights cannot be rounded to bfloat16, which AMX
+    alone multiplies; None if they can.
 
     Args:
         path: See `unavailable`.

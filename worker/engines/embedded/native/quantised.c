@@ -20,24 +20,6 @@ enum {
     FEW = WIDE_ROWS < 4 ? WIDE_ROWS : 4, /* rows up to which weights are used as they are unpacked */
 };
 
-typedef struct {
-    vec scale[2], offset[2];
-} group_t;
-
-INLINED group_t
-load_group(const quantised_t *q, int64_t panel, int64_t group)
-{
-    group_t g;
-    const int64_t at = (panel * (q->inner / q->group) + group) * COLUMNS;
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) {
-        g.scale[half] = load_scales(q->scales, at + half * LANES, q->is_half);
-        g.offset[half] = q->offsets ? load_scales(q->offsets, at + half * LANES, q->is_half)
-                                    : vec_mul(g.scale[half], vec_all(q->zero));
-    }
-    return g;
-}
-
 /* The destination of a weight of each of 32 columns: written to `unpacked`, or, if that is NULL, multiplied by an element
  * of each of `rows` rows and added to `sum`.
  */

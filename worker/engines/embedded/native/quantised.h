@@ -85,4 +85,23 @@ load_scales(const char *from, int64_t at, int is_half)
     return is_half ? load_halves((const uint16_t *)from + at) : vec_load((const float *)from + at);
 }
 
+/* Scales and offsets of a group, of a panel's columns. */
+typedef struct {
+    vec scale[2], offset[2];
+} group_t;
+
+INLINED group_t
+load_group(const quantised_t *q, int64_t panel, int64_t group)
+{
+    group_t g;
+    const int64_t at = (panel * (q->inner / q->group) + group) * COLUMNS;
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+        g.scale[half] = load_scales(q->scales, at + half * LANES, q->is_half);
+        g.offset[half] = q->offsets ? load_scales(q->offsets, at + half * LANES, q->is_half)
+                                    : vec_mul(g.scale[half], vec_all(q->zero));
+    }
+    return g;
+}
+
 #endif

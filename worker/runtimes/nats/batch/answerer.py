@@ -68,7 +68,8 @@ class BatchAnswerer:
             if request.deadline_s is None:
                 line = await self._answer(running)
             else:
-                line = await asyncio.wait_for(self._answer(running), max(0.0, request.deadline_s - time.time()))
+                async with asyncio.timeout(max(0.0, request.deadline_s - time.time())):
+                    line = await self._answer(running)
         except TimeoutError as error:
             await self._end(running, error if request.deadline_s is None else Expired())
             return

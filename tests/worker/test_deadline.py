@@ -1,0 +1,60 @@
+"""Deadlines of answers: what comes before is given, and a cancellation is never lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from worker.engines import TokenDelta
+from worker.requests.deadline import until
+
+
+class Stream:
+    """Deltas that come when they are let, and what became of their generator."""
+
+    def __init__(self) -> None:
+        self.let, self.ended = asyncio.Event(), False
+
+    async def deltas(self) -> AsyncIterator[TokenDelta]:
+        try:
+            while True:
+                await self.let.wait()
+                self.let.clear()
+                yield TokenDelta(token_ids=[1])
+        finally:
+            self.ended = True
+
+
+async def test_an_answer_ends_at_its_deadline_and_frees_its_stream() -> None:
+    for ahead_s in (0.05, 0.0, -5.0):
+        stream = Stream()
+        stream.let.set()
+        found = [delta async for delta in until(10 + ahead_s, stream.deltas(), lambda: 10.0)]
+        assert [delta.finish_reason for delta in found][-1] == "length"
+        assert [delta.token_ids for delta in found[:-1]] == ([[1]] if ahead_s > 0 else [])
+        assert stream.ended == (ahead_s > 0)
+
+
+@pytest.mark.parametrize("steps", range(6))
+async def test_a_cancellation_beside_a_token_is_not_lost(steps: int) -> None:
+    """It comes some turns of the loop behind the token; a reader that was cancelled reads no more."""
+    stream = Stream()
+    read: list[TokenDelta] = []
+
+    async def reader() -> None:
+        async for delta in until(asyncio.get_running_loop().time() + 3600, stream.deltas(), lambda: 0.0):
+            read.append(delta)
+
+    task = asyncio.create_task(reader())
+    await asyncio.sleep(0.01)
+    stream.let.set()
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    assert task.cancel()
+    done, _ = await asyncio.wait({task}, timeout=5)
+    assert done
+    assert task.cancelled()
+    assert stream.ended
+    assert len(read) <= 1
