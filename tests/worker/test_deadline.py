@@ -39,7 +39,7 @@ async def test_an_answer_ends_at_its_deadline_and_frees_its_stream() -> None:
 
 @pytest.mark.parametrize("steps", range(6))
 async def test_a_cancellation_beside_a_token_is_not_lost(steps: int) -> None:
-    """It comes some turns of the loop behind the token; a reader that was cancelled reads no more."""
+    """It comes some turns of the loop behind the token, and the reader reads no more."""
     stream = Stream()
     read: list[TokenDelta] = []
 
