@@ -176,7 +176,7 @@ def test_a_deployment_of_dynamos_worker_is_taken_over(stack: Stack, tmp_path: Pa
 STARTUP: dict[str, tuple[list[str], int, str]] = {
     "unknown argument": (["no_such_argument: 1"], 2, "no_such_argument: is in no row of this worker's table"),
     "of another version": (["sleep_config: {}"], 1, "TensorRT-LLM 1.3.0rc29 has no argument 'sleep_config'"),
-    "not served": (["speculative_config: {}"], 2, "speculative_config: must be null, got {}: logits processors do not"),
+    "of no known drafts": (["speculative_config: {}"], 2, "PARD, SA, got None: others are not known"),
     "bad value": (["kv_cache_config: {no_such_key: 1}"], 1, "no_such_key"),
 }
 

@@ -34,6 +34,9 @@ GUIDES = ("json", "regex", "grammar", "structural_tag", "choice")
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model": st.just("tiny"),
     "token_ids": st.lists(st.integers(0, 2**32 - 1), min_size=1),
+    "multi_modal_data": st.fixed_dictionaries(
+        {"image_url": st.lists(st.fixed_dictionaries({"Url": TEXT.map("data:".__add__)}), min_size=1, max_size=3)}
+    ),
     "annotations": st.lists(TEXT, min_size=1),
     "continues": st.fixed_dictionaries(
         {"generated_tokens": st.just(3), "numerics": st.just("exact"), "kv_dtype": st.just("float32")},
@@ -106,7 +109,8 @@ def test_names_in_errors_go_back(theirs: str) -> None:
     if theirs.startswith("guided."):
         ours = "sampling_options.guided_decoding"
     assert own_name(theirs, {}) == ours
-    assert own_name(f"{theirs}[0].x", {}) == (ours if theirs.startswith("guided.") else f"{ours}[0].x")
+    inside = {"media": "multi_modal_data.image_url[0].Url"}.get(theirs, f"{ours}[0].x")
+    assert own_name(f"{theirs}[0].x", {}) == (ours if theirs.startswith("guided.") else inside)
 
 
 def test_a_condition_is_named_as_the_message_has_it() -> None:

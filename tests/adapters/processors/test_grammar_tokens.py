@@ -514,6 +514,6 @@ def test_a_token_too_long_for_a_mask_is_written_with_others(length: int) -> None
 
 
 def test_tokens_that_llguidance_reads_otherwise_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "_is_text", lambda token: True)
+    monkeypatch.setattr(compiler, "is_text", lambda token: True)
     with pytest.raises(ValueError, match=r"llguidance 1\.\S+ reads the tokens \[1\] of this model otherwise"):
         load_tokenizer([b"a", b"\xff", b"b"])
