@@ -61,5 +61,31 @@ release_tiles(void)
 #define ADD_SIGNED_BYTES(to, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #to : :)
 #define ADD_BFLOAT16(to, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #to : :)
 
+/* DO(tile, where, bytes from row to row) for each tile of sums; they lie at `sums`, with this stride. */
+#define EACH_SUM(DO, has_second, sums, stride)                                                                         \
+    DO(0, sums, (stride) * sizeof(float));                                                                             \
+    DO(1, (sums) + LANES, (stride) * sizeof(float));                                                                   \
+    if (has_second) {                                                                                                  \
+        DO(2, (sums) + TILE_ROWS * (stride), (stride) * sizeof(float));                                                \
+        DO(3, (sums) + TILE_ROWS * (stride) + LANES, (stride) * sizeof(float));                                        \
+    }
+#define ZERO_SUM(tile, from, stride) ZERO_TILE(tile)
+
+/* Adds the products, in bfloat16, of up to 32 rows and of two halves of the columns to the tiles of sums. */
+INLINED void
+add_tiles(int has_second, const void *rows, int64_t row_bytes, const void *left, const void *right, int64_t column_bytes)
+{
+    LOAD_TILE(6, left, column_bytes);
+    LOAD_TILE(7, right, column_bytes);
+    LOAD_TILE(4, rows, row_bytes);
+    ADD_BFLOAT16(0, 4, 6);
+    ADD_BFLOAT16(1, 4, 7);
+    if (has_second) {
+        LOAD_TILE(5, (const char *)rows + TILE_ROWS * row_bytes, row_bytes);
+        ADD_BFLOAT16(2, 5, 6);
+        ADD_BFLOAT16(3, 5, 7);
+    }
+}
+
 #endif
 #endif

@@ -136,28 +136,9 @@ unpack_steps(const quantised_t *q, int64_t panel, int64_t first, int64_t count, 
 INLINED void
 add_steps(int has_second, int64_t rows, const uint16_t *row, const uint16_t *columns, int64_t steps)
 {
-    for (int64_t step = 0; step < steps; step++, row += rows * STEP, columns += STEP_SIZE) {
-        LOAD_TILE(6, columns, TILE_BYTES);
-        LOAD_TILE(4, row, TILE_BYTES);
-        ADD_BFLOAT16(0, 4, 6);
-        LOAD_TILE(7, columns + HALF, TILE_BYTES);
-        ADD_BFLOAT16(1, 4, 7);
-        if (has_second) {
-            LOAD_TILE(5, row + TILE_ROWS * STEP, TILE_BYTES);
-            ADD_BFLOAT16(2, 5, 6);
-            ADD_BFLOAT16(3, 5, 7);
-        }
-    }
+    for (int64_t step = 0; step < steps; step++, row += rows * STEP, columns += STEP_SIZE)
+        add_tiles(has_second, row, TILE_BYTES, columns, columns + HALF, TILE_BYTES);
 }
-
-#define EACH_SUM(DO, has_second, sums)                                                                                 \
-    DO(0, sums, COLUMNS * sizeof(float));                                                                              \
-    DO(1, (sums) + LANES, COLUMNS * sizeof(float));                                                                    \
-    if (has_second) {                                                                                                  \
-        DO(2, (sums) + TILE_ROWS * COLUMNS, COLUMNS * sizeof(float));                                                  \
-        DO(3, (sums) + TILE_ROWS * COLUMNS + LANES, COLUMNS * sizeof(float));                                          \
-    }
-#define ZERO_SUM(tile, from, stride) ZERO_TILE(tile)
 
 /* A block of rows times a part of a panel. The sums stay in their tiles if it `is_alone`: the only block. */
 INLINED void
@@ -165,13 +146,13 @@ multiply_block(int has_second, int64_t rows, const uint16_t *row, const uint16_t
                int is_last, int is_alone, float *sums)
 {
     if (is_first) {
-        EACH_SUM(ZERO_SUM, has_second, sums)
+        EACH_SUM(ZERO_SUM, has_second, sums, COLUMNS)
     } else if (!is_alone) {
-        EACH_SUM(LOAD_TILE, has_second, sums)
+        EACH_SUM(LOAD_TILE, has_second, sums, COLUMNS)
     }
     add_steps(has_second, rows, row, columns, steps);
     if (is_last || !is_alone) {
-        EACH_SUM(STORE_TILE, has_second, sums)
+        EACH_SUM(STORE_TILE, has_second, sums, COLUMNS)
     }
 }
 

@@ -26,16 +26,7 @@ end_multiplying(void)
 INLINED void
 add_words(int has_second, const element *row, int64_t row_stride, const element *panel, int64_t panel_stride)
 {
-    LOAD_TILE(6, panel, panel_stride * sizeof *panel);
-    LOAD_TILE(7, panel + LANES * PER_WORD, panel_stride * sizeof *panel);
-    LOAD_TILE(4, row, row_stride * sizeof *row);
-    ADD_BFLOAT16(0, 4, 6);
-    ADD_BFLOAT16(1, 4, 7);
-    if (has_second) {
-        LOAD_TILE(5, row + TILE_ROWS * row_stride, row_stride * sizeof *row);
-        ADD_BFLOAT16(2, 5, 6);
-        ADD_BFLOAT16(3, 5, 7);
-    }
+    add_tiles(has_second, row, row_stride * sizeof *row, panel, panel + LANES * PER_WORD, panel_stride * sizeof *panel);
 }
 
 /* `add_words` of the last words of a row, fewer than 16: zeros take the place of the others. */
@@ -58,28 +49,17 @@ INLINED void
 multiply_tiles(int has_second, int rows, const element *row, int64_t row_stride, const element *panel,
                int64_t panel_stride, int64_t words, float *sums, int64_t sums_stride, int continues)
 {
-    const int64_t bytes = sums_stride * sizeof *sums, whole = words / TILE_WORDS * TILE_WORDS;
-    float *second = sums + TILE_ROWS * sums_stride;
-#define EACH_SUM(DO)                                                                                                   \
-    DO(0, sums, bytes);                                                                                                \
-    DO(1, sums + LANES, bytes);                                                                                        \
-    if (has_second) {                                                                                                  \
-        DO(2, second, bytes);                                                                                          \
-        DO(3, second + LANES, bytes);                                                                                  \
-    }
-#define ZERO_SUM(tile, from, stride) ZERO_TILE(tile)
+    const int64_t whole = words / TILE_WORDS * TILE_WORDS;
     if (continues) {
-        EACH_SUM(LOAD_TILE)
+        EACH_SUM(LOAD_TILE, has_second, sums, sums_stride)
     } else {
-        EACH_SUM(ZERO_SUM)
+        EACH_SUM(ZERO_SUM, has_second, sums, sums_stride)
     }
     for (int64_t word = 0; word < whole; word += TILE_WORDS)
         add_words(has_second, row + word * PER_WORD, row_stride, panel + word * panel_stride, panel_stride);
     if (whole < words)
         add_rest(rows, row + whole * PER_WORD, row_stride, panel + whole * panel_stride, panel_stride, words - whole);
-    EACH_SUM(STORE_TILE)
-#undef ZERO_SUM
-#undef EACH_SUM
+    EACH_SUM(STORE_TILE, has_second, sums, sums_stride)
 }
 
 /* As that of `panels.h`; `words` are a multiple of 16 if more follow. Then `end_multiplying`. */
