@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ FIELD = "multi_modal_data"
 
 MAX_IMAGES = 256
 """Pictures of one request."""
+
+ANY_PICTURE = "image/*"
+"""Type of media of a picture's file of which nobody has said what it is."""
 
 _KIND, _URL = "image_url", "Url"
 
@@ -103,6 +107,16 @@ def _image(path: str, item: Any) -> ImageInput:
     if not isinstance(item, Mapping) or set(item) != {_URL} or not isinstance(item[_URL], str):
         raise InvalidRequest(path, f'must be {{"{_URL}": a URL}}, got {shown(item)}')
     return ImageInput(f"{path}.{_URL}", item[_URL])
+
+
+def data_url(content: bytes, media_type: str = ANY_PICTURE) -> str:
+    """The URL that holds a file itself (RFC 2397).
+
+    Args:
+        content: Bytes of the file.
+        media_type: Its type of media, such as ``image/png``.
+    """
+    return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
 
 
 def image_sources(arguments: Arguments) -> ImageSources | None:
