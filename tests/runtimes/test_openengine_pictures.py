@@ -151,7 +151,7 @@ async def test_pictures_of_responses_are_those_of_chats(served: Served) -> None:
             counted = await client.responses.input_tokens.count(model="tiny", input=given)
             assert counted.input_tokens == found.usage.input_tokens
         again = {"model": "tiny", "input": "And now?", "previous_response_id": found.id}
-        told = await client.responses.create(**again, **asked)  # type: ignore[call-overload]
+        told = await client.responses.create(**again, **asked)
         assert told.usage.input_tokens > found.usage.input_tokens + 2
         items = await client.responses.input_items.list(told.id, order="asc", include=["message.input_image.image_url"])
         (first, *_) = items.data

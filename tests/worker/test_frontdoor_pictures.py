@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from responses_requests import CALL, RESULT, translated, user
 from rewritten_requests import rewritten
-from test_messages_request import CALLED, counted, made, refusal
+from test_messages_request import CALLED, made, refusal
 from test_messages_request import RESULT as TOOL_RESULT
 
 from adapters.catalog import Catalog
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.messages.pictures import MEDIA_TYPES
+from worker.frontdoor.messages.request import counted
 from worker.frontdoor.requests import names_of
 
 CATALOG = Catalog.default()
