@@ -202,7 +202,7 @@ ELSEWHERE = {
 async def test_every_capability_of_the_protocol_is_tried() -> None:
     names = {one.name for kind in (wire.ModelInfo, wire.GenerationCapabilities) for one in kind.DESCRIPTOR.fields}
     assert names == {name.partition(".")[0] for name in CAPABILITIES if "extra" not in name} | set(ELSEWHERE)
-    assert set(GUIDES) == {name.removeprefix("GUIDED_DECODING_MODE_") for name in MODES.keys()[1:]}  # noqa: SIM118
+    assert set(GUIDES) == {name.removeprefix("GUIDED_DECODING_MODE_") for name in MODES.keys()[1:]}
 
 
 @pytest.mark.parametrize("name", CAPABILITIES)

@@ -259,9 +259,8 @@ def test_hostile_media_is_refused_and_the_worker_serves_on(served: Served, texts
         assert problem in refusal(served, *media)
     assert "media" in refusal(served, {"raw_bytes": png(RED)}, token_ids={"ids": served.prompt(0)})
     video = {"raw_bytes": png(RED), "modality": wire.MODALITY_VIDEO}
-    items = [wire.MediaItem(**video)]
+    request = wire.GenerateRequest(token_ids={"ids": served.prompt(1)}, media=[wire.MediaItem(**video)])
     with grpc.insecure_channel(served.target) as channel, pytest.raises(grpc.RpcError) as caught:
-        request = wire.GenerateRequest(token_ids={"ids": served.prompt(1)}, media=items)
         list(_call(channel, "Inference/Generate", request, wire.GenerateResponse, is_stream=True))
     assert "media[0].modality: must be MODALITY_IMAGE" in caught.value.details()
     assert served.text(data_url(RED)) == texts[0]

@@ -77,7 +77,8 @@ class EngineInfo:
             where no log probabilities of it are.
         scores_prompts: Log probabilities of a prompt's tokens are served.
         honours_cache_salt: Requests share the KV of equal beginnings by their salts.
-        runs_all_processors: Processors that take tokens back, or need a second row of logits, run too.
+        runs_all_processors: Processors that take tokens back, or need a second row of logits, run
+            too.
         native_guides: Grammar processors that the engine enforces itself, where it calls no logits
             processors; None where it calls them.
         num_dp_ranks: Data parallel ranks, each with a batch and KV blocks of its own: the sizes
