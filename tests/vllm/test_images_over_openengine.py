@@ -17,6 +17,7 @@ import pytest
 from e2e_stack import MODEL, REPOSITORY, http, wait_for
 from engine_stack import EXACT, running_engines
 from front_door_process import Door
+from PIL import Image
 from processor_requests import of
 from test_images_in_vllm import BLUE, NUM_TOKENS, RED, expected
 from tiny_vision import NUM_IMAGE_TOKENS, PLACEHOLDER, data_url, png, write_tiny_vision
@@ -248,6 +249,7 @@ def refusal(served: Served, *media: dict[str, Any], **fields: Any) -> str:
 
 def test_hostile_media_is_refused_and_the_worker_serves_on(served: Served, texts: list[str]) -> None:
     bomb = png(RED)[:60]
+    wide = png(Image.new("1", (13000, 13000)))  # a small file, and half a gigabyte in RGB
     for media, problem in (
         ([{"raw_bytes": bomb}], "media[0]: is no picture that can be read"),
         ([{"raw_bytes": b""}], "media[0]: is no picture that can be read"),
@@ -255,6 +257,7 @@ def test_hostile_media_is_refused_and_the_worker_serves_on(served: Served, texts
         ([{"raw_bytes": png(RED), "mime_type": "a;b"}], "media[0].mime_type: must be a type of media"),
         ([{"raw_bytes": png(RED)}] * 2, "media"),
         ([{"raw_bytes": png(RED)}] * 257, "media"),
+        ([{"raw_bytes": wide}] * 2, "media[1]: has more pixels than the 268435456"),
     ):
         assert problem in refusal(served, *media)
     assert "media" in refusal(served, {"raw_bytes": png(RED)}, token_ids={"ids": served.prompt(0)})

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from worker.engines.images import FIELD, ImageInput, ImageSources, data_url
+from worker.engines.images import FIELD, ImageInput, ImageSources, check_pixels, data_url
 from worker.engines.request import EngineRequest
 from worker.engines.trtllm.capabilities import Package
 from worker.engines.trtllm.params import NativeRequest
@@ -60,6 +60,7 @@ class Images:
             raise InvalidRequest(FIELD, problem)
         for image in request.images:
             self._sources.check(image)
+        await asyncio.to_thread(check_pixels, request.images)
         pictures = await asyncio.gather(*map(self._read, request.images))
         inputs = {"prompt_token_ids": list(request.prompt_token_ids), "multi_modal_data": {"image": pictures}}
         if not hasattr(self._llm, "preprocess"):

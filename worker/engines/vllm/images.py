@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from worker.engines.images import FIELD, ImageInput, ImageSources
+from worker.engines.images import FIELD, ImageInput, ImageSources, check_pixels
 from worker.errors import InvalidRequest, StartupError, one_line
 
 _PROCESSORS = "vllm.multimodal"
@@ -42,6 +42,7 @@ class Images:
         """The pictures, in order. Raises `InvalidRequest` for one that cannot be read."""
         for image in images:
             self._sources.check(image)
+        await asyncio.to_thread(check_pixels, images)
         return await asyncio.gather(*map(self._read, images))
 
     async def _read(self, image: ImageInput) -> Any:
