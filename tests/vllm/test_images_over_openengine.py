@@ -143,11 +143,11 @@ def test_responses_are_those_of_vllm_itself(served: Served, texts: list[str]) ->
             )
             assert found.output_text == text
             assert found.usage is not None
-            counted = client.responses.input_tokens.count(model=MODEL, input=given)
-            assert counted.input_tokens == found.usage.input_tokens
+            num_tokens = found.usage.input_tokens
+            assert client.responses.input_tokens.count(model=MODEL, input=given).input_tokens == num_tokens
         further = client.responses.create(model=MODEL, input="And now?", previous_response_id=found.id, temperature=0)
         assert further.usage is not None
-        assert further.usage.input_tokens > found.usage.input_tokens + NUM_TOKENS
+        assert further.usage.input_tokens > num_tokens + NUM_TOKENS
 
 
 def test_the_prompt_is_counted_with_its_pictures(served: Served) -> None:
@@ -160,7 +160,7 @@ def test_the_prompt_is_counted_with_its_pictures(served: Served) -> None:
 
 
 def test_each_source_of_the_protocol_is_the_same_picture(served: Served) -> None:
-    blue = [
+    blue: list[dict[str, Any]] = [
         {"data_uri": data_url(BLUE)},
         {"raw_bytes": png(BLUE)},
         {"raw_bytes": png(BLUE), "mime_type": "image/png", "uuid": "blue"},
@@ -261,7 +261,7 @@ def test_hostile_media_is_refused_and_the_worker_serves_on(served: Served, texts
     ):
         assert problem in refusal(served, *media)
     assert "media" in refusal(served, {"raw_bytes": png(RED)}, token_ids={"ids": served.prompt(0)})
-    video = {"raw_bytes": png(RED), "modality": wire.MODALITY_VIDEO}
+    video: dict[str, Any] = {"raw_bytes": png(RED), "modality": wire.MODALITY_VIDEO}
     request = wire.GenerateRequest(token_ids={"ids": served.prompt(1)}, media=[wire.MediaItem(**video)])
     with grpc.insecure_channel(served.target) as channel, pytest.raises(grpc.RpcError) as caught:
         list(_call(channel, "Inference/Generate", request, wire.GenerateResponse, is_stream=True))

@@ -191,8 +191,8 @@ def renamed(error: InvalidRequest, request: wire.GenerateRequest) -> InvalidRequ
         return InvalidRequest("extra.logits_processors", error.problem)  # the guide is a processor by its name
     if error.field.startswith(_PARAMS):
         name = re.split(r"[.\[]", error.field.removeprefix(_PARAMS), maxsplit=1)[0]
-        rest = error.field.removeprefix(_PARAMS + name)
-        return InvalidRequest(_TOLD_PARAMS[name] + rest if name in _TOLD_PARAMS else error.field, error.problem)
+        told = _TOLD_PARAMS.get(name, _PARAMS + name)
+        return InvalidRequest(told + error.field.removeprefix(_PARAMS + name), error.problem)
     for ours, theirs in TOLD:
         rest = path_within(error.field, ours)
         if rest is not None and theirs == "media":
