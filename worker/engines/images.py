@@ -156,7 +156,7 @@ def data_url(content: bytes, media_type: str = ANY_PICTURE) -> str:
 
     Args:
         content: Bytes of the file.
-        media_type: Its type of media, such as ``image/png``.
+        media_type: Type of media of the file, such as ``image/png``.
     """
     return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
 
