@@ -8,6 +8,7 @@ drawn before; its latency counts from then on, also where this process sends it 
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import random
 import time
@@ -71,6 +72,8 @@ def due_times(rate: float, seconds: float, seed: int = 1) -> list[float]:
 async def drive(due: Sequence[float], asks: Sequence[Ask] | Ask) -> list[Timing]:
     """Send a request at each of the times; `asks` is one way to ask for all, or one for each."""
     timings = [Timing(at_s) for at_s in due]
+    gc.collect()
+    gc.disable()  # a collection would delay whatever comes meanwhile
     begun = time.perf_counter()
 
     async def one(timing: Timing, ask: Ask) -> None:
@@ -94,6 +97,7 @@ async def drive(due: Sequence[float], asks: Sequence[Ask] | Ask) -> list[Timing]
     for task in pending:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    gc.enable()
     return timings
 
 
@@ -115,3 +119,24 @@ def outcome(timings: Sequence[Timing], seconds: float) -> Outcome:
 def shown(values: Sequence[float]) -> str:
     """p50 / p99 / p99.9 of a table."""
     return " / ".join("none" if value == math.inf else f"{value:,.{1 if value < 10 else 0}f}" for value in values)
+
+
+BENT_MS = 100.0
+"""A part bends where one request of a hundred waits longer than this for its first token."""
+
+
+def bends(found: Outcome) -> bool:
+    return found.first_ms[1] > BENT_MS or found.answered < 1
+
+
+def climb(load: Callable[[float], Outcome], start: float, factor: float = 1.5, most: int = 12) -> list[Outcome]:
+    """The outcomes of ever higher rates, up to the first that bends the part."""
+    found: list[Outcome] = []
+    while len(found) < most and not (found and bends(found[-1])):
+        found.append(load(start * factor ** len(found)))
+    return found
+
+
+def limit(found: Sequence[Outcome]) -> Outcome:
+    """The highest rate that did not bend the part; the lowest one if all did."""
+    return next((one for one in reversed(found) if not bends(one)), found[0])

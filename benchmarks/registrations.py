@@ -165,6 +165,8 @@ class Pool:
 
     def kill_one(self) -> float:
         """Seconds until all watchers know that the first instance has died; 0 if there is no other."""
+        if self.workers == 1:
+            return 0.0
         began_s = time.monotonic()
         self.registrants[0].kill()
         self.registrants[0].wait()
