@@ -84,11 +84,12 @@ def running(directory: Path, count: int) -> Iterator[Group]:
         *("--served-model-name", MODEL, "--engine", "constant", "--constant-step-s", str(STEP_S)),
         *("--max-num-seqs", "256"),
     ]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    processes = [subprocess.Popen(server, **quiet)]
+    nowhere = subprocess.DEVNULL
+    processes = [subprocess.Popen(server, stdout=nowhere, stderr=nowhere)]
     try:
         time.sleep(1)
-        processes += [subprocess.Popen(worker, env=environ, **quiet) for _ in range(count)]
+        for _ in range(count):
+            processes.append(subprocess.Popen(worker, env=environ, stdout=nowhere, stderr=nowhere))
         uvloop.run(await_workers(url, count))
         found = [psutil.Process(process.pid) for process in processes]
         yield Group(url, found[0], found[1:])
@@ -100,7 +101,7 @@ def running(directory: Path, count: int) -> Iterator[Group]:
 
 async def await_workers(url: str, count: int) -> None:
     """Until so many workers answer to a ping of NATS services."""
-    deadline, seen = time.monotonic() + START_S, set()
+    deadline, seen = time.monotonic() + START_S, set[str]()
     client = await nats.connect(url)
     while len(seen) < count:
         if time.monotonic() > deadline:
@@ -152,11 +153,14 @@ def measure(group: Group, name: str, seconds: float) -> Row:
     found = climb(load, STARTS[name])
     best = limit(found)
     machine, today = f"{processor()}, {os.cpu_count()} cores", datetime.date.today().isoformat()
-    return Row(name, len(group.workers), best, found[-1].rate, *costs[best.rate], machine, today)
+    server_us, workers_us, client_us = costs[best.rate]
+    return Row(
+        name, len(group.workers), best, found[-1].rate, server_us, workers_us, client_us, machine=machine, date=today
+    )
 
 
-TABLE = """| load | workers | requests/s | tokens/s | first token, ms | answered, ms | µs a request: server | all workers \
-| client | bent at |
+TABLE = """| load | workers | requests/s | tokens/s | first token, ms | answered, ms | µs a request: server \
+| all workers | client | bent at |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 

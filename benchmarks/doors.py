@@ -41,8 +41,10 @@ STARTS = {"short": 400.0, "long": 60.0}
 """Rate to begin with."""
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-EVENT = b'data: {"id":"cmpl-1","choices":[{"text":"a","index":0,"logprobs":null,"finish_reason":null}],' \
+EVENT = (
+    b'data: {"id":"cmpl-1","choices":[{"text":"a","index":0,"logprobs":null,"finish_reason":null}],'
     b'"created":1790000000,"model":"m","object":"text_completion"}\n\n'
+)
 END = b"data: [DONE]\n\n"
 
 
@@ -213,7 +215,10 @@ def measure(doors: Doors, name: str, seconds: float) -> Row:
         taken = [after - s for after, s in zip(doors.processor_s(), before, strict=True)]
         clients = (time.process_time() - clients_s) / seconds
         costs[found.rate] = sum(taken) / len(due) * 1e6, max(taken) / sum(taken), clients
-        print(f"  {name}, {len(doors.processes)}: {found.rate:,.0f}/s {shown(found.first_ms)} ms, clients {clients:.0%}", flush=True)
+        print(
+            f"  {name}, {len(doors.processes)}: {found.rate:,.0f}/s {shown(found.first_ms)} ms, clients {clients:.0%}",
+            flush=True,
+        )
         time.sleep(0.5)
         return found
 
@@ -222,12 +227,11 @@ def measure(doors: Doors, name: str, seconds: float) -> Row:
     best = limit(found)
     machine = f"{processor()}, {os.cpu_count()} cores"
     today = datetime.date.today().isoformat()
-    return Row(
-        name, len(doors.processes), best, found[-1].rate, *costs[best.rate], doors.memory_mib(), machine, today
-    )
+    return Row(name, len(doors.processes), best, found[-1].rate, *costs[best.rate], doors.memory_mib(), machine, today)
 
 
-TABLE = """| load | front doors | requests/s | tokens/s | first token, ms | answered, ms | µs a request | busiest | clients | MiB | bent at |
+TABLE = """| load | front doors | requests/s | tokens/s | first token, ms | answered, ms | µs a request | busiest \
+| clients | MiB | bent at |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
@@ -235,7 +239,8 @@ def line(row: Row) -> str:
     best = row.best
     return (
         f"| {row.load} | {row.count} | {best.rate:,.0f} | {best.rate * LOADS[row.load]:,.0f} | {shown(best.first_ms)} "
-        f"| {shown(best.end_ms)} | {row.request_us:,.0f} | {row.busiest:.0%} | {row.clients:.0%} | {row.memory_mib:,.0f} | {row.bent:,.0f} |"
+        f"| {shown(best.end_ms)} | {row.request_us:,.0f} | {row.busiest:.0%} | {row.clients:.0%} "
+        f"| {row.memory_mib:,.0f} | {row.bent:,.0f} |"
     )
 
 

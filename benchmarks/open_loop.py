@@ -18,7 +18,7 @@ from dataclasses import dataclass
 PATIENCE_S = 15.0
 """Seconds after the last arrival until requests count as not answered."""
 
-Ask = Callable[[Callable[[], None]], Awaitable[None]]
+Ask = Callable[[Callable[[], None]], Awaitable[object]]
 """Sends one request, calls its argument at the first token, and returns at the last one."""
 
 
@@ -104,9 +104,10 @@ async def drive(due: Sequence[float], asks: Sequence[Ask] | Ask) -> list[Timing]
 def outcome(timings: Sequence[Timing], seconds: float) -> Outcome:
     """The figures of a load that came within `seconds`; what was not answered waits infinitely."""
     ended = [one.end_s for one in timings if one.end_s < math.inf]
-    first, end = ([(value - one.due_s) * 1e3 for one, value in pairs] for pairs in (
-        [(one, one.first_s) for one in timings], [(one, one.end_s) for one in timings]
-    ))
+    first, end = (
+        [(value - one.due_s) * 1e3 for one, value in pairs]
+        for pairs in ([(one, one.first_s) for one in timings], [(one, one.end_s) for one in timings])
+    )
     return Outcome(
         len(timings) / seconds,
         len(ended) / len(timings),

@@ -91,7 +91,7 @@ async def serve(count: int, watchers: int, model_path: str, name: str, step_s: f
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
         wanted = int(line.split()[1])
-        while not all(len(client.instance_ids()) == wanted for client in clients):
+        while not all(len(client.instance_ids()) == wanted for client in clients):  # noqa: ASYNC110 (they tell nobody)
             await asyncio.sleep(POLL_S)
         print(time.monotonic(), flush=True)
 

@@ -50,6 +50,7 @@ MODEL = "constant"
 KEPT, REPORT = HERE / "results" / "registrations.json", HERE / "results" / "registrations.md"
 FILE, ETCD, NATS = "file", "etcd", "nats"
 NAMES = {FILE: "files", ETCD: "etcd", NATS: "etcd, requests by NATS"}
+AnyProcess = subprocess.Popen[bytes] | subprocess.Popen[str]
 PER_PROCESS = 50
 WATCHERS = {FILE: 5, ETCD: PER_PROCESS, NATS: PER_PROCESS}
 """Instances of a process that watch the others: all, but for files, where each needs one of the
@@ -123,8 +124,8 @@ class Pool:
             commands.append([_program("nats-server"), "-a", "127.0.0.1", "-p", str(port)])
             planes = {"DYN_REQUEST_PLANE": "nats", "DYN_EVENT_PLANE": "nats"}
             self._environ |= {**planes, "NATS_SERVER": f"nats://127.0.0.1:{port}"}
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        servers = [subprocess.Popen(command, **quiet) for command in commands]
+        nowhere = subprocess.DEVNULL
+        servers = [subprocess.Popen(command, stdout=nowhere, stderr=nowhere) for command in commands]
         time.sleep(1.5)
         return servers
 
@@ -158,13 +159,13 @@ class Pool:
             process.stdin.flush()
         return max(float(process.stdout.readline()) for process in living if process.stdout is not None)
 
-    def processor_s(self, processes: Sequence[subprocess.Popen[bytes] | subprocess.Popen[str]]) -> float:
+    def processor_s(self, processes: Sequence[AnyProcess]) -> float:
         """Seconds of processor time so far."""
         times = [psutil.Process(process.pid).cpu_times() for process in processes]
         return float(sum(one.user + one.system for one in times))
 
     def kill_one(self) -> float:
-        """Seconds until all watchers know that the first instance has died; 0 if there is no other."""
+        """Seconds until all watchers know that the first instance died; 0 if it is the only one."""
         if self.workers == 1:
             return 0.0
         began_s = time.monotonic()
@@ -187,7 +188,8 @@ class Pool:
 
     def end(self) -> None:
         """End all processes, the servers last."""
-        for process in (*self.registrants, self.frontend, *self.servers):
+        processes: list[AnyProcess] = [*self.registrants, self.frontend]
+        for process in (*processes, *self.servers):
             process.send_signal(signal.SIGKILL)
             process.wait()
 
@@ -214,7 +216,7 @@ def measure(discovery: str, workers: int, rates: Sequence[float], seconds: float
     with tempfile.TemporaryDirectory() as directory, running(Path(directory), discovery, workers) as pool:
         registered_s = pool.all_see(workers) - pool.started_s
         time.sleep(1)
-        parts = [[pool.frontend], pool.registrants, pool.servers]
+        parts: list[Sequence[AnyProcess]] = [[pool.frontend], pool.registrants, pool.servers]
         before = [pool.processor_s(part) for part in parts]
         time.sleep(seconds)
         idle = [(pool.processor_s(part) - s) / seconds for part, s in zip(parts, before, strict=True)]

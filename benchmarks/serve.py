@@ -61,9 +61,7 @@ class Sample:
     ttfts_s: list[float]
 
 
-async def stream_completion(
-    port: int, model: str, num_tokens: int, first: Callable[[], None] | None = None
-) -> float:
+async def stream_completion(port: int, model: str, num_tokens: int, first: Callable[[], None] | None = None) -> float:
     """One streamed completion on a connection of its own; the time to its first event, in seconds,
     at which `first` is called.
 

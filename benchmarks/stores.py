@@ -34,11 +34,11 @@ from open_loop import Outcome, climb, drive, due_times, limit, outcome, shown
 from runtimes import _program
 from serve import HERE, _free_port, processor
 
+from worker.errors import BoundaryStoreUnavailable
 from worker.migration.boundary import Boundary
 from worker.migration.named_store import make_store
 from worker.migration.record_store import RecordStore
 from worker.migration.store import StoreError
-from worker.errors import BoundaryStoreUnavailable
 
 KEPT, REPORT = HERE / "results" / "stores.json", HERE / "results" / "stores.md"
 KINDS = ("file", "etcd", "nats")
@@ -154,10 +154,12 @@ def measure(kind: str, seconds: float) -> Row:
         found = climb(load, START)
     best = limit(found)
     machine = f"{processor()}, {os.cpu_count()} cores"
-    return Row(kind, best, found[-1].rate, *costs[best.rate], machine, datetime.date.today().isoformat())
+    worker_us, server_us = costs[best.rate]
+    return Row(kind, best, found[-1].rate, worker_us, server_us, machine, datetime.date.today().isoformat())
 
 
-TABLE = """| store | requests/s | before the first token, ms | whole life, ms | worker, µs a request | server | bent at |
+TABLE = """| store | requests/s | before the first token, ms | whole life, ms | worker, µs a request \
+| server | bent at |
 | --- | --- | --- | --- | --- | --- | --- |"""
 
 
@@ -173,7 +175,8 @@ def report(rows: Sequence[Row]) -> str:
     where = sorted({f"{row.date}, {row.machine}" for row in rows})
     return f"""# Boundary stores
 
-Made by `.venv/bin/python benchmarks/stores.py`, which says what is measured: one worker's share. Times are p50 / p99 / p99.9.
+Made by `.venv/bin/python benchmarks/stores.py`, which says what is measured: one worker's share.
+Times are p50 / p99 / p99.9.
 
 {TABLE}
 {chr(10).join(map(line, rows))}

@@ -81,7 +81,13 @@ def test_the_last_content_counts(store: Path) -> None:
 def test_a_directory_that_does_not_change_is_listed_twice_alone(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many workers it has: each looks once a second."""
     listed: list[str] = []
-    monkeypatch.setattr(os, "listdir", lambda path, listdir=os.listdir: listed.append(path) or listdir(path))
+    listdir = os.listdir
+
+    def noted(path: str) -> list[str]:
+        listed.append(path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", noted)
     entries = FileEntries(store, INSTANCE)
     for _ in range(5):
         assert entries.check() == []
@@ -93,7 +99,7 @@ def test_before_the_first_registration_there_is_nothing(tmp_path: Path) -> None:
 
 
 def test_an_entry_is_found_whenever_it_comes(store: Path) -> None:
-    """Also one that leaves the directory's time of change as it was, as within a tick of the clock."""
+    """Also one that leaves the directory's time of change as it was, within a tick of the clock."""
     directory = store / "v1" / "mdc"
     entries, path = FileEntries(store, INSTANCE), directory / f"dynamo%2Fbackend%2Fgenerate%2F{INSTANCE:x}%2Fmine"
     entries.check()

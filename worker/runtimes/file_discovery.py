@@ -112,7 +112,7 @@ class FileEntries:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """An instance's entries in a directory, and when that had changed last, as the file system says."""
+    """An instance's entries in a directory, and when that changed last, as the file system says."""
 
     changed_ns: int
     paths: list[Path]

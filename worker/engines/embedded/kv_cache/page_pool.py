@@ -21,8 +21,8 @@ FREE_AHEAD = 4
 """Pages behind the owned ones that `PagePool.compact` clears as well, for the next requests."""
 
 CHANGES_PER_CHECK = 1 / 32
-"""Changes of owners, as a share of the pages, after which `PagePool.check_counts` looks at every page.
-A look costs about 0.1 µs a page, so that it adds 3 µs to each change.
+"""Changes of owners, as a share of the pages, after which `PagePool.check_counts` looks at every
+page. A look costs about 0.1 µs a page, so that it adds 3 µs to each change.
 """
 
 
