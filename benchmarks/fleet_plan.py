@@ -20,7 +20,7 @@ USE = 0.7
 
 FRONTEND_CORES = 4
 
-GROUP_SIZE, GROUP_TOKENS = 4, {"short": 1, "long": 64}
+GROUP_SIZE, GROUP_TOKENS = 1, {"short": 1, "long": 64}
 """Row of `consumer_group.json` that NATS's own cost is from, and the tokens of its answers."""
 
 
