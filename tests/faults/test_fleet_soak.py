@@ -14,6 +14,7 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -90,7 +91,7 @@ async def start_workers(cluster: Cluster, still: Standstill) -> None:
             if missing == 0:
                 return await asyncio.to_thread(cluster.forget_dead)
             await asyncio.to_thread(cluster.start, len(cluster.living) + min(STARTED_AT_ONCE, missing))
-        except AssertionError:
+        except (AssertionError, subprocess.TimeoutExpired):
             await asyncio.sleep(1)  # until a standstill has been noted
             if still.seconds == before_s:
                 raise
@@ -140,7 +141,7 @@ async def test_a_fleet_loses_nothing(tmp_path: Path, tiny_model: Path) -> None:
                 async with LoadClient(one.url) as client:
                     try:
                         await a_round(cluster, client, faults, chance, counts["asked"] + 10**6, reference)
-                    except AssertionError as error:
+                    except (AssertionError, subprocess.TimeoutExpired) as error:
                         if still.seconds == before_s:
                             raise
                         logger.warning("a round does not count, all stood still: %s", str(error)[:300])
