@@ -95,7 +95,7 @@ def first_tokens() -> str:
     lines: list[Line] = []
     for router, name in ((IN_TURN, "in turn"), (OF_TWO, "fewer requests of two"), (BY_PREFIX, "KV router")):
         line = []
-        for rate in (60, 120, 180, 220, 240, 260, 280):
+        for rate in (100, 200, 250, 300, 330, 350, 370):
             load = Load(rate, 30, shared=0.5, groups=1000)
             answered = Fleet(32, Worker(), router, load.shared).run(list(load.requests(3)))
             line.append((float(rate), quantiles([one.first_s - one.at_s for one in answered])[1] * 1e3))
