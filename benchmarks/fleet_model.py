@@ -59,6 +59,9 @@ class Batch:
     begun_s: float = 0.0
     ended_s: float = 0.0
     stepping: bool = False
+    prompts_alone: bool = False
+    has_arrivals: bool = False
+    gathering_since_s: float = -math.inf
     alive: bool = True
     prefixes: set[int] = field(default_factory=set)
 
@@ -71,12 +74,26 @@ class Batch:
         return len(self.waiting) + self.num_rows
 
     def end_step(self, now_s: float) -> None:
-        """Count a step, which is the gap between two tokens of each decoding row."""
-        self.step, self.stepping, self.ended_s = self.step + 1, False, now_s
-        took_s = now_s - self.begun_s
+        """Count a step: the time since the one before is a gap between tokens of decoding rows."""
+        self.stepping = False
+        if self.prompts_alone:
+            return
+        took_s = now_s - (self.ended_s if self.ends else self.begun_s)
+        self.step, self.ended_s = self.step + 1, now_s
         while self.peaks and self.peaks[-1][1] <= took_s:
             self.peaks.pop()
         self.peaks.append((self.step, took_s))
+
+    def leaves_decoding_out(self, now_s: float) -> bool:
+        """Whether the next step computes prompts alone, as the engine's `Pacing` has it for
+        requests that came during a step: so that they begin together, at most half of the time.
+        """
+        may_wait = self.ended_s > self.gathering_since_s and now_s - self.gathering_since_s > 2 * MAX_GATHER_S
+        if self.has_arrivals and (not self.ends or may_wait):
+            self.gathering_since_s = now_s
+        found = self.has_arrivals and bool(self.ends) and now_s - self.gathering_since_s < MAX_GATHER_S
+        self.has_arrivals = False
+        return found
 
     def longest_since(self, step: int) -> float:
         """Seconds of the longest step after one; 0 if there was none."""
@@ -105,6 +122,9 @@ class Load:
             prompt, answer = (max(1, round(source.expovariate(1 / mean))) for mean in (self.prompt, self.answer))
             yield Request(at_s, prompt, answer, source.randrange(self.groups) if self.shared else -1)
 
+
+MAX_GATHER_S = 0.03
+"""`worker.engines.embedded.serving.pacing.MAX_GATHER_S`."""
 
 IN_TURN, OF_TWO, BY_PREFIX = "in turn", "of two", "by prefix"
 """How a worker is chosen: Dynamo's default, the less loaded one of two, or by the KV router."""
@@ -164,6 +184,7 @@ class Fleet:
         request.left_to_compute = max(1, round(request.prompt * (1 - cached))) + request.done
         batch.prefixes.add(request.group)
         batch.waiting.append(request)
+        batch.has_arrivals = True
         if not batch.stepping:
             self._begin_step(index, now_s)
 
@@ -182,12 +203,13 @@ class Fleet:
         batch, worker = self.batches[index], self.worker
         while batch.waiting and batch.num_rows < worker.slots:
             batch.prefilling.append(batch.waiting.popleft())
-        left = worker.budget - len(batch.ends)
+        batch.prompts_alone = batch.leaves_decoding_out(now_s) and bool(batch.prefilling)
+        left = budget = worker.budget - (0 if batch.prompts_alone else len(batch.ends))
         for row in batch.prefilling:
             chunk = min(row.left_to_compute, left)
             row.left_to_compute -= chunk
             left -= chunk
-        computed = worker.budget - len(batch.ends) - left
+        computed = budget - left
         batch.stepping, batch.begun_s = True, now_s
         self._order += 1
         heapq.heappush(self._events, (now_s + worker.step_s + computed / worker.prompt_rate, self._order, index))
