@@ -96,7 +96,7 @@ def keep(count: int, line: str) -> None:
     REPORT.write_text(
         f"""# The simulation beside real workers
 
-Made by `.venv/bin/python benchmarks/fleet.py --check 2 4 8 16`: real workers with `--engine constant`, 8 rows and
+Made by `.venv/bin/python benchmarks/fleet.py --check 4 8`: real workers with `--engine constant`, 8 rows and
 steps of 50 ms behind Dynamo's frontend, and the simulation, at the same arrivals: {CHECK_RATE:g} requests a second
 for each worker, answers of 32 tokens on the mean. Medians of the rounds.
 
