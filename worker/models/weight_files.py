@@ -18,6 +18,7 @@ from adapters.strict_json import read_object
 from worker.errors import one_line
 from worker.models.geometry import Geometry, Tensor
 from worker.models.problems import ModelFileError, shown
+from worker.models.regular_files import open_regular
 from worker.models.quantised import CODES, OFFSETS, SCALES
 from worker.models.quantised_tensors import ThirdPartyWeight, find_tensors
 from worker.models.quantization_config import Quantization
@@ -251,8 +252,8 @@ def read_header(path: Path, name: str) -> dict[str, StoredTensor]:
         ModelFileError: it is damaged or cut off.
     """
     try:
-        size = os.stat(path).st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             return {each: tensor for each, (tensor, _) in header_of(file, size, name).items()}
     except OSError as error:
         raise ModelFileError(f"{name}: cannot be read: {error.strerror or error}") from None

@@ -11,11 +11,14 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
+from worker.engines.embedded.model import requantisation
 from worker.engines.embedded.model.requantisation import requantised
 from worker.engines.embedded.model.super_blocks import round_q4_k, round_q6_k
+from worker.engines.embedded.native import PATHS, paths, super_blocks, unavailable
 from worker.models.quantised import Codes, unpack_blocks
 
 ROUND = {Kind.Q4_K: round_q4_k, Kind.Q6_K: round_q6_k}
+NATIVE = {Kind.Q4_K: super_blocks.round_q4_k, Kind.Q6_K: super_blocks.round_q6_k}
 
 BLOCKS = {
     Kind.Q4_K: "7QUREv//8LX/9vDldxdfLx6XCFo1yNhirGqWSBoXh/OKWemDfol3byiTd7BsB3bc9pRDQydzfweJP89n2kxXcKuMGm"
@@ -70,6 +73,17 @@ def weights(name: str) -> NDArray[np.float32]:
     return np.ascontiguousarray(found[name], dtype=np.float32)
 
 
+def compute_natively(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernels of `path` compute in float32, for this test."""
+    if reason := unavailable(torch.float32, path):
+        pytest.skip(reason)
+    monkeypatch.setitem(paths._chosen, torch.float32, path)
+
+
+def rounded_natively(rows: NDArray[np.float32], kind: Kind) -> Codes:
+    return Codes(*[part.numpy() for part in NATIVE[kind](torch.from_numpy(rows))])
+
+
 def digest_of(found: Codes) -> str:
     digest = hashlib.sha256()
     for part in (found.codes, found.scales, *([] if found.offsets is None else [found.offsets])):
@@ -92,6 +106,51 @@ def test_a_block_is_that_of_the_reference(kind: Kind) -> None:
 def test_all_bits_are_those_of_the_reference(name: str, kind: str) -> None:
     """Also of groups of zeros, of one number, and far smaller than their neighbours."""
     assert digest_of(ROUND[Kind[kind]](weights(name))) == DIGESTS[name, kind]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("path", PATHS)
+def test_kernels_have_the_same_bits(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_natively(path, monkeypatch)
+    found = {(name, kind): digest_of(rounded_natively(weights(name), Kind[kind])) for name, kind in DIGESTS}
+    assert found == DIGESTS
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("exponent", [-42, -38, -30, -16, -4, 0, 4, 8, 20, 30])
+def test_kernels_agree_on_any_numbers(exponent: int, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where squares overflow, or scales do: no number stands for them then."""
+    compute_natively(path, monkeypatch)
+    source = np.random.RandomState(11)
+    exponents = exponent + source.randint(-8, 6, (5, 1280))
+    rows = np.clip(source.standard_normal((5, 1280)) * 10.0**exponents, -3e38, 3e38).astype(np.float32)
+    for kind in ROUND:
+        expected, found = ROUND[kind](rows), rounded_natively(rows, kind)
+        assert np.array_equal(found.codes, expected.codes)
+        assert np.array_equal(found.scales, expected.scales, equal_nan=True)
+        if found.offsets is not None and expected.offsets is not None:
+            assert np.array_equal(found.offsets, expected.offsets, equal_nan=True)
+
+
+@pytest.mark.native
+def test_kernels_take_whole_super_blocks_of_float32() -> None:
+    for kind in NATIVE:
+        for rows in (torch.zeros(2, 255), torch.zeros(256), torch.zeros(2, 256, dtype=torch.float64)):
+            with pytest.raises(ValueError, match="expected float32 rows of whole super-blocks"):
+                NATIVE[kind](rows)
+        assert len(NATIVE[kind](torch.zeros(0, 256))[0]) == 0
+        assert torch.equal(NATIVE[kind](torch.ones(256, 3).T)[0], NATIVE[kind](torch.ones(3, 256))[0])
+
+
+@pytest.mark.parametrize("kind", ROUND, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("has_kernels", [True, False], ids=["native", "numpy"])
+def test_an_update_rounds_with_either(kind: Kind, has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requantisation.native_weights, "are_available", lambda: has_kernels)
+    rows, found = torch.from_numpy(weights("normal")), ROUND[kind](weights("normal"))
+    weight = requantised(rows, kind.name)
+    assert np.array_equal(weight.codes.numpy(), found.codes)
+    assert np.array_equal(weight.scales.numpy(), found.scales)
 
 
 @pytest.mark.parametrize("kind", ROUND, ids=lambda kind: kind.name)

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
 
+from worker.engines.embedded.model import super_blocks
 from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.quantisation import FORMATS, PackedQuantised, QuantisedWeight, quantise
 from worker.engines.embedded.model.stored_weights import DTYPES
-from worker.engines.embedded.model.super_blocks import round_q4_k, round_q6_k
+from worker.engines.embedded.native import super_blocks as native_blocks
+from worker.engines.embedded.native import weights as native_weights
 from worker.engines.embedded.native.quantised import QuantisedPanels
 from worker.models.quantised import CODES, OFFSETS, SCALES, Codes
 from worker.models.weight_files import StoredTensor
@@ -165,11 +167,15 @@ def _q4_1(rows: torch.Tensor) -> Rounded:
 
 
 def _q4_k(rows: torch.Tensor) -> Rounded:
-    return _as_tensors(round_q4_k(rows.numpy()))
+    if native_weights.are_available():
+        return native_blocks.round_q4_k(rows)
+    return _as_tensors(super_blocks.round_q4_k(rows.numpy()))
 
 
 def _q6_k(rows: torch.Tensor) -> Rounded:
-    return _as_tensors(round_q6_k(rows.numpy()))
+    if native_weights.are_available():
+        return *native_blocks.round_q6_k(rows), None
+    return _as_tensors(super_blocks.round_q6_k(rows.numpy()))
 
 
 def _as_tensors(found: Codes) -> Rounded:

@@ -47,6 +47,13 @@ KERNEL linear_kernel_t quantised_linear, integer_linear, integer_linear_amx, deq
 /* Writes rows of a quantised weight. Returns 0, or -1 if there is no such row. */
 KERNEL int32_t unpack_rows(const unpacking_t *arguments);
 
+/* Rounds `count` super-blocks of 256 weights to Q4_K: two codes to a byte [count][128], scales and offsets [count][8]. */
+KERNEL void round_q4_k(const float *weights, int64_t count, uint8_t *codes, float *scales, float *offsets,
+                       const threads_t *threads);
+
+/* The same to Q6_K: codes [count][256], scales [count][16]. */
+KERNEL void round_q6_k(const float *weights, int64_t count, int8_t *codes, float *scales, const threads_t *threads);
+
 /* x = cap * tanh(x / cap) for each of `count` numbers. */
 KERNEL void soft_cap(float *x, int64_t count, float cap, const threads_t *threads);
 #endif

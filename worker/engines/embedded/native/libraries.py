@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-_VERSION = 16
+_VERSION = 17
 """Version of what arguments mean: ``kernels_version`` in ``linear.c``."""
 
 FOLDER = Path(__file__).parent
@@ -141,6 +141,8 @@ class KernelLibrary(ctypes.CDLL):
             "exponentials": (None, (_POINTER, _INT64)),
             "weigh": (_INT64, (weighing, _POINTER, _INT64, _POINTER, _POINTER)),
             "take_prefix": (_INT64, (weighing, _POINTER, *[_INT64] * 3, *[_POINTER] * 3)),
+            "round_q4_k": (None, (_POINTER, _INT64, *[_POINTER] * 4)),
+            "round_q6_k": (None, (_POINTER, _INT64, *[_POINTER] * 3)),
             "kernels_have_fma": (_INT32, ()),
             "kernels_sum_in_order": (_INT32, ()),
         }
