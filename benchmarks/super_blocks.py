@@ -1,4 +1,4 @@
-"""Rounding of float32 weights to Q4_K and Q6_K: ours, and llama.cpp's, on the same cores in turns.
+"""Rounding of float32 weights to GGUF's types: ours, and llama.cpp's, on the same cores in turns.
 
     benchmarks/peers.sh llama  # once
     .venv/bin/python benchmarks/super_blocks.py [--llama .venv-llama/bin/python] [--threads 2]
@@ -16,22 +16,18 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
 
-from worker.engines.embedded.native import super_blocks
+from worker.engines.embedded.native.gguf_types import rounded_to
 from worker.models.quantised import Codes, unpack_blocks
 
 ROWS, INNER, TURNS = 8192, 1536, 5
 _PER = 100_000_000 / (ROWS * INNER)
-ROUND: dict[Kind, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
-    Kind.Q4_K: super_blocks.round_q4_k,
-    Kind.Q6_K: super_blocks.round_q6_k,
-}
+KINDS = (Kind.Q4_K, Kind.Q6_K, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1)
 
 
 def digest_of(found: Codes) -> str:
@@ -43,9 +39,9 @@ def digest_of(found: Codes) -> str:
 def ours(rows: torch.Tensor, kind: Kind) -> tuple[float, str]:
     """Seconds, and a digest of the result."""
     began = time.perf_counter()
-    found = ROUND[kind](rows)
+    found = rounded_to(kind.name, rows)
     seconds = time.perf_counter() - began
-    return seconds, digest_of(Codes(*(part.numpy() for part in found)))
+    return seconds, digest_of(Codes(*(part.numpy() for part in found if part is not None)))
 
 
 def llamas(python: str, source: Path, kind: Kind, threads: int) -> tuple[float, str]:
@@ -69,7 +65,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         source = Path(directory) / "rows"
         rows.numpy().tofile(source)
-        for kind in ROUND:
+        for kind in KINDS:
             found: dict[str, list[tuple[float, str]]] = {"ours": [], "llama.cpp": []}
             for _ in range(TURNS):
                 found["ours"].append(ours(rows, kind))

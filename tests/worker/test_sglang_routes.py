@@ -191,7 +191,7 @@ async def test_what_is_not_here_says_what_is(trainer: Trainer) -> None:
         assert status == 404
         assert f"{path} is not here: {instead}" in answer["message"]
     assert (await trainer.ask("/abort_request", method="GET"))[0] == 405
-    for path in ("/abort", "/v1/abort_request", "/engine/continue_generation", "//flush_cache", "/engine//pause"):
+    for path in ("/abort", "/v1/abort_request", "/engine/continue_generation", "/engine//pause"):
         assert (await trainer.ask(path))[0] == 404
     assert (await trainer.ask("/server_info", method="GET", key=None))[0] == 401
 

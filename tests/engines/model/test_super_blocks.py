@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from worker.engines.embedded.model import requantisation
 from worker.engines.embedded.model.requantisation import requantised
 from worker.engines.embedded.model.super_blocks import round_q4_k, round_q6_k
-from worker.engines.embedded.native import PATHS, paths, super_blocks, unavailable
+from worker.engines.embedded.native import PATHS, gguf_types, paths, unavailable
 from worker.models.quantised import Codes, unpack_blocks
 
 ROUND = {Kind.Q4_K: round_q4_k, Kind.Q6_K: round_q6_k}
-NATIVE = {Kind.Q4_K: super_blocks.round_q4_k, Kind.Q6_K: super_blocks.round_q6_k}
 
 BLOCKS = {
     Kind.Q4_K: "7QUREv//8LX/9vDldxdfLx6XCFo1yNhirGqWSBoXh/OKWemDfol3byiTd7BsB3bc9pRDQydzfweJP89n2kxXcKuMGm"
@@ -81,7 +80,8 @@ def compute_natively(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rounded_natively(rows: NDArray[np.float32], kind: Kind) -> Codes:
-    return Codes(*[part.numpy() for part in NATIVE[kind](torch.from_numpy(rows))])
+    found = gguf_types.rounded_to(kind.name, torch.from_numpy(rows))
+    return Codes(*[part.numpy() for part in found if part is not None])
 
 
 def digest_of(found: Codes) -> str:
@@ -134,13 +134,34 @@ def test_kernels_agree_on_any_numbers(exponent: int, path: str, monkeypatch: pyt
 
 
 @pytest.mark.native
-def test_kernels_take_whole_super_blocks_of_float32() -> None:
-    for kind in NATIVE:
-        for rows in (torch.zeros(2, 255), torch.zeros(256), torch.zeros(2, 256, dtype=torch.float64)):
-            with pytest.raises(ValueError, match="expected float32 rows of whole super-blocks"):
-                NATIVE[kind](rows)
-        assert len(NATIVE[kind](torch.zeros(0, 256))[0]) == 0
-        assert torch.equal(NATIVE[kind](torch.ones(256, 3).T)[0], NATIVE[kind](torch.ones(3, 256))[0])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1], ids=lambda kind: kind.name)
+def test_kernels_agree_on_plain_blocks(kind: Kind, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch, whose bits `test_weight_update` compares with llama.cpp's."""
+    compute_natively(path, monkeypatch)
+    source = np.random.RandomState(5)
+    halves = np.round(source.standard_normal((64, 512)) * 8).astype(np.float32) / 2  # ties
+    for name in sorted({name for name, _ in DIGESTS}):
+        for rows in (weights(name), halves, -halves, halves * np.float32(2**-20)):
+            expected = requantisation._ROUNDED_TO[kind](torch.from_numpy(rows))
+            for found, wanted in zip(gguf_types.rounded_to(kind.name, torch.from_numpy(rows)), expected, strict=True):
+                assert (found is None) == (wanted is None)
+                if found is not None:
+                    assert torch.equal(found, wanted)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", gguf_types.TYPES)
+def test_kernels_take_whole_blocks(kind: str) -> None:
+    for rows in (torch.zeros(2, 255), torch.zeros(256), torch.zeros(2, 256, dtype=torch.int32)):
+        with pytest.raises(ValueError, match="expected numbers in rows of whole blocks"):
+            gguf_types.rounded_to(kind, rows)
+    narrow = torch.randn(600, 256).bfloat16()  # more rows than are widened at once
+    for found, wanted in zip(gguf_types.rounded_to(kind, narrow), gguf_types.rounded_to(kind, narrow.float(), 2)):
+        assert found is wanted is None or torch.equal(found, wanted)
+    assert len(gguf_types.rounded_to(kind, torch.zeros(0, 256))[0]) == 0
+    transposed, plain = (gguf_types.rounded_to(kind, each)[0] for each in (torch.ones(256, 3).T, torch.ones(3, 256)))
+    assert torch.equal(transposed, plain)
 
 
 @pytest.mark.parametrize("kind", ROUND, ids=lambda kind: kind.name)

@@ -242,6 +242,17 @@ fuzz_super_blocks(void)
     round_q6_k(weights, count, (int8_t *)codes, scales, &threads);
     add_bytes_to_digest(codes, size);
     add_bytes_to_digest(scales, 16 * count * (int64_t)sizeof *scales);
+    uint16_t *const halves = (uint16_t *)scales;
+    for (int type = 0; type < 3; type++) {
+        if (type == 0)
+            round_q8_0(weights, 8 * count, (int8_t *)codes, halves, &threads);
+        else if (type == 1)
+            round_q4_0(weights, 8 * count, codes, halves, &threads);
+        else
+            round_q4_1(weights, 8 * count, codes, halves, (uint16_t *)offsets, &threads);
+        add_bytes_to_digest(codes, type ? size / 2 : size);
+        add_bytes_to_digest(halves, 8 * count * (int64_t)sizeof *halves);
+    }
     void *const all[] = {weights, scales, offsets, codes};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]);

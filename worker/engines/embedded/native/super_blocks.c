@@ -6,6 +6,7 @@
  * to the kernels in float32.
  */
 #ifdef FLOAT32
+#include "half.h"
 #include "kernels.h"
 
 enum {
@@ -65,16 +66,7 @@ whole_code(float x, int32_t least, int32_t most)
 static float
 through_half(float x)
 {
-    const float size = fabsf(x);
-    if (size < 0x1p-14f) /* a multiple of 2 ** -24, the unit of float32 in [0.5, 1] */
-        return copysignf((size + 0.5f) - 0.5f, x);
-    if (!(size < 65520.0f))
-        return INVALID(x) ? x : copysignf(INFINITY, x);
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    bits = (bits + 0x0fff + (bits >> 13 & 1)) & ~UINT32_C(0x1fff);
-    memcpy(&x, &bits, sizeof bits);
-    return x;
+    return float_of_half(half_of(x));
 }
 
 /* Results of a search for 16 groups of Q4_K. A weight's code is (weight - base) * inverse. */
