@@ -86,7 +86,7 @@ async def test_a_sender_dies(trainer: Trainer, framing: str) -> None:
 async def test_nothing_is_done_before_the_whole_request_is_there(trainer: Trainer, route: str) -> None:
     """Half a key, half a length, or half of the empty line behind the head."""
     whole = f"POST /engine/{route} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
-    for position in range(0, len(whole)):
+    for position in range(len(whole)):
         assert b" 200 OK" not in await asyncio.to_thread(send, trainer.port, whole[:position])
     assert (await trainer.tell("get_weight_version"))["state"] == "serving"
 

@@ -77,7 +77,7 @@ ELSEWHERE: dict[str, str] = {
     "/v1/loads": _WITH_ENGINES,
     "/get_load": "the workers' load is in GET /metrics",
     "/flush_cache": _WITH_ENGINES,
-    "/abort_request": f"a request ends when its client closes the connection; all are aborted where it is {_WITH_ENGINES}",
+    "/abort_request": f"one ends when its client closes the connection; for all of them it is {_WITH_ENGINES}",
     "/update_weights_from_disk": _WITH_ENGINES,
     "/update_weights_from_tensor": _NO_CONTROL,
     "/update_weights_from_distributed": _NO_CONTROL,

@@ -19,4 +19,4 @@ def open_regular(path: Path) -> io.BufferedReader:
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise OSError(errno.EINVAL, "Not a regular file")
-    return open(number, "rb")  # noqa: SIM115
+    return open(number, "rb")

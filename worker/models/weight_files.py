@@ -18,10 +18,10 @@ from adapters.strict_json import read_object
 from worker.errors import one_line
 from worker.models.geometry import Geometry, Tensor
 from worker.models.problems import ModelFileError, shown
-from worker.models.regular_files import open_regular
 from worker.models.quantised import CODES, OFFSETS, SCALES
 from worker.models.quantised_tensors import ThirdPartyWeight, find_tensors
 from worker.models.quantization_config import Quantization
+from worker.models.regular_files import open_regular
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -157,7 +157,8 @@ def test_kernels_take_whole_blocks(kind: str) -> None:
         with pytest.raises(ValueError, match="expected numbers in rows of whole blocks"):
             gguf_types.rounded_to(kind, rows)
     narrow = torch.randn(600, 256).bfloat16()  # more rows than are widened at once
-    for found, wanted in zip(gguf_types.rounded_to(kind, narrow), gguf_types.rounded_to(kind, narrow.float(), 2)):
+    both = gguf_types.rounded_to(kind, narrow), gguf_types.rounded_to(kind, narrow.float(), 2)
+    for found, wanted in zip(*both, strict=True):
         assert found is wanted is None or torch.equal(found, wanted)
     assert len(gguf_types.rounded_to(kind, torch.zeros(0, 256))[0]) == 0
     transposed, plain = (gguf_types.rounded_to(kind, each)[0] for each in (torch.ones(256, 3).T, torch.ones(3, 256)))
