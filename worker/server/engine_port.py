@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, BinaryIO
+from io import BufferedIOBase
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from adapters.strict_json import read_object
@@ -117,7 +118,7 @@ class EnginePort:
 class _Lines:
     """Lines of a head, and whether the empty one behind them has come."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BufferedIOBase) -> None:
         self.has_ended = False
         self._file = file
 
