@@ -151,7 +151,7 @@ class SglangRoutes:
         return {"success": True}
 
     async def _resume(self, asked: Asked) -> Answer:
-        """Of memory that is taken when it is used the first call ends the sleep."""
+        """The first call ends the sleep, whatever its tags: memory is taken when it is used."""
         _tags(asked)
         weights = self._routes.weights
         if weights.weights_state == "asleep":
