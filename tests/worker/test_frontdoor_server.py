@@ -98,10 +98,12 @@ class House:
     def __init__(self, frontends: list[Frontend], **options: Any) -> None:
         self.frontends = frontends
         keys, now = options.pop("keys", ()), options.pop("now", time.monotonic)
+        engine_key = options.pop("engine_key", "")
         upstreams = tuple(Upstream("127.0.0.1", frontend.port) for frontend in frontends)
         patient = {"connect_timeout_s": WAIT_S, "header_timeout_s": WAIT_S}  # unless it is the clock that is tested
         self.options = Options(upstream=upstreams, **patient | options)
-        self.door = FrontDoor(self.options, CATALOG, Upstreams(upstreams, self.options.connect_timeout_s, now), keys)
+        behind = Upstreams(upstreams, self.options.connect_timeout_s, now)
+        self.door = FrontDoor(self.options, CATALOG, behind, keys, engine_key)
         self.port = 0
 
     async def start(self) -> None:

@@ -135,6 +135,9 @@ class UpdatesWeights(Protocol):
     async def resume(self) -> None:
         """Compute again. Raises `WrongState` where it sleeps or has no weights."""
 
+    async def abort_all(self) -> None:
+        """End every request; their streams end as ``abort``, behind what has been sampled."""
+
     async def flush_cache(self) -> None:
         """Drop the prefix cache."""
 

@@ -60,7 +60,9 @@ def make_front_door(options: Options, engines: EngineFrontend | None = None) -> 
     if options.calls is None:
         logger.info("only tool calls that a request forces are held to their tools (--tool-call-format)")
     upstreams = Upstreams(options.frontends if engines is None else [engines], options.connect_timeout_s)
-    return FrontDoor(options, catalog, upstreams, keys_in(options.api_key_file, "--api-key-file"))
+    keys = keys_in(options.api_key_file, "--api-key-file")
+    (engine_key,) = keys_in(options.engine_key_file, "--engine-key-file")[:1] or [""]
+    return FrontDoor(options, catalog, upstreams, keys, engine_key)
 
 
 def make_batches(door: FrontDoor) -> BatchService | None:

@@ -12,6 +12,7 @@ _NO_VECTORS = "the models served generate text, and none makes embeddings"
 _NO_SCORES = "the models served generate text; echo with logprobs of POST /v1/completions scores a text"
 _NO_SOUND = "the models served read and write text"
 _NO_CONTROL = "it would change the server for all clients; an operator sets options at start (docs/operations.md)"
+_WITH_ENGINES = "served by a front door with --engine-url, and at a worker's --engine-port (docs/recipes/rollouts.md)"
 _ADAPTERS = "adapters are loaded at a worker's --engine-port (docs/models.md)"
 
 ELSEWHERE: dict[str, str] = {
@@ -72,16 +73,18 @@ ELSEWHERE: dict[str, str] = {
     "/get_model_info": "use GET /v1/models",
     "/model_info": "use GET /v1/models",
     "/get_server_info": "use GET /version and GET /openapi.json",
+    "/get_weight_version": _WITH_ENGINES,
+    "/v1/loads": _WITH_ENGINES,
     "/get_load": "the workers' load is in GET /metrics",
-    "/flush_cache": _NO_CONTROL,
-    "/abort_request": "a request ends when its client closes the connection",
-    "/update_weights_from_disk": _NO_CONTROL,
+    "/flush_cache": _WITH_ENGINES,
+    "/abort_request": f"one ends when its client closes the connection; for all of them it is {_WITH_ENGINES}",
+    "/update_weights_from_disk": _WITH_ENGINES,
     "/update_weights_from_tensor": _NO_CONTROL,
     "/update_weights_from_distributed": _NO_CONTROL,
-    "/pause_generation": _NO_CONTROL,
-    "/continue_generation": _NO_CONTROL,
-    "/release_memory_occupation": _NO_CONTROL,
-    "/resume_memory_occupation": _NO_CONTROL,
+    "/pause_generation": _WITH_ENGINES,
+    "/continue_generation": _WITH_ENGINES,
+    "/release_memory_occupation": _WITH_ENGINES,
+    "/resume_memory_occupation": _WITH_ENGINES,
     "/load_lora_adapter": _ADAPTERS,
     "/unload_lora_adapter": _ADAPTERS,
     "/encode": _NO_VECTORS,

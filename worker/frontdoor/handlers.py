@@ -12,9 +12,10 @@ from worker.frontdoor.exchange import Handler
 from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.messages.handlers import count_tokens, create_message
 from worker.frontdoor.responses import handlers as responses
+from worker.frontdoor.rollouts.control import control
 from worker.frontdoor.rollouts.inference import answer_inference
 from worker.frontdoor.rollouts.sglang import answer_generate
-from worker.frontdoor.routes import COUNT_TOKENS, MESSAGES
+from worker.frontdoor.routes import CONTROLS, COUNT_TOKENS, MESSAGES
 
 HANDLERS: Mapping[tuple[str, str], Handler] = {
     **responses.HANDLERS,
@@ -28,8 +29,11 @@ HANDLERS: Mapping[tuple[str, str], Handler] = {
     ("POST", "/tokenize"): service.tokenize,
     ("POST", "/detokenize"): service.detokenize,
     **BATCH_HANDLERS,
+    **{(method, route.path): control for route in CONTROLS for method in route.methods},
 }
-"""Each row of `ROUTES` that a handler answers has one per method; a test compares the two."""
+"""Each row of `ROUTES` and `CONTROLS` that a handler answers has one per method; a test compares
+them.
+"""
 
 TRANSLATORS: Mapping[str, Handler] = {CHAT: answer_chat, COMPLETIONS: answer_completion}
 """Handlers of the requests for which `is_translated` says so; all others are forwarded."""

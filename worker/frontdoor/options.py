@@ -166,6 +166,16 @@ class Options:
         "frontend's.",
         parse=_servers,
     )
+    engine_url: tuple[Upstream, ...] = option(
+        (),
+        "Engine ports of all workers, http://host:port, separated by commas, to which SGLang's control routes are "
+        "passed on: whoever reaches this server, and has a key of --api-key-file if there is one, then owns the "
+        "models.",
+        parse=_servers,
+    )
+    engine_key_file: str | None = option(
+        None, "File whose first line is the key for --engine-url; needed with it.", parse=text
+    )
     tool_call_format: str = option(
         AUTO,
         f"How the models write tool calls, which are held to their tools: {', '.join(FORMATS)}; {NONE}, which holds "
@@ -290,6 +300,8 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
     options = Options(**_of_workers(given["workers"], environ) | values)
     if not options.engines and (options.upstream_token_file or options.upstream_ca_file):
         raise ConfigurationError("--upstream-token-file and --upstream-ca-file are for an --upstream of grpc://")
+    if bool(options.engine_url) != bool(options.engine_key_file):
+        raise ConfigurationError("--engine-url and --engine-key-file need each other")
     if options.engines and options.model_path is None:
         raise ConfigurationError("--upstream grpc:// needs --model-path, for the tokenizer and the chat template")
     if options.reuse_port and (options.response_store_mib or options.batch_dir is not None):

@@ -148,16 +148,37 @@ ROUTES: tuple[Route, ...] = (
 )
 
 
+_CONTROL = "As SGLang's, passed on to all workers ([rollouts](recipes/rollouts.md#slime-and-verl))."
+CONTROLS: tuple[Route, ...] = (
+    *(
+        handled(path, ("GET",), _CONTROL, query=())
+        for path in ("/health_generate", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
+    ),
+    handled("/get_weight_version", ("GET",), _CONTROL, query=()),
+    handled("/v1/loads", ("GET",), _CONTROL, query=("include",)),
+    handled("/flush_cache", ("GET", "POST"), _CONTROL, query=()),
+    *(
+        handled(path, ("POST",), _CONTROL, query=())
+        for path in (
+            *("/abort_request", "/pause_generation", "/continue_generation"),
+            *("/release_memory_occupation", "/resume_memory_occupation", "/update_weights_from_disk"),
+        )
+    ),
+)
+"""Routes of a front door that has ``--engine-url``."""
+
+
 class Routes:
     """The routes of one front door.
 
     Args:
         documents: Paths of further documents of its own, which are served without a key.
+        has_controls: Whether `CONTROLS` are among them.
     """
 
-    def __init__(self, documents: Sequence[str] = ()) -> None:
+    def __init__(self, documents: Sequence[str] = (), *, has_controls: bool = False) -> None:
         own = [Route(path, _READ, "document", "A file of the playground.", needs_key=False) for path in documents]
-        self.table = (*ROUTES, *own)
+        self.table = (*ROUTES, *(CONTROLS if has_controls else ()), *own)
         self._exact = {route.path: route for route in self.table if route.pattern is None}
         self._patterns = [route for route in self.table if route.pattern is not None]
 

@@ -58,17 +58,26 @@ class FrontDoor:
         catalog: The processors that requests may name.
         upstreams: The frontends.
         keys: API keys, of which each request must bring one; empty: none is needed.
+        engine_key: Key for the workers' engine ports.
     """
 
-    def __init__(self, options: Options, catalog: Catalog, upstreams: Upstreams, keys: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        options: Options,
+        catalog: Catalog,
+        upstreams: Upstreams,
+        keys: Collection[str] = (),
+        engine_key: str = "",
+    ) -> None:
         self.options = options
+        self.engine_key = engine_key
         self.upstreams = upstreams
         self._catalog = catalog
         self._keys = Keys(keys)
         self._client_header = (options.client_header or "").lower().encode()
         self._hosts = Hosts(options.host, options.allowed_hosts, bool(keys))
         page = playground.documents() if options.playground else {}
-        self.routes = Routes(list(page))
+        self.routes = Routes(list(page), has_controls=bool(options.engine_url))
         own = {CATALOGUE: catalog.as_json(), OPENAPI: openapi(self.routes, catalog)}
         self.documents = {
             **{path: Document(b"application/json", json.dumps(each).encode()) for path, each in own.items()},

@@ -32,11 +32,19 @@ class Source:
         turn: Servers; the first that can be reached is asked.
         path: Path of the request.
         name: Name of the server in the answer.
+        method: HTTP method.
+        headers: Lines of further headers, each with its CRLF.
+        body: Body of the request.
+        timeout_s: Seconds that the answer may take.
     """
 
     turn: Sequence[Upstream]
     path: str
     name: str
+    method: str = "GET"
+    headers: bytes = b""
+    body: bytes = b""
+    timeout_s: float = TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +133,14 @@ class _Asking:
         """Ask, and return the answer."""
         connection = self._answer.connection
         host = str(self._source.turn[0]).removeprefix("http://")
-        request = f"GET {self._source.path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+        source = self._source
+        line = f"{source.method} {source.path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n"
+        length = b"content-length: %d\r\n" % len(source.body) if source.method == "POST" else b""
+        request = line.encode("latin-1") + source.headers + length + b"\r\n" + source.body
         try:
             await self._upstreams.connect(self._source.turn, connection)
-            connection.begin(self._answer, AnswerEnd(), request.encode())
-            async with asyncio.timeout(TIMEOUT_S):
+            connection.begin(self._answer, AnswerEnd(), request)
+            async with asyncio.timeout(source.timeout_s):
                 complete = await self._ended
         except (NoUpstream, TimeoutError):
             return UNREACHABLE

@@ -21,6 +21,7 @@ from worker.models.problems import ModelFileError, shown
 from worker.models.quantised import CODES, OFFSETS, SCALES
 from worker.models.quantised_tensors import ThirdPartyWeight, find_tensors
 from worker.models.quantization_config import Quantization
+from worker.models.regular_files import open_regular
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -251,8 +252,8 @@ def read_header(path: Path, name: str) -> dict[str, StoredTensor]:
         ModelFileError: it is damaged or cut off.
     """
     try:
-        size = os.stat(path).st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             return {each: tensor for each, (tensor, _) in header_of(file, size, name).items()}
     except OSError as error:
         raise ModelFileError(f"{name}: cannot be read: {error.strerror or error}") from None

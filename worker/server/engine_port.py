@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -22,7 +23,8 @@ from worker.arguments import Arguments, KnownKeys, keys_in
 from worker.engines import ServingEngine
 from worker.errors import StartupError, one_line
 from worker.server.adapters import ServedAdapters
-from worker.server.engine_routes import Asked, EngineRoutes
+from worker.server.engine_routes import Asked, EngineRoutes, Route
+from worker.server.sglang_routes import REFUSED, SglangRoutes
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ LINGER_S = 2.0
 """Seconds for which the rest of a body that was refused is read."""
 
 _MAX_CHUNK_HEAD = 1024
+_MOST_DIGITS = 20
 
 
 class Refused(Exception):
@@ -66,6 +69,7 @@ class EnginePort:
 
     Attributes:
         port: Port that it listens on.
+        of_sglang: SGLang's names of them.
 
     Raises:
         OSError: the port is taken, or the address is not this machine's.
@@ -73,6 +77,7 @@ class EnginePort:
 
     def __init__(self, host: str, port: int, keys: Sequence[str], routes: EngineRoutes) -> None:
         self.routes = routes
+        self.of_sglang = SglangRoutes(routes)
         self._loop = asyncio.get_running_loop()
         self._keys = KnownKeys(map(_as_bytes, keys))
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -93,15 +98,52 @@ class EnginePort:
         is_known = _as_bytes(given.strip()) in self._keys
         return is_known and scheme.lower() == "bearer"
 
-    def ask(self, name: str, asked: Asked) -> tuple[int, Mapping[str, Any]]:
+    def ask(self, name: str, asked: Asked, route: Route) -> tuple[int, Mapping[str, Any]]:
         """Answer of a route, from any thread."""
-        return asyncio.run_coroutine_threadsafe(self.routes.answer(name, asked), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(self.routes.answer(name, asked, route), self._loop).result()
+
+    def route_at(self, path: str) -> tuple[str, Route]:
+        """The name of a path's route, and the route. Raises `Refused`."""
+        prefix, slash, name = path.rpartition("/")
+        routes, of_sglang = self.routes.by_name, self.of_sglang.by_path
+        if path in of_sglang:
+            return name, of_sglang[path]
+        if prefix + slash not in (PREFIX, VLLM_PREFIX) or name not in (routes if prefix + slash == PREFIX else OF_VLLM):
+            reason = f"{path} is not here: {REFUSED[path]}" if path in REFUSED else "there is no such route"
+            own = ", ".join(PREFIX + each for each in sorted(routes))
+            raise Refused(404, f"{reason}; there are {own}, {', '.join(sorted(of_sglang))}")
+        return name, routes[name]
+
+
+class _Lines:
+    """Lines of a head, and whether the empty one behind them has come."""
+
+    def __init__(self, file: BufferedIOBase) -> None:
+        self.has_ended = False
+        self._file = file
+
+    def readline(self, size: int = -1) -> bytes:
+        """The next line."""
+        line = self._file.readline(size)
+        self.has_ended = line in (b"\r\n", b"\n")
+        return line
 
 
 class _Handler(BaseHTTPRequestHandler):
     port: EnginePort
     protocol_version = "HTTP/1.1"
     timeout = SILENCE_S
+
+    def parse_request(self) -> bool:
+        """Whether a whole head has come: of a sender that dies in the middle nothing is done."""
+        rfile = self.rfile
+        self.rfile = lines = _Lines(rfile)  # type: ignore[assignment]
+        try:
+            is_read = super().parse_request()
+        finally:
+            self.rfile = rfile
+        self.close_connection = self.close_connection or not lines.has_ended
+        return is_read and lines.has_ended
 
     def do_GET(self) -> None:
         """Answer a request that changes nothing."""
@@ -116,8 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         try:
-            name, asked = self._asked()
-            status, answer = self.port.ask(name, asked)
+            status, answer = self.port.ask(*self._asked())
         except Refused as refused:
             self.close_connection = self.close_connection or not refused.is_read
             status, answer = refused.status, {"status": "error", "message": str(refused)}
@@ -137,17 +178,15 @@ class _Handler(BaseHTTPRequestHandler):
             while time.monotonic() < until_s and self.rfile.read1(2**20):
                 pass
 
-    def _asked(self) -> tuple[str, Asked]:
-        """The route, and what it is asked. Raises `Refused`."""
+    def _asked(self) -> tuple[str, Asked, Route]:
+        """The name of the route, what it is asked, and the route. Raises `Refused`."""
         if not self.port.is_key(self.headers.get("Authorization", "")):
             raise Refused(401, "Authorization: must be Bearer and a key of --engine-key-file")
         url, routes = urlsplit(self.path), self.port.routes
-        prefix = next((each for each in (VLLM_PREFIX, PREFIX) if url.path.startswith(each)), None)
-        name = url.path.removeprefix(prefix or "")
-        if name not in (routes.by_name if prefix == PREFIX else OF_VLLM if prefix else ()):
-            raise Refused(404, f"there is no such route; there are {', '.join(sorted(routes.by_name))}")
-        if self.command == "GET" and name not in routes.READS:
-            raise Refused(405, f"{PREFIX}{name} must be asked by POST")
+        name, route = self.port.route_at(url.path)
+        is_read = url.path in self.port.of_sglang.reads or (url.path == PREFIX + name and name in routes.READS)
+        if self.command == "GET" and not is_read:
+            raise Refused(405, f"{url.path} must be asked by POST")
         query = parse_qsl(url.query, keep_blank_values=True)
         if len(dict(query)) < len(query):
             raise Refused(400, "query: a field is there twice")
@@ -155,8 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
         is_json = kind != "application/octet-stream"
         body = self._body(name, routes.max_bytes(name, is_json=is_json))
         if name == "update_weights" and not is_json:
-            return name, Asked(dict(query), body)
-        return name, Asked(dict(query) | self._json(body))
+            return name, Asked(dict(query), body), route
+        return name, Asked(dict(query) | self._json(body)), route
 
     def _json(self, body: memoryview) -> dict[str, Any]:
         if not len(body):
@@ -177,7 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length")
         if (is_chunked and length is not None) or (not is_chunked and "Transfer-Encoding" in self.headers):
             raise Refused(400, "Transfer-Encoding: must be chunked, and without a Content-Length")
-        if length is not None and not (length.isascii() and length.isdecimal()):
+        if length is not None and not (length.isascii() and length.isdecimal() and len(length) <= _MOST_DIGITS):
             raise Refused(400, "Content-Length: must be a number of bytes")
         try:
             return self._chunks(most) if is_chunked else self._read(int(length or 0), most)
@@ -216,7 +255,7 @@ class _Handler(BaseHTTPRequestHandler):
                 raise Refused(400, "body: a chunk beyond its size")
         while (line := self.rfile.readline(_MAX_CHUNK_HEAD)).strip():
             pass
-        if not line:
+        if not line.endswith(b"\n"):
             raise EOFError
         return content[:size]
 

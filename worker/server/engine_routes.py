@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import mmap
 import os
@@ -27,8 +28,11 @@ from worker.engines.weights import (
     WrongState,
 )
 from worker.errors import Draining, EngineBroken, InvalidRequest, ServingError, StartupError, shown
+from worker.models.regular_files import open_regular
 from worker.server.adapters import MAX_NAME as MAX_ADAPTER_NAME
 from worker.server.adapters import ServedAdapters
+
+logger = logging.getLogger(__name__)
 
 MAX_JSON_BYTES = 2**16
 
@@ -95,6 +99,8 @@ class EngineRoutes:
         adapters: LoRA adapters of the worker.
 
     Attributes:
+        engine: See above.
+        arguments: See above.
         counts: Updates by outcome: ``done``, ``refused``, or ``interrupted``, whose sender left.
         by_name: Routes by the last part of their path.
     """
@@ -103,8 +109,8 @@ class EngineRoutes:
     """Routes that may be asked by GET."""
 
     def __init__(self, engine: ServingEngine, arguments: Arguments, adapters: ServedAdapters) -> None:
-        self._engine = engine
-        self._arguments = arguments
+        self.engine = engine
+        self.arguments = arguments
         self._adapters = adapters
         self.counts: Counter[str] = Counter(done=0, refused=0, interrupted=0)
         self.by_name: Mapping[str, Route] = {
@@ -127,15 +133,21 @@ class EngineRoutes:
             "unload_lora_adapter": self._unload_adapter,
         }
 
-    async def answer(self, name: str, asked: Asked) -> tuple[int, Answer]:
-        """HTTP status and JSON data for a request to the route called `name`."""
+    async def answer(self, name: str, asked: Asked, route: Route | None = None) -> tuple[int, Answer]:
+        """HTTP status and JSON data for a request to the route called `name`, or to another one of
+        this name.
+        """
         is_update = name.startswith("update_weights")
         try:
-            answer = await self.by_name[name](asked)
+            answer = await (route or self.by_name[name])(asked)
         except ServingError as error:
             self.counts["refused"] += is_update
             status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
             return status, {"status": "error", "message": str(error)}
+        except Exception:  # the request's boundary
+            self.counts["refused"] += is_update
+            logger.exception("a request to %s failed", name)
+            return 500, {"status": "error", "message": "internal error; the worker's log has it"}
         self.counts["done"] += is_update
         return 200, {"status": "ok", **answer}
 
@@ -148,21 +160,22 @@ class EngineRoutes:
         if is_json or name != "update_weights":
             return MAX_JSON_BYTES
         try:
-            shapes = [kind.shape for kind in self._weights.weight_tensors().values()]
+            shapes = [kind.shape for kind in self.weights.weight_tensors().values()]
         except ServingError:  # the route says why
             return MAX_JSON_BYTES
         return sum(_WIDEST * math.prod(shape) + _MOST_HEADER // 1024 for shape in shapes) + _MOST_HEADER
 
     @property
-    def _weights(self) -> UpdatesWeights:
-        engine = self._engine
+    def weights(self) -> UpdatesWeights:
+        """Changes the weights of the engine. Raises `NotSupported`."""
+        engine = self.engine
         if isinstance(engine, ChangesWeights) and engine.weights is not None:
             return engine.weights
-        raise NotSupported(f"--engine {self._arguments.engine}: {_UNSUPPORTED[self._arguments.engine]}")
+        raise NotSupported(f"--engine {self.arguments.engine}: {_UNSUPPORTED[self.arguments.engine]}")
 
     async def _version(self, asked: Asked) -> Answer:
-        _check_names(asked, ())
-        weights = self._weights
+        check_names(asked, ())
+        weights = self.weights
         version = weights.weight_version
         return {
             "version": version.name,
@@ -173,20 +186,24 @@ class EngineRoutes:
         }
 
     async def _tensors(self, asked: Asked) -> Answer:
-        _check_names(asked, ())
-        kinds = self._weights.weight_tensors().items()
+        check_names(asked, ())
+        kinds = self.weights.weight_tensors().items()
         return {"tensors": {name: {"shape": list(kind.shape), "dtype": kind.dtype} for name, kind in kinds}}
 
     async def _update_from_disk(self, asked: Asked) -> Answer:
-        _check_names(asked, ("model_path", "weight_version", "mode", "engine_rpc"))
+        check_names(asked, ("model_path", "weight_version", "mode", "engine_rpc"))
         rpc = asked.fields.get("engine_rpc", LOADERS[0])
         if rpc not in LOADERS:
             raise InvalidRequest(
                 "engine_rpc", f"must be {' or '.join(LOADERS)}, which load model_path, got {shown(rpc)}"
             )
-        path = Path(_text(asked.fields, "model_path", 4096))
-        name, mode, weights = _version_name(asked.fields), _mode(asked.fields), self._weights
-        return await self._done(weights.update_weights(await asyncio.to_thread(self._checkpoint, path), name, mode))
+        path = Path(text_of(asked.fields, "model_path", 4096))
+        return await self._done(self.update_from(path, version_name(asked.fields), _mode(asked.fields)))
+
+    async def update_from(self, path: Path, name: str | None, mode: PauseMode) -> Updated:
+        """Replace the weights by those of a checkpoint; see `UpdatesWeights.update_weights`."""
+        weights = self.weights
+        return await weights.update_weights(await asyncio.to_thread(self._checkpoint, path), name, mode)
 
     def _checkpoint(self, path: Path) -> Path:
         """The path itself, or the checkpoint that a GGUF file is converted into, as at a start."""
@@ -197,21 +214,21 @@ class EngineRoutes:
         file = find_gguf(path)
         if file is None:
             return path
-        keeps_blocks = self._arguments.engine == "embedded" and self._arguments.quantization == "auto"
+        keeps_blocks = self.arguments.engine == "embedded" and self.arguments.quantization == "auto"
         try:
             return convert_gguf(file, model_cache(os.environ), lambda _: None, keeps_blocks)
         except StartupError as error:
             raise InvalidRequest("model_path", str(error).removeprefix("--model-path ")) from None
 
     async def _update(self, asked: Asked) -> Answer:
-        weights, content = self._weights, asked.content
+        weights, content = self.weights, asked.content
         if content is not None:
-            _check_names(asked, ("weight_version", "mode"))
+            check_names(asked, ("weight_version", "mode"))
         else:
-            _check_names(asked, ("shared_memory", "size", "weight_version", "mode"))
-        name, mode = _version_name(asked.fields), _mode(asked.fields)
+            check_names(asked, ("shared_memory", "size", "weight_version", "mode"))
+        name, mode = version_name(asked.fields), _mode(asked.fields)
         if content is None:
-            shared = _text(asked.fields, "shared_memory", 251)
+            shared = text_of(asked.fields, "shared_memory", 251)
             size = _integer(asked.fields, "size", 1, self.max_bytes("update_weights", is_json=False))
             content = await asyncio.to_thread(_copied, shared, size)
         return await self._done(weights.update_weights(content, name, mode))
@@ -226,8 +243,8 @@ class EngineRoutes:
         }
 
     async def _pause(self, asked: Asked) -> Answer:
-        _check_names(asked, ("mode", "clear_cache"))
-        mode, weights = _mode(asked.fields), self._weights
+        check_names(asked, ("mode", "clear_cache"))
+        mode, weights = _mode(asked.fields), self.weights
         clears = asked.fields.get("clear_cache", False)
         if not isinstance(clears, bool):
             raise InvalidRequest("clear_cache", f"must be true or false, got {shown(clears)}")
@@ -237,39 +254,44 @@ class EngineRoutes:
         return {"mode": mode, "state": weights.weights_state}
 
     async def _resume(self, asked: Asked) -> Answer:
-        _check_names(asked, ())
-        await self._weights.resume()
-        return {"state": self._weights.weights_state}
+        check_names(asked, ())
+        await self.weights.resume()
+        return {"state": self.weights.weights_state}
 
     async def _flush_cache(self, asked: Asked) -> Answer:
-        _check_names(asked, ())
-        await self._weights.flush_cache()
+        check_names(asked, ())
+        await self.weights.flush_cache()
         return {}
 
     async def _abort_request(self, asked: Asked) -> Answer:
-        _check_names(asked, ("request_id",))
-        request_id = _text(asked.fields, "request_id", 1024)
-        self._engine.abort(request_id)
+        check_names(asked, ("request_id", "abort_all"))
+        if asked.fields.get("abort_all") is True and "request_id" not in asked.fields:
+            await self.weights.abort_all()
+            return {"abort_all": True}
+        if asked.fields.get("abort_all", False) is not False:
+            raise InvalidRequest("abort_all", "must be true, without request_id, or false")
+        request_id = text_of(asked.fields, "request_id", 1024)
+        self.engine.abort(request_id)
         return {"request_id": request_id}
 
     async def _sleep(self, asked: Asked) -> Answer:
-        _check_names(asked, ("level",))
-        await self._weights.sleep(_integer(asked.fields, "level", 1, 2) if "level" in asked.fields else 1)
-        return {"state": self._weights.weights_state}
+        check_names(asked, ("level",))
+        await self.weights.sleep(_integer(asked.fields, "level", 1, 2) if "level" in asked.fields else 1)
+        return {"state": self.weights.weights_state}
 
     async def _wake(self, asked: Asked) -> Answer:
-        _check_names(asked, ())
-        await self._weights.wake()
-        return {"state": self._weights.weights_state}
+        check_names(asked, ())
+        await self.weights.wake()
+        return {"state": self.weights.weights_state}
 
     async def _list_adapters(self, asked: Asked) -> Answer:
-        _check_names(asked, ())
+        check_names(asked, ())
         return {"adapters": self._adapters.digests}
 
     async def _load_adapter(self, asked: Asked) -> Answer:
         """Fields and message are vLLM's."""
-        _check_names(asked, ("lora_name", "lora_path", "load_inplace"))
-        name, path = _text(asked.fields, "lora_name", MAX_ADAPTER_NAME), _text(asked.fields, "lora_path", 4096)
+        check_names(asked, ("lora_name", "lora_path", "load_inplace"))
+        name, path = text_of(asked.fields, "lora_name", MAX_ADAPTER_NAME), text_of(asked.fields, "lora_path", 4096)
         replaces = asked.fields.get("load_inplace", False)
         if not isinstance(replaces, bool):
             raise InvalidRequest("load_inplace", f"must be true or false, got {shown(replaces)}")
@@ -277,24 +299,26 @@ class EngineRoutes:
         return {"message": f"Success: LoRA adapter '{name}' added successfully.", "lora_name": name, "digest": digest}
 
     async def _unload_adapter(self, asked: Asked) -> Answer:
-        _check_names(asked, ("lora_name", "lora_int_id"))
-        name = _text(asked.fields, "lora_name", MAX_ADAPTER_NAME)
+        check_names(asked, ("lora_name", "lora_int_id"))
+        name = text_of(asked.fields, "lora_name", MAX_ADAPTER_NAME)
         await self._adapters.unload(name)
         return {"message": f"Success: LoRA adapter '{name}' removed successfully.", "lora_name": name}
 
     async def _liveness_probe(self, asked: Asked) -> Answer:
-        _check_names(asked, ())
+        check_names(asked, ())
         return {"alive": True}
 
 
-def _check_names(asked: Asked, names: tuple[str, ...]) -> None:
+def check_names(asked: Asked, names: tuple[str, ...]) -> None:
+    """Raises `InvalidRequest` of a field that is not one of `names`."""
     for name in asked.fields:
         if name not in names:
             known = f"this route has {', '.join(names)}" if names else "this route has none"
             raise InvalidRequest(shown(name), f"unknown field; {known}")
 
 
-def _text(fields: Mapping[str, Any], name: str, most: int) -> str:
+def text_of(fields: Mapping[str, Any], name: str, most: int) -> str:
+    """The text that a field must be. Raises `InvalidRequest`."""
     value = fields.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= most or "\0" in value:
         raise InvalidRequest(name, f"must be a text of 1 to {most} characters, got {shown(value)}")
@@ -308,8 +332,9 @@ def _integer(fields: Mapping[str, Any], name: str, least: int, most: int) -> int
     return value
 
 
-def _version_name(fields: Mapping[str, Any]) -> str | None:
-    return None if fields.get("weight_version") is None else _text(fields, "weight_version", MAX_NAME)
+def version_name(fields: Mapping[str, Any]) -> str | None:
+    """The name of a new version, None for its number. Raises `InvalidRequest`."""
+    return None if fields.get("weight_version") is None else text_of(fields, "weight_version", MAX_NAME)
 
 
 def _mode(fields: Mapping[str, Any]) -> PauseMode:
@@ -327,7 +352,7 @@ def _copied(name: str, size: int) -> memoryview:
         raise InvalidRequest("shared_memory", f"must be the name of shared memory, got {shown(name)}")
     content = memoryview(mmap.mmap(-1, size))
     try:
-        with (_SHARED_MEMORY / name.removeprefix("/")).open("rb") as file:
+        with open_regular(_SHARED_MEMORY / name.removeprefix("/")) as file:
             read = 0
             while read < size and (more := file.readinto(content[read:])):
                 read += more

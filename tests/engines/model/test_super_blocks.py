@@ -11,8 +11,11 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
+from worker.engines.embedded.model import requantisation
 from worker.engines.embedded.model.requantisation import requantised
 from worker.engines.embedded.model.super_blocks import round_q4_k, round_q6_k
+from worker.engines.embedded.native import PATHS, gguf_types, paths, unavailable
+from worker.engines.embedded.native import weights as native_weights
 from worker.models.quantised import Codes, unpack_blocks
 
 ROUND = {Kind.Q4_K: round_q4_k, Kind.Q6_K: round_q6_k}
@@ -70,6 +73,18 @@ def weights(name: str) -> NDArray[np.float32]:
     return np.ascontiguousarray(found[name], dtype=np.float32)
 
 
+def compute_natively(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernels of `path` compute in float32, for this test."""
+    if reason := unavailable(torch.float32, path):
+        pytest.skip(reason)
+    monkeypatch.setitem(paths._chosen, torch.float32, path)
+
+
+def rounded_natively(rows: NDArray[np.float32], kind: Kind) -> Codes:
+    found = gguf_types.rounded_to(kind.name, torch.from_numpy(rows))
+    return Codes(*[part.numpy() for part in found if part is not None])
+
+
 def digest_of(found: Codes) -> str:
     digest = hashlib.sha256()
     for part in (found.codes, found.scales, *([] if found.offsets is None else [found.offsets])):
@@ -92,6 +107,74 @@ def test_a_block_is_that_of_the_reference(kind: Kind) -> None:
 def test_all_bits_are_those_of_the_reference(name: str, kind: str) -> None:
     """Also of groups of zeros, of one number, and far smaller than their neighbours."""
     assert digest_of(ROUND[Kind[kind]](weights(name))) == DIGESTS[name, kind]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("path", PATHS)
+def test_kernels_have_the_same_bits(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_natively(path, monkeypatch)
+    found = {(name, kind): digest_of(rounded_natively(weights(name), Kind[kind])) for name, kind in DIGESTS}
+    assert found == DIGESTS
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("exponent", [-42, -38, -30, -16, -4, 0, 4, 8, 20, 30])
+def test_kernels_agree_on_any_numbers(exponent: int, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where squares overflow, or scales do: no number stands for them then."""
+    compute_natively(path, monkeypatch)
+    source = np.random.RandomState(11)
+    exponents = exponent + source.randint(-8, 6, (5, 1280))
+    rows = np.clip(source.standard_normal((5, 1280)) * 10.0**exponents, -3e38, 3e38).astype(np.float32)
+    for kind in ROUND:
+        expected, found = ROUND[kind](rows), rounded_natively(rows, kind)
+        assert np.array_equal(found.codes, expected.codes)
+        assert np.array_equal(found.scales, expected.scales, equal_nan=True)
+        if found.offsets is not None and expected.offsets is not None:
+            assert np.array_equal(found.offsets, expected.offsets, equal_nan=True)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1], ids=lambda kind: kind.name)
+def test_kernels_agree_on_plain_blocks(kind: Kind, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch, whose bits `test_weight_update` compares with llama.cpp's."""
+    compute_natively(path, monkeypatch)
+    source = np.random.RandomState(5)
+    halves = np.round(source.standard_normal((64, 512)) * 8).astype(np.float32) / 2  # ties
+    for name in sorted({name for name, _ in DIGESTS}):
+        for rows in (weights(name), halves, -halves, halves * np.float32(2**-20)):
+            expected = requantisation._ROUNDED_TO[kind](torch.from_numpy(rows))
+            for found, wanted in zip(gguf_types.rounded_to(kind.name, torch.from_numpy(rows)), expected, strict=True):
+                assert (found is None) == (wanted is None)
+                if found is not None and wanted is not None:
+                    assert torch.equal(found, wanted)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", gguf_types.TYPES)
+def test_kernels_take_whole_blocks(kind: str) -> None:
+    for rows in (torch.zeros(2, 255), torch.zeros(256), torch.zeros(2, 256, dtype=torch.int32)):
+        with pytest.raises(ValueError, match="expected numbers in rows of whole blocks"):
+            gguf_types.rounded_to(kind, rows)
+    narrow = torch.randn(600, 256).bfloat16()  # more rows than are widened at once
+    both = gguf_types.rounded_to(kind, narrow), gguf_types.rounded_to(kind, narrow.float(), 2)
+    for found, wanted in zip(*both, strict=True):
+        assert (found is None) == (wanted is None)
+        assert found is None or wanted is None or torch.equal(found, wanted)
+    assert len(gguf_types.rounded_to(kind, torch.zeros(0, 256))[0]) == 0
+    transposed, plain = (gguf_types.rounded_to(kind, each)[0] for each in (torch.ones(256, 3).T, torch.ones(3, 256)))
+    assert torch.equal(transposed, plain)
+
+
+@pytest.mark.parametrize("kind", ROUND, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("has_kernels", [True, False], ids=["native", "numpy"])
+def test_an_update_rounds_with_either(kind: Kind, has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_weights, "are_available", lambda: has_kernels)
+    rows, found = torch.from_numpy(weights("normal")), ROUND[kind](weights("normal"))
+    weight = requantised(rows, kind.name)
+    assert np.array_equal(weight.codes.numpy(), found.codes)
+    assert np.array_equal(weight.scales.numpy(), found.scales)
 
 
 @pytest.mark.parametrize("kind", ROUND, ids=lambda kind: kind.name)

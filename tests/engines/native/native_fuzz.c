@@ -216,6 +216,49 @@ fuzz_weights(void)
 }
 #endif
 
+#ifdef FLOAT32
+/* Super-blocks of small and large numbers, of zeros and of one number; scales and offsets are of no NaN, whose bits are
+ * the processor's.
+ */
+static void
+fuzz_super_blocks(void)
+{
+    const int64_t count = ONE_OF(0, 1, 2, 3, 33), size = 256 * count;
+    float *weights = malloc(size * sizeof *weights), *scales = malloc(16 * count * sizeof *scales);
+    float *offsets = malloc(8 * count * sizeof *offsets);
+    uint8_t *codes = malloc(size);
+    const threads_t threads = some_threads();
+    for (int64_t group = 0; group < 16 * count; group++) {
+        const int64_t kind = below(8), exponent = 2 * below(30) - 50;
+        for (int64_t i = 16 * group; i < 16 * (group + 1); i++) {
+            const float x = ldexpf((float)below(2001) / 1000.0f - 1.0f, (int)(kind == 0 ? exponent : -4 * kind));
+            weights[i] = kind == 1 ? 0.0f : kind == 2 ? 0.25f : x;
+        }
+    }
+    round_q4_k(weights, count, codes, scales, offsets, &threads);
+    add_bytes_to_digest(codes, size / 2);
+    add_bytes_to_digest(scales, 8 * count * (int64_t)sizeof *scales);
+    add_bytes_to_digest(offsets, 8 * count * (int64_t)sizeof *offsets);
+    round_q6_k(weights, count, (int8_t *)codes, scales, &threads);
+    add_bytes_to_digest(codes, size);
+    add_bytes_to_digest(scales, 16 * count * (int64_t)sizeof *scales);
+    uint16_t *const halves = (uint16_t *)scales;
+    for (int type = 0; type < 3; type++) {
+        if (type == 0)
+            round_q8_0(weights, 8 * count, (int8_t *)codes, halves, &threads);
+        else if (type == 1)
+            round_q4_0(weights, 8 * count, codes, halves, &threads);
+        else
+            round_q4_1(weights, 8 * count, codes, halves, (uint16_t *)offsets, &threads);
+        add_bytes_to_digest(codes, type ? size / 2 : size);
+        add_bytes_to_digest(halves, 8 * count * (int64_t)sizeof *halves);
+    }
+    void *const all[] = {weights, scales, offsets, codes};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        free(all[i]);
+}
+#endif
+
 /* Rows of the KV cache. */
 static char *
 some_rows(int64_t count, int64_t width, int32_t is_int8)
@@ -500,6 +543,7 @@ main(int count, char **arguments)
         fuzz_quantised(0);
         fuzz_quantised(1);
         fuzz_weights();
+        fuzz_super_blocks();
 #endif
     }
     printf("%016llx\n", (unsigned long long)digest);

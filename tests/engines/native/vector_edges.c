@@ -87,10 +87,10 @@ arithmetic(void)
     const float bound = some_float(1);
     const uint32_t mask = (uint32_t)below(1 << LANES);
     const vec results[] = {
-        vec_add(a, b), vec_sub(a, b), vec_mul(a, b), vec_div(a, b), vec_max(a, b), vec_sqrt(a), vec_round(a),
+        vec_add(a, b), vec_sub(a, b), vec_mul(a, b), vec_div(a, b), vec_max(a, b), vec_min(a, b), vec_sqrt(a), vec_round(a),
         vec_fmadd(a, b, c), vec_fmsub(a, b, c), vec_fmadd(x, y, z), vec_fmsub(x, y, z), vec_div(x, y), vec_round(x),
         vec_exp2(powers), vec_exp2(x), vec_soft_cap(powers, 3.0f), vec_soft_cap(x, 30.0f), vec_all(vec_first(a)), vec_zero(),
-        vec_zero_where_below(a, bound, b), vec_mul_where(mask, a, b, c),
+        vec_zero_where_below(a, bound, b), vec_mul_where(mask, a, b, c), vec_where_greater(a, b, c, x),
         vec_max_magnitude(vec_max_magnitude(vec_zero(), a), b),
     };
     for (size_t i = 0; i < sizeof results / sizeof *results; i++)

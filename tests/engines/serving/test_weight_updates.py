@@ -17,7 +17,7 @@ from random_checkpoints import TYPES, write
 from weight_runs import Answer, Tensors, as_bytes, ask, copy_with, running, tensors_of, weights_of
 
 from worker.engines.embedded import EmbeddedEngine
-from worker.engines.weights import PauseMode, WeightsRefused, WrongState
+from worker.engines.weights import PauseMode, Updated, WeightsRefused, WrongState
 from worker.tiny_model import write_tiny_model
 
 PROMPT = list(range(20, 60))
@@ -57,14 +57,18 @@ def broken(kind: str, tensors: Tensors) -> memoryview:
 
 
 Operation = tuple[str, object]
+MODES = st.sampled_from(["keep", "finish", "abort"])
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("ask"), st.integers(1, 60)),
-        st.tuples(st.just("whole"), st.tuples(st.integers(0, 2), st.sampled_from(["keep", "finish"]))),
+        st.tuples(st.just("whole"), st.tuples(st.integers(0, 2), MODES)),
         st.tuples(st.just("partial"), st.tuples(st.integers(0, 2), st.integers(0, 99), st.sampled_from(["keep"]))),
         st.tuples(st.just("broken"), st.sampled_from(["nan", "shape", "name", "dtype", "cut off"])),
         st.tuples(st.just("wait"), st.integers(0, 12)),
-        st.tuples(st.just("pause"), st.sampled_from(["keep", "finish"])),
+        st.tuples(st.just("twice"), st.tuples(st.integers(0, 2), st.integers(0, 2), MODES, MODES)),
+        st.tuples(st.just("pause"), MODES),
+        st.tuples(st.just("abort all"), st.none()),
+        st.tuples(st.just("leave"), st.integers(0, 9)),
         st.tuples(st.just("resume"), st.none()),
         st.tuples(st.just("flush"), st.none()),
         st.tuples(st.just("sleep"), st.none()),
@@ -84,12 +88,14 @@ class Played:
         self.versions: dict[str, Tensors] = {"0": self.now}
         self.answers: list[tuple[int, asyncio.Task[Answer]]] = []
         self.is_paused = False
+        self.num_asked = 0
+        self.may_end: set[int] = set()  # seeds of answers that were in flight when all were aborted
 
     async def play(self, name: str, value: object) -> None:
         await getattr(self, f"_{name.replace(' ', '_')}")(value)
 
     async def _ask(self, count: int) -> None:
-        seed = len(self.answers)
+        seed, self.num_asked = self.num_asked, self.num_asked + 1
         asked = ask(self.engine, f"r{seed}", PROMPT, count, seed)
         self.answers.append((seed, asyncio.create_task(asked)))
         await asyncio.sleep(0)
@@ -104,9 +110,38 @@ class Played:
         await self._update({name: tensors[name] for name in names}, mode)
 
     async def _update(self, tensors: Tensors, mode: PauseMode) -> None:
+        if mode == "abort":
+            self.may_end |= {seed for seed, _ in self.answers}
         updated = await self.weights.update_weights(as_bytes(tensors), None, mode)
         self.now = {**self.now, **tensors}
         self.versions[updated.version.name] = self.now
+
+    async def _twice(self, value: tuple[int, int, PauseMode, PauseMode]) -> None:
+        """Two trainers at once: one of them is told, and the weights are the other's."""
+        if "abort" in value:
+            self.may_end |= {seed for seed, _ in self.answers}
+        *sources, one, two = value
+        tensors = [self.given[source] for source in sources]
+        both = (
+            self.weights.update_weights(as_bytes(each), None, mode)
+            for each, mode in zip(tensors, (one, two), strict=True)
+        )
+        first, second = await asyncio.gather(*both, return_exceptions=True)
+        assert isinstance(second, WrongState)
+        assert isinstance(first, Updated)
+        self.now = {**self.now, **tensors[0]}
+        self.versions[first.version.name] = self.now
+
+    async def _abort_all(self, _: None) -> None:
+        await self.weights.abort_all()
+        self.may_end |= {seed for seed, _ in self.answers}
+
+    async def _leave(self, number: int) -> None:
+        """A client goes."""
+        if self.answers:
+            _, task = self.answers.pop(number % len(self.answers))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _broken(self, kind: str) -> None:
         before = self.weights.weight_version
@@ -118,6 +153,8 @@ class Played:
         await asyncio.sleep(0.002 * number)
 
     async def _pause(self, mode: PauseMode) -> None:
+        if mode == "abort":
+            self.may_end |= {seed for seed, _ in self.answers}
         await self.weights.pause(mode)
         self.is_paused = True
 
@@ -141,8 +178,8 @@ class Played:
         answers = [(seed, await task) for seed, task in self.answers]
         by_version: dict[str, list[tuple[int, Answer, int, int]]] = {}
         for seed, answer in answers:
-            assert answer.finish_reason == "length"
-            assert answer.runs()[0][1] == 0
+            assert answer.finish_reason in (("length", "abort") if seed in self.may_end else ("length",))
+            assert not answer.tokens or answer.runs()[0][1] == 0
             for name, first, end in answer.runs():
                 by_version.setdefault(name, []).append((seed, answer, first, end))
         for name, found in by_version.items():

@@ -40,7 +40,10 @@ _SHARED_MEMORY = Path("/dev/shm")
 _VLLM_MODES = {"keep": "keep", "finish": "wait", "abort": "abort"}
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_SLEEP = "--engine vllm: the worker does not drive vLLM's sleep, which needs a GPU's memory allocator"
+_SLEEP = (
+    "--engine vllm: vLLM's CPU build ignores its own sleep, and gives no memory back; pause the worker, or stop it and "
+    "start it again"
+)
 
 
 class VllmWeights:
@@ -132,6 +135,11 @@ class VllmWeights:
             self._is_paused = False
             await self._llm.resume_generation()
 
+    async def abort_all(self) -> None:
+        """See `UpdatesWeights.abort_all`."""
+        for request in self._requests.unfinished:
+            request.abort("abort")
+
     async def flush_cache(self) -> None:
         """See `UpdatesWeights.flush_cache`."""
         await self._llm.reset_prefix_cache()
@@ -149,8 +157,7 @@ class VllmWeights:
 
     async def _hold(self, mode: PauseMode) -> None:
         if mode == "abort":
-            for request in self._requests.unfinished:
-                request.abort("abort")
+            await self.abort_all()
         await self._llm.pause_generation(mode=_VLLM_MODES[mode], clear_cache=False)
 
     async def _load(self, directory: Path) -> None:

@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
 
+from worker.engines.embedded.model import super_blocks
 from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.quantisation import FORMATS, PackedQuantised, QuantisedWeight, quantise
 from worker.engines.embedded.model.stored_weights import DTYPES
-from worker.engines.embedded.model.super_blocks import round_q4_k, round_q6_k
+from worker.engines.embedded.native import gguf_types
+from worker.engines.embedded.native import weights as native_weights
+from worker.engines.embedded.native.gguf_types import Rounded
 from worker.engines.embedded.native.quantised import QuantisedPanels
 from worker.models.quantised import CODES, OFFSETS, SCALES, Codes
 from worker.models.weight_files import StoredTensor
@@ -127,13 +130,11 @@ def requantised(weight: torch.Tensor, format: str) -> QuantisedWeight:
 
 
 def _rounded_to(kind: Kind, weight: torch.Tensor) -> QuantisedWeight:
+    if native_weights.are_available():  # in one thread: tensors of an update are rounded side by side
+        return QuantisedWeight(*gguf_types.rounded_to(kind.name, weight.detach(), 1))
     parts = [_ROUNDED_TO[kind](rows.float()) for rows in torch.split(weight.detach(), _ROWS_AT_ONCE)]
     codes, scales, offsets = zip(*parts, strict=True)
     return QuantisedWeight(torch.cat(codes), torch.cat(scales), None if offsets[0] is None else torch.cat(offsets))
-
-
-Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Codes, scales and offsets of some rows; see `QuantisedWeight`."""
 
 
 def _q8_0(rows: torch.Tensor) -> Rounded:
@@ -165,11 +166,11 @@ def _q4_1(rows: torch.Tensor) -> Rounded:
 
 
 def _q4_k(rows: torch.Tensor) -> Rounded:
-    return _as_tensors(round_q4_k(rows.numpy()))
+    return _as_tensors(super_blocks.round_q4_k(rows.numpy()))
 
 
 def _q6_k(rows: torch.Tensor) -> Rounded:
-    return _as_tensors(round_q6_k(rows.numpy()))
+    return _as_tensors(super_blocks.round_q6_k(rows.numpy()))
 
 
 def _as_tensors(found: Codes) -> Rounded:
@@ -198,4 +199,4 @@ _ROUNDED_TO: dict[Kind, Callable[[torch.Tensor], Rounded]] = {
     Kind.Q4_K: _q4_k,
     Kind.Q6_K: _q6_k,
 }
-"""Rounding of rows ``[n, K]`` in float32, by GGUF type."""
+"""Rounding of rows ``[n, K]`` in float32, by GGUF type, without native kernels."""

@@ -13,6 +13,7 @@ import torch
 from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.models.problems import ModelFileError
 from worker.models.quantised import CODES, OFFSETS, SCALES
+from worker.models.regular_files import open_regular
 from worker.models.weight_files import INDEX, MAX_HEADER_BYTES, SINGLE, WeightFiles, header_of
 
 Weight = torch.Tensor | QuantisedWeight
@@ -74,7 +75,7 @@ def _files(source: Path) -> Iterable[Path]:
 
 def _content(path: Path) -> memoryview:
     """The bytes of a file, as they are now, in memory of our own."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         content = memoryview(mmap.mmap(-1, size))  # ValueError for an empty file
         read = 0

@@ -4,6 +4,7 @@ A super-block is 256 consecutive weights of a row in groups of 32 or 16. The sca
 found by a search that minimises a weighted squared error, and is itself rounded, in steps of the
 super-block. What the reference adds up one term after the other, in float32, is added up so here,
 for many groups at once: arrays have a row for each place in a group, and a column for each group.
+The native kernels compute the same, forty times as fast; see `native.gguf_types`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-_VERSION = 16
+_VERSION = 17
 """Version of what arguments mean: ``kernels_version`` in ``linear.c``."""
 
 FOLDER = Path(__file__).parent
@@ -113,9 +113,9 @@ class KernelLibrary(ctypes.CDLL):
         self._declare_functions()
         self._threads: dict[int, Any] = {}  # they stay, because kernels that run have their addresses
 
-    def threads(self) -> int:
-        """Address of a ``threads_t``: as many threads as torch computes with."""
-        count = torch.get_num_threads()
+    def threads(self, count: int | None = None) -> int:
+        """Address of a ``threads_t``: of `count` threads, or as many as torch computes with."""
+        count = count or torch.get_num_threads()
         found = self._threads.get(count) or self._threads.setdefault(count, self.threads_t(count=count))
         return ctypes.addressof(found)
 
@@ -141,6 +141,11 @@ class KernelLibrary(ctypes.CDLL):
             "exponentials": (None, (_POINTER, _INT64)),
             "weigh": (_INT64, (weighing, _POINTER, _INT64, _POINTER, _POINTER)),
             "take_prefix": (_INT64, (weighing, _POINTER, *[_INT64] * 3, *[_POINTER] * 3)),
+            "round_q8_0": (None, (_POINTER, _INT64, *[_POINTER] * 3)),
+            "round_q4_0": (None, (_POINTER, _INT64, *[_POINTER] * 3)),
+            "round_q4_1": (None, (_POINTER, _INT64, *[_POINTER] * 4)),
+            "round_q4_k": (None, (_POINTER, _INT64, *[_POINTER] * 4)),
+            "round_q6_k": (None, (_POINTER, _INT64, *[_POINTER] * 3)),
             "kernels_have_fma": (_INT32, ()),
             "kernels_sum_in_order": (_INT32, ()),
         }

@@ -70,7 +70,7 @@ compute_panels(const void *arguments, int64_t first, int64_t stop)
 int32_t
 kernels_version(void)
 {
-    return 16;
+    return 17;
 }
 
 /* A line for each structure of `arguments.h`: its name and its fields. */

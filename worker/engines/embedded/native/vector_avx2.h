@@ -32,6 +32,7 @@ EACH_HALF(vec_sub, _mm256_sub_ps)
 EACH_HALF(vec_mul, _mm256_mul_ps)
 EACH_HALF(vec_div, _mm256_div_ps)
 EACH_HALF(vec_max, _mm256_max_ps)
+EACH_HALF(vec_min, _mm256_min_ps)
 #undef EACH_HALF
 
 INLINED vec vec_zero(void) { return vec_of(_mm256_setzero_ps(), _mm256_setzero_ps()); }
@@ -91,6 +92,14 @@ vec_zero_where_below(vec x, float bound, vec y)
     const __m256 limit = _mm256_set1_ps(bound);
     return vec_of(_mm256_andnot_ps(_mm256_cmp_ps(x.low, limit, _CMP_LT_OQ), y.low),
                   _mm256_andnot_ps(_mm256_cmp_ps(x.high, limit, _CMP_LT_OQ), y.high));
+}
+
+/* `yes` in the lanes where a > b, `no` in the others. */
+INLINED vec
+vec_where_greater(vec a, vec b, vec yes, vec no)
+{
+    return vec_of(_mm256_blendv_ps(no.low, yes.low, _mm256_cmp_ps(a.low, b.low, _CMP_GT_OQ)),
+                  _mm256_blendv_ps(no.high, yes.high, _mm256_cmp_ps(a.high, b.high, _CMP_GT_OQ)));
 }
 
 /* A mask of the lanes that are at least `bound`. */

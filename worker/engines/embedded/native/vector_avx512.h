@@ -33,6 +33,7 @@ INLINED vec vec_div(vec a, vec b) { return _mm512_div_ps(a, b); }
 INLINED vec vec_fmadd(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 INLINED vec vec_fmsub(vec a, vec b, vec c) { return _mm512_fmsub_ps(a, b, c); }
 INLINED vec vec_max(vec a, vec b) { return _mm512_max_ps(a, b); }
+INLINED vec vec_min(vec a, vec b) { return _mm512_min_ps(a, b); }
 INLINED vec vec_sqrt(vec x) { return _mm512_sqrt_ps(x); }
 INLINED float vec_first(vec x) { return _mm512_cvtss_f32(x); }
 
@@ -54,6 +55,13 @@ INLINED vec
 vec_zero_where_below(vec x, float bound, vec y)
 {
     return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, _mm512_set1_ps(bound), _CMP_LT_OQ), _mm512_setzero_ps());
+}
+
+/* `yes` in the lanes where a > b, `no` in the others. */
+INLINED vec
+vec_where_greater(vec a, vec b, vec yes, vec no)
+{
+    return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), yes);
 }
 
 /* A mask of the lanes that are at least `bound`. */

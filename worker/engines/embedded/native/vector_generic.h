@@ -48,17 +48,21 @@ typedef union {
     four_floats fours[LANES / 4];
 } fours_t;
 
+/* `yes` in the lanes where a > b, `no` in the others. */
 INLINED vec
-vec_max(vec a, vec b)
+vec_where_greater(vec a, vec b, vec yes, vec no)
 {
-    fours_t x = {a};
-    const fours_t y = {b};
+    const fours_t x = {a}, y = {b}, z = {yes};
+    fours_t found = {no};
     for (int i = 0; i < LANES / 4; i++) {
         const four_lanes which = x.fours[i] > y.fours[i];
-        x.fours[i] = (four_floats)(((four_lanes)x.fours[i] & which) | ((four_lanes)y.fours[i] & ~which));
+        found.fours[i] = (four_floats)(((four_lanes)z.fours[i] & which) | ((four_lanes)found.fours[i] & ~which));
     }
-    return x.all;
+    return found.all;
 }
+
+INLINED vec vec_max(vec a, vec b) { return vec_where_greater(a, b, a, b); }
+INLINED vec vec_min(vec a, vec b) { return vec_where_greater(b, a, a, b); }
 
 INLINED vec
 vec_sqrt(vec x)

@@ -40,6 +40,13 @@ higher(float32x4_t a, float32x4_t b)
     return vbslq_f32(vcgtq_f32(a, b), a, b);
 }
 IN_EACH_FOUR(vec_max, higher)
+
+INLINED float32x4_t
+lower(float32x4_t a, float32x4_t b)
+{
+    return vbslq_f32(vcltq_f32(a, b), a, b);
+}
+IN_EACH_FOUR(vec_min, lower)
 #undef IN_EACH_FOUR
 
 INLINED float vec_first(vec x) { return vgetq_lane_f32(x.four[0], 0); }
@@ -134,6 +141,14 @@ bits_of_four(int number)
 {
     const uint32x4_t first = {1, 2, 4, 8};
     return vshlq_u32(first, vdupq_n_s32(4 * number));
+}
+
+/* `yes` in the lanes where a > b, `no` in the others. */
+INLINED vec
+vec_where_greater(vec a, vec b, vec yes, vec no)
+{
+    EACH_FOUR no.four[i] = vbslq_f32(vcgtq_f32(a.four[i], b.four[i]), yes.four[i], no.four[i]);
+    return no;
 }
 
 /* A mask of the lanes that are at least `bound`. */

@@ -138,6 +138,10 @@ class WeightControl:
             self._is_paused = False
             await self._let_go()
 
+    async def abort_all(self) -> None:
+        """See `UpdatesWeights.abort_all`."""
+        self._streams.abort_all()
+
     async def flush_cache(self) -> None:
         """See `UpdatesWeights.flush_cache`."""
         await self._call(lambda stepper: stepper.scheduler.cache.clear())
