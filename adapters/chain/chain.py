@@ -277,7 +277,7 @@ class ProcessorChain:
 
     def _prefer(self, plan: RowPlan) -> None:
         if self._prefers and self.masks_alone and plan.force is None:
-            prefer_usual_tokens(plan, self._active_members(), self.context.vocabulary, self.failures)
+            prefer_usual_tokens(plan, self._active_members(), self.failures)
 
     def plan_each(self) -> list[tuple[Member, RowPlan]]:
         """`plan`, member by member in the order in which they are applied, to look at one position.

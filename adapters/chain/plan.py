@@ -98,12 +98,14 @@ class RowPlan:
             self.acts.append(act)
             self.num_masked += act[4]
 
-    def narrow(self, member: Member, only: Allow, num_tokens: int) -> None:
-        """Put ``only`` in the place of the mask of ``member``, of which it leaves one token."""
-        for index, (record, stage, edit, kind, masked) in enumerate(self.acts):
+    def force_instead(self, member: Member, token_id: int) -> None:
+        """Force a token in the place of the mask of ``member``, of which it is one."""
+        for index, (record, stage, edit, _, masked) in enumerate(self.acts):
             if record is member.record and isinstance(edit, Allow):
-                self.acts[index] = record, stage, only, kind, num_tokens - 1
-                self.num_masked += num_tokens - 1 - masked
+                self.acts[index] = act = record, stage, Force(token_id), "forced", 0
+                self.num_masked -= masked
+                self.force_by(member, act)
+                return
 
     def force_by(self, member: Member, act: Act) -> None:
         """Note the token that an act of ``member`` forces, if it forces one.

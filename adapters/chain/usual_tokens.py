@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from adapters.chain.failures import Failures
 from adapters.chain.members import Member
 from adapters.chain.plan import RowPlan
-from adapters.contract import Allow
 from adapters.contract.companion import CompanionProcessor
-from adapters.vocabulary import Vocabulary
 
 
 def can_prefer(members: Sequence[Member]) -> bool:
@@ -27,13 +24,12 @@ def _is_companion(member: Member) -> bool:
     return isinstance(member.processor, CompanionProcessor)
 
 
-def prefer_usual_tokens(plan: RowPlan, members: Sequence[Member], vocabulary: Vocabulary, failures: Failures) -> None:
-    """Narrow the mask of the first of some members whose usual token ``plan`` permits.
+def prefer_usual_tokens(plan: RowPlan, members: Sequence[Member], failures: Failures) -> None:
+    """Force the usual token of the first of some members of which ``plan`` permits it.
 
     Args:
         plan: Plan of all members, which leaves a token.
         members: The members that act at this position.
-        vocabulary: The model's.
         failures: Recorder of the chain's failures.
 
     Raises:
@@ -47,11 +43,5 @@ def prefer_usual_tokens(plan: RowPlan, members: Sequence[Member], vocabulary: Vo
         except Exception as error:  # the processor boundary: code of other libraries
             raise failures.raised(member, error) from error
         if token_id is not None and plan.permits(token_id):
-            plan.narrow(member, _only(token_id, vocabulary.size), vocabulary.num_tokens)
+            plan.force_instead(member, token_id)
             return
-
-
-@lru_cache(256)
-def _only(token_id: int, vocab_size: int) -> Allow:
-    """The mask that leaves one token; forced texts of requests have many in common."""
-    return Allow.of((token_id,), vocab_size)

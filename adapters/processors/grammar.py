@@ -204,8 +204,10 @@ class GrammarProcessor(SteeringProcessor):
         if self._edit is None or self._num_outside:
             return None
         allowed = self._edit.unpacked(self._width).kept
-        if allowed is None or not 1 < allowed.shape[0] < MAX_ALLOWED:
+        if allowed is None or not 0 < allowed.shape[0] < MAX_ALLOWED:
             return None
+        if allowed.shape[0] == 1:
+            return int(allowed)
         return self._forced.first_token(self._matcher.copy, allowed.tolist())
 
     def foresee(self, limit: int) -> Sequence[int]:
