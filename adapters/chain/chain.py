@@ -60,8 +60,9 @@ class ProcessorChain:
             randomly instead of greedily, because it names a processor that acts at the temperature
             stage or later. The catalogue overrides it for processors of the operator's policy.
         speculates: Whether tokens may be drafted for the request.
-        masks_alone: False where the engine has masks of its own: a forced text then keeps all its
-            tokens, of which the engine may have masked the usual ones.
+        masks_alone: Whether nothing but the chain masks tokens, so that it may force the usual
+            token of a text (`SteeringProcessor.usual_token`). False by default: who serves the
+            chain knows.
 
     Raises:
         ValueError: a scope is given and the model has no thinking tags.
@@ -87,7 +88,8 @@ class ProcessorChain:
         self.tokens: list[int] = [] if tokens is None else tokens
         self.receipt = Receipt([], attribution=attribution, seed=context.seed)
         self.wants_receipt = False
-        self.speculates = self.masks_alone = True
+        self.speculates = True
+        self.masks_alone = False
         self._num_tokens = context.vocabulary.num_tokens
         self._scope = ThinkingScope(in_order(scoped, order), context) if scoped else None
         self._set_members(members)
