@@ -6,11 +6,13 @@
 
 A worker is its batch: a step takes `step_s` and a share of `prompt_rate` for the prompts' tokens in
 it, as ``--engine constant`` does; requests wait for one of `slots` rows, and prompts for the token
-budget of a step. Each request goes to the worker with the fewest unfinished ones of two that are
-drawn (the power of two choices), or, with ``--shared`` and the KV router, to the one that has its
-prefix. What front doors and frontends take comes from `results/parts.json` (`parts.py`): their
-number keeps each at `USE` of its cores. A killed worker's requests go on elsewhere: prompt and
-answer so far are computed again there, as exact migration does.
+budget of a step. Requests go to the workers in turn, as Dynamo's frontend sends them by default;
+with ``--router`` to the one with the fewest unfinished ones of two that are drawn, or, with
+``--shared`` and the KV router, to the one that has their prefix. What front doors, frontends,
+boundary stores and NATS take comes from `results/*.json` (`fleet_plan.py`). A killed worker's
+requests go on elsewhere: prompt and answer so far are computed again there, as exact migration
+does. ``--disaggregate`` splits the same number of workers into prefill and decode workers; a
+token's KV takes ``--handoff-us``.
 
 Prints throughput, time to first token and longest gap between two tokens (p50, p99, p99.9).
 ``--check`` drives real workers with ``--engine constant`` behind Dynamo's frontend with the same
@@ -20,192 +22,26 @@ arrivals (open loop: nobody waits for an answer before asking), and prints measu
 from __future__ import annotations
 
 import argparse
-import asyncio
-import heapq
+import datetime
+import functools
 import json
-import math
-import random
+import os
+import statistics
 import tempfile
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
-from parts import ANSWER, DOOR, FRONTEND, MODEL, Stack, running
-from serve import HERE, stream_completion
+from fleet_model import ANSWER, BY_PREFIX, IN_TURN, OF_TWO, Fleet, Load, Request, Worker, disaggregated
+from fleet_plan import FRONTEND, figures, needed, plan
+from open_loop import Ask, drive, quantiles
+from parts import MODEL, running
+from serve import HERE, processor, stream_completion
 
-USE = 0.7
-"""Share of a core's time that a front door or frontend may be busy with the mean load."""
+KEPT, REPORT = HERE / "results" / "fleet.json", HERE / "results" / "fleet.md"
 
-FRONTEND_CORES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """What a worker can do; seconds, and tokens per second."""
-
-    step_s: float = 0.02
-    prompt_rate: float = 10_000
-    slots: int = 64
-    budget: int = 2048
-
-
-@dataclass(slots=True)
-class Request:
-    """One request: when it came, what it has to do, and when its tokens came."""
-
-    at_s: float
-    prompt: int
-    answer: int
-    group: int = -1
-    left_to_compute: int = 0
-    done: int = 0
-    first_s: float = math.inf
-    last_s: float = math.inf
-    gap_s: float = 0.0
-
-
-@dataclass(slots=True)
-class Batch:
-    """A worker's queue and rows."""
-
-    waiting: deque[Request] = field(default_factory=deque)
-    rows: list[Request] = field(default_factory=list)
-    stepping: bool = False
-    alive: bool = True
-    prefixes: set[int] = field(default_factory=set)
-
-    @property
-    def load(self) -> int:
-        return len(self.waiting) + len(self.rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Arrivals: `rate` a second for `seconds`; `shared` is the part of each prompt that it has in
-    common with the others of its group, `groups` their number.
-    """
-
-    rate: float
-    seconds: float
-    prompt: int = 512
-    answer: int = ANSWER
-    shared: float = 0.0
-    groups: int = 1
-
-    def requests(self, seed: int) -> Iterator[Request]:
-        """Poisson arrivals; lengths are exponential around their means, from 1 on."""
-        source = random.Random(seed)
-        at_s = 0.0
-        while (at_s := at_s + source.expovariate(self.rate)) < self.seconds:
-            prompt, answer = (max(1, round(source.expovariate(1 / mean))) for mean in (self.prompt, self.answer))
-            yield Request(at_s, prompt, answer, source.randrange(self.groups) if self.shared else -1)
-
-
-class Fleet:
-    """`count` workers; `run` answers every request of a load.
-
-    Args:
-        count: Number of workers.
-        worker: Abilities of each.
-        shared: Part of a prompt that is cached where another one of its group was computed.
-        by_prefix: Whether the router knows where.
-        seed: Seed of the choices of workers.
-    """
-
-    def __init__(self, count: int, worker: Worker, shared: float = 0.0, by_prefix: bool = False, seed: int = 1) -> None:
-        self.batches = [Batch() for _ in range(count)]
-        self.worker, self.shared, self.by_prefix = worker, shared, by_prefix
-        self._source = random.Random(seed)
-        self._events: list[tuple[float, int, int]] = []  # time, order, worker whose step ends
-        self._order = 0
-        self._alive: Sequence[int] = range(count)
-
-    def run(self, requests: Sequence[Request], kill: float = 0.0, kill_at_s: float = math.inf) -> list[Request]:
-        """The requests, answered; the first `kill` of the workers die at `kill_at_s`."""
-        for request in requests:
-            if kill and request.at_s >= kill_at_s:
-                self._until(kill_at_s)
-                self._kill(math.ceil(kill * len(self.batches)), kill_at_s)
-                kill = 0.0
-            self._until(request.at_s)
-            self._take(request, request.at_s)
-        self._until(math.inf)
-        return list(requests)
-
-    def _until(self, now_s: float) -> None:
-        while self._events and self._events[0][0] <= now_s:
-            at_s, _, index = heapq.heappop(self._events)
-            self._end_step(index, at_s)
-
-    def _take(self, request: Request, now_s: float) -> None:
-        index = self._choose(request)
-        batch = self.batches[index]
-        cached = self.shared if request.group in batch.prefixes else 0.0
-        request.left_to_compute = max(1, round(request.prompt * (1 - cached))) + request.done
-        batch.prefixes.add(request.group)
-        batch.waiting.append(request)
-        if not batch.stepping:
-            self._begin_step(index, now_s)
-
-    def _choose(self, request: Request) -> int:
-        found = min(self._source.choices(self._alive, k=2), key=lambda index: self.batches[index].load)
-        if self.by_prefix and request.group >= 0:
-            home = request.group % len(self.batches)
-            if self.batches[home].alive and self.batches[home].load <= 2 * self.batches[found].load + 4:
-                return home
-        return found
-
-    def _begin_step(self, index: int, now_s: float) -> None:
-        batch, worker = self.batches[index], self.worker
-        while batch.waiting and len(batch.rows) < worker.slots:
-            batch.rows.append(batch.waiting.popleft())
-        budget = worker.budget - sum(not row.left_to_compute for row in batch.rows)
-        computed = 0
-        for row in batch.rows:
-            chunk = min(row.left_to_compute, budget - computed)
-            row.left_to_compute -= chunk
-            computed += chunk
-        batch.stepping = True
-        self._order += 1
-        heapq.heappush(self._events, (now_s + worker.step_s + computed / worker.prompt_rate, self._order, index))
-
-    def _end_step(self, index: int, now_s: float) -> None:
-        batch = self.batches[index]
-        batch.stepping = False
-        if not batch.alive:
-            return
-        for row in batch.rows:
-            if row.left_to_compute:
-                continue
-            row.done += 1
-            if row.first_s == math.inf:
-                row.first_s = now_s
-            else:
-                row.gap_s = max(row.gap_s, now_s - row.last_s)
-            row.last_s = now_s
-        batch.rows = [row for row in batch.rows if row.done < row.answer]
-        if batch.rows or batch.waiting:
-            self._begin_step(index, now_s)
-
-    def _kill(self, count: int, now_s: float) -> None:
-        """Workers die at once; what they had goes on elsewhere."""
-        lost = []
-        for batch in self.batches[:count]:
-            batch.alive = False
-            lost += [*batch.rows, *batch.waiting]
-            batch.rows, batch.waiting = [], deque()
-        self._alive = range(count, len(self.batches))
-        for request in lost:
-            self._take(request, now_s)
-
-
-def quantiles(values: Sequence[float]) -> tuple[float, ...]:
-    """p50, p99 and p99.9."""
-    ordered = sorted(values)
-    return tuple(ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.99, 0.999))
+CHECK_RATE, CHECK_REQUESTS = 3.6, 600
+"""Of `--check`: requests a second for each worker, about 0.75 of what it can do, and in all."""
 
 
 def summary(requests: Sequence[Request], seconds: float) -> str:
@@ -216,54 +52,66 @@ def summary(requests: Sequence[Request], seconds: float) -> str:
     return f"{rate:,.0f} tokens/s; first token {shown[0]} ms; longest gap {shown[1]} ms (p50 / p99 / p99.9)"
 
 
-def needed(load: Load, worker: Worker) -> int:
-    """Workers that keep `USE` of their rows busy on the mean."""
-    step_s = worker.step_s + worker.slots * (load.prompt / load.answer) / worker.prompt_rate
-    return math.ceil(load.rate * (load.answer + 1) * step_s / (worker.slots * USE))
-
-
-def front(load: Load) -> str:
-    """How many front doors and frontends serve the load."""
-    path = HERE / "results" / "parts.json"
-    costs = json.loads(path.read_text())["costs"]
-    busiest = max(one["streams"] for one in costs)
-    took = {one["part"]: one for one in costs if one["streams"] == busiest}
-    cores = {
-        part: load.rate * (took[part]["request_us"] + load.answer * took[part]["token_us"]) / 1e6 / USE
-        for part in (DOOR, FRONTEND)
-    }
-    frontends = math.ceil(cores[FRONTEND] / FRONTEND_CORES)
-    return f"{math.ceil(cores[DOOR])} front doors of one core, {frontends} frontends of {FRONTEND_CORES} cores"
-
-
-async def drive(stack: Stack, requests: Sequence[Request]) -> None:
-    """Ask each at its time, and write down when its first and last token came."""
-    begun = time.perf_counter()
-
-    async def ask(request: Request) -> None:
-        await asyncio.sleep(max(0.0, request.at_s - (time.perf_counter() - begun)))
-        late_s = time.perf_counter() - begun
-        request.first_s = late_s + await stream_completion(stack.frontend_port, MODEL, request.answer)
-        request.last_s, request.done = time.perf_counter() - begun, request.answer
-
-    await asyncio.gather(*(ask(request) for request in requests))
-
-
-def check(count: int, worker: Worker, load: Load) -> str:
-    """Measured / reckoned: tokens per second, and p99 of the first token."""
-    reckoned = Fleet(count, worker).run(list(load.requests(7)))
-    measured = list(load.requests(7))
+def check(count: int, worker: Worker, load: Load, rounds: int) -> str:
+    """Tokens per second, and p50 and p99 of the first token, measured / reckoned; medians."""
+    requests = list(load.requests(7))
+    measured: list[tuple[float, ...]] = []
     with (
         tempfile.TemporaryDirectory() as directory,
         running(Path(directory), worker.step_s, worker.slots, count) as stack,
     ):
-        uvloop.run(drive(stack, measured[:8]))  # warm-up
-        measured = list(load.requests(7))
-        uvloop.run(drive(stack, measured))
-    rates = [sum(one.done for one in ones) / max(one.last_s for one in ones) for ones in (measured, reckoned)]
-    firsts = [quantiles([one.first_s - one.at_s for one in ones])[1] for ones in (measured, reckoned)]
-    ratios = [pair[0] / pair[1] for pair in (rates, firsts)]
-    return f"| {count} | {rates[0]:,.0f} | {ratios[0]:.2f} | {firsts[0] * 1e3:,.0f} | {ratios[1]:.2f} |"
+
+        def ask(request: Request) -> Ask:
+            return functools.partial(stream_completion, stack.frontend_port, MODEL, request.answer)
+
+        due, asks = [one.at_s for one in requests], [ask(one) for one in requests]
+        uvloop.run(drive([0.0] * 8, asks[:8]))  # warm-up
+        for _ in range(rounds):
+            timings = uvloop.run(drive(due, asks))
+            first = quantiles([one.first_s - one.due_s for one in timings])
+            rate = sum(one.answer for one in requests) / max(one.end_s for one in timings)
+            pairs = [(one, request.answer - 1) for one, request in zip(timings, requests, strict=True)]
+            step_s = statistics.median((one.end_s - one.first_s) / gaps for one, gaps in pairs if gaps)
+            measured.append((rate, first[0], first[1], step_s))
+    rate, p50_s, p99_s, step_s = (statistics.median(ones) for ones in zip(*measured, strict=True))
+    path_s = figures()["parts"][FRONTEND]["request_us"] / 1e6
+    reckoned = Fleet(count, worker, path_s=path_s).run(requests)
+    reckoned_rate = sum(one.done for one in reckoned) / max(one.last_s for one in reckoned)
+    first = quantiles([one.first_s - one.at_s for one in reckoned])
+    return (
+        f"| {count} | {rounds} | {len(requests):,} | {step_s * 1e3:.1f} | {rate:,.0f} | {rate / reckoned_rate:.2f} "
+        f"| {p50_s * 1e3:,.0f} | {p50_s / first[0]:.2f} | {p99_s * 1e3:,.0f} | {p99_s / first[1]:.2f} |"
+    )
+
+
+def keep(count: int, line: str) -> None:
+    """Write a comparison beside the others."""
+    kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
+    kept |= {
+        f"{count:02}": line,
+        "where": f"{datetime.date.today().isoformat()}, {processor()}, {os.cpu_count()} cores",
+    }
+    KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    lines = "\n".join(line for key, line in sorted(kept.items()) if key != "where")
+    REPORT.write_text(
+        f"""# The simulation beside real workers
+
+Made by `.venv/bin/python benchmarks/fleet.py --check 4 8`: real workers with `--engine constant`, 8 rows and
+steps of 50 ms behind Dynamo's frontend, and the simulation, at the same arrivals: {CHECK_RATE:g} requests a second
+for each worker, answers of 32 tokens on the mean. Medians of the rounds.
+
+{CHECKED}
+{lines}
+
+{kept["where"]} for client, frontend and workers.
+""",
+        encoding="utf-8",
+    )
+
+
+CHECKED = """| workers | rounds | requests | between tokens, ms | tokens/s | measured / reckoned | first token p50, ms \
+| measured / reckoned | p99, ms | measured / reckoned |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
 def main() -> None:
@@ -278,15 +126,22 @@ def main() -> None:
     parser.add_argument("--kill", type=float, default=0.0, help="share of the workers that die in the middle")
     parser.add_argument("--shared", type=float, default=0.0, help="share of a prompt that its group has in common")
     parser.add_argument("--groups", type=int, default=1000, help="groups of prompts with a common beginning")
+    parser.add_argument("--router", choices=(IN_TURN, OF_TWO, BY_PREFIX), default=IN_TURN)
+    parser.add_argument("--disaggregate", action="store_true", help="compare with prefill and decode workers apart")
+    parser.add_argument("--handoff-us", type=float, default=12, help="microseconds that a token's KV takes")
     parser.add_argument("--check", type=int, nargs="+", metavar="WORKERS", help="compare with real workers")
+    parser.add_argument("--no-write", action="store_true", help="leave results/fleet.* as they are")
+    parser.add_argument("--rounds", type=int, default=3, help="of each comparison")
     options = parser.parse_args()
     worker = Worker(step_s=options.step_s, slots=options.slots)
     if options.check:
-        print("| workers | tokens/s | measured / reckoned | first token p99, ms | measured / reckoned |")
-        print("| --- | --- | --- | --- | --- |")
+        print(CHECKED)
         for count in options.check:
-            load = Load(rate=2.0 * count, seconds=20, prompt=1, answer=64)
-            print(check(count, Worker(step_s=0.05, slots=16), load), flush=True)
+            load = Load(rate=CHECK_RATE * count, seconds=CHECK_REQUESTS / CHECK_RATE / count, prompt=1, answer=32)
+            line = check(count, Worker(step_s=0.05, slots=8), load, options.rounds)
+            print(line, flush=True)
+            if not options.no_write:
+                keep(count, line)
         return
     load = Load(
         options.requests_per_minute / 60,
@@ -297,12 +152,19 @@ def main() -> None:
         options.groups,
     )
     count = options.workers or needed(load, worker)
-    print(f"{load.rate:,.0f} requests/s: {count:,} workers, {front(load)}")
-    for by_prefix in (False, True) if options.shared else (False,):
-        fleet = Fleet(count, worker, options.shared, by_prefix)
+    numbers = ", ".join(f"{number:,} {part}" for part, number in plan(load, worker).items())
+    print(f"{load.rate:,.0f} requests/s: {numbers}")
+    for router in (OF_TWO, BY_PREFIX) if options.shared else (options.router,):
+        fleet = Fleet(count, worker, router, options.shared)
         answered = fleet.run(list(load.requests(3)), options.kill, options.seconds / 2)
-        name = "with the KV router: " if by_prefix else ""
-        print(f"{name}{summary(answered, options.seconds)}", flush=True)
+        print(f"{count:,} workers, {router}: {summary(answered, options.seconds)}", flush=True)
+    if options.disaggregate:
+        prompts_s = load.prompt / worker.prompt_rate
+        share = prompts_s / (prompts_s + load.answer * worker.step_s / worker.slots)
+        for prefill in sorted({max(1, min(count - 1, round(count * share * more))) for more in (0.9, 1.0, 1.1, 1.25)}):
+            requests = list(load.requests(3))
+            answered = disaggregated(requests, prefill, count - prefill, worker, options.handoff_us / 1e6)
+            print(f"{prefill} prefill, {count - prefill} decode: {summary(answered, options.seconds)}", flush=True)
 
 
 if __name__ == "__main__":

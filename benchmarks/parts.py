@@ -34,6 +34,8 @@ from pathlib import Path
 
 import psutil
 import uvloop
+from fleet_model import ANSWER
+from fleet_plan import DOOR, FRONTEND
 from serve import HERE, _free_port, await_models, environment, processor, stream_completion
 
 from worker.tiny_model import write_tiny_model
@@ -42,10 +44,7 @@ MODEL = "constant"
 SHORT, LONG = 1, 129
 """Tokens of the two kinds of answers."""
 
-ANSWER = 128
-"""Tokens of the answers in the last column."""
-
-DOOR, FRONTEND, WORKER, STORED = "front door", "Dynamo's frontend", "worker", "worker, with migration"
+WORKER, STORED = "worker", "worker, with migration"
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,8 +61,9 @@ class Sample:
     ttfts_s: list[float]
 
 
-async def stream_completion(port: int, model: str, num_tokens: int) -> float:
-    """One streamed completion on a connection of its own; the time to its first event, in seconds.
+async def stream_completion(port: int, model: str, num_tokens: int, first: Callable[[], None] | None = None) -> float:
+    """One streamed completion on a connection of its own; the time to its first event, in seconds,
+    at which `first` is called.
 
     Raises `RuntimeError` unless exactly `num_tokens` tokens came.
     """
@@ -88,6 +89,8 @@ async def stream_completion(port: int, model: str, num_tokens: int) -> float:
         while b"data: " not in received:
             received += await _some(reader)
         ttft_s = time.perf_counter() - started
+        if first is not None:
+            first()
         tail = received
         while b"[DONE]" not in tail:
             tail = tail[-2000:] + await _some(reader)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +44,14 @@ def _decisions() -> str:
     return "".join(f"\n- [{title}]({record.name})" for title, record in zip(titles, records, strict=True))
 
 
+def _figures() -> str:
+    """The figures that the calculator reckons with, for its script."""
+    sys.path.append(str(REPOSITORY / "benchmarks"))
+    from fleet_plan import figures
+
+    return f'\n<script type="application/json" id="calculator-figures">{json.dumps(figures())}</script>\n'
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that lie outside of `docs/`."""
     for path, name in _outside().items():
@@ -53,6 +63,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """The page with its links as in the site; one to a file that is not in it becomes text."""
     if page.file.src_uri == "decisions/index.md":
         markdown += _decisions()
+    if page.file.src_uri == "calculator.md":
+        markdown += _figures()
     names = _outside()
     here = next((path for path, name in names.items() if name == page.file.src_uri), f"docs/{page.file.src_uri}")
 

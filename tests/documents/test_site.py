@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -53,3 +54,11 @@ def test_decision_records_are_listed(site: Path) -> None:
     listed = (site / "decisions" / "index.html").read_text(encoding="utf-8")
     for record in (ROOT / "docs" / "decisions").glob("0*.md"):
         assert f'href="{record.stem}/"' in listed
+
+
+def test_the_calculator_has_its_script_and_its_figures(site: Path) -> None:
+    page = (site / "calculator" / "index.html").read_text(encoding="utf-8")
+    (script,) = re.findall(r'<script src="([^"]*calculator\.js)"', page)
+    assert (site / "calculator" / script).resolve().is_file()
+    (found,) = re.findall(r'<script type="application/json" id="calculator-figures">(.*?)</script>', page)
+    assert {"front door", "NATS"} <= json.loads(found)["parts"].keys()

@@ -11,14 +11,16 @@ from ports import free_port
 
 
 class Door(Process):
-    """``python -m worker.frontdoor`` of a stack."""
+    """``python -m worker.frontdoor`` of a stack; on a free port unless one is given."""
 
-    def __init__(self, stack: Stack, *arguments: str, upstream: str | None = None, **environ: str) -> None:
-        self.port = free_port()
+    def __init__(
+        self, stack: Stack, *arguments: str, upstream: str | None = None, port: int = 0, **environ: str
+    ) -> None:
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "worker.frontdoor", "--port", str(self.port)]
         command += ["--upstream", upstream or stack.upstream, *stack.door_arguments(*arguments)]
-        log = stack.directory / f"door{self.port}.log"
+        log = stack.directory / f"door{len(stack._processes)}.log"
         super().__init__(command, {**stack.environ, **environ}, log)
         stack._processes.append(self)
         wait_for(lambda: http(f"{self.url}/v1/logits_processors")[0] in (200, 401) or not self.running, "front door")

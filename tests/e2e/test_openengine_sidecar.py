@@ -43,7 +43,7 @@ class Recorder:
         self.failures: queue.SimpleQueue[tuple[ServingError, bool]] = queue.SimpleQueue()
 
     async def get_model_info(self, request: wire.GetModelInfoRequest, context: Any) -> wire.ModelInfo:
-        return wire.ModelInfo(model_id=request.model, max_context_length=2048)
+        return wire.ModelInfo(model_id=request.model, max_context_length=2048, supports_multimodal=True)
 
     async def generate(self, request: wire.GenerateRequest, context: Any) -> None:
         self.requests.put(MessageToDict(request, preserving_proto_field_name=True))
@@ -227,6 +227,25 @@ def test_these_controls_are_refused(recorded: tuple[Sidecars, Recorder], name: s
     stack, _ = recorded
     status, answer = stack.ask(**REFUSED[name])
     assert (status, answer["message"]) == (400, "Invalid request")
+
+
+@pytest.mark.parametrize("url", ["data:image/png;base64,AAAA", "https://pictures.example/a.png"])
+def test_pictures_of_chats_are_refused_by_the_sidecar(recorded: tuple[Sidecars, Recorder], url: str) -> None:
+    """Though the worker says that it takes them: it gets nothing of them, neither ``media`` nor the
+    request.
+    """
+    stack, recorder = recorded
+    while not recorder.requests.empty():
+        recorder.requests.get()
+    text = {"type": "text", "text": "Hello"}
+    picture = {"type": "image_url", "image_url": {"url": url}}
+    status, answer = stack.ask(messages=[{"role": "user", "content": [picture, text]}])
+    assert (status, answer["message"]) == (400, "Invalid request")
+    assert stack.ask(messages=[{"role": "user", "content": [text]}])[0] == 200
+    assert "media" not in recorder.requests.get(timeout=10)
+    assert recorder.requests.empty()
+    logs = [process.log for process in stack._processes]
+    assert any("multimodal requests are not supported by the TensorRT-LLM sidecar" in log for log in logs)
 
 
 def test_a_refusal_is_a_400_without_its_reason(recorded: tuple[Sidecars, Recorder]) -> None:

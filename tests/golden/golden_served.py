@@ -93,7 +93,7 @@ class Served:
 
     def start_front_door(self) -> str:
         """Put a front door before the frontend; its URL."""
-        return Door(self._stack, "--", *self._bench.argv, **_with_processors(self._stack.environ)).url
+        return Door(self._stack, "--", *self._bench.argv, **_with_processors(self._stack.environ)).url  # type: ignore[arg-type]
 
     async def _stream(self, case: Case) -> AsyncIterator[int]:
         """The token ids of an answer, as they come.

@@ -63,6 +63,8 @@ def thought(answer: Any, plain: Any) -> bool:
 
 
 THINKS: dict[str, Any] = {"logits_processors": [{"name": "forced_prefix", "args": {"text": "<think>"}}]}
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+PICTURED = [{"role": "user", "content": [PICTURE]}]
 SALTED: dict[str, Any] = {"messages": [{"role": "user", "content": "salt " * 40}], "max_tokens": 1}
 ROWS: dict[str, list[tuple[str, dict[str, Any], Check]]] = {
     "temperature": [
@@ -96,6 +98,8 @@ ROWS: dict[str, list[tuple[str, dict[str, Any], Check]]] = {
         ("prompt_logprobs", {"prompt_logprobs": 1}, lambda answer, _: len(answer["prompt_logprobs"]) == 13),
         ("priorities", {"nvext": {"agent_hints": {"priority": 1}}}, refuses("nvext.agent_hints.priority")),
     ],
+    # the engine here serves text; test_openengine_pictures.py shows them to one that sees
+    "pictures": [("image_url", {"messages": PICTURED}, refuses("messages[0].content[0]"))],
     "`logit_bias`": [
         ("logit_bias", TO_D, says("D" * 12)),
         ("allowed_token_ids", {"allowed_token_ids": [40]}, says("D" * 12)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import pytest_asyncio
 from colour_model import NUM_TOKENS, data_url, png, write_colour_model
 from engine_doors import ask, door, refusal
-from openengine_workers import OpenEngineClient, connected
+from openengine_workers import OpenEngineClient, connected, running
 from running_workers import taking_requests
 
 from worker.arguments import parse_arguments
@@ -114,8 +116,124 @@ async def test_refusals_of_the_front_door(served: Served) -> None:
     _, front = served
     status, error = await refusal(front, messages=chat(RED), guided_regex="a+")
     assert status == 400
-    assert "multi_modal_data: cannot be given beside regex" in error["message"]
+    assert error["param"] == "messages[0].content[0]"
+    assert error["message"].startswith("messages[0].content[0]: cannot be given beside regex")
     wrong = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
     status, error = await refusal(front, messages=wrong)
     assert status == 400
-    assert "multi_modal_data.image_url[0].Url: is no picture that can be read" in error["message"]
+    assert error["message"].startswith("messages[0].content[0].image_url.url: is no picture that can be read")
+
+
+ASKED: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
+
+
+def of_sdk(front: httpx.AsyncClient) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{front.base_url}/v1", api_key="none", max_retries=0)
+
+
+def as_input(*urls: str, text: str = "What is it?") -> Any:
+    parts = [{"type": "input_image", "image_url": url, "detail": "auto"} for url in urls]
+    return [{"role": "user", "content": [*parts, {"type": "input_text", "text": text}]}]
+
+
+@in_module_loop
+async def test_pictures_of_responses_are_those_of_chats(served: Served) -> None:
+    _, front = served
+    asked: dict[str, Any] = {"max_output_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    async with of_sdk(front) as client:
+        for colours in ((RED,), (BLUE,), (RED, BLUE)):
+            expected = await ask(front, messages=chat(*colours), **ASKED)
+            given = as_input(*map(data_url, colours))
+            found = await client.responses.create(model="tiny", input=given, **asked)
+            assert found.output_text == expected["choices"][0]["message"]["content"]
+            assert found.usage is not None
+            assert found.usage.input_tokens == expected["usage"]["prompt_tokens"]
+            counted = await client.responses.input_tokens.count(model="tiny", input=given)
+            assert counted.input_tokens == found.usage.input_tokens
+        again = {"model": "tiny", "input": "And now?", "previous_response_id": found.id}
+        told = await client.responses.create(**again, **asked)
+        assert told.usage.input_tokens > found.usage.input_tokens + 2
+        items = await client.responses.input_items.list(told.id, order="asc", include=["message.input_image.image_url"])
+        (first, *_) = items.data
+        assert [part.image_url for part in first.content if part.type == "input_image"] == [  # type: ignore[union-attr]
+            data_url(RED),
+            data_url(BLUE),
+        ]
+
+
+@in_module_loop
+async def test_refusals_of_responses_name_the_clients_field(served: Served) -> None:
+    _, front = served
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (as_input(data_url(RED), "data:image/png;base64,AAAA"), {}, "input[0].content[1].image_url: is no picture"),
+        (as_input("data:text/plain;base64,AAAA"), {}, "input[0].content[0].image_url: is no picture"),
+        (as_input("data:image/png;base64,!"), {}, "input[0].content[0].image_url: is no picture"),
+        (as_input("http://a.example/b.png"), {}, "input[0].content[0].image_url: 'a.example' is no host"),
+        (as_input(data_url(RED)), {"guided_regex": "a+"}, "input[0].content[0]: cannot be given beside regex"),
+    ]
+    async with of_sdk(front) as client:
+        for given, more, problem in cases:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.responses.create(model="tiny", input=given, extra_body=more)
+            assert problem in str(caught.value)
+            assert caught.value.param == problem.partition(": ")[0]
+
+
+def as_blocks(*colours: tuple[int, int, int]) -> list[dict[str, Any]]:
+    files = [base64.b64encode(png(each)).decode() for each in colours]
+    sources = [{"type": "base64", "media_type": "image/png", "data": data} for data in files]
+    blocks = [{"type": "image", "source": source} for source in sources]
+    return [{"role": "user", "content": [*blocks, {"type": "text", "text": "What is it?"}]}]
+
+
+async def message(front: httpx.AsyncClient, path: str = "/v1/messages", **fields: Any) -> tuple[int, Any]:
+    answer = await front.post(path, json={"model": "tiny", **fields})
+    return answer.status_code, answer.json()
+
+
+@in_module_loop
+async def test_pictures_of_messages_are_those_of_chats(served: Served) -> None:
+    _, front = served
+    for colours in ((RED,), (BLUE,), (RED, BLUE)):
+        expected = await ask(front, messages=chat(*colours), **ASKED)
+        status, found = await message(front, messages=as_blocks(*colours), **ASKED)
+        assert status == 200, found
+        assert found["content"][0]["text"] == expected["choices"][0]["message"]["content"]
+        status, counted = await message(front, "/v1/messages/count_tokens", messages=as_blocks(*colours))
+        assert (status, counted) == (200, {"input_tokens": expected["usage"]["prompt_tokens"]})
+
+
+@in_module_loop
+async def test_refusals_of_messages_name_the_clients_field(served: Served) -> None:
+    _, front = served
+    no_picture = base64.b64encode(b"a text").decode()
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"type": "base64", "media_type": "image/png", "data": no_picture}, "source.data: is no picture"),
+        (
+            {"type": "base64", "media_type": "image/png", "data": "!"},
+            "source.data: must be the picture's file in base64",
+        ),
+        ({"type": "base64", "media_type": "image/bmp", "data": no_picture}, "source.media_type: must be one of"),
+        ({"type": "url", "url": "http://a.example/b.png"}, "source.url: 'a.example' is no host"),
+        ({"type": "url", "url": "file:///etc/passwd"}, "source.url: is no file below"),
+    ]
+    for source, problem in cases:
+        block = {"type": "image", "source": source}
+        status, found = await message(front, messages=[{"role": "user", "content": [block]}], **ASKED)
+        assert status == 400
+        assert found["error"]["message"].startswith(f"messages[0].content[0].{problem}")
+
+
+@in_module_loop
+async def test_an_engine_of_text_refuses_each_picture_by_name(tiny_model: Path) -> None:
+    """The embedded engine: its workers say so before a chat template is asked for places."""
+    async with running(tiny_model) as worker, door(tiny_model, f"grpc://127.0.0.1:{worker.port}") as front:
+        status, error = await refusal(front, messages=chat(RED))
+        assert (status, error["param"]) == (400, "messages[0].content[0]")
+        assert "serve text only" in error["message"]
+        status, found = await message(front, messages=as_blocks(RED), max_tokens=3)
+        assert (status, found["error"]["message"].partition(": ")[0]) == (400, "messages[0].content[0].source.data")
+        async with of_sdk(front) as client:
+            with pytest.raises(openai.BadRequestError, match="serve text only") as caught:
+                await client.responses.create(model="tiny", input=as_input(data_url(RED)))
+            assert caught.value.param == "input[0].content[0]"

@@ -55,6 +55,13 @@ def saying(error: Any) -> Any:
         (failing(Draining("leaving")), 503, "no worker is ready"),
         (lambda request, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, "no"), 502, "--upstream-token-file"),
         (lambda request, context: context.abort(grpc.StatusCode.INTERNAL, "odd"), 502, "INTERNAL: odd"),
+        (
+            lambda request, context: context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max (9 vs. 8)"
+            ),
+            413,
+            "the request is larger than the worker takes",
+        ),
         (lambda request, context: context.write(token(40)), 502, "its answer has no end"),
         (lambda request, context: context.write(finish(wire.FINISH_REASON_CANCELLED)), 503, "ended the request"),
     ],

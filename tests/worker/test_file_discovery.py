@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,44 @@ def test_the_last_content_counts(store: Path) -> None:
     entries.check()
     entries.check()
     assert path.read_text() == "changed"
+
+
+def test_a_directory_that_does_not_change_is_listed_twice_alone(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many workers it has: each looks once a second."""
+    listed: list[str] = []
+    listdir = os.listdir
+
+    def noted(path: str) -> list[str]:
+        listed.append(path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", noted)
+    entries = FileEntries(store, INSTANCE)
+    for _ in range(5):
+        assert entries.check() == []
+    assert sorted(listed) == sorted(str(store / "v1" / kind) for kind in KINDS for _ in range(2))
+
+
+def test_before_the_first_registration_there_is_nothing(tmp_path: Path) -> None:
+    assert FileEntries(tmp_path / "none", INSTANCE).check() == []
+
+
+def test_an_entry_is_found_whenever_it_comes(store: Path) -> None:
+    """Also one that leaves the directory's time of change as it was, within a tick of the clock."""
+    directory = store / "v1" / "mdc"
+    entries, path = FileEntries(store, INSTANCE), directory / f"dynamo%2Fbackend%2Fgenerate%2F{INSTANCE:x}%2Fmine"
+    entries.check()
+    changed = directory.stat()
+    path.write_text("adapter")
+    os.utime(directory, ns=(changed.st_atime_ns, changed.st_mtime_ns))
+    entries.check()
+    assert path in entries.paths
+    for _ in range(3):
+        entries.check()
+    later = path.with_name(f"{path.name}2")
+    later.write_text("adapter")
+    entries.check()
+    assert later in entries.paths
 
 
 async def test_a_worker_that_leaves_stays_removed(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

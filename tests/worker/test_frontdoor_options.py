@@ -138,6 +138,8 @@ def test_the_format_of_calls_is_found_from_the_model(tmp_path: Path, caplog: pyt
         ([*UPSTREAM, "--send-timeout-s", "0"], {}, "--send-timeout-s must be a number of seconds above 0"),
         ([*UPSTREAM, "--tool-call-format", "yaml"], {}, "--tool-call-format must be auto, none or one of hermes"),
         ([*UPSTREAM, "--playground", "on"], {}, "--playground must be true or false"),
+        ([*UPSTREAM, "--reuse-port"], {}, "--reuse-port needs --response-store-mib 0"),
+        ([*UPSTREAM, "--reuse-port", "--response-store-mib", "0", "--batch-dir", "/b"], {}, "no --batch-dir"),
         ([*UPSTREAM, "--zzz", "1"], {}, "--zzz"),
         (UPSTREAM, {"FRONT_DOOR_ZZZ": "1"}, "unknown environment variable FRONT_DOOR_ZZZ"),
         (UPSTREAM, {"FRONT_DOOR_PORT": "x"}, "FRONT_DOOR_PORT must be"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.arguments import parse_arguments
-from worker.engines.images import ImageInput, ImageSources, image_sources, read_images
+from worker.engines.images import ImageInput, ImageSources, check_pixels, data_url, image_sources, read_images
 from worker.errors import ConfigurationError, InvalidRequest
 from worker.requests.request import RequestLimits, parse_request
 
@@ -97,6 +99,31 @@ def test_where_they_may_come_from(files: ImageSources, tmp_path: Path, url: str,
         else:
             with pytest.raises(InvalidRequest, match=r"^here: "):
                 sources.check(image)
+
+
+class Opened:
+    """What Pillow opens of a file whose text is its width and height."""
+
+    def __init__(self, file: Any) -> None:
+        content = Path(file).read_bytes() if isinstance(file, Path) else file.read()
+        self.width, self.height = map(int, content.split())
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_pixels_are_bounded_for_all_pictures_of_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "PIL.Image", SimpleNamespace(open=Opened))
+    (tmp_path / "a.png").write_bytes(b"16384 8192")
+    half = data_url(b"16384 8192")
+    urls = [half, "data:,", "data:image/png;base64,!", "https://a.example/b.png", (tmp_path / "a.png").as_uri()]
+    check_pixels([ImageInput(f"at[{i}]", url) for i, url in enumerate(urls)])
+    with pytest.raises(InvalidRequest, match=r"^at\[5\]: has more pixels than the 268435456 that"):
+        check_pixels([ImageInput(f"at[{i}]", url) for i, url in enumerate([*urls, data_url(b"1 1")])])
 
 
 def test_options(tmp_path: Path) -> None:

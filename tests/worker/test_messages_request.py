@@ -289,7 +289,7 @@ BOMB = {"type": "thinking", "thinking": "", "signature": "dlw.text.!"}
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name"),
-        (block("user", {"type": "image", "source": {}}), "messages[0].content[0].type"),
+        (block("user", {"type": "image", "source": {}}), "messages[0].content[0].source.type"),
         (block("user", {"type": "text"}), "messages[0].content[0].text"),
         (block("user", {"type": "text", "text": "a", "x": 1}), "messages[0].content[0].x"),
         (block("user", {"type": "text", "text": "a", "cache_control": 1}), "messages[0].content[0].cache_control"),

@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "content": (item({"role": "user", "content": 3}), "input[1].content"),
     "picture": (
         {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_image"}]}]},
-        "input[0].content[1].type",
+        "input[0].content[1].image_url",
     ),
     "output of a user": (item(said("a"), role="user"), "input[1].content[0].type"),
     "part's text": (item({"role": "user", "content": [{"type": "input_text"}]}), "input[1].content[0].text"),

@@ -81,8 +81,12 @@ def keys_of(annotation: Any, name: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("table", "annotation"),
-    [(ITEMS, response_input_item_param.ResponseInputItemParam), (TOOLS, tool_param.ToolParam)],
-    ids=["items", "tools"],
+    [
+        (ITEMS, response_input_item_param.ResponseInputItemParam),
+        (TOOLS, tool_param.ToolParam),
+        (PARTS, types.ResponseInputContentParam),
+    ],
+    ids=["items", "tools", "parts"],
 )
 def test_every_field_of_a_kind_is_known(table: Mapping[str, Kind], annotation: Any) -> None:
     for kind in table.values():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 from adapters.chain import ProcessorFailed, Receipt
 from worker.engines.request import NO_HINTS, EngineRequest, KeepKv, KvPart, LocalPrefill, ReadKv, RequestHints
 from worker.engines.weights import WeightVersion
+from worker.sampling import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -72,6 +73,14 @@ class EngineInfo:
         honours_choice: Requests with one seed that differ in `EngineRequest.choice` are served.
         reports_blocks: `ServingEngine.report_blocks` tells of the cached blocks.
         takes_images: Requests with pictures are served.
+        max_logprobs: Most likely tokens that may be reported beside each token of an answer, None
+            where no log probabilities of it are.
+        scores_prompts: Log probabilities of a prompt's tokens are served.
+        honours_cache_salt: Requests share the KV of equal beginnings by their salts.
+        runs_all_processors: Processors that take tokens back, or need a second row of logits, run
+            too.
+        native_guides: Grammar processors that the engine enforces itself, where it calls no logits
+            processors; None where it calls them.
         num_dp_ranks: Data parallel ranks, each with a batch and KV blocks of its own: the sizes
             above are those of one.
     """
@@ -96,6 +105,11 @@ class EngineInfo:
     honours_choice: bool = True
     reports_blocks: bool = True
     takes_images: bool = False
+    max_logprobs: int | None = MAX_LOGPROBS
+    scores_prompts: bool = True
+    honours_cache_salt: bool = True
+    runs_all_processors: bool = True
+    native_guides: frozenset[str] | None = None
     num_dp_ranks: int = 1
 
     @property

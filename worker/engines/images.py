@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import contextlib
+import importlib
+import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +23,12 @@ FIELD = "multi_modal_data"
 
 MAX_IMAGES = 256
 """Pictures of one request."""
+
+MAX_PIXELS = 2**28
+"""Pixels of a request's pictures together: 0.8 GB in RGB, some 20 photographs."""
+
+ANY_PICTURE = "image/*"
+"""Type of media of a picture's file of which nobody has said what it is."""
 
 _KIND, _URL = "image_url", "Url"
 
@@ -103,6 +113,52 @@ def _image(path: str, item: Any) -> ImageInput:
     if not isinstance(item, Mapping) or set(item) != {_URL} or not isinstance(item[_URL], str):
         raise InvalidRequest(path, f'must be {{"{_URL}": a URL}}, got {shown(item)}')
     return ImageInput(f"{path}.{_URL}", item[_URL])
+
+
+def check_pixels(images: Sequence[ImageInput]) -> None:
+    """Refuse pictures whose pixels would take too much memory: small files may hold very many.
+
+    Only the beginnings of files are decoded. Pictures of hosts are not looked at here: the
+    operator trusts those, and the engine's loader fetches them.
+
+    Raises:
+        InvalidRequest: naming the picture that exceeds `MAX_PIXELS` with those before it.
+    """
+    total = 0
+    for image in images:
+        total += _num_pixels(image.url)
+        if total > MAX_PIXELS:
+            problem = f"has more pixels than the {MAX_PIXELS} that the pictures of a request may have together"
+            raise InvalidRequest(image.path, problem)
+
+
+def _num_pixels(url: str) -> int:
+    """Pixels of a file, 0 where there is none that can be read: the loader says so."""
+    file: Any
+    if url.startswith("data:"):
+        try:
+            file = io.BytesIO(base64.b64decode(url.partition(",")[2]))
+        except ValueError:
+            return 0
+    elif url.startswith("file:"):
+        file = Path(url2pathname(urlsplit(url).path))
+    else:
+        return 0
+    with contextlib.suppress(Exception):  # Pillow's, of whatever is in the file
+        opened = importlib.import_module("PIL.Image").open(file)
+        with opened:
+            return int(opened.width * opened.height)
+    return 0
+
+
+def data_url(content: bytes, media_type: str = ANY_PICTURE) -> str:
+    """The URL that holds a file itself (RFC 2397).
+
+    Args:
+        content: Bytes of the file.
+        media_type: Type of media of the file, such as ``image/png``.
+    """
+    return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
 
 
 def image_sources(arguments: Arguments) -> ImageSources | None:

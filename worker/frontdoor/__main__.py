@@ -100,18 +100,22 @@ async def serve(options: Options) -> None:
     gc.collect()
     gc.freeze()  # what is loaded stays, and a collection that looks at it would hold up every answer
     try:
-        server = await loop.create_server(protocol_factory(door), options.host, options.port, backlog=BACKLOG)
+        server = await loop.create_server(
+            protocol_factory(door), options.host, options.port, backlog=BACKLOG, reuse_port=options.reuse_port or None
+        )
     except (OSError, socket.gaierror) as error:
         raise StartupError(f"cannot serve on {options.host}:{options.port}: {error}") from None
     if door.batches is not None:
         await door.batches.start()
     port = server.sockets[0].getsockname()[1]
     logger.info("front door on %s:%d, before %s", options.host, port, ", ".join(map(str, options.upstream)))
-    await stopping.wait()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_DFL)
-    server.close()
+    try:
+        await stopping.wait()
+    finally:
+        server.close()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
     if door.batches is not None:
         await door.batches.stop()
     await door.drain(options.drain_timeout_s)

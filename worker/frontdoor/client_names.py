@@ -13,6 +13,7 @@ from adapters.catalog import METADATA_KEY
 from worker.frontdoor.field_checks import GUIDES, Body
 from worker.frontdoor.field_processors import FieldProcessor
 from worker.frontdoor.fields import CHAT, TABLES
+from worker.runtimes.direct.pictures import told_path
 
 SELECTION_FIELD = "logits_processors"
 METADATA_HEADER = b"x-dynamo-meta-" + METADATA_KEY.encode()
@@ -79,7 +80,7 @@ def worker_names(endpoint: str, fields: Body, of_selection: Naming) -> Naming:
             return "messages" if endpoint == CHAT else "prompt"
         found = _IN_SECTION.fullmatch(path)
         if found is None:
-            return path
+            return told_path(path, fields.get("messages"))
         own, rest = found[1], found[2]
         if own == "guided_decoding":
             return _guide(fields)

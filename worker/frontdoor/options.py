@@ -109,6 +109,12 @@ class Options:
     port: int = option(
         8000, "Port to serve on; 0 takes a free one, which the first line of the log names.", parse=_port
     )
+    reuse_port: bool = option(
+        False,
+        "Share the port with other front doors of this user that have this option: the kernel gives each a part of the "
+        "connections (SO_REUSEPORT). Needs --response-store-mib 0, and no --batch-dir; true or false.",
+        parse=_truth,
+    )
     upstream: tuple[Upstream, ...] | tuple[EngineAddress, ...] = option(
         (),
         "Dynamo frontends, http://host:port, separated by commas; requests go to them round robin. Or workers of "
@@ -286,6 +292,11 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
         raise ConfigurationError("--upstream-token-file and --upstream-ca-file are for an --upstream of grpc://")
     if options.engines and options.model_path is None:
         raise ConfigurationError("--upstream grpc:// needs --model-path, for the tokenizer and the chat template")
+    if options.reuse_port and (options.response_store_mib or options.batch_dir is not None):
+        raise ConfigurationError(
+            "--reuse-port needs --response-store-mib 0 and no --batch-dir: another front door of the port would not "
+            "find what this one stores"
+        )
     return options
 
 

@@ -12,6 +12,7 @@ from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.summaries import Source, reply_of
 from worker.frontdoor.tokens import prompt_tokens
 from worker.frontdoor.values import printable
+from worker.runtimes.direct.pictures import picture_places
 
 _OF_PROMPTS = ("model", "prompt", "add_special_tokens", "return_token_strs")
 _OF_CHATS = (
@@ -53,6 +54,8 @@ async def tokenize(exchange: Exchange) -> None:
     with_texts = _flag(fields, "return_token_strs", default=False)
     if not _flag(fields, "add_special_tokens", default=True):
         raise FieldRefused("add_special_tokens", "false is not supported: ids are those of a request with this prompt")
+    for place in picture_places(fields.get("messages")):
+        raise FieldRefused(place, "must be of type text: the engine alone knows which tokens a picture becomes")
     model = _model(fields)
     entry = await _served(exchange, model)
     if not is_chat and not isinstance(fields.get("prompt"), str):

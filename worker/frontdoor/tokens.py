@@ -8,13 +8,16 @@ request itself, chat template and all.
 from __future__ import annotations
 
 import json
+from contextlib import aclosing
 from typing import Any
 
 from worker.frontdoor.asking import Caller, ask
+from worker.frontdoor.chat_stream import AnswerFailed, chat
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.nvext import with_annotations
 from worker.frontdoor.refusal_reading import explained
+from worker.runtimes.direct.pictures import picture_places
 
 _IDS = "token_ids"
 
@@ -45,3 +48,26 @@ async def prompt_tokens(caller: Caller, fields: dict[str, Any], path: str = CHAT
         return [int(each) for each in ids]
     except (KeyError, ValueError, TypeError):
         raise Refused(502, "the frontend does not tell the token ids of a prompt", kind="server_error") from None
+
+
+async def num_prompt_tokens(caller: Caller, fields: dict[str, Any]) -> int:
+    """The number of tokens of a chat's prompt; see `prompt_tokens`.
+
+    The engine alone knows how many tokens a picture becomes. So a chat with pictures is answered,
+    with one token, and the count is that of its usage.
+
+    Raises:
+        Refused: as `prompt_tokens`; the answer has no usage.
+    """
+    if not picture_places(fields.get("messages")):
+        return len(await prompt_tokens(caller, fields))
+    usage: dict[str, Any] = {}
+    try:
+        async with aclosing(chat(caller, {**fields, "max_tokens": 1})) as chunks:
+            async for chunk in chunks:
+                usage = chunk.get("usage") or usage
+    except AnswerFailed as failed:
+        raise failed.refused from None
+    if type(usage.get("prompt_tokens")) is not int:
+        raise Refused(502, "the frontend does not tell the number of a prompt's tokens", kind="server_error")
+    return int(usage["prompt_tokens"])

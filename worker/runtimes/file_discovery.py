@@ -14,8 +14,10 @@ import contextlib
 import json
 import logging
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -59,9 +61,10 @@ class FileEntries:
 
     def __init__(self, directory: Path, instance_id: int) -> None:
         self._directory = directory.absolute()
-        self._patterns = [f"v1/*/*%2F{instance_id:x}{adapter}" for adapter in ("", "%2F*")]
+        self._names = re.compile(rf".*%2F{instance_id:x}(%2F.*)?", re.DOTALL)
         self._contents: dict[Path, bytes] = {}
         self._missing: set[Path] = set()
+        self._listed: dict[str, list[Listing]] = {}  # the last two looks at each directory
 
     @property
     def paths(self) -> list[Path]:
@@ -82,8 +85,8 @@ class FileEntries:
         Raises:
             OSError: the directory cannot be read, or a file cannot be written.
         """
-        paths = [path for pattern in self._patterns for path in self._directory.glob(pattern)]
-        found = {path: path.read_bytes() for path in paths}
+        paths = [path for directory in _directories(self._directory / "v1") for path in self._own(directory)]
+        found = {path: content for path in paths if (content := _content(path)) is not None}
         self._contents.update(found)
         missing = self._contents.keys() - found.keys()
         lost, self._missing = sorted(missing & self._missing), missing
@@ -92,6 +95,43 @@ class FileEntries:
             aside.write_bytes(self._contents[path])
             os.replace(aside, path)
         return lost
+
+    def _own(self, directory: str) -> list[Path]:
+        """The instance's entries in a directory. One that did not change since it was listed twice
+        is not listed again: that of 500 workers, each of which does, would keep a core busy. Twice,
+        because a file that comes within the clock's tick after a change leaves the time as it is.
+        """
+        changed_ns = os.stat(directory).st_mtime_ns
+        listed = self._listed.get(directory, [])
+        if len(listed) < 2 or any(one.changed_ns != changed_ns for one in listed):
+            names = [name for name in os.listdir(directory) if self._names.fullmatch(name)]
+            listed = [*listed[-1:], Listing(changed_ns, [Path(directory, name) for name in names])]
+            self._listed[directory] = listed
+        return listed[-1].paths
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """An instance's entries in a directory, and when that changed last, as the file system says."""
+
+    changed_ns: int
+    paths: list[Path]
+
+
+def _directories(parent: Path) -> list[str]:
+    """None before the first registration."""
+    try:
+        with os.scandir(parent) as found:
+            return [one.path for one in found if one.is_dir()]
+    except FileNotFoundError:
+        return []
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:  # it is being replaced, or has been removed
+        return None
 
 
 class Guard:

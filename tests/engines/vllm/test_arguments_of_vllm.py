@@ -176,3 +176,15 @@ def test_every_field_is_served_or_refused() -> None:
     in_the_chain = {"no_repeat_ngram_size", "bad_token_ids"}
     known = by_the_engine | in_the_chain | EARLY | SAMPLER | set(REFUSED) | set(REFUSED_EVERYWHERE) | IRRELEVANT
     assert {one.name for one in fields(SamplingParams)} == known
+
+
+def test_processed_pictures_are_not_cached() -> None:
+    """vLLM's two copies of that cache differ once a prompt has been refused."""
+    assert "mm_processor_cache_gb" not in config().options
+    assert config("--modality", "multimodal").options["mm_processor_cache_gb"] == 0
+    given_0 = '{"mm_processor_cache_gb": 0}'
+    assert config("--modality", "multimodal", "--engine-args", given_0).options["mm_processor_cache_gb"] == 0
+    given = '{"mm_processor_cache_gb": 4}'
+    assert config("--engine-args", given).options["mm_processor_cache_gb"] == 4
+    problem = "mm_processor_cache_gb: must be 0 with --modality multimodal"
+    assert problem in refusal("--modality", "multimodal", "--engine-args", given)

@@ -77,6 +77,6 @@ class DraftModel:
         copies, self._copies = tuple(self._copies), []
         return self.model.forward(replace(plan, copies=copies) if copies else plan)
 
-    def check_integrity(self, companions: Iterable[Request]) -> None:
-        """The pages are owned by `companions` and by drafts. Raises `AssertionError`."""
-        self.cache.check_integrity([*companions, *self._drafted])
+    def check_integrity(self, companions: Iterable[Request], *, whole: bool = True) -> None:
+        """The pages are owned by `companions` and by drafts; see `KvCache.check_integrity`."""
+        self.cache.check_integrity([*companions, *self._drafted], whole=whole)

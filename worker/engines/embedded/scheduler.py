@@ -192,20 +192,24 @@ class Scheduler:
                 request.rewind(output.rewound_to, self.cache.block_size)
                 self.queues.requeue(request)
         if self.is_idle:
-            self.check_integrity()
+            self.check_integrity(whole=False)
         return outputs
 
-    def check_integrity(self) -> None:
-        """Every live request is in one queue and owns its pages. Raises `AssertionError`."""
+    def check_integrity(self, *, whole: bool = True) -> None:
+        """Every live request is in one queue and owns its pages. Raises `AssertionError`.
+
+        Args:
+            whole: See `KvCache.check_integrity`.
+        """
         queues, live = self.queues, [*self.queues.live]
         assert len({id(request) for request in live}) == len(live), f"a request is listed twice: {self!r}"
         assert queues.num_rows <= queues.max_num_seqs, f"more than {queues.max_num_seqs} rows run: {self!r}"
         waiting = (sequence for request in queues.waiting for sequence in request.sequences)
         assert not any(sequence.pages for sequence in waiting), f"a waiting request owns pages: {self!r}"
         owners = [one for each in (*queues.running, *queues.pinned) for one in each.sequences]
-        self.cache.check_integrity(one for one in owners if not one.by_draft_model)
+        self.cache.check_integrity((one for one in owners if not one.by_draft_model), whole=whole)
         if queues.draft_model is not None:
-            queues.draft_model.check_integrity(one for one in owners if one.by_draft_model)
+            queues.draft_model.check_integrity((one for one in owners if one.by_draft_model), whole=whole)
 
 
 def _full(rows: Sequence[Request], cache: KvCache) -> list[tuple[Request, KvCache]]:

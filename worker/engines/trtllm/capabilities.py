@@ -91,6 +91,21 @@ def read_package() -> Package:
     return package
 
 
+def most_logprobs(package: Package, wanted: int) -> int | None:
+    """The most tokens, up to ``wanted``, of which log probabilities may be asked for; None for
+    none. Versions of 2026 differ, and say so where their ``SamplingParams`` is made.
+    """
+    least, most = -1, wanted
+    while least < most:
+        middle = (least + most + 1) // 2
+        try:
+            package.sampling_params(logprobs=middle)
+            least = middle
+        except Exception:  # the library's own check, of whatever class
+            most = middle - 1
+    return None if least < 0 else least
+
+
 def _class_of_api(name: str) -> Any:
     return getattr(importlib.import_module("tensorrt_llm.llmapi"), name, None)
 

@@ -31,7 +31,7 @@ from worker.engines.library_engine import LibraryEngine
 from worker.engines.refusals import check_prompt, check_queue
 from worker.engines.trtllm import disaggregated_params
 from worker.engines.trtllm.cache_reports import EventRelay
-from worker.engines.trtllm.capabilities import Package, read_package
+from worker.engines.trtllm.capabilities import Package, most_logprobs, read_package
 from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.description import ModelSizes, describe
 from worker.engines.trtllm.health import Watch, own_check, submission_error
@@ -52,7 +52,7 @@ from worker.engines.trtllm.speculative_request import SAMPLES, speculative_reque
 from worker.engines.trtllm.submission import context_only, handed_logprobs, own_arguments
 from worker.engines.trtllm.watched_chain import WatchedChain
 from worker.errors import Draining, EngineBroken, InvalidRequest, StartupError, one_line
-from worker.sampling import SamplingParams
+from worker.sampling import MAX_LOGPROBS, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +135,11 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
             reports_blocks=self.has_events,
             adapters={adapter.name: adapter.digest for adapter in self.config.adapters},
             takes_images=self._images is not None,
+            max_logprobs=None if self.config.drafts else most_logprobs(package, MAX_LOGPROBS),
+            scores_prompts=False,
+            honours_cache_salt="cache_salt" in package.generate_arguments,
+            runs_all_processors=False,
+            native_guides=self._native_guides(),
         )
         metrics = LibraryMetrics.load(self.config.served_model_name)
         watch = Watch(
@@ -169,6 +174,12 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
             else:
                 logger.warning("guides are refused: %s", self._guides.problem)
         return frozenset({SAMPLES} if await probes.samples() else ())
+
+    def _native_guides(self) -> frozenset[str] | None:
+        """See `EngineInfo.native_guides`."""
+        if not self.config.drafts:
+            return None
+        return frozenset() if self._guides is None else self._guides.names
 
     async def stop(self) -> None:
         """Shut the executor down. Idempotent, and safe after a failed or missing `start`."""

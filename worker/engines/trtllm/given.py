@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from adapters.strict_json import decoder
 from worker.arguments import Arguments, load_yaml
 from worker.errors import ConfigurationError
 
@@ -82,7 +82,7 @@ class GivenArguments:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = decoder().decode(text)
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{OVERRIDE}: is not JSON: {error}") from None
     if not isinstance(found, dict):

@@ -8,7 +8,6 @@ that is computed, and requests with pictures have no logits processors here.
 from __future__ import annotations
 
 import asyncio
-import base64
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from worker.engines.images import FIELD, ImageInput, ImageSources
+from worker.engines.images import FIELD, ImageInput, ImageSources, check_pixels, data_url
 from worker.engines.request import EngineRequest
 from worker.engines.trtllm.capabilities import Package
 from worker.engines.trtllm.params import NativeRequest
@@ -61,6 +60,7 @@ class Images:
             raise InvalidRequest(FIELD, problem)
         for image in request.images:
             self._sources.check(image)
+        await asyncio.to_thread(check_pixels, request.images)
         pictures = await asyncio.gather(*map(self._read, request.images))
         inputs = {"prompt_token_ids": list(request.prompt_token_ids), "multi_modal_data": {"image": pictures}}
         if not hasattr(self._llm, "preprocess"):
@@ -76,7 +76,7 @@ class Images:
             url = urlsplit(image.url)
             if url.scheme == "file":
                 content = await asyncio.to_thread(Path(url2pathname(url.path)).read_bytes)
-                return await self._load(f"data:image/*;base64,{base64.b64encode(content).decode()}", format="pil")
+                return await self._load(data_url(content), format="pil")
             return await self._load(image.url, format="pil")
         except Exception as error:  # the library's loader: whatever a file runs into
             raise InvalidRequest(image.path, f"is no picture that can be read: {one_line(error)}") from error

@@ -17,13 +17,16 @@ from llguidance import LLTokenizer
 from adapters.chain import ProcessorChain
 from adapters.grammars.compiler import is_text
 from adapters.grammars.lark import in_one
-from adapters.processors.grammar import Choice, GrammarProcessor, Regex
+from adapters.processors.grammar import Choice, Grammar, GrammarProcessor, JsonSchema, Regex
+from adapters.processors.structural import StructuralTag
+from adapters.processors.tool_calls import ToolCalls
 from adapters.vocabulary import Vocabulary
 from worker.engines.trtllm.plain_regex import plain_regex
 from worker.engines.trtllm.speculation import BACKEND
 from worker.errors import InvalidRequest
 
 FIELD = "sampling_options.guided_decoding"
+_NAMES = frozenset(each.name for each in (Choice, Grammar, JsonSchema, Regex, StructuralTag, ToolCalls))
 _START, _END = "start: /", "/"
 
 
@@ -40,6 +43,13 @@ class NativeGuides:
     backend: str
     end_token_id: int | None
     problem: str | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the processors that can be a guide; XGrammar may refuse some expressions."""
+        if self.problem is not None:
+            return frozenset()
+        return _NAMES if self.backend == "llguidance" else frozenset({Regex.name, Choice.name})
 
     def guide(self, processor: GrammarProcessor) -> dict[str, str]:
         """The argument of ``GuidedDecodingParams`` for the language of a processor.

@@ -148,7 +148,7 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
         model_path=arguments.model_path,
         options=options.values,
         optional=frozenset(options.optional),
-        max_num_seqs=None if batch is None else int(batch),
+        max_num_seqs=None if batch is None else _count(batch, "max_batch_size", given),
         max_queue=arguments.max_queue,
         history="exact" if arguments.history == "exact" else "lagged",
         fails_open=arguments.processor_errors == "open",
@@ -191,15 +191,30 @@ def _add_sizes(options: _Options, arguments: Arguments) -> None:
         options.flag("dtype", arguments, "dtype")
 
 
+def _count(value: Any, name: str, given: GivenArguments) -> int:
+    """A number of at least one, in one of the forms that TensorRT-LLM reads."""
+    try:
+        number = int(value)
+        if number == float(value) and number >= 1 and not isinstance(value, bool):
+            return number
+    except (TypeError, ValueError, OverflowError):
+        pass
+    path = ("kv_cache_config", name) if name == "tokens_per_block" else (name,)
+    raise ConfigurationError(f"{given.source(*path)}: {name}: must be an integer of at least 1, got {value!r}")
+
+
 def _add_cache(options: _Options, arguments: Arguments) -> None:
-    cache = dict(options.values.get("kv_cache_config") or {})
-    inner = _Options(cache, options.given, ("kv_cache_config",))
+    cache = options.values.get("kv_cache_config") or {}
+    if not isinstance(cache, Mapping):
+        source = options.given.source("kv_cache_config")
+        raise ConfigurationError(f"{source}: kv_cache_config: must be a mapping, got {cache!r}")
+    inner = _Options(dict(cache), options.given, ("kv_cache_config",))
     inner.flag("tokens_per_block", arguments, "kv_block_size")
     if arguments.kv_blocks is not None:
         block = inner.values.get("tokens_per_block")
         if block is None:
             raise ConfigurationError("--kv-blocks needs --kv-block-size with --engine trtllm")
-        inner.same("max_tokens", arguments.kv_blocks * int(block), "--kv-blocks")
+        inner.same("max_tokens", arguments.kv_blocks * _count(block, "tokens_per_block", options.given), "--kv-blocks")
     if arguments.enable_kv_routing:
         inner.default("event_buffer_max_size", EVENT_BUFFER)
     if inner.values:

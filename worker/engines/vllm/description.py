@@ -36,4 +36,5 @@ def describe(
         made_by=made_by,
         adapters=adapters,
         takes_images=takes_images,
+        runs_all_processors=False,
     )

@@ -28,7 +28,7 @@ from worker.engines.vllm.core_reports import CoreReports
 from worker.engines.vllm.deltas import Reader
 from worker.engines.vllm.description import describe
 from worker.engines.vllm.grammar_waits import GrammarWaits
-from worker.engines.vllm.images import Images
+from worker.engines.vllm.images import Images, processor_refusal
 from worker.engines.vllm.kv_connector import transfer_config
 from worker.engines.vllm.kv_events import KvEvents
 from worker.engines.vllm.kv_transfer import KEEP, PARAMS, KvTransfers
@@ -231,8 +231,10 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         except self._package.client_errors as error:
             running.fail(InvalidRequest("request", one_line(error)))
         except Exception as error:  # the engine's boundary
-            logger.exception("request %s", request.id)
-            running.fail(RequestFailed(f"vLLM: {type(error).__name__}: {one_line(error)}"))
+            refused = processor_refusal(error) if request.images else None
+            if refused is None:
+                logger.exception("request %s", request.id)
+            running.fail(refused or RequestFailed(f"vLLM: {type(error).__name__}: {one_line(error)}"))
 
     async def _compute_prompt(self, running: RunningRequest, request: EngineRequest, native: NativeRequest) -> None:
         """Let vLLM compute a prompt and keep its KV; the token that it samples is dropped."""

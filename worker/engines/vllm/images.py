@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from worker.engines.images import ImageInput, ImageSources
+from worker.engines.images import FIELD, ImageInput, ImageSources, check_pixels
 from worker.errors import InvalidRequest, StartupError, one_line
+
+_PROCESSORS = "vllm.multimodal"
+"""Package of vLLM in which prompts get the tokens of their pictures."""
 
 
 class Images:
@@ -38,6 +42,7 @@ class Images:
         """The pictures, in order. Raises `InvalidRequest` for one that cannot be read."""
         for image in images:
             self._sources.check(image)
+        await asyncio.to_thread(check_pixels, images)
         return await asyncio.gather(*map(self._read, images))
 
     async def _read(self, image: ImageInput) -> Any:
@@ -45,3 +50,16 @@ class Images:
             return await self._loader.fetch_image_async(image.url)
         except Exception as error:  # the library's loader: whatever a file or a host runs into
             raise InvalidRequest(image.path, f"is no picture that can be read: {one_line(error)}") from error
+
+
+def processor_refusal(error: BaseException) -> InvalidRequest | None:
+    """The refusal of a prompt and its pictures by the model's processor in vLLM, None for another
+    error.
+
+    It fails with exceptions of every class where there are more pictures than places, for one.
+    """
+    cause = error.__cause__ or error
+    places = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(cause.__traceback__))
+    if not any(str(name).startswith(_PROCESSORS) for name in places):
+        return None
+    return InvalidRequest(FIELD, f"the model's processor refuses the prompt: {one_line(cause)}")

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -13,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from adapters.strict_json import decoder
 from worker.arguments import OPTIONS, Arguments, load_yaml
 from worker.engines.images import ImageSources, image_sources
 from worker.engines.lora_adapters import Adapter, read_adapters
@@ -57,6 +57,13 @@ SPACE_ON_CPU = "VLLM_CPU_KVCACHE_SPACE"
 
 MAX_CACHE_ON_CPU = 4 * 2**30
 """Largest KV cache on a CPU unless one is asked for, bytes: vLLM would take most of the memory."""
+
+_PICTURE_CACHE = "mm_processor_cache_gb"
+_TWO_COPIES = (
+    "of a prompt that the model's processor refuses, one of vLLM's two copies keeps the pictures, and then other "
+    "requests with them fail"
+)
+"""Reason for which processed pictures are not cached; features of the encoder and KV are."""
 
 _SPECULATION = "vLLM does not call this interface of logits processors with drafts on every device"
 _DISAGGREGATION = "the worker drives vLLM's NixlConnector itself (--disaggregation-mode)"
@@ -195,6 +202,10 @@ def config_from(arguments: Arguments) -> VllmConfig:
             other = f"--{name.replace('_', '-')}" if name in flags else FLAG
             problem = f"{flag} asks for {name}: {value}, but {other} says {options[name]}; give it in one place"
             raise ConfigurationError(problem)
+    images = image_sources(arguments)
+    if images is not None and options.setdefault(_PICTURE_CACHE, 0):
+        shown = f"--{_PICTURE_CACHE.replace('_', '-')}" if _PICTURE_CACHE in flags else f"{FLAG}: {_PICTURE_CACHE}"
+        raise ConfigurationError(f"{shown}: must be 0 with --modality multimodal: {_TWO_COPIES}")
     return VllmConfig(
         model_path=arguments.model_path,
         options=options,
@@ -202,7 +213,7 @@ def config_from(arguments: Arguments) -> VllmConfig:
         step_timeout_s=arguments.step_timeout_s,
         has_events=arguments.publishes_kv_events and arguments.runtime == "dynamo",
         adapters=read_adapters(arguments.lora_modules, arguments.model_path),
-        images=image_sources(arguments),
+        images=images,
         role=arguments.disaggregation_mode,
         kv_lease_s=arguments.kv_lease_s,
         kv_devices=arguments.kv_transfer_devices,
@@ -223,7 +234,7 @@ def _given(text: str | None) -> dict[str, Any]:
     if not text.lstrip().startswith("{"):
         return load_yaml(text, FLAG)
     try:
-        found = json.loads(text)
+        found = decoder().decode(text)
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{FLAG}: is not JSON: {error}") from None
     assert isinstance(found, dict)

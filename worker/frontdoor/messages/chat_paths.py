@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from worker.frontdoor.errors import Refused
 
@@ -15,6 +15,7 @@ class ChatPaths:
 
     Attributes:
         messages: Path of the client's message for each of the chat.
+        pictures: See `Conversation.pictures`.
         format: Path of the format of the answer, if the request has one.
         num_processors: Processors that the client itself selects; those behind them are of other
             fields.
@@ -22,6 +23,7 @@ class ChatPaths:
     """
 
     messages: Sequence[str] = ()
+    pictures: Mapping[str, str] = field(default_factory=dict)
     format: str | None = None
     num_processors: int = 0
     thinks: bool = False
@@ -60,7 +62,8 @@ class ChatPaths:
 
     def _message(self, found: re.Match[str]) -> str:
         index = int(found[1])
-        return self.messages[index] if index < len(self.messages) else found[0]
+        message = self.messages[index] if index < len(self.messages) else found[0]
+        return self.pictures.get(f"messages[{index}]{found[2]}", message)
 
     def _processor(self, found: re.Match[str]) -> str:
         """Path of a processor that a field became, of tools or of a schema."""
@@ -80,7 +83,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.DOTALL)
 
 
-_MESSAGE = _compiled(r"messages\[(\d+)\].*")
+_MESSAGE = _compiled(r"messages\[(\d+)\](\.content\[\d+\])?.*")
 _PROMPT = _compiled(r"token_ids")
 _PARAMETERS = _compiled(r"tools\[(\d+)\]\.function\.parameters(.*)")
 _FUNCTION = _compiled(r"tools\[(\d+)\]\.function(.*)")

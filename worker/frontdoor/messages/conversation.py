@@ -13,15 +13,17 @@ from typing import Any
 
 from worker.frontdoor import values
 from worker.frontdoor.errors import FieldRefused
+from worker.frontdoor.messages.pictures import picture_part
 from worker.frontdoor.messages.thinking import thought_of
 from worker.frontdoor.values import Object
 
-_TEXT_ONLY = "this worker serves text only"
+_NO_DOCUMENTS = "this worker serves text and pictures"
+_ELSEWHERE = "pictures stand in messages of the user, beside its text"
 _TEXT_KEYS = ("type", "text", "cache_control", "citations")
 _CALL_KEYS = ("type", "id", "name", "input", "cache_control", "caller")
 _RESULT_KEYS = ("type", "tool_use_id", "content", "is_error", "cache_control")
 _ROLES = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "tool_use", "thinking"),
     "system": ("text",),
 }
@@ -38,15 +40,33 @@ class Conversation:
     Attributes:
         messages: The messages.
         paths: Path of the client's message for each of them.
+        pictures: Path of the client's picture for that of each part of the chat that is one.
     """
 
     messages: list[Object] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
+    pictures: dict[str, str] = field(default_factory=dict)
 
-    def add(self, path: str, role: str, content: str, **fields: Any) -> None:
+    def add(self, path: str, role: str, content: str | list[Object], **fields: Any) -> None:
         """Add a message."""
         self.messages.append({"role": role, "content": content, **fields})
         self.paths.append(path)
+
+    def add_user(self, path: str, parts: Sequence[tuple[str, Object]]) -> None:
+        """Add a message of the user: its texts and pictures, each with its path."""
+        if all(part["type"] == "text" for _, part in parts):
+            self.add(path, "user", "\n".join(part["text"] for _, part in parts))
+            return
+        content: list[Object] = []
+        for place, part in parts:
+            if part["type"] != "text":
+                self.pictures[f"messages[{len(self.messages)}].content[{len(content)}]"] = place
+                content.append(part)
+            elif content and content[-1]["type"] == "text":
+                content[-1]["text"] += "\n" + part["text"]
+            else:
+                content.append(part)
+        self.add(path, "user", content)
 
     @property
     def continues(self) -> bool:
@@ -115,8 +135,9 @@ def _blocks(path: str, content: Any, known: Sequence[str]) -> list[tuple[str, Ob
         kind = block.get("type")
         if kind == "redacted_thinking":
             raise FieldRefused(f"{path}[{i}]", "is encrypted by another server, and cannot be read here; leave it out")
-        if kind in ("image", "document", "search_result"):
-            raise FieldRefused(f"{path}[{i}].type", f"must be one of {', '.join(known)}; got {kind}: {_TEXT_ONLY}")
+        if kind in ("image", "document", "search_result") and kind not in known:
+            why = _ELSEWHERE if kind == "image" else _NO_DOCUMENTS
+            raise FieldRefused(f"{path}[{i}].type", f"must be one of {', '.join(known)}; got {kind}: {why}")
         values.one_of(f"{path}[{i}].type", kind, known)
         values.cache_control(f"{path}[{i}]", block)
         found.append((f"{path}[{i}]", block))
@@ -136,20 +157,22 @@ def _joined(path: str, content: Any) -> str:
 
 
 def _add_user(found: Conversation, turn: _Turn, calls: set[str]) -> None:
-    texts: list[str] = []
+    parts: list[tuple[str, Object]] = []
 
-    def add_texts() -> None:
-        if texts:
-            found.add(turn.path, "user", "\n".join(texts))
-            texts.clear()
+    def add_parts() -> None:
+        if parts:
+            found.add_user(turn.path, parts)
+            parts.clear()
 
     for path, block in turn.blocks:
         if block["type"] == "text":
-            texts.append(_text(path, block))
+            parts.append((path, {"type": "text", "text": _text(path, block)}))
+        elif block["type"] == "image":
+            parts.append(picture_part(path, block))
         else:
-            add_texts()
+            add_parts()
             _add_result(found, path, block, calls)
-    add_texts()
+    add_parts()
 
 
 def _add_result(found: Conversation, path: str, block: Object, calls: set[str]) -> None:

@@ -41,8 +41,9 @@ _OWN: tuple[ClientField, ...] = (
         "messages",
         _BOTH,
         "honoured",
-        "The prompt, by the chat template. Roles user, assistant and system; blocks text, tool_use, tool_result and "
-        "thinking. Refused: other blocks, since this worker serves text only.",
+        "The prompt, by the chat template. Roles user, assistant and system; blocks text, tool_use, tool_result, "
+        "thinking and, of the user, image, with a source of type base64 or url. Refused: other blocks and sources, and "
+        "pictures where the engine takes none.",
     ),
     _row("system", _BOTH, "honoured", "A text, or blocks of text, which are joined by line breaks."),
     _row(

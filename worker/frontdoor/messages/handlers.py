@@ -15,7 +15,7 @@ from worker.frontdoor.messages.message import server_sent, whole_message
 from worker.frontdoor.messages.request import TranslatedRequest, counted, translated
 from worker.frontdoor.requests import TOO_DEEP
 from worker.frontdoor.rewriting import AT_ONCE
-from worker.frontdoor.tokens import prompt_tokens
+from worker.frontdoor.tokens import num_prompt_tokens
 
 
 async def create_message(exchange: Exchange) -> None:
@@ -41,10 +41,10 @@ async def count_tokens(exchange: Exchange) -> None:
     """
     request = await _translated(exchange, counted)
     try:
-        ids = await prompt_tokens(exchange, request.chat)
+        number = await num_prompt_tokens(exchange, request.chat)
     except Refused as refused:
         raise request.paths.renamed(refused) from None
-    await exchange.answer(200, {"input_tokens": len(ids)})
+    await exchange.answer(200, {"input_tokens": number})
 
 
 async def _stream(exchange: Exchange, batches: AsyncIterator[list[Event]]) -> None:

@@ -92,7 +92,7 @@ def _chat(fields: Object, max_tokens: int | None, models_think: bool) -> tuple[O
     format_path = _add_output_config(fields, chat)
     thinking = thinking_of(fields.get("thinking"), max_tokens, models_think=models_think)
     thinking.add_to(chat)
-    paths = ChatPaths(found.paths, format_path, _num_processors(chat), thinking.budget is not None)
+    paths = ChatPaths(found.paths, found.pictures, format_path, _num_processors(chat), thinking.budget is not None)
     return chat, paths, thinking.is_shown
 
 

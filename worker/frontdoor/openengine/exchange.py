@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from worker.engines.images import FIELD as IMAGES
 from worker.errors import InvalidRequest
 from worker.frontdoor import http
 from worker.frontdoor.errors import Refused
@@ -29,6 +30,7 @@ from worker.frontdoor.openengine.workers import Metadata, Workers
 from worker.frontdoor.request_ids import DYNAMO_ID, REQUEST_ID
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.runtimes.direct.answer import ChoiceText
+from worker.runtimes.direct.pictures import picture_places
 from worker.runtimes.direct.request import SEED_BITS, DirectRequest
 from worker.runtimes.openengine.request import CLIENT_METADATA
 
@@ -197,6 +199,8 @@ def _prepared(engines: Engines, request: Request, body: Mapping[str, Any]) -> _P
     """The request for the workers. Raises `InvalidRequest`."""
     prompts, thinking = engines.prompts, engines.thinking
     asked = read_body(request.path, body, request.headers, thinks=thinking is not None)
+    if picture_places(asked.message.get("messages")):
+        _check_pictures(engines.workers, asked.model)
     priority = asked.message["routing"].pop("priority", None)
     direct = prompts.request(asked.message)
     sampling, stopping = direct.fields["sampling_options"], direct.fields["stop_conditions"]
@@ -213,6 +217,15 @@ def _prepared(engines: Engines, request: Request, body: Mapping[str, Any]) -> _P
         split = ThinkingSplit(thinking, is_inside=is_inside)
         reasoning = ReasoningTokens(prompts.vocabulary, thinking, is_inside=is_inside)
     return _Prepared(asked, direct, found, split, reasoning)
+
+
+def _check_pictures(workers: Workers, model: str) -> None:
+    """Raises `InvalidRequest` where no worker that is ready takes the pictures of a chat: its
+    template may show none, which a client could not understand.
+    """
+    able = [each.model for each in workers.ready if each.model is not None and each.serves(model)]
+    if able and not any(each.supports_multimodal for each in able):
+        raise InvalidRequest(IMAGES, "the workers of this model serve text only")
 
 
 async def _with_text(generation: Generation, tokenizer: Any) -> AsyncGenerator[Chunk, None]:

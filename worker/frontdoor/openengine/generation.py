@@ -221,7 +221,10 @@ def _refused(error: grpc.aio.AioRpcError, fields: Mapping[str, Any]) -> Refused:
             return _error(found, fields)
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         return _failed("the worker does not take the token of --upstream-token-file")
-    return _failed(f"{error.code().name}: {error.details()}")
+    told = f"{error.code().name}: {error.details()}"
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in told:  # gRPC's own, of a message
+        return Refused(413, f"the request is larger than the worker takes: {error.details()}")
+    return _failed(told)
 
 
 def _error(error: wire.EngineError, fields: Mapping[str, Any]) -> Refused:

@@ -119,7 +119,13 @@ OWN: tuple[ClientField, ...] = (
     _refused("prompt_cache_retention", "the prefix cache keeps nothing for a stated time"),
     _refused("context_management", "contexts are not compacted here", []),
     _refused("moderation", "there is no moderation", {}),
-    _refused("image", "this worker serves text only", {}),
+    _refused(
+        "image",
+        "the model's own processor sizes pictures",
+        {},
+        {"context_compression": "auto"},
+        {"context_compression": "disabled"},
+    ),
     _refused("access_programs", "there are no access programs", []),
 )
 """The fields of OpenAI's requests."""

@@ -22,7 +22,7 @@ from worker.frontdoor.responses.service import Prepared, responses_of
 from worker.frontdoor.responses.store import StoredItem, is_stored, not_found
 from worker.frontdoor.responses.translation import PREVIOUS
 from worker.frontdoor.rewriting import AT_ONCE
-from worker.frontdoor.tokens import prompt_tokens
+from worker.frontdoor.tokens import num_prompt_tokens
 from worker.frontdoor.values import printable
 
 ONE = RESPONSES + "/{id}"
@@ -125,10 +125,10 @@ async def count_input_tokens(exchange: Exchange) -> None:
     _check_given(fields, "model")
     request = (await _prepared(exchange, fields)).request
     try:
-        tokens = await prompt_tokens(exchange, request.fields)
+        number = await num_prompt_tokens(exchange, request.fields)
     except Refused as refused:
         raise request.origins.of_client(refused) from None
-    await exchange.answer(200, {"object": "response.input_tokens", "input_tokens": len(tokens)})
+    await exchange.answer(200, {"object": "response.input_tokens", "input_tokens": number})
 
 
 def _check_given(fields: Body, *names: str) -> None:

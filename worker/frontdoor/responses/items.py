@@ -18,6 +18,13 @@ Found = Callable[[str], Item | None]
 """The stored item with an id, None if there is none."""
 
 ROLES = ("user", "assistant", "system", "developer")
+PICTURE = "input_image"
+"""Type of a part that is a picture."""
+
+_TEXT = ("input_text",)
+_ALLOWED = {"user": (*_TEXT, PICTURE), "assistant": (*_TEXT, "output_text", "refusal")}
+"""Parts of messages by role; those of the others are texts."""
+
 _STATUSES = ("in_progress", "completed", "incomplete")
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
@@ -103,8 +110,7 @@ def _message(path: str, item: Mapping[str, Any]) -> Item:
         content = [{"type": kind, "text": content}]
     elif not isinstance(content, list):
         raise FieldRefused(f"{path}.content", f"must be a text or a list of parts, got {type(content).__name__}")
-    kinds = ("input_text", "output_text", "refusal") if role == "assistant" else ("input_text",)
-    parts = [_part(f"{path}.content[{i}]", part, kinds) for i, part in enumerate(content)]
+    parts = [_part(f"{path}.content[{i}]", part, _ALLOWED.get(role, _TEXT)) for i, part in enumerate(content)]
     if role == "assistant":
         parts = [_as_output(part) for part in parts]
     phase = {} if item.get("phase") is None else {"phase": item["phase"]}
@@ -116,10 +122,21 @@ def _part(path: str, part: Any, allowed: Sequence[str]) -> Item:
         raise FieldRefused(path, f"must be an object, got {type(part).__name__}")
     kind = kind_at(f"{path}.type", part.get("type"), PARTS)
     if kind.name not in allowed:
-        raise FieldRefused(f"{path}.type", f"must be {' or '.join(allowed)} here, got {kind.name}")
+        problem = f"must be {' or '.join(allowed)} here, got {kind.name}"
+        where = "; pictures are parts of a user's message" if kind.name == PICTURE else ""
+        raise FieldRefused(f"{path}.type", problem + where)
     values.object_within(path, part, kind.keys)
+    if kind.name == PICTURE:
+        return _picture(path, part)
     values.text(f"{path}.{_text_key(part)}", part.get(_text_key(part)))
     return {key: value for key, value in part.items() if value is not None}
+
+
+def _picture(path: str, part: Mapping[str, Any]) -> Item:
+    if part.get("file_id") is not None:
+        raise FieldRefused(f"{path}.file_id", "no files of pictures are kept here; give image_url, perhaps a data: URL")
+    values.text(f"{path}.image_url", part.get("image_url"))
+    return {"detail": "auto", **{key: value for key, value in part.items() if value is not None}}
 
 
 def _text_key(part: Mapping[str, Any]) -> str:

@@ -40,7 +40,7 @@ def _refused(why: str, *names: str) -> tuple[Kind, ...]:
     return tuple(Kind(name, "refused", why) for name in names)
 
 
-_TEXT_ONLY = "this worker serves text only"
+_NO_SUCH_PART = "this worker serves text and pictures"
 _NO_SUCH_TOOL = "there are no built-in tools"
 _NO_COMPACTION = "contexts are not compacted here"
 _NO_PROGRAMS = "tools are called by the model alone"
@@ -116,7 +116,14 @@ PARTS = _table(
         ("type", "text", "annotations", "logprobs"),
     ),
     Kind("refusal", "honoured", "Text of an assistant's message, as output_text.", ("type", "refusal")),
-    *_refused(_TEXT_ONLY, "input_image", "input_file", "input_audio"),
+    Kind(
+        "input_image",
+        "honoured",
+        "A picture of a user's message, by its image_url. Refused: file_id, a detail but auto, and pictures where the "
+        "engine takes none. prompt_cache_breakpoint has no effect.",
+        ("type", "image_url", "detail", "file_id", "prompt_cache_breakpoint"),
+    ),
+    *_refused(_NO_SUCH_PART, "input_file", "input_audio"),
 )
 
 TOOLS = _table(
@@ -204,7 +211,7 @@ INCLUDES = _table(
         "computer_call_output.output.image_url",
         "code_interpreter_call.outputs",
     ),
-    *_refused(_TEXT_ONLY, "message.input_image.image_url"),
+    Kind("message.input_image.image_url", "no effect", "Input items have the image_url that the client sent."),
 )
 
 FORMATS = _table(

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.responses.items import Item, PlacedItem, text_of
+from worker.frontdoor.responses.items import PICTURE, Item, PlacedItem, text_of
 from worker.frontdoor.values import printable
+from worker.runtimes.direct.pictures import PART
 
 Message = dict[str, Any]
 
@@ -72,15 +73,29 @@ class Messages:
         self._begin(placed.path, {"role": role, "content": self._content(placed, joined=is_first_system)})
 
     def _content(self, placed: PlacedItem, *, joined: bool = False) -> str | list[Item]:
-        """The content of a message that is about to be added: a text if it has one part."""
+        """The content of a message that is about to be added: a text if it has one part that is
+        one.
+        """
         parts = placed.item["content"]
         path = f"messages[{len(self.messages)}].content"
         self.origins[path] = f"{placed.path}.content" if placed.path.startswith("input[") else placed.path
-        if len(parts) == 1 or joined:
-            if len(parts) == 1 and placed.path.startswith("input[") and not placed.whole:
+        is_text = len(parts) == 1 and parts[0]["type"] != PICTURE
+        if is_text or joined:
+            if is_text and placed.path.startswith("input[") and not placed.whole:
                 self.origins[path] += "[0]"
             return "\n\n".join(map(text_of, parts))
-        return [{"type": "text", "text": text_of(part)} for part in parts]
+        return [self._part(placed, i, part) for i, part in enumerate(parts)]
+
+    def _part(self, placed: PlacedItem, place: int, part: Item) -> Item:
+        """A part of the content of a message that is about to be added."""
+        if part["type"] != PICTURE:
+            return {"type": "text", "text": text_of(part)}
+        mine = f"messages[{len(self.messages)}].content[{place}].{PART}"
+        is_given = placed.path.startswith("input[")
+        theirs = f"{placed.path}.content[{place}]" if is_given else placed.path
+        for key, name in {"": ".image_url", ".url": ".image_url", ".detail": ".detail"}.items():
+            self.origins[mine + key] = theirs + name if is_given else theirs
+        return {"type": "image_url", PART: {"url": part["image_url"], "detail": part["detail"]}}
 
     def _turn(self, placed: PlacedItem, filled: tuple[str, ...]) -> Message:
         """The assistant's message that an item joins: the last one, unless it has a later part of

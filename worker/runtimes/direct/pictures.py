@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ _PLACE = {"type": "image"}
 """A picture's part as chat templates know it."""
 
 _DETAILS = (None, "auto")
+_IN_FIELD = re.compile(rf"{FIELD}(?:\.{PART}(?:\[(\d+)\](?:\.Url)?)?)?")
 
 
 def taken_out(messages: Any) -> tuple[Any, list[str]]:
@@ -84,3 +86,34 @@ def add_pictures(fields: dict[str, Any], urls: list[str]) -> None:
     if fields.get(FIELD) is not None:
         raise InvalidRequest(FIELD, "cannot be given beside pictures in the messages; give one of them")
     fields[FIELD] = {PART: [{"Url": url} for url in urls]}
+
+
+def picture_places(messages: Any) -> list[str]:
+    """The paths of the pictures' parts in the messages of a chat, checked or not."""
+    found = []
+    for i, message in enumerate(messages if isinstance(messages, list) else ()):
+        parts = message.get("content") if isinstance(message, Mapping) else None
+        for j, part in enumerate(parts if isinstance(parts, list) else ()):
+            if is_picture(part):
+                found.append(f"messages[{i}].content[{j}]")
+    return found
+
+
+def told_path(field: str, messages: Any) -> str:
+    """The path in a chat for one in `FIELD`, which has the pictures of its messages.
+
+    Args:
+        field: The path; it stays as it is where no picture of the messages is meant.
+        messages: Messages of the chat.
+
+    Returns:
+        Path of the picture's URL, as ``messages[2].content[1].image_url.url``; of the first picture
+        for an error about all of them.
+    """
+    found = _IN_FIELD.fullmatch(field)
+    places = [] if found is None else picture_places(messages)
+    if found is None or not places:
+        return field
+    if found[1] is None:
+        return places[0]
+    return f"{places[int(found[1])]}.{PART}.url" if int(found[1]) < len(places) else field

@@ -9,8 +9,9 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.struct_pb2 import Struct
 
 from adapters.catalog import MAX_CHOICES
+from adapters.contract import BacktrackingProcessor, CompanionProcessor, Processor
 from worker import __version__
-from worker.engines import Measured
+from worker.engines import EngineInfo, Measured
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.identity import ENGINE_NAME, SCHEMA_RELEASE, SCHEMA_REVISION
 from worker.sampling.params import MAX_LOGPROBS
@@ -56,19 +57,8 @@ def model_info(server: RequestServer) -> wire.ModelInfo:
     """The answer of ``GetModelInfo``: the fields of a request that are honoured."""
     info, arguments = server.info, server.arguments
     has_text = server.chains.vocabulary.tokenizer is not None
-    scores = wire.LogprobCapabilities(
-        supported=True,
-        candidate_selection_modes=[wire.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N],
-        max_top_n=MAX_LOGPROBS,
-    )
-    guides = [
-        wire.GUIDED_DECODING_MODE_JSON_SCHEMA,
-        wire.GUIDED_DECODING_MODE_REGEX,
-        wire.GUIDED_DECODING_MODE_EBNF_GRAMMAR,
-        wire.GUIDED_DECODING_MODE_STRUCTURAL_TAG,
-        wire.GUIDED_DECODING_MODE_CHOICE,
-        wire.GUIDED_DECODING_MODE_JSON_OBJECT,
-    ]
+    processors = _processors(server)
+    guides = [mode for mode, name in _GUIDES.items() if has_text and name in processors]
     return wire.ModelInfo(
         model_id=arguments.model_path,
         served_model_name=arguments.served_model_name,
@@ -78,18 +68,18 @@ def model_info(server: RequestServer) -> wire.ModelInfo:
         supports_text_input=has_text,
         supports_token_ids_input=True,
         generation=wire.GenerationCapabilities(
-            prompt_logprobs=scores,
-            output_logprobs=scores,
-            guided_decoding=wire.GuidedDecodingCapabilities(supported=has_text, modes=guides if has_text else ()),
+            prompt_logprobs=_scores(MAX_LOGPROBS if info.scores_prompts else None),
+            output_logprobs=_scores(info.max_logprobs),
+            guided_decoding=wire.GuidedDecodingCapabilities(supported=bool(guides), modes=guides),
             max_num_sequences=MAX_CHOICES if info.honours_choice else 1,
             supports_priority=info.honours_priority,
             supports_stop_in_output=True,
-            supports_cache_salt=True,
-            supports_prefix_cache_bypass=True,
+            supports_cache_salt=info.honours_cache_salt,
+            supports_prefix_cache_bypass=info.honours_cache_salt,
         ),
         supports_lora=_serves_adapters(server),
         supports_multimodal=info.takes_images,
-        extra=_struct({"logits_processors": [entry.name for entry in server.chains.catalog.entries]}),
+        extra=_struct({"logits_processors": processors}),
     )
 
 
@@ -109,6 +99,41 @@ def load_info(server: RequestServer, instance_id: str, *, per_rank: bool) -> wir
         attributes=_struct(attributes),
         **load,
     )
+
+
+_GUIDES = {
+    wire.GUIDED_DECODING_MODE_JSON_SCHEMA: "json_schema",
+    wire.GUIDED_DECODING_MODE_REGEX: "regex",
+    wire.GUIDED_DECODING_MODE_EBNF_GRAMMAR: "grammar",
+    wire.GUIDED_DECODING_MODE_STRUCTURAL_TAG: "structural_tag",
+    wire.GUIDED_DECODING_MODE_CHOICE: "choice",
+    wire.GUIDED_DECODING_MODE_JSON_OBJECT: "json_schema",
+}
+"""Guides, and the processors that they are."""
+
+
+def _processors(server: RequestServer) -> list[str]:
+    """Names of the processors that a request may have."""
+    forbidden = server.chains.builder.policy.forbidden
+    entries = [entry for entry in server.chains.catalog.entries if entry.name not in forbidden]
+    return [entry.name for entry in entries if _runs(entry.processor, server.info)]
+
+
+def _runs(processor: type[Processor], info: EngineInfo) -> bool:
+    """Whether an engine runs a processor."""
+    if info.native_guides is not None:
+        return processor.name in info.native_guides
+    if issubclass(processor, CompanionProcessor) and processor.companion_model == "draft":
+        return info.runs_all_processors and bool(info.draft_model)
+    return info.runs_all_processors or not issubclass(processor, BacktrackingProcessor | CompanionProcessor)
+
+
+def _scores(most: int | None) -> wire.LogprobCapabilities:
+    """Log probabilities with as many candidates; None for no log probabilities."""
+    if most is None:
+        return wire.LogprobCapabilities(supported=False)
+    modes = [wire.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N]
+    return wire.LogprobCapabilities(supported=True, candidate_selection_modes=modes, max_top_n=most)
 
 
 def _serves_adapters(server: RequestServer) -> bool:

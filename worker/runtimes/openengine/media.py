@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from worker.engines.images import FIELD
+from worker.engines.images import ANY_PICTURE, FIELD, data_url
 from worker.errors import InvalidRequest, shown
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.errors import Unsupported
@@ -17,7 +16,6 @@ _THEIRS = re.compile(r"media\[(\d+)\](?:\.\w+)?")
 _OURS = re.compile(rf"\.{_KEY}\[(\d+)\](?:\.Url)?")
 _SOURCES = ("url", "data_uri", "raw_bytes")
 _TYPE = re.compile(r"[\w.+-]+/[\w.+*-]+")
-_ANY_PICTURE = "image/*"
 
 
 def pictures(items: Iterable[wire.MediaItem]) -> dict[str, Any] | None:
@@ -44,10 +42,10 @@ def _url(path: str, item: wire.MediaItem) -> str:
         raise InvalidRequest(f"{path}.data_uri", f"must begin with data:, got {shown(item.data_uri)}")
     if source != "raw_bytes":
         return item.url if source == "url" else item.data_uri
-    kind = item.mime_type or _ANY_PICTURE
+    kind = item.mime_type or ANY_PICTURE
     if not _TYPE.fullmatch(kind):
         raise InvalidRequest(f"{path}.mime_type", f"must be a type of media, got {shown(kind)}")
-    return f"data:{kind};base64,{base64.b64encode(item.raw_bytes).decode()}"
+    return data_url(item.raw_bytes, kind)
 
 
 def media(value: Any) -> list[wire.MediaItem]:

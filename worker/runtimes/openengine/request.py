@@ -84,6 +84,18 @@ TOLD: tuple[tuple[str, str], ...] = (
 )
 """Names in errors of the worker, and the protocol's."""
 
+_PARAMS = "sampling_params."
+"""Begins the names that engines have for controls."""
+
+_TOLD_PARAMS = {
+    **{ours.rpartition(".")[2]: theirs for ours, theirs in TOLD},
+    "best_of": "sampling.num_sequences",
+    "embedding_bias": "extra.logits_processors",
+    "logits_processor": "extra.logits_processors",
+    "logprobs_mode": "extra.annotations",
+}
+"""Names of controls behind `_PARAMS`, and the protocol's."""
+
 _GUIDE_ARGUMENTS = "sampling_options.guided_decoding.args."
 
 _COPIED = tuple(path for path in FIELDS if path.startswith(("sampling.", "stopping.", "kv.")))
@@ -175,6 +187,12 @@ def renamed(error: InvalidRequest, request: wire.GenerateRequest) -> InvalidRequ
         _, _, inner = error.field.removeprefix(_GUIDE_ARGUMENTS).partition(".")
         guide = f"guided.{request.guided.WhichOneof('guide')}"
         return InvalidRequest(f"{guide}.{inner}" if inner else guide, error.problem)
+    if error.field == FIELDS["guided.regex"].rpartition(".")[0] and request.guided.WhichOneof("guide") is None:
+        return InvalidRequest("extra.logits_processors", error.problem)  # the guide is a processor by its name
+    if error.field.startswith(_PARAMS):
+        name = re.split(r"[.\[]", error.field.removeprefix(_PARAMS), maxsplit=1)[0]
+        told = _TOLD_PARAMS.get(name, _PARAMS + name)
+        return InvalidRequest(told + error.field.removeprefix(_PARAMS + name), error.problem)
     for ours, theirs in TOLD:
         rest = path_within(error.field, ours)
         if rest is not None and theirs == "media":

@@ -201,13 +201,21 @@ class KvCache:
         """Blocks cached and evicted since the last call, in order; none before `record_events`."""
         return [] if self._index.events is None else self._index.events.drain()
 
-    def check_integrity(self, requests: Iterable[Request]) -> None:
+    def check_integrity(self, requests: Iterable[Request], *, whole: bool = True) -> None:
         """Free + cached + owned is the whole store, and reference counts agree with `requests`.
+
+        Args:
+            requests: Owners of pages.
+            whole: Look at every page; else mostly at their numbers, see `PagePool.check_counts`.
 
         Raises:
             AssertionError: the bookkeeping is broken.
         """
-        self._pool.check_integrity(Counter(page for request in requests for page in request.pages))
+        owners = Counter(page for request in requests for page in request.pages)
+        if whole:
+            self._pool.check_integrity(owners)
+        else:
+            self._pool.check_counts(owners)
 
     def check_blocks(self) -> None:
         """The index of blocks agrees with what the pages hold; slower than `check_integrity`.

@@ -24,7 +24,7 @@ to be on their way.
 
 MAX_GATHER_S = 0.03
 """Longest that decoding waits while requests keep coming; it then continues for as long before it
-may wait again.
+may wait again, and for one step at least.
 """
 
 
@@ -60,7 +60,8 @@ class Pacing:
         """A request has arrived; `is_idle` if there was nothing to compute before."""
         now_s = time.monotonic()
         self._quiet_s = BURST_S if now_s - self._last_arrival_s <= self._quiet_s else GATHER_S
-        if is_idle or now_s - self._gathering_since_s > 2 * MAX_GATHER_S:
+        has_decoded = self._last_decode_s > self._gathering_since_s  # a step of prompts may be longer than the wait
+        if is_idle or (has_decoded and now_s - self._gathering_since_s > 2 * MAX_GATHER_S):
             self._gathering_since_s = now_s
         self._last_arrival_s = now_s
         self._has_arrivals = True

@@ -1,0 +1,41 @@
+"""Requests that keep coming do not keep those that decode from their tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from worker.engines.embedded.serving import pacing
+from worker.engines.embedded.serving.pacing import MAX_GATHER_S, Pacing
+
+
+class Clock:
+    """A clock that tests set."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize("step_s", [0.0002, 0.005, 0.02, 0.05, 0.07, 0.2, 1.0])
+def test_prompts_alone_never_take_two_long_steps_one_after_the_other(
+    step_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An arrival comes in every step. Steps of prompts alone follow each other for `MAX_GATHER_S`
+    at most, and then a step decodes.
+    """
+    clock, pace = Clock(), Pacing()
+    monkeypatch.setattr(pacing, "time", clock)
+    pace.note_arrival(is_idle=True)
+    kinds, alone_s, longest_s = [], 0.0, 0.0
+    for _ in range(1000):
+        pace.note_arrival(is_idle=False)
+        alone = pace.is_prompts_first
+        clock.now_s += step_s
+        pace.note_step(prompts_first=alone)
+        kinds.append(alone)
+        alone_s = alone_s + step_s if alone else 0.0
+        longest_s = max(longest_s, alone_s)
+    assert longest_s <= MAX_GATHER_S + step_s + 1e-9
+    assert not all(kinds)
