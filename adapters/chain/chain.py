@@ -279,7 +279,8 @@ class ProcessorChain:
 
     def _prefer(self, plan: RowPlan) -> None:
         if self._prefers and self.masks_alone and plan.force is None:
-            prefer_usual_tokens(plan, self._active_members(), self.failures)
+            members = self.members if self._scope is None else self._scope.decisive(self.members)
+            prefer_usual_tokens(plan, members, self.failures)
 
     def plan_each(self) -> list[tuple[Member, RowPlan]]:
         """`plan`, member by member in the order in which they are applied, to look at one position.

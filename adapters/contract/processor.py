@@ -298,7 +298,6 @@ class SteeringProcessor(Processor):
         """
         return 0
 
-
     def usual_token(self) -> int | None:
         """Of the tokens that the newest `edit` allows, the one that is to be sampled if it can be.
 

@@ -77,7 +77,7 @@ class ForcedText:
             ValueError: it cannot be written in tokens of this vocabulary.
         """
         found, text = list[int](), ""
-        for index, part in enumerate(_FORCED_ID.split(self._text(copied)[: _LOOKED_AT])):
+        for index, part in enumerate(_FORCED_ID.split(self._text(copied)[:_LOOKED_AT])):
             if index % 2:
                 found.append(int(part))
             else:
