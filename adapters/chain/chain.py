@@ -12,6 +12,7 @@ from adapters.chain.members import Member, in_order, member_of
 from adapters.chain.plan import PlannedEdits, RowPlan
 from adapters.chain.receipts import Receipt
 from adapters.chain.thinking_scope import ThinkingScope
+from adapters.chain.usual_tokens import can_prefer, prefer_usual_tokens
 from adapters.contract import BacktrackingProcessor, Context, Processor, Reads, Scope, ShapingProcessor, Stage
 from adapters.contract.companion import CompanionProcessor
 
@@ -59,6 +60,9 @@ class ProcessorChain:
             randomly instead of greedily, because it names a processor that acts at the temperature
             stage or later. The catalogue overrides it for processors of the operator's policy.
         speculates: Whether tokens may be drafted for the request.
+        masks_alone: Whether nothing but the chain masks tokens, so that it may force the usual
+            token of a text (`SteeringProcessor.usual_token`). False by default: who serves the
+            chain knows.
 
     Raises:
         ValueError: a scope is given and the model has no thinking tags.
@@ -85,6 +89,7 @@ class ProcessorChain:
         self.receipt = Receipt([], attribution=attribution, seed=context.seed)
         self.wants_receipt = False
         self.speculates = True
+        self.masks_alone = False
         self._num_tokens = context.vocabulary.num_tokens
         self._scope = ThinkingScope(in_order(scoped, order), context) if scoped else None
         self._set_members(members)
@@ -104,6 +109,7 @@ class ProcessorChain:
         reads = any(processor.reads is not Reads.NOTHING for processor in processors)
         self.needs_last_token = reads or self._scope is not None
         self.foresees = any(member.foresees for member in self.members)
+        self._prefers = can_prefer(self.members)
         self.backtracks = any(isinstance(processor, BacktrackingProcessor) for processor in processors)
         self.companion = next((one for one in processors if isinstance(one, CompanionProcessor)), None)
 
@@ -268,7 +274,13 @@ class ProcessorChain:
             plan.mask(scope.end_bans())
         if plan.forced_by is not None or plan.num_masked >= self._num_tokens:
             self.failures.check(plan)
+        self._prefer(plan)
         return plan
+
+    def _prefer(self, plan: RowPlan) -> None:
+        if self._prefers and self.masks_alone and plan.force is None:
+            members = self.members if self._scope is None else self._scope.decisive(self.members)
+            prefer_usual_tokens(plan, members, self.failures)
 
     def plan_each(self) -> list[tuple[Member, RowPlan]]:
         """`plan`, member by member in the order in which they are applied, to look at one position.
@@ -292,8 +304,12 @@ class ProcessorChain:
             found += [(member, RowPlan.of(member, each)) for each in acts]
         if self._scope is not None and (binding := self._scope.binding) is not None:
             found += [(binding, RowPlan.of(binding, each)) for each in self._scope.end_bans()]
-        self._planned.acts = [act for _, plan in found for act in plan.acts]
         forced = [each for each in found if each[1].force is not None]
+        whole = RowPlan([act for _, plan in found for act in plan.acts])
+        if not forced:
+            self._prefer(whole)
+            found = [(member, RowPlan.of(member, act)) for (member, _), act in zip(found, whole.acts, strict=True)]
+        self._planned.acts = whole.acts
         return sorted(forced[:1] or found, key=lambda each: bool(each[1].late))  # masks before shaping of their stage
 
     def _active_members(self) -> Sequence[Member]:

@@ -98,6 +98,15 @@ class RowPlan:
             self.acts.append(act)
             self.num_masked += act[4]
 
+    def force_instead(self, member: Member, token_id: int) -> None:
+        """Force a token in the place of the mask of ``member``, of which it is one."""
+        for index, (record, stage, edit, _, masked) in enumerate(self.acts):
+            if record is member.record and isinstance(edit, Allow):
+                self.acts[index] = act = record, stage, Force(token_id), "forced", 0
+                self.num_masked -= masked
+                self.force_by(member, act)
+                return
+
     def force_by(self, member: Member, act: Act) -> None:
         """Note the token that an act of ``member`` forces, if it forces one.
 

@@ -77,6 +77,11 @@ class ThinkingScope:
         section = "thinking" if self._tracker.thinking else "answer"
         return [member for member in members if member.scope in ("all", section)]
 
+    def decisive(self, members: Sequence[Member]) -> list[Member]:
+        """The active members beside whose edit no opening tag is allowed."""
+        may_open = self._tracker.opening_id is not None
+        return [member for member in self.active(members) if member.scope == "all" or not may_open]
+
     def step(self, member: Member) -> Edit | Member | None:
         """A member's edit; with the opening tag allowed where the model may open a section."""
         opening_id, generated = self._tracker.opening_id, self._tracker.tokens

@@ -298,6 +298,15 @@ class SteeringProcessor(Processor):
         """
         return 0
 
+    def usual_token(self) -> int | None:
+        """Of the tokens that the newest `edit` allows, the one that is to be sampled if it can be.
+
+        For a mask that leaves one text, which can be written in many ways: all of them are allowed,
+        and the chain takes this one, unless another processor forbids it. None, by default, leaves
+        the choice to the model. Only called for built-in processors.
+        """
+        return None
+
 
 def tells_how_long(kind: type[SteeringProcessor]) -> bool:
     """Whether the class has a `SteeringProcessor.same_until` of its own."""

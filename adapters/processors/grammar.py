@@ -35,6 +35,7 @@ from adapters.contract import (
 )
 from adapters.grammars.cache import GrammarCache
 from adapters.grammars.compiler import byte_tables, load_tokenizer
+from adapters.grammars.forced_text import MAX_ALLOWED, ForcedText
 from adapters.grammars.json_schema import SchemaRefused, arguments_grammar, lark_grammar, literal
 from adapters.grammars.lark import as_grammar, token_ranges, with_ids, with_schemas, without_literals
 from adapters.grammars.masks import Words
@@ -49,9 +50,6 @@ MAX_KEPT = 64 * 1024
 """Most characters of a schema whose grammar is kept; its grammar is a few times as long."""
 
 _IGNORED_ATTRIBUTE = re.compile(r"\btemperature\s*=")
-_FORCED_ID = re.compile(rb"\xff\[(\d+)\]")
-"""Spelling of a token that is an id, not a text, in the bytes that llguidance forces."""
-
 
 _Words: TypeAlias = tuple[np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, np.dtype[np.int32]]]
 """Indices of words of a mask, and a word for each."""
@@ -91,7 +89,7 @@ class GrammarProcessor(SteeringProcessor):
     define the grammar.
     """
 
-    version = 2  # masks have every token that can continue; JSON Schemas are lowered to grammars
+    version = 3  # a forced text is written in its usual tokens
     stage = Stage.MASK
     reads = Reads.GENERATED
     scopes: ClassVar[tuple[Scope, ...]] = ("all", "answer")  # in a thinking section an end token would end the answer
@@ -148,7 +146,7 @@ class GrammarProcessor(SteeringProcessor):
     def _use(self, vocabulary: Vocabulary) -> None:
         cache = grammar_cache(vocabulary)
         self._matcher = RequestMatcher(cache, self._grammar, self._num_lexers)
-        self._masks, self._encode = cache.masks, vocabulary.encode
+        self._masks, self._width, self._forced = cache.masks, vocabulary.size, ForcedText(vocabulary)
         self._never, self._ends = _end_words(vocabulary.size, self._padding, self._end)
         self.reset()
 
@@ -165,12 +163,14 @@ class GrammarProcessor(SteeringProcessor):
 
     def reset(self) -> None:
         self._matcher.reset()
+        self._forced.forget()
         self._edit: Allow | None = None
         self._num_outside = 0
         self._violated = False
 
     def advance(self, token_id: int, index: int) -> None:
         self._edit = None
+        self._forced.take(token_id)
         if self._num_outside or (token_id in self._end and self._matcher.is_complete):
             self._num_outside += 1
         elif not self._matcher.take(token_id, lambda: self.generated[:index]):
@@ -179,6 +179,7 @@ class GrammarProcessor(SteeringProcessor):
 
     def rewind_state(self, token_ids: Sequence[int]) -> bool:
         self._edit = None
+        self._forced.forget()
         outside = min(len(token_ids), self._num_outside)
         self._num_outside -= outside
         if self._violated:  # which left the matcher in an error: only a new one takes other tokens
@@ -198,23 +199,20 @@ class GrammarProcessor(SteeringProcessor):
             self._edit = masks.edit(is_complete, self._end, self._correct)
         return self._edit
 
+    def usual_token(self) -> int | None:
+        """See `SteeringProcessor.usual_token`; of the text that the grammar forces."""
+        if self._edit is None or self._num_outside:
+            return None
+        allowed = self._edit.unpacked(self._width).kept
+        if allowed is None or not 0 < allowed.shape[0] < MAX_ALLOWED:
+            return None
+        if allowed.shape[0] == 1:
+            return int(allowed)
+        return self._forced.first_token(self._matcher.copy, allowed.tolist())
+
     def foresee(self, limit: int) -> Sequence[int]:
         """The tokens of the text that the grammar forces, as the tokenizer writes it."""
-        if self._num_outside or self._violated:
-            return ()
-        ahead = self._matcher.copy()  # which keeps the forced bytes, or an error
-        found, text = list[int](), ""
-        for index, part in enumerate(_FORCED_ID.split(ahead.compute_ff_bytes())):
-            if index % 2:
-                found.append(int(part))
-            else:
-                text = part.decode(errors="ignore")  # it may end inside a character
-                found += self._encode(text)
-        if text and (text[-1].isalnum() or text[-1].isspace()):
-            ahead.consume_tokens(found)
-            if not ahead.is_stopped():
-                del found[-1]  # the word may continue
-        return found[:limit]
+        return () if self._num_outside or self._violated else self._forced.tokens(self._matcher.copy, limit)
 
     def _correct(self, mask: Words, complete: bool) -> None:
         """Clear the ids that are never sampled; set the end tokens if the text is ``complete``."""
@@ -228,7 +226,7 @@ class GrammarProcessor(SteeringProcessor):
         if self._address is None:
             raise pickle.PicklingError(f"{self.name} can only be rebuilt elsewhere if its vocabulary has a path")
         state = dict(self.__dict__)
-        for name in ("_matcher", "_masks", "_encode", "_edit"):
+        for name in ("_matcher", "_masks", "_forced", "_edit"):
             del state[name]
         state["_num_lexers"] = self._matcher.num_lexers
         state["_consumed"] = -1  # the history is replayed at the next step

@@ -182,6 +182,7 @@ def chain_of(asked: Asked, params: Params, model: ServedModel) -> tuple[Processo
         late = [requested for each in _LATE if (requested := each.requested(params)) is not None]
         fields = late if model.facts.penalises_first else [*penalties, *late]
         _take_over(chain, params, fields, asked.context, model)
+    chain.masks_alone = not (params.allowed_token_ids or params.bad_words or params.structured_outputs)
     return chain, draws
 
 

@@ -63,4 +63,5 @@ class ChainBuilder:
         """
         chain = self.catalog.build_chain(selection, context, step_budget_s=self.step_budget_s)
         chain.wants_receipt = bool(selection.receipt)
+        chain.masks_alone = True  # what else masks tokens in a request is a processor of its chain
         return replace(request, chain=chain)

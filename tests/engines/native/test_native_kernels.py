@@ -422,12 +422,31 @@ def test_what_no_soft_cap_computes_is_refused() -> None:
         native.soft_cap(torch.zeros(4, dtype=torch.bfloat16), 1.0)
 
 
-def test_places_that_hold_nothing_yet_are_not_read(dtype: torch.dtype) -> None:
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    position=st.integers(0, 200),
+    count=st.integers(1, 40),
+    heads=st.sampled_from([(1, 1), (3, 1), (4, 2)]),
+    width=st.sampled_from([4, 32, 64, 96]),
+    is_int8=st.booleans(),
+)
+def test_places_that_hold_nothing_yet_are_not_read(
+    path: str, dtype: torch.dtype, position: int, count: int, heads: tuple[int, int], width: int, is_int8: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    keys, values, query = (randn(dtype, generator, *shape) for shape in ((1, 1, 16, 4), (1, 1, 16, 4), (2, 1, 4)))
-    keys[0, 0, 7:] = values[0, 0, 7:] = torch.nan
-    found = native.attend(query, keys, values, native.Tiles([SequenceSlice([0], 5, 7)], 1), 1.0, 0, None)
-    assert not found.isnan().any()
+    queries, shared = heads
+    stop = position + count
+    shape = (2, shared, 128, width)
+    query, keys, values = (randn(dtype, generator, *each) for each in ((count, queries, width), shape, shape))
+    if is_int8:
+        rows = Int8Rows(width, dtype)
+        keys, values = rows.quantise(keys), rows.quantise(values)
+    tiles = native.Tiles([SequenceSlice([1, 0], position, stop)], queries // shared)
+    expected = native.attend(query, keys, values, tiles, 1.0, 0, None)
+    for page, first in ((1, 0), (0, 128)):
+        for rows_of in (keys, values):
+            rows_of[page, :, max(stop - first, 0) :] = -1 if is_int8 else torch.nan  # scales of -1 are NaN
+    assert torch.equal(native.attend(query, keys, values, tiles, 1.0, 0, None), expected)
 
 
 def test_int8_rows_of_any_numbers_are_those_of_torch(dtype: torch.dtype) -> None:

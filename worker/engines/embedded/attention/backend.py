@@ -174,11 +174,14 @@ class AttentionBackend(Protocol):
         is_batch_invariant: Whether a token's result has the same bits in any batch, chunk, page
             layout and thread count, by construction.
         wants_dense_pages: Whether a step is faster where the pages that it reads lie densely.
+        reads_behind: Whether it reads slots of the last page behind a sequence's newest token,
+            which must then be finite.
     """
 
     kernels: str
     is_batch_invariant: bool
     wants_dense_pages: bool
+    reads_behind: bool
 
     def __hash__(self) -> int: ...
 

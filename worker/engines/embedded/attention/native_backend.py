@@ -31,6 +31,7 @@ class NativeAttention:
     kernels = "native"
     is_batch_invariant = True
     wants_dense_pages = False  # a step is one call, wherever its pages lie
+    reads_behind = False  # a block of keys ends with the sequence
 
     @classmethod
     def supports(cls, sizes: AttentionSizes) -> bool:

@@ -44,6 +44,7 @@ class TorchAttention:
     kernels = "torch"
     is_batch_invariant = False  # in some shapes on some processors: see `candidates`
     wants_dense_pages = True  # each run of pages at a constant distance is a call
+    reads_behind = True
 
     @classmethod
     def supports(cls, sizes: AttentionSizes) -> bool:

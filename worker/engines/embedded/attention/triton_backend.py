@@ -29,6 +29,7 @@ class TritonAttention:
     kernels = "triton"
     is_batch_invariant = True
     wants_dense_pages = False  # a layer is one call, wherever its pages lie
+    reads_behind = True
 
     @classmethod
     def supports(cls, sizes: AttentionSizes) -> bool:

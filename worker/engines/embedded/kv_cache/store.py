@@ -22,19 +22,22 @@ class KvStore:
     """Keys and values of each layer: ``[num_pages, num_kv_heads, page_size, head_dim]``, or, in
     int8, ``[num_pages, num_kv_heads, page_size, row bytes]``.
 
-    They are finite everywhere: attention multiplies what its mask hides by 0, and a NaN there would
-    survive that. What is in a row is known to `write`, and to the attention backends, which read
+    What is in a row is known to `write`, and to the attention backends, which read
     it; everything else moves rows.
 
     Attributes:
         keys: Keys of each layer.
         values: Values of each layer.
         int8_rows: Format of a row; None if it is its elements, in their own data type.
+        is_read_behind: Whether attention reads slots behind the newest token of a sequence, and
+            multiplies them by 0: they are zeroed, as KV of another request, or a NaN, would survive
+            that. See `AttentionBackend.reads_behind`.
     """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     int8_rows: Int8Rows | None = None
+    is_read_behind: bool = True
     _key_slots: list[torch.Tensor] = field(init=False)
     _value_slots: list[torch.Tensor] = field(init=False)
 
@@ -71,21 +74,19 @@ class KvStore:
         self._value_slots[layer].index_put_(slot_mapping, _wide(value))
 
     def zero(self, pages: Sequence[int]) -> None:
-        """Zero pages in every layer, before their first slot is written.
-
-        KV of another request, or a NaN, must not stay behind that slot.
-        """
-        if pages:
+        """Zero pages in every layer before their first slot is written, if they are read behind it."""
+        if pages and self.is_read_behind:
             index = upload_ids(pages, self.keys[0].device)
             for tensor in (*self.keys, *self.values):
                 tensor.index_fill_(0, index, 0)
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copy the first slots of pages in every layer, in order, and zero those behind them."""
+        """Copy the first slots of pages in every layer, in order; those behind them as `zero`."""
         for tensor in (*self.keys, *self.values) if copies else ():
             for each in copies:
                 tensor[each.target, :, : each.num_tokens] = tensor[each.source, :, : each.num_tokens]
-                tensor[each.target, :, each.num_tokens :] = 0
+                if self.is_read_behind:
+                    tensor[each.target, :, each.num_tokens :] = 0
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -234,6 +234,7 @@ class HfModel:
         self._row_step = min((layer.tiling.step for layer in layers), default=1)
         self._tile = max((layer.tiling.most or 0 for layer in layers), default=0)
         self._attention = chosen.attention
+        self._store.is_read_behind = chosen.attention.reads_behind
 
     def adapter_loader(self, dtype: str = "auto") -> Callable[[str, Path], LoadedAdapter]:
         """Function that loads a LoRA adapter by its name and directory, in one of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from adapters.chain import Planned, ProcessorChain, RowPlan
@@ -18,7 +18,7 @@ def unfit(highest: list[float], planned: Iterable[Planned], known: dict[int, str
     Args:
         highest: The highest logit of each row, divided by its temperature; NaN if it holds NaN.
         planned: The rows that have a chain.
-        known: Rows already known to have failed.
+        known: Rows already known to have failed, or whose logits nobody needs.
     """
     if all(map(math.isfinite, highest)):
         return {}
@@ -58,3 +58,8 @@ class Forced:
 def forced_rows(planned: Iterable[Planned]) -> list[Forced]:
     """The rows with a forced token."""
     return [Forced(row, plan.force, chain, plan) for row, chain, plan in planned if plan.force is not None]
+
+
+def all_forced(planned: Sequence[Planned], count: int) -> bool:
+    """Whether processors force the tokens of all ``count`` rows: no logits are looked at."""
+    return len(planned) == count and all(plan.force is not None for _, _, plan in planned)

@@ -14,7 +14,7 @@ from adapters.sampling.candidates import highest_ids
 from adapters.sampling.whole_row import block_maxima, find_highest, is_searched_fast
 from worker.engines.embedded.plan import Edits, Plan, Samples
 from worker.engines.embedded.sampling.logprobs import Ids, as_index, attach, attach_masses, token_logprobs
-from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
+from worker.engines.embedded.sampling.row_errors import all_forced, forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
 from worker.engines.embedded.sampling.truncation import truncate_and_sample
 
@@ -33,6 +33,7 @@ class Sampler:
     def __init__(self, vocab_size: int, undecodable_ids: tuple[int, ...]) -> None:
         self._vocab_size = vocab_size
         self._never = as_index(undecodable_ids, vocab_size)
+        self._undecodable = frozenset(undecodable_ids)
         self._never_there = torch.tensor(undecodable_ids, dtype=torch.int64)  # the same where the logits are
         self._table = RowTable((), None, vocab_size)
 
@@ -65,6 +66,10 @@ class Sampler:
         self._check_shapes(logits, bitmask)
         if not table.owners:
             return Samples([])
+        if bitmask is None and not (table.raw or table.processed) and all_forced(edits.planned, len(table.owners)):
+            samples = Samples([0] * len(table.owners))
+            self._force(samples, edits.planned)
+            return samples
         logits = logits.float()
         if logits.device.type != "cpu":
             if bitmask is None and not (table.raw or table.processed) and edit_elements_alone(edits.planned):
@@ -135,11 +140,13 @@ class Sampler:
         maxima = block_maxima(logits)
         groups = table.groups
         highest = table.divided(maxima.amax(-1).tolist())  # propagates NaN
+        samples = Samples([0] * len(table.owners), errors)
+        forced = self._force(samples, planned)
         unfit_rows = {row for row, value in enumerate(highest) if not math.isfinite(value)}
         if unfit_rows:
-            errors |= unfit(highest, planned, errors)
+            unread = forced.keys() - {*table.raw, *table.processed}
+            errors |= unfit(highest, planned, {**dict.fromkeys(unread, ""), **errors})
             groups = [group.without(unfit_rows) for group in groups]
-        samples = Samples([0] * len(table.owners), errors)
         if table.greedy:
             _take_highest(samples, logits, maxima, table)
         sampled, distributions = truncate_and_sample(
@@ -147,7 +154,8 @@ class Sampler:
         )
         for row, token_id in sampled.items():
             samples.token_ids[row] = token_id
-        forced = self._force(logits, samples, planned)
+        for row, token_id in forced.items():
+            samples.token_ids[row] = token_id
         final = None
         if table.processed:
             final = logits[table.processed].double()
@@ -160,15 +168,15 @@ class Sampler:
             _attach_logprobs(samples, final, table, table.processed, table.attributed)
         return samples, final
 
-    def _force(self, logits: torch.Tensor, samples: Samples, planned: list[Planned]) -> dict[int, int]:
-        """Override the sampled ids; returns forced ids by row. Ids never sampled are errors."""
-        rows = [one for one in forced_rows(planned) if one.row not in samples.errors]
-        if not rows:
-            return {}
-        values = logits[[one.row for one in rows], [one.token_id for one in rows]].tolist()
+    def _force(self, samples: Samples, planned: list[Planned]) -> dict[int, int]:
+        """Set the forced ids, and return them by row. They need no logits; ids never sampled are
+        errors.
+        """
         forced: dict[int, int] = {}
-        for one, value in zip(rows, values, strict=True):
-            if value == -math.inf:
+        for one in forced_rows(planned):
+            if one.row in samples.errors:
+                continue
+            if one.token_id in self._undecodable:
                 samples.errors[one.row] = one.refuse()
             else:
                 samples.token_ids[one.row] = forced[one.row] = one.token_id

@@ -1,0 +1,47 @@
+"""Forced texts, written as the tokenizer writes them unless another processor forbids it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from adapters.chain.failures import Failures
+from adapters.chain.members import Member
+from adapters.chain.plan import RowPlan
+from adapters.contract.companion import CompanionProcessor
+
+
+def can_prefer(members: Sequence[Member]) -> bool:
+    """Whether a chain of ``members`` has usual tokens, and knows before the logits what it leaves.
+
+    What a third party's processor makes of a row, or one that reads a second model's, is not known:
+    beside it a mask keeps all its tokens.
+    """
+    is_known = not any(member.edit is None and (member.is_third_party or _is_companion(member)) for member in members)
+    return is_known and any(member.usual_token is not None for member in members)
+
+
+def _is_companion(member: Member) -> bool:
+    return isinstance(member.processor, CompanionProcessor)
+
+
+def prefer_usual_tokens(plan: RowPlan, members: Sequence[Member], failures: Failures) -> None:
+    """Force the usual token of the first of some members of which ``plan`` permits it.
+
+    Args:
+        plan: Plan of all members, which leaves a token.
+        members: The members that act at this position.
+        failures: Recorder of the chain's failures.
+
+    Raises:
+        ProcessorFailed: a processor raised.
+    """
+    for member in members:
+        if member.usual_token is None:
+            continue
+        try:
+            token_id = member.usual_token()
+        except Exception as error:  # the processor boundary: code of other libraries
+            raise failures.raised(member, error) from error
+        if token_id is not None and plan.permits(token_id):
+            plan.force_instead(member, token_id)
+            return

@@ -1,0 +1,151 @@
+"""Texts that a grammar forces are written in their usual tokens, unless those are forbidden."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from typing import Any
+
+import pytest
+import torch
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters.catalog import Catalog, parse_selection
+from adapters.chain import ProcessorChain, apply_chain
+from adapters.contract import Reads, ShapingProcessor, Stage
+from adapters.testing.kit_model import kit_context
+
+CATALOG = Catalog.default()
+PROMPT = [40, 41, 42]
+KEYS = ["the quick brown fox", "sleeps", "über", "答案", "Answer: the"]
+SCHEMA = {
+    "type": "object",
+    "properties": {key: {"enum": ["fox", "the fox jumps", "dog"]} for key in KEYS},
+    "required": KEYS,
+    "additionalProperties": False,
+}
+BY_SCHEMA = {"name": "json_schema", "args": {"schema": SCHEMA}}
+
+
+class Opaque(ShapingProcessor):
+    """A third party's: what it makes of a row is not known before."""
+
+    name = "opaque"
+    stage = Stage.SOFT
+    reads = Reads.NOTHING
+
+    def shape(self, logits: torch.Tensor) -> None:
+        pass
+
+
+def chain_of(*processors: dict[str, Any], alone: bool = True) -> ProcessorChain:
+    text = json.dumps({"version": 1, "processors": list(processors)})
+    chain = CATALOG.build_chain(parse_selection(text), kit_context())
+    chain.masks_alone = alone
+    chain.start(PROMPT)
+    return chain
+
+
+def encode(text: str) -> list[int]:
+    return kit_context().vocabulary.encode(text)
+
+
+def sampled(chain: ProcessorChain, source: random.Random) -> int:
+    """A token of the plan: one that is drawn from those left."""
+    row = torch.zeros(kit_context().vocabulary.size)
+    apply_chain(chain, row)
+    left: list[int] = (row > -torch.inf).nonzero()[:, 0].tolist()
+    return source.choice(left)
+
+
+def answer(chain: ProcessorChain, source: random.Random) -> tuple[list[int], list[int | None]]:
+    """Tokens of an answer to its end, and the token that was forced at each position."""
+    tokens, forced = list[int](), list[int | None]()
+    while not tokens or tokens[-1] not in kit_context().end_token_ids:
+        token_id = sampled(chain, source)
+        forced.append(chain.plan().force)
+        chain.accept(token_id, chain.position)
+        tokens.append(token_id)
+    return tokens, forced
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_keys_are_written_as_the_tokenizer_writes_them(seed: int) -> None:
+    tokens, forced = answer(chain_of(BY_SCHEMA), random.Random(seed))
+    text = kit_context().vocabulary.decode(tokens[:-1])
+    value = json.loads(text)
+    assert list(value) == KEYS
+    any_tokens, _ = answer(chain_of(BY_SCHEMA, alone=False), random.Random(seed))
+    assert sum(each is not None for each in forced) > len(forced) / 2
+    assert len(tokens) < len(any_tokens)
+    for key in KEYS[1:]:  # somewhere in the answer stand the tokens of the key, in order
+        inner = encode(key)[1:-1]
+        assert any(tokens[at : at + len(inner)] == inner for at in range(len(tokens)))
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(seed=st.integers(0, 2**32), data=st.data())
+def test_what_is_forced_is_a_function_of_the_history(seed: int, data: st.DataObject) -> None:
+    chain = chain_of(BY_SCHEMA)
+    tokens, forced = answer(chain, random.Random(seed))
+    kept = data.draw(st.integers(0, len(tokens) - 1))
+    replayed = chain_of(BY_SCHEMA)
+    replayed.start(PROMPT, tokens[:kept])
+    chain.rewind(len(PROMPT) + kept)
+    moved: ProcessorChain = pickle.loads(pickle.dumps(chain)) if kit_context().vocabulary.address else chain
+    assert replayed.plan().force == chain.plan().force == moved.plan().force == forced[kept]
+    assert [plan.force for plan in replayed.peek(tokens[kept:-1])] == forced[kept:]
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(seed=st.integers(0, 2**32), banned=st.sets(st.integers(256, 379), max_size=60))
+def test_another_processor_may_forbid_the_usual_token(seed: int, banned: set[int]) -> None:
+    never = sorted(banned - kit_context().end_token_ids)
+    bans = {"name": "banned_tokens", "args": {"token_ids": never}}
+    chain = chain_of(BY_SCHEMA, *([bans] if never else []))
+    tokens, _ = answer(chain, random.Random(seed))
+    assert not banned & set(tokens[:-1])
+    assert list(json.loads(kit_context().vocabulary.decode(tokens[:-1]))) == KEYS
+
+
+def test_near_its_end_a_token_may_reach_beyond_the_forced_text() -> None:
+    chain = chain_of({"name": "regex", "args": {"pattern": "the (quick|[a-z]+)"}})
+    plan = chain.plan()
+    assert plan.force is None or len(kit_context().vocabulary.token_bytes[plan.force]) < len("the ")
+    permitted = {each for each in range(kit_context().vocabulary.num_tokens) if plan.permits(each)}
+    assert plan.force is not None or len(permitted) > 1
+
+
+def test_what_may_mask_tokens_unseen_leaves_all_of_them() -> None:
+    assert chain_of(BY_SCHEMA).plan().force is not None
+    assert chain_of(BY_SCHEMA, alone=False).plan().force is None
+    chain = chain_of(BY_SCHEMA)
+    chain.add([Opaque(None, kit_context())])
+    assert chain.plan().force is None
+
+
+def test_the_receipt_counts_forced_tokens_and_positions_are_inspected_alike() -> None:
+    chain = chain_of(BY_SCHEMA)
+    _, forced = answer(chain, random.Random(0))
+    (record,) = chain.receipt.records
+    assert record.tokens_forced == sum(each is not None for each in forced)
+    chain.rewind(len(PROMPT))
+    ((member, plan),) = chain.plan_each()
+    assert (member.name, plan.force) == ("json_schema", forced[0])
+
+
+@pytest.mark.parametrize("scope", ["all", "answer"])
+def test_a_thinking_section_may_be_opened_and_nothing_is_forced_in_it(scope: str) -> None:
+    chain = chain_of({"name": "json_schema", "args": {"schema": SCHEMA, "scope": scope}})
+    assert (chain.plan().force is None) == (scope == "answer")
+    if scope == "answer":
+        for token_id in [*kit_context().think_start, *encode("the fox"), *kit_context().think_end]:
+            plan = chain.plan()
+            assert plan.force is None
+            assert plan.permits(token_id)
+            chain.accept(token_id, chain.position)
+        assert chain.plan().force is not None
