@@ -128,7 +128,7 @@ def test_what_may_mask_tokens_unseen_leaves_all_of_them() -> None:
     assert chain.plan().force is None
 
 
-def test_the_receipt_counts_forced_tokens_and_positions_are_inspected_alike() -> None:
+def test_the_receipt_counts_and_inspection_shows_forced_tokens() -> None:
     chain = chain_of(BY_SCHEMA)
     _, forced = answer(chain, random.Random(0))
     (record,) = chain.receipt.records
@@ -139,7 +139,7 @@ def test_the_receipt_counts_forced_tokens_and_positions_are_inspected_alike() ->
 
 
 @pytest.mark.parametrize("scope", ["all", "answer"])
-def test_a_thinking_section_may_be_opened_and_nothing_is_forced_in_it(scope: str) -> None:
+def test_a_thinking_section_may_be_opened_and_is_free(scope: str) -> None:
     chain = chain_of({"name": "json_schema", "args": {"schema": SCHEMA, "scope": scope}})
     assert (chain.plan().force is None) == (scope == "answer")
     if scope == "answer":

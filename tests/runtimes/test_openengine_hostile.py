@@ -124,7 +124,7 @@ async def plain(client: OpenEngineClient) -> list[int]:
 @given(fields=requests())
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck))
 @pytest.mark.asyncio(loop_scope="module")
-async def test_any_request_is_answered_or_refused_by_a_field_of_the_protocol(
+async def test_any_request_is_answered_or_refused_by_a_known_field(
     client: OpenEngineClient, fields: dict[str, Any]
 ) -> None:
     expected = await plain(client)

@@ -82,6 +82,7 @@ class PlainAttention:
     kernels = "plain"
     is_batch_invariant = False
     wants_dense_pages = False
+    reads_behind = True
 
     @classmethod
     def supports(cls, sizes: AttentionSizes) -> bool:

@@ -74,7 +74,7 @@ class KvStore:
         self._value_slots[layer].index_put_(slot_mapping, _wide(value))
 
     def zero(self, pages: Sequence[int]) -> None:
-        """Zero pages in every layer before their first slot is written, if they are read behind it."""
+        """Zero pages in every layer before their first slot is written, if `is_read_behind`."""
         if pages and self.is_read_behind:
             index = upload_ids(pages, self.keys[0].device)
             for tensor in (*self.keys, *self.values):
