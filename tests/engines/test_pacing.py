@@ -19,9 +19,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("step_s", [0.0002, 0.005, 0.02, 0.05, 0.07, 0.2, 1.0])
-def test_prompts_alone_never_take_two_long_steps_in_a_row(
-    step_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_alone_never_take_two_long_steps_in_a_row(step_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """An arrival comes in every step. Steps of prompts alone follow each other for `MAX_GATHER_S`
     at most, and then a step decodes.
     """
