@@ -299,7 +299,7 @@ class SteeringProcessor(Processor):
         return 0
 
     def usual_token(self) -> int | None:
-        """Of the tokens that the newest `edit` allows, the one that is to be sampled if it can be.
+        """The one of the tokens that the newest `edit` allows that is sampled if it can be.
 
         For a mask that leaves one text, which can be written in many ways: all of them are allowed,
         and the chain takes this one, unless another processor forbids it. None, by default, leaves

@@ -24,7 +24,7 @@ _FORCED_ID = re.compile(rb"\xff\[(\d+)\]")
 
 
 class ForcedText:
-    """What a grammar forces from the position of one request on, and its usual tokens.
+    """The text that a grammar forces from the position of one request on, and its usual tokens.
 
     The usual tokens of a text are those in which the tokenizer writes it. A function of the
     position in the grammar: the text is kept while tokens of it are taken, only to save time.
