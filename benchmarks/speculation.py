@@ -3,8 +3,11 @@
     benchmarks/peers.sh                         # once: environments for vLLM and llama.cpp
     .venv/bin/python benchmarks/speculation.py  # half an hour on a machine that does nothing else
     .venv/bin/python benchmarks/speculation.py --batches 1 --workloads edit --peers --rounds 2
+    .venv/bin/python benchmarks/speculation.py --weights served --workloads json text --peers
 
-Prints, and writes `results/speculation.md`. Every engine answers everything once before it counts,
+Prints, and writes `results/speculation.md`, or, of the weights that the launch scripts serve,
+quantised and with int8 activations, `results/speculation_served.md`. Peers have whole weights
+each time. Every engine answers everything once before it counts,
 so that grammars are compiled, prompts are in the prefix cache and kernels are warm: what is
 measured is decoding. Then all of them answer in turn, in another order in each round. Each of our
 answers is compared with the one without speculation.
@@ -26,7 +29,6 @@ import argparse
 import contextlib
 import datetime
 import os
-import platform
 import statistics
 import sys
 import time
@@ -39,6 +41,7 @@ import decode_ours
 
 # isort: split
 import torch
+from serve import processor
 from speculation_workload import LONGEST, MOST_ROWS, NGRAM, WORKLOADS, Answered, Ask, Workload, timed
 from workload import HERE, peer
 
@@ -48,7 +51,7 @@ from worker.models import model_cache
 from worker.models.default_model import DEFAULT_MODEL, prepare_default_model
 from worker.sampling import SamplingParams
 
-REPORT = HERE / "results" / "speculation.md"
+REPORTS = {"whole": HERE / "results/speculation.md", "served": HERE / "results/speculation_served.md"}
 PAUSE_S = 0.3
 """Between two turns, so that threads that wait busily for more work have gone to sleep."""
 
@@ -198,7 +201,7 @@ def render(rows: Sequence[Measured], arguments: argparse.Namespace, made_by: str
         "# Speculation",
         "",
         f"Made by `benchmarks/speculation.py`, which says what is asked, of whom, on {datetime.date.today()}:",
-        f"{DEFAULT_MODEL}, {arguments.dtype}, {made_by}, {platform.machine()}, {arguments.threads} threads,",
+        f"{DEFAULT_MODEL}, {arguments.dtype}, {made_by}, {processor()}, {arguments.threads} threads,",
         f"load before {load:.1f}. {arguments.rounds} interleaved rounds, answers of {arguments.tokens} tokens at most.",
         "Our answers are those without speculation, token for token.",
         "",
@@ -249,6 +252,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="as the launch scripts")
+    parser.add_argument("--weights", choices=[*REPORTS], default="whole", help="ours: whole, or as served (quantised)")
     parser.add_argument("--peers", nargs="*", choices=[VLLM, LLAMA], default=[VLLM, LLAMA], metavar="PEER")
     parser.add_argument("--vllm", type=Path, default=root / ".venv-vllm/bin/python", help="Python of its environment")
     parser.add_argument("--llama", type=Path, default=root / ".venv-llama/bin/python", help="likewise")
@@ -264,12 +268,18 @@ def show(ours: Ours, workload: Workload, batch: int, tokens: int) -> None:
         print(f"--- {workload.name}, {len(answer)} tokens\n{ours.engine.tokenizer.decode(answer)}")
 
 
+def say(line: str) -> None:
+    """A line of progress."""
+    print(line, file=sys.stderr)
+
+
 def main() -> None:
     arguments = _parse()
     load = os.getloadavg()[0]
     torch.set_num_threads(arguments.threads)
-    model = prepare_default_model(model_cache(os.environ), lambda text: print(text, file=sys.stderr))
-    ours = Ours(model, arguments.dtype)
+    model = prepare_default_model(model_cache(), say)
+    own = prepare_default_model(model_cache(), say, keeps_blocks=arguments.weights == "served")
+    ours = Ours(own, arguments.dtype)
     workloads = [one for one in WORKLOADS if one.name in arguments.workloads]
     if arguments.show:
         for workload in workloads:
@@ -286,7 +296,7 @@ def main() -> None:
                 text = render(rows, arguments, decode_ours.made_by(ours.engine), load)
                 print(text.splitlines()[11 + len(rows)], flush=True)
                 if not arguments.no_results:
-                    REPORT.write_text(text, encoding="utf-8")
+                    REPORTS[arguments.weights].write_text(text, encoding="utf-8")
     print(text)
 
 
