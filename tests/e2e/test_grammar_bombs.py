@@ -165,6 +165,7 @@ def test_a_heavy_grammar_hurts_nobody(served: Shared, name: str) -> None:
     assert worker.running
 
 
+@pytest.mark.campaign
 def test_slow_grammars_starve_nobody(served: Shared) -> None:
     stack, worker = served
     alone = chat(stack, max_tokens=60, ignore_eos=True).token_ids

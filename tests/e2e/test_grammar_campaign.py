@@ -72,6 +72,7 @@ def check_calm(worker: Worker, statuses: Counter[str]) -> None:
     assert worker.metric("dlw_grammar_sandbox_restarts_total") == 0
 
 
+@pytest.mark.campaign
 def test_five_bombs_of_each_kind(served: Shared) -> None:
     stack, worker = served
     check_calm(worker, throw(stack, worker, 0, range(5 * len(KINDS))))

@@ -121,12 +121,12 @@ def tell(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
     return write
 
 
-def test_500_fuzzed_requests(served: Shared, tell: Callable[[str], None]) -> None:
+def test_200_fuzzed_requests(served: Shared, tell: Callable[[str], None]) -> None:
     stack, worker = served
-    record = fuzz(stack, worker, 0, range(500))
+    record = fuzz(stack, worker, 0, range(200))
     check(worker, record)
-    assert grown_bytes(stack, worker, 0, range(500), LEAKED_BYTES) < LEAKED_BYTES
-    assert len(record.refusals_s) > 300
+    assert grown_bytes(stack, worker, 0, range(200), LEAKED_BYTES) < LEAKED_BYTES
+    assert len(record.refusals_s) > 120
     assert record.p99_s < 5  # a stall, not a slow machine
     tell(f"p99 of {len(record.refusals_s)} refusals: {1e3 * record.p99_s:.1f} ms")
 
