@@ -138,7 +138,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"extra_body": {"logits_processors": [{"name": "min_tokens", "args": {"n": "a"}}]}},
         "logits_processors[0].args.n",
     ),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
 ]
 
 
