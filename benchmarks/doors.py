@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import datetime
 import json
 import os
@@ -30,7 +29,7 @@ from typing import cast
 
 import psutil
 import uvloop
-from open_loop import Outcome, climb, drive, due_times, limit, outcome, shown
+from open_loop import Outcome, climb, drive, due_times, keep, limit, outcome, shown
 from serve import HERE, _free_port, processor
 
 KEPT, REPORT = HERE / "results" / "doors.json", HERE / "results" / "doors.md"
@@ -258,11 +257,8 @@ frontend share the cores with the front doors, so that more than two of these ad
 """
 
 
-def keep(row: Row) -> None:
-    kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
-    kept[f"{row.load} {row.count:02}"] = dataclasses.asdict(row)
-    kept = dict(sorted(kept.items(), reverse=False))
-    KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+def write(row: Row) -> None:
+    kept = keep(KEPT, f"{row.load} {row.count:02}", row)
     rows = [Row(**{**one, "best": Outcome(**one["best"])}) for one in kept.values()]
     REPORT.write_text(report(rows), encoding="utf-8")
 
@@ -285,7 +281,7 @@ def main() -> None:
                 row = measure(doors, name, options.seconds)
                 print(line(row), flush=True)
                 if not options.no_write:
-                    keep(row)
+                    write(row)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,16 @@ drawn before; its latency counts from then on, also where this process sends it 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
+import json
 import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 PATIENCE_S = 15.0
 """Seconds after the last arrival until requests count as not answered."""
@@ -141,3 +145,11 @@ def climb(load: Callable[[float], Outcome], start: float, factor: float = 1.5, m
 def limit(found: Sequence[Outcome]) -> Outcome:
     """The highest rate that did not bend the part; the lowest one if all did."""
     return next((one for one in reversed(found) if not bends(one)), found[0])
+
+
+def keep(path: Path, key: str, row: Any) -> dict[str, dict[str, Any]]:
+    """Keep a row of a benchmark, a dataclass, as JSON; returns all rows that are kept, by key."""
+    kept: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    kept = dict(sorted({**kept, key: dataclasses.asdict(row)}.items()))
+    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    return kept

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import datetime
 import itertools
-import json
 import os
 import subprocess
 import tempfile
@@ -30,7 +28,7 @@ from pathlib import Path
 
 import psutil
 import uvloop
-from open_loop import Outcome, climb, drive, due_times, limit, outcome, shown
+from open_loop import Outcome, climb, drive, due_times, keep, limit, outcome, shown
 from runtimes import _program
 from serve import HERE, _free_port, processor
 
@@ -185,10 +183,8 @@ Times are p50 / p99 / p99.9.
 """
 
 
-def keep(row: Row) -> None:
-    kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
-    kept[row.kind] = dataclasses.asdict(row)
-    KEPT.write_text(json.dumps({kind: kept[kind] for kind in KINDS if kind in kept}, indent=1) + "\n", encoding="utf-8")
+def write(row: Row) -> None:
+    kept = keep(KEPT, row.kind, row)
     rows = [Row(**{**kept[kind], "best": Outcome(**kept[kind]["best"])}) for kind in KINDS if kind in kept]
     REPORT.write_text(report(rows), encoding="utf-8")
 
@@ -204,7 +200,7 @@ def main() -> None:
         row = measure(kind, options.seconds)
         print(line(row), flush=True)
         if not options.no_write:
-            keep(row)
+            write(row)
 
 
 if __name__ == "__main__":

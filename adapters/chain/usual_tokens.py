@@ -13,8 +13,8 @@ from adapters.contract.companion import CompanionProcessor
 def can_prefer(members: Sequence[Member]) -> bool:
     """Whether a chain of ``members`` has usual tokens, and knows before the logits what it leaves.
 
-    What a third party's processor makes of a row, or one that reads a second model's, is not known:
-    beside it a mask keeps all its tokens.
+    A mask keeps all its tokens beside a processor of a third party that maps a row, or one that
+    reads a second row of logits: what they leave is not known.
     """
     is_known = not any(member.edit is None and (member.is_third_party or _is_companion(member)) for member in members)
     return is_known and any(member.usual_token is not None for member in members)

@@ -22,8 +22,8 @@ class KvStore:
     """Keys and values of each layer: ``[num_pages, num_kv_heads, page_size, head_dim]``, or, in
     int8, ``[num_pages, num_kv_heads, page_size, row bytes]``.
 
-    What is in a row is known to `write`, and to the attention backends, which read
-    it; everything else moves rows.
+    `write` and the attention backends, which read rows, know what is in one; everything else moves
+    rows.
 
     Attributes:
         keys: Keys of each layer.
