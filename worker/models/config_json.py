@@ -17,7 +17,7 @@ from adapters.first_problem import first_problem
 from adapters.strict_json import read_object
 from worker.models.geometry import BOUNDS, Geometry, GeometryError, check_fit
 from worker.models.model_table import TABLE
-from worker.models.model_types import MODEL_TYPES
+from worker.models.model_types import MODEL_TYPES, SOFTCAPS
 from worker.models.problems import ModelFileError, shown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -48,7 +48,6 @@ _ONLY = {
 }
 """The values of keys with which a model neither attends both ways nor returns something else."""
 
-_SOFTCAPPED = tuple(each.name for each in MODEL_TYPES.values() if each.has_softcaps)
 _UNSCALED = (None, "default")
 
 _TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -221,8 +220,10 @@ class ModelConfig(AnyConfig):
 
     def _refuse_others_keys(self) -> None:
         """Raises `ValueError` for keys of other model types that change what is computed."""
-        if self.final_logit_softcapping is not None and self.model_type not in _SOFTCAPPED:
-            raise ValueError(f"final_logit_softcapping is known of {' and '.join(_SOFTCAPPED)} alone")
+        for key in SOFTCAPS:
+            known = [each.name for each in MODEL_TYPES.values() if key in each.softcaps]
+            if getattr(self, key) is not None and self.model_type not in known:
+                raise ValueError(f"{key} is known of {' and '.join(known)} alone")
         for key in ("rope_scaling", "rope_parameters"):
             rope = getattr(self, key)
             if (

@@ -29,7 +29,8 @@ class ModelType:
             for some layers.
         gguf_pairs_rows: Whether llama.cpp's converter puts the rows of queries and keys that RoPE
             rotates together side by side.
-        has_softcaps: Whether ``final_logit_softcapping`` is read.
+        softcaps: The keys of soft caps that transformers applies. (Its Gemma 3 stores
+            ``attn_logit_softcapping`` and applies it nowhere.)
     """
 
     name: str
@@ -44,8 +45,11 @@ class ModelType:
     is_mixture: bool = False
     window: Literal["none", "model", "layer"] = "none"
     gguf_pairs_rows: bool = False
-    has_softcaps: bool = False
+    softcaps: tuple[str, ...] = ()
 
+
+SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+"""Keys of soft caps: of the scores of attention, of logits."""
 
 _REGISTER = (
     ModelType(
@@ -81,7 +85,7 @@ _REGISTER = (
         has_whole_heads=True,
         attention_biases="configured",
         num_norms=4,
-        has_softcaps=True,
+        softcaps=SOFTCAPS,
     ),
     ModelType(
         name="gemma3_text",
@@ -90,7 +94,7 @@ _REGISTER = (
         attention_biases="configured",
         has_head_norms=True,
         num_norms=4,
-        has_softcaps=True,
+        softcaps=("final_logit_softcapping",),
     ),
     ModelType(
         name="qwen3_moe",
