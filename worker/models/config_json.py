@@ -212,6 +212,9 @@ class ModelConfig(AnyConfig):
                 f"layer_types must have an entry for each of num_hidden_layers {self.num_hidden_layers}, "
                 f"got {len(self.layer_types)}"
             )
+        takes_null = MODEL_TYPES[self.model_type].takes_null_head_dim
+        if "head_dim" in self.model_fields_set and self.head_dim is None and not takes_null:
+            raise ValueError(f"head_dim must be an integer, or left out, in a model of type {self.model_type}")
         self._refuse_others_keys()
         pad, size = self.pad_token_id, self.vocab_size
         if pad is not None and size is not None and not -size <= pad < size:

@@ -19,6 +19,8 @@ class ModelType:
         has_whole_heads: Whether ``hidden_size`` must be a multiple of ``num_attention_heads``.
         derives_head_dim: Whether heads are ``hidden_size / num_attention_heads`` wide unless
             ``head_dim`` says so.
+        takes_null_head_dim: Whether a ``head_dim`` of null is one that is left out, for
+            transformers.
         attention_biases: Projections with a bias: ``none``; ``qkv``, always those of queries, keys
             and values; or ``configured``, all four if ``attention_bias`` is set.
         reads_mlp_bias: Whether the MLP has biases if ``mlp_bias`` is set.
@@ -38,6 +40,7 @@ class ModelType:
     gguf: str | None = None
     has_whole_heads: bool = False
     derives_head_dim: bool = False
+    takes_null_head_dim: bool = False
     attention_biases: Literal["none", "qkv", "configured"] = "none"
     reads_mlp_bias: bool = False
     has_head_norms: bool = False
@@ -58,11 +61,18 @@ _REGISTER = (
         gguf="llama",
         has_whole_heads=True,
         derives_head_dim=True,
+        takes_null_head_dim=True,
         attention_biases="configured",
         reads_mlp_bias=True,
         gguf_pairs_rows=True,
     ),
-    ModelType(name="mistral", class_name="MistralForCausalLM", derives_head_dim=True, window="model"),
+    ModelType(
+        name="mistral",
+        class_name="MistralForCausalLM",
+        derives_head_dim=True,
+        takes_null_head_dim=True,
+        window="model",
+    ),
     ModelType(
         name="qwen2",
         class_name="Qwen2ForCausalLM",

@@ -326,6 +326,7 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=examples(400), deadline=None, suppress_health_check=list(HealthCheck))
 @example("gemma3_text", {"attn_logit_softcapping": 1.0})  # stored by transformers and applied nowhere
+@example("qwen2", {"head_dim": None})  # transformers computes with it
 @given(model_type=st.sampled_from(EVERY_TYPE), changes=spoilt_configs())
 def test_any_configuration_is_refused_by_key_or_computed(
     every_checkpoint: dict[str, Path], playground: Path, model_type: str, changes: dict[str, Any]
