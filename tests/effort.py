@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-FACTORS = {"fast": 0.1, "ci": 0.2, "nightly": 5.0}
+FACTORS = {"fast": 0.1, "ci": 0.1, "nightly": 5.0}
 """Share of a property's examples that is tried: the same ones each time, except ``nightly``."""
 
 EFFORT = os.environ.get("DLW_EFFORT", "ci")
