@@ -24,6 +24,7 @@ from adapters.chain.chain import Mode, ProcessorChain
 from adapters.chain.failures import ProcessorFailed
 from adapters.chain.plan import RowPlan
 from adapters.chain.receipts import ProcessorRecord, Receipt
+from adapters.chain.usual_tokens import forces_foreseen
 
 __all__ = [
     "PROBLEMS",
@@ -40,6 +41,7 @@ __all__ = [
     "apply_late",
     "apply_plan",
     "edit_elements_alone",
+    "forces_foreseen",
     "plan_rows",
     "replay",
     "replay_token",

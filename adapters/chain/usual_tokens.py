@@ -20,6 +20,13 @@ def can_prefer(members: Sequence[Member]) -> bool:
     return is_known and any(member.usual_token is not None for member in members)
 
 
+def forces_foreseen(members: Sequence[Member], masks_alone: bool) -> bool:
+    """Whether a chain of ``members`` mostly forces the tokens that it foresees, so that nobody
+    needs their logits; `ProcessorChain.masks_alone` is its own.
+    """
+    return (masks_alone and can_prefer(members)) or not any(one.foresees and one.usual_token for one in members)
+
+
 def _is_companion(member: Member) -> bool:
     return isinstance(member.processor, CompanionProcessor)
 

@@ -81,7 +81,12 @@ class ScriptedModel:
         if self.hook is not None:
             self.hook(plan, logits)
         self.was_finite = logits.isfinite().all(-1).tolist()
+        self.left_out = logits.clone()
+        logits[list(plan.unread)] = torch.nan
         return logits
+
+    def late_logits(self, rows: Sequence[int]) -> torch.Tensor:
+        return self.left_out[list(rows)]
 
     def spoiled(self, plan: Plan) -> list[Request]:
         """Those with a drafted row that is not finite: what else is not is the head's doing."""
@@ -111,7 +116,9 @@ class ScriptedModel:
 
 
 class Drafting(Speculator):
-    """Drafts what it is told, however badly that does; nothing where a companion goes along."""
+    """Drafts what it is told, however badly that does; nothing where a companion goes along. In
+    every second row it promises that all of it is forced.
+    """
 
     def __init__(self, draft: Draft) -> None:
         super().__init__()
@@ -120,6 +127,9 @@ class Drafting(Speculator):
 
     def draft(self, plan: Plan) -> list[Sequence[int]]:
         return [() if one.is_companion or one.companion else self._draft(one) for one in plan.decode]
+
+    def _is_forced(self, row: int) -> bool:
+        return row % 2 == 0
 
     def learn(self, plan: Plan, accepted: Sequence[int]) -> None:
         self.accepted += accepted

@@ -62,6 +62,7 @@ class RecallModel:
         self.size = 0
         self.store: list[list[int]] = []
         self.num_computed = 0
+        self.logits = torch.empty(0, WIDTH)
 
     def allocate_kv(self, num_pages: int, page_size: int) -> None:
         self.size = page_size
@@ -91,7 +92,11 @@ class RecallModel:
 
     def forward(self, plan: Plan) -> torch.Tensor:
         tokens = self.choose(plan).token_ids
-        return torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.long), WIDTH).float()
+        self.logits = torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.long), WIDTH).float()
+        return self.logits.clone()
+
+    def late_logits(self, rows: Sequence[int]) -> torch.Tensor:
+        return self.logits[list(rows)]
 
     def spoiled(self, plan: Plan) -> tuple[()]:
         return ()

@@ -354,6 +354,27 @@ def test_processes_that_start_together_share_it(checkpoint: Path) -> None:
     assert not list(path.parent.glob("partial-*"))
 
 
+ENDS = """
+import itertools, sys, time
+from test_packed_copy import load, packed_copy
+packed_copy._parts = lambda tensor: (memoryview(b"")[: time.sleep(0.01)] for _ in itertools.count())
+load(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_gives_it_up(checkpoint: Path) -> None:
+    """In order: however long it would take, without a complaint, and nothing is left."""
+    environment = {**os.environ, "PYTHONPATH": MODULES}
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS, str(checkpoint)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0
+    assert "Error" not in ended.stderr
+    assert not copies(checkpoint)
+    assert not list(checkpoint.glob(f"{beside.DIRECTORY}/partial-*"))
+
+
 KILLED = """
 import os, signal, sys
 from test_packed_copy import PackedCopy, load, packed_copy
@@ -387,7 +408,7 @@ def test_a_start_does_not_wait_for_it(checkpoint: Path, monkeypatch: pytest.Monk
     threads: list[threading.Thread] = []
     go_on, write = threading.Event(), PackedCopy.write
     made = PackedCopy.write_beside
-    monkeypatch.setattr(PackedCopy, "write", lambda copy, value: (go_on.wait(60), write(copy, value)))
+    monkeypatch.setattr(PackedCopy, "write", lambda copy, *given: (go_on.wait(60), write(copy, *given)))
     monkeypatch.setattr(PackedCopy, "write_beside", lambda copy, value: threads.append(made(copy, value)))
     model = load(checkpoint)
     expected = logits(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, repeat
 from typing import Any, Protocol
@@ -229,6 +229,8 @@ class Plan:
         drafts: Drafted tokens that are computed behind each decode row's newest one; empty where no
             row has any.
         companions: Step of the draft model, which computes companions with it; None for none.
+        unread: Rows of logits that `Model.forward` may leave as they are: chains are about to force
+            their tokens. By index, with their index in the step.
     """
 
     decode: tuple[Request, ...]
@@ -238,6 +240,7 @@ class Plan:
     drafts: tuple[tuple[int, ...], ...] = ()
     num_companions: int = 0
     companions: Plan | None = None
+    unread: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def scored(self) -> tuple[Chunk, ...]:
@@ -286,13 +289,15 @@ class Plan:
         kept = [row for row, request in enumerate(self.decode) if id(request) not in gone]
         owners = [request for request, tokens in self.decode_tokens() for _ in tokens]
         owners += self.sampled[len(self.decode) :]
+        rows = [index for index, request in enumerate(owners) if id(request) not in gone]
         left = replace(
             self,
             decode=tuple(self.decode[row] for row in kept),
             sampled=tuple(request for request in self.sampled if id(request) not in gone),
             drafts=tuple(self.drafts[row] for row in kept) if self.drafts else (),
+            unread={index: self.unread[row] for index, row in enumerate(rows) if row in self.unread},
         )
-        return left, [index for index, request in enumerate(owners) if id(request) not in gone]
+        return left, rows
 
 
 class Model(Protocol):
@@ -328,7 +333,13 @@ class Model(Protocol):
         A decode row with a draft has one row for its newest token and one for each drafted token,
         in order; every other request has one. The sampler may write into them. Those of the chunks
         of ``plan.scored`` go to the taps of their requests; see `scored_rows.show_scored`. A plan
-        may have copies alone, where companions take the whole step.
+        may have copies alone, where companions take the whole step. Rows of ``plan.unread`` may
+        hold anything.
+        """
+
+    def late_logits(self, rows: Sequence[int]) -> torch.Tensor:
+        """Logits ``[n, vocab_size]`` of decode rows, drafted ones among them, of the step that
+        `forward` computed last, which it may have left out.
         """
 
     def spoiled(self, plan: Plan) -> Sequence[Request]:

@@ -207,6 +207,8 @@ class Stepper:
         counted = None if self.pass_sink is None else count_pass(plan, self.scheduler.queues.waiting)
         if plan.decode:
             plan = self.scheduler.add_drafts(plan, self.speculator.draft(plan))
+        if plan.drafts:
+            plan = self.speculator.leave_out(plan)
         logits = self.model.forward(plan)
         computed = plan
         if plan.drafts:
@@ -214,7 +216,7 @@ class Stepper:
         if plan.num_companions:
             self.scheduler.settle_companions(plan)
             plan, logits = take_rows(plan, logits, self.scheduler.queues.decoding)
-        outputs = self._sample(plan, logits[plan.first_rows()] if plan.drafts else logits, computed)
+        outputs = self._sample(plan, logits, plan.first_rows() if plan.drafts else None, computed)
         if self.connector is not None and self.scheduler.queues.pinned:
             self.connector.lease(plan, outputs)
         if computed.decode:
@@ -236,15 +238,21 @@ class Stepper:
         self.scheduler.settle_companions(plan)
         self.scheduler.spoil(plan, [one for one in self.draft_model.model.spoiled(plan) if one.pages])
 
-    def _sample(self, plan: Plan, logits: torch.Tensor, computed: Plan | None = None) -> list[Output]:
+    def _sample(
+        self, plan: Plan, logits: torch.Tensor, rows: Sequence[int] | None = None, computed: Plan | None = None
+    ) -> list[Output]:
         """Sample and commit one position of each of ``plan.sampled``.
 
         Args:
             plan: Plan of the rows.
-            logits: One row each.
+            logits: One row each; or all of a step, of which `rows` are these.
+            rows: Indices in `logits`.
             computed: Plan that `Model.forward` was given, where these are its first positions.
         """
         edits = plan_edits(plan)
+        if rows is not None:
+            logits = logits[rows]
+            self._compute_unread(logits, [plan.unread.get(row) for row in rows], edits)
         if self._tapped:
             show_logits(plan, logits)
         samples = self.sampler.sample(logits, edits, plan)
@@ -255,6 +263,19 @@ class Stepper:
         if self._tapped:
             samples.errors |= tap_errors(plan)
         return self.scheduler.commit(plan, samples)
+
+    def _compute_unread(self, logits: torch.Tensor, left_out: Sequence[int | None], edits: Edits) -> None:
+        """Compute logits that were left out, where a chain does not force the token after all.
+
+        Args:
+            logits: Rows, changed in place.
+            left_out: Index in the step of each that was left out, None for the others.
+            edits: Edits of these rows.
+        """
+        known = edits.failures.keys() | {row for row, _, edit in edits.planned if edit.force is not None}
+        late = {row: index for row, index in enumerate(left_out) if index is not None and row not in known}
+        if late:
+            logits[list(late)] = self.model.late_logits(list(late.values()))
 
     def _recompute_spoiled(self, plan: Plan, logits: torch.Tensor) -> tuple[Plan, torch.Tensor]:
         """Preempt rows with a draft of which a token is not finite; plan and logits of the others.
@@ -290,7 +311,8 @@ class Stepper:
         while rows := agreeing_rows(plan, depth, rows, latest):
             depth += 1
             requests = tuple(plan.decode[row] for row in rows)
-            latest = self._sample(Plan(requests, (), requests), logits[[first[row] + depth for row in rows]])
+            position = Plan(requests, (), requests, unread=plan.unread)
+            latest = self._sample(position, logits, [first[row] + depth for row in rows])
             outputs += latest
             for row in rows:
                 accepted[row] = depth

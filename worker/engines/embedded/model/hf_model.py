@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -380,7 +380,18 @@ class HfModel:
             hidden = hidden[upload_ids(plan.logit_rows(), self.device)]
         elif len(hidden) > len(batch.ids):
             hidden = self._last_hidden
-        return self._network.logits(hidden)
+        if not plan.unread:
+            return self._network.logits(hidden)
+        read = [row for row in range(len(hidden)) if row not in plan.unread]
+        logits = torch.empty(len(hidden), self.vocab_size, device=self.device)
+        logits[read] = self._network.logits(hidden[read])
+        return logits
+
+    @torch.inference_mode()
+    def late_logits(self, rows: Sequence[int]) -> torch.Tensor:
+        """See `Model.late_logits`."""
+        with launching_on(self.device):
+            return self._network.logits(self._last_hidden[list(rows)])
 
     @torch.inference_mode()
     def spoiled(self, plan: Plan) -> list[Request]:

@@ -14,7 +14,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,20 @@ class PackedCopy:
         logger.info("packed weights: read from %s in %.1f s", self.path, time.monotonic() - began)
         return value
 
-    def write(self, value: Any) -> None:
-        """Write `value`; logs why if it cannot be written."""
+    def write(self, value: Any, goes_on: Callable[[], bool] = lambda: True) -> None:
+        """Write `value`; logs why if it cannot be written.
+
+        Args:
+            value: Object of the kinds that the copy may hold.
+            goes_on: Asked every few megabytes; nothing is kept once it is false.
+        """
+
+        def parts(tensor: torch.Tensor) -> Iterator[memoryview]:
+            for part in _parts(tensor):
+                if not goes_on():
+                    raise OSError("this process ends")
+                yield part
+
         tensors: dict[str, torch.Tensor] = {}
         tree = _encoded(value, tensors)
         size = sum(tensor.nbytes for tensor in tensors.values())
@@ -105,11 +117,12 @@ class PackedCopy:
                 raise OSError(f"its {size // 10**6} MB would take more than half of what is free")
             content = {
                 "provenance": self._provenance.record(),
-                "tensors": {name: _digest(tensor) for name, tensor in tensors.items()},
+                "tensors": {name: _digest(parts(tensor)) for name, tensor in tensors.items()},
                 "value": tree,
             }
+            stored = [_stored(name, tensor, parts(tensor)) for name, tensor in tensors.items()]
             with path.open("wb") as file:
-                write_safetensors(file, [_stored(name, tensor) for name, tensor in tensors.items()], sealed(content))
+                write_safetensors(file, stored, sealed(content))
 
         try:
             keep(self.path, write)
@@ -123,15 +136,21 @@ class PackedCopy:
     def write_beside(self, value: Any) -> threading.Thread:
         """`write` in a thread of its own, which takes what time others leave.
 
-        A start does not wait for it: a probe could end the process each time before it is done.
+        A start does not wait for it: a probe could end the process each time before it is done. The
+        end of the process does, for some megabytes more: Python ends a daemon thread wherever it
+        is, which aborts the process where that is in torch.
         """
 
         def work() -> None:
             if sys.platform == "linux":
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-            self.write(value)
+            try:
+                self.write(value, threading.main_thread().is_alive)
+            except RuntimeError:  # pools of threads take no more work by then
+                if threading.main_thread().is_alive():
+                    raise
 
-        thread = threading.Thread(target=work, name="packed-copy", daemon=True)
+        thread = threading.Thread(target=work, name="packed-copy")
         thread.start()
         return thread
 
@@ -164,11 +183,8 @@ def _encoded(value: Any, tensors: dict[str, torch.Tensor], name: str = "") -> An
     return value
 
 
-def _stored(name: str, tensor: torch.Tensor) -> Stored:
-    view = _bytes(tensor).ravel().data
-    starts = range(0, len(view), _WRITTEN_AT_ONCE)
-    parts = (view[start : start + _WRITTEN_AT_ONCE] for start in starts)
-    return Stored(name, _CODES[tensor.dtype], tuple(tensor.shape), len(view), lambda: parts)
+def _stored(name: str, tensor: torch.Tensor, parts: Iterator[memoryview]) -> Stored:
+    return Stored(name, _CODES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, lambda: parts)
 
 
 def _state(path: Path) -> tuple[int, int] | None:
@@ -187,15 +203,24 @@ def _loaded(file: Any, digests: dict[str, str]) -> dict[str, torch.Tensor]:
 
     def take(name: str) -> bool:
         np.copyto(_bytes(tensors[name]), _bytes(mapped[name]))  # torch would start threads in this one
-        return _digest(tensors[name]) == digests[name]
+        return _digest(_parts(tensors[name])) == digests[name]
 
     if not all(side_by_side(take, sorted(tensors, key=lambda name: -tensors[name].nbytes))):
         raise ValueError("it is damaged: a tensor has another SHA-256")
     return tensors
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(_bytes(tensor).data).hexdigest()
+def _parts(tensor: torch.Tensor) -> Iterator[memoryview]:
+    view = _bytes(tensor).ravel().data
+    for start in range(0, len(view), _WRITTEN_AT_ONCE):
+        yield view[start : start + _WRITTEN_AT_ONCE]
+
+
+def _digest(parts: Iterable[memoryview]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

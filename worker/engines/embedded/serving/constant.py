@@ -77,6 +77,10 @@ class ConstantModel:
             show_scored(plan, torch.empty(plan.num_tokens), self._rows)
         return self._rows(plan.logit_rows())
 
+    def late_logits(self, rows: Sized) -> torch.Tensor:
+        """See `Model.late_logits`."""
+        return self._rows(rows)
+
     def _rows(self, tokens: Sized) -> torch.Tensor:
         return self._row.repeat(len(tokens), 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from adapters.chain import ProcessorChain
+from adapters.chain import ProcessorChain, forces_foreseen
 from worker.engines.embedded.speculation.proposer import Draft
 
 
@@ -13,6 +13,9 @@ class ChainProposer:
 
     Args:
         chain: Chain of the request, at the end of the history that `propose` is given.
+
+    Attributes:
+        is_forced: Whether the chain mostly forces what it foresees.
     """
 
     name = "chain"
@@ -20,6 +23,7 @@ class ChainProposer:
 
     def __init__(self, chain: ProcessorChain) -> None:
         self._chain = chain
+        self.is_forced = forces_foreseen(chain.members, chain.masks_alone)
 
     def propose(self, history: Sequence[int], limit: int) -> Draft:
         """See `Proposer.propose`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from adapters.chain import ProcessorChain
@@ -132,6 +132,23 @@ class Speculator:
                 drafts[one.row] = one.tokens(plan.decode[one.row].tokens, length)
                 self._drafting[one.row] = one
         return drafts
+
+    def leave_out(self, plan: Plan) -> Plan:
+        """A plan with drafts, without the logits of positions at which chains are about to force a
+        token.
+        """
+        if plan.num_companions:
+            return plan
+        unread: list[int] = []
+        for row, first in enumerate(plan.first_rows()[: len(plan.decode)]):
+            request, count = plan.decode[row], len(plan.drafts[row])
+            if count and request.tap is None and request.params.logprobs is None and self._is_forced(row):
+                unread += range(first, first + count)
+        return replace(plan, unread={row: row for row in unread}) if unread else plan
+
+    def _is_forced(self, row: int) -> bool:
+        proposer = self._drafting[row].source.proposer
+        return isinstance(proposer, ChainProposer) and proposer.is_forced
 
     def _lengths(self, plan: Plan, candidates: Sequence[_Candidate]) -> list[int]:
         """Tokens to draft for each candidate; a step tries one where nothing pays, at most."""
