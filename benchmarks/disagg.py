@@ -57,6 +57,7 @@ from worker.engines import EngineRequest, KeepKv, ReadKv
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.transfer.handle import KvHandle
+from worker.engines.embedded.transfer.host_copy import HostProcess
 from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.transfer.transport import KvTransport
 from worker.sampling import SamplingParams
@@ -182,7 +183,8 @@ def read_with_nixl(transport: KvTransport, child: Child, source: list[int], targ
     """Seconds of the read, from the handle to the fencing token that proves it."""
     data = child.ask(source)
     layout = KvLayout(**data.pop("layout"))
-    handle = KvHandle(layout=layout, **(data | {"metadata": b64decode(data["metadata"])}))
+    process = None if data["process"] is None else HostProcess(**data["process"])
+    handle = KvHandle(layout=layout, **(data | {"metadata": b64decode(data["metadata"]), "process": process}))
     began = time.perf_counter()
     read = transport.read(handle, target, 0, len(source) * LAYOUT.page_size)
     while (state := read.poll(1.0)) == "busy":

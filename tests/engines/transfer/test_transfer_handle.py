@@ -56,7 +56,7 @@ def test_a_foreign_one_is_refused_by_name(foreign: Any) -> None:
 
 
 def test_another_version_is_refused_with_both() -> None:
-    assert "version: must be 2, got 1" in refused(payload() | {"version": 1})
+    assert "version: must be 3, got 1" in refused(payload() | {"version": 1})
 
 
 def test_names_are_complete_and_known() -> None:
