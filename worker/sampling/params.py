@@ -325,8 +325,8 @@ class SamplingParams:
                 raise ValueError(f"logits_processor must be callable, got {type(processor).__name__}")
 
     def with_values(self, **values: Any) -> SamplingParams:
-        """A copy with other values of some fields, in a quarter of the time of `dataclasses.replace`
-        where they are None or seeds: nothing else is then checked again.
+        """A copy with other values of some fields. Where they are None or seeds, nothing else is
+        checked again, as `dataclasses.replace` does.
 
         Raises:
             ValueError: as for a new record.

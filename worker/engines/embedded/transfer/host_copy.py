@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.engines.embedded.transfer.layout import Array
+from worker.engines.embedded.transfer.leases import WORD_BYTES
 from worker.engines.embedded.transfer.nixl import TransferError
 
 MAX_PIECES = 1024
@@ -57,19 +58,17 @@ def this_process() -> HostProcess | None:
 
 
 class HostCopy:
-    """A transfer with a process of this machine, done when it has been started: piece by piece, in
-    the order of the descriptors.
+    """A read from a process of this machine, done when it has been started: piece by piece, in the
+    order of the descriptors.
 
     Args:
-        kind: ``READ`` from the other process, or ``WRITE`` to it.
         number: Id of the other process.
         ours: Descriptors ``[n, 3]`` of our side: address, size in bytes, and a device, which is not
             looked at.
         theirs: Descriptors of the other side, with the same sizes.
     """
 
-    def __init__(self, kind: Literal["READ", "WRITE"], number: int, ours: Array, theirs: Array) -> None:
-        self._call = _calls()[kind]
+    def __init__(self, number: int, ours: Array, theirs: Array) -> None:
         self._number = number
         self._sides = [np.ascontiguousarray(side[:, :2]) for side in (ours, theirs)]
 
@@ -93,7 +92,7 @@ class HostCopy:
 
     def _copy(self, ours: Array, theirs: Array) -> None:
         wanted, count = int(ours[:, 1].sum()), len(ours)
-        copied = self._call(self._number, _address(ours), count, _address(theirs), count, 0)
+        copied = _calls()["READ"](self._number, _address(ours), count, _address(theirs), count, 0)
         if copied != wanted:  # a part, where a piece in the middle is not the process's
             reason = os.strerror(ctypes.get_errno()) if copied < 0 else f"{copied} of {wanted} bytes"
             raise TransferError(f"memory of process {self._number} cannot be copied: {reason}")
@@ -106,10 +105,29 @@ def may_copy(number: int, address: int) -> bool:
         number: Id of the other process.
         address: An address in its memory of a word that may be read.
     """
-    word = np.zeros(1, dtype=np.int64)
-    ours, theirs = (np.array([[each, word.nbytes]], dtype=np.uint64) for each in (_address(word), address))
-    copied = _calls()["READ"](number, _address(ours), 1, _address(theirs), 1, 0)
-    return bool(copied >= 0 or ctypes.get_errno() not in _DENIED)
+    return _copy_word("READ", number, address, ctypes.c_int64()) >= 0 or ctypes.get_errno() not in _DENIED
+
+
+def read_word(number: int, address: int) -> int | None:
+    """The int64 at an address of another process; None where there is none."""
+    word = ctypes.c_int64()
+    return word.value if _copy_word("READ", number, address, word) == WORD_BYTES else None
+
+
+def write_word(number: int, address: int, value: int) -> bool:
+    """Write an int64 to an address of another process; whether that could be done."""
+    return _copy_word("WRITE", number, address, ctypes.c_int64(value)) == WORD_BYTES
+
+
+class _Piece(ctypes.Structure):
+    """``struct iovec``."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+def _copy_word(kind: Literal["READ", "WRITE"], number: int, address: int, word: ctypes.c_int64) -> int:
+    ours, theirs = (_Piece(each, WORD_BYTES) for each in (ctypes.addressof(word), address))
+    return _calls()[kind](number, ctypes.addressof(ours), 1, ctypes.addressof(theirs), 1, 0)
 
 
 def _address(array: npt.NDArray[Any]) -> int:

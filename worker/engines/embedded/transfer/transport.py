@@ -24,7 +24,14 @@ import numpy as np
 import torch
 
 from worker.engines.embedded.transfer.handle import KvHandle
-from worker.engines.embedded.transfer.host_copy import HostCopy, HostProcess, may_copy, this_process
+from worker.engines.embedded.transfer.host_copy import (
+    HostCopy,
+    HostProcess,
+    may_copy,
+    read_word,
+    this_process,
+    write_word,
+)
 from worker.engines.embedded.transfer.layout import Array, KvLayout, descriptors, pieces, slices
 from worker.engines.embedded.transfer.leases import (
     MAX_LEASES,
@@ -110,6 +117,7 @@ class KvTransport:
         self.tensors = list(tensors)
         self.memory, self._device_index = memory_of(tensors[0].device)
         self._bases = tuple(tensor.data_ptr() for tensor in tensors)
+        self._base_table = np.array(self._bases, dtype=np.uint64)
         words = torch.zeros(3 * MAX_LEASES, dtype=torch.int64)
         self._leases = LeaseTable(words[: 2 * MAX_LEASES])
         self.scratch = ScratchWords(words[2 * MAX_LEASES :])
@@ -165,17 +173,14 @@ class KvTransport:
     def describe(self, handle: KvHandle, pages: Sequence[int], start: int, stop: int) -> list[Array]:
         """Descriptors ``[n, 3]`` of positions ``[start, stop)`` in our pages and the handle's."""
         found = pieces(self.layout, pages, handle.pages, start, stop)
-        sides = (self._bases, self._device_index), (handle.bases, handle.device)
+        sides = (self._base_table, self._device_index), (handle.bases, handle.device)
         return descriptors(found, sides, self.tensors[0].element_size())
 
-    def prepare(
-        self, kind: Literal["READ", "WRITE"], handle: KvHandle, tables: Sequence[Array], memories: tuple[str, str]
-    ) -> Transfer:
-        """A transfer between our memory and that of a handle's worker, not started.
+    def prepare(self, handle: KvHandle, tables: Sequence[Array], memories: tuple[str, str]) -> Transfer:
+        """A transfer from the memory of a handle's worker into ours, not started.
 
         Args:
-            kind: ``READ`` from the worker, or ``WRITE`` to it.
-            handle: A handle that it has given.
+            handle: A handle that the worker has given.
             tables: Descriptors ``[n, 3]`` of our side and of the worker's.
             memories: NIXL's name of the memory of either side.
 
@@ -183,8 +188,8 @@ class KvTransport:
             TransferError: there is no connection, or the memory is not registered.
         """
         if handle.process is not None and self.is_near(handle):
-            return HostCopy(kind, handle.process.number, *tables)
-        return self.agent.prepare(kind, (handle.agent, handle.metadata), tables, memories)
+            return HostCopy(handle.process.number, *tables)
+        return self.agent.prepare("READ", (handle.agent, handle.metadata), tables, memories)
 
     def is_near(self, handle: KvHandle) -> bool:
         """Whether a handle's worker is a process of this machine that we may copy from and into."""
@@ -202,16 +207,18 @@ class KvTransport:
             handle: Handle of the lease.
             is_granted: Whether its fencing token was found in the granter's memory a moment ago.
         """
+        address = handle.token_address + RELEASE_OFFSET
+        if handle.process is not None and self.is_near(handle):
+            number = handle.process.number  # another process may have it by now, and must not be written to
+            if is_granted or read_word(number, handle.token_address) == handle.token:
+                write_word(number, address, handle.token)
+            return
         word = self.scratch.take()
         if word is None:
             return
+        word.cell[0] = handle.token
         try:
-            if not (is_granted or self._may_write(handle, word)):
-                self.scratch.give_back(word)
-                return
-            word.cell[0] = handle.token
-            address = handle.token_address + RELEASE_OFFSET
-            transfer = self.prepare("WRITE", handle, word_tables(word, address), ("DRAM", "DRAM"))
+            transfer = self.agent.prepare("WRITE", (handle.agent, handle.metadata), word_tables(word, address))
             transfer.start()
         except TransferError as error:
             logger.info("a lease of %s cannot be released: %s", handle.agent, error)
@@ -220,16 +227,6 @@ class KvTransport:
             return
         self._releases.append(Release(transfer, word, time.monotonic() + RELEASE_TIMEOUT_S))
         self._drop_ended_releases()
-
-    def _may_write(self, handle: KvHandle, word: ScratchWord) -> bool:
-        """Whether a process of this machine is still the one that granted a lease, by the lease's
-        fencing token: another one may have its number by now. NIXL knows its peers by itself.
-        """
-        if not self.is_near(handle):
-            return True
-        word.cell[0] = 0
-        self.prepare("READ", handle, word_tables(word, handle.token_address), ("DRAM", "DRAM")).start()
-        return int(word.cell[0]) == handle.token
 
     def close(self) -> None:
         """Disconnect and deregister. No read may be under way."""
@@ -355,7 +352,7 @@ class KvRead:
         return word_tables(self._word, self._handle.token_address)
 
     def _start(self, tables: Sequence[Array], memories: tuple[str, str]) -> str:
-        self._transfer = self._transport.prepare("READ", self._handle, tables, memories)
+        self._transfer = self._transport.prepare(self._handle, tables, memories)
         status = self._transfer.start()
         self._moved = time.monotonic()
         return status
