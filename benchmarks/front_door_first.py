@@ -156,8 +156,7 @@ async def measure_first(door: int, frontend: int, wire: Wire, num_streams: int, 
     async with asyncio.timeout(TIMEOUT_S):
         taken = [await asyncio.gather(*pair) for pair in times]
         await asyncio.gather(*asking)
-        while answers:
-            await asyncio.sleep(EVENT_S)
+        await asyncio.sleep(lasts_s + 2 * EVENT_S)  # until the last answer has ended
     ticking.cancel()
     server.close()
     return [through - straight for through, straight in taken[num_warm:]]

@@ -15,6 +15,7 @@ from worker.engines.embedded.transfer import host_copy
 from worker.engines.embedded.transfer import transport as transports
 from worker.engines.embedded.transfer.handle import KvHandle
 from worker.engines.embedded.transfer.host_copy import TRANSPORT, HostCopy, HostProcess
+from worker.engines.embedded.transfer.layout import Array
 from worker.engines.embedded.transfer.leases import RELEASE_OFFSET
 from worker.engines.embedded.transfer.nixl import TransferError
 from worker.engines.embedded.transfer.transport import KvTransport
@@ -52,11 +53,16 @@ def test_a_neighbour_is_read_without_a_connection(peer: Peer, transport: KvTrans
 
 
 def test_a_page_takes_one_call(peer: Peer, transport: KvTransport, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle, started = peer.grant([1]), list[int]()
-    start = HostCopy.start
-    monkeypatch.setattr(HostCopy, "start", lambda copy: started.append(1) or start(copy))
+    handle, copy = peer.grant([1]), HostCopy._copy
+    sizes: list[int] = []
+
+    def counted(self: HostCopy, ours: Array, theirs: Array) -> None:
+        sizes.append(len(ours))
+        copy(self, ours, theirs)
+
+    monkeypatch.setattr(HostCopy, "_copy", counted)
     read_page(peer, transport, handle)
-    assert len(started) == 1
+    assert sizes == [2 * LAYOUT.layers + 1], "its keys and values, then the fencing token"
 
 
 @pytest.mark.parametrize("most", [1, 4, 6])
