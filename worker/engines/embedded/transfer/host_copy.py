@@ -131,7 +131,7 @@ def _copy_word(kind: Literal["READ", "WRITE"], number: int, address: int, word: 
 
 
 def _address(array: npt.NDArray[Any]) -> int:
-    """Address of an array's memory, in a third of the time of ``array.ctypes.data``."""
+    """Address of an array's memory; ``array.ctypes.data`` makes objects for it."""
     address: int = array.__array_interface__["data"][0]
     return address
 
