@@ -4,14 +4,15 @@
 
 All on this machine, with a Llama of about 100 million random parameters where a model is needed.
 
-*Transfer*: whole pages of a store of 24 tensors are read with NIXL out of another process's
-memory, and the same number of bytes are copied once, by one thread, out of memory that both
-processes have mapped and the other one has written, in turn; both in huge pages, and no page
-twice before all others. The target is 0.6 of the copy's speed.
+*Transfer*: whole pages of a store of 24 tensors are read out of another process's memory, as a
+decode worker does it, and the same number of bytes are copied once, by one thread, out of memory
+that both processes have mapped and the other one has written, in turn; both in huge pages, and no
+page twice before all others. The target is 0.75 of the copy's speed. With ``UCX_TLS=all`` in the
+environment NIXL reads them.
 
 *First token*: two engines, prompts of several lengths; the time from the handle to the first token
 at the decode engine, without the transfer and one decode step, which that token needs anywhere; the
-target is 5 ms at most.
+target is 3 ms at most.
 
 *Prompts between*: four answers are decoded while prompts of 2048 tokens arrive, one every few
 seconds: by one engine with two threads, and by a prefill and a decode engine with one thread each.
@@ -57,6 +58,7 @@ from worker.engines import EngineRequest, KeepKv, ReadKv
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.transfer.handle import KvHandle
+from worker.engines.embedded.transfer.host_copy import HostProcess
 from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.transfer.transport import KvTransport
 from worker.sampling import SamplingParams
@@ -67,8 +69,8 @@ NUM_PAGES = 64
 NUM_TENSORS = 2 * LAYOUT.layers
 PAGE_ELEMENTS = LAYOUT.kv_heads * LAYOUT.page_size * LAYOUT.head_dim
 SHARED_BYTES = NUM_TENSORS * NUM_PAGES * PAGE_ELEMENTS * 2
-TRANSFER_TARGET = 0.6
-FIRST_TOKEN_TARGET_MS = 5.0
+TRANSFER_TARGET = 0.75
+FIRST_TOKEN_TARGET_MS = 3.0
 ROUTING_TARGET = 3.0
 
 NUM_STREAMS = 4
@@ -151,12 +153,12 @@ def lease_for_transfer(descriptor: int) -> None:
 
 
 def measure_transfer(rounds: int) -> list[tuple[str, float, float]]:
-    """What is transferred, and the speed of NIXL and of the copy in bytes per second."""
+    """What is transferred, and the speed of the transfer and of the copy in bytes per second."""
     descriptor = os.memfd_create("kv")
     os.ftruncate(descriptor, SHARED_BYTES)
     child = Child("--child", "transfer", "--descriptor", str(descriptor), keep=(descriptor,))
     transport = KvTransport(store(0.0), LAYOUT)
-    read_with_nixl(transport, child, [0], [0])  # connects
+    read_pages(transport, child, [0], [0])  # connects
     shared = mapped(descriptor)
     shared.sum()  # maps the pages
     numbers = random.Random(0)
@@ -170,7 +172,7 @@ def measure_transfer(rounds: int) -> list[tuple[str, float, float]]:
             if scattered:
                 source, target = (numbers.sample(range(NUM_PAGES), count) for _ in range(2))
             num_bytes = count * PAGE_ELEMENTS * NUM_TENSORS * 2
-            speeds[0].append(num_bytes / read_with_nixl(transport, child, source, target))
+            speeds[0].append(num_bytes / read_pages(transport, child, source, target))
             speeds[1].append(num_bytes / copy_once(transport.tensors, shared, source, target, scattered))
         name = f"{num_bytes / 2**20:.0f} MiB, {count} pages{', scattered' * scattered}"
         rows.append((name, statistics.median(speeds[0]), statistics.median(speeds[1])))
@@ -178,11 +180,12 @@ def measure_transfer(rounds: int) -> list[tuple[str, float, float]]:
     return rows
 
 
-def read_with_nixl(transport: KvTransport, child: Child, source: list[int], target: list[int]) -> float:
+def read_pages(transport: KvTransport, child: Child, source: list[int], target: list[int]) -> float:
     """Seconds of the read, from the handle to the fencing token that proves it."""
     data = child.ask(source)
     layout = KvLayout(**data.pop("layout"))
-    handle = KvHandle(layout=layout, **(data | {"metadata": b64decode(data["metadata"])}))
+    process = None if data["process"] is None else HostProcess(**data["process"])
+    handle = KvHandle(layout=layout, **(data | {"metadata": b64decode(data["metadata"]), "process": process}))
     began = time.perf_counter()
     read = transport.read(handle, target, 0, len(source) * LAYOUT.page_size)
     while (state := read.poll(1.0)) == "busy":
@@ -338,14 +341,14 @@ def verdict(good: bool) -> str:
 
 
 def report_transfer(rounds: int, write: Callable[[str], object]) -> None:
-    write("| KV | NIXL, GB/s | one copy, GB/s | ratio | at least 0.6 |\n| ---: | ---: | ---: | ---: | --- |\n")
+    write("| KV | transfer, GB/s | one copy, GB/s | ratio | at least 0.75 |\n| ---: | ---: | ---: | ---: | --- |\n")
     for size, ours, copied in measure_transfer(rounds):
         shown = f"{ours / 1e9:.2f} | {copied / 1e9:.2f} | {ours / copied:.2f}"
         write(f"| {size} | {shown} | {verdict(ours / copied >= TRANSFER_TARGET)} |\n")
 
 
 def report_first_token(path: str, rounds: int, write: Callable[[str], object]) -> None:
-    write("\n| prompt | prefill, ms | transfer, ms | decode step, ms | the rest, ms | at most 5 |\n")
+    write("\n| prompt | prefill, ms | transfer, ms | decode step, ms | the rest, ms | at most 3 |\n")
     write("| ---: | ---: | ---: | ---: | ---: | --- |\n")
     for length, *seconds in asyncio.run(measure_first_token(path, rounds)):
         shown = " | ".join(f"{1e3 * value:.1f}" for value in seconds)

@@ -7,7 +7,8 @@ the openai package sends it, on a connection of its own; each answer is a stream
 the frontend writes one at a time, to all streams before the clients read them. Two servers take
 turns between them: the front door, and a relay on the same event loop (uvloop) that passes on
 whatever comes and checks nothing, which is about what the sockets cost. Prints the medians and
-writes them to `results/front_door.md`.
+writes them to `results/front_door.md`, and below them what the front door adds to the time to
+first token (`front_door_first.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 import uvloop
+from front_door_first import Wire, interval, measure_first, pin
 from serve import _free_port, processor
 
 HERE = Path(__file__).resolve().parent
@@ -285,13 +287,38 @@ def row(num_streams: int, costs: dict[str, list[Cost]]) -> str:
     return f"| {num_streams} | {' | '.join(cells)} |"
 
 
+FIRST_HEAD = "| streams | pairs | first token, ms later | at most 1 |\n| --- | --- | --- | --- |"
+FIRST_TARGET_MS = 1.0
+
+
+def first_row(num_streams: int, num_pairs: int) -> str:
+    """What the front door adds to the first token while so many streams are open."""
+    wire = Wire(REQUEST, HEAD, CHUNK, LAST)
+    port, frontend = _free_port(), _free_port()
+    command = ["-m", "worker.frontdoor", "--port", str(port), "--upstream", f"http://127.0.0.1:{frontend}"]
+    process = subprocess.Popen([sys.executable, *command], env=os.environ | {"PYTHONPATH": str(HERE.parent)})
+    cores = os.sched_getaffinity(0)
+    try:
+        _await_connection(port, process)
+        pin(process.pid, 1)
+        pin(0, 0)
+        found = uvloop.run(measure_first(port, frontend, wire, num_streams, num_pairs))
+    finally:
+        os.sched_setaffinity(0, cores)
+        process.kill()
+        process.wait()
+    median, low, high = (value * 1e3 for value in interval(found))
+    verdict = "yes" if high <= FIRST_TARGET_MS else "no"
+    return f"| {num_streams} | {num_pairs} | {median:+.2f} ({low:+.2f} to {high:+.2f}) | {verdict} |"
+
+
 TABLE_HEAD = (
     "| streams | request, front door | relay | difference | event, front door | relay | difference |\n"
     "| --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
-def report(rows: Sequence[str], num_rounds: int) -> str:
+def report(rows: Sequence[str], first_rows: Sequence[str], num_rounds: int) -> str:
     return f"""# What the front door costs
 
 Made by `.venv/bin/python benchmarks/front_door.py`, which says what is compared. CPU time of the server's process in
@@ -300,6 +327,13 @@ rounds in turn. The relay checks nothing; what it costs is sockets and event loo
 
 {TABLE_HEAD}
 {chr(10).join(rows)}
+
+Added to the time to first token, as `benchmarks/front_door_first.py` says: open-loop load, the front door on a core
+of its own; the median of pairs, one through the front door and one straight to the frontend, and its interval of
+95 % by bootstrap.
+
+{FIRST_HEAD}
+{chr(10).join(first_rows)}
 
 {datetime.date.today().isoformat()}, {processor()}, {os.cpu_count()} cores; load average {os.getloadavg()[1]:.1f};
 Python {platform.python_version()}, uvloop {importlib.metadata.version("uvloop")}.
@@ -311,12 +345,27 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--events", type=int, default=64, help="events per answer")
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--pairs", type=int, default=1500, help="pairs of requests, for the first token")
+    parser.add_argument("--parts", nargs="+", choices=("cpu", "first"), default=["cpu", "first"])
     parser.add_argument("--no-write", action="store_true", help="leave results/front_door.md as it is")
     parser.add_argument("--serve-relay", type=int, nargs=2, metavar=("PORT", "FRONTEND"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve_relay:
         uvloop.run(serve_relay(*options.serve_relay))
         return
+    rows = _cpu_rows(options) if "cpu" in options.parts else []
+    first_rows = []
+    if "first" in options.parts:
+        print(FIRST_HEAD, flush=True)
+        for num_streams in options.streams:
+            first_rows.append(first_row(num_streams, options.pairs))
+            print(first_rows[-1], flush=True)
+    if not options.no_write and rows and first_rows:
+        REPORT.write_text(report(rows, first_rows, options.rounds), encoding="utf-8")
+        print(f"\nwritten to {REPORT.relative_to(HERE.parent)}")
+
+
+def _cpu_rows(options: argparse.Namespace) -> list[str]:
     rows = []
     with running(DOOR) as door, running(RELAY) as relay:
         servers = {DOOR: door, RELAY: relay}
@@ -330,9 +379,7 @@ def main() -> None:
                     costs[name].append(measure(server, num_streams, options.events))
             rows.append(row(num_streams, costs))
             print(rows[-1], flush=True)
-    if not options.no_write:
-        REPORT.write_text(report(rows, options.rounds), encoding="utf-8")
-        print(f"\nwritten to {REPORT.relative_to(HERE.parent)}")
+    return rows
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -416,3 +416,19 @@ def test_the_order_of_a_request_covers_its_fields(facts: Context) -> None:
     params, chain = served(chains_with(facts), parsed(data))
     assert names(chain) == ["temperature"]
     assert params.is_greedy
+
+
+@pytest.mark.parametrize("changes", [{}, {"seed": 3}, {"seed": None}, {"logits_processor": None}, {"logprobs": True}])
+def test_what_an_engine_gets_is_a_copy(changes: dict[str, Any]) -> None:
+    given = SamplingParams(max_tokens=9, top_p=0.5, seed=7, stop_token_ids=[3], allowed_token_ids=[4], logprobs=2)
+    cleared = {one.name: None for one in processor_controls(SamplingParams) if one.refused is not None}
+    made = for_engine(given, **changes)
+    assert made == replace(given, **cleared | changes)
+    assert made is not given
+    assert given.allowed_token_ids == [4]
+
+
+@pytest.mark.parametrize(("field", "value"), [("seed", -1), ("seed", 2**64), ("seed", 1.5), ("top_p", 2.0)])
+def test_a_change_out_of_range_is_an_error(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{field} must be"):
+        for_engine(SamplingParams(), **{field: value})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import asdict
 
 from worker.engines import EngineInfo
 from worker.errors import InvalidRequest, Overloaded
@@ -20,7 +21,7 @@ RUN_AS_PROCESSORS = frozenset(
 )
 """Fields that every engine serves: in its sampler, natively, or as a logits processor."""
 
-_DEFAULTS = SamplingParams()
+_DEFAULTS = asdict(SamplingParams())
 
 
 def check_refused(params: SamplingParams, refused: Mapping[str, str], allowed: AbstractSet[str] = frozenset()) -> None:
@@ -35,7 +36,7 @@ def check_refused(params: SamplingParams, refused: Mapping[str, str], allowed: A
         InvalidRequest: naming the first such field that differs from its default.
     """
     for name, reason in refused.items():
-        if name not in allowed and getattr(params, name) != getattr(_DEFAULTS, name):
+        if getattr(params, name) != _DEFAULTS[name] and name not in allowed:
             raise InvalidRequest(f"sampling_params.{name}", reason)
 
 

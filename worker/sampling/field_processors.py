@@ -76,6 +76,11 @@ def refuse_twice(names: Collection[str], fields: Sequence[tuple[Control, FieldVa
             raise SelectionError(value.requested.path, problem)
 
 
+@cached
+def _cleared(record: type) -> dict[str, None]:
+    return {one.name: None for one in processor_controls(record) if one.refused is not None}
+
+
 def for_engine(params: SamplingParams, **changes: Any) -> SamplingParams:
     """``params`` for an engine: without the fields that are processors of the chain by now.
 
@@ -83,8 +88,7 @@ def for_engine(params: SamplingParams, **changes: Any) -> SamplingParams:
         params: Sampling parameters of the request.
         changes: Further fields to set.
     """
-    cleared = {one.name: None for one in processor_controls(type(params)) if one.refused is not None}
-    return replace(params, **cleared | changes)
+    return params.with_values(**_cleared(type(params)) | changes)
 
 
 def is_sampled(params: SamplingParams, chain: ProcessorChain | None) -> bool:

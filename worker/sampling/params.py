@@ -10,7 +10,7 @@ the engine.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from adapters.contract import MAX_INT
@@ -324,6 +324,24 @@ class SamplingParams:
             if not callable(processor):
                 raise ValueError(f"logits_processor must be callable, got {type(processor).__name__}")
 
+    def with_values(self, **values: Any) -> SamplingParams:
+        """A copy with other values of some fields. Where they are None or seeds, nothing else is
+        checked again, as `dataclasses.replace` does.
+
+        Raises:
+            ValueError: as for a new record.
+        """
+        made = object.__new__(type(self))
+        for name in _names(type(self)):
+            setattr(made, name, getattr(self, name))
+        for name, value in values.items():
+            setattr(made, name, value)
+        if any(value is not None and name != "seed" for name, value in values.items()):
+            made.__post_init__()
+        elif values.get("seed") is not None:
+            _check("seed", values["seed"], Integer(0, _SEEDS - 1))
+        return made
+
     @property
     def is_greedy(self) -> bool:
         """TensorRT-LLM's rule: a control is at its greedy value, or none asks for sampling.
@@ -356,6 +374,11 @@ class SamplingParams:
         if self.end_id is not None and not self.ignore_eos:
             ids.add(self.end_id)
         return frozenset(ids)
+
+
+@cached
+def _names(record: type[SamplingParams]) -> tuple[str, ...]:
+    return tuple(one.name for one in fields(record))
 
 
 @cached

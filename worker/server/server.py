@@ -79,6 +79,7 @@ class RequestServer:
         ``make_chains`` makes the builder of chains, in a thread, once the model is loaded.
         """
         self.engine = engine
+        self._changes_weights = engine if isinstance(engine, ChangesWeights) else None  # slow to ask of each request
         self.arguments = arguments
         self.in_flight = InFlightRequests()
         self.kv_load = KvLoad(self.in_flight)
@@ -138,7 +139,7 @@ class RequestServer:
         return info
 
     def _updated_weights(self) -> str:
-        weights = self.engine.weights if isinstance(self.engine, ChangesWeights) else None
+        weights = None if self._changes_weights is None else self._changes_weights.weights
         return "" if weights is None else weights.weight_version.updated_digest
 
     def _open_engine_port(self, adapters: ServedAdapters) -> None:

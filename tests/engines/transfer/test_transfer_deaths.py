@@ -1,6 +1,6 @@
 """A reader that is killed while it reads: its lease times out, and the next reader is served.
 
-Over shared memory the kernel copies for the reader; over TCP the worker that is read from answers,
+On one machine the kernel copies for the reader; over TCP the worker that is read from answers,
 and has answers for a dead peer.
 """
 
@@ -21,7 +21,7 @@ LARGE = KvLayout("large", "float32", layers=8, kv_heads=4, head_dim=64, block_si
 NUM_PAGES = 16
 """Of 256 KiB in each of 16 tensors: 64 MiB, several slices."""
 
-NETWORKS = {"shared memory": {}, "TCP": {"UCX_TLS": "tcp"}}
+NETWORKS = {"one machine": {}, "NIXL's shared memory": {"UCX_TLS": "all"}, "TCP": {"UCX_TLS": "tcp"}}
 
 
 @pytest.fixture(params=NETWORKS)

@@ -16,11 +16,14 @@ from adapters.catalog import Requested, Selection
 from worker.engines.embedded.transfer import params
 from worker.engines.embedded.transfer.fingerprint import fingerprint
 from worker.engines.embedded.transfer.handle import KvHandle, handle_as_json, handle_from_json
+from worker.engines.embedded.transfer.host_copy import HostProcess
 from worker.engines.embedded.transfer.layout import KvLayout
 from worker.errors import KV_TRANSFER_FIELD, InvalidRequest, StartupError
 
 LAYOUT = KvLayout("f00d", "float32", layers=2, kv_heads=2, head_dim=4, block_size=4, page_size=16)
-HANDLE = KvHandle("dlw-1", b"\x00meta\xff", "DRAM", 0, (16, 32, 48, 64), LAYOUT, (3, 1), 4096, 99)
+HANDLE = KvHandle(
+    "dlw-1", b"\x00meta\xff", "DRAM", 0, (16, 32, 48, 64), LAYOUT, (3, 1), 4096, 99, HostProcess("here", 7)
+)
 PROMPT = list(range(5, 30))
 CHOSEN = Selection((Requested("banned_tokens", {"token_ids": [7, 8]}), Requested("min_tokens", {"n": 3}, "answer")))
 
@@ -56,7 +59,7 @@ def test_a_foreign_one_is_refused_by_name(foreign: Any) -> None:
 
 
 def test_another_version_is_refused_with_both() -> None:
-    assert "version: must be 2, got 1" in refused(payload() | {"version": 1})
+    assert "version: must be 3, got 1" in refused(payload() | {"version": 1})
 
 
 def test_names_are_complete_and_known() -> None:
@@ -130,6 +133,7 @@ BROKEN: dict[str, list[Any]] = {
     "pages": [[3], [3, 1, 2], [3, -1], [3, True], "31", None],
     "token_address": [-1, "0", 2**64, None],
     "token": [-1, 2**63, 0.5, None],
+    "process": [3, {}, {"host": "", "number": 1}, {"host": "h", "number": -1}, {"host": "h", "number": 1, "x": 1}],
 }
 
 

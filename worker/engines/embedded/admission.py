@@ -134,6 +134,8 @@ def _check_prompt(prompt: Sequence[int], vocab_size: int, context_length: int) -
 
 
 def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size):
+        return  # sooner than the search for the first wrong one
     for position, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
             problem = f"must be token ids from 0 to {vocab_size - 1}, got {token!r} at index {position}"

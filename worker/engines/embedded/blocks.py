@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
 
 ROOT = 0
@@ -37,12 +38,17 @@ class Block:
         return self.parent is parent and self.tokens == tokens
 
 
+@cache
+def _content(num_tokens: int) -> struct.Struct:
+    return struct.Struct(f"<Q{num_tokens}i")
+
+
 def hash_block(parent: int, tokens: Sequence[int]) -> int:
     """64 bits of BLAKE2b over the parent's hash (uint64) and the ids (int32), little-endian.
 
     The same on every worker, so that a router can compare them.
     """
-    content = struct.pack(f"<Q{len(tokens)}i", parent, *tokens)
+    content = _content(len(tokens)).pack(parent, *tokens)
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 

@@ -96,11 +96,13 @@ class Scheduler:
             chunks = tuple(chunk for chunk in chunks if not chunk.request.by_draft_model)
         if decode:
             copies += self.cache.compact()
-        return replace(
-            _plan(decode, chunks),
+        return Plan(
+            decode,
+            chunks,
+            _sampled(decode, chunks),
             copies=copies,
-            num_companions=len(decode) - len(owners) + sum(chunk.request.is_companion for chunk in chunks),
-            companions=_plan(rows, drafted) if rows or drafted else None,
+            num_companions=len(decode) - len(owners) + sum([chunk.request.is_companion for chunk in chunks]),
+            companions=Plan(rows, drafted, _sampled(rows, drafted)) if rows or drafted else None,
         )
 
     def _append_pages(self) -> bool:
@@ -216,6 +218,6 @@ def _full(rows: Sequence[Request], cache: KvCache) -> list[tuple[Request, KvCach
     return [(one, cache) for one in rows if one.num_computed == len(one.pages) * cache.page_size]
 
 
-def _plan(decode: tuple[Request, ...], chunks: tuple[Chunk, ...]) -> Plan:
-    ended = tuple(chunk.request for chunk in chunks if chunk.is_last)
-    return Plan(decode, chunks, decode + ended if ended else decode)
+def _sampled(decode: tuple[Request, ...], chunks: tuple[Chunk, ...]) -> tuple[Request, ...]:
+    ended = tuple([chunk.request for chunk in chunks if chunk.is_last])
+    return decode + ended if ended else decode

@@ -109,7 +109,10 @@ class Turns:
 
 def counts_of(requests: Iterable[Request]) -> Counter[str | None]:
     """Requests of each client."""
-    return Counter(request.client for request in requests)
+    counts: Counter[str | None] = Counter()
+    for request in requests:  # Counter(requests) asks first whether they are a mapping, which takes longer
+        counts[request.client] += 1
+    return counts
 
 
 def last_of_largest_client(running: Sequence[Request]) -> Request:

@@ -122,10 +122,14 @@ class KvCache:
             spare: Pages that must be available afterwards.
             without: Requests whose pages will have been freed by then.
         """
-        owned = Counter(page for one in without for sequence in self._kept(one) for page in sequence.pages)
-        freed = {page for page, count in owned.items() if count == self._pool.ref_counts[page]}
+        freed = self._freed_with(without) if without else set[int]()
         missing = sum(self._count_missing(sequence, freed) for sequence in self._kept(request))
         return missing + spare <= self._pool.num_available + len(freed)
+
+    def _freed_with(self, requests: Sequence[Request]) -> set[int]:
+        """Pages that nobody owns once the pages of `requests` have been freed."""
+        owned = Counter(page for one in requests for sequence in self._kept(one) for page in sequence.pages)
+        return {page for page, count in owned.items() if count == self._pool.ref_counts[page]}
 
     def _count_missing(self, sequence: Request, freed: Set[int]) -> int:
         """Available pages that a sequence takes: all but the owned ones that it shares."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -52,11 +52,12 @@ class RowTable:
         self.owners = [(requests[owner], depth) for owner, depth in owners]
         params = [request.params for request, _ in self.owners]
         self.logprob_counts = [one.logprobs or 0 for one in params]
-        self.greedy = _rows(params, lambda one: one.is_greedy)
-        self.random = _rows(params, lambda one: not one.is_greedy)
+        is_greedy = [one.is_greedy for one in params]
+        self.greedy = [row for row, greedy in enumerate(is_greedy) if greedy]
+        self.random = [row for row, greedy in enumerate(is_greedy) if not greedy]
         self._seeds = [self.owners[row][0].seed for row in self.random]
         self._choices = [self.owners[row][0].choice for row in self.random]
-        logprobs = _rows(params, lambda one: one.logprobs is not None)
+        logprobs = [row for row, one in enumerate(params) if one.logprobs is not None]
         self.raw = [row for row in logprobs if params[row].logprobs_mode != "processed"]
         self.trained = [row for row in self.raw if params[row].logprobs_mode == "train"]
         attributed = {row for row in self.raw if _is_attributed(self.owners[row][0])}
@@ -131,10 +132,6 @@ def _owners(count: int, offsets: Sequence[int] | None) -> list[tuple[int, int]]:
     if len(offsets) != count + 1 or offsets[0] != 0 or falls:
         raise ValueError(f"offsets must be {count + 1} rising numbers from 0, got {list(offsets)}")
     return [(request, depth) for request in range(count) for depth in range(offsets[request + 1] - offsets[request])]
-
-
-def _rows(params: Sequence[SamplingParams], wanted: Callable[[SamplingParams], bool]) -> list[int]:
-    return [row for row, one in enumerate(params) if wanted(one)]
 
 
 def _is_attributed(request: Request) -> bool:

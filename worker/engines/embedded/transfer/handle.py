@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from adapters.catalog import shown
+from worker.engines.embedded.transfer.host_copy import HostProcess
 from worker.engines.embedded.transfer.layout import KvLayout
 from worker.errors import KV_TRANSFER_FIELD, InvalidRequest
 
@@ -31,6 +32,7 @@ class KvHandle:
         pages: Pages of the prompt, in order.
         token_address: Address of the lease's fencing token, in ``DRAM``.
         token: The fencing token, 63 bits.
+        process: The worker's process, None where its memory is read with NIXL alone.
     """
 
     agent: str
@@ -42,6 +44,7 @@ class KvHandle:
     pages: tuple[int, ...]
     token_address: int
     token: int
+    process: HostProcess | None = None
 
 
 def handle_as_json(handle: KvHandle) -> dict[str, Any]:
@@ -84,6 +87,7 @@ def handle_from_json(data: Mapping[str, Any], layout: KvLayout, prompt_length: i
         pages=pages,
         token_address=check_integer(f"{where}.token_address", data["token_address"], 2**63),
         token=check_integer(f"{where}.token", data["token"], 2**63),
+        process=_process(f"{where}.process", data["process"]),
     )
 
 
@@ -113,6 +117,16 @@ def _layout(where: str, data: object) -> KvLayout:
         page_size=number("page_size"),
         numerics=_text(f"{where}.numerics", data["numerics"]),
     )
+
+
+def _process(where: str, data: object) -> HostProcess | None:
+    if data is None:
+        return None
+    if not isinstance(data, Mapping):
+        raise InvalidRequest(where, f"must be a mapping or null, got {shown(data)}")
+    check_names(where, data, {field.name for field in fields(HostProcess)})
+    number = check_integer(f"{where}.number", data["number"], 2**31)
+    return HostProcess(_text(f"{where}.host", data["host"]), number)
 
 
 def _text(where: str, value: object) -> str:

@@ -85,7 +85,9 @@ def _follows(piece: list[int], to: int, of: int) -> bool:
     return piece[0] + piece[2] == to and piece[1] + piece[2] == of
 
 
-def descriptors(found: list[list[int]], sides: Sequence[tuple[Sequence[int], int]], itemsize: int) -> list[Array]:
+def descriptors(
+    found: list[list[int]], sides: Sequence[tuple[Sequence[int] | Array, int]], itemsize: int
+) -> list[Array]:
     """Address, size in bytes and device ``[n, 3]`` of `found` in all tensors, of either side.
 
     Args:
@@ -98,7 +100,7 @@ def descriptors(found: list[list[int]], sides: Sequence[tuple[Sequence[int], int
     tables = []
     for column, (bases, device) in enumerate(sides):
         rows = np.empty((len(bases), len(found), 3), dtype=np.uint64)
-        np.add(np.array(bases, dtype=np.uint64)[:, None], table[:, column], out=rows[:, :, 0])
+        np.add(np.asarray(bases, dtype=np.uint64)[:, None], table[:, column], out=rows[:, :, 0])
         rows[:, :, 1] = table[:, 2]
         rows[:, :, 2] = device
         tables.append(rows.reshape(-1, 3))
@@ -107,6 +109,8 @@ def descriptors(found: list[list[int]], sides: Sequence[tuple[Sequence[int], int
 
 def slices(sizes: Array, limit: int) -> list[tuple[int, int]]:
     """Consecutive ranges of descriptors of `limit` bytes at most, or of one descriptor."""
+    if len(sizes) and int(sizes.sum()) <= limit:
+        return [(0, len(sizes))]
     ranges, first, total = [], 0, 0
     for index, size in enumerate(sizes.tolist()):
         if index > first and total + size > limit:

@@ -19,7 +19,7 @@ from worker.engines.embedded.transfer.handle import check_integer, check_names
 from worker.errors import KV_TRANSFER_FIELD, InvalidRequest
 
 FORMAT = "dynamo-logits-worker/kv"
-VERSION = 2
+VERSION = 3
 
 _MADE_FOR = (
     ("prompt_length", "another prompt"),

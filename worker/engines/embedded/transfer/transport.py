@@ -18,12 +18,20 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
 from worker.engines.embedded.transfer.handle import KvHandle
+from worker.engines.embedded.transfer.host_copy import (
+    HostCopy,
+    HostProcess,
+    may_copy,
+    read_word,
+    this_process,
+    write_word,
+)
 from worker.engines.embedded.transfer.layout import Array, KvLayout, descriptors, pieces, slices
 from worker.engines.embedded.transfer.leases import (
     MAX_LEASES,
@@ -33,7 +41,7 @@ from worker.engines.embedded.transfer.leases import (
     ScratchWord,
     ScratchWords,
 )
-from worker.engines.embedded.transfer.nixl import NixlAgent, NixlTransfer, TransferError, memory_of
+from worker.engines.embedded.transfer.nixl import NixlAgent, TransferError, memory_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +64,19 @@ RELEASE_TIMEOUT_S = 0.5
 State = Literal["busy", "done", "expired", "lost"]
 
 
+class Transfer(Protocol):
+    """One transfer, with NIXL or within this machine. Every method may raise `TransferError`."""
+
+    def start(self) -> str:
+        """Start it; returns its state."""
+
+    def state(self) -> str:
+        """``PROC`` while it is under way, ``DONE``, or ``ERR``."""
+
+    def release(self) -> None:
+        """Free or cancel it; if that raises, it may still write."""
+
+
 @dataclass(frozen=True, slots=True)
 class Release:
     """The release of a lease, on its way to the worker that granted it.
@@ -66,7 +87,7 @@ class Release:
         deadline: Time at which it is given up, by `time.monotonic`.
     """
 
-    transfer: NixlTransfer
+    transfer: Transfer
     word: ScratchWord
     deadline: float
 
@@ -96,11 +117,14 @@ class KvTransport:
         self.tensors = list(tensors)
         self.memory, self._device_index = memory_of(tensors[0].device)
         self._bases = tuple(tensor.data_ptr() for tensor in tensors)
+        self._base_table = np.array(self._bases, dtype=np.uint64)
         words = torch.zeros(3 * MAX_LEASES, dtype=torch.int64)
         self._leases = LeaseTable(words[: 2 * MAX_LEASES])
         self.scratch = ScratchWords(words[2 * MAX_LEASES :])
         self._releases: list[Release] = []
         self.agent = NixlAgent(devices, [self.tensors, [words]])
+        self._process = this_process() if self.memory == "DRAM" else None
+        self._neighbours: dict[HostProcess, bool] = {}  # whether the system lets us copy from them
 
     def __repr__(self) -> str:
         return f"KvTransport({len(self._leases)} leases, {self.scratch.num_taken} words in use, {self.agent!r})"
@@ -126,6 +150,7 @@ class KvTransport:
             pages=tuple(pages),
             token_address=address,
             token=token,
+            process=self._process,
         )
 
     def revoke(self, handle: KvHandle) -> None:
@@ -148,17 +173,51 @@ class KvTransport:
     def describe(self, handle: KvHandle, pages: Sequence[int], start: int, stop: int) -> list[Array]:
         """Descriptors ``[n, 3]`` of positions ``[start, stop)`` in our pages and the handle's."""
         found = pieces(self.layout, pages, handle.pages, start, stop)
-        sides = (self._bases, self._device_index), (handle.bases, handle.device)
+        sides = (self._base_table, self._device_index), (handle.bases, handle.device)
         return descriptors(found, sides, self.tensors[0].element_size())
 
-    def release(self, handle: KvHandle) -> None:
-        """Tell a lease's granter that we read no more; if that fails, the lease ends by itself."""
+    def prepare(self, handle: KvHandle, tables: Sequence[Array], memories: tuple[str, str]) -> Transfer:
+        """A transfer from the memory of a handle's worker into ours, not started.
+
+        Args:
+            handle: A handle that the worker has given.
+            tables: Descriptors ``[n, 3]`` of our side and of the worker's.
+            memories: NIXL's name of the memory of either side.
+
+        Raises:
+            TransferError: there is no connection, or the memory is not registered.
+        """
+        if handle.process is not None and self.is_near(handle):
+            return HostCopy(handle.process.number, *tables)
+        return self.agent.prepare("READ", (handle.agent, handle.metadata), tables, memories)
+
+    def is_near(self, handle: KvHandle) -> bool:
+        """Whether a handle's worker is a process of this machine that we may copy from and into."""
+        process = handle.process
+        if process is None or self._process is None or process.host != self._process.host or handle.memory != "DRAM":
+            return False
+        if process not in self._neighbours:
+            self._neighbours[process] = may_copy(process.number, handle.token_address)
+        return self._neighbours[process]
+
+    def release(self, handle: KvHandle, *, is_granted: bool = False) -> None:
+        """Tell a lease's granter that we read no more; if that fails, the lease ends by itself.
+
+        Args:
+            handle: Handle of the lease.
+            is_granted: Whether its fencing token was found in the granter's memory a moment ago.
+        """
+        address = handle.token_address + RELEASE_OFFSET
+        if handle.process is not None and self.is_near(handle):
+            number = handle.process.number  # another process may have it by now, and must not be written to
+            if is_granted or read_word(number, handle.token_address) == handle.token:
+                write_word(number, address, handle.token)
+            return
         word = self.scratch.take()
         if word is None:
             return
         word.cell[0] = handle.token
         try:
-            address = handle.token_address + RELEASE_OFFSET
             transfer = self.agent.prepare("WRITE", (handle.agent, handle.metadata), word_tables(word, address))
             transfer.start()
         except TransferError as error:
@@ -206,8 +265,9 @@ class KvRead:
         self._slices = slices(self._ours[:, 1], SLICE_BYTES)
         self._word = transport.scratch.take()
         assert self._word is not None, f"too many reads: {transport!r}"
-        self._transfer: NixlTransfer | None = None
+        self._transfer: Transfer | None = None
         self._asked_token = False
+        self._is_near = transport.is_near(handle)
         self._state: State = "busy"
         self.num_bytes = int(self._ours[:, 1].sum())
         self._began = self._moved = time.monotonic()
@@ -265,13 +325,12 @@ class KvRead:
             status = self._transfer.state()
         elif self._slices:
             first, last = self._slices.pop(0)
-            memories = self._transport.memory, self._handle.memory
-            status = self._start([self._ours[first:last], self._theirs[first:last]], memories)
+            tables = [self._ours[first:last], self._theirs[first:last]]
+            if self._is_near and not self._slices:  # the token behind the KV in one call, which keeps their order
+                tables = list(map(np.concatenate, zip(tables, self._token_tables(), strict=True)))
+            status = self._start(tables, (self._transport.memory, self._handle.memory))
         elif not self._asked_token:
-            assert self._word is not None
-            self._asked_token = True
-            self._word.cell[0] = 0
-            status = self._start(word_tables(self._word, self._handle.token_address), ("DRAM", "DRAM"))
+            status = self._start(self._token_tables(), ("DRAM", "DRAM"))
         else:
             self._check_token()
             return True
@@ -285,9 +344,15 @@ class KvRead:
             self._transfer = None
         return True
 
+    def _token_tables(self) -> list[Array]:
+        """Descriptors of the scratch word, from now on 0, and of the lease's fencing token."""
+        assert self._word is not None
+        self._asked_token = True
+        self._word.cell[0] = 0
+        return word_tables(self._word, self._handle.token_address)
+
     def _start(self, tables: Sequence[Array], memories: tuple[str, str]) -> str:
-        peer = self._handle.agent, self._handle.metadata
-        self._transfer = self._transport.agent.prepare("READ", peer, tables, memories)
+        self._transfer = self._transport.prepare(self._handle, tables, memories)
         status = self._transfer.start()
         self._moved = time.monotonic()
         return status
@@ -298,7 +363,7 @@ class KvRead:
             self._state = "expired"
             return
         self._state = "done"
-        self._transport.release(self._handle)
+        self._transport.release(self._handle, is_granted=True)
 
     def _fail(self) -> None:
         self._state = "lost"
