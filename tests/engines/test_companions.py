@@ -224,7 +224,14 @@ def answer_after(tokens: list[int]) -> int:
     drafted=st.none() | st.integers(1, 100),
 )
 def test_a_companion_is_computed_and_freed_with_its_owner(
-    arrivals: list[Arrival], pages: int, rows: int, budget: int, mixed: int, seed: int, drafts: bool, drafted: int | None
+    arrivals: list[Arrival],
+    pages: int,
+    rows: int,
+    budget: int,
+    mixed: int,
+    seed: int,
+    drafts: bool,
+    drafted: int | None,
 ) -> None:
     house = House(pages, rows, budget, mixed, seed, drafts=drafts, drafted=drafted)
     scheduler = house.stepper.scheduler

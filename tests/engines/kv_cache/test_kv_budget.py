@@ -99,7 +99,11 @@ def test_the_draft_model_has_no_more_kv_than_was_counted(
     settings = {"method": method, "model": str(checkpoints["llama"])}
     with caplog.at_level(logging.INFO, logger=budget.__name__):
         engine = Engine(
-            checkpoints["llama"], device="cpu", kv_cache_memory=3 * 2**20, context_length=256, speculative_config=settings
+            checkpoints["llama"],
+            device="cpu",
+            kv_cache_memory=3 * 2**20,
+            context_length=256,
+            speculative_config=settings,
         )
     stepper = engine.session.stepper
     assert stepper.draft_model is not None

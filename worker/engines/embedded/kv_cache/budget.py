@@ -103,7 +103,9 @@ def choose_kv_blocks(config: EmbeddedConfig, model: Model, context_length: int, 
         blocks = _default_blocks(config, model.device, available, sizes)
     elif available is not None and sizes.bytes_of(blocks) > available:
         flag = "--kv-cache-memory" if config.kv_blocks is None else f"--kv-blocks {config.kv_blocks}"
-        raise StartupError(f"{flag}: {_size(sizes.bytes_of(blocks))} of KV cache, {_size(available)} of memory are free")
+        raise StartupError(
+            f"{flag}: {_size(sizes.bytes_of(blocks))} of KV cache, {_size(available)} of memory are free"
+        )
     blocks = blocks // per_page * per_page
     logger.info(
         "KV cache: %s%s%s for %d tokens, %.1f full contexts of %d",
