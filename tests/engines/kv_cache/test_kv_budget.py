@@ -86,9 +86,9 @@ def test_the_draft_models_kv_is_counted(
 
 
 def test_memory_for_the_draft_models_kv_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StartupError, match="--kv-blocks 512: 1.5 GiB of KV cache, 1.0 GiB of memory are free"):
+    with pytest.raises(StartupError, match=r"--kv-blocks 512: 1\.5 GiB of KV cache, 1\.0 GiB of memory are free"):
         chosen(monkeypatch, GIB, draft_token_bytes=TOKEN_BYTES, kv_blocks=512)
-    with pytest.raises(StartupError, match="cannot hold one context of 8192 tokens, which takes 1.5 GiB"):
+    with pytest.raises(StartupError, match=r"cannot hold one context of 8192 tokens, which takes 1\.5 GiB"):
         chosen(monkeypatch, 100 * GIB, draft_token_bytes=TOKEN_BYTES, kv_cache_memory=GIB)
 
 

@@ -92,7 +92,7 @@ def test_experts_that_no_native_kernel_computes_are_dequantised(
 ) -> None:
     decoder_shapes.write(tmp_path / "gpt_oss", "gpt_oss", 0)
     path = write(tmp_path / "gpt_oss", tmp_path / "it", "mxfp4")
-    monkeypatch.delitem(decoder_layers.TWISTS, "gpt_oss")  # type: ignore[attr-defined]
+    monkeypatch.delitem(decoder_layers.TWISTS, "gpt_oss")
     with caplog.at_level(logging.INFO):
         model = load(path)
     assert "6 weights of experts in MXFP4 are dequantised: transformers' code computes them" in caplog.messages

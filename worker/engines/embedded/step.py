@@ -18,6 +18,7 @@ from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.held_outputs import HeldOutputs
 from worker.engines.embedded.kv_cache import KvCache, choose_page_size
+from worker.engines.embedded.model import HfModel
 from worker.engines.embedded.passes import count_pass
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampling import Sampler
@@ -330,7 +331,7 @@ def plan_edits(plan: Plan) -> Edits:
     return Edits(*plan_rows(chains)) if chains else Edits()
 
 
-def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int, draft: Model | None = None) -> Stepper:
+def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int, draft: HfModel | None = None) -> Stepper:
     """A stepper for `model` with `num_kv_blocks` KV blocks; `StartupError` if they do not fit.
 
     Args:

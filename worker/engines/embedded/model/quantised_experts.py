@@ -1,5 +1,5 @@
-"""Experts of a quantised checkpoint in transformers' module, which has one parameter for all experts:
-those of GGUF files have a weight for each expert and projection, those in MXFP4 are stacked.
+"""Experts of a quantised checkpoint in transformers' module, which has one parameter for all of
+them: GGUF files have a weight for each expert and projection; those in MXFP4 are stacked.
 """
 
 from __future__ import annotations

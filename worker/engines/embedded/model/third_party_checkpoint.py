@@ -27,7 +27,7 @@ from worker.models.weight_files import WeightFiles
 logger = logging.getLogger(__name__)
 
 _HAS_STACKED_EXPERTS = "gpt_oss"
-"""Model type whose experts are kept in MXFP4: the tensors of its checkpoints have its modules' names."""
+"""Model type whose experts are kept in MXFP4; its checkpoints have the names of its modules."""
 
 
 class ThirdPartyCheckpoint:

@@ -19,8 +19,8 @@ from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.engines.embedded.model.quantised_experts import StackedExperts, StoredWeight
 from worker.engines.embedded.model.stored_weights import Weight
 from worker.models.problems import ModelFileError
-from worker.models.quantization_config import MXFP4
 from worker.models.quantised_tensors import ThirdPartyWeight
+from worker.models.quantization_config import MXFP4
 from worker.models.weight_files import WeightFiles
 
 Read = Callable[[str], torch.Tensor]

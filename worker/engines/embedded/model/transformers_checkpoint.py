@@ -45,7 +45,6 @@ from worker.models.problems import ModelFileError
 from worker.models.quantised import format_of
 from worker.models.weight_files import WeightFiles
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -122,7 +121,9 @@ def packed(network: Any, kernels: KernelBackend, num_positions: int = 0, context
     if llama_weights.serves(network.config):
         found = LlamaNetwork(LlamaWeights.of(network), kernels, num_positions)
     else:
-        found = decoder_network(network, kernels, num_positions) or _by_transformers(network, kernels)
+        longest = getattr(network.config, "max_position_embeddings", None)
+        positions = num_positions or context_length or (longest if isinstance(longest, int) else 0)
+        found = decoder_network(network, kernels, positions) or _by_transformers(network, kernels)
     found.rope_factors = factors
     return found
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.kv_cache import choose_page_size
-from worker.engines.embedded.model import check_first_pass, load_model
+from worker.engines.embedded.model import HfModel, check_first_pass, load_model
 from worker.engines.embedded.plan import Chunk, Model, Plan, Request
 from worker.engines.embedded.speculation.config import FLAG, SpeculativeConfig
 from worker.engines.embedded.speculation.proposer import NO_DRAFT, Draft
@@ -79,7 +79,7 @@ class DraftModelProposer:
         return True
 
 
-def load_draft_model(config: EmbeddedConfig, target: Model) -> Model | None:
+def load_draft_model(config: EmbeddedConfig, target: Model) -> HfModel | None:
     """The draft model of ``--speculative-config`` for `target`, which `config` describes, without
     pages; None if it names none.
 
@@ -102,7 +102,7 @@ def load_draft_model(config: EmbeddedConfig, target: Model) -> Model | None:
     return model
 
 
-def with_pages(config: EmbeddedConfig, model: Model, target: Model, num_tokens: int) -> DraftModel:
+def with_pages(config: EmbeddedConfig, model: HfModel, target: Model, num_tokens: int) -> DraftModel:
     """The draft model of `load_draft_model` with its pages.
 
     Args:
