@@ -133,7 +133,7 @@ conversions(void)
         memcpy((char *)&bits + sizeof bits - sizeof *operands, operands + i, sizeof *operands); /* little-endian */
         add_float(float_of(bits));
     }
-    const float scale = scale_of(numbers, LANES);
+    const float scale = scale_of(magnitude_of(numbers, LANES));
     add_float(scale);
     add_vec(codes_of(vec_load(numbers), scale));
 }
