@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import datetime
 import functools
+import gc
 import os
 import platform
 import tempfile
@@ -180,6 +181,8 @@ def main() -> None:
             for name in COLUMNS
         }
         answers["llama.cpp"] = stack.enter_context(peer(arguments.llama, path, arguments.threads, "decode_llama.py"))
+        gc.collect()
+        gc.freeze()  # as the worker does: a large vocabulary is garbage-collected for milliseconds otherwise
         for case in arguments.cases:
             row = quantised.Row("Q4_0", case)
             step = bytes_of_a_step(CASES[case].rows, arguments.layers)

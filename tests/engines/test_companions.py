@@ -50,7 +50,17 @@ class House:
     Each row of these models is one-hot, at the next token: a guided answer is the plain one.
     """
 
-    def __init__(self, pages: int, rows: int, budget: int, mixed: int, seed: int, *, drafts: bool = False) -> None:
+    def __init__(
+        self,
+        pages: int,
+        rows: int,
+        budget: int,
+        mixed: int,
+        seed: int,
+        *,
+        drafts: bool = False,
+        drafted: int | None = None,
+    ) -> None:
         self.model = RecallModel(CONTEXT)
         self.model.allocate_kv(pages, 8)
         self.draft_model = DraftModel(
@@ -60,6 +70,7 @@ class House:
             context_length=CONTEXT,
             page_size=12,
             block_size=4,
+            num_tokens=drafted,
         )
         cache = KvCache(pages, 8, 4)
         scheduler = Scheduler(cache, rows, max(budget, rows), mixed, draft_model=self.draft_model)
@@ -134,6 +145,25 @@ class House:
         assert row.argmax() == answer_after([*begin, *generated[:-1]])
 
 
+@pytest.mark.parametrize(("drafted", "most"), [(None, 4), (20, 2)])
+def test_requests_wait_for_pages_of_the_draft_model(drafted: int | None, most: int) -> None:
+    house = House(pages=60, rows=8, budget=200, mixed=200, seed=1, drafted=drafted)
+    for number in range(4):  # their first tokens differ: no page is shared, and each takes 4 of 12 tokens
+        asked = EngineRequest(str(number), [3 + number, *range(10, 49)], SamplingParams(max_tokens=8))
+        context = BUILDER.context(frozenset({END}), 0, 8)
+        asked = BUILDER.prepare(asked, Selection((Requested("contrastive"),)), context)
+        house.stepper.add(admit(asked, 0, house.model, CONTEXT, draft_model=house.draft_model))  # type: ignore[arg-type]
+    scheduler = house.stepper.scheduler
+    running, finished = 0, 0
+    while not scheduler.is_idle:
+        finished += sum(output.finish_reason is not None for output in house.stepper.step())
+        scheduler.check_integrity()
+        running = max(running, len(scheduler.queues.running))
+    assert (running, finished) == (most, 4)
+    assert scheduler.queues.num_preemptions == 0
+    assert house.draft_model.cache.num_pages == (24 if drafted is None else 8)
+
+
 @pytest.mark.parametrize("negative", [9, CONTRAST], ids=["cfg", "contrastive"])
 def test_a_companion_that_is_not_finite_ends_its_owner_alone(negative: int) -> None:
     house = House(pages=20, rows=6, budget=40, mixed=8, seed=1)
@@ -160,9 +190,12 @@ def test_a_companion_that_is_not_finite_ends_its_owner_alone(negative: int) -> N
     pages=st.integers(12, 20),
     rows=st.integers(2, 6),
     seed=st.integers(0, 2**16),
+    drafted=st.none() | st.integers(1, 100),
 )
-def test_a_request_gives_way_only_to_one_that_begins(arrivals: list[Arrival], pages: int, rows: int, seed: int) -> None:
-    house = House(pages, rows, budget=16, mixed=8, seed=seed)
+def test_a_request_gives_way_only_to_one_that_begins(
+    arrivals: list[Arrival], pages: int, rows: int, seed: int, drafted: int | None
+) -> None:
+    house = House(pages, rows, budget=16, mixed=8, seed=seed, drafted=drafted)
     queues = house.stepper.scheduler.queues
     gave_way: list[Request] = []
     began: list[Request] = []
@@ -188,11 +221,19 @@ def answer_after(tokens: list[int]) -> int:
     mixed=st.integers(1, 8),
     seed=st.integers(0, 2**16),
     drafts=st.booleans(),
+    drafted=st.none() | st.integers(1, 100),
 )
 def test_a_companion_is_computed_and_freed_with_its_owner(
-    arrivals: list[Arrival], pages: int, rows: int, budget: int, mixed: int, seed: int, drafts: bool
+    arrivals: list[Arrival],
+    pages: int,
+    rows: int,
+    budget: int,
+    mixed: int,
+    seed: int,
+    drafts: bool,
+    drafted: int | None,
 ) -> None:
-    house = House(pages, rows, budget, mixed, seed, drafts=drafts)
+    house = House(pages, rows, budget, mixed, seed, drafts=drafts, drafted=drafted)
     scheduler = house.stepper.scheduler
     for _ in house.steps(arrivals):
         pass

@@ -155,9 +155,9 @@ class Arguments:
     )
     kv_cache_memory: int | None = option(
         None,
-        "Memory for the KV cache, for example 2GiB; a CPU's is taken as it is used. Default: enough for max-num-seqs "
-        "full contexts, but on a CPU at most a quarter of the available memory and 4GiB (or one context), on CUDA 0.9 "
-        "of what is free.",
+        "Memory for the KV cache, the draft model's too, for example 2GiB; a CPU's is taken as it is used. Default: "
+        "enough for max-num-seqs full contexts, but on a CPU at most a quarter of the available memory and 4GiB (or "
+        "one context), on CUDA 0.9 of what is free.",
         parse=memory_size,
         engine=True,
     )

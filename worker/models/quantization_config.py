@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -21,6 +21,9 @@ from worker.models.quantised import format_of
 _KEY = "config.json: quantization_config"
 
 Layout = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float-quantized", "fp8", "mxfp4"]
+
+MXFP4: Final = "mxfp4"
+"""Layout of blocks of 32 numbers of e2m1, which the native kernels read as experts of GPT-OSS."""
 
 INTEGERS = ("gptq", "awq", "pack-quantized", "int-quantized")
 """Layouts of whole numbers, which the native kernels read."""
@@ -90,6 +93,11 @@ class Quantization:
     @property
     def is_kept(self) -> bool:
         """Whether the native kernels read weights of one of the schemes as they are."""
+        return any(scheme.layout in (*INTEGERS, MXFP4) for scheme in self.schemes)
+
+    @property
+    def is_of_integers(self) -> bool:
+        """Whether weights of one of the schemes are whole numbers, which are not rounded again."""
         return any(scheme.layout in INTEGERS for scheme in self.schemes)
 
 
@@ -304,7 +312,7 @@ def _fp8(found: Mapping[str, Any]) -> Quantization:
 def _mxfp4(found: Mapping[str, Any]) -> Quantization:
     given = _Settings.model_validate(found)
     return Quantization(
-        "MXFP4", (*_not_converted(given.modules_to_not_convert), Rule(_any, Scheme("mxfp4", 4, group=32)))
+        "MXFP4", (*_not_converted(given.modules_to_not_convert), Rule(_any, Scheme(MXFP4, 4, group=32)))
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from engine_doubles import collect
 from memory_mappings import mapping_field
 
-from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Engine
 from worker.engines.embedded.host.memory import HUGE_PAGE_BYTES, zeros
 from worker.engines.embedded.kv_cache import budget
 from worker.errors import StartupError
@@ -32,12 +32,19 @@ class Sizes:
     kv_bytes_per_token: int = TOKEN_BYTES
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, free: int | None, device: str = "cpu", **settings: Any) -> int:
-    """Bytes of the KV cache."""
+def chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    free: int | None,
+    device: str = "cpu",
+    draft_token_bytes: int | None = None,
+    **settings: Any,
+) -> int:
+    """Bytes of the KV cache, without those of the draft model's."""
     monkeypatch.setattr(budget, "free_memory", lambda device: free)
     config = EmbeddedConfig(model_path="unused", **settings)
     model: Any = Sizes(torch.device(device))
-    return budget.choose_kv_blocks(config, model, CONTEXT) * config.kv_block_size * TOKEN_BYTES
+    draft: Any = None if draft_token_bytes is None else Sizes(torch.device(device), draft_token_bytes)
+    return budget.choose_kv_blocks(config, model, CONTEXT, draft) * config.kv_block_size * TOKEN_BYTES
 
 
 @pytest.mark.parametrize(
@@ -60,6 +67,51 @@ def test_budgets(
     monkeypatch: pytest.MonkeyPatch, free: int | None, device: str, settings: dict[str, int], expected: int
 ) -> None:
     assert chosen(monkeypatch, free, device, **settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("free", "settings", "expected"),
+    [
+        (100 * GIB, {"max_num_seqs": 2}, 2 * CONTEXT_BYTES),
+        (8 * GIB, {}, 3 * CONTEXT_BYTES // 2),  # of a quarter: as much for the draft model, and one context
+        (8 * GIB, {"max_num_seqs": 1}, CONTEXT_BYTES),  # no row beside the only one
+        (8 * GIB, {"kv_cache_memory": 2 * GIB}, 3 * CONTEXT_BYTES // 2),
+        (8 * GIB, {"kv_blocks": 1024}, 2 * CONTEXT_BYTES),
+    ],
+)
+def test_the_draft_models_kv_is_counted(
+    monkeypatch: pytest.MonkeyPatch, free: int, settings: dict[str, int], expected: int
+) -> None:
+    assert chosen(monkeypatch, free, draft_token_bytes=TOKEN_BYTES, **settings) == expected  # type: ignore[arg-type]
+
+
+def test_memory_for_the_draft_models_kv_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StartupError, match=r"--kv-blocks 512: 1\.5 GiB of KV cache, 1\.0 GiB of memory are free"):
+        chosen(monkeypatch, GIB, draft_token_bytes=TOKEN_BYTES, kv_blocks=512)
+    with pytest.raises(StartupError, match=r"cannot hold one context of 8192 tokens, which takes 1\.5 GiB"):
+        chosen(monkeypatch, 100 * GIB, draft_token_bytes=TOKEN_BYTES, kv_cache_memory=GIB)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "none"])
+def test_the_draft_model_has_no_more_kv_than_was_counted(
+    checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    settings = {"method": method, "model": str(checkpoints["llama"])}
+    with caplog.at_level(logging.INFO, logger=budget.__name__):
+        engine = Engine(
+            checkpoints["llama"],
+            device="cpu",
+            kv_cache_memory=3 * 2**20,
+            context_length=256,
+            speculative_config=settings,
+        )
+    stepper = engine.session.stepper
+    assert stepper.draft_model is not None
+    stores: list[Any] = [stepper.model, stepper.draft_model.model]
+    used = sum(tensor.nbytes for model in stores for tensor in model.kv_store.tensors)
+    assert 2 * 2**20 < used <= 3 * 2**20
+    (line,) = caplog.messages
+    assert line.startswith(f"KV cache: {used / 2**20:.1f} MiB with the draft model's, taken as it is used, for ")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from effort import examples
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from third_party_checkpoints import E2M1, Integers, awq, bytes_of, gptq, packed,
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from worker.engines.embedded.model.third_party_weights import stacked_experts
 from worker.models.quantization_config import Scheme
 
 
@@ -131,3 +133,21 @@ def test_mxfp4(seed: int) -> None:
     assert torch.equal(found, torch.from_numpy(expected).float())
     assert torch.equal(found, convert_moe_packed_tensors(*tensors.values(), dtype=torch.float32))
     assert not is_kept
+    kept = stacked_experts(tensors["_blocks"], tensors["_scales"])
+    assert kept.shape == found.shape
+    assert all(torch.equal(kept.of(expert).dequantised().T, found[expert]) for expert in range(experts))
+
+
+def test_stacked_experts_have_every_scale() -> None:
+    """That float16 does not hold, too; but none that is no number."""
+    blocks = torch.arange(256, dtype=torch.uint8).expand(253, 16, 256).reshape(253, 16, 16, 16).contiguous()
+    scales = torch.arange(253, dtype=torch.uint8)[:, None, None].expand(253, 16, 16).contiguous()
+    kept = stacked_experts(blocks, scales)
+    assert kept.scales.dtype == torch.float32
+    expected, _ = read({"_blocks": blocks, "_scales": scales}, Scheme("mxfp4", 4, 32))
+    assert expected.isfinite().all()
+    for expert in range(253):
+        assert torch.equal(kept.of(expert, slice(3, 5)).dequantised().T, expected[expert, :, 3:5])
+    for scale, said in ((255, "a scale is not a number"), (253, r"a scale is 2\^126: weights are more than float32")):
+        with pytest.raises(ValueError, match=said):
+            stacked_experts(blocks[:1], torch.full((1, 16, 16), scale, dtype=torch.uint8))

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from third_party_checkpoints import FORMATS, GPTQ, compressed, save, write
 
 from worker.engines.embedded.kv_cache import budget as kv_budget
-from worker.engines.embedded.model import HfModel
+from worker.engines.embedded.model import HfModel, decoder_layers
 from worker.engines.embedded.model.linear import linears
 from worker.engines.embedded.model.quantisation import QuantisedGemm
 from worker.engines.embedded.offline import Engine
@@ -56,7 +56,7 @@ def test_a_llama_is_what_its_format_means(format: str, checkpoints: dict[str, Pa
     ("kind", "format", "packed"),
     [
         ("granite", "gptq", 15),  # five of each layer, of which QKV is fused, and not the head
-        ("gpt_oss", "mxfp4", 0),
+        ("gpt_oss", "mxfp4", 45),  # of three layers five experts' three
         *(
             pytest.param(*case, marks=pytest.mark.campaign)
             for case in (
@@ -87,10 +87,23 @@ def test_any_decoder_is_what_its_format_means(kind: str, format: str, packed: in
     assert torch.equal(last_logits(model, (0, 33, 34, 89, 90))[-1:], found)
 
 
+def test_experts_that_no_native_kernel_computes_are_dequantised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder_shapes.write(tmp_path / "gpt_oss", "gpt_oss", 0)
+    path = write(tmp_path / "gpt_oss", tmp_path / "it", "mxfp4")
+    monkeypatch.delitem(decoder_layers.TWISTS, "gpt_oss")
+    with caplog.at_level(logging.INFO):
+        model = load(path)
+    assert "6 weights of experts in MXFP4 are dequantised: transformers' code computes them" in caplog.messages
+    assert torch.equal(last_logits(model), last_logits(load(path / "dense")))
+
+
 @pytest.mark.parametrize(
     ("kind", "format"),
     [
         ("llama", "gptq"),
+        ("gpt_oss", "mxfp4"),
         *(
             pytest.param(*each, marks=pytest.mark.campaign)
             for each in (("llama", "gptq_order"), ("llama", "fp8"), ("granite", "awq"))
@@ -102,7 +115,7 @@ def test_how_it_ran_changes_no_bit(
 ) -> None:
     """Alone, in a batch, in chunks, preempted, from the prefix cache; in bfloat16, too."""
     monkeypatch.setattr(kv_budget, "PAGE_TOKENS", 32)
-    if kind == "granite":
+    if kind in ("granite", "gpt_oss"):
         decoder_shapes.write(tmp_path / "plain", kind, 0)
     path = write(checkpoints.get(kind, tmp_path / "plain"), tmp_path / "it", format)
     prompts = [[(7 * which + 3 * at) % 290 + 3 for at in range(length)] for which, length in enumerate((1, 5, 33, 61))]

@@ -101,7 +101,8 @@ fuzz_linear(void)
     const threads_t threads = some_threads();
     const gemm_t gemm = {.columns = columns, .inner = inner, .weight = panels, .bias = has_bias ? bias : NULL};
     for (int32_t is_unrounded = 0; is_unrounded < 2; is_unrounded++)
-        linear(&(linear_t){x, rows, &gemm, other, is_unrounded ? (void *)sums : y, (int32_t)epilogue, is_unrounded}, &threads);
+        linear(&(linear_t){x, rows, &gemm, other, is_unrounded ? (void *)sums : y, (int32_t)epilogue, is_unrounded}, 1,
+               &threads);
     rms_norm(&(rms_norm_t){panels, padded, inner, inner, norm, panels, 1e-5f}, &threads);
     add_to_digest(y, rows * columns);
     add_to_digest((const element *)sums, rows * columns * PER_WORD);
@@ -150,10 +151,11 @@ fuzz_quantised(int is_integer)
     void *y = malloc(rows * columns * size);
     const int32_t epilogue = (int32_t)below(RELU + 1);
     const threads_t threads = some_threads();
+    const int32_t is_e2m1 = bits == 4 && !has_offsets && below(2);
     const gemm_t gemm = {columns, inner, codes,   has_bias ? bias : NULL, scale, has_offsets ? offset : NULL, group,
-                         bits,    is_half, -8.0f, is_integer};
+                         bits,    is_half, is_e2m1 ? 0.0f : -8.0f, is_integer, is_e2m1};
     (is_integer ? integer_linear : quantised_linear)(
-        &(linear_t){x, rows, &gemm, other, y, epilogue, is_unrounded, is_bfloat16}, &threads);
+        &(linear_t){x, rows, &gemm, other, y, epilogue, is_unrounded, is_bfloat16}, 1, &threads);
     add_bytes_to_digest(y, rows * columns * size);
     const int64_t ids[] = {below(columns), columns - 1, 0, is_unrounded ? columns : 0};
     const int64_t bytes = inner * (is_bfloat16 ? 2 : 4);
@@ -525,6 +527,8 @@ fuzz_layers(void)
         free(all[i]);
 }
 
+#include "fuzz_groups.h"
+
 int
 main(int count, char **arguments)
 {
@@ -539,7 +543,10 @@ main(int count, char **arguments)
         fuzz_attention(0);
         fuzz_attention(1);
         fuzz_layers();
+        fuzz_group(linear, 0, 0);
 #ifdef FLOAT32
+        fuzz_group(quantised_linear, 1, 0);
+        fuzz_group(integer_linear, 1, 1);
         fuzz_quantised(0);
         fuzz_quantised(1);
         fuzz_weights();

@@ -102,6 +102,9 @@ def weight_of(kind: str, columns: int, groups: int, generator: torch.Generator) 
         return quantise(randn(generator, *shape), kind)
     bits, group = 8 if kind in ("Q8_0", "Q6_K") else 4, 16 if kind == "Q6_K" else 32
     weight = random_weight(bits, group, shape, kind in ("Q4_1", "Q4_K"), generator)
+    if kind == "MXFP4":
+        exponents = torch.randint(-9, -3, weight.scales.shape, generator=generator)
+        return replace(weight, scales=torch.ones(weight.scales.shape).ldexp(exponents).half(), is_e2m1=True)
     if not kind.endswith("K"):
         return weight
     # scales are a float16 times an integer of 6 or 8 bits
@@ -109,7 +112,7 @@ def weight_of(kind: str, columns: int, groups: int, generator: torch.Generator) 
     return replace(weight, scales=scales, offsets=weight.offsets.float() if weight.offsets is not None else None)
 
 
-KINDS = ("int8", "int4", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+KINDS = ("int8", "int4", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "MXFP4")
 
 GEMMS = {
     "rows": st.one_of(st.integers(0, 14), st.integers(190, 200)),
@@ -298,6 +301,7 @@ def test_panels_that_the_kernels_would_read_beside_are_refused() -> None:
         (four, {"scales": four.scales.repeat_interleave(16, 1)}),
         (four, {"scales": four.scales.double()}),
         (four, {"offsets": four.scales[:1]}),
+        (four, {"is_e2m1": True}),
         (eight, {"rounds_to": "none"}),
         (eight, {"codes": eight.codes[:, 1:]}),
         (eight, {"scales": eight.scales[:, :0]}),
@@ -403,11 +407,33 @@ def test_rounded_rows_of_any_width(path: str, inner: int) -> None:
 
 
 @of_integers
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q6_K"])
+@settings(max_examples=examples(25), deadline=None)
+@given(**GEMMS)
+def test_numbers_of_e2m1_are_the_codes_of_8_bits_that_they_are(
+    path: str, rows: int, columns: int, groups: int, then: str, has_bias: bool, threads: int, seed: int
+) -> None:
+    """Of each, with rows that are rounded and not, all bits."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = weight_of("MXFP4", columns, groups, generator)
+    numbers = weight.dequantised().unflatten(1, (-1, 32)) / weight.scales.float()[..., None]
+    wide = QuantisedWeight(numbers.flatten(1).to(torch.int8), weight.scales)
+    assert torch.equal(wide.dequantised(), weight.dequantised())
+    x, bias, other = operands(generator, weight, rows, then, has_bias)
+    x = with_outliers(x, generator)
+    with num_threads(threads):
+        for rounds_to in ("none", "int8"):
+            found, expected = (
+                QuantisedGemm(each, bias, rounds_to=rounds_to)(x, then, other) for each in (weight, wide)
+            )
+            assert torch.equal(bits(found), bits(expected))
+
+
+@of_integers
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q6_K", "MXFP4"])
 def test_products_of_the_largest_codes_do_not_overflow(path: str, kind: str) -> None:
     """Products of pairs are added in 16 bits where the processor has no other instruction."""
     weight = weight_of(kind, 33, 3, torch.Generator().manual_seed(0))
-    for code in (-128, 127) if weight.bits == 8 else (255, 0):
+    for code in (-128, 127) if weight.bits == 8 else (255, 0, 0x77):
         largest = replace(weight, codes=torch.full_like(weight.codes, code))
         for x in (torch.ones(2, 96), -torch.ones(2, 96)):
             found = QuantisedGemm(largest, None, rounds_to="int8")(x).double()

@@ -133,7 +133,7 @@ conversions(void)
         memcpy((char *)&bits + sizeof bits - sizeof *operands, operands + i, sizeof *operands); /* little-endian */
         add_float(float_of(bits));
     }
-    const float scale = scale_of(numbers, LANES);
+    const float scale = scale_of(magnitude_of(numbers, LANES));
     add_float(scale);
     add_vec(codes_of(vec_load(numbers), scale));
 }
@@ -143,7 +143,11 @@ sums_of_products(int has_dot, words_t w, const int8_t *codes)
 {
     const ints start = ints_all(-byte_excess(has_dot) * (codes[0] + codes[1] + codes[2] + codes[3]));
     add_vec(vec_of_ints(add_bytes(has_dot, start, split_bytes(has_dot, w), codes)));
-    ints sum = ints_all(0);
+    ints sum = start;
+    for (int part = 0; part < 2; part++)
+        sum = add_bytes(has_dot, sum, split_e2m1(has_dot, w, part), codes);
+    add_vec(vec_of_ints(ints_add(sum, start))); /* each starts with its own excess */
+    sum = ints_all(0);
     for (int i = 0; i < 8; i++) /* of 32 codes */
         sum = add_nibbles(has_dot, sum, split_nibbles(w, i % 2), codes + 4 * i);
     add_vec(vec_of_ints(nibble_sums(has_dot, sum)));
@@ -164,7 +168,7 @@ integers(void)
         codes[i] = (int8_t)(below(8) ? below(255) - 127 : below(2) ? 127 : -127);
     const words_t w = load_words(words);
     for (int index = 0; index < 8; index++)
-        add_vec(nibbles_of(w, index));
+        add_vec(nibbles_of(w, index)), add_vec(e2m1_of(w, index));
     add_sums(w, codes);
     if (processor_has_dot()) /* the same digest as where there is one way */
         add_dot_sums(w, codes);

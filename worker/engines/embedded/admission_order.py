@@ -9,7 +9,7 @@ from worker.engines import QueueTimes
 from worker.engines.embedded.pinned import PinnedRequests
 from worker.engines.embedded.plan import PageCopy, Request
 from worker.engines.embedded.prompt_chunks import fair_chunk, remaining
-from worker.engines.embedded.queues import Queues, spare_pages
+from worker.engines.embedded.queues import Queues
 from worker.engines.embedded.turns import counts_of, last_of_largest_client
 
 
@@ -58,7 +58,7 @@ class Admission:
                 continue  # a client's first prompt need not wait for the end of others'
             if request.pages or not self._may_begin(request, pending):
                 continue
-            copied = self._cache.allocate(request, spare_pages(queues))
+            copied = queues.allocate(request)
             if copied is None:
                 if not blocked and not self._may_be_passed(request):
                     break
@@ -90,7 +90,7 @@ class Admission:
                 self._queues.preempt(victim)
                 self._queues.turns.give_way(victim)
                 running[victim.client] -= 1
-            copied = self._cache.allocate(request, spare_pages(self._queues))
+            copied = self._queues.allocate(request)
             assert copied is not None, f"there was room for {request.id}: {self._queues!r}"
             copies += copied
             self._begin(request)
@@ -102,18 +102,13 @@ class Admission:
         of the client that has most; none if there is room, or if none are enough.
         """
         running, victims = list(self._queues.running), list[Request]()
-        while not self._has_room(request, victims):
+        while not self._queues.has_room(request, victims):
             victim = last_of_largest_client(running)
             if counts_of(running)[victim.client] < 2:
                 return []
             running.remove(victim)
             victims.append(victim)
         return victims
-
-    def _has_room(self, request: Request, without: Sequence[Request]) -> bool:
-        queues = self._queues
-        spare = spare_pages(queues, without)
-        return queues.has_slot(request, without) and self._cache.has_room(request, spare, without)
 
     def _may_begin(self, request: Request, pending: set[int]) -> bool:
         """Whether neither a transfer that came before nor a prefix hit is to be waited for."""

@@ -15,8 +15,9 @@ from worker.engines.embedded.plan import Model, PageCopy, Plan, Request
 class DraftModel:
     """A draft model and the pages of its KV cache.
 
-    There are pages for the longest history of every request that it drafts for, and of every
-    companion that it computes: neither waits for the other.
+    A running request has tokens drafted or a companion, so that there are pages for as many tokens
+    as the target's KV cache holds, and for one longest companion beside: drafts never keep all of
+    them. There are no more than all longest sequences take.
 
     Args:
         model: Model with the target's vocabulary.
@@ -25,6 +26,7 @@ class DraftModel:
         context_length: Longest sequence of the target, in tokens.
         page_size: Tokens per page, a multiple of `block_size`.
         block_size: Tokens per KV block.
+        num_tokens: Tokens of the target's KV cache; None for pages of all longest sequences.
 
     Attributes:
         model: The same.
@@ -41,14 +43,18 @@ class DraftModel:
         context_length: int,
         page_size: int,
         block_size: int,
+        num_tokens: int | None = None,
     ) -> None:
         self.model = model
         self.context_length = min(context_length, model.context_length)
         longest = -(-self.context_length // page_size)
         num_pages = max(1, num_drafted + num_companions) * longest
+        kept = longest if num_companions else 0
+        if num_tokens is not None:
+            num_pages = max(longest, min(num_pages, -(-num_tokens // page_size) + kept))
         model.allocate_kv(num_pages, page_size)
         self.cache = KvCache(num_pages, page_size, block_size, is_dense=False, of_draft_model=True)
-        self._max_drafted_pages = num_drafted * longest
+        self._max_drafted_pages = min(num_drafted * longest, num_pages - kept)
         self._drafted: WeakSet[Request] = WeakSet()
         self._copies: list[PageCopy] = []
 
@@ -67,7 +73,9 @@ class DraftModel:
         return owned < self._max_drafted_pages and self.cache.append_page(sequence)
 
     def allocate(self, request: Request) -> None:
-        """Give a running request's companion pages for all its tokens, with its prefix hit."""
+        """Give a running request's companion pages for all its tokens, with its prefix hit; there
+        are that many.
+        """
         copies = self.cache.allocate(request)
         assert copies is not None, f"{request.id}: the draft model has too few pages: {self.cache!r}"
         self._copies += copies

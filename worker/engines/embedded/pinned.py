@@ -40,7 +40,7 @@ class PinnedRequests:
         queues = self.queues
         if queues.waiting and queues.waiting[0].arrival < request.arrival:
             return None
-        copies = queues.cache.allocate(request, spare_pages(queues))
+        copies = queues.cache.allocate(request, spare_pages(queues, queues.cache))
         if copies is None:
             self._blocked = request
             return None

@@ -21,7 +21,7 @@ from operator import attrgetter
 
 from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.kv_cache import KvCache
-from worker.engines.embedded.plan import Request
+from worker.engines.embedded.plan import PageCopy, Request
 from worker.engines.embedded.turns import Turns
 
 by_arrival = attrgetter("arrival")
@@ -104,9 +104,12 @@ class Queues:
         return sum(len(one.sequences) for one in self.running)
 
     def has_slot(self, request: Request, without: Sequence[Request] = ()) -> bool:
-        """Whether one more request may run, once the running ones `without` have been preempted."""
+        """Whether one more request may run, once the running ones `without` have been preempted:
+        there are rows, and the draft model has pages if it computes its companion.
+        """
         given_up = sum(len(one.sequences) for one in without)
-        return self.num_rows - given_up + len(request.sequences) <= self.max_num_seqs
+        fits = self.num_rows - given_up + len(request.sequences) <= self.max_num_seqs
+        return fits and self._has_draft_pages(request, without)
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -117,6 +120,28 @@ class Queues:
     def live(self) -> Iterator[Request]:
         """Requests with tokens to compute: running and waiting ones."""
         return itertools.chain(self.decoding, self.prefilling, self.waiting)
+
+    def allocate(self, request: Request) -> tuple[PageCopy, ...] | None:
+        """Pages for all tokens of a request that is about to run, if some stay available for those
+        that run; see `KvCache.allocate`. Pages of the draft model are given by `start_prefill`.
+        """
+        if not self._has_draft_pages(request):
+            return None
+        return self.cache.allocate(request, spare_pages(self, self.cache))
+
+    def has_room(self, request: Request, without: Sequence[Request] = ()) -> bool:
+        """Whether a request may run and has pages, once the running ones `without` have been
+        preempted.
+        """
+        spare = spare_pages(self, self.cache, without)
+        return self.has_slot(request, without) and self.cache.has_room(request, spare, without)
+
+    def _has_draft_pages(self, request: Request, without: Sequence[Request] = ()) -> bool:
+        """Whether the draft model has pages for the companion that it computes for a request."""
+        if self.draft_model is None or request.companion is None or not request.companion.by_draft_model:
+            return True
+        cache = self.draft_model.cache
+        return cache.has_room(request, spare_pages(self, cache, without), without)
 
     def arrive(self, request: Request) -> None:
         """Number a request in order of arrival, unless it has a number."""
@@ -173,15 +198,15 @@ class Queues:
                 self.draft_model.cache.free(request)
 
 
-def spare_pages(queues: Queues, without: Sequence[Request] = ()) -> int:
+def spare_pages(queues: Queues, cache: KvCache, without: Sequence[Request] = ()) -> int:
     """Pages that an admission must leave available: running requests will need them soon.
 
     Args:
         queues: The scheduler's queues.
+        cache: The model's pages, or the draft model's.
         without: Running requests that will have been preempted by then.
     """
-    cache = queues.cache
     gone = set(map(id, without))
-    running = [one for one in queues.running if id(one) not in gone]
+    running = [one for one in queues.running if id(one) not in gone and cache.count_owned(one)]
     growth = sum(cache.count_longest(one) - cache.count_owned(one) for one in running)
     return min(growth, -(-len(running) // RUNNING_PER_SPARE))

@@ -113,7 +113,7 @@ class Scheduler:
             full += _full(queues.companion_rows, queues.draft_model.cache)
         for request, cache in sorted(full, key=lambda row: row[0].arrival):
             while request.pages and not cache.append_page(request):
-                queues.preempt(last_of_largest_client(queues.running))
+                queues.preempt(last_of_largest_client([one for one in queues.running if cache.count_owned(one)]))
         return queues.num_preemptions == before
 
     def add_drafts(self, plan: Plan, drafts: Sequence[Sequence[int]]) -> Plan:

@@ -18,6 +18,7 @@ from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.held_outputs import HeldOutputs
 from worker.engines.embedded.kv_cache import KvCache, choose_page_size
+from worker.engines.embedded.model import HfModel
 from worker.engines.embedded.passes import count_pass
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampling import Sampler
@@ -27,7 +28,7 @@ from worker.engines.embedded.speculation import (
     SpeculativeConfig,
     Speculator,
     agreeing_rows,
-    load_draft_model,
+    with_pages,
 )
 from worker.engines.embedded.transfer import KvConnector, KvHandle
 from worker.engines.forward_pass import ForwardPassSink
@@ -352,14 +353,21 @@ def plan_edits(plan: Plan) -> Edits:
     return Edits(*plan_rows(chains)) if chains else Edits()
 
 
-def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> Stepper:
-    """A stepper for `model` with `num_kv_blocks` KV blocks; `StartupError` if they do not fit."""
+def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int, draft: HfModel | None = None) -> Stepper:
+    """A stepper for `model` with `num_kv_blocks` KV blocks; `StartupError` if they do not fit.
+
+    Args:
+        config: Settings of the engine.
+        model: Model that answers.
+        num_kv_blocks: Blocks of its KV store.
+        draft: Draft model; None for none.
+    """
     page_size = choose_page_size(config.kv_block_size, config.context_length or model.context_length)
     num_pages = num_kv_blocks * config.kv_block_size // page_size
     model.allocate_kv(num_pages, page_size)
     cache = KvCache(num_pages, page_size, config.kv_block_size, is_dense=model.wants_dense_kv)
     mixed = config.max_mixed_chunk or MIXED_CHUNK
-    draft_model = load_draft_model(config, model)
+    draft_model = None if draft is None else with_pages(config, draft, model, num_kv_blocks * config.kv_block_size)
     scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, mixed, draft_model=draft_model)
     speculative = SpeculativeConfig.parse(config.speculative_config)
     if draft_model is None or speculative.method != "draft_model":

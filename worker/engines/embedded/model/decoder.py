@@ -33,7 +33,7 @@ class DecoderNetwork(Network):
         network: transformers' causal language model of one of `TWISTS`, of no use afterwards.
         kernels: Backends, which are the native ones.
         num_positions: Positions for which RoPE is computed now, if they are not too many, instead
-            of in each step.
+            of in each step, as it is for positions behind them.
 
     Raises:
         NotNative: a part of it is not computed natively; `network` is still whole.
@@ -145,9 +145,10 @@ class DecoderNetwork(Network):
         return list(kinds.values())
 
     def _tables_of(self, positions: torch.Tensor) -> RopeTables:
-        if self._tables is None:
+        tables = self._tables
+        if tables is None or int(positions.amax()) >= tables.cosine.shape[1]:  # of a trial, for example
             return self._rope_tables(positions)
-        return RopeTables(self._tables.cosine[:, positions], self._tables.sine[:, positions])
+        return RopeTables(tables.cosine[:, positions], tables.sine[:, positions])
 
     def _rope_tables(self, positions: torch.Tensor) -> RopeTables:
         """Cosines and sines of all RoPEs ``[ropes, T, R]``."""

@@ -17,6 +17,8 @@ from worker.engines.embedded.model.activations import name_of
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import Linear, Projection, fuse
 from worker.engines.embedded.model.llama_weights import Rope
+from worker.engines.embedded.model.quantisation import QuantisedWeight
+from worker.engines.embedded.model.quantised_experts import stacked_in
 from worker.engines.embedded.model.transformers_modules import Norm
 from worker.engines.embedded.native.layers import DecoderLayer, Mixture, Mlp
 
@@ -302,12 +304,23 @@ def _experts(experts: Any) -> Iterator[_Mlp]:
         return
     biases = (getattr(experts, "gate_up_proj_bias", None), getattr(experts, "down_proj_bias", None))
     for index in range(len(experts.gate_up_proj)):
-        both, down = (getattr(experts, name)[index].detach() for name in ("gate_up_proj", "down_proj"))
-        both, down = (each.T if experts.is_transposed else each for each in (both, down))
         both_bias, down_bias = (None if each is None else each[index].detach().clone() for each in biases)
-        parts = (slice(None, None, 2), slice(1, None, 2)) if not experts.is_concatenated else _halves(len(both))
-        gate, up = (Linear(both[part], None if both_bias is None else both_bias[part].clone()) for part in parts)
-        yield _Mlp(gate, up, Linear(down, down_bias), activation, product)
+        columns = experts.gate_up_proj.shape[2 if experts.is_transposed else 1]
+        parts = (slice(None, None, 2), slice(1, None, 2)) if not experts.is_concatenated else _halves(columns)
+        gate, up = (
+            Linear(_rows(experts, "gate_up_proj", index, part), None if both_bias is None else both_bias[part].clone())
+            for part in parts
+        )
+        yield _Mlp(gate, up, Linear(_rows(experts, "down_proj", index), down_bias), activation, product)
+
+
+def _rows(experts: Any, name: str, index: int, rows: slice = slice(None)) -> torch.Tensor | QuantisedWeight:
+    """Rows of the weight ``[N, K]`` of an expert."""
+    stacked = stacked_in(experts).get(name)
+    if stacked is not None:
+        return stacked.of(index, rows)
+    weight: torch.Tensor = getattr(experts, name)[index].detach()
+    return (weight.T if experts.is_transposed else weight)[rows]
 
 
 def _halves(count: int) -> tuple[slice, slice]:

@@ -83,12 +83,12 @@ def _load_on(device: torch.device, config: EmbeddedConfig) -> HfModel:
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(settings))
     quantisation = config.quantization if config.quantization in FORMATS else None
     third_party = quantization_of(settings)  # accepted by `read_settings`
-    format, is_kept = format_of(settings), True
+    format, is_kept, is_final = format_of(settings), True, True
     if third_party is not None:
-        format, is_kept = third_party.name, third_party.is_kept
+        format, is_kept, is_final = third_party.name, third_party.is_kept, third_party.is_of_integers
         for note in third_party.notes:
             logger.info("weights in %s: %s", format, note)
-    if format is not None and is_kept and quantisation is not None:
+    if format is not None and is_final and quantisation is not None:
         reason = f"{directory} is quantised already ({format}); use auto or none"
         raise StartupError(f"--quantization {quantisation}: {reason}")
     is_packed = format is not None and is_kept and config.quantization == "auto"

@@ -33,6 +33,9 @@ _ZERO = {4: -8.0, 8: 0.0}
 sign.
 """
 
+_E2M1_TWICE = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+"""Twice the number of e2m1 of each code (OCP Microscaling Formats 1.0, 5.3.3)."""
+
 
 @dataclass(frozen=True, slots=True)
 class QuantisedWeight:
@@ -44,11 +47,14 @@ class QuantisedWeight:
         scales: float16 or float32 ``[N, groups]``, finite.
         offsets: float16 or float32 ``[N, groups]``; None for symmetric codes, which count from 0,
             those of 4 bits from -8.
+        is_e2m1: Whether codes, of 4 bits, are numbers of e2m1, without offsets; a weight is twice
+            its number times the scale.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None = None
+    is_e2m1: bool = False
 
     @property
     def bits(self) -> int:
@@ -64,7 +70,7 @@ class QuantisedWeight:
     def layout(self) -> tuple[object, ...]:
         """Weights of the same one can be joined."""
         has_offsets = self.offsets is not None
-        return self.bits, self.shape[1], self.scales.shape[1], self.scales.dtype, has_offsets
+        return self.bits, self.is_e2m1, self.shape[1], self.scales.shape[1], self.scales.dtype, has_offsets
 
     @property
     def parts(self) -> tuple[QuantisedWeight, ...]:
@@ -78,12 +84,14 @@ class QuantisedWeight:
 
     def dequantised(self) -> torch.Tensor:
         """The weight in float32."""
-        codes, zero = self.codes, _ZERO[self.bits]
+        codes = self.codes
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+        if self.is_e2m1:
+            codes = _E2M1_TWICE[codes.long()]
         groups = codes.reshape(*self.scales.shape, self.shape[1] // self.scales.shape[1]).float()
         scales = self.scales.float()[..., None]
-        offsets = self.offsets.float()[..., None] if self.offsets is not None else zero * scales
+        offsets = self.offsets.float()[..., None] if self.offsets is not None else self._zero * scales
         # one rounding: a product with a scale of float16, or of less than 24 bits, is exact
         return (groups * scales + offsets).flatten(-2)
 
@@ -107,10 +115,14 @@ class QuantisedWeight:
         if self.bits == 4 or rounds_to == "int8":
             codes = codes.contiguous().view(torch.int32)
         offsets = panels_of(self.offsets) if self.offsets is not None else None
-        zero = _ZERO[self.bits]
+        scales = panels_of(self.scales)
         return QuantisedPanels(
-            panels_of(codes), panels_of(self.scales), offsets, zero, self.bits, columns, inner, rounds_to
+            panels_of(codes), scales, offsets, self._zero, self.bits, columns, inner, rounds_to, self.is_e2m1
         )
+
+    @property
+    def _zero(self) -> float:
+        return 0.0 if self.is_e2m1 else _ZERO[self.bits]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +181,7 @@ def concatenated(weights: Sequence[QuantisedWeight]) -> Quantised:
         torch.cat([weight.codes for weight in weights]),
         torch.cat([weight.scales for weight in weights]),
         torch.cat(offsets) if offsets else None,
+        weights[0].is_e2m1,
     )
 
 

@@ -1,21 +1,89 @@
-"""Experts of a quantised checkpoint, which has a weight for each expert and projection, in
-transformers' module, which has one for all.
+"""Experts of a quantised checkpoint in transformers' module, which has one parameter for all of
+them: GGUF files have a weight for each expert and projection; those in MXFP4 are stacked.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.engines.embedded.model.stored_weights import Weight
 
 _NAME = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 Expert = Mapping[str, Weight]
 """Weights of an expert: ``gate``, ``up`` and ``down``."""
+
+_STACKED = "stacked"
+"""Attribute of a module of experts that has `StackedExperts`, by the name of its parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """A projection's weights of all experts ``[E, K, N]`` in MXFP4, each as its transposed ``[N,
+    K]``.
+
+    Attributes:
+        codes: uint8 ``[E, N, K / 2]``, each two numbers of e2m1, the first one lower.
+        scales: Halves of the scales ``[E, N, K / 32]``, float16 or float32: codes count twice.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """E, K and N."""
+        experts, columns, half = self.codes.shape
+        return torch.Size((experts, 2 * half, columns))
+
+    def of(self, expert: int, rows: slice = slice(None)) -> QuantisedWeight:
+        """Rows of an expert's weight ``[N, K]``."""
+        return QuantisedWeight(self.codes[expert, rows], self.scales[expert, rows], is_e2m1=True)
+
+
+StoredWeight = Weight | StackedExperts
+
+
+def place_stacked(network: Any, name: str, weight: StackedExperts, dtype: torch.dtype) -> None:
+    """Put the weights of all experts into `network`, on the ``meta`` device.
+
+    Raises:
+        ValueError: they have no place in it.
+    """
+    parent, _, leaf = name.rpartition(".")
+    module = network.get_submodule(parent)
+    parameter = module._parameters.get(leaf)
+    if parameter is None or parameter.shape != weight.shape:
+        raise ValueError(f"weight {name} of shape {list(weight.shape)} has no place in the model")
+    del module._parameters[leaf]
+    setattr(module, leaf, torch.empty(weight.shape, device="meta", dtype=dtype))
+    module.__dict__.setdefault(_STACKED, {})[leaf] = weight
+
+
+def stacked_in(module: Any) -> Mapping[str, StackedExperts]:
+    """The stacked experts of a module by the names of parameters; none for those of another."""
+    found: Mapping[str, StackedExperts] = module.__dict__.get(_STACKED, {})
+    return found
+
+
+def dequantise_stacked(network: Any) -> int:
+    """Replace stacked experts by parameters, dequantised; returns their number."""
+    count = 0
+    for module in network.modules():
+        for leaf, weight in module.__dict__.pop(_STACKED, {}).items():
+            dtype = module.__dict__.pop(leaf).dtype
+            found = torch.empty(weight.shape, dtype=dtype)
+            for expert in range(len(found)):
+                found[expert] = weight.of(expert).dequantised().T
+            module._parameters[leaf] = torch.nn.Parameter(found, requires_grad=False)
+            count += 1
+    return count
 
 
 def place_expert(network: Any, name: str, weight: Weight) -> bool:

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from worker.engines.embedded.model import llama_weights
 from worker.engines.embedded.model.quantisation import QuantisedWeight
+from worker.engines.embedded.model.quantised_experts import StackedExperts, StoredWeight
 from worker.engines.embedded.model.stored_weights import Weight
 from worker.engines.embedded.model.third_party_weights import ThirdPartyWeights, changes_nothing
 from worker.engines.embedded.model.transformers_checkpoint import filled_network, network_of
@@ -24,6 +25,9 @@ from worker.models.quantization_config import Quantization
 from worker.models.weight_files import WeightFiles
 
 logger = logging.getLogger(__name__)
+
+_HAS_STACKED_EXPERTS = "gpt_oss"
+"""Model type whose experts are kept in MXFP4; its checkpoints have the names of its modules."""
 
 
 class ThirdPartyCheckpoint:
@@ -46,7 +50,7 @@ class ThirdPartyCheckpoint:
         """transformers' causal language model, on the CPU.
 
         A linear layer whose weight is kept has a `QuantisedWeight`: in its place, in the Llama
-        family, else beside it, as ``quantised``.
+        family, else beside it, as ``quantised``. Experts that are kept are `StackedExperts`.
 
         Args:
             config: Configuration from `checkpoint_gate.read_checked`.
@@ -57,21 +61,23 @@ class ThirdPartyCheckpoint:
             StartupError: it cannot be read or is incomplete.
         """
         weights = ThirdPartyWeights(self._files, dtype)
-        found = weights.read(keeps_quantised)
+        keeps_experts = keeps_quantised and config.model_type == _HAS_STACKED_EXPERTS
+        found = weights.read(keeps_quantised, keeps_experts)
         try:
-            if llama_weights.serves(config):
+            if llama_weights.serves(config) or keeps_experts:
                 counted = self._counted(found)
                 network = filled_network(self._directory, config, dtype, counted, keeps_quantised, changes_nothing)
             else:
-                network = self._filled(config, dtype, dict(found))
+                plain = {name: weight for name, weight in found if not isinstance(weight, StackedExperts)}
+                network = self._filled(config, dtype, plain)
         except ModelFileError as error:
             raise StartupError(f"--model-path {self._directory}: {error}") from None
         self._log(weights, keeps_quantised)
         return network
 
-    def _counted(self, weights: Iterator[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+    def _counted(self, weights: Iterator[tuple[str, StoredWeight]]) -> Iterator[tuple[str, StoredWeight]]:
         for name, weight in weights:
-            self.num_kept += isinstance(weight, QuantisedWeight)
+            self.num_kept += not isinstance(weight, torch.Tensor)
             yield name, weight
 
     def _filled(self, config: Any, dtype: torch.dtype, weights: dict[str, Weight]) -> Any:

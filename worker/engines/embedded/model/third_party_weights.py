@@ -16,9 +16,11 @@ import torch
 from safetensors import safe_open
 
 from worker.engines.embedded.model.quantisation import QuantisedWeight
+from worker.engines.embedded.model.quantised_experts import StackedExperts, StoredWeight
 from worker.engines.embedded.model.stored_weights import Weight
 from worker.models.problems import ModelFileError
 from worker.models.quantised_tensors import ThirdPartyWeight
+from worker.models.quantization_config import MXFP4
 from worker.models.weight_files import WeightFiles
 
 Read = Callable[[str], torch.Tensor]
@@ -31,6 +33,8 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, 
 """Values of MXFP4's codes (OCP Microscaling Formats 1.0, 5.3.3)."""
 
 _E8M0_BIAS, _E8M0_NAN = 127, 255
+_MOST_E8M0 = 252
+"""The greatest scale of which 6 times is finite in float32."""
 
 
 class ThirdPartyWeights:
@@ -54,11 +58,12 @@ class ThirdPartyWeights:
         """Number of quantised weights."""
         return len(self._found.weights)
 
-    def read(self, keeps: bool) -> Iterator[tuple[str, Weight]]:
+    def read(self, keeps: bool, keeps_experts: bool = False) -> Iterator[tuple[str, StoredWeight]]:
         """The weights by name, one after the other.
 
         Args:
             keeps: Whether those that native kernels read are a `QuantisedWeight` each.
+            keeps_experts: Whether experts in MXFP4 are `StackedExperts`.
 
         Raises:
             ModelFileError: a tensor holds what its format or the data type cannot.
@@ -76,7 +81,20 @@ class ThirdPartyWeights:
             for name in self._found.plain:
                 yield name, tensor(name)
             for weight in self._found.weights.values():
-                yield weight.name, self._weight(weight, tensor, keeps)
+                if keeps_experts and weight.scheme.layout == MXFP4:
+                    yield weight.name, self._experts(weight, tensor)
+                else:
+                    yield weight.name, self._weight(weight, tensor, keeps)
+
+    def _experts(self, stored: ThirdPartyWeight, tensor: Read) -> StackedExperts:
+        try:
+            return stacked_experts(tensor(stored.parts["codes"]), tensor(stored.parts["scales"]))
+        except ValueError as error:
+            raise self._problem(stored, error) from None
+
+    def _problem(self, stored: ThirdPartyWeight, error: ValueError) -> ModelFileError:
+        name = stored.parts["codes"]
+        return ModelFileError(f"{self._files.tensors[name].file}: tensor {name}: {error}")
 
     def _weight(self, stored: ThirdPartyWeight, tensor: Read, keeps: bool) -> Weight:
         try:
@@ -91,15 +109,14 @@ class ThirdPartyWeights:
             found = found.to(self._dtype)
             _check_finite(found)
         except ValueError as error:
-            name = stored.parts["codes"]
-            raise ModelFileError(f"{self._files.tensors[name].file}: tensor {name}: {error}") from None
+            raise self._problem(stored, error) from None
         return found
 
 
 def _reason(stored: ThirdPartyWeight) -> str:
     if "groups" in stored.parts:
         return "columns of a group are not side by side (act-order)"
-    if stored.scheme.layout in ("float-quantized", "fp8", "mxfp4"):
+    if stored.scheme.layout in ("float-quantized", "fp8", MXFP4):
         return "native kernels do not read their codes"
     return f"native kernels do not read groups of {stored.scheme.group} weights of 4 bits"
 
@@ -126,7 +143,7 @@ def read_weight(stored: ThirdPartyWeight, tensor: Read, dtype: torch.dtype = tor
     layout = stored.scheme.layout
     if layout in ("fp8", "float-quantized"):
         return _floats(stored, parts["codes"], parts["scales"])
-    if layout == "mxfp4":
+    if layout == MXFP4:
         return _mxfp4(parts["codes"], parts["scales"], dtype)
     return _INTEGERS[layout](stored, parts)
 
@@ -268,8 +285,7 @@ def _floats(stored: ThirdPartyWeight, codes: torch.Tensor, scales: torch.Tensor)
 
 def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Experts' weights ``[E, K, N]`` of blocks ``[E, N, K / 32, 16]``, one expert at a time."""
-    if bool((scales == _E8M0_NAN).any()):
-        raise ValueError("a scale is not a number")
+    _check_exponents(scales)
     experts, rows, groups, _ = blocks.shape
     found = torch.empty(experts, 32 * groups, rows, dtype=dtype)
     for expert in range(experts):
@@ -279,7 +295,26 @@ def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
     return found
 
 
-def changes_nothing(name: str, value: Weight) -> bool:
+def _check_exponents(scales: torch.Tensor) -> None:
+    if bool((scales == _E8M0_NAN).any()):
+        raise ValueError("a scale is not a number")
+
+
+def stacked_experts(blocks: torch.Tensor, scales: torch.Tensor) -> StackedExperts:
+    """Experts' weights of blocks ``[E, N, K / 32, 16]``, as they are.
+
+    Raises:
+        ValueError: a scale is not a number, or a weight may be more than float32 holds.
+    """
+    _check_exponents(scales)
+    if bool((scales > _MOST_E8M0).any()):
+        raise ValueError(f"a scale is 2^{int(scales.max()) - _E8M0_BIAS}: weights are more than float32 holds")
+    halves = torch.ones(scales.shape).ldexp(scales.to(torch.int32) - _E8M0_BIAS - 1)  # codes count twice
+    narrow = halves.half()
+    return StackedExperts(blocks.flatten(2), narrow if torch.equal(narrow.float(), halves) else halves)
+
+
+def changes_nothing(name: str, value: StoredWeight) -> bool:
     """Whether a tensor that the model lacks may be left out: AutoGPTQ writes biases of zeros, old
     checkpoints the frequencies of RoPE.
     """

@@ -7,6 +7,7 @@ there is no packed copy alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,14 @@ from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.longrope import settle_factors
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.quantisation import QuantisedWeight
-from worker.engines.embedded.model.quantised_experts import join_experts, place_expert
+from worker.engines.embedded.model.quantised_experts import (
+    StackedExperts,
+    StoredWeight,
+    dequantise_stacked,
+    join_experts,
+    place_expert,
+    place_stacked,
+)
 from worker.engines.embedded.model.stored_weights import Weight, weights_in
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.errors import StartupError, one_line
@@ -36,6 +44,8 @@ from worker.models.model_table import KEEP_BLOCKS, LLAMA_LIKE
 from worker.models.problems import ModelFileError
 from worker.models.quantised import format_of
 from worker.models.weight_files import WeightFiles
+
+logger = logging.getLogger(__name__)
 
 
 def facts_of(
@@ -111,9 +121,17 @@ def packed(network: Any, kernels: KernelBackend, num_positions: int = 0, context
     if llama_weights.serves(network.config):
         found = LlamaNetwork(LlamaWeights.of(network), kernels, num_positions)
     else:
-        found = decoder_network(network, kernels, num_positions) or TransformersNetwork(network, kernels)
+        longest = getattr(network.config, "max_position_embeddings", None)
+        positions = num_positions or context_length or (longest if isinstance(longest, int) else 0)
+        found = decoder_network(network, kernels, positions) or _by_transformers(network, kernels)
     found.rope_factors = factors
     return found
+
+
+def _by_transformers(network: Any, kernels: KernelBackend) -> TransformersNetwork:
+    if num_weights := dequantise_stacked(network):
+        logger.info("%d weights of experts in MXFP4 are dequantised: transformers' code computes them", num_weights)
+    return TransformersNetwork(network, kernels)
 
 
 def load_network(directory: Path, config: Any, dtype: torch.dtype) -> Any:
@@ -223,15 +241,16 @@ def filled_network(
     directory: Path,
     config: Any,
     dtype: torch.dtype,
-    weights: Iterable[tuple[str, Weight]],
+    weights: Iterable[tuple[str, StoredWeight]],
     keeps: bool,
-    may_skip: Callable[[str, Weight], bool] = lambda name, weight: False,
+    may_skip: Callable[[str, StoredWeight], bool] = lambda name, weight: False,
 ) -> Any:
-    """transformers' causal language model of the Llama family, on the CPU, with these weights.
+    """transformers' causal language model, on the CPU, with these weights, which have the names of
+    its modules.
 
     Args:
         directory: Directory of the checkpoint.
-        config: Configuration that `llama_weights.serves`.
+        config: Configuration that `llama_weights.serves`, or GPT-OSS's.
         dtype: Data type of all weights that are not quantised.
         weights: Weights by name.
         keeps: Whether quantised weights are a `QuantisedWeight` each, not dequantised.
@@ -262,11 +281,14 @@ def filled_network(
 def _fill(
     network: Any,
     shapes: Mapping[str, torch.Size],
-    weights: Iterable[tuple[str, Weight]],
+    weights: Iterable[tuple[str, StoredWeight]],
     dtype: torch.dtype,
     keeps: bool,
 ) -> None:
     for name, weight in weights:
+        if isinstance(weight, StackedExperts):
+            place_stacked(network, name, weight, dtype)
+            continue
         if place_expert(network, name, weight):
             continue
         if name not in shapes or weight.shape != shapes[name]:

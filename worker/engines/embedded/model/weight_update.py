@@ -342,7 +342,8 @@ def _quantised_rows(panels: QuantisedPanels, start: int, stop: int) -> Quantised
         codes = codes.view(torch.uint8)
     elif panels.rounds_to == "int8":
         codes = codes.view(torch.int8)[:, : panels.inner]
-    return QuantisedWeight(codes, rows(panels.scales), None if panels.offsets is None else rows(panels.offsets))
+    offsets = None if panels.offsets is None else rows(panels.offsets)
+    return QuantisedWeight(codes, rows(panels.scales), offsets, panels.is_e2m1)
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -58,7 +58,8 @@ typedef struct {
     FIELD(int32_t, bits)         /* of a code: 4 or 8 */                                                               \
     FIELD(int32_t, is_half)      /* whether scales and offsets are float16, not float32 */                             \
     FIELD(float, zero)                                                                                                 \
-    FIELD(int32_t, has_words)    /* whether codes of 8 bits lie in words of four of a column */
+    FIELD(int32_t, has_words)    /* whether codes of 8 bits lie in words of four of a column */                        \
+    FIELD(int32_t, is_e2m1)      /* whether codes of 4 bits are numbers of e2m1, which count twice: -12 to 12 */
 
 /* A linear layer. */
 #define LINEAR(FIELD)                                                                                                  \
@@ -71,7 +72,8 @@ typedef struct {
     FIELD(int32_t, is_unrounded)   /* whether the output is float32 sums */                                            \
     FIELD(int32_t, is_bfloat16)    /* of a quantised weight: whether all else is bfloat16, not float32 */               \
     FIELD(int32_t, lora_gemm)      /* which of an adapter's it is, if there is any */                                  \
-    FIELD(const lora_t *, lora)    /* NULL if no row has an adapter */
+    FIELD(const lora_t *, lora)    /* NULL if no row has an adapter */                                                \
+    FIELD(int32_t, follows)        /* whether it reads the output of the layer before it, of as many rows and columns */
 
 #define RMS_NORM(FIELD)                                                                                                \
     FIELD(const element *, x) /* [rows] with this stride, [width] */                                                   \
@@ -211,8 +213,8 @@ typedef struct {
 typedef struct { GEMM(DECLARE) } gemm_t;
 typedef struct { LINEAR(DECLARE) } linear_t;
 typedef struct { THREADS(DECLARE) } threads_t;
-/* Computes a linear layer; returns 0, or -1 if there is no memory. */
-typedef int32_t linear_kernel_t(const linear_t *arguments, const threads_t *threads);
+/* Computes linear layers; each but those that follow is independent of the others. Returns 0, or -1 if there is no memory. */
+typedef int32_t linear_kernel_t(const linear_t *layers, int64_t count, const threads_t *threads);
 typedef struct { RMS_NORM(DECLARE) } rms_norm_t;
 typedef struct { ROTATION(DECLARE) } rotation_t;
 typedef struct { ATTENTION(DECLARE) } attention_t;

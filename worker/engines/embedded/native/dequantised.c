@@ -13,6 +13,7 @@
 #include "amx.h"
 
 #ifdef CAN_HAVE_TILES
+#include "groups.h"
 #include "memory.h"
 
 enum {
@@ -74,7 +75,7 @@ store_pair(vec first, vec second, const group_t *g, const group_t *next, int hal
 
 /* A step of a panel, from element `at` on. Groups `fit` if each is whole steps. */
 INLINED WITH_BFLOAT16 void
-unpack_step(int bits, int fits, const quantised_t *q, int64_t panel, int64_t at, uint16_t *to)
+unpack_step(int bits, int is_e2m1, int fits, const quantised_t *q, int64_t panel, int64_t at, uint16_t *to)
 {
     const char *codes = q->codes + (panel * q->inner + at) * COLUMNS * bits / 8;
     const int64_t count = fits ? STEP : smaller(STEP, q->inner - at);
@@ -92,7 +93,7 @@ unpack_step(int bits, int fits, const quantised_t *q, int64_t panel, int64_t at,
                 const words_t w = load_words((const element *)codes + half * LANES);
 #pragma GCC unroll 4
                 for (int i = 0; i < 8; i += 2)
-                    store_pair(nibbles_of(w, i), nibbles_of(w, i + 1), &g, &g, half,
+                    store_pair(four_bits_of(w, i, is_e2m1), four_bits_of(w, i + 1, is_e2m1), &g, &g, half,
                                to + half * HALF + (k + i) * LANES);
             }
         }
@@ -122,14 +123,16 @@ unpack_steps(const quantised_t *q, int64_t panel, int64_t first, int64_t count, 
 {
     const int fits = q->inner % STEP == 0 && q->group % STEP == 0;
     for (int64_t step = first; step < first + count; step++, to += STEP_SIZE)
-        if (q->bits == 4 && fits)
-            unpack_step(4, 1, q, panel, step * STEP, to);
+        if (q->is_e2m1)
+            unpack_step(4, 1, fits, q, panel, step * STEP, to);
+        else if (q->bits == 4 && fits)
+            unpack_step(4, 0, 1, q, panel, step * STEP, to);
         else if (q->bits == 4)
-            unpack_step(4, 0, q, panel, step * STEP, to);
+            unpack_step(4, 0, 0, q, panel, step * STEP, to);
         else if (fits)
-            unpack_step(8, 1, q, panel, step * STEP, to);
+            unpack_step(8, 0, 1, q, panel, step * STEP, to);
         else
-            unpack_step(8, 0, q, panel, step * STEP, to);
+            unpack_step(8, 0, 0, q, panel, step * STEP, to);
 }
 
 /* Adds products of some steps of up to 32 rows and of the columns to tiles 0 to 3. */
@@ -198,25 +201,56 @@ compute_units(const void *arguments, int64_t first, int64_t stop)
     release_tiles();
 }
 
-/* Returns 0, or -1 if there is no memory for the rounded rows. */
-int32_t
-dequantised_linear_amx(const linear_t *arguments, const threads_t *threads)
+/* A layer with rows, whose weight is `q`, without memory for its rounded rows. */
+static dequantised_t
+dequantised_of(const quantised_t *q)
 {
-    const quantised_t q = quantised_of(arguments);
-    if (!q.rows)
-        return 0;
-    const int64_t steps = (q.inner + STEP - 1) / STEP, panels = (q.columns + COLUMNS - 1) / COLUMNS;
+    const int64_t steps = (q->inner + STEP - 1) / STEP, panels = (q->columns + COLUMNS - 1) / COLUMNS;
     const int64_t fitting = CHUNK_BYTES / (steps * STEP * (int64_t)sizeof(uint16_t)) / BLOCK_ROWS * BLOCK_ROWS;
     const int64_t most = fitting < BLOCK_ROWS ? BLOCK_ROWS : smaller(fitting, CHUNK_ROWS);
-    const int64_t part = (q.rows - 1) / ((q.rows + most - 1) / most) + 1;
-    const int64_t chunk = (part + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS, chunks = (q.rows + chunk - 1) / chunk;
-    dequantised_t d = {&q, NULL, steps, panels, chunk};
-    d.rows = allocate(q.rows * steps * STEP * sizeof *d.rows);
-    if (!d.rows)
+    const int64_t part = (q->rows - 1) / ((q->rows + most - 1) / most) + 1;
+    return (dequantised_t){q, NULL, steps, panels, (part + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS};
+}
+
+/* Returns 0, or -1 if there is no memory for the rounded rows. */
+int32_t
+dequantised_linear_amx(const linear_t *given, int64_t count, const threads_t *threads)
+{
+    typedef struct {
+        quantised_t q;
+        dequantised_t d;
+    } one_t;
+    ready_t *ready = malloc(count * (sizeof *ready + sizeof(one_t)));
+    if (!ready)
         return -1;
-    parallel_for(threads, q.rows, q.rows > BLOCK_ROWS ? BLOCK_ROWS : q.rows, round_rows, &d);
-    parallel_for(threads, panels * chunks, panel_grain(panels * chunks, threads), compute_units, &d);
-    free(d.rows);
+    one_t *layers = (one_t *)(ready + count);
+    int64_t number = 0, size = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (!given[i].rows)
+            continue;
+        one_t *l = layers + number;
+        l->q = quantised_of(given + i);
+        l->d = dequantised_of(&l->q);
+        ready[number++].follows = given[i].follows;
+        size += l->q.rows * l->d.steps * STEP;
+    }
+    uint16_t *const memory = allocate(size * sizeof *memory), *rows = memory;
+    if (!memory) {
+        free(ready);
+        return -1;
+    }
+    for (int64_t i = 0; i < number; i++) {
+        dequantised_t *d = &layers[i].d;
+        const quantised_t *q = d->q;
+        d->rows = i && has_rows_of(q, &layers[i - 1].q) ? layers[i - 1].d.rows : rows;
+        if (d->rows == rows)
+            parallel_for(threads, q->rows, q->rows > BLOCK_ROWS ? BLOCK_ROWS : q->rows, round_rows, d);
+        rows += q->rows * d->steps * STEP;
+        ready[i] = (ready_t){d, d->panels * ((q->rows + d->chunk - 1) / d->chunk), ready[i].follows};
+    }
+    parallel_for_group(threads, ready, number, compute_units);
+    free(memory);
+    free(ready);
     return 0;
 }
 #endif

@@ -130,27 +130,35 @@ add_up(const void *arguments, int64_t first, int64_t stop)
         }
 }
 
-/* The experts, each on its rows. */
+/* The experts, each on its rows: gates and up projections in one job, then the down projections in another. */
 static int32_t
 compute_experts(const step_t *s, const layer_t *l, const mixture_t *m, const int64_t *first, element *gated,
-                const threads_t *threads)
+                linear_t *layers, const threads_t *threads)
 {
     const experts_t *e = l->experts;
+    const int32_t is_bfloat16 = sizeof(element) == 2;
+    int64_t used = 0;
     for (int64_t expert = 0; expert < e->count; expert++) {
         const int64_t row = first[expert], count = first[expert + 1] - row;
         if (!count)
             continue;
-        const int32_t is_bfloat16 = sizeof(element) == 2;
-        const element *input = m->rows + row * s->hidden;
+        const element *input = s->tokens > 1 ? m->rows + row * s->hidden : m->input; /* each has the only row */
         element *inner = gated + row * e->gates[expert]->columns;
-        const linear_t gate = {input, count, e->gates[expert], NULL, inner, l->activation, 0, is_bfloat16};
-        const linear_t up = {input, count, e->ups[expert], inner, inner, l->product, 0, is_bfloat16};
-        const linear_t down = {inner, count, e->downs[expert], NULL, m->added + row * s->hidden, NOTHING, 1,
-                               is_bfloat16};
-        if (apply(s, &gate, threads) || apply(s, &up, threads) || apply(s, &down, threads))
-            return -1;
+        linear_t *pair = layers + 2 * used++;
+        pair[0] = (linear_t){input, count, e->gates[expert], NULL, inner, l->activation, 0, is_bfloat16};
+        pair[1] = (linear_t){input, count, e->ups[expert], inner, inner, l->product, 0, is_bfloat16};
+        pair[1].follows = have_one_kernel(pair);
     }
-    return 0;
+    if (apply_all(s, layers, 2 * used, threads))
+        return -1;
+    used = 0;
+    for (int64_t expert = 0; expert < e->count; expert++) {
+        const int64_t row = first[expert], count = first[expert + 1] - row;
+        if (count)
+            layers[used++] = (linear_t){gated + row * e->gates[expert]->columns, count, e->downs[expert], NULL,
+                                        m->added + row * s->hidden, NOTHING, 1, is_bfloat16};
+    }
+    return apply_all(s, layers, used, threads);
 }
 
 /* The next `size` bytes of `memory`, which begin a line. */
@@ -169,7 +177,7 @@ mix_experts(const step_t *s, const layer_t *l, const element *input, element *ou
     const int64_t tokens = s->tokens, hidden = s->hidden, pairs = tokens * e->top_k, inner = e->gates[0]->columns;
     const int64_t row_bytes = hidden * (int64_t)(sizeof(element) + sizeof(float)) + inner * (int64_t)sizeof(element);
     const int64_t size = tokens * e->count * (int64_t)sizeof(float) + pairs * (row_bytes + 24) +
-                         (e->count + 1) * (int64_t)sizeof(int64_t) + 9 * 64;
+                         (e->count + 1) * (int64_t)sizeof(int64_t) + 2 * e->count * (int64_t)sizeof(linear_t) + 10 * 64;
     char *memory = allocate(size), *next = memory;
     if (!memory)
         return -1;
@@ -183,13 +191,15 @@ mix_experts(const step_t *s, const layer_t *l, const element *input, element *ou
     m.added = take(&next, pairs * hidden * sizeof(float));
     element *gated = take(&next, pairs * inner * sizeof(element));
     int64_t *first = take(&next, (e->count + 1) * sizeof *first);
+    linear_t *layers = take(&next, 2 * e->count * sizeof *layers);
     const linear_t router = {input, tokens, e->router, NULL, m.numbers, NOTHING, 1, sizeof(element) == 2};
     int32_t failed = apply(s, &router, threads);
     if (!failed) {
         parallel_for(threads, tokens, tokens > ONE_THREAD ? GRAIN : ONE_THREAD, choose, &m);
         sort_pairs(&m, tokens, first);
-        parallel_for(threads, pairs, pairs > ONE_THREAD ? GRAIN : ONE_THREAD, gather, &m);
-        failed = compute_experts(s, l, &m, first, gated, threads);
+        if (tokens > 1)
+            parallel_for(threads, pairs, pairs > ONE_THREAD ? GRAIN : ONE_THREAD, gather, &m);
+        failed = compute_experts(s, l, &m, first, gated, layers, threads);
     }
     if (!failed)
         parallel_for(threads, tokens, tokens > ONE_THREAD ? GRAIN : ONE_THREAD, add_up, &m);

@@ -70,6 +70,7 @@ def quantised_gemm(panels: QuantisedPanels, bias: int | None = None) -> Any:
         is_half=panels.scales.dtype == torch.float16,
         zero=panels.zero,
         has_words=panels.codes.dtype == torch.int32,
+        is_e2m1=panels.is_e2m1,
     )
 
 
@@ -127,7 +128,7 @@ def linear(
         is_unrounded=is_unrounded,
         is_bfloat16=dtype == torch.bfloat16,
     )
-    if kernel(arguments, kernels.threads()):
+    if kernel(arguments, 1, kernels.threads()):
         raise MemoryError(f"no memory for {rows} rows of {gemm.inner} elements")
     return output
 

@@ -49,7 +49,8 @@ unpack_codes(const quantised_t *q, const char *codes, int64_t words, int8_t *to)
         for (int part = 0; part < 2; part++)
             for (int half = 0; half < 2; half++, to += LANES * WORD_BYTES) {
                 const words_t w = load_words((const element *)(codes + half * LANES * WORD_BYTES));
-                _mm512_store_si512(to, _mm512_add_epi8(split_nibbles(w, part), zero));
+                const words_t bytes = q->is_e2m1 ? split_e2m1(0, w, part) : split_nibbles(w, part);
+                _mm512_store_si512(to, _mm512_add_epi8(bytes, zero));
             }
 }
 

@@ -25,11 +25,31 @@ KERNEL void add_rows(element *to, const element *rows, int64_t count, int64_t wi
 KERNEL int32_t mix_experts(const step_t *step, const layer_t *layer, const element *input, element *output,
                            const threads_t *threads);
 
-/* The output of a linear layer of a step, whose quantised weight needs other kernels. */
+/* Whether two layers are computed by one call of a kernel, so that one may follow the other. */
+static inline int
+have_one_kernel(const linear_t layers[2])
+{
+    return (layers[0].gemm->group > 0) == (layers[1].gemm->group > 0);
+}
+
+/* The outputs of linear layers of a step, of which those with quantised weights need other kernels. */
+static inline int32_t
+apply_all(const step_t *step, const linear_t *layers, int64_t count, const threads_t *threads)
+{
+    for (int64_t first = 0, stop; first < count; first = stop) {
+        const int is_quantised = layers[first].gemm->group > 0;
+        for (stop = first + 1; stop < count && (layers[stop].gemm->group > 0) == is_quantised; stop++)
+            ;
+        if ((is_quantised ? step->quantised : linear)(layers + first, stop - first, threads))
+            return -1;
+    }
+    return 0;
+}
+
 static inline int32_t
 apply(const step_t *step, const linear_t *layer, const threads_t *threads)
 {
-    return (layer->gemm->group ? step->quantised : linear)(layer, threads);
+    return apply_all(step, layer, 1, threads);
 }
 
 KERNEL void attend(const attention_t *arguments, const threads_t *threads);

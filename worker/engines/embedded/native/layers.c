@@ -122,12 +122,13 @@ compute_mlp(const step_t *s, const layer_t *l, int64_t number, const buffers_t *
 {
     const int32_t is_bfloat16 = sizeof(element) == 2, at_once = adds_at_once(l, l->mlp_post_norm);
     lora_t lora;
-    linear_t gate = {input, s->tokens, l->gate, NULL, b->gated, l->activation, 0, is_bfloat16, GATE_GEMM};
-    linear_t up = {input, s->tokens, l->up, b->gated, b->gated, l->product, 0, is_bfloat16, UP_GEMM};
+    linear_t inner[] = {{input, s->tokens, l->gate, NULL, b->gated, l->activation, 0, is_bfloat16, GATE_GEMM},
+                        {input, s->tokens, l->up, b->gated, b->gated, l->product, 0, is_bfloat16, UP_GEMM}};
     linear_t down = {b->gated, s->tokens, l->down, hidden, at_once ? hidden : b->added, at_once ? ADD : NOTHING,
                      0, is_bfloat16, DOWN_GEMM};
-    gate.lora = up.lora = lora_of(s, b, number, MLP_INPUT, input, s->hidden, &lora, threads);
-    if (apply(s, &gate, threads) || apply(s, &up, threads))
+    inner[0].lora = inner[1].lora = lora_of(s, b, number, MLP_INPUT, input, s->hidden, &lora, threads);
+    inner[1].follows = have_one_kernel(inner);
+    if (apply_all(s, inner, 2, threads))
         return -1;
     down.lora = lora_of(s, b, number, DOWN_INPUT, b->gated, l->down->inner, &lora, threads);
     if (apply(s, &down, threads))

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-_VERSION = 17
+_VERSION = 18
 """Version of what arguments mean: ``kernels_version`` in ``linear.c``."""
 
 FOLDER = Path(__file__).parent
@@ -125,11 +125,11 @@ class KernelLibrary(ctypes.CDLL):
         """
         linear, weighing = ctypes.POINTER(self.linear_t), ctypes.POINTER(self.weighing_t)
         signatures: dict[str, tuple[type | None, tuple[type, ...]]] = {
-            "linear": (_INT32, (linear, _POINTER)),
-            "quantised_linear": (_INT32, (linear, _POINTER)),
-            "integer_linear": (_INT32, (linear, _POINTER)),
-            "integer_linear_amx": (_INT32, (linear, _POINTER)),
-            "dequantised_linear_amx": (_INT32, (linear, _POINTER)),
+            "linear": (_INT32, (linear, _INT64, _POINTER)),
+            "quantised_linear": (_INT32, (linear, _INT64, _POINTER)),
+            "integer_linear": (_INT32, (linear, _INT64, _POINTER)),
+            "integer_linear_amx": (_INT32, (linear, _INT64, _POINTER)),
+            "dequantised_linear_amx": (_INT32, (linear, _INT64, _POINTER)),
             "unpack_rows": (_INT32, (ctypes.POINTER(self.unpacking_t),)),
             "rms_norm": (None, (ctypes.POINTER(self.rms_norm_t), _POINTER)),
             "soft_cap": (None, (_POINTER, _INT64, _FLOAT, _POINTER)),

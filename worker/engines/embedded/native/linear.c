@@ -2,6 +2,7 @@
 #include <stdlib.h>
 
 #include "epilogue.h"
+#include "groups.h"
 #include "kernels.h"
 #include "lora.h"
 #include "panels.h"
@@ -70,7 +71,7 @@ compute_panels(const void *arguments, int64_t first, int64_t stop)
 int32_t
 kernels_version(void)
 {
-    return 17;
+    return 18;
 }
 
 /* A line for each structure of `arguments.h`: its name and its fields. */
@@ -152,13 +153,13 @@ kernels_sum_in_order(void)
     return is_same;
 }
 
+/* Rows that are widened, where the micro-kernel reads wider ones. */
 typedef struct {
     const element *input;
     int64_t inner;
     operand *to;
 } widening_t;
 
-/* Widens rows, where the micro-kernel reads wider ones. */
 static void
 widen(const void *arguments, int64_t first, int64_t stop)
 {
@@ -167,22 +168,47 @@ widen(const void *arguments, int64_t first, int64_t stop)
         copy_operands(w->input + row * w->inner, w->inner, w->to + row * w->inner);
 }
 
+/* Widened rows of layers, whose inputs they become; layers that read the same rows one after the other share them. */
+static void
+widen_rows(linear_t *layers, const linear_t *given, int64_t count, operand *to, ready_t *ready, const threads_t *threads)
+{
+    widening_t *widenings = (widening_t *)(ready + count);
+    int64_t rows = 0, number = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (i && shares_rows(given + i, given + i - 1))
+            layers[i].input = layers[i - 1].input;
+        else {
+            const int64_t inner = given[i].gemm->inner;
+            widenings[number] = (widening_t){given[i].input, inner, to};
+            ready[number] = (ready_t){widenings + number, given[i].rows, 0};
+            layers[i].input = to;
+            to += given[i].rows * inner;
+            rows += given[i].rows;
+            number++;
+        }
+    const group_job_t job = {ready, number, widen};
+    parallel_for(threads, rows, rows > PART_ROWS ? 1 : PART_ROWS, compute_group, &job);
+}
+
 /* Returns 0, or -1 if there is no memory for widened rows. */
 int32_t
-linear(const linear_t *arguments, const threads_t *threads)
+linear(const linear_t *given, int64_t count, const threads_t *threads)
 {
-    linear_t l = *arguments;
-    operand *widened = NULL;
-    if (sizeof(operand) != sizeof(element)) {
-        const int64_t rows = l.rows, inner = l.gemm->inner;
-        widened = malloc((rows * inner + 1) * sizeof *widened);
-        if (!widened)
-            return -1;
-        parallel_for(threads, rows, rows > PART_ROWS ? 1 : PART_ROWS, widen, &(widening_t){l.input, inner, widened});
-        l.input = widened;
-    }
-    const int64_t panels = (l.gemm->columns + COLUMNS - 1) / COLUMNS;
-    parallel_for(threads, panels, panel_grain(panels, threads), compute_panels, &l);
-    free(widened);
+    const int widens = sizeof(operand) != sizeof(element);
+    int64_t size = 0;
+    for (int64_t i = 0; widens && i < count; i++)
+        size += given[i].rows * given[i].gemm->inner * (int64_t)sizeof(operand);
+    char *memory = malloc(count * (sizeof(linear_t) + sizeof(ready_t) + sizeof(widening_t)) + size);
+    if (!memory)
+        return -1;
+    linear_t *layers = (linear_t *)memory;
+    ready_t *ready = (ready_t *)(layers + count);
+    memcpy(layers, given, count * sizeof *layers);
+    if (widens)
+        widen_rows(layers, given, count, (operand *)((widening_t *)(ready + count) + count), ready, threads);
+    for (int64_t i = 0; i < count; i++)
+        ready[i] = (ready_t){layers + i, (layers[i].gemm->columns + COLUMNS - 1) / COLUMNS, layers[i].follows};
+    parallel_for_group(threads, ready, count, compute_panels);
+    free(memory);
     return 0;
 }

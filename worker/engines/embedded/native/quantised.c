@@ -11,6 +11,7 @@
 #ifdef FLOAT32
 #include <stdlib.h>
 
+#include "groups.h"
 #include "panels.h"
 #include "quantised.h"
 
@@ -49,7 +50,7 @@ use_codes(int rows, vec left, vec right, const group_t *g, int64_t index, use_t 
  * memory is computed with before the next part is unpacked, which is fetched meanwhile.
  */
 INLINED void
-unpack(int rows, int bits, const quantised_t *q, int64_t panel, int64_t first, int64_t stop, use_t *use)
+unpack(int rows, int bits, int is_e2m1, const quantised_t *q, int64_t panel, int64_t first, int64_t stop, use_t *use)
 {
     const char *codes = q->codes + (panel * q->inner + first) * COLUMNS * bits / 8;
     const int64_t next = PART * COLUMNS * bits / 8;
@@ -71,20 +72,21 @@ unpack(int rows, int bits, const quantised_t *q, int64_t panel, int64_t first, i
                     fetch_to_l2(codes + next + line * LANES * (int)sizeof(uint32_t));
 #pragma GCC unroll 8
                 for (int i = 0; i < 8; i++)
-                    use_codes(rows, nibbles_of(left, i), nibbles_of(right, i), &g, at - first + i, use);
+                    use_codes(rows, four_bits_of(left, i, is_e2m1), four_bits_of(right, i, is_e2m1), &g,
+                              at - first + i, use);
             }
     }
 }
 
 /* Up to FEW rows from `row` on. */
 INLINED void
-multiply_few(int rows, int bits, const quantised_t *q, int64_t panel, const float *row, float *sums)
+multiply_few(int rows, int bits, int is_e2m1, const quantised_t *q, int64_t panel, const float *row, float *sums)
 {
     use_t use = {.row = row, .row_stride = q->inner};
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
         use.sum[r][0] = use.sum[r][1] = vec_zero();
-    unpack(rows, bits, q, panel, 0, q->inner, &use);
+    unpack(rows, bits, is_e2m1, q, panel, 0, q->inner, &use);
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) {
         vec_store(sums + r * COLUMNS, use.sum[r][0]);
@@ -98,9 +100,11 @@ multiply_a_few(const quantised_t *q, int64_t panel, int rows, const float *row, 
 #define NUMBER(n)                                                                                                      \
     case n:                                                                                                            \
         if (n <= FEW && q->bits == 8)                                                                                  \
-            multiply_few(n <= FEW ? n : 1, 8, q, panel, row, sums);                                                    \
+            multiply_few(n <= FEW ? n : 1, 8, 0, q, panel, row, sums);                                                 \
+        else if (n <= FEW && q->is_e2m1)                                                                               \
+            multiply_few(n <= FEW ? n : 1, 4, 1, q, panel, row, sums);                                                 \
         else if (n <= FEW)                                                                                             \
-            multiply_few(n <= FEW ? n : 1, 4, q, panel, row, sums);                                                    \
+            multiply_few(n <= FEW ? n : 1, 4, 0, q, panel, row, sums);                                                 \
         break;
     switch (rows) {
         NUMBER(1) NUMBER(2) NUMBER(3) NUMBER(4)
@@ -118,9 +122,11 @@ multiply_many(const quantised_t *q, int64_t panel, int64_t rows, const float *ro
         const int64_t words = smaller(PART, q->inner - part);
         use_t use = {.unpacked = unpacked};
         if (q->bits == 8)
-            unpack(0, 8, q, panel, part, part + words, &use);
+            unpack(0, 8, 0, q, panel, part, part + words, &use);
+        else if (q->is_e2m1)
+            unpack(0, 4, 1, q, panel, part, part + words, &use);
         else
-            unpack(0, 4, q, panel, part, part + words, &use);
+            unpack(0, 4, 0, q, panel, part, part + words, &use);
         for (int64_t block = 0; block < blocks; block++) {
             const int64_t start = rows * block / blocks, stop = rows * (block + 1) / blocks;
             multiply((int)(stop - start), row + start * q->inner + part, q->inner, unpacked, PANEL_STRIDE,
@@ -167,23 +173,49 @@ widen(const void *arguments, int64_t first, int64_t stop)
         store_floats(w->to + at, end - at, read_lanes(w->input, at, end - at, 1));
 }
 
+/* The rows of layers in float32; layers that read the same rows one after the other share them. */
+static void
+widen_rows(quantised_t *layers, const linear_t *given, int64_t count, float *to, ready_t *ready, const threads_t *threads)
+{
+    widening_t *widenings = (widening_t *)(ready + count);
+    int64_t rows = 0, number = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (!given[i].is_bfloat16)
+            continue;
+        if (i && shares_rows(given + i, given + i - 1)) {
+            layers[i].input = layers[i - 1].input;
+            continue;
+        }
+        widenings[number] = (widening_t){given[i].input, layers[i].inner, to};
+        ready[number] = (ready_t){widenings + number, layers[i].rows, 0};
+        layers[i].input = to;
+        to += layers[i].rows * layers[i].inner;
+        rows += layers[i].rows;
+        number++;
+    }
+    const group_job_t job = {ready, number, widen};
+    parallel_for(threads, rows, rows > PART_ROWS ? 1 : PART_ROWS, compute_group, &job);
+}
+
 /* Returns 0, or -1 if there is no memory for rows in float32. */
 int32_t
-quantised_linear(const linear_t *arguments, const threads_t *threads)
+quantised_linear(const linear_t *given, int64_t count, const threads_t *threads)
 {
-    quantised_t q = quantised_of(arguments);
-    float *widened = NULL;
-    if (q.is_bfloat16) {
-        widened = malloc((q.rows * q.inner + 1) * sizeof *widened);
-        if (!widened)
-            return -1;
-        parallel_for(threads, q.rows, q.rows > PART_ROWS ? 1 : PART_ROWS, widen,
-                     &(widening_t){q.input, q.inner, widened});
-        q.input = widened;
-    }
-    const int64_t panels = (q.columns + COLUMNS - 1) / COLUMNS;
-    parallel_for(threads, panels, panel_grain(panels, threads), compute_panels, &q);
-    free(widened);
+    int64_t size = 0;
+    for (int64_t i = 0; i < count; i++)
+        size += given[i].is_bfloat16 ? given[i].rows * given[i].gemm->inner * (int64_t)sizeof(float) : 0;
+    char *memory = malloc(count * (sizeof(quantised_t) + sizeof(ready_t) + sizeof(widening_t)) + size);
+    if (!memory)
+        return -1;
+    quantised_t *layers = (quantised_t *)memory;
+    ready_t *ready = (ready_t *)(layers + count);
+    for (int64_t i = 0; i < count; i++)
+        layers[i] = quantised_of(given + i);
+    widen_rows(layers, given, count, (float *)((widening_t *)(ready + count) + count), ready, threads);
+    for (int64_t i = 0; i < count; i++)
+        ready[i] = (ready_t){layers + i, (layers[i].columns + COLUMNS - 1) / COLUMNS, given[i].follows};
+    parallel_for_group(threads, ready, count, compute_panels);
+    free(memory);
     return 0;
 }
 
@@ -191,6 +223,7 @@ quantised_linear(const linear_t *arguments, const threads_t *threads)
 static inline void
 read_codes(const gemm_t *g, int64_t row, int64_t at, int64_t count, float *codes)
 {
+    static const float numbers[] = {E2M1_TWICE};
     const int64_t column = row % COLUMNS, per_word = 32 / g->bits, words = (g->inner + per_word - 1) / per_word;
     for (int64_t k = at; k < at + count; k++) {
         const int64_t place = row / COLUMNS * words + k / per_word;
@@ -201,7 +234,7 @@ read_codes(const gemm_t *g, int64_t row, int64_t at, int64_t count, float *codes
         uint32_t word;
         memcpy(&word, (const char *)g->weight + (place * COLUMNS + column) * sizeof word, sizeof word);
         word >>= k % per_word * g->bits;
-        *codes++ = g->bits == 4 ? (float)(word & 15) : (float)(int8_t)word;
+        *codes++ = g->is_e2m1 ? numbers[word & 15] : g->bits == 4 ? (float)(word & 15) : (float)(int8_t)word;
     }
 }
 

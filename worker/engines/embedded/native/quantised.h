@@ -9,7 +9,7 @@
 /* The arguments, in one structure. */
 typedef struct {
     const char *codes;
-    int32_t bits;
+    int32_t bits, is_e2m1;
     int64_t group;
     const char *scales, *offsets;
     int32_t is_half;
@@ -30,7 +30,7 @@ static inline quantised_t
 quantised_of(const linear_t *l)
 {
     const gemm_t *g = l->gemm;
-    return (quantised_t){.codes = g->weight, .bits = g->bits, .group = g->group, .scales = g->scales,
+    return (quantised_t){.codes = g->weight, .bits = g->bits, .is_e2m1 = g->is_e2m1, .group = g->group, .scales = g->scales,
                          .offsets = g->offsets, .is_half = g->is_half, .zero = g->zero, .input = l->input,
                          .rows = l->rows, .inner = g->inner, .columns = g->columns, .is_bfloat16 = l->is_bfloat16,
                          .bias = g->bias, .epilogue = (epilogue_t)l->epilogue, .other = l->other,
@@ -38,11 +38,26 @@ quantised_of(const linear_t *l)
                          .lora_gemm = l->lora_gemm};
 }
 
+/* Whether two layers read the same rows. */
+static inline int
+has_rows_of(const quantised_t *q, const quantised_t *other)
+{
+    return q->input == other->input && q->rows == other->rows && q->inner == other->inner &&
+           q->is_bfloat16 == other->is_bfloat16;
+}
+
 /* Bfloat16, or float32, as float32. */
 INLINED vec
 read_lanes(const void *from, int64_t at, int64_t count, int is_bfloat16)
 {
     return is_bfloat16 ? load_bfloat16((const uint16_t *)from + at, count) : load_lanes((const float *)from + at, count);
+}
+
+/* Code number `index` of each of 16 words of codes of 4 bits. */
+INLINED vec
+four_bits_of(words_t w, int index, int is_e2m1)
+{
+    return is_e2m1 ? e2m1_of(w, index) : nibbles_of(w, index);
 }
 
 /* Fetches the lines that `finish` reads and writes of a row, before the sums are computed. */

@@ -26,7 +26,8 @@ def fits_blocks(group: int, inner: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class QuantisedPanels:
-    """A quantised weight ``[N, K]`` in panels of 32 rows, each ``scale * code + offset``.
+    """A quantised weight ``[N, K]`` in panels of 32 rows, each ``scale * code + offset``, or each
+    ``scale * 2 * code`` where codes are numbers of e2m1.
 
     Attributes:
         codes: ``[ceil(N / 32), K, 32]`` int8; or ``[ceil(N / 32), K / 8, 32]`` int32, each eight
@@ -39,6 +40,7 @@ class QuantisedPanels:
         columns: N.
         inner: K.
         rounds_to: One of `ROUNDINGS`.
+        is_e2m1: Whether codes, of 4 bits, are numbers of e2m1, without offsets.
 
     Raises:
         ValueError: a tensor has another shape or data type, or there is no such rounding.
@@ -52,6 +54,7 @@ class QuantisedPanels:
     columns: int
     inner: int
     rounds_to: str
+    is_e2m1: bool = False
 
     def __post_init__(self) -> None:
         per_word = {8: 4 if self.rounds_to == "int8" else 1, 4: 8}.get(self.bits, 0)
@@ -68,6 +71,7 @@ class QuantisedPanels:
             or not scales.shape[1]
             or self.inner % scales.shape[1]
             or (self.bits == 4 and self.group % 8)
+            or (self.is_e2m1 and (self.bits != 4 or self.offsets is not None or self.zero != 0.0))
             or (self.rounds_to == "int8" and not fits_blocks(self.group, self.inner))
             or (self.offsets is not None and (self.offsets.shape != scales.shape or self.offsets.dtype != scales.dtype))
         ):

@@ -145,8 +145,9 @@ add_outliers(const quantised_t *q, const rounded_t *r, int64_t row, int64_t pane
         const char *codes = q->codes + (panel * words + index / per_word) * COLUMNS * WORD_BYTES;
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
-            const vec code = code_of(load_words((const element *)(codes + half * LANES * WORD_BYTES)), q->bits,
-                                     (int)(index % per_word));
+            const words_t w = load_words((const element *)(codes + half * LANES * WORD_BYTES));
+            const int place = (int)(index % per_word);
+            const vec code = q->is_e2m1 ? e2m1_of(w, place) : code_of(w, q->bits, place);
             const vec scale = load_scales(q->scales, group + half * LANES, q->is_half);
             const vec offset = q->offsets ? load_scales(q->offsets, group + half * LANES, q->is_half)
                                           : vec_mul(scale, vec_all(q->zero));

@@ -31,6 +31,9 @@ enum {
 #define ALIGNED __attribute__((aligned(64)))
 #define INLINED static inline __attribute__((always_inline))
 
+/* Twice the numbers of e2m1, MXFP4's codes, by their bits: whole ones. */
+#define E2M1_TWICE 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
+
 static inline int64_t
 smaller(int64_t a, int64_t b)
 {

@@ -50,6 +50,23 @@ code_of(words_t w, int bits, int index)
                                  : (ints){_mm256_srai_epi32(low, 24), _mm256_srai_epi32(high, 24)});
 }
 
+/* Numbers of e2m1, twice, by the lowest four bits. */
+INLINED __m256
+e2m1_half(__m256i bits)
+{
+    const float numbers[] = {E2M1_TWICE};
+    const __m256 above = _mm256_permutevar8x32_ps(_mm256_loadu_ps(numbers), bits); /* reads three bits */
+    const __m256 below = _mm256_permutevar8x32_ps(_mm256_loadu_ps(numbers + 8), bits);
+    return _mm256_blendv_ps(above, below, _mm256_castsi256_ps(_mm256_slli_epi32(bits, 28)));
+}
+
+/* Bits 4 * index to 4 * index + 3 of 16 words as numbers of e2m1, twice. */
+INLINED vec
+e2m1_of(words_t w, int index)
+{
+    return vec_of(e2m1_half(_mm256_srli_epi32(w.low, 4 * index)), e2m1_half(_mm256_srli_epi32(w.high, 4 * index)));
+}
+
 /* The sums of four products of 8 columns, added to `sum`: of bytes without a sign and of signed codes. */
 INLINED __m256i
 add_dots_half(__m256i sum, __m256i bytes, __m256i codes)
@@ -101,6 +118,15 @@ split_bytes(int has_dot, words_t w)
 {
     const __m256i sign = _mm256_set1_epi8(-128);
     return has_dot ? (words_t){_mm256_xor_si256(w.low, sign), _mm256_xor_si256(w.high, sign)} : w;
+}
+
+/* Numbers of e2m1, twice, in the bits that `split_nibbles` takes; as `add_bytes` reads them. */
+INLINED words_t
+split_e2m1(int has_dot, words_t w, int part)
+{
+    const __m256i numbers = _mm256_broadcastsi128_si256(_mm_setr_epi8(E2M1_TWICE));
+    const words_t table = split_bytes(has_dot, (words_t){numbers, numbers}), nibbles = split_nibbles(w, part);
+    return (words_t){_mm256_shuffle_epi8(table.low, nibbles.low), _mm256_shuffle_epi8(table.low, nibbles.high)};
 }
 
 /* The sums of four products of 8 columns, in three instructions. */

@@ -210,6 +210,14 @@ nibbles_of(words_t w, int index)
     return _mm512_permutexvar_ps(_mm512_srli_epi32(w, 4 * index), values);
 }
 
+/* The same, as numbers of e2m1, twice. */
+INLINED vec
+e2m1_of(words_t w, int index)
+{
+    static const float numbers[] ALIGNED = {E2M1_TWICE};
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(w, 4 * index), _mm512_load_ps(numbers));
+}
+
 /* GEMMs of integers, in exact sums of 32 bits; with AVX512-VNNI, if the processor `has_dot`, in one instruction. */
 typedef __m512i ints; /* of 16 columns */
 
@@ -278,6 +286,14 @@ INLINED words_t
 split_bytes(int has_dot, words_t w)
 {
     return has_dot ? _mm512_xor_si512(w, _mm512_set1_epi8(-128)) : w;
+}
+
+/* Numbers of e2m1, twice, in the bits that `split_nibbles` takes; as `add_bytes` reads them. */
+INLINED words_t
+split_e2m1(int has_dot, words_t w, int part)
+{
+    const __m512i numbers = _mm512_broadcast_i32x4(_mm_setr_epi8(E2M1_TWICE));
+    return _mm512_shuffle_epi8(split_bytes(has_dot, numbers), split_nibbles(w, part));
 }
 
 INLINED ints

@@ -281,6 +281,17 @@ nibbles_of(words_t w, int index)
     return __builtin_convertvector(w >> 4 * index & 15, vec);
 }
 
+/* The same, as numbers of e2m1, twice. */
+INLINED vec
+e2m1_of(words_t w, int index)
+{
+    static const float numbers[] = {E2M1_TWICE};
+    vec found;
+    for (int i = 0; i < LANES; i++)
+        found[i] = numbers[w[i] >> 4 * index & 15];
+    return found;
+}
+
 /* GEMMs of integers, in exact sums of 32 bits. */
 typedef lanes ints; /* of 16 columns */
 
@@ -313,6 +324,21 @@ INLINED words_t
 split_bytes(int has_dot, words_t w)
 {
     (void)has_dot;
+    return w;
+}
+
+/* Numbers of e2m1, twice, in the bits that `split_nibbles` takes; as `add_bytes` reads them. */
+INLINED words_t
+split_e2m1(int has_dot, words_t w, int part)
+{
+    (void)has_dot;
+    static const int8_t numbers[] = {E2M1_TWICE};
+    uint8_t bytes[sizeof w];
+    w = split_nibbles(w, part);
+    memcpy(bytes, &w, sizeof bytes);
+    for (size_t i = 0; i < sizeof bytes; i++)
+        bytes[i] = (uint8_t)numbers[bytes[i]];
+    memcpy(&w, bytes, sizeof bytes);
     return w;
 }
 

@@ -67,6 +67,21 @@ code_of(words_t w, int bits, int index)
     return vec_of_ints(codes);
 }
 
+/* Bits 4 * index to 4 * index + 3 of 16 words as numbers of e2m1, twice. */
+INLINED vec
+e2m1_of(words_t w, int index)
+{
+    const int8x16_t numbers = {E2M1_TWICE};
+    ints found;
+    EACH_FOUR
+    {
+        const uint32x4_t nibbles = vandq_u32(vshlq_u32(w.four[i], vdupq_n_s32(-4 * index)), vdupq_n_u32(15));
+        const int8x16_t lowest = vqtbl1q_s8(numbers, vreinterpretq_u8_u32(nibbles));
+        found.four[i] = vshrq_n_s32(vshlq_n_s32(vreinterpretq_s32_s8(lowest), 24), 24);
+    }
+    return vec_of_ints(found);
+}
+
 /* Bits 0 to 3 of each byte (part 0), or 4 to 7. */
 INLINED words_t
 split_nibbles(words_t w, int part)
@@ -84,6 +99,17 @@ INLINED words_t
 split_bytes(int has_dot, words_t w)
 {
     (void)has_dot;
+    return w;
+}
+
+/* Numbers of e2m1, twice, in the bits that `split_nibbles` takes; as `add_bytes` reads them. */
+INLINED words_t
+split_e2m1(int has_dot, words_t w, int part)
+{
+    (void)has_dot;
+    const int8x16_t numbers = {E2M1_TWICE};
+    w = split_nibbles(w, part);
+    EACH_FOUR w.four[i] = vreinterpretq_u32_s8(vqtbl1q_s8(numbers, vreinterpretq_u8_u32(w.four[i])));
     return w;
 }
 

@@ -34,7 +34,7 @@ from worker.engines.embedded.serving.step_thread import Listen, Measure, StepThr
 from worker.engines.embedded.serving.stream import Stream
 from worker.engines.embedded.serving.streams import Streams
 from worker.engines.embedded.serving.weights import WeightControl
-from worker.engines.embedded.speculation import SpeculativeConfig
+from worker.engines.embedded.speculation import SpeculativeConfig, load_draft_model
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.engines.embedded.transfer import (
     KvConnector,
@@ -74,8 +74,9 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         raise StartupError(
             f"--context-length {context_length} is above the model's own limit of {model.context_length} tokens"
         )
-    num_kv_blocks = choose_kv_blocks(config, model, context_length)
-    stepper = make_stepper(config, model, num_kv_blocks)  # with the KV store numerics are chosen
+    draft = load_draft_model(config, model)
+    num_kv_blocks = choose_kv_blocks(config, model, context_length, draft)
+    stepper = make_stepper(config, model, num_kv_blocks, draft)  # with the KV store numerics are chosen
     if isinstance(model, HfModel):
         check_first_pass(model, config.model_path)
     stepper.adapters = _adapters(config, model)

@@ -12,9 +12,17 @@ of plain decoding, whatever was drafted; a proposer decides how fast they come.
 """
 
 from worker.engines.embedded.speculation.config import SpeculativeConfig
-from worker.engines.embedded.speculation.draft_model import DraftModelProposer, load_draft_model
+from worker.engines.embedded.speculation.draft_model import DraftModelProposer, load_draft_model, with_pages
 from worker.engines.embedded.speculation.proposer import Proposer
 from worker.engines.embedded.speculation.speculator import Speculator
 from worker.engines.embedded.speculation.verification import agreeing_rows
 
-__all__ = ["DraftModelProposer", "Proposer", "SpeculativeConfig", "Speculator", "agreeing_rows", "load_draft_model"]
+__all__ = [
+    "DraftModelProposer",
+    "Proposer",
+    "SpeculativeConfig",
+    "Speculator",
+    "agreeing_rows",
+    "load_draft_model",
+    "with_pages",
+]

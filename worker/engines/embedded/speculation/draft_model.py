@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.kv_cache import choose_page_size
-from worker.engines.embedded.model import check_first_pass, load_model
+from worker.engines.embedded.model import HfModel, check_first_pass, load_model
 from worker.engines.embedded.plan import Chunk, Model, Plan, Request
 from worker.engines.embedded.speculation.config import FLAG, SpeculativeConfig
 from worker.engines.embedded.speculation.proposer import NO_DRAFT, Draft
@@ -79,17 +79,16 @@ class DraftModelProposer:
         return True
 
 
-def load_draft_model(config: EmbeddedConfig, target: Model) -> DraftModel | None:
-    """The draft model of ``--speculative-config`` for `target`, which `config` describes; None if
-    it names none.
+def load_draft_model(config: EmbeddedConfig, target: Model) -> HfModel | None:
+    """The draft model of ``--speculative-config`` for `target`, which `config` describes, without
+    pages; None if it names none.
 
     It computes with the numerics of `config`.
 
     Raises:
         StartupError: it cannot be loaded, or has another vocabulary.
     """
-    speculative = SpeculativeConfig.parse(config.speculative_config)
-    path = speculative.model
+    path = SpeculativeConfig.parse(config.speculative_config).model
     if path is None:
         return None
     model = load_model(replace(config, model_path=path))
@@ -100,6 +99,22 @@ def load_draft_model(config: EmbeddedConfig, target: Model) -> DraftModel | None
         )
     if _differ(Path(path) / "tokenizer.json", Path(config.model_path) / "tokenizer.json"):
         raise StartupError(f"{FLAG}: model {path} has another tokenizer than the model that it drafts for")
+    return model
+
+
+def with_pages(config: EmbeddedConfig, model: HfModel, target: Model, num_tokens: int) -> DraftModel:
+    """The draft model of `load_draft_model` with its pages.
+
+    Args:
+        config: Settings of the engine.
+        model: The draft model.
+        target: Model that it drafts for.
+        num_tokens: Tokens of the target's KV cache.
+
+    Raises:
+        StartupError: its first forward pass has logits that are not finite.
+    """
+    speculative = SpeculativeConfig.parse(config.speculative_config)
     context_length = config.context_length or target.context_length
     draft = DraftModel(
         model,
@@ -108,8 +123,10 @@ def load_draft_model(config: EmbeddedConfig, target: Model) -> DraftModel | None
         context_length=context_length,
         page_size=choose_page_size(config.kv_block_size, min(context_length, model.context_length)),
         block_size=config.kv_block_size,
+        num_tokens=num_tokens,
     )
-    check_first_pass(model, path)
+    if speculative.model is not None:
+        check_first_pass(model, speculative.model)
     return draft
 
 
