@@ -23,6 +23,7 @@ class KubeApi:
     """Asks the server whose files are in `directory`."""
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         context = ssl.create_default_context(cafile=str(directory / "ca.crt"))
         context.load_cert_chain(directory / "admin.crt", directory / "admin.key")
         self._client = httpx.Client(base_url=(directory / "url").read_text().strip(), verify=context, timeout=30)
