@@ -45,7 +45,7 @@ def run(stack: Stack, part: Component, container: dict[str, Any], **environ: str
     command = [sys.executable, *container["command"][1:], *words]
     given = {name: here.get(value, value) for name, value in part.environ.items()}
     own = {"HOME": str(stack.directory), "DYN_NAMESPACE_WORKER_SUFFIX": ""}
-    kept = {name: given[name] for name in ("DLW_POOL_SECRET", "DYN_SYSTEM_PORT") if name in given}
+    kept: dict[str, str] = {name: given[name] for name in ("DLW_POOL_SECRET", "DYN_SYSTEM_PORT") if name in given}
     log = stack.directory / f"{part.type}-{container['name']}.log"
     grace_s = part.pod["terminationGracePeriodSeconds"]
     return RunningContainer(
