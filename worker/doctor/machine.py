@@ -175,7 +175,7 @@ def inotify_instances(process: Path) -> int:
 
 
 def _target(link: Path) -> str:
-    """What a link leads to; empty if it cannot be read."""
+    """Path in a link; empty if it cannot be read."""
     try:
         return str(link.readlink())
     except OSError:
