@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/fleet.py --requests-per-minute 10000
     .venv/bin/python benchmarks/fleet.py --requests-per-minute 1000000 --workers 4000 --kill 0.01
-    .venv/bin/python benchmarks/fleet.py --check 2 4
+    .venv/bin/python benchmarks/fleet.py --check 2 4 8 16
 
 A worker is its batch: a step takes `step_s` and a share of `prompt_rate` for the prompts' tokens in
 it, as ``--engine constant`` does; requests wait for one of `slots` rows, and prompts for the token
@@ -96,7 +96,7 @@ def keep(count: int, line: str) -> None:
     REPORT.write_text(
         f"""# The simulation beside real workers
 
-Made by `.venv/bin/python benchmarks/fleet.py --check 4 8`: real workers with `--engine constant`, 8 rows and
+Made by `.venv/bin/python benchmarks/fleet.py --check 2 4 8 16`: real workers with `--engine constant`, 8 rows and
 steps of 50 ms behind Dynamo's frontend, and the simulation, at the same arrivals: {CHECK_RATE:g} requests a second
 for each worker, answers of 32 tokens on the mean. Medians of the rounds.
 

@@ -28,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,6 +44,9 @@ from worker.tiny_model import write_tiny_model
 MODEL = "constant"
 SHORT, LONG = 1, 129
 """Tokens of the two kinds of answers."""
+
+START_S = 120
+"""Seconds until all workers must have started."""
 
 WORKER, STORED = "worker", "worker, with migration"
 
@@ -82,6 +86,7 @@ class Stack:
     """Processes on loopback: a front door, a frontend, `count` workers, and one with migration."""
 
     def __init__(self, directory: Path, step_s: float, slots: int, count: int) -> None:
+        self._directory = directory
         self.frontend_port, self.door_port = _free_port(), _free_port()
         model = write_tiny_model(directory / "model")
         environ = environment(directory) | {
@@ -121,6 +126,16 @@ class Stack:
             part: subprocess.Popen([sys.executable, *command], env=environ) for part, command in commands.items()
         }
 
+    def await_workers(self, count: int) -> None:
+        """Until so many are registered: the model is served as soon as one is."""
+        instances = self._directory / "discovery" / "v1" / "instances"
+        deadline = time.monotonic() + START_S
+        while len(list(instances.glob("*%2Fplain%2Fgenerate%2F*"))) < count:
+            if time.monotonic() > deadline:
+                raise SystemExit("parts: the workers did not start")
+            time.sleep(0.1)
+        time.sleep(1)  # the frontend has heard of them
+
     def family(self, part: str) -> list[psutil.Process]:
         """The process and its children."""
         process = psutil.Process(self.processes[part].pid)
@@ -147,6 +162,7 @@ def running(directory: Path, step_s: float, slots: int = 256, count: int = 1) ->
     stack = Stack(directory, step_s, slots, count)
     try:
         await_models(stack.door_port, {MODEL, f"{MODEL}-stored"}, stack.processes.values())
+        stack.await_workers(count)
         yield stack
     finally:
         stack.end()

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 from checker import Reference, check_answers, check_ended
-from cluster import Cluster, running_cluster
+from cluster import PATIENCE, Cluster, running_cluster
 from e2e_stack import Process, http, wait_for
 from front_door_process import Door
 from injectors import Drain, Fault, Kill
@@ -120,7 +120,7 @@ async def test_a_fleet_loses_nothing(tmp_path: Path, tiny_model: Path) -> None:
     chance, reference, still = random.Random(SEED), Reference(tiny_model), Standstill()
     counts: Counter[str] = Counter()
     arguments = ("--kv-cache-memory", "16MiB")
-    with running_cluster(tmp_path, tiny_model, *arguments, max_num_seqs=16) as cluster:
+    with running_cluster(tmp_path, tiny_model, *arguments, max_num_seqs=16, patience=2 * PATIENCE) as cluster:
         async with still.watched():
             await start_workers(cluster, still)
             second, url = await asyncio.to_thread(start_frontend, cluster)

@@ -1,4 +1,4 @@
-"""A real API server for custom resources, and definitions of those that the manifests use."""
+"""A real API server, and definitions of the custom resources that the manifests use."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class KubeApi:
     """Asks the server whose files are in `directory`."""
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         context = ssl.create_default_context(cafile=str(directory / "ca.crt"))
         context.load_cert_chain(directory / "admin.crt", directory / "admin.key")
         self._client = httpx.Client(base_url=(directory / "url").read_text().strip(), verify=context, timeout=30)
@@ -48,7 +49,7 @@ class KubeApi:
         """The answer to a server-side apply of the one resource in `text`, validated strictly."""
         resource = next(each for each in yaml.compose_all(text) if each is not None)
         named = yaml.safe_load(yaml.serialize(resource))
-        path = f"/apis/{named['apiVersion']}/namespaces/dlw/{plural}/{named['metadata']['name']}"
+        path = f"{collection(named['apiVersion'], plural)}/{named['metadata']['name']}"
         options = {"fieldManager": "tests", "force": "true", "fieldValidation": "Strict"}
         return self._client.patch(
             path,
@@ -61,13 +62,27 @@ class KubeApi:
         """The answer to a GET."""
         return self._client.get(path)
 
+    def post(self, path: str, resource: dict[str, Any]) -> httpx.Response:
+        """The answer to a POST, which makes a resource."""
+        return self._client.post(path, json=resource)
+
+    def patch(self, path: str, changed: dict[str, Any]) -> httpx.Response:
+        """The answer to a PATCH that merges these fields."""
+        return self._client.patch(path, json=changed, headers={"content-type": "application/merge-patch+json"})
+
+
+def collection(version: str, plural: str) -> str:
+    """The path of a kind's resources in the namespace of the tests."""
+    root = "/api" if "/" not in version else "/apis"
+    return f"{root}/{version}/namespaces/dlw/{plural}"
+
 
 @contextmanager
-def kube_api(directory: Path) -> Iterator[KubeApi]:
-    """A server of its own, which ends with the block."""
+def kube_api(directory: Path, *options: str) -> Iterator[KubeApi]:
+    """A server of its own, which ends with the block; `options` are of ``scripts/kube-api``."""
     script = REPOSITORY / "scripts" / "kube-api"
-    subprocess.run([script, "build"], check=True, timeout=_BUILD_S)
-    process = subprocess.Popen([script, "serve", directory])
+    subprocess.run([script, "build", *options], check=True, timeout=_BUILD_S)
+    process = subprocess.Popen([script, "serve", *options, directory])
     try:
         end = time.monotonic() + _START_S
         while not (directory / "url").exists():

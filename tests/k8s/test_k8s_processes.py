@@ -1,23 +1,28 @@
-"""Processes of `k8s/graphs/agg.yaml`, started here as in a pod, answer their probes and end in
-time.
+"""Pods of `k8s/graphs/agg.yaml` and `disagg.yaml`, run here as processes: they start within their
+probes, answer the smoke test, stay below their limits, and end within their grace periods.
 """
 
 from __future__ import annotations
 
-import signal
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_stack import Process, Stack, http, running_stack, wait_for
+from e2e_stack import Stack, http, running_stack, wait_for
 from manifest_files import Component, components
 from ports import free_port
+from running_pods import Limits, RunningContainer, num_bytes
 
 from worker.tiny_model import write_tiny_model
 
 MODEL = "tiny-model"
+START_S = 120.0
 
 
 @pytest.fixture
@@ -27,59 +32,114 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
         yield stack
 
 
-def parts() -> tuple[Component, Component]:
-    frontend, worker = (part for part in components("frontend", "worker") if part.graph == "agg")
-    return frontend, worker
-
-
-def start(stack: Stack, part: Component, ports: dict[str, str], **environ: str) -> Process:
+def run(stack: Stack, part: Component, container: dict[str, Any], **environ: str) -> RunningContainer:
     """With the manifest's command, arguments and variables; ports, paths and discovery are this
     machine's.
     """
-    given = {name: ports.get(value, value) for name, value in part.environ.items()}
-    home = {"HOME": str(stack.directory), "DYN_NAMESPACE_WORKER_SUFFIX": ""}
-    log = stack.directory / f"{part.type}.log"
-    return Process(command(stack, part.main, ports), {**given, **stack.environ, **home, **environ}, log)
+    system_port, behind = str(free_port()), str(stack.http_port + 1)
+    ports = {"8000": str(stack.http_port), "8001": behind, "9090": system_port}
+    here = {**ports, "0.0.0.0": "127.0.0.1", "eth0": "lo"}
+    words = [here.get(word, word).replace(":8001", f":{behind}") for word in container["args"]]
+    for folder in ("/models/", "/packed"):
+        words = [word.replace(folder, f"{stack.directory}{folder}") for word in words]
+    command = [sys.executable, *container["command"][1:], *words]
+    given = {name: here.get(value, value) for name, value in part.environ.items()}
+    own = {"HOME": str(stack.directory), "DYN_NAMESPACE_WORKER_SUFFIX": ""}
+    kept: dict[str, str] = {name: given[name] for name in ("DLW_POOL_SECRET", "DYN_SYSTEM_PORT") if name in given}
+    log = stack.directory / f"{part.type}-{container['name']}.log"
+    grace_s = part.pod["terminationGracePeriodSeconds"]
+    return RunningContainer(
+        container, command, {**given, **stack.environ, **own, **kept, **environ}, ports, grace_s, log
+    )
 
 
-def command(stack: Stack, container: dict[str, Any], ports: dict[str, str]) -> list[str]:
-    words = [ports.get(word, word) for word in [*container["command"], *container["args"]]]
-    words = [word.replace(":8001", f":{ports.get('8001')}") for word in words]
-    return [
-        sys.executable,
-        *(
-            word.replace("/models/", f"{stack.directory}/models/").replace("/packed", f"{stack.directory}/packed")
-            for word in words[1:]
-        ),
-    ]
-
-
-def test_probes_answer_and_the_pod_ends_in_time(stack: Stack) -> None:
-    frontend_part, worker_part = parts()
-    system_port = worker_part.main["startupProbe"]["httpGet"]["port"]
-    port = str(free_port())
-    ports = {"8000": str(stack.http_port), "8001": str(free_port()), str(system_port): port, "0.0.0.0": "127.0.0.1"}
-    frontend = start(stack, frontend_part, ports)
-    door = Process(command(stack, frontend_part.door, ports), stack.environ, stack.directory / "door.log")
-    worker = start(stack, worker_part, ports, DYN_SYSTEM_PORT=port, DYN_ENABLE_TEST_LOGITS_PROCESSOR="1")
-    try:
-        for process, part in ((worker, worker_part), (frontend, frontend_part)):
-            for name in ("startupProbe", "livenessProbe", "readinessProbe"):
-                asked = part.main[name]["httpGet"]
-                url = f"http://127.0.0.1:{ports[str(asked['port'])]}{asked['path']}"
-                wait_for(lambda url=url, p=process: http(url)[0] == 200 or not p.running, f"{name} of {part}")
-                assert process.running, process.log
+@pytest.mark.parametrize("graph", ["agg", pytest.param("disagg", marks=pytest.mark.campaign)])
+def test_the_pods_of_a_graph_pass_the_smoke_test(stack: Stack, graph: str) -> None:
+    parts = [part for part in components("frontend", "prefill", "decode", "worker") if part.graph == graph]
+    with ExitStack() as running:
+        pods = [
+            running.enter_context(closing(run(stack, part, container, DYN_ENABLE_TEST_LOGITS_PROCESSOR="1")))
+            for part in parts
+            for container in part.pod["containers"]
+        ]
+        for pod in pods:
+            pod.await_ready(START_S)
         wait_for(lambda: MODEL in http(f"{stack.url}/v1/models")[1], "model")
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
-        status, answer = http(f"{stack.url}/v1/chat/completions", body)
-        assert (status, "Hello world!" in answer) == (200, True), answer
+        answer = wait_for(lambda: answered(stack, body), "an answer")
+        assert "Hello world!" in answer
         status, answer = http(f"{stack.url}/detokenize", {"model": MODEL, "tokens": [5]})
         assert (status, "prompt" in answer) == (200, True), answer  # the front door has the model's files
         assert http(f"{stack.url}/v1/chat/completions", {**body, "user": "a" * 2**21})[0] == 413
         assert http(f"{stack.url}/v1/chat/completions", {**body, "suffix": "a"})[0] == 400
-        worker.signal(signal.SIGTERM)
-        assert worker.wait(worker_part.pod["terminationGracePeriodSeconds"]) == 0, worker.log
-    finally:
-        worker.end()
-        door.end()
-        frontend.end()
+        workers = pods[1 - len(parts) :]  # the frontend's pod, which comes first, has two containers
+        assert [pod.end() for pod in workers] == [0] * len(workers)
+
+
+def answered(stack: Stack, body: dict[str, Any]) -> str | None:
+    """The answer; None while there is no worker for it."""
+    status, text = http(f"{stack.url}/v1/chat/completions", body)
+    assert status != 400, text
+    return text if status == 200 else None
+
+
+PROBE = {"httpGet": {"path": "/live", "port": 80}, "periodSeconds": 1, "timeoutSeconds": 1, "failureThreshold": 1}
+SERVES = """
+import http.server, signal, sys, time
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if time.monotonic() < {ends_s} else 503)
+        self.end_headers()
+signal.signal(signal.SIGTERM, {at_end})
+http.server.ThreadingHTTPServer(("127.0.0.1", {port}), Handler).serve_forever()
+"""
+
+
+def serving(directory: Path, ends_s: float, at_end: str, memory: str = "4Gi") -> RunningContainer:
+    """A container that answers its probes until a time of the monotonic clock."""
+    port = free_port()
+    probes = dict.fromkeys(("startupProbe", "livenessProbe", "readinessProbe"), PROBE)
+    script = SERVES.format(ends_s=ends_s, at_end=at_end, port=port)
+    container = {**probes, "resources": {"limits": {"memory": memory}}}
+    probes["startupProbe"] = {**PROBE, "failureThreshold": 60}
+    container |= probes
+    command = ["/usr/bin/env", sys.executable, "-c", script]
+    return RunningContainer(container, command, dict(os.environ), {"80": str(port)}, 1, directory / "log")
+
+
+def test_what_kubelet_would_kill_is_noticed(tmp_path: Path) -> None:
+    """A process that stops answering, one that outlives its grace period, and one above its
+    memory.
+    """
+    with closing(serving(tmp_path, float("1e18"), "signal.SIG_IGN")) as pod:
+        pod.await_ready(START_S)
+        assert pod.end() == -9
+    with closing(serving(tmp_path, float("1e18"), "lambda *_: sys.exit(0)")) as pod:
+        pod.await_ready(START_S)
+        assert pod.end() == 0
+    with closing(serving(tmp_path, float("1e18"), "signal.SIG_DFL", memory="1Mi")) as pod:
+        pod.await_ready(START_S)
+        with pytest.raises(AssertionError, match="with limits"):
+            pod.end()
+    with closing(serving(tmp_path, time.monotonic() + 3, "signal.SIG_DFL")) as pod:
+        wait_for(lambda: pod.verdict, "that the liveness probe fails")
+        assert not pod.is_ready.is_set()
+        with pytest.raises(AssertionError):
+            pod.end()
+
+
+def test_limits_are_those_of_a_control_group(tmp_path: Path) -> None:
+    """In a tree that looks like one of version 2; none is made where none may be."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert Limits({"memory": "1Gi"}, process.pid, tmp_path).group is None
+        (tmp_path / "cgroup.subtree_control").write_text("cpu memory pids\n")
+        limits = Limits({"memory": "512Mi", "cpu": "1.5"}, process.pid, tmp_path)
+        assert limits.group is not None
+        written = {path.name: path.read_text() for path in limits.group.iterdir()}
+        assert written == {
+            "memory.max": str(2**29),
+            "cpu.max": "150000 100000",
+            "cgroup.procs": str(process.pid),
+        }
+        process.kill()
+    assert num_bytes("4Gi") == 4 * 2**30

@@ -4,6 +4,7 @@ machines, and on this one.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
 from worker.doctor.finding import Finding
-from worker.doctor.machine import machine
+from worker.doctor.machine import inotify_instances, machine
 from worker.doctor.packages import packages, pinned, unmet
 from worker.doctor.ports import ports
 
@@ -25,6 +26,7 @@ GOOD = {
     "proc/cpuinfo": "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: sse\n",
     "proc/meminfo": "MemTotal: 32000000 kB\nMemAvailable:   16000000 kB\n",
     "proc/self/cgroup": "0::/\n",
+    "proc/sys/fs/inotify/max_user_instances": "128\n",
     "proc/sys/net/core/somaxconn": "4096\n",
     "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
     "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance\n",
@@ -43,10 +45,11 @@ def look(root: Path, changed: dict[str, str | None]) -> dict[str, Finding]:
 
 def test_a_good_machine_lacks_nothing(tmp_path: Path) -> None:
     found = look(tmp_path, {})
-    of_the_tree = ("cores", "memory", "huge pages", "backlog", "governor")
+    of_the_tree = ("cores", "memory", "huge pages", "backlog", "governor", "inotify")
     assert {name: found[name].level for name in of_the_tree} == dict.fromkeys(of_the_tree, "ok")
     assert "Some CPU, no quota" in found["cores"].found
     assert found["memory"].found == "15.3 GiB free"
+    assert found["inotify"].found == "128 of 128 instances left"
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,7 @@ def test_a_good_machine_lacks_nothing(tmp_path: Path) -> None:
         ("huge pages", "note", "sys/kernel/mm/transparent_hugepage/enabled", None, "absent"),
         ("/dev/shm", "note", "dev/shm/x", None, "absent"),
         ("backlog", "note", "proc/sys/net/core/somaxconn", "128\n", "128 connections"),
+        ("inotify", "note", "proc/sys/fs/inotify/max_user_instances", "12\n", "12 of 12 instances left"),
         ("governor", "note", "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "powersave\n", "powersave"),
     ],
 )
@@ -75,6 +79,34 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
     group = {"memory.max": str(2**30), "memory.current": "0", "memory.stat": "inactive_file 0\n"}
     found = look(tmp_path, {f"sys/fs/cgroup/{name}": text for name, text in group.items()})["memory"]
     assert (found.level, found.found) == ("lacks", "1.0 GiB free below the container's limit")
+
+
+@pytest.mark.parametrize(("taken", "level"), [(115, "ok"), (116, "note"), (130, "note")])
+def test_inotify_instances_of_this_user_are_counted(tmp_path: Path, taken: int, level: str) -> None:
+    """Of all its processes; other open files, and processes that end meanwhile, are none."""
+    for number in range(taken):
+        files = tmp_path / "proc" / str(7 + number % 3) / "fd"
+        files.mkdir(parents=True, exist_ok=True)
+        (files / str(number)).symlink_to("anon_inode:inotify")
+        (files / f"{1000 + number}").symlink_to("anon_inode:[eventpoll]")
+    (tmp_path / "proc" / "11").mkdir(parents=True)
+    found = look(tmp_path, {})["inotify"]
+    assert found.level == level
+    assert found.found.startswith(f"{128 - taken:,} of 128 instances left")
+    assert ("max_user_instances=1024" in found.mend) == (level == "note")
+
+
+def test_inotify_instances_of_this_process_are_seen() -> None:
+    """As the kernel shows them in ``/proc``."""
+    own, libc = Path("/proc/self"), ctypes.CDLL(None)
+    before = inotify_instances(own)
+    taken = [libc.inotify_init1(os.O_CLOEXEC) for _ in range(3)]
+    try:
+        assert inotify_instances(own) == before + 3
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+    assert inotify_instances(own) == before
 
 
 @given(st.dictionaries(st.sampled_from(sorted(GOOD)), st.text(max_size=40) | st.from_regex(r"[\w.: \[\]\n]{0,40}")))

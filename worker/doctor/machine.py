@@ -33,6 +33,11 @@ OPEN_FILES = 4096
 BACKLOG = 1024
 """Connections that may wait to be accepted when many clients connect at once."""
 
+FRONTEND_WATCHES = 13
+"""Inotify instances of a frontend with discovery by files, the KV router and prefill workers;
+without these it takes 5, and a worker none. One that gets no more watches in a loop, or ends.
+"""
+
 
 def machine(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Findings about the machine.
@@ -48,6 +53,7 @@ def machine(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
     yield _shared_memory(root)
     yield _open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield _backlog(root)
+    yield from _inotify(root)
     yield from _governor(root)
     yield _disk(model_cache(environ))
 
@@ -140,6 +146,40 @@ def _backlog(root: Path) -> Finding:
         found = f"{text} connections wait at most: others are refused when many come at once"
         return Finding("backlog", "note", found, f"sysctl -w net.core.somaxconn={4 * BACKLOG}")
     return Finding("backlog", "ok", text or "unknown")
+
+
+def _inotify(root: Path) -> Iterator[Finding]:
+    """Inotify instances that this user has left, where the kernel says its limit."""
+    text = _text(root / "proc/sys/fs/inotify/max_user_instances").strip()
+    if not text.isdecimal():
+        return
+    left = int(text) - sum(map(inotify_instances, (root / "proc").glob("[0-9]*")))
+    found = f"{left:,} of {int(text):,} instances left"
+    if left < FRONTEND_WATCHES:
+        found += f": a frontend with discovery by files takes up to {FRONTEND_WATCHES}, or ends"
+        mend = "sysctl -w fs.inotify.max_user_instances=1024, or discovery by etcd"
+        yield Finding("inotify", "note", found, mend)
+    else:
+        yield Finding("inotify", "ok", found)
+
+
+def inotify_instances(process: Path) -> int:
+    """Inotify instances of a process of this user."""
+    try:
+        if process.stat().st_uid != os.getuid():
+            return 0
+        files = list((process / "fd").iterdir())
+    except OSError:  # it has ended, or may not be looked at
+        return 0
+    return sum(_target(file) == "anon_inode:inotify" for file in files)
+
+
+def _target(link: Path) -> str:
+    """Path in a link; empty if it cannot be read."""
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""
 
 
 def _governor(root: Path) -> Iterator[Finding]:
