@@ -23,7 +23,7 @@ AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 PLAIN_C = ("-DPLAIN_C=1",)
 COMPILE = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-fopenmp")
-FLOAT32_ALONE = ("blocks", "dequantised", "integer", "quantised", "super_blocks", "weights")
+FLOAT32_ALONE = ("blocks", "dequantised", "integer", "packing", "quantised", "super_blocks", "weights")
 """Sources that compute in float32 whatever the data type of the model."""
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
 
-from worker.engines.embedded.native.gguf_types import rounded_to
+from worker.engines.embedded.native.gguf_types import rounding_of
 from worker.models.quantised import Codes, unpack_blocks
 
 ROWS, INNER, TURNS = 8192, 1536, 5
@@ -39,7 +39,7 @@ def digest_of(found: Codes) -> str:
 def ours(rows: torch.Tensor, kind: Kind) -> tuple[float, str]:
     """Seconds, and a digest of the result."""
     began = time.perf_counter()
-    found = rounded_to(kind.name, rows)
+    found = rounding_of(kind.name, rows).rounded
     seconds = time.perf_counter() - began
     return seconds, digest_of(Codes(*(part.numpy() for part in found if part is not None)))
 

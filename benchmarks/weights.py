@@ -1,9 +1,10 @@
 """Updates of the weights while a worker's engine decodes: seconds, throughput, memory.
 
-``python benchmarks/weights.py [--model DIR] [--updates 20]``, in one process: an engine decodes
-answers one behind the other, first without updates, then while its weights are replaced by those of
-the same checkpoint; rates are those between two updates. Processor time of an update is that beyond
-reading the checkpoint, which a busy machine disturbs less than its seconds.
+``python benchmarks/weights.py [--model DIR [--update DIR]] [--updates 20]``, in one process: an
+engine decodes answers one behind the other, first without updates, then while its weights are
+replaced by those of the same checkpoint, or of the one that is named; rates are those between two
+updates. Seconds and processor time of an update are those beyond reading the checkpoint; a busy
+machine disturbs the latter less. With ``--updates 0`` there are only those of an idle engine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from checkpoint import write_checkpoint
@@ -23,9 +25,11 @@ from checkpoint import write_checkpoint
 from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.engines.embedded.model.stored_weights import read_weights
+from worker.engines.weights import UpdatesWeights
 from worker.sampling import SamplingParams
 
 CLIENTS, ANSWER = 8, 128
+IDLE_UPDATES = 9
 
 
 class Load:
@@ -69,46 +73,61 @@ def resident_mb() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE // 10**6
 
 
-async def measure(model: Path, updates: int, phase_s: float) -> dict[str, object]:
-    """Figures of one engine."""
-    config = EmbeddedConfig(
-        model_path=model, device="cpu", quantization="none", context_length=1024, weight_updates=True
-    )
+async def measure(model: Path, update: Path, updates: int, phase_s: float) -> dict[str, object]:
+    """Figures of one engine that serves `model`, whose weights become those of `update`."""
+    config = EmbeddedConfig(model_path=model, device="cpu", context_length=1024, weight_updates=True)
     engine = EmbeddedEngine(config)
     info = await engine.start()
-    weights = engine.weights
+    assert engine.weights is not None
+    found: dict[str, object] = {"computed_by": info.computed_by}
+    if updates:
+        found |= await under_load(engine, update, updates, phase_s)
+    found |= await idle(engine.weights, update)
+    await engine.stop()
+    return {**found, "load_average": os.getloadavg()[0]}
+
+
+async def under_load(engine: EmbeddedEngine, update: Path, updates: int, phase_s: float) -> dict[str, object]:
+    """Throughput before the first update and between updates, and their seconds."""
+    weights, load = engine.weights, Load(engine)
     assert weights is not None
-    load = Load(engine)
     running = asyncio.create_task(load.run())
     await load.rate(phase_s)
     between, seconds, memory = [], [], []
-    idle = [await load.rate(phase_s) for _ in range(updates)]
+    alone = [await load.rate(phase_s) for _ in range(updates)]
     for _ in range(updates):
-        updated = await weights.update_weights(model, None, "finish")
+        updated = await weights.update_weights(update, None, "finish")
         seconds.append(updated.seconds)
         await asyncio.sleep(0.2)
         between.append(await load.rate(phase_s))
         memory.append(resident_mb())
     load.stop()
     await running
-    quiet, spent = [], []
-    for _ in range(5):
-        began = time.process_time()
-        read_weights(model)
-        read = time.process_time()
-        quiet.append((await weights.update_weights(model, None, "keep")).seconds)
-        spent.append(time.process_time() - read - (read - began))
-    await engine.stop()
     return {
-        "computed_by": info.computed_by,
-        "tokens_per_cpu_s_before": round(statistics.median(idle), 1),
+        "tokens_per_cpu_s_before": round(statistics.median(alone), 1),
         "tokens_per_cpu_s_after": round(statistics.median(between), 1),
         "update_under_load_s": round(statistics.median(seconds), 3),
-        "update_idle_s": [round(each, 3) for each in sorted(quiet)],
-        "update_idle_cpu_s": [round(each, 3) for each in sorted(spent)],
         "answers_of_two_versions": load.num_mixed,
         "resident_mb": [memory[0], memory[len(memory) // 2], memory[-1]],
-        "load_average": os.getloadavg()[0],
+    }
+
+
+async def idle(weights: UpdatesWeights, update: Path) -> dict[str, object]:
+    """Updates while nothing is decoded."""
+    formats: Mapping[str, int] = {}
+    quiet, spent = [], []
+    for _ in range(IDLE_UPDATES):
+        began = time.process_time()
+        read_weights(update)
+        read = time.process_time()
+        updated = await weights.update_weights(update, None, "keep")
+        formats = updated.formats
+        quiet.append(updated.seconds)
+        spent.append(time.process_time() - read - (read - began))
+    return {
+        "formats": dict(formats),
+        "update_idle_s": [round(each, 3) for each in sorted(quiet)],
+        "update_idle_cpu_s": [round(each, 3) for each in sorted(spent)],
     }
 
 
@@ -116,6 +135,7 @@ def main() -> None:
     """Print the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="checkpoint; by default one of 125 million random parameters")
+    parser.add_argument("--update", type=Path, help="checkpoint whose weights are given; by default the model's own")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--phase-s", type=float, default=2.0)
     arguments = parser.parse_args()
@@ -123,7 +143,11 @@ def main() -> None:
         model = arguments.model or Path(directory)
         if arguments.model is None:
             write_checkpoint(model)
-        print(json.dumps(asyncio.run(measure(model, arguments.updates, arguments.phase_s)), indent=1))
+        print(
+            json.dumps(
+                asyncio.run(measure(model, arguments.update or model, arguments.updates, arguments.phase_s)), indent=1
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ GAP = 440
 
 PLOT_WIDTH = 340
 COLOURS = {"this worker": "#1a7f37", "transformers": "#9a6700", "vLLM": "#cf222e"}
-LOWEST, HIGHEST = -9, -3
+LOWEST, HIGHEST = -7, -3
 """Powers of ten of the right plot, above the line of exact zero."""
 
 
@@ -87,14 +87,17 @@ def draw(steps: list[dict[str, float]], differences: dict[str, dict[str, float]]
     drawing.line(rewards, COLOURS["this worker"])
     left = LEFT + GAP
     drawing.text(left - 6, upwards(0) + 4, "0", "end")
-    for power in range(LOWEST, HIGHEST + 1, 2):
-        drawing.text(left - 6, upwards(height_of(10.0**power)) + 4, f"1e{power}", "end")
+    for power in range(LOWEST, HIGHEST + 1):
+        height = upwards(height_of(10.0**power))
+        drawing.line([(left, height), (left + PLOT_WIDTH, height)], "#d8dee4", 0.6)
+        drawing.text(left - 6, height + 4, f"1e{power}", "end")
     found = {"this worker": {str(one["step"]): one["largest_difference"] for one in steps}, **differences}
     for place, (name, values) in enumerate(found.items()):
         points = [(across(int(step), count, left), upwards(height_of(value))) for step, value in values.items()]
         drawing.line(points, COLOURS[name])
         drawing.dots(points, COLOURS[name])
-        drawing.text(left + 115 * place, TOP - 8, f"● {name}", colour=COLOURS[name])
+        is_exact = not any(values.values())
+        drawing.text(left + 135 * place, TOP - 8, f"● {name}{': exactly 0' * is_exact}", colour=COLOURS[name])
     return drawing.svg()
 
 

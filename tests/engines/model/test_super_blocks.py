@@ -16,6 +16,7 @@ from worker.engines.embedded.model.requantisation import requantised
 from worker.engines.embedded.model.super_blocks import round_q4_k, round_q6_k
 from worker.engines.embedded.native import PATHS, gguf_types, paths, unavailable
 from worker.engines.embedded.native import weights as native_weights
+from worker.engines.embedded.native.gguf_types import Rounded
 from worker.models.quantised import Codes, unpack_blocks
 
 ROUND = {Kind.Q4_K: round_q4_k, Kind.Q6_K: round_q6_k}
@@ -80,8 +81,12 @@ def compute_natively(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(paths._chosen, torch.float32, path)
 
 
+def rounded(kind: str, rows: torch.Tensor, num_threads: int | None = None) -> Rounded:
+    return gguf_types.rounding_of(kind, rows, num_threads).rounded
+
+
 def rounded_natively(rows: NDArray[np.float32], kind: Kind) -> Codes:
-    found = gguf_types.rounded_to(kind.name, torch.from_numpy(rows))
+    found = rounded(kind.name, torch.from_numpy(rows))
     return Codes(*[part.numpy() for part in found if part is not None])
 
 
@@ -145,7 +150,7 @@ def test_kernels_agree_on_plain_blocks(kind: Kind, path: str, monkeypatch: pytes
     for name in sorted({name for name, _ in DIGESTS}):
         for rows in (weights(name), halves, -halves, halves * np.float32(2**-20)):
             expected = requantisation._ROUNDED_TO[kind](torch.from_numpy(rows))
-            for found, wanted in zip(gguf_types.rounded_to(kind.name, torch.from_numpy(rows)), expected, strict=True):
+            for found, wanted in zip(rounded(kind.name, torch.from_numpy(rows)), expected, strict=True):
                 assert (found is None) == (wanted is None)
                 if found is not None and wanted is not None:
                     assert torch.equal(found, wanted)
@@ -156,15 +161,38 @@ def test_kernels_agree_on_plain_blocks(kind: Kind, path: str, monkeypatch: pytes
 def test_kernels_take_whole_blocks(kind: str) -> None:
     for rows in (torch.zeros(2, 255), torch.zeros(256), torch.zeros(2, 256, dtype=torch.int32)):
         with pytest.raises(ValueError, match="expected numbers in rows of whole blocks"):
-            gguf_types.rounded_to(kind, rows)
+            gguf_types.rounding_of(kind, rows)
     narrow = torch.randn(600, 256).bfloat16()  # more rows than are widened at once
-    both = gguf_types.rounded_to(kind, narrow), gguf_types.rounded_to(kind, narrow.float(), 2)
+    both = rounded(kind, narrow), rounded(kind, narrow.float(), 2)
     for found, wanted in zip(*both, strict=True):
         assert (found is None) == (wanted is None)
         assert found is None or wanted is None or torch.equal(found, wanted)
-    assert len(gguf_types.rounded_to(kind, torch.zeros(0, 256))[0]) == 0
-    transposed, plain = (gguf_types.rounded_to(kind, each)[0] for each in (torch.ones(256, 3).T, torch.ones(3, 256)))
+    assert len(rounded(kind, torch.zeros(0, 256))[0]) == 0
+    transposed, plain = (rounded(kind, each)[0] for each in (torch.ones(256, 3).T, torch.ones(3, 256)))
     assert torch.equal(transposed, plain)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", gguf_types.TYPES)
+def test_kernels_read_halves_and_say_what_they_saw(kind: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of 16 bits are those of 32; the largest is found, and what is not finite."""
+    compute_natively(path, monkeypatch)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        rows = (torch.from_numpy(weights("normal")[:19]) * 3).to(dtype)
+        found, wanted = gguf_types.rounding_of(kind, rows), gguf_types.rounding_of(kind, rows.float())
+        assert (found.largest, found.is_finite) == (float(rows.abs().max()), True)
+        for one, other in zip(found.rounded, wanted.rounded, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or other is None or torch.equal(one, other)
+        for place, number in ((18, 511), float("inf")), ((3, 5), -float("inf")), ((0, 0), float("nan")):
+            broken = rows.clone()
+            broken[place] = number
+            assert not gguf_types.rounding_of(kind, broken).largest < float("inf")
+    for scale, is_finite in ((1e9, False), (1e3, True)):
+        rows = torch.cat([torch.ones(3, 256), torch.linspace(-scale, scale, 256)[None]])
+        found = gguf_types.rounding_of(kind, rows)
+        assert (found.largest, found.is_finite) == (scale, is_finite)
 
 
 @pytest.mark.parametrize("kind", ROUND, ids=lambda kind: kind.name)

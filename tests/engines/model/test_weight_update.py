@@ -183,6 +183,30 @@ def test_what_a_type_cannot_hold_is_refused() -> None:
             requantised(torch.linspace(-1, 1, 256)[None] * 1e9, kind)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_numbers_that_are_none_are_refused_in_any_type(tmp_path: Path, wide: list[Path], dtype: torch.dtype) -> None:
+    """Also where the rounding itself finds them; and what is rounded has the same digest."""
+    model = loaded(stored_in(wide[0], tmp_path / "old", K_TYPES), dtype="bfloat16")
+    updates, name = PackedUpdates(model), "model.layers.0.mlp.down_proj.weight"
+    weight = read_weights(wide[1])[name]
+    assert isinstance(weight, torch.Tensor)
+    weight = weight.half().to(torch.bfloat16).to(dtype)
+    found, wanted = updates.check({name: weight}), updates.check({name: weight.float()})
+    assert (found.digests, found.formats) == (wanted.digests, wanted.formats)
+    said = dict.fromkeys((float("nan"), -float("inf")), "holds a number that is infinite or not a number")
+    if dtype != torch.float16:
+        said[1e38] = "holds what the float16 scales of Q6_K cannot"
+    if dtype == torch.float64:
+        said[1e39] = r"holds 1e\+39, which bfloat16 cannot"
+    if dtype == torch.float32:
+        said[3.4e38] = r"holds 3.4e\+38, which bfloat16 cannot"
+    for number, message in said.items():
+        broken = weight.clone()
+        broken[3, 5] = number
+        with pytest.raises(WeightsRefused, match=f"tensor {name}: {message}"):
+            updates.check({name: broken})
+
+
 def test_tied_embeddings_are_one_weight(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "tied", arch="qwen3")
     model, weights = loaded(path), read_weights(path)

@@ -15,6 +15,7 @@
 #include "kernels.h"
 
 #ifdef FLOAT32
+#include "half.h"
 #include "weights.h"
 
 #ifdef INTEGERS_WITH_AMX
@@ -219,45 +220,80 @@ fuzz_weights(void)
 #endif
 
 #ifdef FLOAT32
-/* Super-blocks of small and large numbers, of zeros and of one number; scales and offsets are of no NaN, whose bits are
- * the processor's.
+/* Super-blocks of small and large numbers, of zeros and of one number, given in each type; what is added to the digest is
+ * of no NaN, whose bits are the processor's. Blocks in which a weight is not finite give codes that nobody asks for.
  */
 static void
 fuzz_super_blocks(void)
 {
+    static void (*const kernels[])(const blocks_t *, const threads_t *) = {round_q4_k, round_q6_k, round_q8_0, round_q4_0,
+                                                                           round_q4_1};
+    enum { KERNELS = sizeof kernels / sizeof *kernels };
+    static const int of_codes[KERNELS] = {128, 256, 256, 128, 128}, of_scales[KERNELS] = {32, 64, 16, 16, 16};
+    static const int of_offsets[KERNELS] = {32, 0, 0, 0, 16}; /* bytes for each 256 weights */
     const int64_t count = ONE_OF(0, 1, 2, 3, 33), size = 256 * count;
-    float *weights = malloc(size * sizeof *weights), *scales = malloc(16 * count * sizeof *scales);
-    float *offsets = malloc(8 * count * sizeof *offsets);
-    uint8_t *codes = malloc(size);
+    const int32_t source = (int32_t)below(3);
+    float *weights = malloc(size * sizeof *weights);
+    uint16_t *halves = malloc(size * sizeof *halves);
     const threads_t threads = some_threads();
     for (int64_t group = 0; group < 16 * count; group++) {
         const int64_t kind = below(8), exponent = 2 * below(30) - 50;
         for (int64_t i = 16 * group; i < 16 * (group + 1); i++) {
             const float x = ldexpf((float)below(2001) / 1000.0f - 1.0f, (int)(kind == 0 ? exponent : -4 * kind));
             weights[i] = kind == 1 ? 0.0f : kind == 2 ? 0.25f : x;
+            halves[i] = half_of(weights[i]);
+            if (source == 1)
+                memcpy(halves + i, (char *)(weights + i) + 2, sizeof *halves);
         }
     }
-    round_q4_k(weights, count, codes, scales, offsets, &threads);
-    add_bytes_to_digest(codes, size / 2);
-    add_bytes_to_digest(scales, 8 * count * (int64_t)sizeof *scales);
-    add_bytes_to_digest(offsets, 8 * count * (int64_t)sizeof *offsets);
-    round_q6_k(weights, count, (int8_t *)codes, scales, &threads);
-    add_bytes_to_digest(codes, size);
-    add_bytes_to_digest(scales, 16 * count * (int64_t)sizeof *scales);
-    uint16_t *const halves = (uint16_t *)scales;
-    for (int type = 0; type < 3; type++) {
-        if (type == 0)
-            round_q8_0(weights, 8 * count, (int8_t *)codes, halves, &threads);
-        else if (type == 1)
-            round_q4_0(weights, 8 * count, codes, halves, &threads);
-        else
-            round_q4_1(weights, 8 * count, codes, halves, (uint16_t *)offsets, &threads);
-        add_bytes_to_digest(codes, type ? size / 2 : size);
-        add_bytes_to_digest(halves, 8 * count * (int64_t)sizeof *halves);
-    }
-    void *const all[] = {weights, scales, offsets, codes};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        free(all[i]);
+    for (int kernel = 0; kernel < KERNELS; kernel++)
+        for (int is_finite = 1; is_finite >= 0; is_finite--) {
+            const int64_t blocks = count * (kernel < 2 ? 1 : 8), at = size ? below(size) : 0;
+            uint8_t *codes = malloc(count * of_codes[kernel]);
+            char *scales = malloc(count * of_scales[kernel]), *offsets = malloc(count * of_offsets[kernel]);
+            int32_t found[2] = {0, 0};
+            const float kept = size ? weights[at] : 0.0f;
+            const uint16_t kept_half = size ? halves[at] : 0;
+            if (!is_finite && size) {
+                weights[at] = ONE_OF(0, 1, 2) ? NAN : INFINITY;
+                halves[at] = (uint16_t)ONE_OF(0x7f80, 0xff81, 0xffff);
+            }
+            const blocks_t b = {source ? (void *)halves : weights, blocks, source, codes, scales, offsets, found};
+            kernels[kernel](&b, &threads);
+            if (is_finite) {
+                add_bytes_to_digest(codes, count * of_codes[kernel]);
+                add_bytes_to_digest(scales, count * of_scales[kernel]);
+                add_bytes_to_digest(offsets, count * of_offsets[kernel]);
+                add_bytes_to_digest(found, sizeof found);
+            } else if (size && found[0] < 0x7f800000) {
+                printf("a weight that is not finite is not seen\n");
+                exit(1);
+            }
+            if (size) {
+                weights[at] = kept;
+                halves[at] = kept_half;
+            }
+            free(codes);
+            free(scales);
+            free(offsets);
+        }
+    free(weights);
+    free(halves);
+}
+
+static void
+fuzz_panels(void)
+{
+    const int64_t count = ONE_OF(1, 5, 31, 32, 33, 70), width = ONE_OF(1, 7, 15, 16, 17, 50), size = ONE_OF(1, 2, 4);
+    const int64_t panels = (count + COLUMNS - 1) / COLUMNS * COLUMNS * width * size;
+    const threads_t threads = some_threads();
+    uint8_t *rows = malloc(count * width * size), *packed = malloc(panels);
+    for (int64_t i = 0; i < count * width * size; i++)
+        rows[i] = (uint8_t)below(256);
+    fill_panels(rows, count, width, (int32_t)size, packed, &threads);
+    add_bytes_to_digest(packed, panels);
+    free(rows);
+    free(packed);
 }
 #endif
 
@@ -551,6 +587,7 @@ main(int count, char **arguments)
         fuzz_quantised(1);
         fuzz_weights();
         fuzz_super_blocks();
+        fuzz_panels();
 #endif
     }
     printf("%016llx\n", (unsigned long long)digest);

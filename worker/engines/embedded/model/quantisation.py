@@ -7,7 +7,7 @@ this form without a loss, as is what `quantise` makes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,11 +95,15 @@ class QuantisedWeight:
         # one rounding: a product with a scale of float16, or of less than 24 bits, is exact
         return (groups * scales + offsets).flatten(-2)
 
-    def packed(self, rounds_to: str = "none") -> QuantisedPanels:
+    def packed(
+        self, rounds_to: str = "none", panels: Callable[[torch.Tensor], torch.Tensor] = panels_of
+    ) -> QuantisedPanels:
         """The weight as the native kernels read it.
 
         Args:
             rounds_to: See `QuantisedPanels`.
+            panels: Makes panels of rows, as `panels_of`; called for codes, scales and offsets in
+                this order.
 
         Raises:
             StartupError: its groups and the blocks of rounded rows do not fit.
@@ -111,14 +115,13 @@ class QuantisedWeight:
             if not fits_blocks(group, inner):
                 reason = f"groups of {group} weights do not fit blocks of {BLOCK}"
                 raise StartupError(f"rows cannot be rounded to int8, {reason}: use --activation-dtype none")
-            codes = functional.pad(codes, (0, -codes.shape[1] % 4))
+            if codes.shape[1] % 4:
+                codes = functional.pad(codes, (0, -codes.shape[1] % 4))
         if self.bits == 4 or rounds_to == "int8":
             codes = codes.contiguous().view(torch.int32)
-        offsets = panels_of(self.offsets) if self.offsets is not None else None
-        scales = panels_of(self.scales)
-        return QuantisedPanels(
-            panels_of(codes), scales, offsets, self._zero, self.bits, columns, inner, rounds_to, self.is_e2m1
-        )
+        packed, scales = panels(codes), panels(self.scales)
+        offsets = panels(self.offsets) if self.offsets is not None else None
+        return QuantisedPanels(packed, scales, offsets, self._zero, self.bits, columns, inner, rounds_to, self.is_e2m1)
 
     @property
     def _zero(self) -> float:
@@ -170,7 +173,7 @@ class PackedQuantised:
 Quantised = QuantisedWeight | StackedWeight | PackedQuantised
 
 
-def concatenated(weights: Sequence[QuantisedWeight]) -> Quantised:
+def concatenated(weights: Sequence[QuantisedWeight]) -> QuantisedWeight | StackedWeight:
     """The rows of all weights."""
     if len(weights) == 1:
         return weights[0]

@@ -116,22 +116,41 @@ def _parts(projection: Projection, names: list[str], starts: list[int]) -> Itera
             first += part.columns
 
 
-def requantised(weight: torch.Tensor, format: str) -> QuantisedWeight:
+def requantised(
+    weight: torch.Tensor, format: str, check: Callable[[float], None] = lambda largest: None
+) -> QuantisedWeight:
     """``weight [N, K]`` rounded to `format`, one of `formats_of`.
+
+    Args:
+        weight: The weight.
+        format: The format.
+        check: Called with the largest magnitude of the weight's numbers, which is infinite or NaN
+            where one of them is; raises what it raises.
 
     Raises:
         ValueError: its scales cannot hold the weight.
     """
-    found = quantise(weight, format) if format in FORMATS else _rounded_to(Kind[format], weight)
-    parts = [found.scales, *([] if found.offsets is None else [found.offsets])]
-    if not all(bool(part.isfinite().all()) for part in parts):
+    if format not in FORMATS and native_weights.are_available():
+        rounding = gguf_types.rounding_of(format, weight.detach(), 1)  # tensors are rounded side by side
+        check(rounding.largest if weight.dtype != torch.float64 else largest_of(weight))
+        found, is_finite = QuantisedWeight(*rounding.rounded), rounding.is_finite
+    else:
+        check(largest_of(weight))
+        found = quantise(weight, format) if format in FORMATS else _rounded_to(Kind[format], weight)
+        parts = [found.scales, *([] if found.offsets is None else [found.offsets])]
+        is_finite = all(bool(part.isfinite().all()) for part in parts)
+    if not is_finite:
         raise ValueError(f"holds what the float16 scales of {format} cannot")
     return found
 
 
+def largest_of(numbers: torch.Tensor) -> float:
+    """The largest magnitude; infinite or NaN where a number is."""
+    least, most = (float(each) for each in torch.aminmax(numbers))
+    return max(-least, most)
+
+
 def _rounded_to(kind: Kind, weight: torch.Tensor) -> QuantisedWeight:
-    if native_weights.are_available():  # in one thread: tensors of an update are rounded side by side
-        return QuantisedWeight(*gguf_types.rounded_to(kind.name, weight.detach(), 1))
     parts = [_ROUNDED_TO[kind](rows.float()) for rows in torch.split(weight.detach(), _ROWS_AT_ONCE)]
     codes, scales, offsets = zip(*parts, strict=True)
     return QuantisedWeight(torch.cat(codes), torch.cat(scales), None if offsets[0] is None else torch.cat(offsets))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
+from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.models.problems import ModelFileError
 from worker.models.quantised import CODES, OFFSETS, SCALES
@@ -77,8 +77,8 @@ def _content(path: Path) -> memoryview:
     """The bytes of a file, as they are now, in memory of our own."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = memoryview(mmap.mmap(-1, size))  # ValueError for an empty file
-        read = 0
+        [memory] = host_memory.zeros(1, (size,), torch.uint8, torch.device("cpu"))
+        content, read = memory.numpy().data, 0
         while read < size and (more := file.readinto(content[read:])):
             read += more
     return content[:read]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
@@ -21,16 +22,12 @@ from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm
 from worker.engines.embedded.model.panels import Panels
-from worker.engines.embedded.model.quantisation import (
-    PackedQuantised,
-    QuantisedGemm,
-    QuantisedWeight,
-    concatenated,
-)
-from worker.engines.embedded.model.requantisation import has_layout_of, quantised_parts, requantised
+from worker.engines.embedded.model.quantisation import PackedQuantised, QuantisedWeight, concatenated
+from worker.engines.embedded.model.requantisation import has_layout_of, largest_of, quantised_parts, requantised
 from worker.engines.embedded.model.stored_weights import Weight
 from worker.engines.embedded.native import PackedWeight
-from worker.engines.embedded.native.packed import COLUMNS, pack
+from worker.engines.embedded.native.packed import COLUMNS, fill_panels, pack
+from worker.engines.embedded.native.paths import compute_alone
 from worker.engines.embedded.native.quantised import QuantisedPanels
 from worker.engines.weights import WeightsRefused
 from worker.models.beside import side_by_side
@@ -107,28 +104,36 @@ def _untied_apart(weights: Mapping[str, Weight]) -> dict[str, Weight]:
 
 
 def _checked(name: str, weight: Weight, dtype: torch.dtype, format: str | None) -> tuple[Weight, str]:
-    digest = sha256()  # which processors have instructions for
-    parts = [weight] if isinstance(weight, torch.Tensor) else [weight.scales, weight.offsets, weight.codes]
-    for part in (one for one in parts if one is not None and one.is_floating_point()):
-        least, most = (float(each) for each in torch.aminmax(part))
-        highest = max(-least, most)
-        if not highest < float("inf"):
+    """A tensor as the model holds it, and its digest; in a thread that shares the processors."""
+    compute_alone()
+
+    def check(largest: float) -> None:
+        if not largest < float("inf"):
             raise WeightsRefused(f"tensor {name}: holds a number that is infinite or not a number")
-        if highest > torch.finfo(dtype).max:
+        if largest > torch.finfo(dtype).max:
             wanted = str(dtype).removeprefix("torch.")
-            raise WeightsRefused(f"tensor {name}: holds {highest:g}, which {wanted} cannot")
+            raise WeightsRefused(f"tensor {name}: holds {largest:g}, which {wanted} cannot")
+
     if isinstance(weight, torch.Tensor) and format is not None:
         try:
-            weight = requantised(weight, format)
+            weight = requantised(weight, format, check)
         except ValueError as error:
             raise WeightsRefused(f"tensor {name}: {error}") from None
-        parts = [weight.scales, weight.offsets, weight.codes]
-    elif isinstance(weight, torch.Tensor):
+    else:
+        for part in (one for one in _parts(weight) if one.is_floating_point()):
+            check(largest_of(part))
+    if isinstance(weight, torch.Tensor):
         weight = weight.to(dtype)
-        parts = [weight]
-    for part in (one for one in parts if one is not None):
+    digest = sha256()  # which processors have instructions for
+    for part in _parts(weight):
         digest.update(part.contiguous().view(torch.uint8).numpy().data)
     return weight, digest.hexdigest()[:32]
+
+
+def _parts(weight: Weight) -> list[torch.Tensor]:
+    if isinstance(weight, torch.Tensor):
+        return [weight]
+    return [one for one in (weight.scales, weight.offsets, weight.codes) if one is not None]
 
 
 def updated(old: LlamaWeights, given: Given, geometry: Geometry, kernels: KernelBackend) -> LlamaWeights:
@@ -180,19 +185,33 @@ class _Update:
             if isinstance(weight, QuantisedWeight) and name in kept
         )
         self._slots = iter(host_memory.like(tensors_in(old)) if self._keeps_layout else ())
-        self._filled: torch.Tensor | None = None  # the slot of what is packed in its place
+        self._filled: set[int] = set()  # ids of the tensors that are packed in their places
+        self._jobs: list[Callable[[], object]] = []  # which fill them, each of its own
 
     def weights(self) -> LlamaWeights:
         """The new weights, made in the order of the fields: each part is packed into its slot, or,
         where a weight has another layout than before, they are moved into slots behind it.
         """
         found = self._weights()
+        self._fill()
         if self._keeps_layout:
             return found
-        self._keeps_layout, self._filled = True, None
+        self._keeps_layout = True
+        self._filled.clear()
         self._slots = iter(host_memory.like(tensors_in(found)))
         moved: LlamaWeights = self._placed(found)
+        self._fill()
         return moved
+
+    def _fill(self) -> None:
+        """Write all values, side by side."""
+
+        def call(job: Callable[[], object]) -> None:
+            compute_alone()
+            job()
+
+        side_by_side(call, self._jobs)
+        self._jobs.clear()
 
     def _weights(self) -> LlamaWeights:
         old = self._old
@@ -243,7 +262,7 @@ class _Update:
             return found if isinstance(found, torch.Tensor) else found.dequantised().to(old.dtype)
         if isinstance(found, torch.Tensor):
             raise WeightsRefused(f"tensor {EMBEDDING}: must be quantised, as the model's is")
-        return QuantisedGemm(found, None).packed  # as `Embedding` packs it
+        return PackedQuantised((found.packed(panels=self._panels),))  # as `Embedding` packs it
 
     def _projection(self, layers: Sequence[str], old: Projection, is_unrounded: bool = False) -> Projection:
         """The projection of `layers`, names without ``.weight`` and ``.bias``, concatenated."""
@@ -275,15 +294,13 @@ class _Update:
         dense = [one if isinstance(one, torch.Tensor) else one.dequantised().to(old.dtype) for one in weights]
         if any(len(one) % COLUMNS for one in dense[:-1]):
             dense = [torch.cat(dense)]
-        self._filled = (
-            next(self._slots) if self._keeps_layout else torch.zeros(old.panels.shape, dtype=old.panels.dtype)
-        )
+        if any(one.is_meta for one in dense):
+            raise _incomplete()
+        panels = self._slot(old.panels.shape, old.panels.dtype)
         sizes = [-(-len(one) // COLUMNS) for one in dense]
-        for one, panels in zip(dense, torch.split(self._filled, sizes), strict=True):
-            if one.is_meta:
-                raise _incomplete()
-            pack(one, panels)
-        return PackedWeight(self._filled, old.columns)
+        for one, part in zip(dense, torch.split(panels, sizes), strict=True):
+            self._jobs.append(partial(pack, one, part, 1))
+        return PackedWeight(panels, old.columns)
 
     def _quantised(self, names: Sequence[str], weights: Sequence[Weight], is_unrounded: bool) -> PackedQuantised:
         kernels = self._kernels
@@ -292,22 +309,42 @@ class _Update:
         ):
             raise WeightsRefused(f"tensor {names[0]}: is quantised already; --quantization quantises what is not")
         made = [kernels.quantised(one, is_unrounded) if isinstance(one, torch.Tensor) else one for one in weights]
-        joined = concatenated([one for one in made if isinstance(one, QuantisedWeight)])
-        return QuantisedGemm(joined, None, rounds_to=kernels.rounds_to).packed
+        joined = concatenated([one for one in made if isinstance(one, QuantisedWeight)]).parts
+        return PackedQuantised(tuple(part.packed(kernels.rounds_to, self._panels) for part in joined))
+
+    def _panels(self, rows: torch.Tensor) -> torch.Tensor:
+        """Panels of ``rows [N, n]`` in the next slot."""
+        if rows.is_meta:
+            raise _incomplete()
+        panels = self._slot((-(-len(rows) // COLUMNS), rows.shape[1], COLUMNS), rows.dtype)
+        self._jobs.append(partial(fill_panels, rows, panels, 1))
+        return panels
+
+    def _slot(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The next slot, for what is packed in its place; new memory if there are none."""
+        slot = next(self._slots) if self._keeps_layout else torch.empty(tuple(shape), dtype=dtype)
+        _check_layout(slot, shape, dtype)
+        self._filled.add(id(slot))
+        return slot
 
     def _placed(self, part: Any) -> Any:
         """`part` with its tensors in their slots of the new block, if they have the old layout."""
         return _mapped(part, self._take) if self._keeps_layout else part
 
     def _take(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor is self._filled:
+        if id(tensor) in self._filled:
             return tensor
         slot = next(self._slots)
         if tensor.is_meta:
             raise _incomplete()
-        if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
-            raise WeightsRefused(f"a tensor is packed as {tensor.dtype} {list(tensor.shape)}, not as the model's")
-        return slot.copy_(tensor)
+        _check_layout(slot, tensor.shape, tensor.dtype)
+        self._jobs.append(partial(slot.copy_, tensor))
+        return slot
+
+
+def _check_layout(slot: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    if tuple(slot.shape) != tuple(shape) or slot.dtype != dtype:
+        raise WeightsRefused(f"a tensor is packed as {dtype} {list(shape)}, not as the model's")
 
 
 def _incomplete() -> WeightsRefused:

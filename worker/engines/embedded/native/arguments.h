@@ -198,6 +198,17 @@ typedef struct {
     FIELD(void *, output)        /* [count, inner] */                                                                  \
     FIELD(int32_t, is_bfloat16)  /* the output; otherwise it is float32 */
 
+/* Blocks of weights that are rounded to a type of GGUF, and what was found in them. */
+#define BLOCKS(FIELD)                                                                                                  \
+    FIELD(const void *, weights) /* [count][weights of a block] */                                                     \
+    FIELD(int64_t, count)                                                                                              \
+    FIELD(int32_t, source)       /* type of the weights: 0 float32, 1 bfloat16, 2 float16 */                           \
+    FIELD(void *, codes)                                                                                               \
+    FIELD(void *, scales)                                                                                              \
+    FIELD(void *, offsets)       /* NULL for a type without any */                                                     \
+    FIELD(int32_t *, found)      /* [2], zeros at first: bits of the largest magnitude, which are more than those of   \
+                                    all numbers where a weight is not finite; and 1 where a scale or offset is not */
+
 /* Parameters of a row's weights beside its logits, which the temperature has divided. */
 #define WEIGHING(FIELD)                                                                                                \
     FIELD(double, highest) /* logit of the row */                                                                      \
@@ -222,6 +233,7 @@ typedef struct { EXPERTS(DECLARE) } experts_t;
 typedef struct { LAYER(DECLARE) } layer_t;
 typedef struct { STEP(DECLARE) } step_t;
 typedef struct { UNPACKING(DECLARE) } unpacking_t;
+typedef struct { BLOCKS(DECLARE) } blocks_t;
 typedef struct { WEIGHING(DECLARE) } weighing_t;
 
 #define DESCRIBE_FIELD(type, name) #type " " #name ";"
@@ -237,6 +249,7 @@ typedef struct { WEIGHING(DECLARE) } weighing_t;
     DESCRIBE("layer", LAYER)                                                                                           \
     DESCRIBE("step", STEP)                                                                                             \
     DESCRIBE("unpacking", UNPACKING)                                                                                   \
+    DESCRIBE("blocks", BLOCKS)                                                                                         \
     DESCRIBE("weighing", WEIGHING)
 
 #endif

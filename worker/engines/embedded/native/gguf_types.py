@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from worker.engines.embedded.native.libraries import address
 from worker.engines.embedded.native.paths import library
 
 Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -45,17 +46,34 @@ TYPES = {
 """Types by GGUF's name that the kernels round to."""
 
 
-_ROWS_AT_ONCE = 256  # of bfloat16, which are widened: they stay in a processor's cache
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Some rows, rounded, and what they were.
+
+    Attributes:
+        rounded: Codes, scales and offsets.
+        largest: Largest magnitude of the rows; infinite or NaN where one of their numbers is.
+        is_finite: Whether all scales and offsets are finite.
+    """
+
+    rounded: Rounded
+    largest: float
+    is_finite: bool
 
 
-def rounded_to(name: str, weight: torch.Tensor, num_threads: int | None = None) -> Rounded:
-    """Codes, scales and offsets of ``weight [n, K]``; codes are int8 ``[n, K]`` or uint8
-    ``[n, K / 2]``, the others ``[n, K / group]``.
+_SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Data types of weights that the kernels read: ``source`` in ``arguments.h``."""
+
+
+def rounding_of(name: str, weight: torch.Tensor, num_threads: int | None = None) -> Rounding:
+    """``weight [n, K]`` rounded to a type; codes are int8 ``[n, K]`` or uint8 ``[n, K / 2]``, the
+    others ``[n, K / group]``.
 
     Args:
         name: One of `TYPES`.
-        weight: Finite numbers of a floating-point type on the CPU, which are rounded to float32
-            first; K is a multiple of the type's block.
+        weight: Numbers of a floating-point type on the CPU; those of 64 bits are rounded to float32
+            first. K is a multiple of the type's block. What comes of numbers that are not finite is
+            not defined.
         num_threads: Threads that compute; None for as many as torch has.
 
     Raises:
@@ -72,15 +90,22 @@ def rounded_to(name: str, weight: torch.Tensor, num_threads: int | None = None) 
             f"expected numbers in rows of whole blocks of {one.block} on the CPU, got {weight.dtype} "
             f"{list(weight.shape)} on {weight.device}"
         )
-    count, inner = weight.shape
+    rows = (weight if weight.dtype in _SOURCES else weight.float()).contiguous()
+    count, inner = rows.shape
     codes = torch.empty(count, inner * one.bits // 8, dtype=torch.int8 if one.bits == 8 else torch.uint8)
     scales = torch.empty(count, inner // one.group, dtype=one.scales)
     offsets = torch.empty_like(scales) if one.has_offsets else None
+    found = torch.zeros(2, dtype=torch.int32)
     kernels = library(torch.float32)
-    kernel, threads = getattr(kernels, f"round_{name.lower()}"), kernels.threads(num_threads)
-    at_once = count if weight.dtype == torch.float32 else _ROWS_AT_ONCE
-    for first in range(0, count, max(1, at_once)):
-        rows = weight[first : first + at_once].float().contiguous()
-        parts = [part[first:].data_ptr() for part in (codes, scales, offsets) if part is not None]
-        kernel(rows.data_ptr(), rows.numel() // one.block, *parts, threads)
-    return codes, scales, offsets
+    blocks = kernels.blocks_t(
+        weights=rows.data_ptr(),
+        count=rows.numel() // one.block,
+        source=_SOURCES[rows.dtype],
+        codes=codes.data_ptr(),
+        scales=scales.data_ptr(),
+        offsets=address(offsets),
+        found=found.data_ptr(),
+    )
+    getattr(kernels, f"round_{name.lower()}")(blocks, kernels.threads(num_threads))
+    largest, is_beyond = found.view(torch.float32)[0].item(), bool(found[1].item())
+    return Rounding((codes, scales, offsets), largest, not is_beyond)

@@ -4,25 +4,20 @@
 
 #include "vector.h"
 
+/* Without branches, so that compilers make vectors of it. */
 static inline uint16_t
 half_of(float x)
 {
-    const float size = fabsf(x);
-    uint32_t sign, bits;
+    const float size = fabsf(x), shifted = size + 0.5f;
+    uint32_t sign, bits, small;
     memcpy(&sign, &x, sizeof sign);
-    sign = sign >> 16 & 0x8000;
-    if (size != size)
-        return (uint16_t)(sign | 0x7e00);
-    if (size >= 65520.0f)
-        return (uint16_t)(sign | 0x7c00);
-    if (size < 0x1p-14f) { /* a multiple of 2 ** -24, the unit of float32 in [0.5, 1] */
-        const float shifted = size + 0.5f;
-        memcpy(&bits, &shifted, sizeof bits);
-        return (uint16_t)(sign | (bits - 0x3f000000));
-    }
     memcpy(&bits, &size, sizeof bits);
-    bits += 0x0fff + (bits >> 13 & 1);
-    return (uint16_t)(sign | (bits - (UINT32_C(112) << 23)) >> 13);
+    memcpy(&small, &shifted, sizeof small);
+    const uint32_t normal = (bits + 0x0fff + (bits >> 13 & 1) - (UINT32_C(112) << 23)) >> 13;
+    /* a small one is a multiple of 2 ** -24, the unit of float32 in [0.5, 1] */
+    const uint32_t rounded = size < 0x1p-14f ? small - 0x3f000000 : normal;
+    const uint32_t half = size < 65520.0f ? rounded : size != size ? 0x7e00 : 0x7c00;
+    return (uint16_t)((sign >> 16 & 0x8000) | half);
 }
 
 static inline float

@@ -67,20 +67,24 @@ KERNEL linear_kernel_t quantised_linear, integer_linear, integer_linear_amx, deq
 /* Writes rows of a quantised weight. Returns 0, or -1 if there is no such row. */
 KERNEL int32_t unpack_rows(const unpacking_t *arguments);
 
-/* Rounds `count` blocks of 32 weights to GGUF's types: codes [count][32], or [count][16] with two to a byte; scales and
- * offsets [count] are float16.
+/* Rounds blocks of 32 weights to GGUF's types: codes [count][32], or [count][16] with two to a byte; scales and offsets
+ * [count] are float16.
  */
-KERNEL void round_q8_0(const float *weights, int64_t count, int8_t *codes, uint16_t *scales, const threads_t *threads);
-KERNEL void round_q4_0(const float *weights, int64_t count, uint8_t *codes, uint16_t *scales, const threads_t *threads);
-KERNEL void round_q4_1(const float *weights, int64_t count, uint8_t *codes, uint16_t *scales, uint16_t *offsets,
-                       const threads_t *threads);
+KERNEL void round_q8_0(const blocks_t *blocks, const threads_t *threads);
+KERNEL void round_q4_0(const blocks_t *blocks, const threads_t *threads);
+KERNEL void round_q4_1(const blocks_t *blocks, const threads_t *threads);
 
-/* Rounds `count` super-blocks of 256 weights to Q4_K: two codes to a byte [count][128], scales and offsets [count][8]. */
-KERNEL void round_q4_k(const float *weights, int64_t count, uint8_t *codes, float *scales, float *offsets,
-                       const threads_t *threads);
+/* Rounds super-blocks of 256 weights to Q4_K: two codes to a byte [count][128], scales and offsets [count][8] in float32.
+ * To Q6_K: codes [count][256], scales [count][16].
+ */
+KERNEL void round_q4_k(const blocks_t *blocks, const threads_t *threads);
+KERNEL void round_q6_k(const blocks_t *blocks, const threads_t *threads);
 
-/* The same to Q6_K: codes [count][256], scales [count][16]. */
-KERNEL void round_q6_k(const float *weights, int64_t count, int8_t *codes, float *scales, const threads_t *threads);
+/* Packs `rows` [count][width] of elements of `size` bytes, 1, 2 or 4, into `panels` [ceil(count / 32)][width][32]; rows
+ * that are missing in the last one are 0.
+ */
+KERNEL void fill_panels(const void *rows, int64_t count, int64_t width, int32_t size, void *panels,
+                        const threads_t *threads);
 
 /* x = cap * tanh(x / cap) for each of `count` numbers. */
 KERNEL void soft_cap(float *x, int64_t count, float cap, const threads_t *threads);

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-_VERSION = 18
+_VERSION = 19
 """Version of what arguments mean: ``kernels_version`` in ``linear.c``."""
 
 FOLDER = Path(__file__).parent
@@ -99,6 +99,7 @@ class KernelLibrary(ctypes.CDLL):
     layer_t: Any
     step_t: Any
     unpacking_t: Any
+    blocks_t: Any
     weighing_t: Any
 
     def __init__(self, path: Path) -> None:
@@ -124,6 +125,7 @@ class KernelLibrary(ctypes.CDLL):
         those of AMX where the compiler knows it.
         """
         linear, weighing = ctypes.POINTER(self.linear_t), ctypes.POINTER(self.weighing_t)
+        blocks = ctypes.POINTER(self.blocks_t)
         signatures: dict[str, tuple[type | None, tuple[type, ...]]] = {
             "linear": (_INT32, (linear, _INT64, _POINTER)),
             "quantised_linear": (_INT32, (linear, _INT64, _POINTER)),
@@ -141,11 +143,9 @@ class KernelLibrary(ctypes.CDLL):
             "exponentials": (None, (_POINTER, _INT64)),
             "weigh": (_INT64, (weighing, _POINTER, _INT64, _POINTER, _POINTER)),
             "take_prefix": (_INT64, (weighing, _POINTER, *[_INT64] * 3, *[_POINTER] * 3)),
-            "round_q8_0": (None, (_POINTER, _INT64, *[_POINTER] * 3)),
-            "round_q4_0": (None, (_POINTER, _INT64, *[_POINTER] * 3)),
-            "round_q4_1": (None, (_POINTER, _INT64, *[_POINTER] * 4)),
-            "round_q4_k": (None, (_POINTER, _INT64, *[_POINTER] * 4)),
-            "round_q6_k": (None, (_POINTER, _INT64, *[_POINTER] * 3)),
+            **{f"round_{kind}": (None, (blocks, _POINTER)) for kind in ("q8_0", "q4_0", "q4_1", "q4_k", "q6_k")},
+            "fill_panels": (None, (_POINTER, _INT64, _INT64, _INT32, _POINTER, _POINTER)),
+            "kernels_compute_alone": (None, ()),
             "kernels_have_fma": (_INT32, ()),
             "kernels_sum_in_order": (_INT32, ()),
         }

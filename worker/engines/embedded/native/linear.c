@@ -71,7 +71,14 @@ compute_panels(const void *arguments, int64_t first, int64_t stop)
 int32_t
 kernels_version(void)
 {
-    return 18;
+    return 19;
+}
+
+/* Lets OpenMP compute with one thread for this one, torch's operations in it too if torch has the same OpenMP. */
+void
+kernels_compute_alone(void)
+{
+    omp_set_num_threads(1);
 }
 
 /* A line for each structure of `arguments.h`: its name and its fields. */

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from worker.engines.embedded.native.libraries import DATA_TYPES
+from worker.engines.embedded.native.paths import library
 
 COLUMNS = 32
 """Rows of a weight in one panel: ``COLUMNS`` in ``vector.h``."""
@@ -19,7 +19,27 @@ def supports_weight(weight: torch.Tensor) -> bool:
     return weight.device.type == "cpu" and data_type is not None and weight.shape[1] % data_type.per_word == 0
 
 
-def pack(weight: torch.Tensor, panels: torch.Tensor | None = None) -> torch.Tensor:
+def fill_panels(rows: torch.Tensor, panels: torch.Tensor, num_threads: int | None = None) -> None:
+    """Write rows into panels; missing rows of the last one are 0.
+
+    Args:
+        rows: ``[N, n]``, elements of 1, 2 or 4 bytes.
+        panels: ``[ceil(N / 32), n, 32]`` of the same type, contiguous.
+        num_threads: Threads that compute; None for as many as torch has.
+
+    Raises:
+        ValueError: the panels are of another shape or type.
+    """
+    count, width = rows.shape
+    expected = -(-count // COLUMNS), width, COLUMNS
+    if tuple(panels.shape) != expected or panels.dtype != rows.dtype or not panels.is_contiguous():
+        raise ValueError(f"expected panels {rows.dtype} {list(expected)}, got {panels.dtype} {list(panels.shape)}")
+    rows, kernels = rows.contiguous(), library(torch.float32)
+    threads = kernels.threads(num_threads)
+    kernels.fill_panels(rows.data_ptr(), count, width, rows.element_size(), panels.data_ptr(), threads)
+
+
+def pack(weight: torch.Tensor, panels: torch.Tensor | None = None, num_threads: int | None = None) -> torch.Tensor:
     """``weight [N, K]`` packed into panels ``[ceil(N / 32), K / w, 32, w]``, w elements to a word.
 
     Word w of all 32 rows of a panel is contiguous and fills two vector registers, so that a GEMM
@@ -28,16 +48,16 @@ def pack(weight: torch.Tensor, panels: torch.Tensor | None = None) -> torch.Tens
     Args:
         weight: The weight.
         panels: Panels to pack it into; by default new ones.
+        num_threads: See `fill_panels`.
     """
     columns, inner = weight.shape
     per_word = DATA_TYPES[weight.dtype].per_word
     if panels is None:
         panels = torch.empty(-(-columns // COLUMNS), inner // per_word, COLUMNS, per_word, dtype=weight.dtype)
-    padded = functional.pad(weight, (0, 0, 0, -columns % COLUMNS)).contiguous()
-    if padded.storage_offset() % per_word:  # it begins within a word
-        padded = padded.clone()
-    words = padded.view(torch.int32).view(-1, COLUMNS, inner // per_word)  # moved whole, in a third of the time
-    panels.view(torch.int32).squeeze(-1).copy_(words.transpose(1, 2))
+    weight = weight.detach().contiguous()
+    if weight.storage_offset() % per_word:  # it begins within a word
+        weight = weight.clone()
+    fill_panels(weight.view(torch.int32), panels.view(torch.int32).squeeze(-1), num_threads)
     return panels
 
 

@@ -86,3 +86,14 @@ def chosen_path(dtype: torch.dtype) -> str:
 def library(dtype: torch.dtype) -> KernelLibrary:
     """The C library of `dtype` in the chosen path; raises as `libraries.open_library` does."""
     return libraries.open_library(dtype, chosen_path(dtype))
+
+
+def compute_alone() -> None:
+    """Let torch compute with one thread for the thread that calls this, from now on.
+
+    For threads that share the processors already: OpenMP would give each of them others, which poll
+    at the end of every operation. Without kernels nothing changes.
+    """
+    if unavailable(torch.float32) is None:
+        torch.get_num_threads()  # torch sets its own number the first time
+        library(torch.float32).kernels_compute_alone()

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
-from worker.engines.embedded.native.packed import COLUMNS
+from worker.engines.embedded.native.packed import COLUMNS, fill_panels
 
 ROUNDINGS = ("none", "int8", "bfloat16")
 """Data types that rows are rounded to before they are multiplied by a quantised weight."""
@@ -98,5 +97,6 @@ class QuantisedPanels:
 
 def panels_of(rows: torch.Tensor) -> torch.Tensor:
     """``rows [N, n]`` as panels ``[ceil(N / 32), n, 32]``; missing rows of the last one are 0."""
-    padded = functional.pad(rows, (0, 0, 0, -len(rows) % COLUMNS))
-    return padded.view(-1, COLUMNS, rows.shape[1]).mT.contiguous()
+    panels = torch.empty(-(-len(rows) // COLUMNS), rows.shape[1], COLUMNS, dtype=rows.dtype)
+    fill_panels(rows, panels)
+    return panels

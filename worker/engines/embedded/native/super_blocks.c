@@ -6,8 +6,8 @@
  * to the kernels in float32.
  */
 #ifdef FLOAT32
+#include "given_weights.h"
 #include "half.h"
-#include "kernels.h"
 
 enum {
     SUPER_BLOCK = 256,
@@ -166,48 +166,55 @@ write_q4_codes(const float *weights, float scale, float minimum, float base, flo
         codes[k / 2] = (uint8_t)(whole[k] | whole[k + 1] << 4);
 }
 
-typedef struct {
-    const float *weights;
-    int64_t count;
-    void *codes;
-    float *scales, *offsets;
-} rounding_t;
+/* Whether one of some scales or offsets is infinite or not a number. */
+INLINED int
+are_beyond(const float *numbers, int64_t count)
+{
+    int found = 0;
+    for (int64_t i = 0; i < count; i++)
+        found |= !(fabsf(numbers[i]) <= FLT_MAX);
+    return found;
+}
 
 static void
 round_q4_blocks(const void *arguments, int64_t first, int64_t stop)
 {
-    const rounding_t *r = arguments;
-    float x[Q4_GROUP * LANES] ALIGNED;
+    const blocks_t *b = arguments;
+    float buffer[Q4_AT_ONCE * SUPER_BLOCK] ALIGNED, x[Q4_GROUP * LANES] ALIGNED;
     q4_search_t found;
+    vec magnitude = vec_zero();
+    int is_beyond = 0;
     for (int64_t unit = first; unit < stop; unit++) {
-        const int64_t block = unit * Q4_AT_ONCE, blocks = smaller(Q4_AT_ONCE, r->count - block);
-        const float *weights = r->weights + block * SUPER_BLOCK;
+        const int64_t block = unit * Q4_AT_ONCE, blocks = smaller(Q4_AT_ONCE, b->count - block);
+        const float *weights = given_weights(b, block * SUPER_BLOCK, blocks * SUPER_BLOCK, buffer, &magnitude);
         transpose(Q4_GROUP, weights, blocks * Q4_GROUPS, x);
         search_q4_k(x, &found);
         for (int64_t at = 0; at < blocks * Q4_GROUPS; at += Q4_GROUPS) {
-            float *scales = r->scales + block * Q4_GROUPS + at, *offsets = r->offsets + block * Q4_GROUPS + at;
+            float *scales = (float *)b->scales + block * Q4_GROUPS + at;
+            float *offsets = (float *)b->offsets + block * Q4_GROUPS + at;
             for (int group = 0; group < Q4_GROUPS; group++) {
                 scales[group] = found.scale[at + group];
                 offsets[group] = -found.least[at + group];
             }
             round_to_six_bits(scales);
             round_to_six_bits(offsets);
+            is_beyond |= are_beyond(scales, Q4_GROUPS) | are_beyond(offsets, Q4_GROUPS);
             for (int group = 0; group < Q4_GROUPS; group++) {
                 const int64_t lane = at + group;
-                uint8_t *codes = (uint8_t *)r->codes + (block * Q4_GROUPS + lane) * (Q4_GROUP / 2);
+                uint8_t *codes = (uint8_t *)b->codes + (block * Q4_GROUPS + lane) * (Q4_GROUP / 2);
                 write_q4_codes(weights + lane * Q4_GROUP, scales[group], offsets[group], found.base[lane],
                                found.inverse[lane], codes);
                 offsets[group] = -offsets[group];
             }
         }
     }
+    add_found(b, magnitude, is_beyond);
 }
 
 void
-round_q4_k(const float *weights, int64_t count, uint8_t *codes, float *scales, float *offsets, const threads_t *threads)
+round_q4_k(const blocks_t *blocks, const threads_t *threads)
 {
-    const rounding_t rounding = {weights, count, codes, scales, offsets};
-    parallel_for(threads, (count + Q4_AT_ONCE - 1) / Q4_AT_ONCE, GRAIN, round_q4_blocks, &rounding);
+    parallel_for(threads, (blocks->count + Q4_AT_ONCE - 1) / Q4_AT_ONCE, GRAIN, round_q4_blocks, blocks);
 }
 
 /* `make_qx_quants` for 16 groups of Q6_K: the scale of each, and the inverse that its codes are found with; 0 both for a
@@ -276,18 +283,21 @@ round_to_eight_bits(float scales[Q6_GROUPS])
 static void
 round_q6_blocks(const void *arguments, int64_t first, int64_t stop)
 {
-    const rounding_t *r = arguments;
-    float x[SUPER_BLOCK] ALIGNED, inverses[Q6_GROUPS];
+    const blocks_t *b = arguments;
+    float buffer[SUPER_BLOCK] ALIGNED, x[SUPER_BLOCK] ALIGNED, inverses[Q6_GROUPS];
+    vec magnitude = vec_zero();
+    int is_beyond = 0;
     for (int64_t block = first; block < stop; block++) {
-        const float *weights = r->weights + block * SUPER_BLOCK;
-        float *scales = r->scales + block * Q6_GROUPS;
-        int8_t *codes = (int8_t *)r->codes + block * SUPER_BLOCK;
+        const float *weights = given_weights(b, block * SUPER_BLOCK, SUPER_BLOCK, buffer, &magnitude);
+        float *scales = (float *)b->scales + block * Q6_GROUPS;
+        int8_t *codes = (int8_t *)b->codes + block * SUPER_BLOCK;
         transpose(Q6_GROUP, weights, Q6_GROUPS, x);
         search_q6_k(x, scales, inverses);
         if (!round_to_eight_bits(scales)) {
             memset(codes, -32, SUPER_BLOCK);
             continue;
         }
+        is_beyond |= are_beyond(scales, Q6_GROUPS);
         for (int group = 0; group < Q6_GROUPS; group++) {
             const float *from = weights + group * Q6_GROUP, scale = scales[group], inverse = inverses[group];
             int8_t *to = codes + group * Q6_GROUP;
@@ -301,12 +311,12 @@ round_q6_blocks(const void *arguments, int64_t first, int64_t stop)
                 memset(to, -32, Q6_GROUP);
         }
     }
+    add_found(b, magnitude, is_beyond);
 }
 
 void
-round_q6_k(const float *weights, int64_t count, int8_t *codes, float *scales, const threads_t *threads)
+round_q6_k(const blocks_t *blocks, const threads_t *threads)
 {
-    const rounding_t rounding = {weights, count, codes, scales, NULL};
-    parallel_for(threads, count, GRAIN, round_q6_blocks, &rounding);
+    parallel_for(threads, blocks->count, GRAIN, round_q6_blocks, blocks);
 }
 #endif

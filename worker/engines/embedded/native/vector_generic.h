@@ -254,7 +254,7 @@ add_products(vec sum, const operand *word, int part, weights w)
     return vec_fmadd(vec_all(word[PER_WORD - 1 - part]), w, sum);
 }
 
-/* 16 float16., none of them infinite or not a number. */
+/* 16 float16. */
 INLINED vec
 load_halves(const uint16_t *from)
 {
@@ -262,7 +262,8 @@ load_halves(const uint16_t *from)
     memcpy(&half, from, sizeof half);
     const words_t bits = __builtin_convertvector(half, words_t);
     const vec size = (vec)((bits & 0x7fff) << 13) * 0x1p112f; /* the exponents' biases differ by 112 */
-    return (vec)((words_t)size | (bits & 0x8000) << 16);
+    const words_t not_finite = (words_t)((bits & 0x7c00) == 0x7c00) & 0x7f800000;
+    return (vec)((words_t)size | not_finite | (bits & 0x8000) << 16);
 }
 
 /* 16 signed bytes. */
