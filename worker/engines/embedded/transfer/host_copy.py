@@ -39,7 +39,7 @@ class HostProcess:
 
     Attributes:
         host: Boot id of the machine, and the namespace of process ids.
-        number: Its id there.
+        number: Id of the process in that namespace.
     """
 
     host: str
