@@ -85,7 +85,11 @@ def convert(checkpoint: Path, target: Path, dtype: str = "bfloat16") -> None:
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
-    writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+    rope = config.get("rope_parameters") or config
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     for name, tensor in read_tensors(checkpoint / "model.safetensors").items():
@@ -106,16 +110,32 @@ def convert(checkpoint: Path, target: Path, dtype: str = "bfloat16") -> None:
 
 
 class Llama:
-    """A loaded model that answers tasks greedily."""
+    """A loaded model that answers tasks greedily.
 
-    def __init__(self, path: Path, threads: int) -> None:
+    Args:
+        path: A GGUF file.
+        threads: As many as compute.
+        context: Tokens of all sequences together.
+        sequences: At a time.
+        kv_type: Type of keys and values of the KV cache.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        threads: int,
+        context: int = MOST_ROWS * LONGEST,
+        sequences: int = MOST_ROWS,
+        kv_type: int = llama_cpp.GGML_TYPE_F16,
+    ) -> None:
         llama_cpp.llama_log_set(_say_nothing, None)
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = MOST_ROWS * LONGEST
+        params.n_ctx = context
         params.n_batch = params.n_ubatch = _BATCH
-        params.n_seq_max = MOST_ROWS
+        params.n_seq_max = sequences
+        params.type_k = params.type_v = kv_type
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         self._context = llama_cpp.llama_init_from_model(self._model, params)
@@ -129,8 +149,24 @@ class Llama:
         if task.controls != "greedy":
             raise SystemExit("llama.cpp is asked for greedy answers only")
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
-        last = self._prefill(task.prompts())
-        first = list(last)
+        return self.go_on(task, self._prefill(task.prompts()))
+
+    def prefill_long(self, prompt: list[int]) -> list[int]:
+        """The first new token behind a prompt of any length, alone in the KV cache."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        found: list[int] = []
+        for start in range(0, len(prompt), _BATCH):
+            part = list(enumerate(prompt[start : start + _BATCH], start))
+            found = self._decode([(token, position, 0, position == part[-1][0]) for position, token in part])
+        return found
+
+    def forget_from(self, position: int) -> None:
+        """Takes the tokens from `position` on out of the KV cache."""
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self._context), -1, position, -1)
+
+    def go_on(self, task: Task, first: list[int]) -> Reply:
+        """The reply to a task whose prompts are prefilled and whose first new tokens are known."""
+        last = first
         watch = Stopwatch(task.rows)
         watch.tick()
         for step in range(1, task.new):
