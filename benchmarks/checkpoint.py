@@ -20,7 +20,7 @@ def write_checkpoint(
         path: An existing directory.
         vocabulary: Width of the logits.
         longest: The model's own limit, prompt and answer.
-        layers: Of the decoder.
+        layers: Number of the decoder's layers.
         rope_factor: Divisor of the positions that RoPE turns by (``linear``), if it is not 1.
     """
     torch.manual_seed(0)

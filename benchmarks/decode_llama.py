@@ -114,7 +114,7 @@ class Llama:
 
     Args:
         path: A GGUF file.
-        threads: As many as compute.
+        threads: Number of threads that compute.
         context: Tokens of all sequences together.
         sequences: At a time.
         kv_type: Type of keys and values of the KV cache.

@@ -60,7 +60,7 @@ class Frontend(asyncio.Protocol):
     """Answers a request at once, and then with an event now and then.
 
     Args:
-        wire: What is sent.
+        wire: The request and the answer that are sent.
         lasts_s: Time that an answer lasts.
         answers: The streams that are open.
     """
@@ -123,7 +123,7 @@ async def measure_first(door: int, frontend: int, wire: Wire, num_streams: int, 
     Args:
         door: Port of the front door, before the frontend.
         frontend: Port on which this process serves the frontend.
-        wire: What is sent.
+        wire: The request and the answer that are sent.
         num_streams: Streams that are open through the front door.
         num_pairs: Pairs of requests.
     """

@@ -68,7 +68,7 @@ class RunningContainer:
 
     Args:
         container: The container.
-        command: Its command line, with this machine's paths and ports.
+        command: The container's command line, with this machine's paths and ports.
         environ: The whole environment.
         ports: Port of this machine by that of the manifest.
         grace_s: ``terminationGracePeriodSeconds`` of the pod.

@@ -23,13 +23,6 @@ from worker.engines.embedded.transfer.transport import KvTransport
 PATIENCE_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def peer() -> Iterator[Peer]:
-    one = Peer()
-    yield one
-    one.end()
-
-
 @pytest.fixture
 def transport() -> Iterator[KvTransport]:
     one = KvTransport(store(LAYOUT, NUM_PAGES, None), LAYOUT)

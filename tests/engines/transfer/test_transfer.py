@@ -24,13 +24,6 @@ PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def peer() -> Iterator[Peer]:
-    one = Peer()
-    yield one
-    one.end()
-
-
-@pytest.fixture(scope="module")
 def shared_transport() -> Iterator[KvTransport]:
     transport = KvTransport(store(LAYOUT, NUM_PAGES, None), LAYOUT)
     yield transport

@@ -187,18 +187,21 @@ class KvTransport:
         Raises:
             TransferError: there is no connection, or the memory is not registered.
         """
-        if handle.process is not None and self.is_near(handle):
-            return HostCopy(handle.process.number, *tables)
+        number = self.neighbour(handle)
+        if number is not None:
+            return HostCopy(number, *tables)
         return self.agent.prepare("READ", (handle.agent, handle.metadata), tables, memories)
 
-    def is_near(self, handle: KvHandle) -> bool:
-        """Whether a handle's worker is a process of this machine that we may copy from and into."""
+    def neighbour(self, handle: KvHandle) -> int | None:
+        """Process id of a handle's worker, if it is on this machine and we may copy from and into
+        its memory.
+        """
         process = handle.process
         if process is None or self._process is None or process.host != self._process.host or handle.memory != "DRAM":
-            return False
+            return None
         if process not in self._neighbours:
             self._neighbours[process] = may_copy(process.number, handle.token_address)
-        return self._neighbours[process]
+        return process.number if self._neighbours[process] else None
 
     def release(self, handle: KvHandle, *, is_granted: bool = False) -> None:
         """Tell a lease's granter that we read no more; if that fails, the lease ends by itself.
@@ -208,8 +211,8 @@ class KvTransport:
             is_granted: Whether its fencing token was found in the granter's memory a moment ago.
         """
         address = handle.token_address + RELEASE_OFFSET
-        if handle.process is not None and self.is_near(handle):
-            number = handle.process.number  # another process may have it by now, and must not be written to
+        number = self.neighbour(handle)
+        if number is not None:  # another process may have it by now, and must not be written to
             if is_granted or read_word(number, handle.token_address) == handle.token:
                 write_word(number, address, handle.token)
             return
@@ -267,7 +270,7 @@ class KvRead:
         assert self._word is not None, f"too many reads: {transport!r}"
         self._transfer: Transfer | None = None
         self._asked_token = False
-        self._is_near = transport.is_near(handle)
+        self._is_near = transport.neighbour(handle) is not None
         self._state: State = "busy"
         self.num_bytes = int(self._ours[:, 1].sum())
         self._began = self._moved = time.monotonic()
