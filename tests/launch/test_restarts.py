@@ -33,8 +33,8 @@ watch
 WORKER = """#!/usr/bin/env bash
 trap 'exit 0' TERM
 echo "worker $$: ${#DLW_POOL_SECRET} characters, $*"
-sleep 60 &
-wait
+# Not one long wait: a signal that comes as bash begins it is handled when that ends.
+for _ in {1..600}; do sleep 0.1; done
 """
 
 
