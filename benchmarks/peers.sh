@@ -52,6 +52,7 @@ environment() {
     [[ -x $1/bin/python ]] || "${PYTHON:-python3}" -m venv "$1"
 }
 
+unset CDPATH
 cd "$(dirname "$0")/.."
 (($#)) || set -- vllm llama openvino onnxruntime ctranslate2
 for each in "$@"; do

@@ -22,6 +22,7 @@ if command -v setpriv > /dev/null; then
 fi
 
 launch_name=$(basename "$0" .sh)
+unset CDPATH # with which cd may go elsewhere, and says where
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 scratch=
 frontend_url= # behind the front door
@@ -144,8 +145,7 @@ start() {
     local name=$1
     shift
     setsid "${lifeline[@]}" "$@" < /dev/null &
-    process_names+=("$name")
-    process_pids[$name]=$!
+    process_pids[$name]=$! process_names+=("$name") # one command: no signal comes between them
 }
 
 # Lets go of NAME, which is dead, and of what is left of its session; sets lost_status.
@@ -293,6 +293,7 @@ ready=
 forced=
 
 on_signal() {
+    trap 'forced=yes' INT TERM HUP
     local status=$1
     [[ -z $ready ]] || status=0
     say "stopping; Ctrl-C again to kill"
@@ -314,8 +315,13 @@ stop() {
 
 # The last started stops first: the worker drains while the frontend still carries its answers.
 clean_up() {
-    local status=$? index name stopped
+    local status=$? index name stopped pid
     trap 'forced=yes' INT TERM HUP
+    for pid in $(jobs -pr); do # of what began as the signal came, and is not noted yet
+        if [[ " ${process_pids[*]} $probe " != *" $pid "* ]]; then
+            process_pids["newest process"]=$pid process_names+=("newest process")
+        fi
+    done
     if [[ -n $probe ]]; then # it ignores Ctrl-C, as background commands of scripts do
         kill "$probe" 2> /dev/null || true
         wait "$probe" 2> /dev/null || true

@@ -81,6 +81,12 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
     assert (found.level, found.found) == ("lacks", "1.0 GiB free below the container's limit")
 
 
+def test_a_model_cache_that_cannot_be_looked_for(tmp_path: Path) -> None:
+    """As below another user's home, or as here below a name that no directory can have."""
+    found = {each.name: each for each in machine(tmp_path, {"XDG_CACHE_HOME": str(tmp_path / ("x" * 300))})}
+    assert found["model cache"].found.endswith("free")
+
+
 @pytest.mark.parametrize(("taken", "level"), [(115, "ok"), (116, "note"), (130, "note")])
 def test_inotify_instances_of_this_user_are_counted(tmp_path: Path, taken: int, level: str) -> None:
     """Of all its processes; other open files, and processes that end meanwhile, are none."""
@@ -132,6 +138,17 @@ def test_other_versions_than_the_pins_are_named() -> None:
     assert found.level == "note"
     assert "hypothesis" in found.found
     assert not any(name in found.found for name in ("torch", "no-such-package", "pytest"))
+
+
+@pytest.mark.parametrize("variable", ["HTTP_HOST", "DYN_HTTP_HOST"])
+def test_the_address_of_the_launch_scripts_is_looked_at(variable: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.2", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert {each.name: each for each in ports({"HTTP_PORT": port, variable: "127.0.0.2"})}[
+            "HTTP port"
+        ].level == "lacks"
 
 
 def test_a_taken_port_lacks() -> None:

@@ -195,7 +195,7 @@ def _governor(root: Path) -> Iterator[Finding]:
 
 def _disk(cache: Path) -> Finding:
     """The directory of converted checkpoints; of what is not there yet, the nearest that is."""
-    existing = next(path for path in (cache, *cache.parents) if path.exists())
+    existing = next(path for path in (cache, *cache.parents) if _exists(path))
     if not os.access(existing, os.W_OK | os.X_OK):
         mend = "set XDG_CACHE_HOME to a directory that this user may write"
         return Finding("model cache", "lacks", f"{cache}: {existing} cannot be written", mend)
@@ -204,6 +204,14 @@ def _disk(cache: Path) -> Finding:
         mend = "free space there, or set XDG_CACHE_HOME to another disk"
         return Finding("model cache", "lacks", f"{cache}: {_size(free)} free", mend)
     return Finding("model cache", "ok", f"{cache}: {_size(free)} free")
+
+
+def _exists(path: Path) -> bool:
+    """Whether a path is there; not if this user may not know."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _text(path: Path) -> str:

@@ -15,7 +15,7 @@ HTTP_PORT = "8000"
 def ports(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Findings about the ports that the environment names, or the defaults."""
     text = environ.get("HTTP_PORT") or HTTP_PORT
-    host = environ.get("DYN_HTTP_HOST") or "127.0.0.1"
+    host = environ.get("HTTP_HOST") or environ.get("DYN_HTTP_HOST") or "127.0.0.1"
     yield _checked("HTTP port", f"{host}:{text} is free", lambda: _check_http(host, text))
     yield _checked("runtime's ports", "free, or chosen by the system", lambda: check_ports(environ))
 

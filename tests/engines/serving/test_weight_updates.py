@@ -8,12 +8,14 @@ import random
 import tempfile
 from pathlib import Path
 
+import decoder_shapes
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantised_checkpoints import K_TYPES, WIDE, stored_in
 from random_checkpoints import TYPES, write
+from third_party_checkpoints import write as write_third_party
 from weight_runs import Answer, Tensors, as_bytes, ask, copy_with, running, tensors_of, weights_of
 
 from worker.engines.embedded import EmbeddedEngine
@@ -250,6 +252,22 @@ async def test_other_networks_are_loaded_again(tmp_path: Path, kind: str) -> Non
         again = await weights.update_weights(as_bytes(new), "again", "keep")
         assert again.version.digest == updated.version.digest
         assert (await ask(engine, "again", PROMPT, 8)).tokens == expected.tokens
+
+
+@pytest.mark.parametrize(("kind", "format"), [("gpt_oss", "mxfp4"), ("granite", "awq")])
+async def test_what_another_program_quantised_is_dense_after_an_update(tmp_path: Path, kind: str, format: str) -> None:
+    """Its linear layers have other kernels than at the start, and the bits of a fresh engine."""
+    decoder_shapes.write(tmp_path / "plain", kind, 0)
+    old = write_third_party(tmp_path / "plain", tmp_path / "old", format)
+    new = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in tensors_of(old / "dense").items()}
+    path = copy_with(old / "dense", tmp_path / "new", new)
+    async with running(path, weight_updates=False) as fresh:
+        expected = await ask(fresh, "r", PROMPT, 8)
+    async with running(old) as engine:
+        before = await ask(engine, "before", PROMPT, 8)
+        updated = await weights_of(engine).update_weights(as_bytes(new), "new", "keep")
+        assert updated.formats.keys() == {"float32"}
+        assert (await ask(engine, "after", PROMPT, 8)).tokens == expected.tokens != before.tokens
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])

@@ -31,8 +31,7 @@ from worker.engines.embedded.model.linear import linears
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.network import Network
-from worker.engines.embedded.model.numerics import Numerics, choose
-from worker.engines.embedded.model.tiling import GemmTiling, LayerShape
+from worker.engines.embedded.model.numerics import Numerics, choose, tiling_of
 from worker.engines.embedded.model.weight_update import Given
 from worker.engines.embedded.native.lora import AdaptedRows
 from worker.engines.embedded.plan import Plan, Request
@@ -154,7 +153,7 @@ class HfModel:
         self._page_size = 0
         self._attention: AttentionBackend  # chosen by the page size, too
         self._wanted_numerics = numerics
-        self._tilings: dict[LayerShape, GemmTiling] = {}
+        self._chosen: Numerics  # known once there is a KV store
         self._row_step = 1
         self._tile = 0
         self._graphs: DecodeGraphs | None = None
@@ -229,7 +228,7 @@ class HfModel:
         return DecodeGraphs(self._store, compute)
 
     def _settle(self, chosen: Numerics) -> None:
-        self._tilings = chosen.tilings
+        self._chosen = chosen
         layers = list(linears(self.settled(self._network)))
         self._row_step = min((layer.tiling.step for layer in layers), default=1)
         self._tile = max((layer.tiling.most or 0 for layer in layers), default=0)
@@ -289,9 +288,11 @@ class HfModel:
         return self._network
 
     def settled(self, network: NetworkT) -> NetworkT:
-        """`network`, of the same sizes, in the tilings that were chosen for this one."""
+        """`network`, of the same sizes, in the tilings that were chosen for this one. What was
+        quantised may be dense now.
+        """
         for layer in linears(network):
-            layer.settle(self._tilings[layer.shape])
+            layer.settle(tiling_of(layer, self._chosen, self.dtype))
         return network
 
     def replace_network(self, network: Network) -> None:

@@ -106,6 +106,20 @@ def choose(mode: str, layers: Iterable[Linear], attention: AttentionBackend, siz
     return fast
 
 
+def tiling_of(layer: Linear, chosen: Numerics, dtype: torch.dtype) -> GemmTiling:
+    """The tiling of a packed layer beside those of `chosen`: the one of its shape, if there is one.
+
+    Raises:
+        StartupError: its numerics are exact, and the layer has no batch-invariant tiling.
+    """
+    if layer.shape not in chosen.tilings and chosen.name == "exact":
+        found = _invariant_tilings({layer.shape: layer}, dtype, may_cost=True)
+        if found is None:
+            raise StartupError(f"--numerics exact: GEMMs in {dtype} depend on the batch on this machine")
+        return found[layer.shape]
+    return chosen.tilings.get(layer.shape, GemmTiling())
+
+
 def _by_construction(layers: Iterable[LayerShape], attention: AttentionBackend) -> bool:
     """Whether GEMMs and attention are batch-invariant by construction, so that nothing is tried."""
     return attention.is_batch_invariant and all(shape.gemm.is_batch_invariant for shape in layers)
