@@ -147,7 +147,7 @@ class Ours:
         return sum(one.accepted for one in counts), sum(one.proposed for one in counts)
 
     def ask(self, workload: Workload, batch: int, tokens: int) -> Ask:
-        """The first `batch` requests of a workload; all, `batch` at a time, of one that has more."""
+        """The first `batch` requests of a workload; all of a longer one, `batch` at a time."""
         chats = workload.chats if len(workload.chats) > MOST_ROWS else workload.chats[:batch]
         prompts = [
             list(self.engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
