@@ -15,6 +15,8 @@ answers is compared with the one without speculation.
 Workloads, of which `speculation_workload` has the texts:
 
 - ``json``: an object by a schema with long keys; what the grammar forces is drafted.
+- ``tools``, ``schemas``: a call of one of four tools; an object of each of forty schemas of
+  Kubernetes (`speculation_forms`). Ours alone.
 - ``edit``: a program to which a line is added, and which is repeated otherwise.
 - ``extract``: the lines of a note that are asked for, word for word.
 - ``text``: a story, sampled at temperature 1: next to nothing to draft.
@@ -42,6 +44,7 @@ import decode_ours
 # isort: split
 import torch
 from serve import processor
+from speculation_forms import schemas, tools
 from speculation_workload import LONGEST, MOST_ROWS, NGRAM, WORKLOADS, Answered, Ask, Workload, timed
 from workload import HERE, peer
 
@@ -73,7 +76,7 @@ TARGETS = {
 }
 """Least ratio of the fastest method to none that is aimed at; of the slowest one for text."""
 
-OF_SERVED = {("json", 8): 2.0}
+OF_SERVED = {(name, batch): goal for name in ("json", "tools", "schemas") for batch, goal in ((1, 2.5), (8, 2.0))}
 """Those that are other ones where the weights are as served."""
 
 Answer = Callable[[Ask], Answered]
@@ -111,6 +114,8 @@ class Ours:
 
     def __init__(self, model: Path, dtype: str) -> None:
         self.engine = Engine(model, max_num_seqs=MOST_ROWS, context_length=LONGEST, kv_blocks=2048, dtype=dtype)
+        for tensor in self.engine.session.stepper.model.kv_store.tensors:
+            tensor.zero_()  # memory that has not been touched yet takes as long as a step
         self._speculators = {name: Speculator(config) for name, config in OURS.items()}
 
     def answer(self, method: str | None, asked: Ask) -> list[list[int]]:
@@ -121,10 +126,20 @@ class Ours:
             for row in range(len(asked.prompts))
         ]
         form = [] if asked.schema is None else [{"name": "json_schema", "args": {"schema": asked.schema}}]
-        results = self.engine.generate(
-            asked.prompts, params, progress=False, processors=form, speculation=method is not None
-        )
-        return [one.token_ids for one in results]
+        forms = asked.forms or [form] * len(asked.prompts)
+        answers: list[list[int]] = []
+        step = asked.together or len(asked.prompts)
+        for first in range(0, len(asked.prompts), step):
+            some = slice(first, first + step)
+            results = self.engine.generate(
+                asked.prompts[some],
+                params[some],
+                progress=False,
+                processors=forms[some],
+                speculation=method is not None,
+            )
+            answers += [one.token_ids for one in results]
+        return answers
 
     def drafted(self, method: str) -> tuple[int, int]:
         """Accepted and computed tokens so far."""
@@ -132,18 +147,20 @@ class Ours:
         return sum(one.accepted for one in counts), sum(one.proposed for one in counts)
 
     def ask(self, workload: Workload, batch: int, tokens: int) -> Ask:
-        """The first `batch` requests of a workload."""
+        """The first `batch` requests of a workload; all of a longer one, `batch` at a time."""
+        chats = workload.chats if len(workload.chats) > MOST_ROWS else workload.chats[:batch]
         prompts = [
             list(self.engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
-            for chat in workload.chats[:batch]
+            for chat in chats
         ]
-        return Ask(prompts, tokens, workload.temperature, seed=1, schema=workload.schema)
+        forms = [list(form) for form in workload.forms[: len(chats)]]
+        return Ask(prompts, tokens, workload.temperature, 1, workload.schema, forms=forms, together=batch)
 
 
 @contextlib.contextmanager
 def contenders(ours: Ours, model: Path, arguments: argparse.Namespace) -> Iterator[list[Contender]]:
     """Everybody who answers: our methods, and the peers that are installed."""
-    found = [Contender("ours", name, timed(partial(ours.answer, name))) for name in (None, *OURS)]
+    found = [Contender("ours", name, timed(partial(ours.answer, name))) for name in (None, *arguments.methods)]
     with contextlib.ExitStack() as stack:
 
         def start(python: Path, script: str, *more: str) -> Answer:
@@ -173,6 +190,7 @@ def measure(
     ours: Ours, everybody: Sequence[Contender], asked: Ask, rounds: int, cpu_time: bool, found: Measured
 ) -> None:
     """Fill in the rates, after one turn of everybody that does not count."""
+    everybody = [one for one in everybody if one.engine == "ours" or not asked.forms]
     present = [one for one in everybody if one.engine != LLAMA or (len(asked.prompts) == 1 and asked.schema is None)]
     plain = present[0].answer(asked).answers
     for one in present[1:]:
@@ -236,7 +254,7 @@ def render(rows: Sequence[Measured], arguments: argparse.Namespace, made_by: str
         cells = []
         for engine, method in columns:
             cell = f"{one.median(engine, method):.0f}" if (engine, method) in one.rates else "-"
-            if engine == "ours" and method is not None:
+            if engine == "ours" and (engine, method) in one.rates and method is not None:
                 accepted, proposed = one.accepted[method]
                 cell += f" ({accepted} of {proposed})"
             cells.append(cell)
@@ -249,11 +267,12 @@ def _parse() -> argparse.Namespace:
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     root = HERE.parent
-    names = [one.name for one in WORKLOADS]
+    names = ["json", "tools", "schemas", *(one.name for one in WORKLOADS if one.name != "json")]
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer at most")
     parser.add_argument("--workloads", nargs="+", choices=names, default=names, metavar="WORKLOAD")
     parser.add_argument("--batches", nargs="+", type=int, choices=range(1, MOST_ROWS + 1), default=[1, MOST_ROWS])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--methods", nargs="+", choices=[*OURS], default=[*OURS], metavar="METHOD", help="of ours")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="as the launch scripts")
     parser.add_argument("--weights", choices=[*REPORTS], default="whole", help="ours: whole, or as served (quantised)")
@@ -284,7 +303,7 @@ def main() -> None:
     model = prepare_default_model(model_cache(), say)
     own = prepare_default_model(model_cache(), say, keeps_blocks=arguments.weights == "served")
     ours = Ours(own, arguments.dtype)
-    workloads = [one for one in WORKLOADS if one.name in arguments.workloads]
+    workloads = [one for one in (*WORKLOADS, tools(), schemas()) if one.name in arguments.workloads]
     if arguments.show:
         for workload in workloads:
             show(ours, workload, max(arguments.batches), arguments.tokens)

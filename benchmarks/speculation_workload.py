@@ -51,6 +51,8 @@ class Ask:
         seed: Of the first prompt; that of the next one is one more.
         schema: JSON Schema of the answers.
         speculates: Whether tokens may be drafted; a peer that cannot choose answers as it is.
+        forms: Logits processors of each prompt, by name, which no peer has.
+        together: Prompts that are answered at a time; 0 for all.
     """
 
     prompts: list[list[int]] = field(default_factory=list)
@@ -59,6 +61,8 @@ class Ask:
     seed: int = 0
     schema: dict[str, Any] | None = None
     speculates: bool = True
+    forms: list[list[dict[str, Any]]] = field(default_factory=list)
+    together: int = 0
 
 
 @dataclass
@@ -86,12 +90,21 @@ def timed(answer: Callable[[Ask], list[list[int]]]) -> Callable[[Ask], Answered]
 
 @dataclass(frozen=True)
 class Workload:
-    """One kind of request: `chats` has `MOST_ROWS` of them."""
+    """One kind of request.
+
+    Attributes:
+        name: Label.
+        chats: `MOST_ROWS` of them; or more, which are answered as many at a time as a batch has.
+        temperature: 0 for greedy answers.
+        schema: JSON Schema of all answers.
+        forms: Logits processors of each chat, by name, which no peer has.
+    """
 
     name: str
     chats: tuple[Chat, ...]
     temperature: float = 0.0
     schema: dict[str, Any] | None = None
+    forms: tuple[tuple[dict[str, Any], ...], ...] = ()
 
 
 def chat(*turns: str) -> Chat:

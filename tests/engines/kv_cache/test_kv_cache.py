@@ -9,7 +9,7 @@ from kv_doubles import RecallModel, recall_request
 from test_scheduler_properties import House, operate
 
 from worker.engines.embedded import blocks
-from worker.engines.embedded.blocks import ROOT, hash_block
+from worker.engines.embedded.blocks import ROOT, hash_block, hash_blocks
 from worker.engines.embedded.kv_cache import BlocksRemoved, BlocksStored
 from worker.engines.embedded.kv_cache.budget import choose_page_size
 from worker.engines.embedded.kv_cache.cache import KvCache
@@ -41,6 +41,8 @@ def test_the_hash_is_the_same_everywhere() -> None:
     assert first == 658132497017838498
     assert hash_block(first, [5, 6, 7, 8]) == 7641984106258271874
     assert hash_block(ROOT, [1, 2, 3, 5]) != first
+    assert hash_blocks(ROOT, [*range(1, 9), 9, 10], 4) == [first, 7641984106258271874]
+    assert hash_blocks(first, [5, 6, 7], 4) == []
 
 
 def test_nothing_is_cached_before_it_is_computed() -> None:
@@ -261,9 +263,16 @@ def test_a_prompt_that_waits_is_hashed_and_compared_once(monkeypatch: pytest.Mon
     """However many steps go by, and however much of it becomes cached or is evicted in the
     meantime.
     """
-    hashed, compared = [], []
+    hashed: list[int] = []
+    compared: list[int] = []
     made_of = blocks.Block.is_made_of
-    monkeypatch.setattr(blocks, "hash_block", lambda parent, tokens: hashed.append(1) or hash_block(parent, tokens))  # type: ignore[func-returns-value]
+
+    def hashing(parent: int, tokens: list[int], size: int) -> list[int]:
+        found = hash_blocks(parent, tokens, size)
+        hashed.extend(found)
+        return found
+
+    monkeypatch.setattr(blocks, "hash_blocks", hashing)
     monkeypatch.setattr(blocks.Block, "is_made_of", lambda *arguments: compared.append(1) or made_of(*arguments))  # type: ignore[func-returns-value]
     store = cache(num_pages=17)
     tokens = list(range(3, 63))
@@ -295,7 +304,14 @@ def test_what_follows_a_cached_block_is_found(modulus: int, monkeypatch: pytest.
     """Of whatever is cached, all that is before it is cached: also where hashes of different
     tokens are equal.
     """
-    monkeypatch.setattr(blocks, "hash_block", lambda parent, tokens: hash_block(parent, tokens) % modulus)
+
+    def colliding(parent: int, tokens: list[int], size: int) -> list[int]:
+        found: list[int] = []
+        for start in range(0, len(tokens) - size + 1, size):
+            found.append(hash_block(found[-1] if found else parent, tokens[start : start + size]) % modulus)
+        return found
+
+    monkeypatch.setattr(blocks, "hash_blocks", colliding)
     house = House(routes=False)
     for seed in range(3):
         operate(house, random.Random(seed), 500)

@@ -411,6 +411,28 @@ def test_what_a_chain_forces_is_drafted_without_a_setting(engine: Engine) -> Non
     assert len(forwards) <= 2 + len(result.token_ids) // 16
 
 
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_a_run_that_a_chain_forces_is_one_step_in_a_batch_of_any_size(engine: Engine, batch: int) -> None:
+    """However dear a token of a step is."""
+    stepper = engine.session.stepper
+    forced = [{"name": "forced_sequence", "args": {"text": " ".join(TEXTS)}}]
+    stepper.speculator = speculator = Speculator(clock=lambda: 0.0)
+    for count in range(1, 400):
+        speculator._costs.learn(count, 0.010 * count)
+    plans: list[Plan] = []
+    forward = stepper.model.forward
+    stepper.model.forward = lambda plan: (plans.append(plan), forward(plan))[1]  # type: ignore[method-assign,func-returns-value]
+    params = SamplingParams(max_tokens=64)
+    results = engine.generate([f"{TEXTS[1]} {number}" for number in range(batch)], params, processors=forced)
+    stepper.model.forward = forward  # type: ignore[method-assign]
+    length = len(results[0].token_ids)
+    assert length > 16
+    assert all(result.text == " ".join(TEXTS) and len(result.token_ids) == length for result in results)
+    drafts = [len(draft) for plan in plans for draft in plan.drafts if draft]
+    assert len(drafts) == batch
+    assert speculator.counts["chain"].accepted == sum(drafts) >= batch * (length - 3)
+
+
 def test_a_grammar_drafts_the_text_that_it_forces(engine: Engine) -> None:
     properties = {"customer_identification": {"type": "boolean"}, "preferred_language": {"enum": ["en", "de"]}}
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}

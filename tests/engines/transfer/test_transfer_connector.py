@@ -74,6 +74,18 @@ def test_the_same_tokens_and_nothing_left(pair: Pair, length: int) -> None:
         assert counts == {"cached": 1}
 
 
+def test_a_prompt_that_was_computed_elsewhere_is_looked_at_at_once(pair: Pair) -> None:
+    prompt = prompt_of(70)
+    pair.prefill.prefill("one", prompt)
+    pair.run(lambda: pair.prefill.finished("one"))
+    assert pair.decode.stepper.wait_s is None
+    pair.decode.decode("one", prompt, pair.prefill.handle("one"), 5)
+    assert pair.decode.stepper.scheduler.is_idle
+    assert pair.decode.stepper.wait_s == 0
+    pair.run(lambda: pair.decode.finished("one"))
+    pair.settle()
+
+
 def test_drafts_behind_a_prompt_that_was_received(pair: Pair) -> None:
     prompt = prompt_of(70)
     expected, source = answer(prompt, 40), random.Random(1)

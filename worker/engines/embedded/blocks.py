@@ -5,11 +5,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from hashlib import blake2b
 
 ROOT = 0
 """Parent hash of a sequence's first block."""
+
+_HASH_BYTES, _ID_BYTES = 8, 4
 
 _ADAPTED = -1
 """No token and no number of updates, so that no salt makes the root of an adapter."""
@@ -38,18 +39,30 @@ class Block:
         return self.parent is parent and self.tokens == tokens
 
 
-@cache
-def _content(num_tokens: int) -> struct.Struct:
-    return struct.Struct(f"<Q{num_tokens}i")
-
-
 def hash_block(parent: int, tokens: Sequence[int]) -> int:
     """64 bits of BLAKE2b over the parent's hash (uint64) and the ids (int32), little-endian.
 
     The same on every worker, so that a router can compare them.
     """
-    content = _content(len(tokens)).pack(parent, *tokens)
-    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
+    content = struct.pack(f"<Q{len(tokens)}i", parent, *tokens)
+    return int.from_bytes(blake2b(content, digest_size=_HASH_BYTES).digest(), "little")
+
+
+def hash_blocks(parent: int, tokens: Sequence[int], block_size: int) -> list[int]:
+    """`hash_block` of each of some consecutive blocks; tokens behind the last whole one are left.
+
+    Args:
+        parent: Hash of the block before the first.
+        tokens: Their token ids.
+        block_size: Tokens of a block.
+    """
+    count, size = len(tokens) // block_size, block_size * _ID_BYTES
+    content = struct.pack(f"<{count * block_size}i", *tokens[: count * block_size])
+    digest, digests = parent.to_bytes(_HASH_BYTES, "little"), []
+    for start in range(0, count * size, size):
+        digest = blake2b(digest + content[start : start + size], digest_size=_HASH_BYTES).digest()
+        digests.append(digest)
+    return list(struct.unpack(f"<{count}Q", b"".join(digests)))
 
 
 def root_of(cache_salt: str | None, num_updates: int = 0, adapter: str | None = None) -> int:

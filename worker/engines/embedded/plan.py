@@ -123,10 +123,12 @@ class Request:
     def hash_blocks(self, block_size: int) -> list[int]:
         """The hashes of all full blocks of `tokens`; each is computed once."""
         hashes, tokens = self.block_hashes, self.tokens
+        hashed = len(hashes) * block_size
+        if len(tokens) - hashed < block_size:
+            return hashes
         adapter = None if self.adapter is None else self.adapter.digest
-        for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
-            parent = hashes[-1] if hashes else blocks.root_of(self.cache_salt, self._num_updates, adapter)
-            hashes.append(blocks.hash_block(parent, tokens[start : start + block_size]))
+        parent = hashes[-1] if hashes else blocks.root_of(self.cache_salt, self._num_updates, adapter)
+        hashes += blocks.hash_blocks(parent, tokens[hashed:], block_size)
         return hashes
 
     @property

@@ -252,8 +252,7 @@ class Stepper:
         """
         edits = plan_edits(plan)
         if rows is not None:
-            logits = logits[rows]
-            self._compute_unread(logits, [plan.unread.get(row) for row in rows], edits)
+            logits = self._read(logits, rows, plan, edits)
         if self._tapped:
             show_logits(plan, logits)
         samples = self.sampler.sample(logits, edits, plan)
@@ -265,18 +264,27 @@ class Stepper:
             samples.errors |= tap_errors(plan)
         return self.scheduler.commit(plan, samples)
 
-    def _compute_unread(self, logits: torch.Tensor, left_out: Sequence[int | None], edits: Edits) -> None:
-        """Compute logits that were left out, where a chain does not force the token after all.
+    def _read(self, logits: torch.Tensor, rows: Sequence[int], plan: Plan, edits: Edits) -> torch.Tensor:
+        """A copy of rows of a step's logits; those that nobody reads, of ``plan.unread``, may hold
+        anything. Computes what was left out where a chain does not force the token after all.
 
         Args:
-            logits: Rows, changed in place.
-            left_out: Index in the step of each that was left out, None for the others.
-            edits: Edits of these rows.
+            logits: Logits of the step.
+            rows: Their indices, one for each of ``plan.sampled``.
+            plan: Plan of the rows.
+            edits: Edits of the rows.
         """
         known = edits.failures.keys() | {row for row, _, edit in edits.planned if edit.force is not None}
-        late = {row: index for row, index in enumerate(left_out) if index is not None and row not in known}
+        late = {row: plan.unread[index] for row, index in enumerate(rows) if index in plan.unread and row not in known}
+        read = [row for row, index in enumerate(rows) if index not in plan.unread]
+        if len(read) == len(rows):
+            return logits[rows]
+        copied = logits.new_empty(len(rows), logits.shape[1])
+        if read:
+            copied[read] = logits[[rows[row] for row in read]]
         if late:
-            logits[list(late)] = self.model.late_logits(list(late.values()))
+            copied[list(late)] = self.model.late_logits(list(late.values()))
+        return copied
 
     def _recompute_spoiled(self, plan: Plan, logits: torch.Tensor) -> tuple[Plan, torch.Tensor]:
         """Preempt rows with a draft of which a token is not finite; plan and logits of the others.

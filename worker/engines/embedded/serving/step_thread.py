@@ -177,7 +177,7 @@ class StepThread:
         while self._when_drained and self._stepper.is_drained:
             self._carry_out(self._when_drained.pop(0))
         wait_s = self._stepper.wait_s
-        if wait_s == 0:
+        if wait_s == 0 and not self._stepper.scheduler.is_idle:  # else KV is to be received, and nothing is decoded
             wait_s = self._pacing.wait_s(self._stepper.scheduler.queues)
         if wait_s == 0 and self._inbox.empty():
             return None

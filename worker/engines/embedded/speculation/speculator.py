@@ -17,8 +17,11 @@ from worker.engines.embedded.speculation.ngram import NgramProposer
 from worker.engines.embedded.speculation.proposer import NO_DRAFT, Draft, Proposer
 from worker.engines.embedded.speculation.suffix import Corpus, SuffixProposer
 
-CHAIN_TOKENS = 16
-"""Tokens that a chain drafts at most."""
+CHAIN_TOKENS = 64
+"""Tokens that a chain drafts at most: a whole run of forced ones, but for very long ones."""
+
+FORCED_RATE = 0.8
+"""Acceptance rate from which on a run that a chain forces is drafted whole."""
 
 MAX_CORPORA = 16
 """Cache salts whose earlier answers are kept, the ones used last."""
@@ -67,6 +70,13 @@ class _Candidate:
     @property
     def rate(self) -> float:
         return self.source.acceptance.rate(self.draft.matched)
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the chain forces the draft, so that it pays in a step of any size: a token of it
+        takes no longer than one of a step without drafts, and none is rejected.
+        """
+        return _is_forced(self.source.proposer) and self.rate >= FORCED_RATE
 
     def tokens(self, history: Sequence[int], count: int) -> Sequence[int]:
         """The first `count` tokens of the draft."""
@@ -122,10 +132,12 @@ class Speculator:
         self._began_s = self._clock()
         self._drafting = {}
         drafts: list[Sequence[int]] = [()] * len(plan.decode)
-        may_draft = any(request.speculates and self._has_proposers(request) for request in plan.decode)
-        if not (self.is_enabled and may_draft and can_pay(plan.num_tokens, self._costs)):
-            return drafts  # asking takes time, too
-        candidates = [one for row, request in enumerate(plan.decode) if (one := self._candidate(row, request))]
+        asked = [row for row, request in enumerate(plan.decode) if request.speculates and self._has_proposers(request)]
+        if not (self.is_enabled and asked):
+            return drafts
+        if not can_pay(plan.num_tokens, self._costs):  # asking takes time, too
+            asked = [row for row in asked if self._may_force(plan.decode[row])]
+        candidates = [one for row in asked if (one := self._candidate(row, plan.decode[row]))]
         lengths = self._lengths(plan, candidates)
         for one, length in zip(candidates, lengths, strict=True):
             if length:
@@ -148,12 +160,17 @@ class Speculator:
 
     def _is_forced(self, row: int) -> bool:
         proposer = self._drafting[row].source.proposer
-        return isinstance(proposer, ChainProposer) and proposer.is_forced
+        return _is_forced(proposer)
 
     def _lengths(self, plan: Plan, candidates: Sequence[_Candidate]) -> list[int]:
-        """Tokens to draft for each candidate; a step tries one where nothing pays, at most."""
-        rates, limits = [one.rate for one in candidates], [one.limit for one in candidates]
-        lengths = draft_lengths(rates, limits, plan.num_tokens, self._costs)
+        """Tokens to draft for each candidate: all of a forced run, and of others as many as pay; a
+        step tries one where nothing pays, at most.
+        """
+        forced = [one.limit if one.is_forced else 0 for one in candidates]
+        rates = [0.0 if length else one.rate for one, length in zip(candidates, forced, strict=True)]
+        limits = [one.limit for one in candidates]
+        others = draft_lengths(rates, limits, plan.num_tokens + sum(forced), self._costs)
+        lengths = [length or other for length, other in zip(forced, others, strict=True)]
         idle = [index for index, length in enumerate(lengths) if not length]
         for index in idle:
             candidates[index].source.acceptance.num_idle += 1
@@ -163,9 +180,7 @@ class Speculator:
         return lengths
 
     def _candidate(self, row: int, request: Request) -> _Candidate | None:
-        if not (request.speculates and len(request.tokens) + 1 < request.limit):
-            return None
-        if not self._has_proposers(request):
+        if len(request.tokens) + 1 >= request.limit:
             return None
         if request.draft_sources is None:
             request.draft_sources = tuple(self._sources_of(request))
@@ -179,6 +194,11 @@ class Speculator:
 
     def _has_proposers(self, request: Request) -> bool:
         return self._make is not None or self._foreseeing(request) is not None
+
+    def _may_force(self, request: Request) -> bool:
+        """Whether a chain may force a run of the request's; before it was asked nobody knows."""
+        sources = request.draft_sources
+        return self._foreseeing(request) is not None and (sources is None or _is_forced(sources[0].proposer))
 
     def _foreseeing(self, request: Request) -> ProcessorChain | None:
         """The request's chain, if it may be asked for drafts and can find some."""
@@ -235,3 +255,8 @@ class Speculator:
             corpus = self._corpus(request)
             if corpus is not None:
                 corpus.add(request.tokens[request.prompt_length :])
+
+
+def _is_forced(proposer: Proposer) -> bool:
+    """Whether a proposer drafts what a chain mostly forces."""
+    return isinstance(proposer, ChainProposer) and proposer.is_forced

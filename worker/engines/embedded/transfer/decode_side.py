@@ -92,6 +92,7 @@ class DecodeSide:
         self._queues = transfers.queues
         self._counts = counts
         self._waiting: deque[IncomingKv] = deque()  # in order of arrival
+        self._is_untried = False  # one has arrived since the last poll
         self._reading: list[IncomingKv] = []
         self._ready: deque[Request] = deque()
 
@@ -109,7 +110,7 @@ class DecodeSide:
     @property
     def wait_s(self) -> float | None:
         """Time until the next `poll`: 0 at once, None for no need before the next message."""
-        if self._reading or (self._ready and self._queues.has_slot(self._ready[0])):
+        if self._reading or self._is_untried or (self._ready and self._queues.has_slot(self._ready[0])):
             return 0.0
         return POLL_S if self._waiting or self._ready or self.abandoned else None
 
@@ -128,6 +129,7 @@ class DecodeSide:
             return
         self._queues.arrive(request)
         self._waiting.append(IncomingKv(request, handle))
+        self._is_untried = True
 
     def recompute(self) -> None:
         """Let every request compute its KV itself that has not joined the batch yet."""
@@ -160,6 +162,7 @@ class DecodeSide:
 
     def poll(self) -> None:
         """Let reads move on for a bounded time; requests resume while there are slots."""
+        self._is_untried = False
         queues = self._queues
         while self._waiting and len(self._reading) + len(self._ready) < queues.max_num_seqs:
             copies = self._transfers.pin(self._waiting[0].request)
