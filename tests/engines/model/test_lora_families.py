@@ -73,11 +73,11 @@ def test_of_every_type(kind: str, tmp_path: Path) -> None:
     shapes = linear_layers(network.base_model, f"{network.base_model_prefix}.")
     few = {name: shape for index, (name, shape) in enumerate(shapes.items()) if index % 3}
     model = load(tmp_path / "model")
-    settings = {"fan_in_fan_out": True} if layers_of(model).transposed else {}
+    settings: dict[str, Any] = {"fan_in_fan_out": True} if layers_of(model).transposed else {}
     assert set(layers_of(model).places) == set(shapes), "linear layers that no adapter may change"
     read, found = model.adapter_loader(), dict[str | None, LoadedAdapter | None]({None: None})
     for seed, (name, layers, rank) in enumerate((("all", shapes, 5), ("few", few, 19))):
-        own = {"seed": seed, "rank": rank, "layers": layers, "targets": list(layers), "size": 0.03}
+        own: dict[str, Any] = {"seed": seed, "rank": rank, "layers": layers, "targets": list(layers), "size": 0.03}
         path = write_adapter(tmp_path / name, tmp_path / "model", **own, **settings)
         found[name] = read(name, path)
         with merged_into(network, path), torch.no_grad():
@@ -87,18 +87,18 @@ def test_of_every_type(kind: str, tmp_path: Path) -> None:
         ]
         assert difference[0] < 1e-5
         assert difference[1] > 1e-3
-    for row, (name, length) in zip(together(model, found), ROWS, strict=True):
-        assert torch.equal(row, alone(model, found[name], length)), (name, length)
+    for row, (each, length) in zip(together(model, found), ROWS, strict=True):
+        assert torch.equal(row, alone(model, found[each], length)), (each, length)
 
 
 def adapters_of(folder: Path, model: HfModel) -> dict[str | None, LoadedAdapter | None]:
     """Adapters of the rows of `ROWS`, by name."""
     layers = layers_of(model)
-    settings = {"fan_in_fan_out": True} if layers.transposed else {}
+    settings: dict[str, Any] = {"fan_in_fan_out": True} if layers.transposed else {}
     found: dict[str | None, LoadedAdapter | None] = {None: None}
     for name, part, rank in (("all", slice(None), 5), ("few", slice(None, None, 3), 19)):
         shapes = {layer: place.shape for layer, place in [*layers.places.items()][part]}
-        own = {"rank": rank, "layers": shapes, "targets": list(shapes), "size": 0.1}
+        own: dict[str, Any] = {"rank": rank, "layers": shapes, "targets": list(shapes), "size": 0.1}
         found[name] = model.adapter_loader()(name, write_adapter(folder / name, folder / "model", **own, **settings))
     return found
 

@@ -153,7 +153,8 @@ class Speculator:
     def _lengths(self, plan: Plan, candidates: Sequence[_Candidate]) -> list[int]:
         """Tokens to draft for each candidate; a step tries one where nothing pays, at most."""
         rates, limits = [one.rate for one in candidates], [one.limit for one in candidates]
-        lengths = draft_lengths(rates, limits, plan.num_tokens, self._costs)
+        weights = [len(plan.decode[one.row].sequences) for one in candidates]
+        lengths = draft_lengths(rates, limits, plan.num_tokens, self._costs, weights)
         idle = [index for index, length in enumerate(lengths) if not length]
         for index in idle:
             candidates[index].source.acceptance.num_idle += 1
@@ -208,8 +209,9 @@ class Speculator:
         """Take the time since `draft` began the step, once every row's first position is sampled.
 
         The sampling of drafted positions comes later: plain decoding would do it in later steps.
+        Nothing is learnt where the draft model has computed companions meanwhile.
         """
-        if not plan.chunks:
+        if not plan.chunks and plan.companions is None:
             self._costs.learn(plan.num_tokens, self._clock() - self._began_s)
 
     def learn(self, plan: Plan, accepted: Sequence[int]) -> None:
