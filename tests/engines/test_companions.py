@@ -252,7 +252,7 @@ def test_a_draft_that_is_not_finite_in_the_companion_is_decoded_again(negative: 
         drafts = dict(zip(map(id, plan.decode), plan.drafts, strict=False))
         return [spoilt] if spoilt is not None and drafts.get(id(spoilt)) and queues.num_preemptions < 3 else []
 
-    model.spoiled = spoiled  # type: ignore[assignment, method-assign]
+    model.spoiled = spoiled  # type: ignore[method-assign]
     house.source.random = lambda: 0.9  # type: ignore[method-assign]
     while not house.stepper.scheduler.is_idle:
         house.step()

@@ -127,13 +127,12 @@ def test_drafts_change_no_bit(models: Models, changes: dict[str, Any]) -> None:
     cfg = {"name": "cfg", "args": {"scale": 2.5}}
     chains = {"own": [own], "both": [penalty, own], "led": [own, led], "cfg": [cfg], "none": []}
     expected = {name: alone(models, *chain, **changes) for name, chain in chains.items()}
-    for seed, place in enumerate([*({"rows": rows} for rows in (2, 5, 9)), {"budget": 12}, {"pages": 16}]):
+    places: list[dict[str, Any]] = [{"rows": 2}, {"rows": 5}, {"rows": 9}, {"budget": 12}, {"pages": 16}]
+    for seed, place in enumerate(places):
         stepper = stepper_of(models[0], amateur=models[1], **place)
         speculator = drafting(stepper, expected, seed)
-        draft_model = {"draft_model": stepper.draft_model}
-        requests = [
-            request_of(models[0], name, PROMPT, *each, **draft_model, **changes) for name, each in chains.items()
-        ]
+        own_model: dict[str, Any] = {"draft_model": stepper.draft_model}
+        requests = [request_of(models[0], name, PROMPT, *each, **own_model, **changes) for name, each in chains.items()]
         answers = decode(stepper, requests, preempts="pages" in place)
         assert dict(zip(expected, answers, strict=True)) == expected, place
         assert sum(speculator.accepted) > 5, place

@@ -122,7 +122,8 @@ def test_drafts_change_no_bit(model: HfModel, changes: dict[str, Any]) -> None:
     guidance = cfg(negative_token_ids=NEGATIVE)
     chains = {"cfg": [cfg()], "negative": [guidance], "both": [penalty, guidance], "led": [guidance, led], "none": []}
     expected = {name: alone(model, *chain, **changes) for name, chain in chains.items()}
-    for seed, place in enumerate([*({"rows": rows} for rows in (2, 5, 9)), {"budget": 12}, {"pages": 16}]):
+    places: list[dict[str, Any]] = [{"rows": 2}, {"rows": 5}, {"rows": 9}, {"budget": 12}, {"pages": 16}]
+    for seed, place in enumerate(places):
         stepper = stepper_of(model, **place)
         speculator = drafting(stepper, expected, seed)
         requests = [request_of(model, name, PROMPT, *chain, **changes) for name, chain in chains.items()]

@@ -1,4 +1,4 @@
-"""LoRA adapters as the kernels read them: A and B of each layer in panels, float32 or bfloat16.
+"""LoRA adapters as the kernels read them: A and B of each layer in panels, of float32 or 16 bits.
 
 The linear layers that read one input have one A, the rows of theirs one below the other, so that a
 row meets it in one product. B is multiplied by the adapter's scale, and lies in the panels of the
@@ -128,16 +128,19 @@ class _Placed:
 
     Attributes:
         start: Offset of it in bytes.
-        is_bfloat16: Whether its elements are bfloat16, not float32.
+        type: Index of the data type of its elements in `_TYPES`.
         width: Sums of a row with it, if it is an A.
     """
 
     start: int
-    is_bfloat16: bool
+    type: int
     width: int
 
 
-_NONE = _Placed(0, False, 0)
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Data types of matrices: ``lora_type_t`` in ``arguments.h``."""
+
+_NONE = _Placed(0, 0, 0)
 
 
 class _Block:
@@ -148,13 +151,12 @@ class _Block:
         self.nbytes = 0
 
     def add(self, matrix: torch.Tensor, width: int = 0) -> _Placed:
-        """Add a float32 matrix, as bfloat16 if that loses nothing: it is half the bytes."""
-        narrow = matrix.to(torch.bfloat16)
-        is_exact = torch.equal(narrow.float(), matrix)
-        start, kept = self.nbytes, narrow if is_exact else matrix
+        """Add a float32 matrix, in 16 bits if that loses nothing: it is half the bytes."""
+        exact = [kind for kind in _TYPES[1:] if torch.equal(matrix.to(kind).float(), matrix)]
+        start, kept = self.nbytes, matrix.to(exact[0]) if exact else matrix
         self._matrices.append((start, kept))
         self.nbytes += -(-kept.nbytes // _LINE) * _LINE
-        return _Placed(start, is_exact, width)
+        return _Placed(start, _TYPES.index(kept.dtype), width)
 
     def place(self) -> int:
         """Put the matrices in place; returns the address of the first one."""
@@ -196,7 +198,7 @@ class PackedAdapter:
         base = self._block.place()
         for panels in self._panels:
             panels[:, 0] += base
-        a = torch.tensor([[each.start, each.width, each.is_bfloat16] for each in inputs], dtype=torch.int64)
+        a = torch.tensor([[each.start, each.width, each.type] for each in inputs], dtype=torch.int64)
         a[:, 0] += base
         addresses = torch.tensor([address for each in gemms for address in each], dtype=torch.int64)
         self._table = torch.cat([a.view(self.num_layers, -1), addresses.view(self.num_layers, -1)], dim=1)
@@ -247,7 +249,7 @@ class PackedAdapter:
             rows = slice(each.first - first, each.first - first + len(each.b))
             panel[rows, start - column : stop - column] = each.b[:, start - each.column : stop - each.column]
         placed = self._block.add(panel)
-        return [placed.start, first, count, placed.is_bfloat16]
+        return [placed.start, first, count, placed.type]
 
 
 class AdaptedRows:
