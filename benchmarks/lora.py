@@ -79,7 +79,9 @@ def main() -> None:
     parser.add_argument("--model", default="default", help="as of Engine: default, tiny or a path")
     parser.add_argument("--rows", type=int, default=8, help="rows and adapters")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="of the adapters' files")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="float32", help="of the adapters' files"
+    )
     parser.add_argument("--lora-dtype", choices=LORA_DTYPES, default="auto", help="of the adapters, once loaded")
     parser.add_argument("--compute", choices=("auto", "float32", "bfloat16"), default="auto", help="of the model")
     parser.add_argument("--rounds", type=int, default=8)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.pytorch_utils import Conv1D
 
 ALPHA = 16
 RANK = 8
@@ -27,6 +29,7 @@ def write_adapter(
     targets: Sequence[str] = TARGETS,
     size: float = 0.3,
     dtype: torch.dtype = torch.float32,
+    layers: Mapping[str, tuple[int, ...]] | None = None,
     **config: Any,
 ) -> Path:
     """An adapter that changes what the model says, by default of queries and values.
@@ -39,11 +42,13 @@ def write_adapter(
         targets: Linear layers that it changes.
         size: Standard deviation of the elements of B.
         dtype: Data type of the matrices.
+        layers: Shapes ``[N, K]`` of the model's linear layers, if they are not those of the
+            checkpoint's tensors; all of them are changed, and `targets` are for the settings.
         config: More settings of peft.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, (rows, columns) in _targets(model, targets).items():
+    for name, (rows, columns) in (_targets(model, targets) if layers is None else layers).items():
         layer = name.removesuffix(".weight")
         own = _matching(config.get("rank_pattern", {}), layer, rank)
         a, b = torch.randn(own, columns, generator=generator), torch.randn(rows, own, generator=generator)
@@ -80,6 +85,41 @@ def merged(directory: Path, model: Path, adapter: Path) -> Path:
         weights[name] = (weights[name].double() + scale * (b @ a)).float()
     save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
     return directory
+
+
+def linear_layers(module: Any, name: str = "") -> dict[str, tuple[int, int]]:
+    """Shapes ``[N, K]`` of all linear layers in a module of transformers but those of routers, by
+    their names after `name`.
+    """
+    found = {}
+    if type(module).__name__.endswith(("Router", "Gate")):
+        return {}
+    for part, child in module.named_children():
+        if isinstance(child, (torch.nn.Linear, Conv1D)):
+            rows, columns = child.weight.shape[:: -1 if isinstance(child, Conv1D) else 1]
+            found[name + part] = rows, columns
+        else:
+            found |= linear_layers(child, f"{name}{part}.")
+    return found
+
+
+@contextmanager
+def merged_into(network: Any, adapter: Path) -> Iterator[None]:
+    """transformers' network with the adapter's weights added to its own, in float32."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    kept = {name: weight.detach().clone() for name, weight in network.named_parameters()}
+    for key, a in tensors.items():
+        if key.endswith(".lora_A.weight"):
+            layer = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            change = tensors[key.replace("lora_A", "lora_B")].double() @ a.double() * (config["lora_alpha"] / len(a))
+            module = network.get_submodule(layer)
+            module.weight.data += (change.T if isinstance(module, Conv1D) else change).float()
+    try:
+        yield
+    finally:
+        for name, weight in network.named_parameters():
+            weight.data.copy_(kept[name])
 
 
 def _matching(patterns: dict[str, Any], layer: str, default: Any) -> Any:

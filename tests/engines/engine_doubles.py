@@ -116,8 +116,8 @@ class ScriptedModel:
 
 
 class Drafting(Speculator):
-    """Drafts what it is told, however badly that does; nothing where a companion goes along. In
-    every second row it promises that all of it is forced.
+    """Drafts what it is told, however badly that does. In every second row it promises that all of
+    it is forced.
     """
 
     def __init__(self, draft: Draft) -> None:
@@ -126,7 +126,7 @@ class Drafting(Speculator):
         self.accepted: list[int] = []
 
     def draft(self, plan: Plan) -> list[Sequence[int]]:
-        return [() if one.is_companion or one.companion else self._draft(one) for one in plan.decode]
+        return [() if one.is_companion else self._draft(one) for one in plan.decode]
 
     def _is_forced(self, row: int) -> bool:
         return row % 2 == 0

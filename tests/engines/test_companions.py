@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 from effort import examples
+from engine_doubles import Drafting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_doubles import END, RecallModel, answer
@@ -21,7 +22,7 @@ from worker.engines.chain_builder import ChainBuilder
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.kv_cache import KvCache
-from worker.engines.embedded.plan import Request
+from worker.engines.embedded.plan import Plan, Request
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.speculation import DraftModelProposer
 from worker.engines.embedded.step import Stepper
@@ -58,14 +59,14 @@ class House:
         mixed: int,
         seed: int,
         *,
-        drafts: bool = False,
+        drafts: str = "none",
         drafted: int | None = None,
     ) -> None:
         self.model = RecallModel(CONTEXT)
         self.model.allocate_kv(pages, 8)
         self.draft_model = DraftModel(
             RecallModel(CONTEXT),  # type: ignore[arg-type]
-            num_drafted=rows if drafts else 0,
+            num_drafted=rows if drafts == "model" else 0,
             num_companions=rows // 2,
             context_length=CONTEXT,
             page_size=12,
@@ -74,12 +75,19 @@ class House:
         )
         cache = KvCache(pages, 8, 4)
         scheduler = Scheduler(cache, rows, max(budget, rows), mixed, draft_model=self.draft_model)
-        settings = {"method": "draft_model", "model": "unused"} if drafts else {}
-        speculator = Repeating(settings, partial(DraftModelProposer, self.draft_model) if drafts else None)
-        self.stepper = Stepper(self.model, scheduler, speculator)  # type: ignore[arg-type]
         self.source = random.Random(seed)
+        settings = {"method": "draft_model", "model": "unused"} if drafts == "model" else {}
+        proposer = partial(DraftModelProposer, self.draft_model) if drafts == "model" else None
+        speculator = Drafting(self.often_right) if drafts == "often right" else Repeating(settings, proposer)
+        self.stepper = Stepper(self.model, scheduler, speculator)  # type: ignore[arg-type]
         self.live: dict[str, Request] = {}
         self.num_finished = 0
+
+    def often_right(self, request: Request) -> list[int]:
+        """A draft whose first tokens are those of the answer."""
+        length, generated = request.prompt_length, len(request.tokens) - request.prompt_length
+        right = answer(request.tokens[:length], generated + self.source.randrange(4))[generated:]
+        return right + [self.source.randrange(3, 96) for _ in range(self.source.randrange(4))]
 
     def arrive(self, number: int, arrival: Arrival) -> None:
         length, negative, max_tokens, is_alike = arrival
@@ -115,6 +123,10 @@ class House:
             if output.finish_reason is not None:
                 self.num_finished += 1
                 del self.live[output.request_id]
+        for sequence in (one for request in scheduler.queues.decoding for one in request.sequences):
+            assert sequence.num_computed == len(sequence.tokens) - 1
+            cache = scheduler.queues.cache_of(sequence)
+            assert len(sequence.pages) <= cache.count_pages(len(sequence.tokens)), "pages of rejected drafts"
         scheduler.check_integrity()
         scheduler.cache.check_blocks()
         self.draft_model.cache.check_blocks()
@@ -208,6 +220,45 @@ def test_a_request_gives_way_only_to_one_that_begins(
         began.clear()
 
 
+@pytest.mark.parametrize("negative", [9, CONTRAST], ids=["cfg", "contrastive"])
+@pytest.mark.parametrize("drafts", ["model", "often right"])
+def test_drafts_are_accepted_and_rejected_in_both_sequences(drafts: str, negative: int) -> None:
+    house = House(pages=40, rows=6, budget=40, mixed=8, seed=1, drafts=drafts)
+    house.source.random = lambda: 0.9  # type: ignore[method-assign]
+    for number in range(6):
+        house.arrive(number, (12, negative, 20, False))
+    while not house.stepper.scheduler.is_idle:
+        house.step()
+    assert house.num_finished == 6
+    if drafts == "model":
+        [counts] = house.stepper.speculator.counts.values()
+        assert counts.accepted > 20
+    else:
+        assert isinstance(house.stepper.speculator, Drafting)
+        assert sum(house.stepper.speculator.accepted) > 20
+
+
+@pytest.mark.parametrize("negative", [9, CONTRAST], ids=["cfg", "contrastive"])
+def test_a_draft_that_is_not_finite_in_the_companion_is_decoded_again(negative: int) -> None:
+    """Its owner is preempted, and has the same answer; the others are not concerned."""
+    house = House(pages=40, rows=6, budget=40, mixed=8, seed=1, drafts="often right")
+    for number, one in enumerate((negative, -1)):
+        house.arrive(number, (12, one, 24, False))
+    spoilt = house.live["0"].companion
+    model = house.draft_model.model if negative == CONTRAST else house.model
+    queues = house.stepper.scheduler.queues
+
+    def spoiled(plan: Plan) -> list[Request]:
+        drafts = dict(zip(map(id, plan.decode), plan.drafts, strict=False))
+        return [spoilt] if spoilt is not None and drafts.get(id(spoilt)) and queues.num_preemptions < 3 else []
+
+    model.spoiled = spoiled  # type: ignore[method-assign]
+    house.source.random = lambda: 0.9  # type: ignore[method-assign]
+    while not house.stepper.scheduler.is_idle:
+        house.step()
+    assert (queues.num_preemptions, house.num_finished) == (3, 2)
+
+
 def answer_after(tokens: list[int]) -> int:
     return answer(tokens, 1)[0]
 
@@ -220,7 +271,7 @@ def answer_after(tokens: list[int]) -> int:
     budget=st.integers(1, 40),
     mixed=st.integers(1, 8),
     seed=st.integers(0, 2**16),
-    drafts=st.booleans(),
+    drafts=st.sampled_from(["none", "model", "often right"]),
     drafted=st.none() | st.integers(1, 100),
 )
 def test_a_companion_is_computed_and_freed_with_its_owner(
@@ -230,7 +281,7 @@ def test_a_companion_is_computed_and_freed_with_its_owner(
     budget: int,
     mixed: int,
     seed: int,
-    drafts: bool,
+    drafts: str,
     drafted: int | None,
 ) -> None:
     house = House(pages, rows, budget, mixed, seed, drafts=drafts, drafted=drafted)

@@ -184,6 +184,7 @@ class Speculated(OneWorker):
 
     longest = 0
     is_large = False
+    has_companions = False
 
     async def _start(self, bench: Bench, *argv: str) -> LocalWorker:
         self.is_large = bench.is_large
@@ -192,6 +193,7 @@ class Speculated(OneWorker):
 
     async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
         self.longest = max(self.longest, len(alone))
+        self.has_companions |= bool({"cfg", "contrastive"} & {one["name"] for one in case.processors})
         return await super().requests(case, alone)
 
     def _check(self, worker: LocalWorker) -> None:
@@ -199,6 +201,7 @@ class Speculated(OneWorker):
             return  # there may be nothing to look up in texts so short; those of a large model repeat its prompt
         proposed, accepted = worker.engine.load().drafted["ngram"]
         assert accepted, f"none of {proposed} drafted tokens were accepted"
+        assert not self.has_companions or worker.engine.num_accompanied, "nothing was drafted for two sequences"
 
 
 class StandIn(OneWorker):

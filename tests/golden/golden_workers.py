@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from worker.build import make_engine
 from worker.disaggregation.seal import Seal
 from worker.engines import EngineInfo, ServingEngine
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
-from worker.engines.embedded.plan import Model, Output
+from worker.engines.embedded.plan import Model, Output, Plan
 from worker.engines.embedded.serving.engine import load_for_serving
 from worker.engines.embedded.speculation.speculator import Speculator
 from worker.engines.embedded.step import Stepper
@@ -31,7 +31,7 @@ from worker.runtimes.dynamo_engine import WorkerEngine
 EXACT = ("--numerics", "exact")
 """Options of every embedded engine, beside its device."""
 
-NGRAMS: Mapping[str, Any] = {"method": "ngram", "num_speculative_tokens": 4}
+NGRAMS: Mapping[str, Any] = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 """Settings of ``--speculative-config`` of workers that draft."""
 
 DTYPE = "float32"
@@ -234,14 +234,27 @@ class PreemptedEngine(EmbeddedEngine):
 
 
 class DraftingEngine(EmbeddedEngine):
-    """Drafts wherever there is something to look up, whatever steps take here."""
+    """Drafts wherever there is something to look up, whatever steps take here.
+
+    Attributes:
+        num_accompanied: Tokens drafted for requests with a companion.
+    """
 
     def __init__(self, config: EmbeddedConfig) -> None:
         super().__init__(config, load=self._loaded)
+        self.num_accompanied = 0
 
     def _loaded(self, config: EmbeddedConfig, model: Model | None) -> tuple[Stepper, EngineInfo]:
         stepper, info = load_for_serving(config, model)
-        stepper.speculator = Speculator(stepper.speculator.config, clock=lambda: 0.0)
+        stepper.speculator = speculator = Speculator(stepper.speculator.config, clock=lambda: 0.0)
+        learn = speculator.learn
+
+        def learn_and_count(plan: Plan, accepted: Sequence[int]) -> None:
+            learn(plan, accepted)
+            drafts = zip(plan.decode, plan.drafts, strict=True)
+            self.num_accompanied += sum(len(draft) for one, draft in drafts if one.companion is not None)
+
+        speculator.learn = learn_and_count  # type: ignore[method-assign]
         return stepper, info
 
 

@@ -9,6 +9,7 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -175,13 +176,14 @@ def _shapes(model: Path) -> Shapes:
     return shapes
 
 
-def read_files(name: str, directory: Path, base: Shapes) -> AdapterFiles:
+def read_files(name: str, directory: Path, base: Shapes, transposed: AbstractSet[str] = frozenset()) -> AdapterFiles:
     """The files of an adapter, checked against the linear layers of the model that it changes.
 
     Args:
         name: Name of it as a model.
         directory: Directory of ``adapter_config.json`` and ``adapter_model.safetensors``.
         base: Linear layers of the model.
+        transposed: Names of layers whose weights are stored as ``[K, N]``, as GPT-2's are.
 
     Raises:
         ModelFileError: a file is missing, damaged or no LoRA adapter's; or it is an adapter of
@@ -204,6 +206,9 @@ def read_files(name: str, directory: Path, base: Shapes) -> AdapterFiles:
     if not 1 <= min(ranks, default=0) <= rank <= MAX_RANK:
         raise ModelFileError(f"its rank must be 1 to {MAX_RANK}, got {rank}")
     for layer, found in zip(pairs, ranks, strict=True):
+        if config.fan_in_fan_out != (layer in transposed):
+            form, wanted = ("[in, out]", "true") if layer in transposed else ("[out, in]", "null or false")
+            raise ModelFileError(f"{CONFIG}: fan_in_fan_out must be {wanted}: the weight of {layer} is {form}")
         if not config.targets(layer):
             raise ModelFileError(f"{CONFIG}: target_modules must have {layer}, whose matrices are in {WEIGHTS}")
         if config.rank(layer) != found:

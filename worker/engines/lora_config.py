@@ -29,7 +29,12 @@ _SAY_NOTHING = frozenset(
 _INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` that leave the weights of the base model as they are."""
 
-_COMPUTED = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern"})
+_COMPUTED = frozenset(
+    {
+        *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern"),
+        "fan_in_fan_out",
+    }
+)
 
 _WHY = {
     "use_dora": "DoRA is not served",
@@ -37,7 +42,6 @@ _WHY = {
     "trainable_token_indices": "an adapter changes linear layers by LoRA alone",
     "target_parameters": "an adapter changes linear layers by LoRA alone",
     "layer_replication": "an adapter must not change the number of layers",
-    "fan_in_fan_out": "weights must be [out, in]",
     "lora_bias": "biases are not adapted",
     "alora_invocation_tokens": "an adapter must hold for all tokens",
 }
@@ -55,6 +59,7 @@ class LoraConfig:
             names.
         rank_pattern: Ranks by pattern of names.
         alpha_pattern: Alphas by pattern of names.
+        fan_in_fan_out: Whether the layers' weights are ``[K, N]``.
     """
 
     r: int
@@ -63,6 +68,7 @@ class LoraConfig:
     target_modules: tuple[str, ...] | str
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    fan_in_fan_out: bool = False
 
     def targets(self, layer: str) -> bool:
         """Whether the adapter says that it changes a layer."""
@@ -102,6 +108,7 @@ def read_config(config: Mapping[str, Any]) -> LoraConfig:
         _targets(config.get("target_modules")),
         {pattern: _rank(f"rank_pattern.{pattern}", value) for pattern, value in rank_pattern.items()},
         {pattern: _number(f"alpha_pattern.{pattern}", value) for pattern, value in alpha_pattern.items()},
+        _flag(config, "fan_in_fan_out"),
     )
 
 
@@ -134,7 +141,9 @@ def _number(name: str, value: object) -> float:
 
 
 def _flag(config: Mapping[str, Any], name: str) -> bool:
-    value = config.get(name, False)
+    value = config.get(name)
+    if value is None:
+        return False
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {shown(value)}")
     return value

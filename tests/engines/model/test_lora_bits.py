@@ -116,6 +116,29 @@ def test_bfloat16_adapters_are_kept_as_such(folder: Path, tmp_path: Path) -> Non
     assert case.nbytes("plain") < 3 * size < case.nbytes("wider")
 
 
+def test_float16_adapters_are_kept_as_such(folder: Path, tmp_path: Path) -> None:
+    """Matrices of float16 take half the bytes of float32 in a float32 model, and change no bit."""
+    (tmp_path / "model").symlink_to(folder / "model")
+    own: dict[str, Any] = {"targets": ALL_TARGETS, "size": 0.1}
+    write_adapter(tmp_path / "half", folder / "model", dtype=torch.float16, **own)
+    write_adapter(tmp_path / "wider", folder / "model", dtype=torch.float16, **own)
+    matrices = load_file(tmp_path / "wider/adapter_model.safetensors")
+    for name, matrix in matrices.items():  # a rank more, as above
+        matrices[name] = functional.pad(matrix.float(), (0, 0, 0, 1) if "lora_A" in name else (0, 1), value=0.0)
+        if "lora_A" in name:
+            matrices[name][-1] = 0.1
+    config = json.loads((tmp_path / "wider/adapter_config.json").read_text())
+    config |= {"r": config["r"] + 1, "lora_alpha": config["lora_alpha"] / config["r"] * (config["r"] + 1)}
+    (tmp_path / "wider/adapter_config.json").write_text(json.dumps(config))
+    save_file(matrices, tmp_path / "wider/adapter_model.safetensors")
+    for path in ("avx512", "avx2", "generic"):
+        if native.unavailable(torch.float32, path) is None:
+            case = Case(tmp_path, names=("half", "wider"), dtype="float32", kernels=f"native-{path}")
+            assert torch.equal(case.alone("half", 40), case.alone("wider", 40))
+            assert case.nbytes("half") < 0.8 * case.nbytes("wider")
+    native.choose_path(torch.float32)
+
+
 def test_float32_adapters_of_a_bfloat16_model(folder: Path, tmp_path: Path) -> None:
     """They are rounded as the matrices of a bfloat16 file, and named otherwise than unrounded."""
     (tmp_path / "model").symlink_to(folder / "model")

@@ -59,12 +59,12 @@ some_floats(int64_t count)
     return buffer;
 }
 
-/* Floats, or as many bfloat16. */
+/* Floats, or as many bfloat16 or float16. */
 static void *
-some_matrix(int64_t count, int64_t is_bfloat16)
+some_matrix(int64_t count, int64_t is_narrow)
 {
     float *floats = some_floats(count);
-    if (!is_bfloat16)
+    if (!is_narrow)
         return floats;
     uint16_t *narrow = malloc(count * sizeof *narrow);
     for (int64_t i = 0; i < count; i++)
@@ -426,9 +426,9 @@ some_lora_panels(int64_t columns, int64_t width)
     const int64_t panels = (columns + COLUMNS - 1) / COLUMNS;
     lora_panel_t *found = calloc(panels + 1, sizeof *found);
     for (int64_t i = 0; i < panels; i++) {
-        const int64_t first = below(width), count = 1 + below(width - first), is_bfloat16 = below(2);
+        const int64_t first = below(width), count = 1 + below(width - first), type = below(3);
         if (below(4))
-            found[i] = (lora_panel_t){some_matrix(count * COLUMNS, is_bfloat16), first, count, is_bfloat16};
+            found[i] = (lora_panel_t){some_matrix(count * COLUMNS, type), first, count, type};
     }
     return found;
 }
@@ -448,8 +448,8 @@ some_adapter(const layer_t *layers, int64_t widest)
             lora_input_t *input = adapter[i].inputs + inputs[k];
             if (!input->width) {
                 input->width = LANES * (1 + below(widest / LANES));
-                input->is_bfloat16 = below(2);
-                input->a = some_matrix(input->width * gemms[k]->inner, input->is_bfloat16);
+                input->type = below(3);
+                input->a = some_matrix(input->width * gemms[k]->inner, input->type);
             }
             adapter[i].gemms[k] = some_lora_panels(gemms[k]->columns, input->width);
         }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from engine_doubles import Drafting
 from speculation_runs import Repeating
 
 from adapters.catalog import Catalog, Requested, Selection, model_context
@@ -35,6 +36,10 @@ SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature":
 OTHERS = [[7, 8, 9] * 20, [30, 41, 12, 9], PROMPT[:40]]
 
 
+Answer = list[tuple[int, float]]
+"""Tokens with their log probability, of the distribution that each was sampled from."""
+
+
 def stepper_of(
     model: HfModel,
     *,
@@ -59,6 +64,19 @@ def stepper_of(
     return Stepper(model, scheduler, Repeating({"method": method, "model": "unused"}, proposer))
 
 
+def drafting(stepper: Stepper, answers: Mapping[str, Answer], seed: int) -> Drafting:
+    """Lets a stepper draft beginnings of answers, by the id of their request, and wrong tokens."""
+    source = random.Random(seed)
+
+    def draft(one: Request) -> list[int]:
+        right = [token for token, _ in answers.get(one.id, ())][len(one.tokens) - one.prompt_length :]
+        wrong = [source.randrange(300) for _ in range(source.randrange(3))]
+        return right[: source.randrange(5)] + wrong
+
+    stepper.speculator = found = Drafting(draft)
+    return found
+
+
 def request_of(
     model: HfModel,
     name: str,
@@ -76,10 +94,6 @@ def request_of(
     if processors:
         asked = builder.prepare(asked, selection, builder.context(frozenset(), 3, NEW_TOKENS))
     return admit(asked, 0, model, CONTEXT, draft_model=draft_model)
-
-
-Answer = list[tuple[int, float]]
-"""Tokens with their log probability, of the distribution that each was sampled from."""
 
 
 def decode(stepper: Stepper, requests: Sequence[Request], *, preempts: bool = False) -> list[Answer]:

@@ -17,6 +17,7 @@ from guidance_runs import (
     VOCABULARIES,
     Answer,
     decode,
+    drafting,
     request_of,
     stepper_of,
 )
@@ -117,6 +118,24 @@ def test_chunks_batches_and_preemptions_change_no_bit(models: Models, changes: d
         num_drafted += sum(counts.proposed for counts in stepper.speculator.counts.values())
     assert num_preemptions
     assert num_drafted
+
+
+@pytest.mark.parametrize("changes", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_drafts_change_no_bit(models: Models, changes: dict[str, Any]) -> None:
+    own, penalty = contrastive(**ARGUMENTS), {"name": "repetition_penalty", "args": {"penalty": 1.2}}
+    led = {"name": "forced_prefix", "args": {"token_ids": PROMPT[:6]}}
+    cfg = {"name": "cfg", "args": {"scale": 2.5}}
+    chains = {"own": [own], "both": [penalty, own], "led": [own, led], "cfg": [cfg], "none": []}
+    expected = {name: alone(models, *chain, **changes) for name, chain in chains.items()}
+    places: list[dict[str, Any]] = [{"rows": 2}, {"rows": 5}, {"rows": 9}, {"budget": 12}, {"pages": 16}]
+    for seed, place in enumerate(places):
+        stepper = stepper_of(models[0], amateur=models[1], **place)
+        speculator = drafting(stepper, expected, seed)
+        own_model: dict[str, Any] = {"draft_model": stepper.draft_model}
+        requests = [request_of(models[0], name, PROMPT, *each, **own_model, **changes) for name, each in chains.items()]
+        answers = decode(stepper, requests, preempts="pages" in place)
+        assert dict(zip(expected, answers, strict=True)) == expected, place
+        assert sum(speculator.accepted) > 5, place
 
 
 @pytest.mark.parametrize("changes", SAMPLINGS.values(), ids=SAMPLINGS)

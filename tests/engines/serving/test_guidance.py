@@ -16,9 +16,11 @@ from guidance_runs import (
     VOCABULARIES,
     Answer,
     decode,
+    drafting,
     request_of,
     stepper_of,
 )
+from speculation_runs import Repeating
 from transformers import AutoModelForCausalLM
 
 from adapters.vocabulary import Vocabulary
@@ -111,6 +113,36 @@ def test_chunks_batches_and_preemptions_change_no_bit(
         num_accepted += sum(counts.accepted for counts in stepper.speculator.counts.values())
     assert num_preemptions
     assert num_accepted
+
+
+@pytest.mark.parametrize("changes", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_drafts_change_no_bit(model: HfModel, changes: dict[str, Any]) -> None:
+    led = {"name": "forced_prefix", "args": {"token_ids": PROMPT[:6]}}
+    penalty = {"name": "repetition_penalty", "args": {"penalty": 1.2}}
+    guidance = cfg(negative_token_ids=NEGATIVE)
+    chains = {"cfg": [cfg()], "negative": [guidance], "both": [penalty, guidance], "led": [guidance, led], "none": []}
+    expected = {name: alone(model, *chain, **changes) for name, chain in chains.items()}
+    places: list[dict[str, Any]] = [{"rows": 2}, {"rows": 5}, {"rows": 9}, {"budget": 12}, {"pages": 16}]
+    for seed, place in enumerate(places):
+        stepper = stepper_of(model, **place)
+        speculator = drafting(stepper, expected, seed)
+        requests = [request_of(model, name, PROMPT, *chain, **changes) for name, chain in chains.items()]
+        answers = decode(stepper, requests, preempts="pages" in place)
+        assert dict(zip(expected, answers, strict=True)) == expected, place
+        assert sum(speculator.accepted) > 5, place
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "suffix"])
+def test_proposers_draft_for_a_guided_request(model: HfModel, method: str) -> None:
+    led, prompt = {"name": "forced_prefix", "args": {"token_ids": PROMPT[:9]}}, list(range(20, 220))
+    plain, stepper = stepper_of(model), stepper_of(model)
+    plain.speculator = Repeating({"method": "none", "chain": False})
+    expected = decode(plain, [request_of(model, "alone", prompt, cfg(), led)])
+    stepper.speculator = Repeating({"method": method, "prompt_lookup_min": 1})
+    assert decode(stepper, [request_of(model, "alone", prompt, cfg(), led)]) == expected
+    assert not plain.speculator.counts
+    assert stepper.speculator.counts["chain"].accepted
+    assert (method in stepper.speculator.counts) == (method != "none")
 
 
 @pytest.mark.parametrize("changes", SAMPLINGS.values(), ids=SAMPLINGS)

@@ -68,7 +68,7 @@ class Grid:
             roll_back(plan)
             scheduler.check_integrity()
             scheduler.cache.check_blocks()
-            for one in plan.decode:
+            for one in (each for owner in plan.decode for each in owner.sequences if not each.by_draft_model):
                 assert not one.pages or len(one.pages) == scheduler.cache.count_pages(one.num_computed)
             self.num_rolled_back += 1
 

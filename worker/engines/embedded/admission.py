@@ -107,7 +107,7 @@ def admit(
             cache_salt=engine_request.cache_salt,
             adapter=adapter,
             client=engine_request.hints.client,
-            speculates=chain is None or (chain.speculates and chain.companion is None),
+            speculates=chain is None or chain.speculates,
         )
         if engine_request.generated_token_ids:  # those of its prompt came with the first of these
             request.tap = resume(request, model)

@@ -3,7 +3,9 @@
 A companion is a `Request` of its own that only its owner knows. It begins with the tokens that the
 chain's `CompanionProcessor` names, and every token of the answer is appended to both. Both are
 admitted, preempted and freed together, and decode in the same steps. In prefill the companion comes
-first, and its row is kept until the owner's is known. The queues hold owners alone.
+first, and its row is kept until the owner's is known. The queues hold owners alone. What is drafted
+for the owner is drafted for both, and rejected in both: a step keeps a row of the companion for
+each of the owner's.
 
 The draft model computes the companions of processors that need another model, in the same steps and
 with pages of its own.
@@ -29,8 +31,9 @@ FIELD = "logits_processors"
 """Head of the path in errors about a companion."""
 
 
-class CompanionRow:
-    """The newest row of a companion: its `LogitsTap`, and the `SecondRow` of its owner's chain.
+class CompanionRows:
+    """Rows of a companion that the newest step computed, those of drafted tokens among them: its
+    `LogitsTap`, and the `SecondRow` of its owner's chain.
 
     Args:
         offset: Tokens that the owner's prompt has more than the companion's; may be negative.
@@ -42,25 +45,30 @@ class CompanionRow:
 
     def __init__(self, offset: int) -> None:
         self._offset = offset
-        self._position = -1
-        self._row = torch.empty(0)
+        self._first = -1
+        self._rows = torch.empty(0)
 
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Does nothing: they are not wanted."""
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
-        """Keep the row ``[V]`` for the companion's token at `position`."""
-        self._position, self._row = position + self._offset, logits.to("cpu", copy=True)
+        """Keep the row ``[V]`` for the companion's token at `position`, and no other."""
+        self.keep(position, logits[None])
+
+    def keep(self, position: int, logits: torch.Tensor) -> None:
+        """Keep the rows ``[n, V]`` for the companion's tokens from `position` on, and no others."""
+        self._first, self._rows = position + self._offset, logits.to("cpu", copy=True)
 
     def __call__(self, position: int) -> torch.Tensor:
         """The row ``[V]`` for the owner's token at `position`.
 
         Raises:
-            LookupError: the newest row is for another one.
+            LookupError: the rows are for others.
         """
-        if position != self._position:
-            raise LookupError(f"there is no second row of logits for position {position}, but for {self._position}")
-        return self._row
+        if not 0 <= position - self._first < len(self._rows):
+            known = f"for {len(self._rows)} from {self._first} on"
+            raise LookupError(f"there is no second row of logits for position {position}, but {known}")
+        return self._rows[position - self._first]
 
 
 def companion_of(request: Request, context_length: int, draft_model: DraftModel | None = None) -> Request | None:
@@ -98,7 +106,7 @@ def companion_of(request: Request, context_length: int, draft_model: DraftModel 
         raise InvalidRequest(FIELD, f"{processor.name}: {problem}" + _and_answer(len(generated)))
     offset = request.prompt_length - len(begin)
     request.limit = min(request.limit, context_length + offset)
-    processor.second_row = row = CompanionRow(offset)
+    processor.second_row = rows = CompanionRows(offset)
     return Request(
         id=request.id,
         number=request.number,
@@ -108,7 +116,7 @@ def companion_of(request: Request, context_length: int, draft_model: DraftModel 
         limit=request.limit - offset,
         end_ids=frozenset(),
         seed=0,
-        tap=row,
+        tap=rows,
         cache_salt=request.cache_salt,
         adapter=None if by_draft_model else request.adapter,  # an adapter is the target's
         client=request.client,
@@ -180,7 +188,7 @@ def take_rows(plan: Plan, logits: torch.Tensor, decoding: Sequence[Request]) -> 
     kept: list[int] = []
     for request, (first, end) in zip(plan.sampled, pairwise([*plan.first_rows(), len(logits)]), strict=True):
         if request.is_companion:
-            request.show_generated(logits[first])
+            keep_rows(request, logits[first:end])
         else:
             kept += range(first, end)
     decode = _owners(plan.decode)
@@ -196,6 +204,14 @@ def take_rows(plan: Plan, logits: torch.Tensor, decoding: Sequence[Request]) -> 
         num_companions=0,
     )
     return owners, logits[kept]
+
+
+def keep_rows(companion: Request, logits: torch.Tensor) -> None:
+    """Keep the rows ``[n, V]`` that a step computed for a companion: for its next token, and for
+    those behind drafted ones.
+    """
+    assert isinstance(companion.tap, CompanionRows), f"{companion.id} is no companion"
+    companion.tap.keep(len(companion.tokens), logits)
 
 
 def _owners(requests: Sequence[Request]) -> tuple[Request, ...]:

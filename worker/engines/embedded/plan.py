@@ -229,7 +229,7 @@ class Plan:
         num_companions: Companions in `decode` and `chunks`, in each behind all their owners; those
             that the model itself computes.
         drafts: Drafted tokens that are computed behind each decode row's newest one; empty where no
-            row has any.
+            row has any. Those of a companion are its owner's.
         companions: Step of the draft model, which computes companions with it; None for none.
         unread: Rows of logits that `Model.forward` may leave as they are: chains are about to force
             their tokens. By index, with their index in the step.
@@ -286,8 +286,14 @@ class Plan:
             yield from repeat(chunk.request, chunk.stop - chunk.start)
 
     def without(self, requests: Sequence[Request]) -> tuple[Plan, list[int]]:
-        """The plan without some decode rows, and the indices of the logits that are left."""
+        """The plan without some decode rows, and the indices of the logits that are left.
+
+        Companions in it that the model computes go with their owners, and these with them.
+        """
         gone = set(map(id, requests))
+        for one in self.decode:
+            if one.companion is not None and gone & {id(one), id(one.companion)}:
+                gone |= {id(one), id(one.companion)}
         kept = [row for row, request in enumerate(self.decode) if id(request) not in gone]
         owners = [request for request, tokens in self.decode_tokens() for _ in tokens]
         owners += self.sampled[len(self.decode) :]
@@ -297,6 +303,7 @@ class Plan:
             decode=tuple(self.decode[row] for row in kept),
             sampled=tuple(request for request in self.sampled if id(request) not in gone),
             drafts=tuple(self.drafts[row] for row in kept) if self.drafts else (),
+            num_companions=self.num_companions - sum(one.is_companion and id(one) in gone for one in self.decode),
             unread={index: self.unread[row] for index, row in enumerate(rows) if row in self.unread},
         )
         return left, rows

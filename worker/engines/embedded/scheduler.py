@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from worker.engines.embedded.admission_order import Admission
@@ -120,31 +121,49 @@ class Scheduler:
         """`plan` with `drafts` behind its decode rows, one each, cut to what may be computed.
 
         That is the token budget, the rest of the answer but its last token, and the pages that no
-        request owns: a draft preempts no request. Nothing is drafted from an end token on.
+        request owns: a draft preempts no request. Nothing is drafted from an end token on. A
+        companion's draft is its owner's, which takes pages and, where the model itself computes
+        both, twice its length of the budget.
         """
         if not any(drafts):
             return plan
         left = self.max_num_batched_tokens - plan.num_tokens
-        cut: list[tuple[int, ...]] = []
+        cut: dict[int, tuple[int, ...]] = {}
         for request, draft in zip(plan.decode, drafts, strict=True):
+            if not draft:
+                continue
             length = next((index for index, token in enumerate(draft) if token in request.end_ids), len(draft))
-            wanted = min(length, left, request.limit - len(request.tokens) - 1)
-            cut.append(tuple(draft[: self._reserve(request, wanted)]))
-            left -= len(cut[-1])
-        return replace(plan, drafts=tuple(cut)) if any(cut) else plan
+            num_rows = sum(not one.by_draft_model for one in request.sequences)
+            wanted = min(length, left // num_rows, request.limit - len(request.tokens) - 1)
+            found = tuple(draft[: self._reserve(request, wanted)])
+            cut |= {id(one): found for one in request.sequences}
+            left -= num_rows * len(found)
+        return _with_drafts(plan, cut) if any(cut.values()) else plan
 
     def _reserve(self, request: Request, count: int) -> int:
-        """Give a request pages for `count` drafted tokens; returns for how many there are."""
-        size = self.cache.page_size
-        while len(request.pages) * size < len(request.tokens) + count and self.cache.append_page(request):
-            pass
-        return max(0, min(count, len(request.pages) * size - len(request.tokens)))
+        """Give a request and its companion pages for `count` drafted tokens each; returns for how
+        many there are.
+        """
+        caches = [(one, self.queues.cache_of(one)) for one in request.sequences]
+        while count > 0:
+            missing = [(one, cache, _missing(one, cache, count)) for one, cache in caches]
+            needed: Counter[KvCache] = Counter()
+            for _, cache, number in missing:
+                needed[cache] += number
+            if all(number <= cache.num_available for cache, number in needed.items()):
+                for one, cache, number in missing:
+                    for _ in range(number):
+                        cache.append_page(one)
+                return count
+            count -= 1
+        return 0
 
     def roll_back(self, plan: Plan) -> None:
         """Free the pages that hold nothing but rejected drafts of a committed step."""
         for request, draft in zip(plan.decode, plan.drafts, strict=False):
             if draft and request.pages:
-                self.cache.trim(request)
+                for one in request.sequences:
+                    self.queues.cache_of(one).trim(one)
 
     def settle(self, plan: Plan) -> None:
         """Take over the KV that the step computes; its sampled tokens may still be on their way."""
@@ -165,6 +184,12 @@ class Scheduler:
         for chunk in plan.chunks:
             if chunk.request.is_companion:
                 self.queues.cache_of(chunk.request).complete(chunk.request, chunk.stop)
+
+    def settle_drafted(self, owners: Sequence[Request]) -> None:
+        """Take over the KV of an accepted draft's next token in the companions of `owners`."""
+        for companion in (one.companion for one in owners):
+            if companion is not None:
+                self.queues.cache_of(companion).complete(companion, companion.num_computed + 1)
 
     def spoil(self, plan: Plan, spoiled: Sequence[Request]) -> None:
         """Mark requests whose KV of a settled step without drafts is not finite (`Model.spoiled`).
@@ -216,6 +241,20 @@ class Scheduler:
 
 def _full(rows: Sequence[Request], cache: KvCache) -> list[tuple[Request, KvCache]]:
     return [(one, cache) for one in rows if one.num_computed == len(one.pages) * cache.page_size]
+
+
+def _missing(sequence: Request, cache: KvCache, count: int) -> int:
+    """Pages that `count` drafted tokens take beyond a sequence's own."""
+    return max(0, cache.count_pages(len(sequence.tokens) + count) - len(sequence.pages))
+
+
+def _with_drafts(plan: Plan, drafts: Mapping[int, tuple[int, ...]]) -> Plan:
+    """A plan with drafts by the ``id`` of a request, the draft model's part of it, too."""
+    companions = plan.companions
+    if companions is not None:
+        companions = _with_drafts(companions, drafts)
+    found = tuple(drafts.get(id(one), ()) for one in plan.decode)
+    return replace(plan, drafts=found if any(found) else (), companions=companions)
 
 
 def _sampled(decode: tuple[Request, ...], chunks: tuple[Chunk, ...]) -> tuple[Request, ...]:

@@ -7,13 +7,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 
 from adapters.chain import plan_rows
 from worker.engines import BATCH_SIZES
 from worker.engines.embedded.adapters import LoadedAdapters
-from worker.engines.embedded.companions import check_room, take_rows
+from worker.engines.embedded.companions import check_room, keep_rows, take_rows
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.held_outputs import HeldOutputs
@@ -197,19 +198,20 @@ class Stepper:
         self._starved = not plan.num_tokens and plan.companions is None
         if self._starved:
             return []
+        counted = None if self.pass_sink is None else count_pass(plan, self.scheduler.queues.waiting)
+        if plan.decode:
+            plan = self.scheduler.add_drafts(plan, self.speculator.draft(plan))
+        drafted = plan
+        if plan.drafts:
+            plan = self.speculator.leave_out(plan)
         if plan.companions is not None:
-            self._compute_companions(plan.companions)
+            plan = self._compute_companions(plan, plan.companions)
             if not plan.num_tokens:
                 self.model.forward(plan)  # its copies
                 return []
         rows = len(plan.sampled)
         self.steps_by_batch_size[bisect_left(BATCH_SIZES, rows)] += 1
         self.num_rows += rows
-        counted = None if self.pass_sink is None else count_pass(plan, self.scheduler.queues.waiting)
-        if plan.decode:
-            plan = self.scheduler.add_drafts(plan, self.speculator.draft(plan))
-        if plan.drafts:
-            plan = self.speculator.leave_out(plan)
         logits = self.model.forward(plan)
         computed = plan
         if plan.drafts:
@@ -224,20 +226,46 @@ class Stepper:
             self.speculator.learn_cost(computed)
         if computed.drafts:
             accepted = dict(zip(map(id, plan.decode), self._verify(plan, logits, outputs), strict=True))
-            self.speculator.learn(computed, [accepted.get(id(one), 0) for one in computed.decode])
+            owners = (one for one in drafted.decode if not one.is_companion)
+            self.speculator.learn(drafted, [accepted.get(id(one), 0) for one in owners])
         self._note_ended(plan, outputs)
         if self.pass_sink is not None and counted is not None:
             self.pass_sink(replace(counted, seconds=time.perf_counter() - started))
         return self._held.release(plan.sampled, outputs)
 
-    def _compute_companions(self, plan: Plan) -> None:
-        """Compute the draft model's step, and keep its rows for the companions' owners."""
+    def _compute_companions(self, plan: Plan, companions: Plan) -> Plan:
+        """Compute the draft model's part of a step, and keep its rows for the companions' owners.
+
+        Returns:
+            The plan without the rows that had to be preempted; see `_recompute_spoiled`.
+        """
         assert self.draft_model is not None
-        logits = self.draft_model.forward(plan)
-        for request, row in zip(plan.sampled, logits, strict=True):
-            request.show_generated(row)
-        self.scheduler.settle_companions(plan)
-        self.scheduler.spoil(plan, [one for one in self.draft_model.model.spoiled(plan) if one.pages])
+        logits = self.draft_model.forward(companions)
+        spoiled = self.draft_model.model.spoiled(companions)
+        if spoiled and companions.drafts:
+            plan, companions, logits = self._preempt_drafted(plan, companions, logits, spoiled)
+        for request, (first, end) in zip(
+            companions.sampled, pairwise([*companions.first_rows(), len(logits)]), strict=True
+        ):
+            keep_rows(request, logits[first:end])
+        self.scheduler.settle_companions(companions)
+        self.scheduler.spoil(companions, [one for one in spoiled if one.pages])
+        return plan
+
+    def _preempt_drafted(
+        self, plan: Plan, companions: Plan, logits: torch.Tensor, spoiled: Sequence[Request]
+    ) -> tuple[Plan, Plan, torch.Tensor]:
+        """Preempt the owners of spoiled companions with a draft; plans and logits without them."""
+        bad = {id(one) for one in spoiled}
+        again = [
+            one for one, draft in zip(companions.decode, companions.drafts, strict=True) if draft and id(one) in bad
+        ]
+        gone = {id(one) for one in again}
+        owners = [one for one in plan.decode if id(one.companion) in gone]
+        for request in owners:
+            self.scheduler.queues.preempt(request)
+        companions, rows = companions.without(again)
+        return plan.without(owners)[0], companions, logits[rows]
 
     def _sample(
         self, plan: Plan, logits: torch.Tensor, rows: Sequence[int] | None = None, computed: Plan | None = None
@@ -290,10 +318,13 @@ class Stepper:
         """Preempt rows with a draft of which a token is not finite; plan and logits of the others.
 
         If that token is a drafted one, NaN may also be in the rows before it, and in their KV:
-        decoded alone they might be finite. After a preemption they are computed without a draft.
+        decoded alone they might be finite. After a preemption they are computed without a draft. A
+        companion is preempted with its owner.
         """
         drafted = {id(one) for one, draft in zip(plan.decode, plan.drafts, strict=True) if draft}
-        again = [one for one in self.model.spoiled(plan) if id(one) in drafted]
+        bad = {id(one) for one in self.model.spoiled(plan)} & drafted
+        owners = [one for one in plan.decode if not one.is_companion]
+        again = [one for one in owners if bad & {id(each) for each in one.sequences}]
         if not again:
             return plan, logits
         for request in again:
@@ -320,6 +351,7 @@ class Stepper:
         while rows := agreeing_rows(plan, depth, rows, latest):
             depth += 1
             requests = tuple(plan.decode[row] for row in rows)
+            self.scheduler.settle_drafted(requests)
             position = Plan(requests, (), requests, unread=plan.unread)
             latest = self._sample(position, logits, [first[row] + depth for row in rows])
             outputs += latest

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -12,54 +10,43 @@ import torch
 
 from worker.engines.embedded.adapters import LoadedAdapter
 from worker.engines.embedded.model.stored_weights import DTYPES
-from worker.engines.embedded.native.lora import INPUTS, LowRank, PackedAdapter, QkvGemms
+from worker.engines.embedded.native.lora import AdaptedLayers, LowRank, PackedAdapter
 from worker.engines.lora_adapters import WEIGHTS, AdapterFiles, Matrix, read_files
-from worker.models.geometry import Geometry
 from worker.models.problems import ModelFileError
 
 logger = logging.getLogger(__name__)
 
-_LAYER = re.compile(r"model\.layers\.(?P<index>\d+)\.(?P<part>.+)")
 
-_PARTS = {f"{'self_attn' if index < 2 else 'mlp'}.{name}": name for index, names in enumerate(INPUTS) for name in names}
-"""Linear layers within a decoder layer, by their names there."""
-
-
-def load_adapter(
-    name: str, directory: Path, geometry: Geometry, qkv: Sequence[QkvGemms], dtype: torch.dtype
-) -> LoadedAdapter:
+def load_adapter(name: str, directory: Path, layers: AdaptedLayers, dtype: torch.dtype) -> LoadedAdapter:
     """Read, check and pack an adapter.
 
     Args:
         name: Name of it as a model.
         directory: Directory of its files.
-        geometry: Geometry of the model that it changes.
-        qkv: `Network.qkv_gemms` of it.
+        layers: Linear layers of the model that it changes.
         dtype: Data type that its matrices, B's times the scale, are rounded to.
 
     Raises:
         ModelFileError: it cannot be read, or not be served.
     """
-    shapes = {
-        tensor.name.removesuffix(".weight"): tensor.shape for tensor in geometry.tensors() if len(tensor.shape) == 2
-    }
-    files = read_files(name, directory, shapes)
-    layers: list[dict[str, LowRank]] = [{} for _ in range(geometry.num_hidden_layers)]
+    shapes = {layer: place.shape for layer, place in layers.places.items()}
+    files = read_files(name, directory, {**layers.others, **shapes}, layers.transposed)
+    loras: dict[str, LowRank] = {}
     is_rounded = False
     for layer in files.pairs:
-        place = _LAYER.fullmatch(layer)
-        if place is None or place["part"] not in _PARTS:
-            raise ModelFileError(f"the embedded engine adapts {', '.join(_PARTS)} alone, and it changes {layer}")
+        if layer not in shapes:
+            kinds = ", ".join(sorted({each.rpartition(".")[2] for each in shapes}))
+            raise ModelFileError(f"the embedded engine adapts {kinds} of this model alone, and it changes {layer}")
         exact = _low_rank(files, layer)
         kept = LowRank(_rounded(exact.a, dtype, f"{layer}.lora_A"), _rounded(exact.b, dtype, f"{layer}.lora_B"))
         is_rounded |= not (torch.equal(kept.a, exact.a) and torch.equal(kept.b, exact.b))
-        layers[int(place["index"])][_PARTS[place["part"]]] = kept
+        loras[layer] = kept
     digest = files.adapter.digest
     if is_rounded:  # it computes otherwise than where it is not
         kind = str(dtype).removeprefix("torch.")
         digest = blake2b(f"{digest} {kind}".encode(), digest_size=16).hexdigest()
         logger.info("LoRA adapter %s: rounded to %s; --lora-dtype float32 keeps it as it is", name, kind)
-    return LoadedAdapter(name, digest, PackedAdapter(layers, qkv))
+    return LoadedAdapter(name, digest, PackedAdapter(loras, layers))
 
 
 def _low_rank(files: AdapterFiles, layer: str) -> LowRank:

@@ -13,11 +13,12 @@ from worker.engines.embedded.model.decoder_layers import TWISTS, ModelLayer, Not
 from worker.engines.embedded.model.embedding import Embedding, has_tied_embeddings
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import Projection, linears, lm_head, pack_all
+from worker.engines.embedded.model.linear_names import linear_shapes
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.transformers_attention import AttentionCall
 from worker.engines.embedded.model.transformers_modules import Norm
 from worker.engines.embedded.native.layers import DecoderLayer, DecoderLayers
-from worker.engines.embedded.native.lora import AdaptedRows
+from worker.engines.embedded.native.lora import AdaptedLayers, AdaptedRows
 from worker.models.problems import ModelFileError
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class DecoderNetwork(Network):
         ]
         self.head_dim = self.calls[0].key_dim
         self._check_attention(kernels)
+        self._shapes, _ = linear_shapes(network)
         self._head = lm_head(Projection.of(network.lm_head))
         if not self._head.fits(kernels):
             raise NotNative("the LM head")
@@ -120,11 +122,10 @@ class DecoderNetwork(Network):
         adapted: AdaptedRows | None = None,
     ) -> torch.Tensor:
         """See `Network.hidden`."""
-        assert adapted is None, "adapters are those of the Llama family"
         hidden = self.embedded(ids)
         layers = self._native if only is None else self._native_layers(self._layers[only : only + 1])
         assert isinstance(step, NativeStep) and layers is not None, "native kernels compute it"
-        return step.compute_layers(layers, hidden, self._tables_of(positions))
+        return step.compute_layers(layers, hidden, self._tables_of(positions), adapted)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """Hidden states ``[T, hidden]`` before the first layer."""
@@ -143,6 +144,20 @@ class DecoderNetwork(Network):
             assert isinstance(layer, ModelLayer)
             kinds.setdefault(layer.kind, layer.index)
         return list(kinds.values())
+
+    @property
+    def adapted_layers(self) -> AdaptedLayers | None:
+        """See `Network.adapted_layers`."""
+        if self._native is None:
+            return None
+        named = []
+        for layer in self._layers:
+            assert isinstance(layer, ModelLayer)
+            for part, source in layer.linears:
+                name = f"model.layers.{layer.index}.{part}"
+                rows, columns = self._shapes[name] or (0, 0)
+                named.append((name, layer.index, source, (rows, columns)))
+        return AdaptedLayers.of(named, [layer.gemm_columns for layer in self._native.layers], self._shapes)
 
     def _tables_of(self, positions: torch.Tensor) -> RopeTables:
         tables = self._tables

@@ -21,6 +21,7 @@ from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.engines.embedded.model.quantised_experts import stacked_in
 from worker.engines.embedded.model.transformers_modules import Norm
 from worker.engines.embedded.native.layers import DecoderLayer, Mixture, Mlp
+from worker.engines.embedded.native.lora import DOWN, MLP, OUTPUT, QKV
 
 
 class NotNative(Exception):
@@ -130,6 +131,10 @@ class ModelLayer(torch.nn.Module):
 
     Raises:
         NotNative: a part of it is not computed natively.
+
+    Attributes:
+        linears: Name within the layer and input of the linear layers outside experts, in the order
+            of their columns; see `AdaptedLayers.of`.
     """
 
     def __init__(self, layer: Any, index: int, config: Any, ropes: Ropes, kernels: KernelBackend) -> None:
@@ -157,6 +162,7 @@ class ModelLayer(torch.nn.Module):
         self._output = fuse(attention.o_proj)
         mlp = getattr(layer, "mlp", None) or layer.block_sparse_moe
         self._mlp = _Mixture(mlp, twists, config) if hasattr(mlp, "experts") else _Mlp.of(mlp)
+        self.linears = tuple(_linears(layer))
         self._check_sizes(2 * len(ropes.ropes[0].frequencies))
 
     def _check_sizes(self, rotary: int) -> None:
@@ -360,6 +366,24 @@ def _rope(attention: Any, index: int, config: Any, ropes: Ropes, twists: Twists)
     if twists.rotates_windows_alone and attention.sliding_window is not None and not attention.is_sliding:
         return None
     return ropes.of_types.get("", 0) if "" in ropes.of_types else ropes.of_types[config.layer_types[index]]
+
+
+_INPUTS = (
+    ("self_attn", ("qkv_proj", "q_proj", "k_proj", "v_proj"), QKV),
+    ("self_attn", ("o_proj",), OUTPUT),
+    ("mlp", ("gate_up_proj", "gate_proj", "up_proj"), MLP),
+    ("mlp", ("down_proj",), DOWN),
+)
+"""Modules with linear layers, names of these in the order of their columns, and their input."""
+
+
+def _linears(layer: Any) -> Iterator[tuple[str, int]]:
+    """See `ModelLayer.linears`."""
+    for part, names, source in _INPUTS:
+        module = getattr(layer, part, None)
+        for name in names:
+            if isinstance(getattr(module, name, None), torch.nn.Linear):
+                yield f"{part}.{name}", source
 
 
 def _qkv(attention: Any) -> Linear:

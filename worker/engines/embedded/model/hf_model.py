@@ -239,16 +239,17 @@ class HfModel:
         """Function that loads a LoRA adapter by its name and directory, in one of
         `config.LORA_DTYPES`; it raises `ModelFileError`.
 
-        Raises `NotSupported` unless native kernels compute all of the model.
+        Raises `NotSupported` unless native kernels compute the model's linear layers.
         """
-        qkv = self._network.qkv_gemms() if isinstance(self._attention, NativeAttention) else None
-        if qkv is None:
+        is_native = isinstance(self._attention, NativeAttention) or self._network.adapts_with_any_attention
+        layers = self._network.adapted_layers if is_native else None
+        if layers is None:
             raise NotSupported(
-                f"LoRA adapters are served where native kernels compute a model of the Llama family; here "
-                f"{self.kernels} kernels compute {self._facts.geometry.model_type}"
+                f"LoRA adapters are served where native kernels compute a model's linear layers; here {self.kernels} "
+                f"kernels compute {self._facts.geometry.model_type}"
             )
         kept_in = resolve_dtype(dtype, self.dtype)
-        return lambda name, directory: load_adapter(name, directory, self._facts.geometry, qkv, kept_in)
+        return lambda name, directory: load_adapter(name, directory, layers, kept_in)
 
     @property
     def geometry(self) -> Geometry:
@@ -412,4 +413,4 @@ class HfModel:
         if not batch.adapted:
             return self._network.hidden(ids, positions, step, only)
         runs = [(first, count, adapter.packed) for first, count, adapter in batch.adapted]
-        return self._network.hidden(ids, positions, step, only, AdaptedRows(runs, len(batch.ids)))
+        return self._network.hidden(ids, positions, step, only, AdaptedRows(runs, len(ids)))

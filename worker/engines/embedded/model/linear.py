@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from worker.engines.embedded.model.quantisation import (
     concatenated,
 )
 from worker.engines.embedded.model.tiling import GemmTiling, LayerShape
-from worker.engines.embedded.native import Gemm, PackedWeight
+from worker.engines.embedded.native import Gemm, GemmAdapters, PackedWeight, linear
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ class Linear(torch.nn.Module):
 
     Attributes:
         activation: The same.
+        adapters: Returns the LoRA of the rows that are multiplied now, given their number; None
+            where they have none. It is set where modules of transformers call the layer.
         bias: The same.
         dtype: Data type of a weight that is not quantised.
         gemm: The GEMM backend, which holds the weight.
@@ -88,6 +90,7 @@ class Linear(torch.nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.activation = activation
+        self.adapters: Callable[[int], GemmAdapters | None] | None = None
         self.tiling = GemmTiling()
         self.num_bytes = weight.nbytes
         self._weight: torch.Tensor | PackedWeight | Quantised | None
@@ -159,6 +162,9 @@ class Linear(torch.nn.Module):
 
     def _tiled(self, x: torch.Tensor, epilogue: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
         rows = len(x)
+        if self.adapters is not None and (adapters := self.adapters(rows)) is not None:
+            [gemm] = self.native_parts
+            return linear(x, gemm, epilogue, other, self._is_unrounded, adapters)
         if self.tiling.fits(rows):
             return self.gemm(x, epilogue, other)
         padding = -rows % self.tiling.step

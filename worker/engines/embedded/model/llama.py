@@ -7,6 +7,7 @@ transformers' code up to rounding.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
@@ -17,9 +18,8 @@ from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import Linear, lm_head, pack_all
 from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm
 from worker.engines.embedded.model.network import Network
-from worker.engines.embedded.native import Gemm
 from worker.engines.embedded.native.layers import DecoderLayer, DecoderLayers, Mlp
-from worker.engines.embedded.native.lora import AdaptedRows, QkvGemms
+from worker.engines.embedded.native.lora import DOWN, MLP, OUTPUT, QKV, AdaptedLayers, AdaptedRows
 
 _MOST_TABLES = 16 * 2**20
 """Bytes of cosines and sines that are kept."""
@@ -87,17 +87,20 @@ class LlamaNetwork(Network):
             hidden = layer(hidden, rope, step)
         return hidden
 
-    def qkv_gemms(self) -> list[QkvGemms] | None:
-        """See `Network.qkv_gemms`."""
+    @property
+    def adapted_layers(self) -> AdaptedLayers | None:
+        """See `Network.adapted_layers`."""
         if self._native is None:
             return None
-        found = []
-        for layer in self._layers:
-            assert isinstance(layer, _Layer)
-            keys = layer.attention.kv_heads * self._rope.head_dim
-            columns = layer.attention.heads * self._rope.head_dim, keys, keys
-            found.append(QkvGemms(columns, is_one=len(layer.qkv_parts) == 1))
-        return found
+        layers = [layer for layer in self._layers if isinstance(layer, _Layer)]
+        named = [
+            (f"model.layers.{index}.{name}", index, source, shape)
+            for index, layer in enumerate(layers)
+            for name, source, shape in layer.linears()
+        ]
+        shape = self._head.out_features, self._head.in_features
+        others = {"lm_head": shape, "model.embed_tokens": shape}
+        return AdaptedLayers.of(named, [layer.gemm_columns for layer in self._native.layers], others)
 
     @property
     def has_windows(self) -> bool:
@@ -164,15 +167,25 @@ class _Layer(torch.nn.Module):
         qkv, output, gate, up, down = found
         return LayerWeights(self.attention, self._input_norm.norm, self._mlp_norm.norm, qkv, output, gate, up, down)
 
-    @property
-    def qkv_parts(self) -> tuple[Gemm, ...]:
-        """See `Linear.native_parts` of the fused QKV projection."""
-        return self._qkv.native_parts
+    def linears(self) -> Iterator[tuple[str, int, tuple[int, int]]]:
+        """Name within the layer, input and shape of the checkpoint's linear layers; see
+        `AdaptedLayers.of`.
+        """
+        keys = self.attention.kv_heads * self.head_dim
+        for letter, rows in (("q", self.attention.heads * self.head_dim), ("k", keys), ("v", keys)):
+            yield f"self_attn.{letter}_proj", QKV, (rows, self._qkv.in_features)
+        for name, source, layer in (
+            ("self_attn.o_proj", OUTPUT, self._output),
+            ("mlp.gate_proj", MLP, self._gate),
+            ("mlp.up_proj", MLP, self._up),
+            ("mlp.down_proj", DOWN, self._down),
+        ):
+            yield name, source, (layer.out_features, layer.in_features)
 
     def native(self) -> DecoderLayer | None:
         """This layer for `native.layers`; None if other kernels compute a part of it."""
         one_part = [layer.native_parts for layer in (self._output, self._gate, self._up, self._down)]
-        qkv = self.qkv_parts
+        qkv = self._qkv.native_parts
         if not qkv or any(len(parts) != 1 for parts in one_part):
             return None
         attention, head_norms = self.attention, self.attention.head_norms

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from worker.engines.embedded.attention import AttentionStep
-from worker.engines.embedded.native.lora import AdaptedRows, QkvGemms
+from worker.engines.embedded.native.lora import AdaptedLayers, AdaptedRows
 
 
 class Network(torch.nn.Module, ABC):
@@ -17,10 +17,13 @@ class Network(torch.nn.Module, ABC):
         foreign: Functions of torch that are computed as transformers calls them, so that nothing is
             known of their bits.
         rope_factors: See `longrope.settle_factors`.
+        adapts_with_any_attention: Whether kernels other than native ones may attend in a step with
+            adapters.
     """
 
     foreign: tuple[str, ...] = ()
     rope_factors: str | None = None
+    adapts_with_any_attention = False
 
     @abstractmethod
     def hidden(
@@ -38,14 +41,13 @@ class Network(torch.nn.Module, ABC):
             positions: Positions ``[T]`` of the tokens in their sequences.
             step: Attention of the batch.
             only: Index of the one layer to compute; None for all.
-            adapted: LoRA adapters of the tokens, where `qkv_gemms` are known; None if no token has
+            adapted: LoRA adapters of the tokens, packed for `adapted_layers`; None if no token has
                 one.
         """
 
-    def qkv_gemms(self) -> list[QkvGemms] | None:
-        """The GEMMs of each layer's QKV projection, to which adapters are packed; None if its
-        kernels compute no adapters.
-        """
+    @property
+    def adapted_layers(self) -> AdaptedLayers | None:
+        """The linear layers that adapters may change; None if its kernels compute no adapters."""
         return None
 
     @property

@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from worker.engines.embedded.model.activations import name_of
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import Linear, fuse
+from worker.engines.embedded.model.linear_names import is_of_experts
 from worker.engines.embedded.model.mlp import GatedMlp
 from worker.engines.embedded.model.moe import Experts
 
@@ -81,7 +82,7 @@ def replace_linears(module: Any) -> None:
 def replace_experts(module: torch.nn.Module) -> None:
     """Put `Experts` in place of all that transformers' interface of experts computes."""
     for name, child in list(module.named_children()):
-        if hasattr(child, "_apply_gate") and hasattr(child, "is_transposed"):
+        if is_of_experts(child):
             setattr(module, name, Experts(child))
         else:
             replace_experts(child)

@@ -9,6 +9,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from worker.engines.embedded.attention import AttentionStep
+from worker.engines.embedded.model.called_linears import CalledLinears
 from worker.engines.embedded.model.embedding import Embedding, is_tied
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import Linear, Projection, lm_head, pack_all
@@ -31,7 +32,7 @@ from worker.engines.embedded.model.transformers_modules import (
     replace_mlps,
     replace_norms,
 )
-from worker.engines.embedded.native.lora import AdaptedRows
+from worker.engines.embedded.native.lora import AdaptedLayers, AdaptedRows
 from worker.models.problems import ModelFileError
 
 _PROBED_TOKENS = 3
@@ -57,9 +58,12 @@ class TransformersNetwork(Network):
         vocab_size: Width of a row of logits.
     """
 
+    adapts_with_any_attention = True
+
     def __init__(self, network: Any, kernels: KernelBackend) -> None:
         super().__init__()
         register()
+        self._called = CalledLinears(network)
         network.set_attn_implementation(IMPLEMENTATION)
         model = self._model = network.base_model
         embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
@@ -73,6 +77,7 @@ class TransformersNetwork(Network):
         for module in (model, network):
             replace_linears(module)
             replace_norms(module, kernels)
+        self._called.find(model)
         device = next(model.parameters()).device
         replace_mlps(model, device)
         self._layers = _layers(model, network.config.num_hidden_layers)
@@ -107,8 +112,13 @@ class TransformersNetwork(Network):
         adapted: AdaptedRows | None = None,
     ) -> torch.Tensor:
         """See `Network.hidden`."""
-        assert adapted is None, "no kernels of its compute adapters"
-        return self._pass(ids, positions, step, self.head_dim, only)
+        with self._called.computing(adapted):
+            return self._pass(ids, positions, step, self.head_dim, only)
+
+    @property
+    def adapted_layers(self) -> AdaptedLayers | None:
+        """See `Network.adapted_layers`."""
+        return self._called.layers()
 
     @property
     def has_windows(self) -> bool:
@@ -159,7 +169,8 @@ class TransformersNetwork(Network):
         """The calls of attention, and all linear layers that functions are called with."""
         probe = AttentionProbe()
         ids = torch.zeros(_PROBED_TOKENS, dtype=torch.long, device=device)
-        hidden = self._pass(ids, torch.arange(_PROBED_TOKENS, device=device), probe, None)
+        with self._called.probing(_PROBED_TOKENS):
+            hidden = self._pass(ids, torch.arange(_PROBED_TOKENS, device=device), probe, None)
         self.logits(hidden)
         calls = probe.calls
         heads = {(call.heads, call.kv_heads) for call in calls}

@@ -11,7 +11,7 @@ or float32, but for pages in int8.
 """
 
 from worker.engines.embedded.native.attention import Projections, Tiles, attend, rotate_and_store, supports_heads
-from worker.engines.embedded.native.gemm import ACTIVATIONS, EPILOGUES, WITH_OTHER, Gemm, linear
+from worker.engines.embedded.native.gemm import ACTIVATIONS, EPILOGUES, WITH_OTHER, Gemm, GemmAdapters, linear
 from worker.engines.embedded.native.libraries import PATHS, cpu_flags
 from worker.engines.embedded.native.packed import COLUMNS, PackedWeight, pack, supports_weight
 from worker.engines.embedded.native.paths import (
@@ -32,6 +32,7 @@ __all__ = [
     "PATHS",
     "WITH_OTHER",
     "Gemm",
+    "GemmAdapters",
     "PackedWeight",
     "Projections",
     "Tiles",

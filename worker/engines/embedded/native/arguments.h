@@ -15,18 +15,21 @@ typedef struct {
     int64_t pages;        /* where the sequence's pages begin in the page table */
 } tile_t;
 
+/* Data type of a matrix of a LoRA. */
+typedef enum { LORA_FLOAT32, LORA_BFLOAT16, LORA_FLOAT16 } lora_type_t;
+
 /* B of a LoRA, times its scale, for a panel of a GEMM: of the row's sums, `count` from `first` on meet it. */
 typedef struct {
     const void *b;       /* [count][32 columns] */
     int64_t first, count;
-    int64_t is_bfloat16; /* whether b is bfloat16, not float32 */
+    int64_t type;        /* of b, a `lora_type_t` */
 } lora_panel_t;
 
 /* A of the LoRAs whose linear layers have one input. */
 typedef struct {
     const void *a;       /* panels [width / 16][inner][16] */
     int64_t width;       /* sums of a row, a multiple of 16; 0 for none */
-    int64_t is_bfloat16; /* whether a is bfloat16, not float32 */
+    int64_t type;        /* of a, a `lora_type_t` */
 } lora_input_t;
 
 enum { QKV_INPUT, OUTPUT_INPUT, MLP_INPUT, DOWN_INPUT, LORA_INPUTS };

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from worker.engines.embedded.native.libraries import address
+from worker.engines.embedded.native.lora import AdaptedRows
 from worker.engines.embedded.native.packed import PackedWeight
 from worker.engines.embedded.native.paths import chosen_path, library
 from worker.engines.embedded.native.quantised import QuantisedPanels
@@ -84,12 +86,26 @@ def quantised_kernel(rounds_to: str) -> Any:
     return kernels.integer_linear_amx if chosen_path(torch.float32) == "amx" else kernels.integer_linear
 
 
+@dataclass(frozen=True, slots=True)
+class GemmAdapters:
+    """LoRA of the rows of one GEMM.
+
+    Attributes:
+        rows: The adapters of the rows.
+        layer: Index of the adapters' layer whose first GEMM it is.
+    """
+
+    rows: AdaptedRows
+    layer: int
+
+
 def linear(
     x: torch.Tensor,
     gemm: Gemm,
     epilogue: str = "none",
     other: torch.Tensor | None = None,
     is_unrounded: bool = False,
+    adapters: GemmAdapters | None = None,
 ) -> torch.Tensor:
     """GEMM: ``x [n, K]`` times a packed weight ``[N, K]``, plus a bias; ``[n, N]``, rounded once.
 
@@ -103,9 +119,10 @@ def linear(
         epilogue: One of `EPILOGUES`.
         other: ``[n, N]``, of an epilogue of `WITH_OTHER`.
         is_unrounded: Whether the result is the float32 sums instead, which are not rounded.
+        adapters: LoRA of the rows, which is added to the sums; None if no row has one.
 
     Raises:
-        ValueError: the epilogue needs `other`.
+        ValueError: the epilogue needs `other`, or adapters are those of other rows.
         MemoryError: there is no memory for the rows in float32, as AVX2 and plain C read them, or
             for rounded rows.
     """
@@ -128,9 +145,29 @@ def linear(
         is_unrounded=is_unrounded,
         is_bfloat16=dtype == torch.bfloat16,
     )
-    if kernel(arguments, 1, kernels.threads()):
+    if adapters is None:
+        failed = kernel(arguments, 1, kernels.threads())
+    else:
+        failed = _adapted(arguments, adapters, dtype, None if quantised is None else kernel)
+    if failed:
         raise MemoryError(f"no memory for {rows} rows of {gemm.inner} elements")
     return output
+
+
+def _adapted(arguments: Any, adapters: GemmAdapters, dtype: torch.dtype, quantised: Any) -> int:
+    """Compute a ``linear_t`` with LoRA, a quantised one with that kernel; not 0 without memory."""
+    kernels, rows = library(dtype), adapters.rows
+    if arguments.rows != len(rows.adapters):
+        raise ValueError(f"a step of {len(rows.adapters)} rows has the adapters, and {arguments.rows} are multiplied")
+    step = kernels.step_t(
+        adapters=rows.adapters.data_ptr(),
+        adapted=rows.rows.data_ptr(),
+        num_adapted=len(rows.rows),
+        lora_width=rows.width,
+        quantised=None if quantised is None else ctypes.cast(quantised, ctypes.c_void_p),
+    )
+    failed: int = kernels.adapted_linear(step, adapters.layer, arguments, kernels.threads())
+    return failed
 
 
 def unpacked_rows(weight: QuantisedPanels, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -19,6 +19,11 @@ KERNEL void rotate_and_store(const rotation_t *arguments, const threads_t *threa
 KERNEL void add_rows(element *to, const element *rows, int64_t count, int64_t width, float factor,
                      const threads_t *threads);
 
+/* A linear layer with the LoRA of its rows: the first GEMM of layer `number` of their adapters. Returns 0, or -1 if there
+ * is no memory.
+ */
+KERNEL int32_t adapted_linear(const step_t *step, int64_t number, const linear_t *layer, const threads_t *threads);
+
 /* The mixture of a layer's experts: `input` [tokens, hidden] to `output`, the same. Returns 0, or -1 if there is no
  * memory.
  */

@@ -27,6 +27,21 @@ lora_of(const step_t *s, const buffers_t *b, int64_t layer, int input, const ele
     return found;
 }
 
+int32_t
+adapted_linear(const step_t *s, int64_t number, const linear_t *given, const threads_t *threads)
+{
+    const buffers_t buffers = {.sums = malloc((given->rows * s->lora_width + 1) * sizeof *buffers.sums)};
+    if (!buffers.sums)
+        return -1;
+    linear_t layer = *given;
+    lora_t lora;
+    layer.lora_gemm = QUERY_GEMM;
+    layer.lora = lora_of(s, &buffers, number, QKV_INPUT, given->input, given->gemm->inner, &lora, threads);
+    const int32_t failed = apply(s, &layer, threads);
+    free(buffers.sums);
+    return failed;
+}
+
 /* The fused projection; parts in different formats are computed one by one and put beside each other. */
 static int32_t
 project(const step_t *s, const layer_t *l, const buffers_t *b, const element *input, const lora_t *lora,

@@ -146,6 +146,14 @@ class DecoderLayer:
         return self.mlp.experts if isinstance(self.mlp, Mixture) else (self.mlp,)
 
     @property
+    def gemm_columns(self) -> Sequence[Sequence[int]]:
+        """Columns of the GEMMs of each input, see `lora.AdaptedLayers`; none of experts."""
+        mlp = self.mlp
+        inner = () if isinstance(mlp, Mixture) else (mlp.gate.columns, mlp.up.columns)
+        down = () if isinstance(mlp, Mixture) else (mlp.down.columns,)
+        return [gemm.columns for gemm in self.qkv], (self.output.columns,), inner, down
+
+    @property
     def quantised(self) -> list[QuantisedPanels]:
         """Quantised weights of the layer."""
         gemms = [*self.qkv, self.output, *(gemm for mlp in self.mlps for gemm in (mlp.gate, mlp.up, mlp.down))]
@@ -211,6 +219,7 @@ class DecoderLayers:
 
     Attributes:
         group: Query heads per key head.
+        layers: The same.
     """
 
     def __init__(
@@ -224,7 +233,7 @@ class DecoderLayers:
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"{heads} heads do not share {kv_heads} key heads evenly")
         self.group = heads // kv_heads
-        self._layers = layers
+        self.layers = layers
         self._heads, self._kv_heads, self._head_dim = heads, kv_heads, head_dim
         self._is_interleaved = is_interleaved
         self._inner = max(mlp.gate.columns for layer in layers for mlp in layer.mlps)
@@ -246,7 +255,7 @@ class DecoderLayers:
         if self._keys is not step.keys:
             kept: list[Any] = []
             in_c = [
-                layer.to_c(kernels, step.keys[layer.index], step.values[layer.index], kept) for layer in self._layers
+                layer.to_c(kernels, step.keys[layer.index], step.values[layer.index], kept) for layer in self.layers
             ]
             self._kept = kept
             self._in_c = (kernels.layer_t * len(in_c))(*in_c)
@@ -274,10 +283,10 @@ class DecoderLayers:
             is_int8=step.keys[0].dtype == torch.int8,
         )
         if step.adapted is not None:
-            assert step.adapted.num_layers == len(self._layers), "an adapter of another model"
+            assert step.adapted.num_layers == len(self.layers), "an adapter of another model"
             arguments.adapters = step.adapted.adapters.data_ptr()
             arguments.adapted = step.adapted.rows.data_ptr()
             arguments.num_adapted = len(step.adapted.rows)
             arguments.lora_width = step.adapted.width
-        if kernels.decoder_layers(arguments, self._in_c, len(self._layers), hidden.data_ptr(), kernels.threads()):
+        if kernels.decoder_layers(arguments, self._in_c, len(self.layers), hidden.data_ptr(), kernels.threads()):
             raise MemoryError(f"no memory for {len(hidden)} rows of {hidden.shape[1]} elements")

@@ -27,7 +27,7 @@ typedef struct {
 
 /* A few rows times 16 columns of A, each sum over the elements in order. */
 INLINED void
-multiply_rows(int rows, const group_t *g, int is_shared, int is_bfloat16)
+multiply_rows(int rows, const group_t *g, int is_shared, int type)
 {
     const shrinking_t *s = g->s;
     vec sum[MOST];
@@ -36,10 +36,10 @@ multiply_rows(int rows, const group_t *g, int is_shared, int is_bfloat16)
     for (int r = 0; r < rows; r++)
         sum[r] = vec_zero(), x[r] = s->x + g->tokens[r] * s->inner;
     for (int64_t i = 0; i < s->inner; i++) {
-        const vec shared = load_lora(g->a[0], i * LANES, is_bfloat16);
+        const vec shared = load_lora(g->a[0], i * LANES, type);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
-            const vec weights = is_shared ? shared : load_lora(g->a[r], i * LANES, is_bfloat16);
+            const vec weights = is_shared ? shared : load_lora(g->a[r], i * LANES, type);
             sum[r] = vec_fmadd(vec_all(wide(x[r][i])), weights, sum[r]);
         }
     }
@@ -49,16 +49,27 @@ multiply_rows(int rows, const group_t *g, int is_shared, int is_bfloat16)
 }
 
 INLINED void
-multiply_group(int64_t rows, const group_t *g, int is_shared, int is_bfloat16)
+multiply_group_of(int64_t rows, const group_t *g, int is_shared, int type)
 {
     if (rows == 4)
-        multiply_rows(4, g, is_shared, is_bfloat16);
+        multiply_rows(4, g, is_shared, type);
     else if (rows == 3)
-        multiply_rows(3, g, is_shared, is_bfloat16);
+        multiply_rows(3, g, is_shared, type);
     else if (rows == 2)
-        multiply_rows(2, g, is_shared, is_bfloat16);
+        multiply_rows(2, g, is_shared, type);
     else
-        multiply_rows(1, g, is_shared, is_bfloat16);
+        multiply_rows(1, g, is_shared, type);
+}
+
+INLINED void
+multiply_group(int64_t rows, const group_t *g, int is_shared, int64_t type)
+{
+    if (type == LORA_FLOAT32)
+        multiply_group_of(rows, g, is_shared, LORA_FLOAT32);
+    else if (type == LORA_BFLOAT16)
+        multiply_group_of(rows, g, is_shared, LORA_BFLOAT16);
+    else
+        multiply_group_of(rows, g, is_shared, LORA_FLOAT16);
 }
 
 /* Units are tokens with an adapter, for one panel of A after the other. */
@@ -71,23 +82,22 @@ multiply_units(const void *arguments, int64_t first, int64_t stop)
     for (int64_t unit = first; unit < stop; unit += count) {
         const int64_t panel = unit / number, left = smaller(smaller(stop - unit, number - unit % number), MOST);
         group_t group = {.s = s, .tokens = s->step->adapted + unit % number, .column = panel * LANES};
-        int64_t is_bfloat16 = 0;
+        int64_t type = LORA_FLOAT32;
         int is_shared = 1;
         for (count = 0; count < left; count++) {
             const lora_input_t *input = &s->step->adapters[group.tokens[count]][s->layer].inputs[s->input];
-            if (group.column >= input->width || (count && input->is_bfloat16 != is_bfloat16))
+            if (group.column >= input->width || (count && input->type != type))
                 break;
-            is_bfloat16 = input->is_bfloat16;
-            group.a[count] = (const char *)input->a +
-                             group.column * s->inner * (is_bfloat16 ? sizeof(uint16_t) : sizeof(float));
+            type = input->type;
+            group.a[count] = (const char *)input->a + group.column * s->inner * lora_bytes(type);
             is_shared &= group.a[count] == group.a[0];
         }
         if (!count) /* its input has fewer sums */
             count = 1;
         else if (is_shared)
-            is_bfloat16 ? multiply_group(count, &group, 1, 1) : multiply_group(count, &group, 1, 0);
+            multiply_group(count, &group, 1, type);
         else
-            is_bfloat16 ? multiply_group(count, &group, 0, 1) : multiply_group(count, &group, 0, 0);
+            multiply_group(count, &group, 0, type);
     }
 }
 

@@ -1,5 +1,5 @@
 /* LoRA: x A^T, which `lora.c` computes, and its product with B, which the epilogue of a GEMM adds to its sums. All sums are
- * float32, each in one order that depends on its row and its adapter alone: matrices of bfloat16 give the same bits as if
+ * float32, each in one order that depends on its row and its adapter alone: matrices of 16 bits give the same bits as if
  * they were float32. A row without an adapter has the sums that it has in a step without adapters.
  */
 #ifndef LORA_H
@@ -7,23 +7,32 @@
 
 #include "kernels.h"
 
+INLINED int64_t
+lora_bytes(int64_t type)
+{
+    return type == LORA_FLOAT32 ? sizeof(float) : sizeof(uint16_t);
+}
+
 /* 16 elements of A or B. */
 INLINED vec
-load_lora(const void *from, int64_t at, int is_bfloat16)
+load_lora(const void *from, int64_t at, int type)
 {
-    return is_bfloat16 ? load_bfloat16((const uint16_t *)from + at, LANES) : vec_load((const float *)from + at);
+    if (type == LORA_FLOAT32)
+        return vec_load((const float *)from + at);
+    const uint16_t *halves = (const uint16_t *)from + at;
+    return type == LORA_BFLOAT16 ? load_bfloat16(halves, LANES) : load_halves(halves);
 }
 
 /* A row's sums times the columns of a panel of B. */
 INLINED void
-multiply_by_b(const lora_panel_t *panel, const float *sums, vec delta[2], int is_bfloat16)
+multiply_by_b(const lora_panel_t *panel, const float *sums, vec delta[2], int type)
 {
     vec left = vec_zero(), right = vec_zero();
     const int64_t count = panel->count;
     for (int64_t rank = 0; rank < count; rank++) {
         const vec sum = vec_all(sums[rank]);
-        left = vec_fmadd(sum, load_lora(panel->b, rank * COLUMNS, is_bfloat16), left);
-        right = vec_fmadd(sum, load_lora(panel->b, rank * COLUMNS + LANES, is_bfloat16), right);
+        left = vec_fmadd(sum, load_lora(panel->b, rank * COLUMNS, type), left);
+        right = vec_fmadd(sum, load_lora(panel->b, rank * COLUMNS + LANES, type), right);
     }
     delta[0] = left, delta[1] = right;
 }
@@ -40,15 +49,17 @@ find_lora(const lora_t *lora, int32_t gemm, int64_t row, int64_t column, vec del
     panel += column / COLUMNS;
     if (row == 0 || lora->adapters[row - 1] != adapter) { /* what is read next comes while the GEMM computes */
         __builtin_prefetch(panel + 3);
-        const int64_t size = panel[1].is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
+        const int64_t size = lora_bytes(panel[1].type);
         for (int64_t byte = 0; byte < panel[1].count * COLUMNS * size; byte += LINE)
             fetch_to_l2((const char *)panel[1].b + byte);
     }
     const float *sums = lora->sums + row * lora->stride + panel->first;
-    if (panel->is_bfloat16)
-        multiply_by_b(panel, sums, delta, 1);
+    if (panel->type == LORA_FLOAT32)
+        multiply_by_b(panel, sums, delta, LORA_FLOAT32);
+    else if (panel->type == LORA_BFLOAT16)
+        multiply_by_b(panel, sums, delta, LORA_BFLOAT16);
     else
-        multiply_by_b(panel, sums, delta, 0);
+        multiply_by_b(panel, sums, delta, LORA_FLOAT16);
     return 1;
 }
 

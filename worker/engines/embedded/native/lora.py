@@ -1,4 +1,4 @@
-"""LoRA adapters as the kernels read them: A and B of each layer in panels, float32 or bfloat16.
+"""LoRA adapters as the kernels read them: A and B of each layer in panels, of float32 or 16 bits.
 
 The linear layers that read one input have one A, the rows of theirs one below the other, so that a
 row meets it in one product. B is multiplied by the adapter's scale, and lies in the panels of the
@@ -7,8 +7,9 @@ GEMM whose epilogue adds it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch.nn import functional
@@ -22,8 +23,11 @@ _LINE = 64
 LANES = 16
 """Columns of a panel of A: ``LANES`` in ``vector.h``."""
 
-INPUTS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-"""Linear layers that read one input, in the order of ``lora_layer_t`` in ``arguments.h``."""
+QKV, OUTPUT, MLP, DOWN = range(4)
+"""Inputs of the linear layers of a decoder layer: ``QKV_INPUT`` and so on in ``arguments.h``."""
+
+_NUM_GEMMS = (3, 1, 2, 1)
+"""GEMMs that may read each input, in the order of ``lora_layer_t``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +44,62 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class QkvGemms:
-    """GEMMs of a fused QKV projection.
+class Place:
+    """The place of a linear layer of the checkpoint among the GEMMs of a network.
 
     Attributes:
-        columns: Columns of queries, keys and values.
-        is_one: Whether one GEMM computes all of them, else each has its own.
+        layer: Index of the decoder layer.
+        input: Input that it reads, `QKV`, `OUTPUT`, `MLP` or `DOWN`.
+        column: First of its columns among those of the GEMMs that read this input.
+        shape: Shape ``[N, K]`` of its weight.
     """
 
-    columns: tuple[int, int, int]
-    is_one: bool
+    layer: int
+    input: int
+    column: int
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedLayers:
+    """The linear layers of a network that adapters may change.
+
+    Attributes:
+        places: Places of them, by their names in the checkpoint.
+        gemms: Columns of the GEMMs that read each input, for each decoder layer.
+        others: Shapes ``[N, K]`` of all other linear layers by name; None for those of experts.
+        transposed: Names of linear layers whose weights the checkpoint holds as ``[K, N]``.
+    """
+
+    places: Mapping[str, Place]
+    gemms: Sequence[Sequence[Sequence[int]]]
+    others: Mapping[str, tuple[int, ...] | None]
+    transposed: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        named: Iterable[tuple[str, int, int, tuple[int, int]]],
+        gemms: Sequence[Sequence[Sequence[int]]],
+        others: Mapping[str, tuple[int, ...] | None],
+        transposed: frozenset[str] = frozenset(),
+    ) -> AdaptedLayers:
+        """Linear layers whose columns follow each other.
+
+        Args:
+            named: Name, index of the decoder layer, input and shape of each, in the order of their
+                columns.
+            gemms: See the class, as `others` and `transposed`.
+            others: Shapes of all linear layers, these among them.
+            transposed: See the class.
+        """
+        places: dict[str, Place] = {}
+        columns: dict[tuple[int, int], int] = {}
+        for name, layer, source, shape in named:
+            places[name] = Place(layer, source, columns.get((layer, source), 0), shape)
+            columns[layer, source] = places[name].column + shape[0]
+        left = {name: shape for name, shape in others.items() if name not in places}
+        return cls(places, gemms, left, transposed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +107,7 @@ class _Part:
     """B of a linear layer within a GEMM.
 
     Attributes:
-        column: First of its columns.
+        column: First of its columns; before the GEMM's own, it is negative.
         first: First of its sums among those with the input's A.
         b: ``[r, N]``.
     """
@@ -78,16 +128,19 @@ class _Placed:
 
     Attributes:
         start: Offset of it in bytes.
-        is_bfloat16: Whether its elements are bfloat16, not float32.
+        type: Index of the data type of its elements in `_TYPES`.
         width: Sums of a row with it, if it is an A.
     """
 
     start: int
-    is_bfloat16: bool
+    type: int
     width: int
 
 
-_NONE = _Placed(0, False, 0)
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Data types of matrices: ``lora_type_t`` in ``arguments.h``."""
+
+_NONE = _Placed(0, 0, 0)
 
 
 class _Block:
@@ -98,13 +151,12 @@ class _Block:
         self.nbytes = 0
 
     def add(self, matrix: torch.Tensor, width: int = 0) -> _Placed:
-        """Add a float32 matrix, as bfloat16 if that loses nothing: it is half the bytes."""
-        narrow = matrix.to(torch.bfloat16)
-        is_exact = torch.equal(narrow.float(), matrix)
-        start, kept = self.nbytes, narrow if is_exact else matrix
+        """Add a float32 matrix, in 16 bits if that loses nothing: it is half the bytes."""
+        exact = [kind for kind in _TYPES[1:] if torch.equal(matrix.to(kind).float(), matrix)]
+        start, kept = self.nbytes, matrix.to(exact[0]) if exact else matrix
         self._matrices.append((start, kept))
         self.nbytes += -(-kept.nbytes // _LINE) * _LINE
-        return _Placed(start, is_exact, width)
+        return _Placed(start, _TYPES.index(kept.dtype), width)
 
     def place(self) -> int:
         """Put the matrices in place; returns the address of the first one."""
@@ -116,11 +168,11 @@ class _Block:
 
 
 class PackedAdapter:
-    """An adapter, packed for `DecoderLayers.compute`.
+    """An adapter, packed for `DecoderLayers.compute` and `gemm.linear`.
 
     Args:
-        layers: LoRAs of each layer of the model, by the names in `INPUTS`.
-        qkv: GEMMs of the fused QKV projection of each layer.
+        loras: LoRAs by the linear layers' names.
+        layers: The linear layers of the network.
 
     Attributes:
         address: Address of its layers, ``lora_layer_t`` in ``arguments.h``.
@@ -129,24 +181,27 @@ class PackedAdapter:
         nbytes: Bytes of its panels.
     """
 
-    def __init__(self, layers: Sequence[Mapping[str, LowRank]], qkv: Sequence[QkvGemms]) -> None:
+    def __init__(self, loras: Mapping[str, LowRank], layers: AdaptedLayers) -> None:
         self._block = _Block()
         self._panels: list[torch.Tensor] = []
         self.width = LANES
-        inputs = [
-            self._input([loras[name].a for name in names if name in loras]) for loras in layers for names in INPUTS
-        ]
-        gemms = [
-            [address for names in INPUTS for address in self._gemms(names, loras, columns)]
-            for loras, columns in zip(layers, qkv, strict=True)
-        ]
-        self.num_layers = len(gemms)
+        self.num_layers = len(layers.gemms)
+        found: dict[tuple[int, int], list[tuple[int, LowRank]]] = {}
+        for name, lora in loras.items():
+            place = layers.places[name]
+            found.setdefault((place.layer, place.input), []).append((place.column, lora))
+        for each in found.values():
+            each.sort(key=lambda pair: pair[0])
+        sources = [(layer, source) for layer in range(self.num_layers) for source in range(len(_NUM_GEMMS))]
+        inputs = [self._input([lora.a for _, lora in found.get(each, ())]) for each in sources]
+        gemms = [self._gemms(found.get(each, ()), layers.gemms[each[0]][each[1]], each[1]) for each in sources]
         base = self._block.place()
         for panels in self._panels:
             panels[:, 0] += base
-        a = torch.tensor([[each.start, each.width, each.is_bfloat16] for each in inputs], dtype=torch.int64)
+        a = torch.tensor([[each.start, each.width, each.type] for each in inputs], dtype=torch.int64)
         a[:, 0] += base
-        self._table = torch.cat([a.view(self.num_layers, -1), torch.tensor(gemms, dtype=torch.int64)], dim=1)
+        addresses = torch.tensor([address for each in gemms for address in each], dtype=torch.int64)
+        self._table = torch.cat([a.view(self.num_layers, -1), addresses.view(self.num_layers, -1)], dim=1)
         self.address = self._table.data_ptr()
         self.nbytes = self._block.nbytes
 
@@ -159,21 +214,19 @@ class PackedAdapter:
         self.width = max(self.width, len(a))
         return self._block.add(a.view(-1, LANES, a.shape[1]).mT, len(a))
 
-    def _gemms(self, names: Sequence[str], loras: Mapping[str, LowRank], qkv: QkvGemms) -> list[int]:
+    def _gemms(self, loras: Sequence[tuple[int, LowRank]], columns: Sequence[int], source: int) -> list[int]:
         """Addresses of the ``lora_panel_t`` of the GEMMs of one input, 0 for those without LoRA."""
-        is_fused = len(names) == len(qkv.columns) and qkv.is_one
-        parts: dict[str, _Part] = {}
-        column = first = 0
-        for index, name in enumerate(names):
-            if name in loras:
-                parts[name] = _Part(column, first, loras[name].b.T)
-                first += len(loras[name].a)
-            column += qkv.columns[index] if is_fused else 0
-        if not parts:
-            return [0] * len(names)
-        if is_fused:
-            return [self._gemm(list(parts.values()), column), 0, 0]
-        return [self._gemm([parts[name]], parts[name].stop) if name in parts else 0 for name in names]
+        ends = accumulate((len(lora.a) for _, lora in loras), initial=0)
+        parts = [_Part(column, first, lora.b.T) for (column, lora), first in zip(loras, ends, strict=False)]
+        addresses = [0] * _NUM_GEMMS[source]
+        start = 0
+        for index, count in enumerate(columns):
+            own = [_Part(each.column - start, each.first, each.b) for each in parts]
+            own = [each for each in own if each.column < count and each.stop > 0]
+            if own:
+                addresses[index] = self._gemm(own, count)
+            start += count
+        return addresses
 
     def _gemm(self, parts: Sequence[_Part], columns: int) -> int:
         table = []
@@ -196,11 +249,11 @@ class PackedAdapter:
             rows = slice(each.first - first, each.first - first + len(each.b))
             panel[rows, start - column : stop - column] = each.b[:, start - each.column : stop - each.column]
         placed = self._block.add(panel)
-        return [placed.start, first, count, placed.is_bfloat16]
+        return [placed.start, first, count, placed.type]
 
 
 class AdaptedRows:
-    """The adapters of a step's rows, for `DecoderLayers.compute`.
+    """The adapters of a step's rows, for `DecoderLayers.compute` and `gemm.linear`.
 
     Args:
         runs: First row, number of rows and adapter of consecutive rows, where they have one.

@@ -56,7 +56,13 @@ class StepCosts:
         return faster + (num_tokens - below) / (above - below) * (slower - faster)
 
 
-def draft_lengths(rates: Sequence[float], limits: Sequence[int], num_tokens: int, costs: StepCosts) -> list[int]:
+def draft_lengths(
+    rates: Sequence[float],
+    limits: Sequence[int],
+    num_tokens: int,
+    costs: StepCosts,
+    weights: Sequence[int] | None = None,
+) -> list[int]:
     """Tokens to draft for each of some rows of a step: those that give the most tokens per second.
 
     The k-th token of a draft is sampled with probability ``rate ** k``. Of all tokens that may be
@@ -70,10 +76,12 @@ def draft_lengths(rates: Sequence[float], limits: Sequence[int], num_tokens: int
         limits: Most tokens to draft for each row.
         num_tokens: Tokens of the step without drafts.
         costs: Step times of this engine.
+        weights: Tokens that each row's drafted token makes a step longer by; 1 by default.
     """
+    weights = weights or [1] * len(rates)
     highest, expected = num_tokens / (costs.seconds(num_tokens) or 1.0), float(num_tokens)
     order: list[int] = []  # the row of each token, the most likely first
-    taken = 0
+    taken = num_drafted = 0
     heap = [(-rate, row) for row, (rate, limit) in enumerate(zip(rates, limits, strict=True)) if rate and limit]
     heapify(heap)
     lengths = [0] * len(rates)
@@ -81,12 +89,13 @@ def draft_lengths(rates: Sequence[float], limits: Sequence[int], num_tokens: int
         probability, row = heap[0]
         order.append(row)
         expected -= probability
+        num_drafted += weights[row]
         lengths[row] += 1
         if lengths[row] < limits[row]:
             heapreplace(heap, (probability * rates[row], row))
         else:
             heappop(heap)
-        speed = expected / (costs.seconds(num_tokens + len(order)) or 1.0)
+        speed = expected / (costs.seconds(num_tokens + num_drafted) or 1.0)
         if speed > highest:
             highest, taken = speed, len(order)
     counts = Counter(order[:taken])

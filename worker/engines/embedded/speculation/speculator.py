@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 from time import perf_counter
 
 from adapters.chain import ProcessorChain
@@ -169,7 +170,9 @@ class Speculator:
         forced = [one.limit if one.is_forced else 0 for one in candidates]
         rates = [0.0 if length else one.rate for one, length in zip(candidates, forced, strict=True)]
         limits = [one.limit for one in candidates]
-        others = draft_lengths(rates, limits, plan.num_tokens + sum(forced), self._costs)
+        weights = [len(plan.decode[one.row].sequences) for one in candidates]
+        num_tokens = plan.num_tokens + sum(map(mul, forced, weights))
+        others = draft_lengths(rates, limits, num_tokens, self._costs, weights)
         lengths = [length or other for length, other in zip(forced, others, strict=True)]
         idle = [index for index, length in enumerate(lengths) if not length]
         for index in idle:
@@ -228,8 +231,9 @@ class Speculator:
         """Take the time since `draft` began the step, once every row's first position is sampled.
 
         The sampling of drafted positions comes later: plain decoding would do it in later steps.
+        Nothing is learnt where the draft model has computed companions meanwhile.
         """
-        if not plan.chunks:
+        if not plan.chunks and plan.companions is None:
             self._costs.learn(plan.num_tokens, self._clock() - self._began_s)
 
     def learn(self, plan: Plan, accepted: Sequence[int]) -> None:
