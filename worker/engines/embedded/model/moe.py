@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from worker.engines.embedded.model.activations import name_of
-from worker.engines.embedded.model.linear import Linear
+from worker.engines.embedded.model.linear import Linear, halves, stacked_rows
 from worker.engines.embedded.model.mlp import GatedMlp
+from worker.engines.embedded.model.quantisation import Quantised
+from worker.engines.embedded.model.quantised_experts import stacked_in
 from worker.engines.embedded.model.row_functions import as_they_are
 
 
@@ -25,10 +27,15 @@ class Experts(torch.nn.Module):
         is_plain = experts.has_gate and not experts.has_bias and _has_default_gate(experts)
         activation = name_of(experts.act_fn) if is_plain else None
         self._experts = torch.nn.ModuleList()
+        given = experts.__dict__.get("given")  # of a quantised checkpoint
         for index in range(len(getattr(experts, name))):
+            if given is not None and activation is not None:
+                gate, up, down = (Linear(given[index][part]) for part in ("gate", "up", "down"))
+                self._experts.append(GatedMlp(gate, up, down, activation))
+                continue
             up, down = (_weight(experts, each, index) for each in (name, "down_proj"))
             if activation is not None:
-                gate, up = up.chunk(2)
+                gate, up = halves(up)
                 self._experts.append(GatedMlp(Linear(gate), Linear(up), Linear(down), activation))
             else:
                 biases = [
@@ -68,8 +75,13 @@ class _Expert(torch.nn.Module):
         return result
 
 
-def _weight(experts: Any, name: str, index: int) -> torch.Tensor:
+def _weight(experts: Any, name: str, index: int) -> torch.Tensor | Quantised:
     """``[N, K]`` of one expert."""
+    stacked, given = stacked_in(experts).get(name), experts.__dict__.get("given")
+    if stacked is not None:
+        return stacked.of(index)
+    if given is not None:
+        return stacked_rows([given[index][part] for part in (("down",) if name == "down_proj" else ("gate", "up"))])
     weight: torch.Tensor = getattr(experts, name)[index].detach()
     return weight.T.contiguous() if experts.is_transposed else weight
 

@@ -14,8 +14,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from worker.engines.embedded.model import llama_weights
-from worker.engines.embedded.model.quantisation import QuantisedWeight
-from worker.engines.embedded.model.quantised_experts import StackedExperts, StoredWeight
+from worker.engines.embedded.model.quantisation import QuantisedWeight, StackedExperts
 from worker.engines.embedded.model.stored_weights import Weight
 from worker.engines.embedded.model.third_party_weights import ThirdPartyWeights, changes_nothing
 from worker.engines.embedded.model.transformers_checkpoint import filled_network, network_of
@@ -75,7 +74,7 @@ class ThirdPartyCheckpoint:
         self._log(weights, keeps_quantised)
         return network
 
-    def _counted(self, weights: Iterator[tuple[str, StoredWeight]]) -> Iterator[tuple[str, StoredWeight]]:
+    def _counted(self, weights: Iterator[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         for name, weight in weights:
             self.num_kept += not isinstance(weight, torch.Tensor)
             yield name, weight
