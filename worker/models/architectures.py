@@ -60,9 +60,8 @@ _GGUF_KEYS = {
 }
 """Below the architecture's name, by the key of `Geometry`."""
 
-CONVERTED = tuple(
-    sorted(each.name for each in (*GGUF_TYPES.values(), *LAYOUTS.values(), MIXTRAL, DEEPSEEK_2, DEEPSEEK_3))
-)
+_ALL_LAYOUTS: tuple[Layout, ...] = (*LAYOUTS.values(), MIXTRAL, DEEPSEEK_2, DEEPSEEK_3)
+CONVERTED = tuple(sorted({*(kind.name for kind in GGUF_TYPES.values()), *(each.name for each in _ALL_LAYOUTS)}))
 """Model types of the checkpoints that files are converted into."""
 
 _LOW_FREQUENCY_FACTOR, _HIGH_FREQUENCY_FACTOR, _ORIGINAL_CONTEXT = 1.0, 4.0, 8192

@@ -24,7 +24,9 @@ CODES, SCALES, OFFSETS = ".codes", ".scales", ".offsets"
 """Suffixes of a weight's name."""
 
 TRANSPOSED = ".transposed"
-"""Suffix before these of experts' weights ``[E, N, K]``, of which the parameter is ``[E, K, N]``."""
+"""Suffix before these: experts' weights are stored as ``[E, N, K]``, their parameter is ``[E, K,
+N]``.
+"""
 
 MOST_E8M0 = 252
 """The greatest exponent of MXFP4 with which 6 times the scale is finite in float32."""

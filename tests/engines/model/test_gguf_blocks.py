@@ -5,15 +5,15 @@ the dequantised checkpoint does.
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf.quants import quantize
 from gguf_twists import ARCHITECTURES, TwistedSource, write_checkpoint
 from model_runs import last_logits, load_native
 from safetensors.torch import load_file, save_file
@@ -22,14 +22,16 @@ from transformers import AutoModelForCausalLM
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.model.decoder import DecoderNetwork
-from worker.engines.embedded.model.network import Network
-from worker.engines.embedded.model.quantisation import StackedExperts
+from worker.engines.embedded.model.linear import linears
+from worker.engines.embedded.model.quantisation import QuantisedGemm, StackedExperts
 from worker.engines.embedded.model.stored_weights import Weight, weights_in
 from worker.engines.embedded.model.updates import ReloadedUpdates
 from worker.engines.weights import WeightsRefused
 from worker.errors import StartupError
 from worker.models import convert_gguf
-from worker.models.quantised import CODES, format_of
+from worker.models.gguf_file import GgufFile
+from worker.models.quantised import format_of
+from worker.models.weight_files import SINGLE
 from worker.tiny_model import write_tiny_model
 
 MIXTURES = ("deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen3_moe")
@@ -85,8 +87,8 @@ IN_CI += [("phi3", Kind.Q4_0), ("gemma3_text", Kind.Q8_0)]
 
 @pytest.mark.parametrize(("kind", "type"), some(CASES, *IN_CI))
 def test_blocks_are_kept(kind: str, type: Kind, tmp_path: Path, tiny: Path) -> None:
-    """The values of the dequantised checkpoint, by native kernels, by torch and by transformers, and
-    the bits of a row whole, in chunks and beside others.
+    """The values of the dequantised checkpoint, by native kernels, torch and transformers, and the
+    bits of a row whole and in chunks.
     """
     write_checkpoint(tmp_path / "source", kind, tiny)
     dense, kept = converted(TwistedSource(tmp_path / "source", type), tmp_path)
@@ -115,6 +117,69 @@ def test_blocks_are_kept(kind: str, type: Kind, tmp_path: Path, tiny: Path) -> N
     torch.testing.assert_close(last_logits(loaded(kept, kernels="torch")), whole, atol=2e-4, rtol=2e-4)
     close = 1e-3 if kind == "deepseek_v2" else 2e-4  # see test_gguf_twists
     torch.testing.assert_close(whole, expected, atol=close, rtol=close)
+
+
+UPDATED = [("gpt_oss", Kind.MXFP4), ("granitemoe", Kind.Q4_0), ("mixtral", Kind.Q8_0), ("deepseek_v3", Kind.Q4_0)]
+
+
+@pytest.mark.parametrize(("kind", "type"), some(UPDATED, *UPDATED[:3]))
+def test_updates_are_rounded_as_the_file_was(kind: str, type: Kind, tmp_path: Path, tiny: Path) -> None:
+    """Whole ones, which stay packed: the bits of a start from a file of the new weights."""
+    write_checkpoint(tmp_path / "0", kind, tiny)
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    new = {name: value.flip(0).contiguous() for name, value in load_file(tmp_path / "0" / SINGLE).items()}
+    save_file(new, tmp_path / "1" / SINGLE, {"format": "pt"})
+    paths = []
+    for which in "01":
+        source = TwistedSource(tmp_path / which, type)
+        if "deepseek" in kind:
+            source.as_older_file()  # newer ones have blocks along the other side of a weight
+        (tmp_path / f"files-{which}").mkdir()
+        paths.append(converted(source, tmp_path / f"files-{which}")[1])
+    model, fresh = (load_native(path, dtype="float32", activation_dtype="int8") for path in paths)
+    expected, packed = last_logits(fresh), count_packed(model)
+    assert packed == count_packed(fresh) > 0
+    config = EmbeddedConfig(model_path=paths[0], device="cpu", dtype="float32", activation_dtype="int8")
+    updates = ReloadedUpdates(config, model)
+    given = updates.check(new)
+    assert set(given.formats.values()) == {type.name}
+    assert {name for name in given.weights if not isinstance(given.weights[name], torch.Tensor)} == set(given.formats)
+    for weights in (given, updates.check(stored(paths[1]))):
+        model.replace_network(updates.network(weights))
+        assert count_packed(model) == packed
+        assert torch.equal(last_logits(model), expected)
+    some_name = next(name for name in new if ".experts." in name or "put_linear" in name)
+    with pytest.raises(WeightsRefused, match=f"tensor {re.escape(some_name)}: is missing"):
+        updates.check({name: value for name, value in new.items() if name != some_name})
+
+
+def count_packed(model: HfModel) -> int:
+    return sum(isinstance(layer.gemm, QuantisedGemm) for layer in linears(model._network))
+
+
+def test_tensors_of_two_types_are_dequantised(tmp_path: Path, tiny: Path) -> None:
+    """Gates and up projections that one weight holds: both in one type, or neither in blocks."""
+    write_checkpoint(tmp_path / "source", "granitemoe", tiny)
+    source = TwistedSource(tmp_path / "source", Kind.Q4_0)
+    for layer in range(source.config["num_hidden_layers"]):
+        name = f"blk.{layer}.ffn_gate_exps.weight"
+        source.tensors[name] = (source.tensors[name][0], Kind.Q8_0)
+    found = stored(converted(source, tmp_path)[1])
+    for name, weight in found.items():
+        assert isinstance(weight, torch.Tensor) or "input_linear" not in name
+    assert any(isinstance(weight, StackedExperts) for weight in found.values())
+
+
+def test_exponents_that_float32_does_not_hold_are_refused(tmp_path: Path, tiny: Path) -> None:
+    write_checkpoint(tmp_path / "source", "gpt_oss", tiny)
+    source = TwistedSource(tmp_path / "source", Kind.MXFP4)
+    file = GgufFile(source.write(tmp_path / "model.gguf"))
+    tensor = file.tensor("blk.1.ffn_up_exps.weight")
+    data = bytearray((tmp_path / "model.gguf").read_bytes())
+    data[tensor.start] = 253
+    (tmp_path / "model.gguf").write_bytes(data)
+    with pytest.raises(StartupError, match="holds a scale that is infinite or not a number"):
+        convert_gguf(tmp_path / "model.gguf", tmp_path / "cache", lambda line: None, keeps_blocks=True)
 
 
 def loaded(path: Path, **settings: Any) -> HfModel:

@@ -53,7 +53,7 @@ class Projection:
         found = (getattr(layer, "quantised", None) for layer in layers)
         kept = [weight for weight in found if isinstance(weight, QuantisedWeight)]
         stored = concatenated(kept) if len(kept) == len(layers) else None
-        return cls(stacked_rows([layer.weight for layer in layers]), torch.cat(biases) if biases else None, stored)
+        return cls(_stacked([layer.weight for layer in layers]), torch.cat(biases) if biases else None, stored)
 
 
 class Linear(torch.nn.Module):
@@ -204,7 +204,7 @@ def halves(weight: torch.Tensor | QuantisedWeight) -> tuple[torch.Tensor | Quant
     return weight.halves() if isinstance(weight, QuantisedWeight) else weight.detach().chunk(2)
 
 
-def stacked_rows(weights: list[torch.Tensor | QuantisedWeight]) -> torch.Tensor | Quantised:
+def _stacked(weights: list[torch.Tensor | QuantisedWeight]) -> torch.Tensor | Quantised:
     """The rows of all weights, which stay quantised if all of them are."""
     if len(weights) == 1:
         return weights[0]

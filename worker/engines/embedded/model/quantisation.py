@@ -140,10 +140,10 @@ class QuantisedWeight:
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """A projection's weights of all experts, ``[E, N, K]``, or ``[E, K, N]`` if they are transposed.
+    """A projection's weights of all experts, ``[E, N, K]``, or ``[E, K, N]`` if transposed.
 
     Attributes:
-        codes: `QuantisedWeight.codes` of each expert, uint8 ``[E, N, K / 2]`` or int8 ``[E, N, K]``.
+        codes: uint8 ``[E, N, K / 2]`` or int8 ``[E, N, K]``; see `QuantisedWeight`.
         scales: float16 or float32 ``[E, N, groups]``.
         offsets: The same, or None; see `QuantisedWeight`.
         is_e2m1: See `QuantisedWeight`.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from worker.engines.embedded.model.quantisation import QuantisedWeight, StackedExperts
+from worker.engines.embedded.model.quantisation import StackedExperts
 from worker.engines.embedded.model.stored_weights import Weight
 
 _NAME = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
@@ -25,8 +25,8 @@ _STACKED = "stacked"
 
 
 def place_stacked(network: Any, name: str, weight: StackedExperts, dtype: torch.dtype, keeps: bool) -> None:
-    """Put the weights of all experts into `network`, on the ``meta`` device: as they are if `keeps`,
-    else dequantised.
+    """Put the weights of all experts into `network`, on the ``meta`` device: as they are if
+    `keeps`, else dequantised.
 
     Raises:
         ValueError: they have no place in it.

@@ -33,8 +33,9 @@ def weights_in(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Weigh
             weight = name.removesuffix(CODES)
             if weight + SCALES not in tensors:
                 raise ValueError(f"weight {weight} is in no format that is known")
-            yield weight.removesuffix(TRANSPOSED), _quantised(
-                weight, tensor, tensors[weight + SCALES], tensors.get(weight + OFFSETS)
+            yield (
+                weight.removesuffix(TRANSPOSED),
+                _quantised(weight, tensor, tensors[weight + SCALES], tensors.get(weight + OFFSETS)),
             )
         elif not name.endswith((SCALES, OFFSETS)):
             yield name, tensor

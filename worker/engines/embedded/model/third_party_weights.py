@@ -103,6 +103,7 @@ class ThirdPartyWeights:
                     return found
                 found = found.dequantised()
             else:
+                assert isinstance(found, torch.Tensor), "stacked experts are read as they are"
                 self.dequantised[_reason(stored)] += 1
             found = found.to(self._dtype)
             _check_finite(found)

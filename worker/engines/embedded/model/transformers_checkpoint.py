@@ -276,9 +276,7 @@ def _compute_buffers(network: Any) -> None:
     """
     stored = network.state_dict()
     for name, module in network.named_modules():
-        of_none = [
-            leaf for leaf, value in module._buffers.items() if value.is_meta and f"{name}.{leaf}" not in stored
-        ]
+        of_none = [leaf for leaf, value in module._buffers.items() if value.is_meta and f"{name}.{leaf}" not in stored]
         for leaf in of_none:
             module._buffers[leaf] = torch.empty_like(module._buffers[leaf], device="cpu")
         if of_none:
@@ -287,7 +285,8 @@ def _compute_buffers(network: Any) -> None:
 
 def _renamed(model_type: str, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
     """Weights by the names of transformers' modules, as its own loader renames them."""
-    found = get_checkpoint_conversion_mapping(model_type) or []
+    mapping: Any = get_checkpoint_conversion_mapping
+    found = mapping(model_type) or []
     renamings = [each for each in found if isinstance(each, WeightRenaming)]
     for name, weight in weights:
         for each in renamings:
@@ -296,7 +295,11 @@ def _renamed(model_type: str, weights: Iterable[tuple[str, Weight]]) -> Iterator
 
 
 def _fill(
-    network: Any, shapes: Mapping[str, torch.Size], weights: Iterable[tuple[str, Weight]], dtype: torch.dtype, keeps: bool
+    network: Any,
+    shapes: Mapping[str, torch.Size],
+    weights: Iterable[tuple[str, Weight]],
+    dtype: torch.dtype,
+    keeps: bool,
 ) -> None:
     in_float32 = tuple(network._keep_in_fp32_modules_strict or ())
     for name, weight in weights:
