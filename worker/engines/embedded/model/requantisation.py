@@ -163,15 +163,17 @@ def requantised(
     return found
 
 
-def requantised_experts(
-    weight: torch.Tensor, format: str, is_transposed: bool, check: Callable[[float], None] = lambda largest: None
-) -> StackedExperts:
-    """All experts' weights, ``[E, N, K]``, or ``[E, K, N]`` if they are transposed, each rounded as
-    by `requantised`.
+def rounded_as(
+    format: str, weight: torch.Tensor, is_transposed: bool, check: Callable[[float], None]
+) -> QuantisedWeight | StackedExperts:
+    """A weight ``[N, K]`` by `requantised`; or each of all experts' ``[E, N, K]``, ``[E, K, N]`` if
+    they are transposed.
 
     Raises:
         ValueError: scales cannot hold a weight.
     """
+    if weight.ndim == 2:
+        return requantised(weight, format, check)
     parts = [requantised(each.T if is_transposed else each, format, check) for each in weight.detach()]
     is_narrow = all(part.scales.dtype == torch.float16 for part in parts)
     scales = [part.scales if is_narrow else part.scales.float() for part in parts]

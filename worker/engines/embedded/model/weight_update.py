@@ -23,13 +23,7 @@ from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm
 from worker.engines.embedded.model.panels import Panels
 from worker.engines.embedded.model.quantisation import PackedQuantised, QuantisedWeight, concatenated
-from worker.engines.embedded.model.requantisation import (
-    has_layout_of,
-    largest_of,
-    quantised_parts,
-    requantised,
-    requantised_experts,
-)
+from worker.engines.embedded.model.requantisation import has_layout_of, largest_of, quantised_parts, rounded_as
 from worker.engines.embedded.model.stored_weights import Weight
 from worker.engines.embedded.native import PackedWeight
 from worker.engines.embedded.native.packed import COLUMNS, fill_panels, pack
@@ -126,10 +120,7 @@ def _checked(
 
     if isinstance(weight, torch.Tensor) and format is not None:
         try:
-            if weight.ndim == 3:
-                weight = requantised_experts(weight, format, is_transposed, check)
-            else:
-                weight = requantised(weight, format, check)
+            weight = rounded_as(format, weight, is_transposed, check)
         except ValueError as error:
             raise WeightsRefused(f"tensor {name}: {error}") from None
     else:
