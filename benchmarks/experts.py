@@ -20,7 +20,6 @@ import datetime
 import functools
 import gc
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +31,7 @@ import numpy as np
 import quantised
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
+from neighbours import processor
 from workload import HERE, Reply, Task, peer
 
 from worker.models.checkpoint import convert_gguf
@@ -136,8 +136,9 @@ def render(rows: list[quantised.Row], load: float, arguments: argparse.Namespace
         "",
         f"Made by `benchmarks/experts.py`, which says what the cases are, on {datetime.date.today()}:",
         f"{arguments.layers} layers of Qwen3-30B-A3B's shapes with random weights in Q4_0, --kernels",
-        f"{arguments.kernels}, {platform.machine()}, {arguments.threads} threads, load before {load:.1f}; the fastest",
-        f"of {arguments.rounds} interleaved rounds, tokens per second, and ratios to llama.cpp.",
+        f"{arguments.kernels}, {processor()},",
+        f"{arguments.threads} threads, load before {load:.1f}; the fastest of {arguments.rounds} interleaved rounds,",
+        "tokens per second, and ratios to llama.cpp.",
         "",
         *quantised.table(
             "case", quantised.FLOOR, "llama.cpp", *(title for name in COLUMNS for title in (name, "ratio"))

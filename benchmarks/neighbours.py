@@ -103,7 +103,7 @@ def render(speeds: Speeds, arguments: argparse.Namespace, load: float) -> str:
         "Made by `.venv/bin/python benchmarks/neighbours.py`, which says who answers. Tokens per second, the median of",
         f"{arguments.rounds} rounds, {arguments.threads} threads on {os.cpu_count()} cores.",
         "",
-        f"{datetime.datetime.now(tz=datetime.UTC).date()}, {_processor()}, {arguments.dtype}, load before {load:.1f}.",
+        f"{datetime.datetime.now(tz=datetime.UTC).date()}, {processor()}, {arguments.dtype}, load before {load:.1f}.",
         "",
         "| rows | neighbours | " + " | ".join(names) + " |",
         "| --- | --- |" + " --- |" * len(names),
@@ -123,7 +123,8 @@ def render(speeds: Speeds, arguments: argparse.Namespace, load: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name of this machine's processor."""
     lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     facts = dict(line.split("\t: ", 1) for line in (each.replace("\t\t", "\t") for each in lines) if "\t: " in line)
     name, family, model = facts.get("model name"), facts.get("cpu family"), facts.get("model")

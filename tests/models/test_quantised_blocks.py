@@ -14,11 +14,12 @@ from gguf_files import Source
 from safetensors.torch import load_file
 
 from worker.engines.embedded.model.quantisation import QuantisedWeight
+from worker.engines.embedded.model.stored_weights import weights_in
 from worker.models import convert_gguf
-from worker.models.quantised import CODES, OFFSETS, READ, SCALES, format_of, unpack_blocks
+from worker.models.quantised import CODES, MOST_E8M0, OFFSETS, READ, SCALES, format_of, unpack_blocks
 from worker.tiny_model import write_tiny_model
 
-HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}
+HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
 """Where a block's float16 numbers are."""
 
 
@@ -32,6 +33,8 @@ def blocks(kind: GGMLQuantizationType, rows: int, count: int) -> np.ndarray[tupl
             np.float16
         )
         found[..., at : at + 2] = numbers[..., None].view(np.uint8)
+    if kind == GGMLQuantizationType.MXFP4:
+        found[..., 0] %= MOST_E8M0 + 1
     return found.reshape(rows, -1)
 
 
@@ -39,8 +42,9 @@ def blocks(kind: GGMLQuantizationType, rows: int, count: int) -> np.ndarray[tupl
 def test_values_are_those_that_gguf_py_dequantises(kind: GGMLQuantizationType) -> None:
     packed = blocks(kind, 40, 3)
     found = unpack_blocks(packed, kind)
-    offsets = torch.from_numpy(found.offsets) if found.offsets is not None else None
-    weight = QuantisedWeight(torch.from_numpy(found.codes), torch.from_numpy(found.scales), offsets)
+    parts = {".codes": found.codes, ".scales": found.scales, ".offsets": found.offsets}
+    [(_, weight)] = weights_in({name: torch.from_numpy(part) for name, part in parts.items() if part is not None})
+    assert isinstance(weight, QuantisedWeight)
     assert weight.shape == (40, 3 * GGML_QUANT_SIZES[kind][0])
     assert np.array_equal(weight.dequantised().numpy(), dequantize(packed, kind))
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from worker.models.geometry import BOUNDS, Geometry, GeometryError
 from worker.models.gguf_file import GgufError, GgufFile
-from worker.models.gguf_latent import DEEPSEEK, LatentLayout, deepseek
+from worker.models.gguf_latent import DEEPSEEK, DEEPSEEK_2, DEEPSEEK_3, LatentLayout, deepseek
 from worker.models.gguf_layouts import LAYOUTS, MIXTRAL, Layout
 from worker.models.gguf_weights import ROPE_FREQUENCIES, Weight, find_weights, layout_weights, plain_dtype
 from worker.models.model_types import GGUF_TYPES, ModelType
@@ -59,6 +59,10 @@ _GGUF_KEYS = {
     "moe_intermediate_size": "expert_feed_forward_length",
 }
 """Below the architecture's name, by the key of `Geometry`."""
+
+_ALL_LAYOUTS: tuple[Layout, ...] = (*LAYOUTS.values(), MIXTRAL, DEEPSEEK_2, DEEPSEEK_3)
+CONVERTED = tuple(sorted({*(kind.name for kind in GGUF_TYPES.values()), *(each.name for each in _ALL_LAYOUTS)}))
+"""Model types of the checkpoints that files are converted into."""
 
 _LOW_FREQUENCY_FACTOR, _HIGH_FREQUENCY_FACTOR, _ORIGINAL_CONTEXT = 1.0, 4.0, 8192
 """Constants of every Llama 3.1, 3.2 and 3.3; the file has only the factors that follow."""

@@ -31,22 +31,27 @@ from worker.models.architectures import Architecture
 from worker.models.beside import work_directory
 from worker.models.gguf_file import GgufError, GgufFile, parts_of
 from worker.models.gguf_weights import Weight
-from worker.models.model_table import KEEP_BLOCKS
 from worker.models.numbers import BYTES, decoded, encoded
-from worker.models.quantised import CODES, OFFSETS, READ, SCALES, Codes, quantization_config, unpack_blocks
+from worker.models.quantised import (
+    CODES,
+    MOST_E8M0,
+    OFFSETS,
+    SCALES,
+    TRANSPOSED,
+    Codes,
+    quantization_config,
+    unpack_blocks,
+)
 from worker.models.safetensors_file import Stored, write_safetensors
 from worker.models.tokenizer import GgufTokenizer
 
-FORMAT = 3
+FORMAT = 4
 """Part of a directory's name: raised when the same file would be written differently."""
 
 Say = Callable[[str], None]
 """Takes one line for the operator."""
 
 SUFFIX = ".gguf"
-ROUTER = ".mlp.gate.weight"
-"""End of the name of a router's weight, which is never quantised."""
-
 _CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _NUMPY_CODES = {"uint8": "U8", "int8": "I8", "float16": "F16", "float32": "F32"}
 _HASHED_AT_ONCE = 16 * 2**20
@@ -142,7 +147,7 @@ def write_checkpoint(source: Path, directory: Path, name: str, say: Say, keeps_b
     architecture = Architecture(file)
     tokenizer = GgufTokenizer(file.metadata, architecture.config["vocab_size"])
     config = architecture.config | tokenizer.special_ids
-    kept = _kept(architecture) if keeps_blocks else []
+    kept = [each for each in architecture.weights if each.can_keep_blocks] if keeps_blocks else []
     if kept:
         config["quantization_config"] = quantization_config(", ".join(sorted({each.tensor.kind.name for each in kept})))
     files = tokenizer.files(config["max_position_embeddings"])
@@ -155,14 +160,6 @@ def write_checkpoint(source: Path, directory: Path, name: str, say: Say, keeps_b
         write_safetensors(output, list(_stored(file, architecture, kept)), {"format": "pt"}, progress.show)
         output.flush()
         os.fsync(output.fileno())
-
-
-def _kept(architecture: Architecture) -> list[Weight]:
-    """Weights that stay quantised."""
-    if architecture.config["model_type"] not in KEEP_BLOCKS:
-        return []
-    matrices = (each for each in architecture.weights if len(each.shape) == 2 and each.tensor.kind in READ)
-    return [each for each in matrices if not each.name.endswith(ROUTER)]
 
 
 def _stored(file: GgufFile, architecture: Architecture, kept: list[Weight]) -> Iterator[Stored]:
@@ -187,18 +184,25 @@ def _dense_parts(file: GgufFile, weight: Weight) -> Iterator[bytes]:
 def _stored_codes(file: GgufFile, weight: Weight) -> Iterator[Stored]:
     """Codes, scales and, where there are any, offsets."""
     first = unpack_blocks(next(file.packed_rows(weight.tensor, weight.rows[:1])), weight.tensor.kind)
+    *experts, rows = (*weight.shape[:-2], weight.shape[-1 if weight.turns else -2])
+    name = weight.name + (TRANSPOSED if weight.turns else "")
     for suffix, which in ((CODES, "codes"), (SCALES, "scales"), (OFFSETS, "offsets")):
         sample = getattr(first, which)
         if sample is not None:
-            shape = (len(weight.rows), sample.shape[1])
+            shape = (*experts, rows, sample.shape[1])
             parts = partial(_code_parts, file, weight, attrgetter(which))
-            yield Stored(weight.name + suffix, _NUMPY_CODES[str(sample.dtype)], shape, shape[0] * sample.nbytes, parts)
+            size = math.prod(shape[:-1]) * sample.nbytes
+            yield Stored(name + suffix, _NUMPY_CODES[str(sample.dtype)], shape, size, parts)
 
 
 def _code_parts(file: GgufFile, weight: Weight, which: Callable[[Codes], npt.NDArray[Any]]) -> Iterator[bytes]:
-    for packed in file.packed_rows(weight.tensor, weight.rows):
-        part = which(unpack_blocks(packed, weight.tensor.kind))
-        if part.dtype.kind == "f" and not np.isfinite(part).all():
+    for packed in weight.packed_rows(file):
+        found = unpack_blocks(packed, weight.tensor.kind)
+        part = which(found)
+        is_finite = bool(np.isfinite(part).all()) if part.dtype.kind == "f" else True
+        if found.scales.dtype == np.uint8 and part is found.scales:  # exponents
+            is_finite = bool((part <= MOST_E8M0).all())
+        if not is_finite:
             raise GgufError(f"tensor {weight.tensor.name} holds a scale that is infinite or not a number")
         yield part.tobytes()
 

@@ -20,6 +20,7 @@ from worker.models.gguf_file import GgufError, GgufFile, GgufTensor
 from worker.models.gguf_layouts import Layout, Place
 from worker.models.model_types import ModelType
 from worker.models.numbers import are_exact
+from worker.models.quantised import READ
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
 """Tensor that is no weight of a checkpoint."""
@@ -102,6 +103,32 @@ class Weight:
             yield np.ascontiguousarray(found.T) if self.turns else found
 
     @property
+    def can_keep_blocks(self) -> bool:
+        """Whether the blocks of its tensors are those of the weight's own rows, or columns where it
+        is transposed, and of one type, which the embedded engine reads. Routers are not quantised.
+        """
+        if len(self.shape) < 2 or self.has_one or ".ffn_gate_inp." in self.tensor.name:
+            return False
+        kinds = {tensor.kind for tensor in self.tensors}
+        return self.tensor.name.endswith(".weight") and len(kinds) == 1 and self.tensor.kind in READ
+
+    def packed_rows(self, file: GgufFile) -> Iterator[npt.NDArray[np.uint8]]:
+        """Blocks of its rows in order, bytes ``[n, row_bytes]`` at a time, of each expert's matrix
+        one after the other; see `can_keep_blocks`.
+        """
+        if self.tensors == (self.tensor,):
+            yield from file.packed_rows(self.tensor, self.rows)
+            return
+        for matrix in np.split(self.rows, self.shape[0]):
+            found = np.concatenate(list(file.packed_rows(self.tensor, matrix)))
+            if self.below is not None:
+                found = np.concatenate((found, *file.packed_rows(self.below, matrix)))
+            if self.beside is not None:
+                other = np.concatenate(list(file.packed_rows(self.beside, matrix)))
+                found = np.stack((found, other), 1).reshape(-1, found.shape[1])
+            yield found
+
+    @property
     def dtype(self) -> str:
         """Data type that holds its values: exactly, if they are plain numbers."""
         found = {_NUMBERS.get(tensor.kind, BLOCKS) for tensor in self.tensors}
@@ -118,6 +145,11 @@ class LatentWeight(Weight):
     """
 
     heads: int = 1
+
+    @property
+    def can_keep_blocks(self) -> bool:
+        """No: blocks of keys lie along its columns, those of values along its rows."""
+        return False
 
     def values(self, file: GgufFile) -> Iterator[npt.NDArray[np.float32]]:
         """The values of the weight in order, a head at a time."""

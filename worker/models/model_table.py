@@ -56,9 +56,6 @@ SERVED = tuple(row.name for row in TABLE.values() if row.network is not None)
 LLAMA_LIKE = tuple(row.name for row in TABLE.values() if row.network == "llama")
 """Model types that `LlamaNetwork` computes."""
 
-KEEP_BLOCKS = (*LLAMA_LIKE, "qwen3_moe")
-"""Model types whose quantised checkpoints are served as they are."""
-
 
 def refusal_of(model_type: object) -> str | None:
     """The reason why a model type is not served; None if it is."""

@@ -4,7 +4,9 @@ A directory as of a Hugging Face checkpoint, whose ``config.json`` says so under
 ``quantization_config``. A quantised weight ``X`` is stored as ``X.codes``, int8 ``[N, K]`` or uint8
 ``[N, K / 2]`` (two codes of 4 bits, the first one lower), ``X.scales`` ``[N, groups]`` and, where
 codes are not symmetric, ``X.offsets``: ``scale * code + offset``. Symmetric codes of 4 bits count
-from -8.
+from -8. Those whose scales are uint8 are numbers of e2m1, and scales exponents (MXFP4). Weights of
+all experts have the count of experts in front of these shapes; where the parameter ``X`` has each
+expert's matrix transposed, they are stored as ``X.transposed.codes``.
 """
 
 from __future__ import annotations
@@ -20,6 +22,14 @@ from gguf.quants import Q4_K
 
 CODES, SCALES, OFFSETS = ".codes", ".scales", ".offsets"
 """Suffixes of a weight's name."""
+
+TRANSPOSED = ".transposed"
+"""Suffix before these: experts' weights are stored as ``[E, N, K]``, their parameter is ``[E, K,
+N]``.
+"""
+
+MOST_E8M0 = 252
+"""The greatest exponent of MXFP4 with which 6 times the scale is finite in float32."""
 
 _METHOD = "dynamo-logits-worker"
 
@@ -43,7 +53,7 @@ class Codes:
 
     Attributes:
         codes: int8 ``[n, K]`` or uint8 ``[n, K / 2]``.
-        scales: float16 or float32 ``[n, groups]``.
+        scales: float16 or float32 ``[n, groups]``; uint8 for exponents of codes of e2m1.
         offsets: float16 or float32 ``[n, groups]``, or None.
     """
 
@@ -121,5 +131,17 @@ def _q6_k(packed: npt.NDArray[np.uint8]) -> Codes:
     return Codes(codes.reshape(len(packed), -1), scales.reshape(len(packed), -1))
 
 
-READ = {Kind.Q8_0: _q8_0, Kind.Q4_0: _q4_0, Kind.Q4_1: _q4_1, Kind.Q4_K: _q4_k, Kind.Q6_K: _q6_k}
+def _mxfp4(packed: npt.NDArray[np.uint8]) -> Codes:
+    blocks = _blocks(packed, 17)
+    return Codes(_paired(_nibbles(blocks[..., 1:])), np.ascontiguousarray(blocks[..., 0]))
+
+
+READ = {
+    Kind.Q8_0: _q8_0,
+    Kind.Q4_0: _q4_0,
+    Kind.Q4_1: _q4_1,
+    Kind.Q4_K: _q4_k,
+    Kind.Q6_K: _q6_k,
+    Kind.MXFP4: _mxfp4,
+}
 """Types of GGUF's tensors that are kept as they are."""

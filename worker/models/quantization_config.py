@@ -25,6 +25,9 @@ Layout = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float-quanti
 MXFP4: Final = "mxfp4"
 """Layout of blocks of 32 numbers of e2m1, which the native kernels read as experts of GPT-OSS."""
 
+STACKED_EXPERTS = "gpt_oss"
+"""Model type whose experts are kept in MXFP4; its checkpoints have the names of its modules."""
+
 INTEGERS = ("gptq", "awq", "pack-quantized", "int-quantized")
 """Layouts of whole numbers, which the native kernels read."""
 

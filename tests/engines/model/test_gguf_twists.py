@@ -12,23 +12,17 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf_twists import ARCHITECTURES, TwistedSource, write_checkpoint
-from model_runs import last_logits
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.model import load_model
 from worker.engines.embedded.model.batch_packing import Batch
-from worker.engines.embedded.model.decoder import DecoderNetwork
-from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.errors import StartupError
 from worker.models import convert_gguf, find_gguf
 from worker.models.gguf_latent import DEEPSEEK_2, DEEPSEEK_3
 from worker.models.gguf_layouts import LAYOUTS, MIXTRAL
-from worker.models.quantised import format_of
 from worker.tiny_model import write_tiny_model
-
-KINDS = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -82,44 +76,6 @@ def compare(kind: str, network: Any, checkpoint: Path) -> None:
     # V2's random queries are sharp: transformers' eager and fused attention differ by 5e-4
     close = 1e-3 if kind == "deepseek_v2" else 2e-4
     torch.testing.assert_close(found, expected, atol=close, rtol=close)
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("kind", some(KINDS, KINDS[0]))
-def test_experts_keep_their_blocks(kind: GGMLQuantizationType, tmp_path: Path, tiny: Path) -> None:
-    """The values, by native kernels on blocks and on the dequantised checkpoint, and the bits of a
-    row in any batch.
-    """
-    write_checkpoint(tmp_path / "source", "qwen3_moe", tiny)
-    file = TwistedSource(tmp_path / "source", kind).write(tmp_path / "model.gguf")
-    dense, kept = (convert_gguf(file, tmp_path / "cache", lambda line: None, keeps) for keeps in (False, True))
-    assert format_of(json.loads((kept / "config.json").read_text())) == kind.name
-    stored, exact = load_file(kept / "model.safetensors"), load_file(dense / "model.safetensors")
-    experts = [name for name in stored if ".experts." in name]
-    assert len(experts) == 3 * 5 * 3 * 2
-    assert all(name.endswith((".codes", ".scales")) for name in experts)
-    assert "model.layers.0.mlp.gate.weight" in stored
-
-    def loaded(path: Path, **settings: Any) -> HfModel:
-        unrounded: dict[str, Any] = {"dtype": "float32", "activation_dtype": "none", "numerics": "exact"}
-        model = load_model(EmbeddedConfig(model_path=path, device="cpu", **unrounded, **settings))
-        model.allocate_kv(8, 32)
-        return model
-
-    codes = {name.removesuffix(".codes") for name in stored if name.endswith(".codes")}
-    for name in codes:  # instead of their values rounded to bfloat16
-        exact[name] = QuantisedWeight(stored[f"{name}.codes"], stored[f"{name}.scales"]).dequantised()
-    save_file(exact, dense / "model.safetensors", {"format": "pt"})
-    network = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
-    model, whole = loaded(kept), last_logits(loaded(kept))
-    assert isinstance(model._network, DecoderNetwork)
-    assert torch.equal(last_logits(model, (0, 7, 40, 41, 90))[-1:], whole)
-    for other in (loaded(kept, quantization="none"), loaded(kept, kernels="torch")):
-        torch.testing.assert_close(last_logits(other), whole, atol=2e-4, rtol=2e-4)
-    ids = torch.randint(300, (1, 90), generator=torch.Generator().manual_seed(5))
-    with torch.inference_mode():
-        expected = network(ids, use_cache=False).logits[0, -1:]
-    torch.testing.assert_close(whole, expected, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "mixtral"])

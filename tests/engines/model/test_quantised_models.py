@@ -200,8 +200,8 @@ class TestRefusals:
             load(quantised["llama"], quantization="int8")
 
     def test_other_architectures(self, quantised: dict[str, Path], tmp_path: Path) -> None:
-        changed = changed_config(quantised["llama"], tmp_path, model_type="gemma2")
-        with pytest.raises(StartupError, match="quantised checkpoints of model type 'gemma2' are not served"):
+        changed = changed_config(quantised["llama"], tmp_path, model_type="gemma")
+        with pytest.raises(StartupError, match="quantised checkpoints of model type 'gemma' are not served"):
             load(changed)
 
     @pytest.mark.parametrize(

@@ -15,15 +15,20 @@ import pytest
 import random_checkpoints
 import torch
 from effort import grid
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize, quantize
 from model_runs import last_logits, load_native
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from third_party_checkpoints import FORMATS, GPTQ, compressed, save, write
 
+from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache import budget as kv_budget
 from worker.engines.embedded.model import HfModel, decoder_layers
 from worker.engines.embedded.model.linear import linears
-from worker.engines.embedded.model.quantisation import QuantisedGemm
+from worker.engines.embedded.model.quantisation import QuantisedGemm, StackedExperts
+from worker.engines.embedded.model.updates import updates_of
 from worker.engines.embedded.offline import Engine
+from worker.engines.weights import WeightsRefused
 from worker.errors import StartupError
 from worker.sampling import SamplingParams
 
@@ -87,16 +92,49 @@ def test_any_decoder_is_what_its_format_means(kind: str, format: str, packed: in
     assert torch.equal(last_logits(model, (0, 33, 34, 89, 90))[-1:], found)
 
 
-def test_experts_that_no_native_kernel_computes_are_dequantised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_experts_stay_packed_in_transformers_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder_shapes.write(tmp_path / "gpt_oss", "gpt_oss", 0)
     path = write(tmp_path / "gpt_oss", tmp_path / "it", "mxfp4")
     monkeypatch.delitem(decoder_layers.TWISTS, "gpt_oss")
-    with caplog.at_level(logging.INFO):
-        model = load(path)
-    assert "6 weights of experts in MXFP4 are dequantised: transformers' code computes them" in caplog.messages
+    model = load(path)
+    assert num_packed(model) == 3 * 5 * 2  # gate and up are one
     assert torch.equal(last_logits(model), last_logits(load(path / "dense")))
+    assert torch.equal(last_logits(model, (0, 33, 34, 89, 90))[-1:], last_logits(model))
+
+
+@pytest.mark.parametrize("rounding", ["none", "int8"])
+def test_an_update_of_mxfp4_experts_stays_packed(rounding: str, tmp_path: Path) -> None:
+    """Numbers that MXFP4 holds give the bits of a start from them; others are rounded as llama.cpp
+    rounds them, and a second update is as the first.
+    """
+    paths = []
+    for which in range(2):
+        decoder_shapes.write(tmp_path / f"plain-{which}", "gpt_oss", 0)
+        if which:
+            tensors = load_file(tmp_path / "plain-1" / "model.safetensors")
+            changed = {name: tensor.flip(0).contiguous() for name, tensor in tensors.items()}
+            save_file(changed, tmp_path / "plain-1" / "model.safetensors", {"format": "pt"})
+        paths.append(write(tmp_path / f"plain-{which}", tmp_path / f"it-{which}", "mxfp4"))
+    model, fresh = (load(path, activation_dtype=rounding) for path in paths)
+    updates = updates_of(EmbeddedConfig(model_path=paths[0], device="cpu", activation_dtype=rounding), model)
+    given = updates.check(load_file(paths[1] / "dense" / "model.safetensors"))
+    experts = {name for name in given.weights if name.endswith(("gate_up_proj", "down_proj"))}
+    assert given.formats == dict.fromkeys(experts, "MXFP4")
+    assert len(experts) == 2 * 3
+    expected = last_logits(fresh)
+    for _ in range(2):
+        model.replace_network(updates.network(given))
+        assert num_packed(model) == 45
+        assert torch.equal(last_logits(model), expected)
+    name = next(iter(experts))
+    plain = load_file(tmp_path / "plain-1" / "model.safetensors")
+    rounded = updates.check(plain).weights[name]
+    assert isinstance(rounded, StackedExperts)
+    rows = plain[name].mT.contiguous().numpy()
+    theirs = dequantize(quantize(rows, Kind.MXFP4), Kind.MXFP4).reshape(rows.shape)
+    assert torch.equal(rounded.dequantised().mT, torch.from_numpy(theirs))
+    with pytest.raises(WeightsRefused, match=f"tensor {name}: holds a number that is infinite or not a number"):
+        updates.check(plain | {name: torch.full_like(plain[name], float("nan"))})
 
 
 @pytest.mark.parametrize(

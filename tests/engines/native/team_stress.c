@@ -38,7 +38,7 @@ compute_jobs(const threads_t *threads, void *argument)
     const int64_t jobs = *(const int64_t *)argument;
     for (int64_t number = 0; number < jobs; number++) {
         const int64_t units = below(8) ? UNITS : UNITS - below(8);
-        parallel_for(threads, units, 1 + below(40), count, &(counts_t){number, counts});
+        parallel_for_job(threads, &(job_t){count, &(counts_t){number, counts}, units, 1 + below(40), (int32_t)below(2)});
         for (int64_t unit = units; unit < UNITS; unit++)
             counts[unit]++;
         for (int64_t unit = 0; unit < UNITS; unit++)

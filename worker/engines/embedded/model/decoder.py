@@ -19,7 +19,6 @@ from worker.engines.embedded.model.transformers_attention import AttentionCall
 from worker.engines.embedded.model.transformers_modules import Norm
 from worker.engines.embedded.native.layers import DecoderLayer, DecoderLayers
 from worker.engines.embedded.native.lora import AdaptedLayers, AdaptedRows
-from worker.models.problems import ModelFileError
 
 logger = logging.getLogger(__name__)
 
@@ -181,18 +180,12 @@ class DecoderNetwork(Network):
 
 
 def decoder_network(network: Any, kernels: KernelBackend, num_positions: int) -> DecoderNetwork | None:
-    """A `DecoderNetwork`, or None if native kernels do not compute all of the model.
-
-    Raises:
-        ModelFileError: so it is, and its experts are quantised.
-    """
+    """A `DecoderNetwork`, or None if native kernels do not compute all of the model."""
     if network.config.model_type not in TWISTS or not kernels.reads_quantised:
         return None
     try:
         return DecoderNetwork(network, kernels, num_positions)
     except NotNative as error:
-        if any("given" in module.__dict__ for module in network.modules()):
-            raise ModelFileError(f"config.json: quantised experts need the native kernels, without {error}") from None
         logger.info("transformers' code computes the model, not the native kernels alone: %s", error)
         return None
 

@@ -15,7 +15,7 @@ import torch
 
 from worker.engines.embedded.model.activations import name_of
 from worker.engines.embedded.model.kernels import KernelBackend
-from worker.engines.embedded.model.linear import Linear, Projection, fuse
+from worker.engines.embedded.model.linear import Linear, Projection, fuse, halves
 from worker.engines.embedded.model.llama_weights import Rope
 from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.engines.embedded.model.quantised_experts import stacked_in
@@ -231,7 +231,7 @@ class _Mlp(torch.nn.Module):
         """transformers' gated MLP, whose gate and up projections may be one layer."""
         activation = _activation(getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None))
         if hasattr(mlp, "gate_up_proj"):
-            gate, up = (Linear(weight) for weight in mlp.gate_up_proj.weight.chunk(2))
+            gate, up = (Linear(weight) for weight in halves(mlp.gate_up_proj.weight))
         elif hasattr(mlp, "gate_proj"):
             gate, up = fuse(mlp.gate_proj), fuse(mlp.up_proj)
         else:

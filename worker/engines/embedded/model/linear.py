@@ -125,6 +125,16 @@ class Linear(torch.nn.Module):
             self.sample = weight[:NUM_TRIAL_ROWS].clone()
         self._weight = self.stored = None
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether `pack` has been called."""
+        return self._weight is None
+
+    @property
+    def computes(self) -> bool:
+        """Whether the layer computes before `pack`."""
+        return isinstance(self._weight, torch.Tensor)
+
     def fits(self, kernels: KernelBackend) -> bool:
         """Whether the first of the GEMM backends supports the weight; before `pack`."""
         return isinstance(self._weight, Quantised) or kernels.gemms[0].supports(self._weight)
@@ -195,6 +205,11 @@ def fuse(*layers: torch.nn.Linear) -> Linear:
     return Linear.of(Projection.of(*layers))
 
 
+def halves(weight: torch.Tensor | QuantisedWeight) -> tuple[torch.Tensor | QuantisedWeight, ...]:
+    """The upper and the lower half of a weight's rows."""
+    return weight.halves() if isinstance(weight, QuantisedWeight) else weight.detach().chunk(2)
+
+
 def _stacked(weights: list[torch.Tensor | QuantisedWeight]) -> torch.Tensor | Quantised:
     """The rows of all weights, which stay quantised if all of them are."""
     if len(weights) == 1:
@@ -227,10 +242,13 @@ def replace_linears(module: torch.nn.Module) -> None:
             replace_linears(child)
 
 
-def pack_all(module: torch.nn.Module, kernels: KernelBackend) -> None:
-    """`Linear.pack` for every one inside `module`."""
+def pack_all(module: torch.nn.Module, kernels: KernelBackend, is_quantised: bool = False) -> None:
+    """`Linear.pack` for every one inside `module` that is not packed; for those alone, if
+    `is_quantised`, that cannot compute before, since their weights are quantised.
+    """
     for layer in linears(module):
-        layer.pack(kernels)
+        if not layer.is_packed and not (is_quantised and layer.computes):
+            layer.pack(kernels)
 
 
 def linears(module: torch.nn.Module) -> Iterator[Linear]:

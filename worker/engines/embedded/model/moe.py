@@ -7,9 +7,12 @@ from typing import Any
 import torch
 
 from worker.engines.embedded.model.activations import name_of
-from worker.engines.embedded.model.linear import Linear
+from worker.engines.embedded.model.linear import Linear, halves
 from worker.engines.embedded.model.mlp import GatedMlp
+from worker.engines.embedded.model.quantisation import QuantisedWeight
+from worker.engines.embedded.model.quantised_experts import stacked_in
 from worker.engines.embedded.model.row_functions import as_they_are
+from worker.models.problems import ModelFileError
 
 
 class Experts(torch.nn.Module):
@@ -25,11 +28,20 @@ class Experts(torch.nn.Module):
         is_plain = experts.has_gate and not experts.has_bias and _has_default_gate(experts)
         activation = name_of(experts.act_fn) if is_plain else None
         self._experts = torch.nn.ModuleList()
+        given = experts.__dict__.get("given")  # of a quantised checkpoint
+        if given is not None and activation is None:
+            raise ModelFileError("config.json: quantised experts need a gate that is an activation alone")
         for index in range(len(getattr(experts, name))):
+            if given is not None and activation is not None:
+                part = given[index]
+                self._experts.append(
+                    GatedMlp(Linear(part["gate"]), Linear(part["up"]), Linear(part["down"]), activation)
+                )
+                continue
             up, down = (_weight(experts, each, index) for each in (name, "down_proj"))
             if activation is not None:
-                gate, up = up.chunk(2)
-                self._experts.append(GatedMlp(Linear(gate), Linear(up), Linear(down), activation))
+                gate_rows, up_rows = halves(up)
+                self._experts.append(GatedMlp(Linear(gate_rows), Linear(up_rows), Linear(down), activation))
             else:
                 biases = [
                     getattr(experts, f"{each}_bias")[index] if experts.has_bias else None
@@ -68,8 +80,11 @@ class _Expert(torch.nn.Module):
         return result
 
 
-def _weight(experts: Any, name: str, index: int) -> torch.Tensor:
+def _weight(experts: Any, name: str, index: int) -> torch.Tensor | QuantisedWeight:
     """``[N, K]`` of one expert."""
+    stacked = stacked_in(experts).get(name)
+    if stacked is not None:
+        return stacked.of(index)
     weight: torch.Tensor = getattr(experts, name)[index].detach()
     return weight.T.contiguous() if experts.is_transposed else weight
 

@@ -82,6 +82,16 @@ class QuantisedWeight:
         """Bytes of codes, scales and offsets."""
         return self.codes.nbytes + self.scales.nbytes + (self.offsets.nbytes if self.offsets is not None else 0)
 
+    def rows(self, rows: slice) -> QuantisedWeight:
+        """Some of its rows."""
+        offsets = None if self.offsets is None else self.offsets[rows]
+        return QuantisedWeight(self.codes[rows], self.scales[rows], offsets, self.is_e2m1)
+
+    def halves(self) -> tuple[QuantisedWeight, QuantisedWeight]:
+        """The upper and the lower half of its rows."""
+        count = len(self.codes) // 2
+        return self.rows(slice(0, count)), self.rows(slice(count, 2 * count))
+
     def dequantised(self) -> torch.Tensor:
         """The weight in float32."""
         codes = self.codes
@@ -126,6 +136,61 @@ class QuantisedWeight:
     @property
     def _zero(self) -> float:
         return 0.0 if self.is_e2m1 else _ZERO[self.bits]
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """A projection's weights of all experts, ``[E, N, K]``, or ``[E, K, N]`` if transposed.
+
+    Attributes:
+        codes: uint8 ``[E, N, K / 2]`` or int8 ``[E, N, K]``; see `QuantisedWeight`.
+        scales: float16 or float32 ``[E, N, groups]``.
+        offsets: The same, or None; see `QuantisedWeight`.
+        is_e2m1: See `QuantisedWeight`.
+        is_transposed: Whether the parameter has each expert's matrix transposed.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None = None
+    is_e2m1: bool = False
+    is_transposed: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the parameter."""
+        rows, inner = self.of(0).shape
+        return torch.Size((len(self.codes), *((inner, rows) if self.is_transposed else (rows, inner))))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and offsets."""
+        return self.codes.nbytes + self.scales.nbytes + (self.offsets.nbytes if self.offsets is not None else 0)
+
+    def of(self, expert: int, rows: slice = slice(None)) -> QuantisedWeight:
+        """Rows of an expert's weight ``[N, K]``."""
+        offsets = None if self.offsets is None else self.offsets[expert, rows]
+        return QuantisedWeight(self.codes[expert, rows], self.scales[expert, rows], offsets, self.is_e2m1)
+
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The parameter, dequantised one expert at a time."""
+        found = torch.empty(self.shape, dtype=dtype)
+        for expert, to in enumerate(found):
+            weight = self.of(expert).dequantised()
+            to.copy_(weight.T if self.is_transposed else weight)
+        return found
+
+
+def e8m0_halves(exponents: torch.Tensor) -> torch.Tensor:
+    """Halves of the scales of MXFP4, since its codes count twice: float16 where that holds all of
+    them, else float32.
+
+    Args:
+        exponents: uint8, at most `MOST_E8M0`; a scale is 2 to the power of the exponent less 127.
+    """
+    halves = torch.ones(exponents.shape).ldexp(exponents.to(torch.int32) - 128)
+    narrow = halves.half()
+    return narrow if torch.equal(narrow.float(), halves) else halves
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,21 @@
 """Experts of a quantised checkpoint in transformers' module, which has one parameter for all of
-them: GGUF files have a weight for each expert and projection; those in MXFP4 are stacked.
+them: checkpoints have a weight for each expert and projection, or one for all, stacked.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from worker.engines.embedded.model.quantisation import QuantisedWeight
+from worker.engines.embedded.model.quantisation import StackedExperts
 from worker.engines.embedded.model.stored_weights import Weight
 
-_NAME = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_NAME = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+"""Projections of an expert by their names in checkpoints, the last three of Mixtral's."""
 
 Expert = Mapping[str, Weight]
 """Weights of an expert: ``gate``, ``up`` and ``down``."""
@@ -23,35 +24,9 @@ _STACKED = "stacked"
 """Attribute of a module of experts that has `StackedExperts`, by the name of its parameter."""
 
 
-@dataclass(frozen=True, slots=True)
-class StackedExperts:
-    """A projection's weights of all experts ``[E, K, N]`` in MXFP4, each as its transposed ``[N,
-    K]``.
-
-    Attributes:
-        codes: uint8 ``[E, N, K / 2]``, each two numbers of e2m1, the first one lower.
-        scales: Halves of the scales ``[E, N, K / 32]``, float16 or float32: codes count twice.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        """E, K and N."""
-        experts, columns, half = self.codes.shape
-        return torch.Size((experts, 2 * half, columns))
-
-    def of(self, expert: int, rows: slice = slice(None)) -> QuantisedWeight:
-        """Rows of an expert's weight ``[N, K]``."""
-        return QuantisedWeight(self.codes[expert, rows], self.scales[expert, rows], is_e2m1=True)
-
-
-StoredWeight = Weight | StackedExperts
-
-
-def place_stacked(network: Any, name: str, weight: StackedExperts, dtype: torch.dtype) -> None:
-    """Put the weights of all experts into `network`, on the ``meta`` device.
+def place_stacked(network: Any, name: str, weight: StackedExperts, dtype: torch.dtype, keeps: bool) -> None:
+    """Put the weights of all experts into `network`, on the ``meta`` device: as they are if
+    `keeps`, else dequantised.
 
     Raises:
         ValueError: they have no place in it.
@@ -59,8 +34,12 @@ def place_stacked(network: Any, name: str, weight: StackedExperts, dtype: torch.
     parent, _, leaf = name.rpartition(".")
     module = network.get_submodule(parent)
     parameter = module._parameters.get(leaf)
-    if parameter is None or parameter.shape != weight.shape:
+    fits = parameter is not None and parameter.shape == weight.shape
+    if not fits or getattr(module, "is_transposed", None) != weight.is_transposed:
         raise ValueError(f"weight {name} of shape {list(weight.shape)} has no place in the model")
+    if not keeps:
+        module._parameters[leaf] = torch.nn.Parameter(weight.dequantised(dtype), requires_grad=False)
+        return
     del module._parameters[leaf]
     setattr(module, leaf, torch.empty(weight.shape, device="meta", dtype=dtype))
     module.__dict__.setdefault(_STACKED, {})[leaf] = weight
@@ -72,20 +51,6 @@ def stacked_in(module: Any) -> Mapping[str, StackedExperts]:
     return found
 
 
-def dequantise_stacked(network: Any) -> int:
-    """Replace stacked experts by parameters, dequantised; returns their number."""
-    count = 0
-    for module in network.modules():
-        for leaf, weight in module.__dict__.pop(_STACKED, {}).items():
-            dtype = module.__dict__.pop(leaf).dtype
-            found = torch.empty(weight.shape, dtype=dtype)
-            for expert in range(len(found)):
-                found[expert] = weight.of(expert).dequantised().T
-            module._parameters[leaf] = torch.nn.Parameter(found, requires_grad=False)
-            count += 1
-    return count
-
-
 def place_expert(network: Any, name: str, weight: Weight) -> bool:
     """Put the weight of an expert into `network`, on the ``meta`` device; False for another weight.
 
@@ -95,7 +60,9 @@ def place_expert(network: Any, name: str, weight: Weight) -> bool:
     matched = _NAME.fullmatch(name)
     if matched is None:
         return False
-    module, expert, part = network.get_submodule(matched[1]), int(matched[2]), matched[3]
+    module, expert, part = network.get_submodule(matched[1]), int(matched[2]), _PARTS.get(matched[3])
+    if part is None or not hasattr(module, "is_transposed"):
+        return False
     whole = module.down_proj if part == "down" else module.gate_up_proj
     shape = torch.Size((whole.shape[1] // (1 if part == "down" else 2), whole.shape[2]))
     if expert >= len(whole) or weight.shape != shape:

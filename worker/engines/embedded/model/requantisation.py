@@ -14,13 +14,20 @@ from gguf.constants import GGMLQuantizationType as Kind
 from worker.engines.embedded.model import super_blocks
 from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.llama_weights import LlamaWeights
-from worker.engines.embedded.model.quantisation import FORMATS, PackedQuantised, QuantisedWeight, quantise
+from worker.engines.embedded.model.quantisation import (
+    FORMATS,
+    PackedQuantised,
+    QuantisedWeight,
+    StackedExperts,
+    e8m0_halves,
+    quantise,
+)
 from worker.engines.embedded.model.stored_weights import DTYPES
 from worker.engines.embedded.native import gguf_types
 from worker.engines.embedded.native import weights as native_weights
 from worker.engines.embedded.native.gguf_types import Rounded
 from worker.engines.embedded.native.quantised import QuantisedPanels
-from worker.models.quantised import CODES, OFFSETS, SCALES, Codes
+from worker.models.quantised import CODES, MOST_E8M0, OFFSETS, SCALES, TRANSPOSED, Codes
 from worker.models.weight_files import StoredTensor
 
 OTHER = "int8"
@@ -32,12 +39,14 @@ _KINDS = {
     (4, 32, torch.float16, True): Kind.Q4_1,
     (4, 32, torch.float32, True): Kind.Q4_K,
     (8, 16, torch.float32, False): Kind.Q6_K,
+    (4, 32, torch.uint8, False): Kind.MXFP4,
 }
-"""GGUF types by bits, weights of a group, data type of scales, and whether there are offsets; see
-`worker.models.quantised.unpack_blocks`.
-"""
+"""GGUF types by `Layout`; see `worker.models.quantised.unpack_blocks`."""
 
 _ROWS_AT_ONCE = 256
+
+_E2M1_SIZES = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
+"""Twice the magnitudes of e2m1, by code."""
 
 
 def formats_of(weights: LlamaWeights, stored: str, kv_rows: int) -> dict[str, str]:
@@ -62,23 +71,29 @@ def formats_in(tensors: Mapping[str, StoredTensor], stored: str) -> dict[str, st
     for name in (name.removesuffix(CODES) for name in tensors if name.endswith(CODES)):
         codes, scales = tensors[name + CODES], tensors[name + SCALES]
         bits = 8 if codes.dtype == "I8" else 4
-        group = codes.shape[1] * 8 // bits // scales.shape[1]
-        found[name] = _format(stored, (bits, group, DTYPES[scales.dtype], name + OFFSETS in tensors))
+        group = codes.shape[-1] * 8 // bits // scales.shape[-1]
+        dtype = torch.uint8 if scales.dtype == "U8" else DTYPES[scales.dtype]
+        layout = (bits, group, dtype, name + OFFSETS in tensors)
+        found[name.removesuffix(TRANSPOSED)] = _format(stored, layout)
     return found
 
 
 Layout = tuple[int, int, torch.dtype, bool]
-"""Bits of a code, weights of a group, data type of scales, and whether there are offsets."""
+"""Bits of a code, weights of a group, data type of scales as stored, which is uint8 for codes of
+e2m1, and whether there are offsets.
+"""
 
 
 def _layout(panels: QuantisedPanels) -> Layout:
-    return panels.bits, panels.group, panels.scales.dtype, panels.offsets is not None
+    dtype = torch.uint8 if panels.is_e2m1 else panels.scales.dtype
+    return panels.bits, panels.group, dtype, panels.offsets is not None
 
 
 def has_layout_of(weight: QuantisedWeight, panels: QuantisedPanels) -> bool:
     """Whether `weight` is packed as `panels` are."""
-    group = weight.shape[1] // weight.scales.shape[1]
-    return (weight.bits, group, weight.scales.dtype, weight.offsets is not None) == _layout(panels)
+    group, dtype = weight.shape[1] // weight.scales.shape[1], weight.scales.dtype
+    layout = weight.bits, group, torch.uint8 if weight.is_e2m1 else dtype, weight.offsets is not None
+    return layout == _layout(panels) and dtype == panels.scales.dtype
 
 
 def _format(stored: str, layout: Layout) -> str:
@@ -119,7 +134,8 @@ def _parts(projection: Projection, names: list[str], starts: list[int]) -> Itera
 def requantised(
     weight: torch.Tensor, format: str, check: Callable[[float], None] = lambda largest: None
 ) -> QuantisedWeight:
-    """``weight [N, K]`` rounded to `format`, one of `formats_of`.
+    """``weight [N, K]`` rounded to `format`, one of `formats_of`. A scale of MXFP4 is as large as a
+    number of float32 needs.
 
     Args:
         weight: The weight.
@@ -130,6 +146,9 @@ def requantised(
     Raises:
         ValueError: its scales cannot hold the weight.
     """
+    if format == Kind.MXFP4.name:
+        check(largest_of(weight))
+        return round_mxfp4(weight.detach())
     if format not in FORMATS and native_weights.are_available():
         rounding = gguf_types.rounding_of(format, weight.detach(), 1)  # tensors are rounded side by side
         check(rounding.largest if weight.dtype != torch.float64 else largest_of(weight))
@@ -142,6 +161,30 @@ def requantised(
     if not is_finite:
         raise ValueError(f"holds what the float16 scales of {format} cannot")
     return found
+
+
+def rounded_as(
+    format: str, weight: torch.Tensor, is_transposed: bool, check: Callable[[float], None]
+) -> QuantisedWeight | StackedExperts:
+    """A weight ``[N, K]`` by `requantised`; or each of all experts' ``[E, N, K]``, ``[E, K, N]`` if
+    they are transposed.
+
+    Raises:
+        ValueError: scales cannot hold a weight.
+    """
+    if weight.ndim == 2:
+        return requantised(weight, format, check)
+    parts = [requantised(each.T if is_transposed else each, format, check) for each in weight.detach()]
+    is_narrow = all(part.scales.dtype == torch.float16 for part in parts)
+    scales = [part.scales if is_narrow else part.scales.float() for part in parts]
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    return StackedExperts(
+        torch.stack([part.codes for part in parts]),
+        torch.stack(scales),
+        torch.stack(offsets) if offsets else None,
+        parts[0].is_e2m1,
+        is_transposed,
+    )
 
 
 def largest_of(numbers: torch.Tensor) -> float:
@@ -190,6 +233,28 @@ def _q4_k(rows: torch.Tensor) -> Rounded:
 
 def _q6_k(rows: torch.Tensor) -> Rounded:
     return _as_tensors(super_blocks.round_q6_k(rows.numpy()))
+
+
+def round_mxfp4(weight: torch.Tensor) -> QuantisedWeight:
+    """``quantize_row_mxfp4_ref`` of ggml-quants.c: of two numbers as near, the smaller magnitude.
+    Numbers that a block of MXFP4 holds exactly keep their values.
+    """
+    codes, exponents = [], []
+    for rows in torch.split(weight, _ROWS_AT_ONCE):
+        blocks = _blocks(rows.float())
+        logarithms = blocks.abs().amax(2).double().log2().float()  # rounded to float32, as log2f's are
+        found = (logarithms.floor() + (127 - 2)).clamp_(0, MOST_E8M0).to(torch.uint8)
+        exponents.append(found)
+        step = torch.ones(found.shape).ldexp(found.to(torch.int32) - 128)[..., None]
+        sizes = blocks.abs()
+        code, least = torch.zeros_like(sizes, dtype=torch.uint8), sizes.clone()
+        for index, number in enumerate(_E2M1_SIZES[1:], 1):
+            error = (number * step - sizes).abs_()
+            code[error < least] = index
+            torch.minimum(least, error, out=least)
+        code[(blocks < 0) & (code > 0)] |= 8
+        codes.append(_paired(code))
+    return QuantisedWeight(torch.cat(codes), e8m0_halves(torch.cat(exponents)), is_e2m1=True)
 
 
 def _as_tensors(found: Codes) -> Rounded:

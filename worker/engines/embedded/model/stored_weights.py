@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from worker.engines.embedded.host import memory as host_memory
-from worker.engines.embedded.model.quantisation import QuantisedWeight
+from worker.engines.embedded.model.quantisation import QuantisedWeight, StackedExperts, e8m0_halves
 from worker.models.problems import ModelFileError
-from worker.models.quantised import CODES, OFFSETS, SCALES
+from worker.models.quantised import CODES, MOST_E8M0, OFFSETS, SCALES, TRANSPOSED
 from worker.models.regular_files import open_regular
-from worker.models.weight_files import INDEX, MAX_HEADER_BYTES, SINGLE, WeightFiles, header_of
+from worker.models.weight_files import INDEX, MAX_HEADER_BYTES, SINGLE, StoredTensor, WeightFiles, header_of
 
-Weight = torch.Tensor | QuantisedWeight
+Weight = torch.Tensor | QuantisedWeight | StackedExperts
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 """Data types of weights that are not quantised, by safetensors' names."""
@@ -33,8 +33,10 @@ def weights_in(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Weigh
             weight = name.removesuffix(CODES)
             if weight + SCALES not in tensors:
                 raise ValueError(f"weight {weight} is in no format that is known")
-            parts = QuantisedWeight(tensor, tensors[weight + SCALES], tensors.get(weight + OFFSETS))
-            yield weight, _checked(weight, parts)
+            yield (
+                weight.removesuffix(TRANSPOSED),
+                _quantised(weight, tensor, tensors[weight + SCALES], tensors.get(weight + OFFSETS)),
+            )
         elif not name.endswith((SCALES, OFFSETS)):
             yield name, tensor
 
@@ -100,19 +102,32 @@ def _weights_of(file: str, content: memoryview) -> dict[str, Weight]:
         raise ModelFileError(f"{file}: {error}") from None
 
 
-def _checked(name: str, weight: QuantisedWeight) -> QuantisedWeight:
-    """`weight`, if the kernels can read it. Raises `ValueError`."""
-    numbers = [weight.scales, *([] if weight.offsets is None else [weight.offsets])]
-    if any(each.ndim != 2 or not each.numel() for each in (weight.codes, *numbers)):
+def shape_in(tensors: Mapping[str, StoredTensor], name: str) -> tuple[int, ...]:
+    """The shape of the quantised weight whose codes are called `name`, with its suffix."""
+    *experts, rows, inner = tensors[name].shape
+    inner = inner * 2 if tensors[name].dtype == "U8" else inner
+    return (*experts, *((inner, rows) if name.endswith(TRANSPOSED + CODES) else (rows, inner)))
+
+
+def _quantised(
+    name: str, codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None
+) -> QuantisedWeight | StackedExperts:
+    """A weight of these parts, if the kernels can read it. Raises `ValueError`."""
+    is_e2m1 = scales.dtype == torch.uint8
+    numbers = [scales, *([] if offsets is None else [offsets])]
+    dtypes = (torch.uint8,) if is_e2m1 else (torch.float16, torch.float32)
+    fits = codes.ndim in (2, 3) and codes.dtype in (torch.int8, torch.uint8) and codes.numel() > 0
+    fits = fits and scales.ndim == codes.ndim and scales.numel() > 0 and scales.dtype in dtypes
+    fits = fits and all(each.shape == scales.shape and each.dtype == scales.dtype for each in numbers)
+    fits = fits and codes.shape[:-1] == scales.shape[:-1] and name.endswith(TRANSPOSED) <= (codes.ndim == 3)
+    if fits:
+        bits, groups = 8 if codes.dtype == torch.int8 else 4, scales.shape[-1]
+        inner = codes.shape[-1] * 8 // bits
+        fits = not inner % groups and (bits == 8 or inner // groups % 8 == 0)
+        fits = fits and (not is_e2m1 or (bits == 4 and offsets is None and int(scales.max()) <= MOST_E8M0))
+    if not fits:
         raise ValueError(f"weight {name} is in no format that is known")
-    rows, inner = weight.shape
-    groups = weight.scales.shape[1]
-    if (
-        weight.codes.dtype not in (torch.int8, torch.uint8)
-        or any(each.shape != (rows, groups) or each.dtype != weight.scales.dtype for each in numbers)
-        or weight.scales.dtype not in (torch.float16, torch.float32)
-        or inner % groups
-        or (weight.bits == 4 and inner // groups % 8)
-    ):
-        raise ValueError(f"weight {name} is in no format that is known")
-    return weight
+    scales = e8m0_halves(scales) if is_e2m1 else scales
+    if codes.ndim == 2:
+        return QuantisedWeight(codes, scales, offsets, is_e2m1)
+    return StackedExperts(codes, scales, offsets, is_e2m1, name.endswith(TRANSPOSED))

@@ -6,7 +6,7 @@ As `transformers_checkpoint`, it is imported where there is no packed copy alone
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,16 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from worker.engines.embedded.model import llama_weights
-from worker.engines.embedded.model.quantisation import QuantisedWeight
-from worker.engines.embedded.model.quantised_experts import StackedExperts, StoredWeight
+from worker.engines.embedded.model.quantisation import QuantisedWeight, StackedExperts
 from worker.engines.embedded.model.stored_weights import Weight
 from worker.engines.embedded.model.third_party_weights import ThirdPartyWeights, changes_nothing
 from worker.engines.embedded.model.transformers_checkpoint import filled_network, network_of
 from worker.errors import StartupError
 from worker.models.problems import ModelFileError
-from worker.models.quantization_config import Quantization
+from worker.models.quantization_config import STACKED_EXPERTS, Quantization
 from worker.models.weight_files import WeightFiles
 
 logger = logging.getLogger(__name__)
-
-_HAS_STACKED_EXPERTS = "gpt_oss"
-"""Model type whose experts are kept in MXFP4; its checkpoints have the names of its modules."""
 
 
 class ThirdPartyCheckpoint:
@@ -61,7 +57,7 @@ class ThirdPartyCheckpoint:
             StartupError: it cannot be read or is incomplete.
         """
         weights = ThirdPartyWeights(self._files, dtype)
-        keeps_experts = keeps_quantised and config.model_type == _HAS_STACKED_EXPERTS
+        keeps_experts = keeps_quantised and config.model_type == STACKED_EXPERTS
         found = weights.read(keeps_quantised, keeps_experts)
         try:
             if llama_weights.serves(config) or keeps_experts:
@@ -75,12 +71,12 @@ class ThirdPartyCheckpoint:
         self._log(weights, keeps_quantised)
         return network
 
-    def _counted(self, weights: Iterator[tuple[str, StoredWeight]]) -> Iterator[tuple[str, StoredWeight]]:
+    def _counted(self, weights: Iterator[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         for name, weight in weights:
             self.num_kept += not isinstance(weight, torch.Tensor)
             yield name, weight
 
-    def _filled(self, config: Any, dtype: torch.dtype, weights: dict[str, Weight]) -> Any:
+    def _filled(self, config: Any, dtype: torch.dtype, weights: Mapping[str, torch.Tensor | QuantisedWeight]) -> Any:
         """The network of any model type: transformers fuses and renames dequantised weights."""
         dense = {
             name: weight.dequantised().to(dtype) if isinstance(weight, QuantisedWeight) else weight

@@ -15,10 +15,10 @@ from contextlib import ExitStack
 import torch
 from safetensors import safe_open
 
-from worker.engines.embedded.model.quantisation import QuantisedWeight
-from worker.engines.embedded.model.quantised_experts import StackedExperts, StoredWeight
+from worker.engines.embedded.model.quantisation import QuantisedWeight, StackedExperts, e8m0_halves
 from worker.engines.embedded.model.stored_weights import Weight
 from worker.models.problems import ModelFileError
+from worker.models.quantised import MOST_E8M0
 from worker.models.quantised_tensors import ThirdPartyWeight
 from worker.models.quantization_config import MXFP4
 from worker.models.weight_files import WeightFiles
@@ -33,8 +33,6 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, 
 """Values of MXFP4's codes (OCP Microscaling Formats 1.0, 5.3.3)."""
 
 _E8M0_BIAS, _E8M0_NAN = 127, 255
-_MOST_E8M0 = 252
-"""The greatest scale of which 6 times is finite in float32."""
 
 
 class ThirdPartyWeights:
@@ -58,7 +56,7 @@ class ThirdPartyWeights:
         """Number of quantised weights."""
         return len(self._found.weights)
 
-    def read(self, keeps: bool, keeps_experts: bool = False) -> Iterator[tuple[str, StoredWeight]]:
+    def read(self, keeps: bool, keeps_experts: bool = False) -> Iterator[tuple[str, Weight]]:
         """The weights by name, one after the other.
 
         Args:
@@ -105,6 +103,7 @@ class ThirdPartyWeights:
                     return found
                 found = found.dequantised()
             else:
+                assert isinstance(found, torch.Tensor), "stacked experts are read as they are"
                 self.dequantised[_reason(stored)] += 1
             found = found.to(self._dtype)
             _check_finite(found)
@@ -307,14 +306,12 @@ def stacked_experts(blocks: torch.Tensor, scales: torch.Tensor) -> StackedExpert
         ValueError: a scale is not a number, or a weight may be more than float32 holds.
     """
     _check_exponents(scales)
-    if bool((scales > _MOST_E8M0).any()):
+    if bool((scales > MOST_E8M0).any()):
         raise ValueError(f"a scale is 2^{int(scales.max()) - _E8M0_BIAS}: weights are more than float32 holds")
-    halves = torch.ones(scales.shape).ldexp(scales.to(torch.int32) - _E8M0_BIAS - 1)  # codes count twice
-    narrow = halves.half()
-    return StackedExperts(blocks.flatten(2), narrow if torch.equal(narrow.float(), halves) else halves)
+    return StackedExperts(blocks.flatten(2), e8m0_halves(scales), is_e2m1=True, is_transposed=True)
 
 
-def changes_nothing(name: str, value: StoredWeight) -> bool:
+def changes_nothing(name: str, value: Weight) -> bool:
     """Whether a tensor that the model lacks may be left out: AutoGPTQ writes biases of zeros, old
     checkpoints the frequencies of RoPE.
     """

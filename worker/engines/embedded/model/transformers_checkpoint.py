@@ -8,13 +8,15 @@ there is no packed copy alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from worker.engines.embedded.model import llama_weights
 from worker.engines.embedded.model.checkpoint_files import eos_token_ids, undecodable_ids
@@ -26,21 +28,15 @@ from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.longrope import settle_factors
 from worker.engines.embedded.model.network import Network
-from worker.engines.embedded.model.quantisation import QuantisedWeight
-from worker.engines.embedded.model.quantised_experts import (
-    StackedExperts,
-    StoredWeight,
-    dequantise_stacked,
-    join_experts,
-    place_expert,
-    place_stacked,
-)
+from worker.engines.embedded.model.quantisation import QuantisedWeight, StackedExperts
+from worker.engines.embedded.model.quantised_experts import join_experts, place_expert, place_stacked
 from worker.engines.embedded.model.stored_weights import Weight, weights_in
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.errors import StartupError, one_line
+from worker.models.architectures import CONVERTED
 from worker.models.config_json import CONFIG
 from worker.models.geometry import Geometry, GeometryError
-from worker.models.model_table import KEEP_BLOCKS, LLAMA_LIKE
+from worker.models.model_table import LLAMA_LIKE
 from worker.models.problems import ModelFileError
 from worker.models.quantised import format_of
 from worker.models.weight_files import WeightFiles
@@ -123,15 +119,9 @@ def packed(network: Any, kernels: KernelBackend, num_positions: int = 0, context
     else:
         longest = getattr(network.config, "max_position_embeddings", None)
         positions = num_positions or context_length or (longest if isinstance(longest, int) else 0)
-        found = decoder_network(network, kernels, positions) or _by_transformers(network, kernels)
+        found = decoder_network(network, kernels, positions) or TransformersNetwork(network, kernels)
     found.rope_factors = factors
     return found
-
-
-def _by_transformers(network: Any, kernels: KernelBackend) -> TransformersNetwork:
-    if num_weights := dequantise_stacked(network):
-        logger.info("%d weights of experts in MXFP4 are dequantised: transformers' code computes them", num_weights)
-    return TransformersNetwork(network, kernels)
 
 
 def load_network(directory: Path, config: Any, dtype: torch.dtype) -> Any:
@@ -208,10 +198,11 @@ class QuantisedCheckpoint:
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
-        if settings.get("model_type") not in KEEP_BLOCKS:
+        served = (*LLAMA_LIKE, *(each for each in CONVERTED if each not in LLAMA_LIKE))
+        if settings.get("model_type") not in served:
             raise StartupError(
                 f"--model-path {directory}: config.json: quantization_config: quantised checkpoints of model type "
-                f"{settings.get('model_type')!r} are not served, only of {', '.join(KEEP_BLOCKS)}"
+                f"{settings.get('model_type')!r} are not served, only of {', '.join(served)}"
             )
         self.format = str(format_of(settings))
         self._directory = directory
@@ -241,18 +232,17 @@ def filled_network(
     directory: Path,
     config: Any,
     dtype: torch.dtype,
-    weights: Iterable[tuple[str, StoredWeight]],
+    weights: Iterable[tuple[str, Weight]],
     keeps: bool,
-    may_skip: Callable[[str, StoredWeight], bool] = lambda name, weight: False,
+    may_skip: Callable[[str, Weight], bool] = lambda name, weight: False,
 ) -> Any:
-    """transformers' causal language model, on the CPU, with these weights, which have the names of
-    its modules.
+    """transformers' causal language model, on the CPU, with these weights.
 
     Args:
         directory: Directory of the checkpoint.
-        config: Configuration that `llama_weights.serves`, or GPT-OSS's.
+        config: Configuration that `llama_weights.serves`, or of one of `CONVERTED`.
         dtype: Data type of all weights that are not quantised.
-        weights: Weights by name.
+        weights: Weights by the checkpoint's names.
         keeps: Whether quantised weights are a `QuantisedWeight` each, not dequantised.
         may_skip: Whether a weight that has no place in the model may be left out.
 
@@ -264,30 +254,57 @@ def filled_network(
         with torch.device("meta"):
             network = maker.from_config(config, dtype=dtype)
         network.model.rotary_emb = type(network.model.rotary_emb)(config)
-        shapes = {name: value.shape for name, value in network.named_parameters(remove_duplicate=False)}
-        found = (each for each in weights if each[0] in shapes or not may_skip(*each))
+        _compute_buffers(network)
+        shapes = {name: value.shape for name, value in network.state_dict().items()}
+        renamed = _renamed(config.model_type, weights)
+        found = (each for each in renamed if each[0] in shapes or not may_skip(*each))
         _fill(network, shapes, found, dtype, keeps)
     except (ModelFileError, *UNREADABLE) as error:
         raise StartupError(f"--model-path {directory}: cannot load it: {one_line(error)}") from error
     if config.tie_word_embeddings:
         _set_weight(network, "lm_head.weight", network.model.embed_tokens.weight)
-    missing = [name for name, value in network.named_parameters() if value.is_meta]
+    missing = [name for name, value in network.state_dict().items() if value.is_meta]
     if missing:
         names = ", ".join(sorted(missing)[:3])
         raise StartupError(f"--model-path {directory}: weights are incomplete, missing_keys: {names}")
     return network
 
 
+def _compute_buffers(network: Any) -> None:
+    """Give buffers that no checkpoint has their values, such as the scale of Gemma's embeddings,
+    while all parameters are on the ``meta`` device.
+    """
+    stored = network.state_dict()
+    for name, module in network.named_modules():
+        of_none = [leaf for leaf, value in module._buffers.items() if value.is_meta and f"{name}.{leaf}" not in stored]
+        for leaf in of_none:
+            module._buffers[leaf] = torch.empty_like(module._buffers[leaf], device="cpu")
+        if of_none:
+            network._init_weights(module)
+
+
+def _renamed(model_type: str, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+    """Weights by the names of transformers' modules, as its own loader renames them."""
+    mapping: Any = get_checkpoint_conversion_mapping
+    found = mapping(model_type) or []
+    renamings = [each for each in found if isinstance(each, WeightRenaming)]
+    for name, weight in weights:
+        for each in renamings:
+            name, _ = each.rename_source_key(name)
+        yield name, weight
+
+
 def _fill(
     network: Any,
     shapes: Mapping[str, torch.Size],
-    weights: Iterable[tuple[str, StoredWeight]],
+    weights: Iterable[tuple[str, Weight]],
     dtype: torch.dtype,
     keeps: bool,
 ) -> None:
+    in_float32 = tuple(network._keep_in_fp32_modules_strict or ())
     for name, weight in weights:
         if isinstance(weight, StackedExperts):
-            place_stacked(network, name, weight, dtype)
+            place_stacked(network, name, weight, dtype, keeps)
             continue
         if place_expert(network, name, weight):
             continue
@@ -295,13 +312,18 @@ def _fill(
             raise ValueError(f"weight {name} of shape {list(weight.shape)} has no place in the model")
         if isinstance(weight, QuantisedWeight) and not keeps:
             weight = weight.dequantised()
-        _set_weight(network, name, weight.to(dtype) if isinstance(weight, torch.Tensor) else weight)
+        if isinstance(weight, torch.Tensor):
+            weight = weight.to(torch.float32 if name.endswith(in_float32) else dtype)
+        _set_weight(network, name, weight)
     join_experts(network, dtype, keeps)
 
 
 def _set_weight(network: Any, name: str, weight: Weight) -> None:
     parent, _, leaf = name.rpartition(".")
     module = network.get_submodule(parent)
+    if leaf in module._buffers:
+        module._buffers[leaf] = weight
+        return
     module.__dict__.pop(leaf, None)  # a file may hold a weight twice
     module._parameters.pop(leaf, None)
     if isinstance(weight, torch.Tensor):

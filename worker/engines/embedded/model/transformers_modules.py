@@ -88,18 +88,20 @@ def replace_experts(module: torch.nn.Module) -> None:
             replace_experts(child)
 
 
-def replace_mlps(module: Any, device: torch.device) -> None:
-    """Put a `GatedMlp` in place of every MLP inside `module`, on `device`, that has its values."""
+def replace_mlps(module: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Put a `GatedMlp` in place of every MLP inside `module`, on `device`, that has its values; its
+    rows have type `dtype`.
+    """
     for name, child in list(module.named_children()):
         layers: list[Any] = [getattr(child, each, None) for each in ("gate_proj", "up_proj", "down_proj")]
         activation = name_of(child.act_fn) if hasattr(child, "act_fn") else None
         if activation is not None and all(isinstance(each, Linear) for each in layers):
             gate, up, down = layers
-            x = torch.linspace(-1.0, 1.0, gate.in_features, device=device, dtype=gate.dtype)[None]
+            x = torch.linspace(-1.0, 1.0, gate.in_features, device=device, dtype=dtype)[None]
             expected = child(x).float()
             replacement = GatedMlp(gate, up, down, activation)
             if torch.allclose(replacement(x).float(), expected, 1e-2, 1e-3):
                 setattr(module, name, replacement)
                 continue
             gate.activation = None
-        replace_mlps(child, device)
+        replace_mlps(child, device, dtype)

@@ -15,6 +15,7 @@ from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import Linear, Projection, lm_head, pack_all
 from worker.engines.embedded.model.mlp import GatedMlp
 from worker.engines.embedded.model.network import Network
+from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.engines.embedded.model.row_functions import RowFunctions, as_they_are
 from worker.engines.embedded.model.transformers_attention import (
     CURRENT,
@@ -65,7 +66,8 @@ class TransformersNetwork(Network):
         register()
         self._called = CalledLinears(network)
         network.set_attn_implementation(IMPLEMENTATION)
-        model = self._model = network.base_model
+        model, dtype = network.base_model, network.dtype
+        self._model = model
         embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
         has_tied_head = is_tied(embedding, head)
         network.config.output_router_logits = False
@@ -79,7 +81,8 @@ class TransformersNetwork(Network):
             replace_norms(module, kernels)
         self._called.find(model)
         device = next(model.parameters()).device
-        replace_mlps(model, device)
+        pack_all(self, kernels, is_quantised=True)
+        replace_mlps(model, device, dtype)
         self._layers = _layers(model, network.config.num_hidden_layers)
         self._only: int | None = None
         self._returns_tuple = False
@@ -90,6 +93,8 @@ class TransformersNetwork(Network):
             if isinstance(module, (Linear, Norm, GatedMlp)):
                 module.forward = as_they_are(module.forward)  # type: ignore[method-assign]
         self._functions = RowFunctions(list(self.parameters()), kernels)
+        if isinstance(getattr(embedding, "weight", None), QuantisedWeight):
+            model.set_input_embeddings(_ScaledEmbedding(embedding, self._head, has_tied_head, dtype))
         self.calls = self._probed(device)
         self._functions.settle()
         widest = max(max(call.key_dim, call.value_dim) for call in self.calls)
@@ -98,8 +103,10 @@ class TransformersNetwork(Network):
         self._routers = self._functions.layers
         self.foreign = tuple(sorted(self._functions.foreign))
         pack_all(self, kernels)
-        if type(embedding) is torch.nn.Embedding or hasattr(embedding, "embed_scale"):
-            model.set_input_embeddings(_ScaledEmbedding(embedding, self._head, has_tied_head))
+        if not isinstance(getattr(embedding, "weight", None), QuantisedWeight) and (
+            type(embedding) is torch.nn.Embedding or hasattr(embedding, "embed_scale")
+        ):
+            model.set_input_embeddings(_ScaledEmbedding(embedding, self._head, has_tied_head, dtype))
         for parameter in model.parameters() if self._head.gemm.is_packed else ():
             parameter.data = parameter.data.clone()  # what is left would keep the whole checkpoint mapped into memory
 
@@ -234,12 +241,11 @@ class _Given(torch.nn.Module):
 class _ScaledEmbedding(torch.nn.Module):
     """transformers' embedding, which may scale what it looks up."""
 
-    def __init__(self, embedding: Any, head: Linear, is_tied: bool) -> None:
+    def __init__(self, embedding: Any, head: Linear, is_tied: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        weight = embedding.weight.detach()
         scale = getattr(embedding, "embed_scale", None)  # only Gemma's embeddings have it
-        self._scale: torch.Tensor | None = None if scale is None else torch.as_tensor(scale).to(weight.dtype)
-        self._lookup = Embedding(weight, head, is_tied, weight.dtype)
+        self._scale: torch.Tensor | None = None if scale is None else torch.as_tensor(scale).to(dtype)
+        self._lookup = Embedding(embedding.weight, head, is_tied, dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self._lookup(ids)

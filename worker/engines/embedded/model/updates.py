@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from gguf.constants import GGMLQuantizationType as Kind
 
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model.checkpoint_files import read_settings
@@ -18,14 +19,14 @@ from worker.engines.embedded.model.loading import network_of
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.quantisation import FORMATS
 from worker.engines.embedded.model.requantisation import OTHER, formats_in, formats_of
-from worker.engines.embedded.model.stored_weights import Weight
+from worker.engines.embedded.model.stored_weights import Weight, shape_in
 from worker.engines.embedded.model.weight_update import HEAD, Given, check_given, without_values
 from worker.engines.weights import WeightsRefused
 from worker.errors import StartupError
 from worker.models.problems import ModelFileError
-from worker.models.quantised import format_of
-from worker.models.quantization_config import quantization_of
-from worker.models.weight_files import WeightFiles
+from worker.models.quantised import CODES, OFFSETS, SCALES, TRANSPOSED, format_of
+from worker.models.quantization_config import MXFP4, STACKED_EXPERTS, quantization_of
+from worker.models.weight_files import StoredTensor, WeightFiles
 
 logger = logging.getLogger(__name__)
 
@@ -125,23 +126,34 @@ class ReloadedUpdates:
         third_party = quantization_of(settings)
         self._formats: dict[str, str] = {}
         self._dequantised: Collection[str] = ()
+        self._transposed: Collection[str] = ()
         if format_of(settings) is None:
             files = WeightFiles(directory, quantization=third_party)
             self.shapes: Mapping[str, tuple[int, ...]] = {name: files.tensors[name].shape for name in files.plain}
             quantised = {} if files.third_party is None else files.third_party.weights
             self.shapes = {**self.shapes, **{name: weight.shape for name, weight in quantised.items()}}
             if model.stored_format is not None:
-                self._dequantised = quantised.keys()
-                _tell(model.stored_format, "not quantised")
+                keeps = settings["model_type"] == STACKED_EXPERTS
+                self._transposed = [
+                    name for name, weight in quantised.items() if keeps and weight.scheme.layout == MXFP4
+                ]
+                self._formats = dict.fromkeys(self._transposed, Kind.MXFP4.name)
+                self._dequantised = quantised.keys() - set(self._transposed)
+                if self._dequantised:
+                    _tell(model.stored_format, "not quantised")
         else:
-            self.shapes = {tensor.name: tensor.shape for tensor in model.geometry.tensors()}
+            tensors = WeightFiles(directory, is_quantised=True).tensors
+            self.shapes = _shapes_in(tensors)
             if model.stored_format is not None:
-                self._formats = formats_in(WeightFiles(directory, is_quantised=True).tensors, model.stored_format)
+                self._formats = formats_in(tensors, model.stored_format)
+                self._transposed = [name for name in self._formats if name + TRANSPOSED + CODES in tensors]
+                if model.stored_format not in FORMATS and OTHER in self._formats.values():
+                    _tell(model.stored_format, f"rounded to {OTHER}")
         self._config, self._model = config, model
 
     def check(self, weights: Mapping[str, Weight]) -> Given:
         """See `Updates.check`."""
-        given = check_given(weights, self.shapes, self._model.dtype, self._formats)
+        given = check_given(weights, self.shapes, self._model.dtype, self._formats, self._transposed)
         missing = sorted(set(self.shapes) - set(given.weights) - {HEAD})
         if missing:
             raise WeightsRefused(
@@ -149,7 +161,7 @@ class ReloadedUpdates:
                 f"{self._model.kernels} kernels must have every tensor of its checkpoint"
             )
         name_of_dtype = str(self._model.dtype).removeprefix("torch.")
-        return replace(given, formats=given.formats or dict.fromkeys(self._dequantised, name_of_dtype))
+        return replace(given, formats=dict.fromkeys(self._dequantised, name_of_dtype) | dict(given.formats))
 
     def network(self, given: Given) -> Network:
         """See `Updates.network`."""
@@ -164,6 +176,17 @@ class ReloadedUpdates:
     def drop(self) -> None:
         """See `Updates.drop`."""
         self._model.drop_network()
+
+
+def _shapes_in(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights of a checkpoint in the form of `worker.models.quantised`, by name."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith(CODES):
+            found[name.removesuffix(CODES).removesuffix(TRANSPOSED)] = shape_in(tensors, name)
+        elif not name.endswith((SCALES, OFFSETS)):
+            found[name] = tensor.shape
+    return found
 
 
 def _tell(stored: str, kept: str) -> None:

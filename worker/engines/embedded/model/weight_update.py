@@ -7,7 +7,7 @@ it had, and decoding is as fast after it. Tensors that an update does not have a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -23,7 +23,7 @@ from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm
 from worker.engines.embedded.model.panels import Panels
 from worker.engines.embedded.model.quantisation import PackedQuantised, QuantisedWeight, concatenated
-from worker.engines.embedded.model.requantisation import has_layout_of, largest_of, quantised_parts, requantised
+from worker.engines.embedded.model.requantisation import has_layout_of, largest_of, quantised_parts, rounded_as
 from worker.engines.embedded.model.stored_weights import Weight
 from worker.engines.embedded.native import PackedWeight
 from worker.engines.embedded.native.packed import COLUMNS, fill_panels, pack
@@ -56,6 +56,7 @@ def check_given(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     formats: Mapping[str, str] = MappingProxyType({}),
+    transposed: Collection[str] = (),
 ) -> Given:
     """The tensors of an update as the model holds them: rounded to `dtype`, or quantised.
 
@@ -65,6 +66,7 @@ def check_given(
         dtype: Data type of the model.
         formats: Formats of tensors that the model's checkpoint has quantised; see
             `requantisation.formats_of`.
+        transposed: Names of experts' weights that are transposed; see `StackedExperts`.
 
     Raises:
         WeightsRefused: there are none; or one is not the model's, of another shape, or holds what
@@ -84,7 +86,7 @@ def check_given(
     names = sorted(weights, key=lambda name: -weights[name].nbytes)
 
     def check(name: str) -> tuple[Weight, str]:
-        return _checked(name, weights[name], dtype, formats.get(name))
+        return _checked(name, weights[name], dtype, formats.get(name), name in transposed)
 
     checked = dict(zip(names, side_by_side(check, names), strict=True))
     rounded = {
@@ -103,7 +105,9 @@ def _untied_apart(weights: Mapping[str, Weight]) -> dict[str, Weight]:
     return {name: weight for name, weight in weights.items() if name != HEAD}
 
 
-def _checked(name: str, weight: Weight, dtype: torch.dtype, format: str | None) -> tuple[Weight, str]:
+def _checked(
+    name: str, weight: Weight, dtype: torch.dtype, format: str | None, is_transposed: bool
+) -> tuple[Weight, str]:
     """A tensor as the model holds it, and its digest; in a thread that shares the processors."""
     compute_alone()
 
@@ -116,7 +120,7 @@ def _checked(name: str, weight: Weight, dtype: torch.dtype, format: str | None) 
 
     if isinstance(weight, torch.Tensor) and format is not None:
         try:
-            weight = requantised(weight, format, check)
+            weight = rounded_as(format, weight, is_transposed, check)
         except ValueError as error:
             raise WeightsRefused(f"tensor {name}: {error}") from None
     else:
@@ -250,7 +254,7 @@ class _Update:
 
     def _vector(self, name: str, old: torch.Tensor) -> torch.Tensor:
         found = self._given.get(name)
-        if isinstance(found, QuantisedWeight):
+        if found is not None and not isinstance(found, torch.Tensor):
             raise WeightsRefused(f"tensor {name}: the model's is not quantised")
         return old if found is None else found
 
@@ -260,7 +264,7 @@ class _Update:
             return old.embedding
         if isinstance(old.embedding, torch.Tensor):
             return found if isinstance(found, torch.Tensor) else found.dequantised().to(old.dtype)
-        if isinstance(found, torch.Tensor):
+        if not isinstance(found, QuantisedWeight):
             raise WeightsRefused(f"tensor {EMBEDDING}: must be quantised, as the model's is")
         return PackedQuantised((found.packed(panels=self._panels),))  # as `Embedding` packs it
 

@@ -47,7 +47,7 @@ parallel_for_group(const threads_t *threads, const ready_t *layers, int64_t coun
     for (int64_t i = 0; i < count; i++)
         units += layers[i].follows ? 0 : layers[i].units;
     const int64_t parts = count > LAYERS ? 4 : 1;
-    parallel_for(threads, units, units / (8 * parts * threads->count) + 1, compute_group, &job);
+    parallel_for_job(threads, &(job_t){compute_group, &job, units, units / (8 * parts * threads->count) + 1, 1});
 }
 
 /* Whether a layer reads the rows of another one. */

@@ -76,6 +76,7 @@ multiply_codes(kind_t k, const quantised_t *q, const rounded_t *r, int64_t panel
     const int is_short = k.bits == 4 && !k.is_e2m1 && !k.has_dot; /* the sums of products, which have 16 bits */
     const int64_t words = (q->inner * k.bits + 31) / 32, groups = q->inner / q->group;
     const int64_t ahead = smaller(words * COLUMNS * WORD_BYTES, AHEAD);
+    const int64_t ahead_scales = ahead * 8 / k.bits / q->group; /* those of the weights that are fetched, of all columns */
     const char *codes = q->codes + (panel * words * COLUMNS + first * LANES) * WORD_BYTES;
     const int8_t *x = r->codes + row * r->words * WORD_BYTES;
     const float *scales = r->scales + row * r->blocks, *totals = r->totals + row * r->blocks;
@@ -99,6 +100,8 @@ multiply_codes(kind_t k, const quantised_t *q, const rounded_t *r, int64_t panel
         codes += (count * k.bits + 31) / 32 * COLUMNS * WORD_BYTES;
         x += (count + 3) / WORD_BYTES * k.rows * WORD_BYTES;
         const int64_t group = (panel * groups + start / q->group) * COLUMNS + first * LANES;
+        if (k.fetches)
+            fetch_to_l2(q->scales + (group + ahead_scales) * (q->is_half ? 2 : 4));
 #pragma GCC unroll 2
         for (int half = 0; half < k.halves; half++) {
             const vec scale = load_scales(q->scales, group + half * LANES, q->is_half);
@@ -187,7 +190,7 @@ static void
 compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t stop)
 {
     multiply_t *multiply = multiply_of(q, 0);
-    multiply_t *multiply_first = multiply_of(q, q->rows > 1); /* of one row, as fast as it can be read */
+    multiply_t *multiply_first = multiply_of(q, 1);
     float sums[INT_ROWS * COLUMNS] ALIGNED;
     const int64_t tiles = tiles_of(r, q->rows), cached_tiles = CACHED / (INT_ROWS * r->words * WORD_BYTES) + 1;
     for (int64_t begin = 0; begin < tiles; begin += cached_tiles)

@@ -71,11 +71,14 @@ set_and_wake(counter_t *counter, int32_t value)
 /* Computes the units of a job from `first` on, before `stop`. */
 typedef void compute_t(const void *arguments, int64_t first, int64_t stop);
 
-/* Work that threads share: `units` of it, at most `grain` at a time. */
+/* Work that threads share: `units` of it, at most `grain` at a time, and if it `shrinks` no more than half of what is
+ * left of a share: threads that differ in speed end a job together.
+ */
 typedef struct {
     compute_t *compute;
     const void *arguments;
     int64_t units, grain;
+    int32_t shrinks;
 } job_t;
 
 /* A thread's share of a job: the next unit of it that no thread has taken. */
@@ -95,6 +98,23 @@ typedef struct pool {
 enum { NUMBER = 32 }; /* bits of `active` below the job's number */
 #define CLOSED (INT64_C(1) << 31)
 
+/* Takes the next units of a share that ends before `stop`, from `first` on; returns their number. */
+static inline int64_t
+take_units(const job_t *job, share_t *share, int64_t stop, int64_t *first)
+{
+    if (!job->shrinks) {
+        *first = atomic_fetch_add_explicit(&share->next, job->grain, memory_order_relaxed);
+        return *first < stop ? smaller(job->grain, stop - *first) : 0;
+    }
+    int64_t count;
+    *first = atomic_load_explicit(&share->next, memory_order_relaxed);
+    do
+        count = *first < stop ? smaller(job->grain, (stop - *first + 1) / 2) : 0;
+    while (count && !atomic_compare_exchange_weak_explicit(&share->next, first, *first + count, memory_order_relaxed,
+                                                           memory_order_relaxed));
+    return count;
+}
+
 /* Computes a thread's own share, then steals from the shares of the others. */
 static inline void
 compute_shares(pool_t *pool, int32_t own)
@@ -103,11 +123,8 @@ compute_shares(pool_t *pool, int32_t own)
     for (int32_t turn = 0; turn < pool->count; turn++) {
         const int32_t owner = (own + turn) % pool->count;
         const int64_t stop = job->units * (owner + 1) / pool->count;
-        for (int64_t first = 0; first < stop;) {
-            first = atomic_fetch_add_explicit(&pool->shares[owner].next, job->grain, memory_order_relaxed);
-            if (first < stop)
-                job->compute(job->arguments, first, smaller(first + job->grain, stop));
-        }
+        for (int64_t first, count; (count = take_units(job, pool->shares + owner, stop, &first)) > 0;)
+            job->compute(job->arguments, first, first + count);
     }
 }
 
@@ -174,17 +191,22 @@ run_single_job(const threads_t *threads, void *job)
     run_job(threads->pool, job);
 }
 
+static inline void
+parallel_for_job(const threads_t *threads, job_t *job)
+{
+    if (threads->count == 1 || job->units <= job->grain)
+        job->compute(job->arguments, 0, job->units);
+    else if (threads->pool)
+        run_job(threads->pool, job);
+    else
+        with_pool(threads->count, run_single_job, job);
+}
+
 /* Computes all `units` of a job, at most `grain` at a time. */
 static inline void
 parallel_for(const threads_t *threads, int64_t units, int64_t grain, compute_t *compute, const void *arguments)
 {
-    job_t job = {compute, arguments, units, grain};
-    if (threads->count == 1 || units <= grain)
-        compute(arguments, 0, units);
-    else if (threads->pool)
-        run_job(threads->pool, &job);
-    else
-        with_pool(threads->count, run_single_job, &job);
+    parallel_for_job(threads, &(job_t){compute, arguments, units, grain, 0});
 }
 
 /* Panels of a GEMM that a thread takes at a time. */
