@@ -254,11 +254,10 @@ async def test_other_networks_are_loaded_again(tmp_path: Path, kind: str) -> Non
         assert (await ask(engine, "again", PROMPT, 8)).tokens == expected.tokens
 
 
-@pytest.mark.parametrize(("kind", "format"), [("gpt_oss", "mxfp4"), ("granite", "awq")])
-async def test_what_another_program_quantised_is_dense_after_an_update(tmp_path: Path, kind: str, format: str) -> None:
+async def test_what_another_program_quantised_is_dense_after_an_update(tmp_path: Path) -> None:
     """Its linear layers have other kernels than at the start, and the bits of a fresh engine."""
-    decoder_shapes.write(tmp_path / "plain", kind, 0)
-    old = write_third_party(tmp_path / "plain", tmp_path / "old", format)
+    decoder_shapes.write(tmp_path / "plain", "granite", 0)
+    old = write_third_party(tmp_path / "plain", tmp_path / "old", "awq")
     new = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in tensors_of(old / "dense").items()}
     path = copy_with(old / "dense", tmp_path / "new", new)
     async with running(path, weight_updates=False) as fresh:
@@ -284,7 +283,7 @@ async def test_a_checkpoint_of_super_blocks_stays_one(tmp_path: Path, kind: str)
         expected = await ask(fresh, "r", prompt, 8)
     async with running(old) as engine:
         before = await ask(engine, "before", prompt, 8)
-        name = next(name for name, shape in weights_of(engine).weight_tensors().items() if len(shape.shape) == 2)
+        name = "model.embed_tokens.weight"
         broken = {**new, name: new[name] * 1e12}
         with pytest.raises(WeightsRefused, match=f"tensor {name}: holds what the float16 scales of Q6_K cannot"):
             await weights_of(engine).update_weights(as_bytes(broken), None, "keep")
