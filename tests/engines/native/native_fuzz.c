@@ -544,6 +544,14 @@ fuzz_layers(void)
                          .num_adapted = num_adapted, .lora_width = lora_width};
     decoder_layers(&step, layers, MODEL_LAYERS, x, &threads);
     add_to_digest(x, tokens * hidden);
+    if (step.adapters) {
+        const int64_t columns = layers[0].query_proj->columns;
+        element *alone = malloc(tokens * columns * sizeof *alone);
+        adapted_linear(&step, 0, &(linear_t){.input = x, .rows = tokens, .gemm = layers[0].query_proj, .output = alone},
+                       &threads);
+        add_to_digest(alone, tokens * columns);
+        free(alone);
+    }
     for (int i = 0; i < 2; i++)
         free_adapter(adapters[i], layers);
     for (int i = 0; i < MODEL_LAYERS; i++) {

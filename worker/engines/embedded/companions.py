@@ -214,5 +214,18 @@ def keep_rows(companion: Request, logits: torch.Tensor) -> None:
     companion.tap.keep(len(companion.tokens), logits)
 
 
+def drafted_owners(plan: Plan, computed: Plan, spoiled: Sequence[Request]) -> list[Request]:
+    """Owners in a plan of which a sequence with a draft is spoiled.
+
+    Args:
+        plan: A step.
+        computed: The step, or the draft model's part of it.
+        spoiled: Requests and companions of `computed` of which a token is not finite.
+    """
+    drafted = {id(one) for one, draft in zip(computed.decode, computed.drafts, strict=False) if draft}
+    bad = {id(one) for one in spoiled} & drafted
+    return [one for one in plan.decode if not one.is_companion and bad & {id(each) for each in one.sequences}]
+
+
 def _owners(requests: Sequence[Request]) -> tuple[Request, ...]:
     return tuple(request for request in requests if not request.is_companion)

@@ -14,7 +14,7 @@ import torch
 from adapters.chain import plan_rows
 from worker.engines import BATCH_SIZES
 from worker.engines.embedded.adapters import LoadedAdapters
-from worker.engines.embedded.companions import check_room, keep_rows, take_rows
+from worker.engines.embedded.companions import check_room, drafted_owners, keep_rows, take_rows
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.held_outputs import HeldOutputs
@@ -242,8 +242,12 @@ class Stepper:
         assert self.draft_model is not None
         logits = self.draft_model.forward(companions)
         spoiled = self.draft_model.model.spoiled(companions)
-        if spoiled and companions.drafts:
-            plan, companions, logits = self._preempt_drafted(plan, companions, logits, spoiled)
+        if again := drafted_owners(plan, companions, spoiled):
+            for request in again:
+                self.scheduler.queues.preempt(request)
+            plan, _ = plan.without(again)
+            companions, rows = companions.without([one.companion for one in again if one.companion is not None])
+            logits = logits[rows]
         for request, (first, end) in zip(
             companions.sampled, pairwise([*companions.first_rows(), len(logits)]), strict=True
         ):
@@ -251,21 +255,6 @@ class Stepper:
         self.scheduler.settle_companions(companions)
         self.scheduler.spoil(companions, [one for one in spoiled if one.pages])
         return plan
-
-    def _preempt_drafted(
-        self, plan: Plan, companions: Plan, logits: torch.Tensor, spoiled: Sequence[Request]
-    ) -> tuple[Plan, Plan, torch.Tensor]:
-        """Preempt the owners of spoiled companions with a draft; plans and logits without them."""
-        bad = {id(one) for one in spoiled}
-        again = [
-            one for one, draft in zip(companions.decode, companions.drafts, strict=True) if draft and id(one) in bad
-        ]
-        gone = {id(one) for one in again}
-        owners = [one for one in plan.decode if id(one.companion) in gone]
-        for request in owners:
-            self.scheduler.queues.preempt(request)
-        companions, rows = companions.without(again)
-        return plan.without(owners)[0], companions, logits[rows]
 
     def _sample(
         self, plan: Plan, logits: torch.Tensor, rows: Sequence[int] | None = None, computed: Plan | None = None
@@ -321,10 +310,7 @@ class Stepper:
         decoded alone they might be finite. After a preemption they are computed without a draft. A
         companion is preempted with its owner.
         """
-        drafted = {id(one) for one, draft in zip(plan.decode, plan.drafts, strict=True) if draft}
-        bad = {id(one) for one in self.model.spoiled(plan)} & drafted
-        owners = [one for one in plan.decode if not one.is_companion]
-        again = [one for one in owners if bad & {id(each) for each in one.sequences}]
+        again = drafted_owners(plan, plan, self.model.spoiled(plan))
         if not again:
             return plan, logits
         for request in again:
