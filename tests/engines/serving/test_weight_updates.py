@@ -13,13 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lora_adapters import ALL_TARGETS, write_adapter
 from quantised_checkpoints import K_TYPES, WIDE, stored_in
 from random_checkpoints import TYPES, write
 from third_party_checkpoints import write as write_third_party
 from weight_runs import Answer, Tensors, as_bytes, ask, copy_with, running, tensors_of, weights_of
 
+from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedEngine
 from worker.engines.weights import PauseMode, Updated, WeightsRefused, WrongState
+from worker.sampling import SamplingParams
 from worker.tiny_model import write_tiny_model
 
 PROMPT = list(range(20, 60))
@@ -294,6 +297,32 @@ async def test_a_checkpoint_of_super_blocks_stays_one(tmp_path: Path, kind: str)
         assert (await ask(engine, "after", prompt, 8)).tokens == expected.tokens != before.tokens
         again = await weights_of(engine).update_weights(path, "again", "keep")
         assert (again.version.digest, again.formats) == (updated.version.digest, {})
+
+
+async def test_an_adapter_keeps_the_layout_that_it_is_packed_for(tmp_path: Path) -> None:
+    """Where types change which projections are fused: before it is loaded they may, and not after."""
+
+    async def adapted(engine: EmbeddedEngine) -> list[int]:
+        params = SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True)
+        request = EngineRequest("r", PROMPT, params, lora_name="mine")
+        return [token async for delta in engine.generate(request) for token in delta.token_ids]
+
+    write(tmp_path / "dense", "llama", WIDE)
+    write_adapter(tmp_path / "mine", tmp_path / "dense", seed=2, targets=ALL_TARGETS, rank=3)
+    old, new = (
+        stored_in(tmp_path / "dense", tmp_path / name, types)
+        for name, types in (("old", K_TYPES), ("new", {"_proj": "Q8_0", "embed_tokens": "Q8_0"}))
+    )
+    async with running(new, lora_modules=(("mine", str(tmp_path / "mine")),)) as fresh:
+        expected = await adapted(fresh)
+        with pytest.raises(WeightsRefused, match="LoRA adapters are packed for those that serve; give tensors of the"):
+            await weights_of(fresh).update_weights(old, None, "keep")
+        await weights_of(fresh).update_weights(as_bytes(tensors_of(tmp_path / "dense")), None, "keep")
+        assert await adapted(fresh) == expected
+    async with running(old) as engine:
+        await weights_of(engine).update_weights(new, None, "keep")
+        await engine.load_adapter("mine", tmp_path / "mine")
+        assert await adapted(engine) == expected
 
 
 def resident_mb() -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from worker.engines.embedded.adapters import LoadedAdapter
 from worker.engines.embedded.model.stored_weights import DTYPES
 from worker.engines.embedded.native.lora import INPUTS, LowRank, PackedAdapter, QkvGemms
 from worker.engines.lora_adapters import WEIGHTS, AdapterFiles, Matrix, read_files
+from worker.engines.weights import WeightsRefused
 from worker.models.geometry import Geometry
 from worker.models.problems import ModelFileError
 
@@ -23,6 +25,43 @@ _LAYER = re.compile(r"model\.layers\.(?P<index>\d+)\.(?P<part>.+)")
 
 _PARTS = {f"{'self_attn' if index < 2 else 'mlp'}.{name}": name for index, names in enumerate(INPUTS) for name in names}
 """Linear layers within a decoder layer, by their names there."""
+
+
+class AdaptedGemms:
+    """GEMMs that LoRA adapters are packed for, which stay as they are once there is one. Any
+    thread.
+
+    Args:
+        qkv: `Network.qkv_gemms` of the network that computes.
+    """
+
+    def __init__(self, qkv: Sequence[QkvGemms]) -> None:
+        self._qkv = qkv
+        self._has_adapters = False
+        self._lock = threading.Lock()
+
+    def taken(self) -> Sequence[QkvGemms]:
+        """The GEMMs, for an adapter to be packed for them."""
+        with self._lock:
+            self._has_adapters = True
+            return self._qkv
+
+    def check(self, qkv: Sequence[QkvGemms] | None) -> None:
+        """Raises `WeightsRefused` if a network with other GEMMs cannot take the place of the one
+        that computes.
+        """
+        if self._has_adapters and qkv != self._qkv:
+            raise WeightsRefused(
+                "its quantised tensors change which of a layer's query, key and value projections are computed "
+                "together, and LoRA adapters are packed for those that serve; give tensors of the same types"
+            )
+
+    def change(self, qkv: Sequence[QkvGemms] | None, replace: Callable[[], None]) -> None:
+        """Call `replace`, which puts a network with other GEMMs in place. Raises: see `check`."""
+        with self._lock:
+            self.check(qkv)
+            replace()
+            self._qkv = qkv or ()
 
 
 def load_adapter(

@@ -22,7 +22,7 @@ from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.kv_cache import Int8Rows, KvStore, row_shape
 from worker.engines.embedded.model import weight_update
-from worker.engines.embedded.model.adapter_weights import load_adapter
+from worker.engines.embedded.model.adapter_weights import AdaptedGemms, load_adapter
 from worker.engines.embedded.model.batch_packing import Batch, pack
 from worker.engines.embedded.model.checkpoint_files import first_line
 from worker.engines.embedded.model.kernels import KernelBackend
@@ -157,6 +157,7 @@ class HfModel:
         self._row_step = 1
         self._tile = 0
         self._graphs: DecodeGraphs | None = None
+        self._adapted: AdaptedGemms | None = None  # where LoRA adapters can be loaded
         self.numerics = self.made_by = "fast"
         self.wants_dense_kv = True
 
@@ -247,8 +248,9 @@ class HfModel:
                 f"LoRA adapters are served where native kernels compute a model of the Llama family; here "
                 f"{self.kernels} kernels compute {self._facts.geometry.model_type}"
             )
-        kept_in = resolve_dtype(dtype, self.dtype)
-        return lambda name, directory: load_adapter(name, directory, self._facts.geometry, qkv, kept_in)
+        kept_in, adapted = resolve_dtype(dtype, self.dtype), AdaptedGemms(qkv)
+        self._adapted = adapted
+        return lambda name, directory: load_adapter(name, directory, self._facts.geometry, adapted.taken(), kept_in)
 
     @property
     def geometry(self) -> Geometry:
@@ -279,8 +281,10 @@ class HfModel:
             WeightsRefused: a tensor cannot be taken.
         """
         weights = weight_update.updated(old, given, self._facts.geometry, self.kernel_backend)
-        network = LlamaNetwork(weights, self.kernel_backend, self._facts.context_length)
-        return self.settled(network)
+        network = self.settled(LlamaNetwork(weights, self.kernel_backend, self._facts.context_length))
+        if self._adapted is not None:
+            self._adapted.check(network.qkv_gemms())
+        return network
 
     @property
     def network(self) -> Network:
@@ -296,8 +300,18 @@ class HfModel:
         return network
 
     def replace_network(self, network: Network) -> None:
-        """Compute with another network of the same sizes from the next step on; between steps."""
-        self._network = network
+        """Compute with another network of the same sizes from the next step on; between steps.
+
+        Raises `WeightsRefused` if LoRA adapters that were loaded meanwhile cannot go on with it.
+        """
+
+        def replace() -> None:
+            self._network = network
+
+        if self._adapted is None:
+            replace()
+        else:
+            self._adapted.change(network.qkv_gemms(), replace)
         self._graphs = self._new_graphs()
 
     def drop_network(self) -> None:
