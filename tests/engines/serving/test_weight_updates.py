@@ -300,7 +300,7 @@ async def test_a_checkpoint_of_super_blocks_stays_one(tmp_path: Path, kind: str)
 
 
 async def test_an_adapter_keeps_the_layout_that_it_is_packed_for(tmp_path: Path) -> None:
-    """Where types change which projections are fused: before it is loaded they may, and not after."""
+    """Types may change which projections are fused before it is loaded, and not after."""
 
     async def adapted(engine: EmbeddedEngine) -> list[int]:
         params = SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True)
