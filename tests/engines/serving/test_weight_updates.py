@@ -13,13 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lora_adapters import ALL_TARGETS, linear_layers, write_adapter
 from quantised_checkpoints import K_TYPES, WIDE, stored_in
 from random_checkpoints import TYPES, write
 from third_party_checkpoints import write as write_third_party
 from weight_runs import Answer, Tensors, as_bytes, ask, copy_with, running, tensors_of, weights_of
 
+from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedEngine
 from worker.engines.weights import PauseMode, Updated, WeightsRefused, WrongState
+from worker.sampling import SamplingParams
 from worker.tiny_model import write_tiny_model
 
 PROMPT = list(range(20, 60))
@@ -293,6 +296,51 @@ async def test_a_checkpoint_of_super_blocks_stays_one(tmp_path: Path, kind: str)
         assert (await ask(engine, "after", prompt, 8)).tokens == expected.tokens != before.tokens
         again = await weights_of(engine).update_weights(path, "again", "keep")
         assert (again.version.digest, again.formats) == (updated.version.digest, {})
+
+
+async def ask_adapted(engine: EmbeddedEngine) -> list[int]:
+    """Tokens of the adapter ``mine``."""
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True)
+    request = EngineRequest("r", PROMPT, params, lora_name="mine")
+    return [token async for delta in engine.generate(request) for token in delta.token_ids]
+
+
+async def test_an_adapter_keeps_the_layout_that_it_is_packed_for(tmp_path: Path) -> None:
+    """Types may change which projections are fused before it is loaded, and not after."""
+    write(tmp_path / "dense", "llama", WIDE)
+    write_adapter(tmp_path / "mine", tmp_path / "dense", seed=2, targets=ALL_TARGETS, rank=3)
+    old, new = (
+        stored_in(tmp_path / "dense", tmp_path / name, types)
+        for name, types in (("old", K_TYPES), ("new", {"_proj": "Q8_0", "embed_tokens": "Q8_0"}))
+    )
+    async with running(new, lora_modules=(("mine", str(tmp_path / "mine")),)) as fresh:
+        expected = await ask_adapted(fresh)
+        with pytest.raises(WeightsRefused, match="LoRA adapters are packed for those that serve; give tensors of the"):
+            await weights_of(fresh).update_weights(old, None, "keep")
+        await weights_of(fresh).update_weights(as_bytes(tensors_of(tmp_path / "dense")), None, "keep")
+        assert await ask_adapted(fresh) == expected
+    async with running(old) as engine:
+        await weights_of(engine).update_weights(new, None, "keep")
+        await engine.load_adapter("mine", tmp_path / "mine")
+        assert await ask_adapted(engine) == expected
+
+
+@pytest.mark.parametrize("kind", ["granite", "deepseek_v3"])
+async def test_an_adapter_goes_on_with_other_weights(tmp_path: Path, kind: str) -> None:
+    """Where the network is made anew, of native kernels alone or of transformers' modules."""
+    network = decoder_shapes.write(tmp_path / "old", kind, 0)
+    new = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in tensors_of(tmp_path / "old").items()}
+    path = copy_with(tmp_path / "old", tmp_path / "new", new)
+    layers = linear_layers(network.base_model, f"{network.base_model_prefix}.")
+    write_adapter(tmp_path / "mine", tmp_path / "old", layers=layers, targets=list(layers))
+    mine = (("mine", str(tmp_path / "mine")),)
+    async with running(path, lora_modules=mine) as fresh:
+        expected, plain = await ask_adapted(fresh), await ask(fresh, "plain", PROMPT, 8)
+    async with running(tmp_path / "old", lora_modules=mine) as engine:
+        assert await ask_adapted(engine) != expected
+        await weights_of(engine).update_weights(path, None, "keep")
+        assert await ask_adapted(engine) == expected
+        assert (await ask(engine, "plain", PROMPT, 8)).tokens == plain.tokens
 
 
 def resident_mb() -> int:

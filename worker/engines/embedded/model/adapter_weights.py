@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -12,9 +14,52 @@ from worker.engines.embedded.adapters import LoadedAdapter
 from worker.engines.embedded.model.stored_weights import DTYPES
 from worker.engines.embedded.native.lora import AdaptedLayers, LowRank, PackedAdapter
 from worker.engines.lora_adapters import WEIGHTS, AdapterFiles, Matrix, read_files
+from worker.engines.weights import WeightsRefused
 from worker.models.problems import ModelFileError
 
 logger = logging.getLogger(__name__)
+
+
+class LayersInUse:
+    """The linear layers that LoRA adapters are packed for, which stay as they are once there is
+    one. Any thread.
+
+    Args:
+        layers: `Network.adapted_layers` of the network that computes.
+    """
+
+    def __init__(self, layers: AdaptedLayers) -> None:
+        self._layers: AdaptedLayers | None = layers
+        self._has_adapters = False
+        self._lock = threading.Lock()
+
+    def taken(self) -> AdaptedLayers:
+        """The layers, for an adapter to be packed for them.
+
+        Raises `ModelFileError` if the weights that serve now take none.
+        """
+        with self._lock:
+            if self._layers is None:
+                raise ModelFileError("the weights that serve since an update take no LoRA adapters")
+            self._has_adapters = True
+            return self._layers
+
+    def check(self, layers: AdaptedLayers | None) -> None:
+        """Raises `WeightsRefused` if a network with other layers cannot take the place of the one
+        that computes.
+        """
+        if self._has_adapters and layers != self._layers:
+            raise WeightsRefused(
+                "its tensors change which linear layers are computed together, and LoRA adapters are packed for those "
+                "that serve; give tensors of the same types"
+            )
+
+    def change(self, layers: AdaptedLayers | None, replace: Callable[[], None]) -> None:
+        """Call `replace`, which puts a network with these layers in place. Raises: see `check`."""
+        with self._lock:
+            self.check(layers)
+            replace()
+            self._layers = layers
 
 
 def load_adapter(name: str, directory: Path, layers: AdaptedLayers, dtype: torch.dtype) -> LoadedAdapter:

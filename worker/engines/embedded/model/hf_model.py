@@ -22,7 +22,7 @@ from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.kv_cache import Int8Rows, KvStore, row_shape
 from worker.engines.embedded.model import weight_update
-from worker.engines.embedded.model.adapter_weights import load_adapter
+from worker.engines.embedded.model.adapter_weights import LayersInUse, load_adapter
 from worker.engines.embedded.model.batch_packing import Batch, pack
 from worker.engines.embedded.model.checkpoint_files import first_line
 from worker.engines.embedded.model.kernels import KernelBackend
@@ -33,7 +33,7 @@ from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.numerics import Numerics, choose, tiling_of
 from worker.engines.embedded.model.weight_update import Given
-from worker.engines.embedded.native.lora import AdaptedRows
+from worker.engines.embedded.native.lora import AdaptedLayers, AdaptedRows
 from worker.engines.embedded.plan import Plan, Request
 from worker.engines.embedded.scored_rows import show_scored
 from worker.engines.weights import NotSupported
@@ -157,6 +157,7 @@ class HfModel:
         self._row_step = 1
         self._tile = 0
         self._graphs: DecodeGraphs | None = None
+        self._layers_in_use: LayersInUse | None = None  # where LoRA adapters can be loaded
         self.numerics = self.made_by = "fast"
         self.wants_dense_kv = True
 
@@ -241,15 +242,19 @@ class HfModel:
 
         Raises `NotSupported` unless native kernels compute the model's linear layers.
         """
-        is_native = isinstance(self._attention, NativeAttention) or self._network.adapts_with_any_attention
-        layers = self._network.adapted_layers if is_native else None
+        layers = self._adapted_layers(self._network)
         if layers is None:
             raise NotSupported(
                 f"LoRA adapters are served where native kernels compute a model's linear layers; here {self.kernels} "
                 f"kernels compute {self._facts.geometry.model_type}"
             )
-        kept_in = resolve_dtype(dtype, self.dtype)
-        return lambda name, directory: load_adapter(name, directory, layers, kept_in)
+        kept_in, in_use = resolve_dtype(dtype, self.dtype), LayersInUse(layers)
+        self._layers_in_use = in_use
+        return lambda name, directory: load_adapter(name, directory, in_use.taken(), kept_in)
+
+    def _adapted_layers(self, network: Network) -> AdaptedLayers | None:
+        is_native = isinstance(self._attention, NativeAttention) or network.adapts_with_any_attention
+        return network.adapted_layers if is_native else None
 
     @property
     def geometry(self) -> Geometry:
@@ -280,8 +285,10 @@ class HfModel:
             WeightsRefused: a tensor cannot be taken.
         """
         weights = weight_update.updated(old, given, self._facts.geometry, self.kernel_backend)
-        network = LlamaNetwork(weights, self.kernel_backend, self._facts.context_length)
-        return self.settled(network)
+        network = self.settled(LlamaNetwork(weights, self.kernel_backend, self._facts.context_length))
+        if self._layers_in_use is not None:
+            self._layers_in_use.check(self._adapted_layers(network))
+        return network
 
     @property
     def network(self) -> Network:
@@ -297,8 +304,18 @@ class HfModel:
         return network
 
     def replace_network(self, network: Network) -> None:
-        """Compute with another network of the same sizes from the next step on; between steps."""
-        self._network = network
+        """Compute with another network of the same sizes from the next step on; between steps.
+
+        Raises `WeightsRefused` if LoRA adapters that were loaded meanwhile cannot go on with it.
+        """
+
+        def replace() -> None:
+            self._network = network
+
+        if self._layers_in_use is None:
+            replace()
+        else:
+            self._layers_in_use.change(self._adapted_layers(network), replace)
         self._graphs = self._new_graphs()
 
     def drop_network(self) -> None:
