@@ -41,7 +41,7 @@ STACKED = ("gpt_oss", "granitemoe")
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("one_thread")]
 
 
-def some(cases: Iterable[object], *in_ci: object) -> list[Any]:
+def some(cases: Iterable[tuple[str, Kind]], *in_ci: tuple[str, Kind]) -> list[Any]:
     """All cases, of which CI runs some."""
     return [pytest.param(*each, marks=() if each in in_ci else pytest.mark.campaign) for each in cases]
 

@@ -23,6 +23,9 @@ from worker.models.quantised_tensors import ThirdPartyWeight
 from worker.models.quantization_config import MXFP4
 from worker.models.weight_files import WeightFiles
 
+Plain = torch.Tensor | QuantisedWeight
+"""A weight that is not of all experts."""
+
 Read = Callable[[str], torch.Tensor]
 """Reads the tensor of that name."""
 
@@ -94,7 +97,7 @@ class ThirdPartyWeights:
         name = stored.parts["codes"]
         return ModelFileError(f"{self._files.tensors[name].file}: tensor {name}: {error}")
 
-    def _weight(self, stored: ThirdPartyWeight, tensor: Read, keeps: bool) -> Weight:
+    def _weight(self, stored: ThirdPartyWeight, tensor: Read, keeps: bool) -> Plain:
         try:
             found = read_weight(stored, tensor, self._dtype)
             if isinstance(found, QuantisedWeight):
@@ -103,7 +106,6 @@ class ThirdPartyWeights:
                     return found
                 found = found.dequantised()
             else:
-                assert isinstance(found, torch.Tensor), "stacked experts are read as they are"
                 self.dequantised[_reason(stored)] += 1
             found = found.to(self._dtype)
             _check_finite(found)
@@ -126,7 +128,7 @@ def _check_finite(numbers: torch.Tensor) -> None:
         raise ValueError(f"a scale or weight is infinite, not a number, or more than {dtype} holds")
 
 
-def read_weight(stored: ThirdPartyWeight, tensor: Read, dtype: torch.dtype = torch.float32) -> Weight:
+def read_weight(stored: ThirdPartyWeight, tensor: Read, dtype: torch.dtype = torch.float32) -> Plain:
     """The weight that is stored so, in the form of the native kernels if it has one.
 
     Args:
@@ -147,7 +149,7 @@ def read_weight(stored: ThirdPartyWeight, tensor: Read, dtype: torch.dtype = tor
     return _INTEGERS[layout](stored, parts)
 
 
-def _gptq(stored: ThirdPartyWeight, parts: dict[str, torch.Tensor]) -> Weight:
+def _gptq(stored: ThirdPartyWeight, parts: dict[str, torch.Tensor]) -> Plain:
     """Words of codes along columns, of zero points along rows."""
     bits = stored.scheme.bits
     zeros = parts["zeros"]
@@ -159,7 +161,7 @@ def _gptq(stored: ThirdPartyWeight, parts: dict[str, torch.Tensor]) -> Weight:
     return _integers(stored, _bytes(parts["codes"].T), zeros.T, parts["scales"].T, parts.get("groups"))
 
 
-def _awq(stored: ThirdPartyWeight, parts: dict[str, torch.Tensor]) -> Weight:
+def _awq(stored: ThirdPartyWeight, parts: dict[str, torch.Tensor]) -> Plain:
     """Words along rows, in AWQ's order, of codes and of zero points."""
     codes, zeros = (_awq_ordered(parts[each]) for each in ("codes", "zeros"))
     return _integers(stored, _paired(codes.T.contiguous()), zeros.T, parts["scales"].T)
@@ -171,7 +173,7 @@ def _awq_ordered(words: torch.Tensor) -> torch.Tensor:
     return nibbles[..., torch.tensor(_AWQ_ORDER).argsort()].flatten(1)
 
 
-def _packed(stored: ThirdPartyWeight, parts: dict[str, torch.Tensor]) -> Weight:
+def _packed(stored: ThirdPartyWeight, parts: dict[str, torch.Tensor]) -> Plain:
     """Words along columns, of codes to which half their range is added; zero points along rows."""
     shape, bits = parts["shape"].tolist(), stored.scheme.bits
     if tuple(shape) != stored.shape:
@@ -182,7 +184,7 @@ def _packed(stored: ThirdPartyWeight, parts: dict[str, torch.Tensor]) -> Weight:
     return _integers(stored, _bytes(parts["codes"]), zeros, _by_row(stored, parts["scales"]), parts.get("groups"))
 
 
-def _bytes_of_integers(stored: ThirdPartyWeight, parts: dict[str, torch.Tensor]) -> Weight:
+def _bytes_of_integers(stored: ThirdPartyWeight, parts: dict[str, torch.Tensor]) -> Plain:
     """Codes and zero points with a sign, a byte each."""
     zeros = parts.get("zeros")
     if zeros is not None:
@@ -191,7 +193,7 @@ def _bytes_of_integers(stored: ThirdPartyWeight, parts: dict[str, torch.Tensor])
     return _integers(stored, codes, zeros, _by_row(stored, parts["scales"]), parts.get("groups"))
 
 
-_INTEGERS: dict[str, Callable[[ThirdPartyWeight, dict[str, torch.Tensor]], Weight]] = {
+_INTEGERS: dict[str, Callable[[ThirdPartyWeight, dict[str, torch.Tensor]], Plain]] = {
     "gptq": _gptq,
     "awq": _awq,
     "pack-quantized": _packed,
@@ -227,7 +229,7 @@ def _integers(
     zeros: torch.Tensor | None,
     scales: torch.Tensor,
     groups: torch.Tensor | None = None,
-) -> Weight:
+) -> Plain:
     """The weight ``scales * (codes - zeros)``.
 
     Args:
