@@ -80,6 +80,7 @@ class Stepper:
         self.num_rows = 0
         self._held = HeldOutputs()
         self._starved = False  # requests wait, but pages pinned for transfer leave nothing to compute
+        self._late: set[int] = set()  # rows of the step that were left out, and then computed
         self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
 
     @property
@@ -225,6 +226,8 @@ class Stepper:
         if computed.drafts:
             accepted = dict(zip(map(id, plan.decode), self._verify(plan, logits, outputs), strict=True))
             self.speculator.learn(computed, [accepted.get(id(one), 0) for one in computed.decode])
+            self.speculator.learn_late(computed, self._late)
+            self._late.clear()
         self._note_ended(plan, outputs)
         if self.pass_sink is not None and counted is not None:
             self.pass_sink(replace(counted, seconds=time.perf_counter() - started))
@@ -283,6 +286,7 @@ class Stepper:
         if read:
             copied[read] = logits[[rows[row] for row in read]]
         if late:
+            self._late.update(late.values())
             copied[list(late)] = self.model.late_logits(list(late.values()))
         return copied
 
