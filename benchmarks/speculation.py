@@ -49,6 +49,7 @@ from speculation_workload import LONGEST, MOST_ROWS, NGRAM, WORKLOADS, Answered,
 from workload import HERE, peer
 
 from worker.engines.embedded import Engine
+from worker.engines.embedded.model import HfModel
 from worker.engines.embedded.speculation import SpeculativeConfig, Speculator
 from worker.models import model_cache
 from worker.models.default_model import DEFAULT_MODEL, prepare_default_model
@@ -114,7 +115,9 @@ class Ours:
 
     def __init__(self, model: Path, dtype: str) -> None:
         self.engine = Engine(model, max_num_seqs=MOST_ROWS, context_length=LONGEST, kv_blocks=2048, dtype=dtype)
-        for tensor in self.engine.session.stepper.model.kv_store.tensors:
+        own = self.engine.session.stepper.model
+        assert isinstance(own, HfModel)
+        for tensor in own.kv_store.tensors:
             tensor.zero_()  # memory that has not been touched yet takes as long as a step
         self._speculators = {name: Speculator(config) for name, config in OURS.items()}
 

@@ -433,6 +433,27 @@ def test_a_run_that_a_chain_forces_is_one_step_in_a_batch_of_any_size(engine: En
     assert speculator.counts["chain"].accepted == sum(drafts) >= batch * (length - 3)
 
 
+class Forcing(Speculator):
+    """Every draft is a run that a chain forces."""
+
+    def _is_forced(self, row: int) -> bool:
+        return True
+
+
+def test_the_end_of_a_run_is_computed_with_it_where_it_is_often_not_forced() -> None:
+    one = request(ScriptedModel(), "one", [3, 4], SamplingParams(max_tokens=8))
+    plan, speculator = Plan((one,), (), (one,), drafts=((5, 6, 7),)), Forcing()
+    for late in ((), (2,), (2,)):
+        left = speculator.leave_out(plan)
+        assert set(left.unread) == {0, 1, 2}
+        speculator.learn_late(left, late)
+    left = speculator.leave_out(plan)
+    assert set(left.unread) == {0, 1}
+    for _ in range(50):  # that it is forced by now nobody sees, so that it is tried again
+        speculator.learn_late(left, ())
+    assert set(speculator.leave_out(plan).unread) == {0, 1, 2}
+
+
 def test_a_grammar_drafts_the_text_that_it_forces(engine: Engine) -> None:
     properties = {"customer_identification": {"type": "boolean"}, "preferred_language": {"enum": ["en", "de"]}}
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}

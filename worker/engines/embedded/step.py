@@ -81,6 +81,7 @@ class Stepper:
         self.num_rows = 0
         self._held = HeldOutputs()
         self._starved = False  # requests wait, but pages pinned for transfer leave nothing to compute
+        self._late: set[int] = set()  # rows of the step that were left out, and then computed
         self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
 
     @property
@@ -201,9 +202,9 @@ class Stepper:
         counted = None if self.pass_sink is None else count_pass(plan, self.scheduler.queues.waiting)
         if plan.decode:
             plan = self.scheduler.add_drafts(plan, self.speculator.draft(plan))
-        drafted = plan
         if plan.drafts:
             plan = self.speculator.leave_out(plan)
+        drafted = plan
         if plan.companions is not None:
             plan = self._compute_companions(plan, plan.companions)
             if not plan.num_tokens:
@@ -228,6 +229,8 @@ class Stepper:
             accepted = dict(zip(map(id, plan.decode), self._verify(plan, logits, outputs), strict=True))
             owners = (one for one in drafted.decode if not one.is_companion)
             self.speculator.learn(drafted, [accepted.get(id(one), 0) for one in owners])
+            self.speculator.learn_late(drafted, self._late)
+            self._late.clear()
         self._note_ended(plan, outputs)
         if self.pass_sink is not None and counted is not None:
             self.pass_sink(replace(counted, seconds=time.perf_counter() - started))
@@ -245,7 +248,7 @@ class Stepper:
         if again := drafted_owners(plan, companions, spoiled):
             for request in again:
                 self.scheduler.queues.preempt(request)
-            plan, _ = plan.without(again)
+            plan = replace(plan.without(again)[0], unread={})  # whose indices are those of the step before
             companions, rows = companions.without([one.companion for one in again if one.companion is not None])
             logits = logits[rows]
         for request, (first, end) in zip(
@@ -300,6 +303,7 @@ class Stepper:
         if read:
             copied[read] = logits[[rows[row] for row in read]]
         if late:
+            self._late.update(late.values())
             copied[list(late)] = self.model.late_logits(list(late.values()))
         return copied
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
 from time import perf_counter
@@ -23,6 +23,14 @@ CHAIN_TOKENS = 64
 
 FORCED_RATE = 0.8
 """Acceptance rate from which on a run that a chain forces is drafted whole."""
+
+LATE_ENDS = 0.1
+"""Part of forced runs whose last token is not forced after all, from which on its logits are
+computed with the others: alone they take a pass over the head's weights.
+"""
+
+_LATE_WEIGHT, _LATE_MEMORY = 0.1, 0.98
+"""Weight of a run in that part, and what is left of it per run whose end is read."""
 
 MAX_CORPORA = 16
 """Cache salts whose earlier answers are kept, the ones used last."""
@@ -119,6 +127,7 @@ class Speculator:
         self._acceptance = {name: ProposerAcceptance(rate) for name, rate in EXPECTED.items()}
         self._drafting: dict[int, _Candidate] = {}  # by decode row of the step
         self._began_s = 0.0
+        self._late_ends = 0.0
 
     def _method(self, draft_model: MakeProposer | None) -> MakeProposer | None:
         config = self.config
@@ -156,7 +165,7 @@ class Speculator:
         for row, first in enumerate(plan.first_rows()[: len(plan.decode)]):
             request, count = plan.decode[row], len(plan.drafts[row])
             if count and request.tap is None and request.params.logprobs is None and self._is_forced(row):
-                unread += range(first, first + count)
+                unread += range(first, first + count - (self._late_ends > LATE_ENDS))
         return replace(plan, unread={row: row for row in unread}) if unread else plan
 
     def _is_forced(self, row: int) -> bool:
@@ -252,6 +261,23 @@ class Speculator:
             counts = self.counts.setdefault(one.source.proposer.name, Counts())
             counts.proposed += proposed
             counts.accepted += number
+
+    def learn_late(self, plan: Plan, late: Collection[int]) -> None:
+        """Take the positions whose logits were left out of a step, and then needed.
+
+        Args:
+            plan: Plan of the step.
+            late: Their indices in the step.
+        """
+        if plan.num_companions:
+            return  # see `leave_out`
+        for row, first in enumerate(plan.first_rows()[: len(plan.decode)]):
+            if plan.drafts[row] and self._is_forced(row):
+                last = first + len(plan.drafts[row]) - 1
+                if last in plan.unread:
+                    self._late_ends += _LATE_WEIGHT * ((last in late) - self._late_ends)
+                else:
+                    self._late_ends *= _LATE_MEMORY
 
     def remember(self, request: Request, output: Output) -> None:
         """Take the answer of a request that has ended, for later ones of its cache salt."""
