@@ -263,7 +263,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(
 @settings(max_examples=examples(40), deadline=None)
 @given(
     heads=st.sampled_from([(1, 1), (2, 3), (1, 64), (3, 1)]),
-    width=st.sampled_from([2, 30, 64, 96, 256]),
+    width=st.sampled_from([2, 30, 64, 96, 98, 256]),
     size=st.sampled_from([3, 48, 64, 256]),
     window=st.sampled_from([0, 1, 50, 100]),
     source=st.randoms(use_true_random=False),

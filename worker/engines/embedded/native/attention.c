@@ -8,30 +8,17 @@
  * Keys and values in int8 are dequantised block by block: the result has the bits of attention over their elements.
  */
 #include "kernels.h"
-#include "kv_rows.h"
-#include "panels.h"
+#include "kv_panels.h"
 
 enum {
-    KEYS = 64,     /* of a block */
-    QUERIES = 64,  /* of a tile at most, which share a block once it is packed into panels */
-    TRANSPOSING = 2 * sizeof(element), /* lines of keys, and of values, fetched beside transposing 16 words of 16 keys */
-    MULTIPLYING = 8 * sizeof(element), /* and beside multiplying a panel */
+    QUERIES = 64, /* of a tile at most, which share a block once it is packed into panels */
+    MULTIPLYING = 8 * sizeof(element), /* lines of keys, and of values, fetched beside multiplying a panel */
 #ifdef WITH_AMX
     TOGETHER = QUERIES, /* queries that meet a block at a time: while one tile is multiplied, others are read */
 #else
     TOGETHER = ROWS,
 #endif
 };
-
-/* One block of keys and values of one head. */
-typedef struct {
-    int64_t begin; /* position of the first key */
-    int count;
-    element keys[KEYS * WIDEST] ALIGNED; /* two panels of 32 keys, [words of the width][32 keys] */
-    const element *values;               /* panels of 32 elements, [words of 64 keys][32]: in `copied`, or where they lie */
-    int64_t value_step, value_stride;    /* from a panel to the next, and from a word of its columns to the next */
-    element copied[KEYS * WIDEST] ALIGNED;
-} block_t;
 
 /* The queries of a tile, and their online softmax. */
 typedef struct {
@@ -41,137 +28,12 @@ typedef struct {
     float peak[QUERIES], sum[QUERIES];
 } queries_t;
 
-/* The index of a row of a head in the KV cache, by its position in the sequence. */
-static inline int64_t
-find_row(const attention_t *c, const tile_t *tile, int64_t head, int64_t position)
-{
-    return (c->page_table[tile->pages + position / c->page_size] * c->kv_heads + head) * c->page_size +
-           position % c->page_size;
-}
-
-static inline int64_t
-row_bytes(const attention_t *c)
-{
-    return kv_row_bytes(c->width, c->is_int8);
-}
-
-/* Rows that follow each other in memory from `position` on, before `stop`: those of its page. */
-static inline int64_t
-count_rows(const attention_t *c, int64_t position, int64_t stop)
-{
-    return smaller(c->page_size - position % c->page_size, stop - position);
-}
-
 /* The block of a tile's keys that attention begins with: blocks begin at multiples of KEYS, wherever pages do. */
 static inline int64_t
 first_key(const attention_t *c, const tile_t *tile)
 {
     const int64_t seen = c->window && tile->position >= c->window ? tile->position + 1 - c->window : 0;
     return seen - seen % KEYS;
-}
-
-/* The part of the next block that is not fetched yet. */
-typedef struct {
-    const char *keys, *values;
-    int64_t bytes; /* of each */
-} ahead_t;
-
-static inline ahead_t
-find_block(const attention_t *c, const tile_t *tile, int64_t head, int64_t begin)
-{
-    const int64_t at = find_row(c, tile, head, begin) * row_bytes(c);
-    const int64_t rows = count_rows(c, begin, smaller(begin + KEYS, tile->position + tile->count));
-    return (ahead_t){c->keys + at, c->values + at, rows * row_bytes(c)};
-}
-
-/* Fetches some of it: with few queries a block is computed in less time than it is read, and a processor that is told to
- * fetch all of it at once waits until it has nearly all.
- */
-INLINED void
-fetch(ahead_t *ahead, int64_t lines)
-{
-    enum { LINE = 64 };
-    for (; lines > 0 && ahead->bytes > 0; lines--) {
-        fetch_to_l2(ahead->keys);
-        fetch_to_l2(ahead->values);
-        ahead->keys += LINE, ahead->values += LINE, ahead->bytes -= LINE;
-    }
-}
-
-/* The elements of a block's rows in `pages`, keys or values: where they lie or, of rows in int8 and of several pages, in
- * `elements`.
- */
-static inline const element *
-read_rows(const attention_t *c, const char *pages, const tile_t *tile, int64_t head, const block_t *block,
-          element *elements)
-{
-    const int64_t stop = block->begin + block->count;
-    if (!c->is_int8 && count_rows(c, block->begin, stop) == block->count)
-        return (const element *)(pages + find_row(c, tile, head, block->begin) * row_bytes(c));
-    element *to = elements;
-    for (int64_t at = block->begin; at < stop;) {
-        const int64_t rows = count_rows(c, at, stop);
-        const char *from = pages + find_row(c, tile, head, at) * row_bytes(c);
-        if (!c->is_int8)
-            memcpy(to, from, rows * row_bytes(c));
-        for (int64_t row = 0; c->is_int8 && row < rows; row++)
-            dequantise_row(from + row * row_bytes(c), c->width, to + row * c->width);
-        at += rows, to += rows * c->width;
-    }
-    return elements;
-}
-
-static void
-lay_out_keys(const element *keys, int width, block_t *block, ahead_t *ahead)
-{
-    for (int first = 0; first < (block->count + COLUMNS - 1) / COLUMNS * COLUMNS; first += LANES) {
-        element *to = block->keys + first / COLUMNS * COLUMNS * width + first % COLUMNS * PER_WORD;
-        const int rows = block->count > first ? (int)smaller(16, block->count - first) : 0;
-        for (int at = 0; at < width; at += 16 * PER_WORD) {
-            fetch(ahead, TRANSPOSING);
-            const element *from = keys + first * width + at;
-            const int words = (int)smaller(16, (width - at) / PER_WORD);
-            if (rows == 16 && words == 16) /* numbers that the compiler knows */
-                transpose_words(from, width, 16, 16, to + at * COLUMNS, COLUMNS * PER_WORD);
-            else
-                transpose_words(from, width, rows, words, to + at * COLUMNS, COLUMNS * PER_WORD);
-        }
-    }
-}
-
-/* A word of 32 columns of a panel of values: up to `count` elements of a key; in bfloat16 also of the next, if any. */
-static inline void
-lay_out_word(const element *from, const element *next, int64_t count, element *to)
-{
-#ifdef FLOAT32
-    (void)next;
-    vec_store(to, load_lanes(from, count));
-    vec_store(to + LANES, count > LANES ? load_lanes(from + LANES, count - LANES) : vec_zero());
-#else
-    interleave(from, next, count, to);
-#endif
-}
-
-/* Rows of whole panels in float32 are panels already. */
-static void
-lay_out_values(const element *values, int width, block_t *block, ahead_t *ahead)
-{
-    if (PER_WORD == 1 && width % COLUMNS == 0) {
-        block->values = values;
-        block->value_step = COLUMNS;
-        block->value_stride = width;
-        return;
-    }
-    block->values = block->copied;
-    block->value_step = KEYS * COLUMNS;
-    block->value_stride = PANEL_STRIDE;
-    element *to = block->copied;
-    for (int at = 0; at < width; at += COLUMNS, to += KEYS * COLUMNS)
-        for (int key = 0; key < block->count; key += PER_WORD) {
-            fetch(ahead, 1);
-            const element *from = values + key * width + at;
-            lay_out_word(from, key + 1 < block->count ? from + width : NULL, width - at, to + key * COLUMNS);
-        }
 }
 
 /* The mask of a token at `position`: which keys of a block it attends to, one bit each. */
@@ -290,7 +152,6 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head, const tile_t
     const int width = (int)c->width, padded = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
     queries_t q;
     block_t block;
-    element elements[KEYS * WIDEST] ALIGNED;
     q.rows = (int)(tile->count * c->group);
     memset(q.result, 0, q.rows * padded * sizeof *q.result);
     for (int r = 0; r < q.rows; r++) {
@@ -301,15 +162,14 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head, const tile_t
     }
     const int64_t stop = tile->position + tile->count;
     for (int64_t begin = first_key(c, tile); begin < stop; begin += block.count) {
-        block.begin = begin;
-        block.count = (int)smaller(KEYS, stop - begin);
+        begin_block(c, tile, head, begin, (int)smaller(KEYS, stop - begin), &block);
         ahead_t ahead = {0};
         if (begin + block.count < stop)
             ahead = find_block(c, tile, head, begin + block.count);
         else if (next)
             ahead = find_block(c, next, next_head, first_key(c, next));
-        lay_out_keys(read_rows(c, c->keys, tile, head, &block, elements), width, &block, &ahead);
-        lay_out_values(read_rows(c, c->values, tile, head, &block, elements), width, &block, &ahead);
+        lay_out_keys(c, &block, &ahead);
+        lay_out_values(c, &block, &ahead);
         attend_to_block(c, tile, &block, &q, &ahead);
         fetch(&ahead, KEYS * WIDEST);
     }

@@ -9,7 +9,10 @@
 
 #include "rounding.h"
 
-enum { WIDEST = 256 }; /* head size at most */
+enum {
+    WIDEST = 256,                           /* head size at most */
+    ROW_BYTES = WIDEST * (int)sizeof(element), /* of a row at most */
+};
 
 static inline int64_t
 kv_row_bytes(int64_t width, int32_t is_int8)
@@ -36,12 +39,20 @@ quantise_row(const element *x, int64_t width, char *row)
     memcpy(row + end, &scale, sizeof scale);
 }
 
+/* The scale of a row in int8. */
+static inline float
+kv_row_scale(const char *row, int64_t width)
+{
+    float scale;
+    memcpy(&scale, row + kv_row_bytes(width, 1) - sizeof scale, sizeof scale);
+    return scale;
+}
+
 /* The `width` elements of a row in int8. */
 static inline void
 dequantise_row(const char *row, int64_t width, element *x)
 {
-    float scale;
-    memcpy(&scale, row + kv_row_bytes(width, 1) - sizeof scale, sizeof scale);
+    const float scale = kv_row_scale(row, width);
     for (int64_t at = 0; at < width; at += LANES) {
         int8_t some[LANES] = {0};
         const int8_t *codes = (const int8_t *)row + at;

@@ -372,4 +372,8 @@ interleave(const element *even, const element *odd, int64_t count, element *to)
     _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
     _mm512_storeu_si512(to + COLUMNS, _mm512_permutex2var_epi16(a, high, b));
 }
+
+#ifdef __AVX512BF16__
+#include "vector_avx512_codes.h"
+#endif
 #endif
