@@ -53,7 +53,7 @@ def hash_blocks(parent: int, tokens: Sequence[int], block_size: int) -> list[int
 
     Args:
         parent: Hash of the block before the first.
-        tokens: Their token ids.
+        tokens: Token ids of the blocks.
         block_size: Tokens of a block.
     """
     count, size = len(tokens) // block_size, block_size * _ID_BYTES

@@ -290,7 +290,7 @@ class Stepper:
 
         Args:
             logits: Logits of the step.
-            rows: Their indices, one for each of ``plan.sampled``.
+            rows: Indices of the rows in it, one for each of ``plan.sampled``.
             plan: Plan of the rows.
             edits: Edits of the rows.
         """

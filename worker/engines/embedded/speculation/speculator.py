@@ -267,7 +267,7 @@ class Speculator:
 
         Args:
             plan: Plan of the step.
-            late: Their indices in the step.
+            late: Indices of these positions in the step.
         """
         if plan.num_companions:
             return  # see `leave_out`
