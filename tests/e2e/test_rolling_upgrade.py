@@ -22,8 +22,11 @@ from test_migration_e2e import EXACT, KINDS, Reply, ask, ask_all
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
 
-PREVIOUS = "2d64cf0504"
+PREVIOUS = "a1eeb4fd"
 """Commit of the version before; of a release its tag."""
+
+OLDER = "2d64cf0504"
+"""Commit of one whose KV transfers are of another version."""
 
 KILLS = 5
 """Workers that are killed at most until requests have moved."""
@@ -35,16 +38,24 @@ runpy.run_module("worker", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.fixture(scope="session")
-def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources of the version before, with its kernels built."""
-    directory = tmp_path_factory.mktemp("previous")
-    archive = subprocess.run(["git", "archive", PREVIOUS], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE)
+def built(commit: str, directory: Path) -> Path:
+    """The sources of a version, with its kernels built."""
+    archive = subprocess.run(["git", "archive", commit], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE)
     subprocess.run(["tar", "x"], cwd=directory, check=True, input=archive.stdout)
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     subprocess.run(build, cwd=directory, check=True, capture_output=True)
     (directory / "run_worker.py").write_text(RUNS_IT, encoding="utf-8")
     return directory
+
+
+@pytest.fixture(scope="session")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(PREVIOUS, tmp_path_factory.mktemp("previous"))
+
+
+@pytest.fixture(scope="session")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(OLDER, tmp_path_factory.mktemp("older"))
 
 
 @contextlib.contextmanager
@@ -96,25 +107,42 @@ async def test_an_answer_moves_between_versions(
     assert len(moved) == survivor.metric("dlw_continued_requests_total") > 0
 
 
+async def start_pair(pool: Stack, prefill: Path | None, decode: Path | None) -> Worker:
+    """A prefill and a decode worker of these versions; the latter."""
+
+    options = ("--kv-block-size", "4", "--max-local-prefills", "32", "--disaggregation-mode")
+
+    def start_role(role: str, version: Path | None) -> Worker:
+        worker = start(pool, version, *options, role, wait=False)
+        pool.wait_endpoint(worker)
+        return worker
+
+    await asyncio.to_thread(start_role, "prefill", prefill)
+    decodes = await asyncio.to_thread(start_role, "decode", decode)
+    ready = partial(pool.post, "completions", prompt="a", max_tokens=1)
+    await asyncio.to_thread(wait_for, lambda: ready()[0] == 200, "the pair")
+    return decodes
+
+
 @pytest.mark.parametrize("newer_prefills", [True, False])
 async def test_kv_goes_between_versions(
     pool: Stack, previous: Path, expected: dict[str, Reply], newer_prefills: bool
 ) -> None:
-    versions = [None, previous] if newer_prefills else [previous, None]
-
-    def start_role(role: str, version: Path | None) -> Worker:
-        worker = start(pool, version, "--disaggregation-mode", role, "--kv-block-size", "4", wait=False)
-        pool.wait_endpoint(worker)
-        return worker
-
-    roles = zip(("prefill", "decode"), versions, strict=True)
-    _, decode = [await asyncio.to_thread(start_role, role, version) for role, version in roles]
-    ready = partial(pool.post, "completions", prompt="a", max_tokens=1)
-    await asyncio.to_thread(wait_for, lambda: ready()[0] == 200, "the pair")
+    decode = await start_pair(pool, *((None, previous) if newer_prefills else (previous, None)))
     assert same(await ask_all(pool)) == same(expected)
     received, cached = (decode.metric("dlw_kv_transfers_total", outcome=name) for name in ("received", "cached"))
     assert received > 0
     assert received + cached >= len(expected)
+
+
+async def test_prompts_of_another_format_are_computed_again(
+    pool: Stack, older: Path, expected: dict[str, Reply]
+) -> None:
+    """As `docs/operations.md` says: the decode workers are upgraded first."""
+    decode = await start_pair(pool, older, None)
+    assert same(await ask_all(pool)) == same(expected)
+    assert decode.metric("dlw_local_prefills_total", reason="version") >= len(expected)
+    assert decode.metric("dlw_kv_transfers_total", outcome="received") == 0
 
 
 async def test_an_upgrade_under_load_loses_nothing(pool: Stack, previous: Path, expected: dict[str, Reply]) -> None:

@@ -12,6 +12,7 @@ from adapters.catalog import Requested, Selection
 from worker.disaggregation.seal import CLOCK_SKEW_S, Seal
 from worker.disaggregation.serving import DisaggregatedServing, TransferMetrics
 from worker.engines import KeepKv, LocalPrefill, ReadKv, TokenDelta
+from worker.engines.embedded.transfer import params
 from worker.errors import ConfigurationError, InvalidRequest, Overloaded
 from worker.lifecycle.drain import InFlightRequest
 from worker.requests.request import GenerationRequest
@@ -74,6 +75,15 @@ def test_what_came_too_late_is_computed_here() -> None:
     assert decode.kv_of(request(given), CHOSEN) == LocalPrefill("late")
     with pytest.raises(InvalidRequest, match="was made for another prompt"):
         decode.kv_of(request(given, [1]), CHOSEN)
+
+
+@pytest.mark.parametrize("version", [2, params.VERSION + 1])
+def test_a_prompt_of_another_version_is_computed_here(version: int, caplog: pytest.LogCaptureFixture) -> None:
+    given = Seal(POOL, Clock()).close({"format": params.FORMAT, "version": version, "unknown": 1}, 30.0)
+    assert disaggregation("decode").kv_of(request(given), CHOSEN) == LocalPrefill("version")
+    assert f"version: must be {params.VERSION}, got {version}" in caplog.text
+    with pytest.raises(InvalidRequest, match="is of another version, and this decode worker computes no prompts"):
+        disaggregation("decode", most=0).kv_of(request(given), CHOSEN)
 
 
 @pytest.mark.parametrize("role", ["aggregated", "prefill"])

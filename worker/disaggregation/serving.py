@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -22,10 +23,13 @@ Role = Literal["aggregated", "prefill", "decode"]
 OUTCOMES = ("leased", "released", "timed_out", "received", "cached", "expired", "lost", "cancelled")
 """Outcomes of KV transfers, as in `KvConnector.counts` of the embedded engine."""
 
-LOCAL_REASONS = ("missing", "late", "expired", "lost")
-"""Reasons of local prefills: no KV transfer came with the request, or one whose
-lease was over by the clock; the lease ended before the KV was read, or it could not be read.
+LOCAL_REASONS = ("missing", "late", "version", "expired", "lost")
+"""Reasons of local prefills: no KV transfer came with the request, or one whose lease was over by
+the clock, or whose parameters are of another version; the lease ended before the KV was read, or
+it could not be read.
 """
+
+logger = logging.getLogger(__name__)
 
 
 class DisaggregatedServing:
@@ -87,12 +91,18 @@ class DisaggregatedServing:
             return self._local_prefill("missing")
         assert self._seal is not None
         opened = self._seal.open(given)
-        found = params.read(opened.body, request.token_ids, selection, request.beside_model or None)
+        try:
+            found = params.read(opened.body, request.token_ids, selection, request.beside_model or None)
+        except params.OtherVersion as error:
+            if not self.counts["version"]:
+                logger.warning("prompts of a prefill worker of another version are computed here: %s", error)
+            return self._local_prefill("version")
         return self._local_prefill("late") if opened.is_late else ReadKv(found.kv, found.num_cached_tokens)
 
     def _local_prefill(self, reason: str) -> LocalPrefill:
         if not self._max_local:
-            problem = f"is {reason}, and this decode worker computes no prompts (--max-local-prefills 0)"
+            what = "of another version" if reason == "version" else reason
+            problem = f"is {what}, and this decode worker computes no prompts (--max-local-prefills 0)"
             raise InvalidRequest(KV_TRANSFER_FIELD, problem)
         return LocalPrefill(reason)
 

@@ -30,6 +30,10 @@ _MADE_FOR = (
 _DIGEST_BYTES = 16
 
 
+class OtherVersion(InvalidRequest):
+    """The parameters are of another version of this format."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvTransferParams:
     """The parameters of one KV transfer.
@@ -74,6 +78,7 @@ def read(data: object, prompt: Sequence[int], selection: Selection, adapter: str
     """Check the parameters that came with a request.
 
     Raises:
+        OtherVersion: it is of another version.
         InvalidRequest: it is malformed, or it was made for another prompt, other processors or
             another LoRA adapter.
     """
@@ -81,7 +86,7 @@ def read(data: object, prompt: Sequence[int], selection: Selection, adapter: str
         found = data.get("format") if isinstance(data, Mapping) else data
         raise InvalidRequest(KV_TRANSFER_FIELD, f"must be of format {FORMAT}, got {shown(found)}")
     if data.get("version") != VERSION:
-        raise InvalidRequest(f"{KV_TRANSFER_FIELD}.version", f"must be {VERSION}, got {shown(data.get('version'))}")
+        raise OtherVersion(f"{KV_TRANSFER_FIELD}.version", f"must be {VERSION}, got {shown(data.get('version'))}")
     names = {field.name for field in fields(KvTransferParams)}
     check_names(KV_TRANSFER_FIELD, data, names | {"format"})
     found = KvTransferParams(**{name: data[name] for name in names})
