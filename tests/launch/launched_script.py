@@ -4,24 +4,30 @@ its own.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ipaddress
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 
 import openai
 import psutil
 from ports import free_port
+
+from worker.tiny_model import write_tiny_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 READY = re.compile(r"ready\. (?P<model>\S+) answers at (?P<url>\S+);")
@@ -141,11 +147,21 @@ class LaunchedScript(ScriptOutput):
             assert probe.connect_ex(("127.0.0.1", self.port)) != 0
 
 
+@cache
+def tiny_model() -> Path:
+    """The model that ``MODEL_PATH=tiny`` would make, made once: a script takes seconds for it."""
+    directory = Path(tempfile.mkdtemp(prefix="launched-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return write_tiny_model(directory / "tiny-model")
+
+
 @contextlib.contextmanager
 def launched(
     directory: Path, *arguments: str, variables: Mapping[str, str] | None = None, script: str = "agg.sh"
 ) -> Iterator[LaunchedScript]:
-    """A launch script at work; killed with everything it started if the test leaves it running."""
+    """A launch script at work, with `tiny_model` unless `variables` say otherwise; killed with
+    everything it started if the test leaves it running.
+    """
     for name in ("tmp", "home", "cache"):
         (directory / name).mkdir(exist_ok=True)
     port = free_port()
@@ -153,7 +169,7 @@ def launched(
         "DLW_VENV": sys.prefix,
         "HOME": str(directory / "home"),
         "HTTP_PORT": str(port),
-        "MODEL_PATH": "tiny",
+        "MODEL_PATH": str(tiny_model()),
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(directory / "tmp"),
         "XDG_CACHE_HOME": str(directory / "cache"),

@@ -31,7 +31,7 @@ def streamed_chat(script: LaunchedScript, max_tokens: int = 16) -> str:
 
 
 def test_serves_on_loopback_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
-    with launched(tmp_path) as script:
+    with launched(tmp_path, variables={"MODEL_PATH": "tiny"}) as script:
         script.wait_until_ready()
         assert script.url == f"http://127.0.0.1:{script.port}/v1"
         assert script.model == "tiny-model"

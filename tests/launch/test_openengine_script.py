@@ -4,7 +4,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from launched_script import LaunchedScript, is_loopback, launched
+from launched_script import LaunchedScript, is_loopback, launched, tiny_model
 from ports import free_port
 from transformers import AutoTokenizer
 
@@ -36,7 +36,7 @@ def test_the_sidecar_passes_on_what_the_worker_says(tmp_path: Path) -> None:
     with launched(tmp_path, script="agg_openengine.sh", variables={"GRPC_PORT": str(port)}) as script:
         script.wait_until_ready()
         assert script.model == "tiny-model"
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "cache/dynamo-logits-worker/tiny-model")
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model())
         prompt = tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, tokenize=False)
         ids = tokenizer.encode(prompt, add_special_tokens=False)
         assert chat(script) == generated(port, ids)

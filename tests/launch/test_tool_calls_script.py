@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 import pytest
-from launched_script import LaunchedScript, launched
+from launched_script import LaunchedScript, launched, tiny_model
 from tokenizers import AddedToken, Tokenizer
 from written_calls import Call, written
 
@@ -77,7 +77,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """
     directory = tmp_path_factory.mktemp("tools")
     template = {"hermes": HERMES, "mistral": MISTRAL}.get(request.param)
-    path = "tiny" if template is None else with_template(directory / f"tiny-{request.param}", template)
+    path = tiny_model() if template is None else with_template(directory / f"tiny-{request.param}", template)
     arguments = PARSERS if request.param == "hermes" else ()
     with launched(directory, *arguments, variables={"MODEL_PATH": str(path)}) as script:
         script.wait_until_ready()
