@@ -179,12 +179,17 @@ async def test_a_client_that_leaves_ends_its_request(served: Served) -> None:
             await asyncio.sleep(0.01)
 
 
-FORCED = [{"name": "forced_sequence", "args": {"text": "a" * 90 + "END and more"}}]
+FORCED = [{"name": "forced_sequence", "args": {"text": "a" * 1500 + "END and more"}}]
+"""Up to 64 tokens of it come in one step."""
+
 LONG: dict[str, Any] = {"ignore_eos": True, "max_tokens": 400}
 MOVED: dict[str, dict[str, Any]] = {
     "processors": {**LONG, "logits_processors": [{"name": "no_repeat_ngram", "args": {"n": 2}}]},
     "logprobs": {**LONG, "logprobs": True, "top_logprobs": 2, "max_tokens": 200},
-    "stop": {"logits_processors": FORCED, "stop": ["END"], "logprobs_mode": "train", "return_token_ids": True},
+    "stop": {
+        **{"logits_processors": FORCED, "stop": ["END"], "max_tokens": 1600},
+        **{"logprobs_mode": "train", "return_token_ids": True},
+    },
     "penalties": {**LONG, "frequency_penalty": 1.0, "repetition_penalty": 1.2, "min_tokens": 390},
     "guide": {"guided_regex": "[a-f]{150}"},
     "greedy": {**LONG, "seed": None, "temperature": 0},

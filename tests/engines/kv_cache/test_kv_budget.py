@@ -110,7 +110,7 @@ def test_the_draft_model_has_no_more_kv_than_was_counted(
     stores: list[Any] = [stepper.model, stepper.draft_model.model]
     used = sum(tensor.nbytes for model in stores for tensor in model.kv_store.tensors)
     assert 2 * 2**20 < used <= 3 * 2**20
-    (line,) = caplog.messages
+    (line,) = [one.message for one in caplog.records if one.name == budget.__name__]
     assert line.startswith(f"KV cache: {used / 2**20:.1f} MiB with the draft model's, taken as it is used, for ")
 
 
@@ -141,7 +141,7 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch, free: int, settings:
 def test_start_up_says_what_was_chosen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger=budget.__name__):
         chosen(monkeypatch, 9 * GIB)
-    (line,) = caplog.messages
+    (line,) = [one.message for one in caplog.records if one.name == budget.__name__]
     assert line == "KV cache: 2.2 GiB, taken as it is used, for 36864 tokens, 4.5 full contexts of 8192"
 
 

@@ -412,7 +412,7 @@ def test_what_a_chain_forces_is_drafted_without_a_setting(engine: Engine) -> Non
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
-def test_a_run_that_a_chain_forces_is_one_step_in_a_batch_of_any_size(engine: Engine, batch: int) -> None:
+def test_a_forced_run_is_one_step_in_a_batch_of_any_size(engine: Engine, batch: int) -> None:
     """However dear a token of a step is."""
     stepper = engine.session.stepper
     forced = [{"name": "forced_sequence", "args": {"text": " ".join(TEXTS)}}]

@@ -18,7 +18,13 @@
 enum {
     PART_ROWS = 192,                     /* rows that share a part of a panel once it is unpacked */
     PART = 256,                          /* weights of a column in such a part: 32 KiB */
+#ifdef PLAIN_C                           /* a compiler takes long to unroll vectors that the processor has not got */
+    FEW = 1,
+    CODES_UNROLLED = 1,
+#else
     FEW = WIDE_ROWS < 4 ? WIDE_ROWS : 4, /* rows up to which weights are used as they are unpacked */
+    CODES_UNROLLED = 8,                  /* of a word */
+#endif
 };
 
 /* The destination of a weight of each of 32 columns: written to `unpacked`, or, if that is NULL, multiplied by an element
@@ -70,7 +76,7 @@ unpack(int rows, int bits, int is_e2m1, const quantised_t *q, int64_t panel, int
                 const words_t right = load_words((const element *)codes + LANES);
                 for (int line = 0; !rows && line < 2; line++)
                     fetch_to_l2(codes + next + line * LANES * (int)sizeof(uint32_t));
-#pragma GCC unroll 8
+#pragma GCC unroll CODES_UNROLLED
                 for (int i = 0; i < 8; i++)
                     use_codes(rows, four_bits_of(left, i, is_e2m1), four_bits_of(right, i, is_e2m1), &g,
                               at - first + i, use);
