@@ -239,7 +239,7 @@ def test_drafts_are_accepted_and_rejected_in_both_sequences(drafts: str, negativ
 
 
 @pytest.mark.parametrize("negative", [9, CONTRAST], ids=["cfg", "contrastive"])
-def test_a_draft_that_is_not_finite_in_the_companion_is_decoded_again(negative: int) -> None:
+def test_a_draft_not_finite_in_the_companion_is_decoded_again(negative: int) -> None:
     """Its owner is preempted, and has the same answer; the others are not concerned."""
     house = House(pages=40, rows=6, budget=40, mixed=8, seed=1, drafts="often right")
     for number, one in enumerate((negative, -1)):

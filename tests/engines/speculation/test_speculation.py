@@ -440,7 +440,7 @@ class Forcing(Speculator):
         return True
 
 
-def test_the_end_of_a_run_is_computed_with_it_where_it_is_often_not_forced() -> None:
+def test_ends_of_runs_are_computed_if_they_are_often_not_forced() -> None:
     one = request(ScriptedModel(), "one", [3, 4], SamplingParams(max_tokens=8))
     plan, speculator = Plan((one,), (), (one,), drafts=((5, 6, 7),)), Forcing()
     for late in ((), (2,), (2,)):

@@ -74,7 +74,7 @@ def test_the_same_tokens_and_nothing_left(pair: Pair, length: int) -> None:
         assert counts == {"cached": 1}
 
 
-def test_a_prompt_that_was_computed_elsewhere_is_looked_at_at_once(pair: Pair) -> None:
+def test_a_prompt_computed_elsewhere_is_looked_at_at_once(pair: Pair) -> None:
     prompt = prompt_of(70)
     pair.prefill.prefill("one", prompt)
     pair.run(lambda: pair.prefill.finished("one"))
