@@ -187,8 +187,11 @@ MOVED: dict[str, dict[str, Any]] = {
     "processors": {**LONG, "logits_processors": [{"name": "no_repeat_ngram", "args": {"n": 2}}]},
     "logprobs": {**LONG, "logprobs": True, "top_logprobs": 2, "max_tokens": 200},
     "stop": {
-        **{"logits_processors": FORCED, "stop": ["END"], "max_tokens": 1600},
-        **{"logprobs_mode": "train", "return_token_ids": True},
+        "logits_processors": FORCED,
+        "stop": ["END"],
+        "max_tokens": 1600,
+        "logprobs_mode": "train",
+        "return_token_ids": True,
     },
     "penalties": {**LONG, "frequency_penalty": 1.0, "repetition_penalty": 1.2, "min_tokens": 390},
     "guide": {"guided_regex": "[a-f]{150}"},
