@@ -7,7 +7,7 @@ rows of queries and keys.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,15 +92,22 @@ class Weight:
             for rows in file.rows(self.tensor, self.rows):
                 yield rows - np.float32(1) if self.has_one else rows
             return
+        for found in self._matrices(file.rows):
+            yield np.ascontiguousarray(found.T) if self.turns else found
+
+    def _matrices(
+        self, read: Callable[[GgufTensor, npt.NDArray[np.int64]], Iterator[npt.NDArray[Any]]]
+    ) -> Iterator[npt.NDArray[Any]]:
+        """Each expert's matrix, of the rows of all tensors, as `read` reads some of one tensor."""
         for matrix in np.split(self.rows, self.shape[0]):
-            found = np.concatenate(list(file.rows(self.tensor, matrix)))
+            found = np.concatenate(list(read(self.tensor, matrix)))
             if self.below is not None:
-                found = np.concatenate((found, *file.rows(self.below, matrix)))
+                found = np.concatenate((found, *read(self.below, matrix)))
             if self.beside is not None:
-                other = np.concatenate(list(file.rows(self.beside, matrix)))
+                other = np.concatenate(list(read(self.beside, matrix)))
                 axis = 1 if self.turns else 2  # rows of a matrix, or elements of a bias
                 found = np.stack((found, other), axis).reshape(-1, found.shape[1] * (1 if self.turns else 2))
-            yield np.ascontiguousarray(found.T) if self.turns else found
+            yield found
 
     @property
     def can_keep_blocks(self) -> bool:
@@ -118,15 +125,8 @@ class Weight:
         """
         if self.tensors == (self.tensor,):
             yield from file.packed_rows(self.tensor, self.rows)
-            return
-        for matrix in np.split(self.rows, self.shape[0]):
-            found = np.concatenate(list(file.packed_rows(self.tensor, matrix)))
-            if self.below is not None:
-                found = np.concatenate((found, *file.packed_rows(self.below, matrix)))
-            if self.beside is not None:
-                other = np.concatenate(list(file.packed_rows(self.beside, matrix)))
-                found = np.stack((found, other), 1).reshape(-1, found.shape[1])
-            yield found
+        else:
+            yield from self._matrices(file.packed_rows)
 
     @property
     def dtype(self) -> str:

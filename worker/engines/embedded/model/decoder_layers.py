@@ -18,7 +18,7 @@ from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import Linear, Projection, fuse, halves
 from worker.engines.embedded.model.llama_weights import Rope
 from worker.engines.embedded.model.quantisation import QuantisedWeight
-from worker.engines.embedded.model.quantised_experts import stacked_in
+from worker.engines.embedded.model.quantised_experts import given_in, stacked_in
 from worker.engines.embedded.model.transformers_modules import Norm
 from worker.engines.embedded.native.layers import DecoderLayer, Mixture, Mlp
 from worker.engines.embedded.native.lora import DOWN, MLP, OUTPUT, QKV
@@ -303,10 +303,11 @@ def _experts(experts: Any) -> Iterator[_Mlp]:
         raise NotNative(f"experts gated by {gate_name}")
     activation = "clamped" if is_clamped else _activation(experts.act_fn)
     product = "mul_clamped" if is_clamped else "mul"
-    for expert in experts.__dict__.get("given", ()):  # of a quantised checkpoint
+    given = given_in(experts)
+    for expert in given:
         gate, up, down = (Linear(expert[part]) for part in ("gate", "up", "down"))
         yield _Mlp(gate, up, down, activation, product)
-    if "given" in experts.__dict__:
+    if given:
         return
     biases = (getattr(experts, "gate_up_proj_bias", None), getattr(experts, "down_proj_bias", None))
     for index in range(len(experts.gate_up_proj)):

@@ -10,7 +10,7 @@ from worker.engines.embedded.model.activations import name_of
 from worker.engines.embedded.model.linear import Linear, halves
 from worker.engines.embedded.model.mlp import GatedMlp
 from worker.engines.embedded.model.quantisation import QuantisedWeight
-from worker.engines.embedded.model.quantised_experts import stacked_in
+from worker.engines.embedded.model.quantised_experts import given_in, stacked_in
 from worker.engines.embedded.model.row_functions import as_they_are
 from worker.models.problems import ModelFileError
 
@@ -28,16 +28,13 @@ class Experts(torch.nn.Module):
         is_plain = experts.has_gate and not experts.has_bias and _has_default_gate(experts)
         activation = name_of(experts.act_fn) if is_plain else None
         self._experts = torch.nn.ModuleList()
-        given = experts.__dict__.get("given")  # of a quantised checkpoint
-        if given is not None and activation is None:
-            raise ModelFileError("config.json: quantised experts need a gate that is an activation alone")
-        for index in range(len(getattr(experts, name))):
-            if given is not None and activation is not None:
-                part = given[index]
-                self._experts.append(
-                    GatedMlp(Linear(part["gate"]), Linear(part["up"]), Linear(part["down"]), activation)
-                )
-                continue
+        given = given_in(experts)
+        for expert in given:
+            if activation is None:
+                raise ModelFileError("config.json: quantised experts need a gate that is an activation alone")
+            parts = {part: Linear(expert[part]) for part in ("gate", "up", "down")}
+            self._experts.append(GatedMlp(**parts, activation=activation))
+        for index in range(0 if given else len(getattr(experts, name))):
             up, down = (_weight(experts, each, index) for each in (name, "down_proj"))
             if activation is not None:
                 gate_rows, up_rows = halves(up)

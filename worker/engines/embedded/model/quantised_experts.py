@@ -5,23 +5,26 @@ them: checkpoints have a weight for each expert and projection, or one for all, 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from worker.engines.embedded.model.quantisation import StackedExperts
-from worker.engines.embedded.model.stored_weights import Weight
+from worker.engines.embedded.model.quantisation import QuantisedWeight, StackedExperts
 
 _NAME = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 """Projections of an expert by their names in checkpoints, the last three of Mixtral's."""
 
-Expert = Mapping[str, Weight]
+OneWeight = torch.Tensor | QuantisedWeight
+
+Expert = Mapping[str, OneWeight]
 """Weights of an expert: ``gate``, ``up`` and ``down``."""
 
-_STACKED = "stacked"
-"""Attribute of a module of experts that has `StackedExperts`, by the name of its parameter."""
+_GIVEN, _STACKED = "given", "stacked"
+"""Attributes of a module of experts that has an `Expert` each, or `StackedExperts` by the name of
+its parameter.
+"""
 
 
 def place_stacked(network: Any, name: str, weight: StackedExperts, dtype: torch.dtype, keeps: bool) -> None:
@@ -51,7 +54,13 @@ def stacked_in(module: Any) -> Mapping[str, StackedExperts]:
     return found
 
 
-def place_expert(network: Any, name: str, weight: Weight) -> bool:
+def given_in(module: Any) -> Sequence[Expert]:
+    """The experts that a quantised checkpoint has one by one; none for those of another."""
+    found: Sequence[Expert] = module.__dict__.get(_GIVEN, ())
+    return found
+
+
+def place_expert(network: Any, name: str, weight: OneWeight) -> bool:
     """Put the weight of an expert into `network`, on the ``meta`` device; False for another weight.
 
     Raises:
@@ -67,20 +76,20 @@ def place_expert(network: Any, name: str, weight: Weight) -> bool:
     shape = torch.Size((whole.shape[1] // (1 if part == "down" else 2), whole.shape[2]))
     if expert >= len(whole) or weight.shape != shape:
         raise ValueError(f"weight {name} of shape {list(weight.shape)} has no place in the model")
-    module.__dict__.setdefault("given", [{} for _ in range(len(whole))])[expert][part] = weight
+    module.__dict__.setdefault(_GIVEN, [{} for _ in range(len(whole))])[expert][part] = weight
     return True
 
 
 def join_experts(network: Any, dtype: torch.dtype, keeps: bool) -> None:
     """Make a module's experts of what `place_expert` has put into it: if `keeps`, they stay one by
-    one under ``given``, else they are its parameters, dequantised.
+    one, for `given_in`, else they are its parameters, dequantised.
 
     Raises:
         ValueError: an expert is incomplete.
     """
     for name, module in network.named_modules():
-        given = module.__dict__.get("given")
-        if given is None:
+        given = given_in(module)
+        if not given:
             continue
         missing = next((index for index, each in enumerate(given) if len(each) < 3), None)
         if missing is not None:
@@ -96,8 +105,8 @@ def join_experts(network: Any, dtype: torch.dtype, keeps: bool) -> None:
                 torch.cat([_dense(expert[part], dtype) for part in parts], out=joined[index])
             module._parameters[leaf] = torch.nn.Parameter(joined, requires_grad=False)
         if not keeps:
-            del module.__dict__["given"]
+            del module.__dict__[_GIVEN]
 
 
-def _dense(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+def _dense(weight: OneWeight, dtype: torch.dtype) -> torch.Tensor:
     return (weight if isinstance(weight, torch.Tensor) else weight.dequantised()).to(dtype)

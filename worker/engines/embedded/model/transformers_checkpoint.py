@@ -198,7 +198,7 @@ class QuantisedCheckpoint:
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
-        served = (*LLAMA_LIKE, *(each for each in CONVERTED if each not in LLAMA_LIKE))
+        served = dict.fromkeys((*LLAMA_LIKE, *CONVERTED))
         if settings.get("model_type") not in served:
             raise StartupError(
                 f"--model-path {directory}: config.json: quantization_config: quantised checkpoints of model type "

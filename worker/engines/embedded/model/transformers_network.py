@@ -93,7 +93,8 @@ class TransformersNetwork(Network):
             if isinstance(module, (Linear, Norm, GatedMlp)):
                 module.forward = as_they_are(module.forward)  # type: ignore[method-assign]
         self._functions = RowFunctions(list(self.parameters()), kernels)
-        if isinstance(getattr(embedding, "weight", None), QuantisedWeight):
+        is_quantised = isinstance(getattr(embedding, "weight", None), QuantisedWeight)
+        if is_quantised:
             model.set_input_embeddings(_ScaledEmbedding(embedding, self._head, has_tied_head, dtype))
         self.calls = self._probed(device)
         self._functions.settle()
@@ -103,9 +104,7 @@ class TransformersNetwork(Network):
         self._routers = self._functions.layers
         self.foreign = tuple(sorted(self._functions.foreign))
         pack_all(self, kernels)
-        if not isinstance(getattr(embedding, "weight", None), QuantisedWeight) and (
-            type(embedding) is torch.nn.Embedding or hasattr(embedding, "embed_scale")
-        ):
+        if not is_quantised and (type(embedding) is torch.nn.Embedding or hasattr(embedding, "embed_scale")):
             model.set_input_embeddings(_ScaledEmbedding(embedding, self._head, has_tied_head, dtype))
         for parameter in model.parameters() if self._head.gemm.is_packed else ():
             parameter.data = parameter.data.clone()  # what is left would keep the whole checkpoint mapped into memory
