@@ -28,6 +28,15 @@ from worker.engines.embedded.model.quantisation import (  # type: ignore[attr-de
     quantise,
 )
 from worker.engines.embedded.native import libraries, paths
+from worker.engines.embedded.native.whole_scales import (
+    BYTES,
+    E2M1,
+    NIBBLES,
+    SPAN,
+    span_of,
+    step_of,
+    whole_scales,
+)
 from worker.errors import StartupError
 
 pytestmark = pytest.mark.native
@@ -297,6 +306,11 @@ def test_panels_that_the_kernels_would_read_beside_are_refused() -> None:
         (four, {"columns": 97}),
         (four, {"inner": four.inner + 8}),
         (four, {"bits": 8}),
+        (four, {"rounds_to": "int8"}),
+        (four, {"steps": eight.steps}),
+        (eight, {"steps": None}),
+        (eight, {"units": eight.units[:, :0]}),
+        (eight, {"steps": eight.steps.int()}),
         (four, {"rounds_to": "int8", "scales": four.scales.repeat_interleave(8, 1)}),
         (four, {"scales": four.scales.repeat_interleave(16, 1)}),
         (four, {"scales": four.scales.double()}),
@@ -310,20 +324,82 @@ def test_panels_that_the_kernels_would_read_beside_are_refused() -> None:
             replace(panels, **wrong)
 
 
-def rounded(x: torch.Tensor, weight: QuantisedWeight) -> tuple[torch.Tensor, int]:
-    """Rows ``[n, K]`` as a weight meets them, in float64, as `integer.c` defines it; and the number
-    of terms of a sum: blocks, and outliers of the row that has most.
+def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Rows ``[n, K]`` as `integer.c` rounds them, and their outliers, both in float64; and the number
+    of terms of a sum: spans, and outliers of the row that has most.
     """
-    inner = weight.shape[1]
-    group = inner // weight.scales.shape[1]
-    size = group if group < min(BLOCK, inner) else BLOCK
+    inner = x.shape[1]
     is_outlier = x.abs() > OUTLIER * x.abs().mean(1, keepdim=True)
-    blocks = functional.pad(x.where(~is_outlier, 0.0), (0, -inner % size)).unflatten(1, (-1, size))
-    scales = blocks.abs().amax(2, keepdim=True) / 127
+    span = span_of(inner)
+    spans = functional.pad(x.where(~is_outlier, 0.0), (0, -inner % span)).unflatten(1, (-1, span))
+    scales = spans.abs().amax(2, keepdim=True) / 127
     scales = scales.where(scales >= torch.finfo(torch.float32).tiny, 0.0)
-    codes = (blocks / scales.where(scales != 0, torch.inf)).round()
-    inputs = (codes.double() * scales).flatten(1)[:, :inner].where(~is_outlier, x.double())
-    return inputs, blocks.shape[1] + max([0, *is_outlier.sum(1).tolist()])
+    codes = (spans / scales.where(scales != 0, torch.inf)).round()
+    inputs = (codes.double() * scales).flatten(1)[:, :inner]
+    return inputs, x.double().where(is_outlier, 0.0), spans.shape[1] + max([0, *is_outlier.sum(1).tolist()])
+
+
+def whole(weight: QuantisedWeight) -> torch.Tensor:
+    """The weight that rounded rows meet, in float64, from its definition in `whole_scales`."""
+    inner = weight.shape[1]
+    kind = E2M1 if weight.is_e2m1 else NIBBLES if weight.bits == 4 else BYTES
+    packed, units = whole_scales(weight.scales, weight.offsets, inner, kind)
+    step = step_of(inner // weight.scales.shape[1], inner)
+    steps, offsets = packed, torch.zeros_like(packed)
+    if weight.offsets is not None:
+        steps, offsets = packed << 16 >> 16, packed >> 16
+    ones = torch.ones(weight.scales.shape, dtype=torch.float16)
+    codes = replace(weight, scales=ones, offsets=None).dequantised().long()  # less 8 if they have 4 bits
+
+    def each(numbers: torch.Tensor, count: int) -> torch.Tensor:
+        return numbers.repeat_interleave(count, 1)[:, :inner]
+
+    elements = codes * each(steps.long(), step) + each(offsets.long(), step)
+    assert elements.abs().max() < 2**15
+    return elements.double() * each(units.double(), span_of(inner))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inner", [32, 96, 576, 1536])
+def test_scales_are_whole_numbers_of_a_fine_unit(kind: str, inner: int) -> None:
+    """Steps, and offsets with what 8 steps of theirs add to them, are rounded to half a unit; a unit is
+    the largest weight that codes of its span could have, by 32,512.
+    """
+    weight = weight_of(kind, 40, inner // 32, torch.Generator().manual_seed(inner))
+    codes = 12 if kind == "MXFP4" else 128 if weight.bits == 8 else 8
+    group = inner // weight.scales.shape[1]
+    largest = codes * weight.scales.double().abs()
+    if weight.offsets is not None:
+        most, least = (c * weight.scales.double() + weight.offsets for c in (15, 0))
+        largest = torch.maximum(most.abs(), least.abs())
+    of_spans = functional.pad(largest.repeat_interleave(group, 1), (0, -inner % span_of(inner)))
+    units = of_spans.unflatten(1, (-1, span_of(inner))).amax(2) / 32_512
+    bound = units.repeat_interleave(span_of(inner), 1)[:, :inner] * (codes + 1) / 2 * 1.001
+    assert ((whole(weight) - weight.dequantised()).abs() <= bound).all()
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(group=st.sampled_from([8, 16, 32, 64, 96, 128, 256, 512]), groups=st.integers(1, 40))
+def test_steps_and_spans_divide_each_other(group: int, groups: int) -> None:
+    """As the kernels read them: blocks of a step, steps of a span, tiles of 64 elements."""
+    inner = group * groups
+    span, step = span_of(inner), step_of(group, inner)
+    assert span <= SPAN
+    assert span % 64 == 0
+    assert span % step == 0
+    assert groups == 1 or group % step == 0
+    assert step % min(step, BLOCK) == 0
+    assert -(-inner // span) == -(-inner // SPAN)  # not more of them than have to be
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("size", [0.0, 1e-43, 1e-38, 1e30])
+def test_steps_of_weights_of_any_size(kind: str, size: float) -> None:
+    weight = weight_of(kind, 3, 3, torch.Generator().manual_seed(0))
+    scales = torch.full((3, 3), size)
+    weight = replace(weight, scales=scales, offsets=None if weight.offsets is None else -3 * scales)
+    expected = weight.dequantised().double()
+    assert ((whole(weight) - expected).abs() <= 2e-3 * expected.abs().max() + 1e-37).all()
 
 
 def with_outliers(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -353,13 +429,13 @@ def test_a_product_with_rounded_rows(
     with plain_c():
         expected = layer(x, then, other)
     assert torch.equal(bits(found), bits(expected))
-    inputs, num_terms = rounded(x, weight)
-    unpacked = weight.dequantised().double()
-    parts = unpacked.abs()
+    inputs, outliers, num_terms = rounded(x)
+    products = functional.linear(inputs, whole(weight)) + functional.linear(outliers, weight.dequantised().double())
+    parts = weight.dequantised().double().abs()
     if weight.offsets is not None:  # a scaled code and an offset, which may cancel each other
         parts = parts + 2 * weight.offsets.double().abs().repeat_interleave(x.shape[1] // weight.offsets.shape[1], 1)
-    terms = functional.linear(inputs.abs(), parts)
-    assert ((sums.double() - functional.linear(inputs, unpacked)).abs() <= 4 * num_terms * 2.0**-24 * terms).all()
+    terms = functional.linear((inputs + outliers).abs(), parts)
+    assert ((sums.double() - products).abs() <= 4 * num_terms * 2.0**-24 * terms).all()
 
 
 @of_integers
@@ -399,10 +475,11 @@ def test_rounded_rows_of_any_width(path: str, inner: int) -> None:
     generator = torch.Generator().manual_seed(inner)
     weight, x = quantise(randn(generator, 40, inner), "int8"), with_outliers(randn(generator, 5, inner), generator)
     layer = QuantisedGemm(weight, None, rounds_to="int8")
-    inputs, _ = rounded(x, weight)
+    inputs, outliers, _ = rounded(x)
     unpacked = weight.dequantised().double()
-    bound = 2.0**-20 * functional.linear(inputs.abs(), unpacked.abs())
-    assert ((layer(x).double() - functional.linear(inputs, unpacked)).abs() <= bound).all()
+    bound = 2.0**-20 * functional.linear((inputs + outliers).abs(), unpacked.abs())
+    products = functional.linear(inputs, whole(weight)) + functional.linear(outliers, unpacked)
+    assert ((layer(x).double() - products).abs() <= bound).all()
     assert torch.equal(layer.rows(torch.tensor([39])), weight.dequantised()[[39]])
 
 
@@ -412,7 +489,9 @@ def test_rounded_rows_of_any_width(path: str, inner: int) -> None:
 def test_numbers_of_e2m1_are_the_codes_of_8_bits_that_they_are(
     path: str, rows: int, columns: int, groups: int, then: str, has_bias: bool, threads: int, seed: int
 ) -> None:
-    """Of each, with rows that are rounded and not, all bits."""
+    """All bits. With rounded rows a unit depends on the codes that there can be: then both are near
+    the product with rounded rows.
+    """
     generator = torch.Generator().manual_seed(seed)
     weight = weight_of("MXFP4", columns, groups, generator)
     numbers = weight.dequantised().unflatten(1, (-1, 32)) / weight.scales.float()[..., None]
@@ -421,11 +500,11 @@ def test_numbers_of_e2m1_are_the_codes_of_8_bits_that_they_are(
     x, bias, other = operands(generator, weight, rows, then, has_bias)
     x = with_outliers(x, generator)
     with num_threads(threads):
-        for rounds_to in ("none", "int8"):
-            found, expected = (
-                QuantisedGemm(each, bias, rounds_to=rounds_to)(x, then, other) for each in (weight, wide)
-            )
-            assert torch.equal(bits(found), bits(expected))
+        found, expected = (QuantisedGemm(each, bias)(x, then, other) for each in (weight, wide))
+        assert torch.equal(bits(found), bits(expected))
+        found, expected = (QuantisedGemm(each, None, rounds_to="int8")(x) for each in (weight, wide))
+    terms = functional.linear(x.abs(), weight.dequantised().abs())
+    assert ((found - expected).abs() <= 5e-3 * terms).all()
 
 
 @of_integers
@@ -439,7 +518,7 @@ def test_products_of_the_largest_codes_do_not_overflow(path: str, kind: str) -> 
             found = QuantisedGemm(largest, None, rounds_to="int8")(x).double()
             expected = functional.linear(x.double(), largest.dequantised().double())
             terms = functional.linear(x.double().abs(), largest.dequantised().double().abs())
-            assert ((found - expected).abs() <= 2.0**-19 * terms).all()
+            assert ((found - expected).abs() <= 2.0**-7 * terms).all()
 
 
 @of_integers

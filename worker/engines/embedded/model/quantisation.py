@@ -21,6 +21,7 @@ from worker.engines.embedded.native.quantised import (
     fits_blocks,
     panels_of,
 )
+from worker.engines.embedded.native.whole_scales import BYTES, E2M1, NIBBLES, whole_scales
 from worker.errors import StartupError
 
 FORMATS = ("int8", "int4")
@@ -112,8 +113,8 @@ class QuantisedWeight:
 
         Args:
             rounds_to: See `QuantisedPanels`.
-            panels: Makes panels of rows, as `panels_of`; called for codes, scales and offsets in
-                this order.
+            panels: Makes panels of rows, as `panels_of`; called for codes, scales, offsets, steps and
+                units in this order.
 
         Raises:
             StartupError: its groups and the blocks of rounded rows do not fit.
@@ -131,7 +132,13 @@ class QuantisedWeight:
             codes = codes.contiguous().view(torch.int32)
         packed, scales = panels(codes), panels(self.scales)
         offsets = panels(self.offsets) if self.offsets is not None else None
-        return QuantisedPanels(packed, scales, offsets, self._zero, self.bits, columns, inner, rounds_to, self.is_e2m1)
+        steps = units = None
+        if rounds_to == "int8":
+            kind = E2M1 if self.is_e2m1 else NIBBLES if self.bits == 4 else BYTES
+            steps, units = map(panels, whole_scales(self.scales, self.offsets, inner, kind))
+        return QuantisedPanels(
+            packed, scales, offsets, self._zero, self.bits, columns, inner, rounds_to, self.is_e2m1, steps, units
+        )
 
     @property
     def _zero(self) -> float:

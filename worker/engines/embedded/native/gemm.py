@@ -73,6 +73,10 @@ def quantised_gemm(panels: QuantisedPanels, bias: int | None = None) -> Any:
         zero=panels.zero,
         has_words=panels.codes.dtype == torch.int32,
         is_e2m1=panels.is_e2m1,
+        steps=address(panels.steps),
+        units=address(panels.units),
+        step=panels.step,
+        span=panels.span,
     )
 
 

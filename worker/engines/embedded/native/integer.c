@@ -1,20 +1,26 @@
 /* Linear layers on quantised weights and on rows that are rounded to 8 bits: GEMMs of integers.
  *
- * A row is rounded in blocks of 32 elements, or of a weight's group if that has fewer: each element becomes code * scale,
- * see `rounding.h`. Products of codes are added as integers, which is exact. A block then adds, in float32,
+ * A row is rounded in spans of up to 256 elements: each element becomes code * scale, see `rounding.h`. A weight's scales
+ * and offsets are whole numbers of a unit that a span of a column has, see `whole_scales.py`: an element is
  *
- *     row's scale * (weight's scale * sum of code * row's code + weight's offset * sum of row's codes)
+ *     unit * ((code - base) * step + offset)
  *
- * with one rounding for the first product and one for each multiplication and addition after it, block after block from the first
- * one on. Where a weight has no offset, its codes count from `zero`, a whole number. So a result has the same bits
- * whatever number of rows is computed together, and on all paths.
+ * with base 8 for codes of 4 bits, and 0 for those of 8 bits and numbers of e2m1, which are twice their values here. The
+ * products of a span are added as integers, which is exact: |(code - base) * step + offset| is below 2^15, and the sum of
+ * 256 products with codes of 8 bits below 2^31. A span then adds, in float32,
  *
- * An element whose magnitude is more than OUTLIER times the mean of its row's is an outlier: it is 0 in its block, and is
- * multiplied by the weights as they are in `quantised.c`. Outliers are added after all blocks, in ascending order.
+ *     row's scale * (unit * sum)
+ *
+ * with one rounding for the sum, one for the product, and one for the multiplication and addition after it, span after
+ * span from the first one on. So a result has the same bits whatever number of rows is computed together, on all paths,
+ * in whatever order a kernel adds integers.
+ *
+ * An element whose magnitude is more than OUTLIER times the mean of its row's is an outlier: it is 0 in its span, and is
+ * multiplied by the weights as they are in `quantised.c`. Outliers are added after all spans, in ascending order.
  *
  * Codes of the weights lie in panels of 32 columns, [panels][words][32 columns]: words of eight codes of 4 bits, the
- * first one lowest, or of four signed bytes. Numbers of e2m1 are multiplied as the signed bytes of twice their values. Scales and offsets are [panels][groups][32 columns]. They belong to the kernels in
- * float32; rows and results may be bfloat16 too.
+ * first one lowest, or of four signed bytes. Steps, with their offsets, are [panels][steps of a row][32 columns], and units
+ * [panels][spans][32 columns]. They belong to the kernels in float32; rows and results may be bfloat16 too.
  */
 #ifdef FLOAT32
 #include <stdlib.h>
@@ -28,6 +34,7 @@ enum {
     AHEAD = 32768,  /* bytes by which codes are fetched before they are read, at most */
     MANY = 256,     /* blocks from which threads share in rounding them */
     CACHED = 16384, /* bytes of rows' codes that panels are multiplied by in turn: half of an L1 cache */
+    LINE = 64,
 };
 
 /* A specialization of the micro-kernel: numbers that the compiler knows. */
@@ -67,62 +74,84 @@ add_block(kind_t k, const char *codes, int64_t ahead, const int8_t *x, int64_t c
         }
 }
 
+/* Adds to `sum` the sum of a block's products times its step, and the sum of its rows' codes times its offset. Sums of
+ * codes of 4 bits are within 16 bits.
+ */
+INLINED ints
+add_scaled(kind_t k, int has_offsets, ints sum, ints part, const int32_t *total, ints steps)
+{
+    if (k.bits == 4 && !k.is_e2m1)
+        return add_pairs(k.has_dot, sum, has_offsets ? join_halves(part, total) : part, steps);
+    if (!has_offsets)
+        return ints_add(sum, ints_mul(part, steps));
+    return ints_add(ints_add(sum, ints_mul(part, low_halves(steps))), ints_mul(high_halves(ints_all(*total)), high_halves(steps)));
+}
+
 /* A tile of rows, of which `row` is the first, times one or both halves of a panel's columns, from `first` on: sums
  * [rows, 32].
  */
 INLINED void
-multiply_codes(kind_t k, const quantised_t *q, const rounded_t *r, int64_t panel, int first, int64_t row, float *sums)
+multiply_codes(kind_t k, int has_offsets, const quantised_t *q, const rounded_t *r, int64_t panel, int first, int64_t row,
+               float *sums)
 {
-    const int is_short = k.bits == 4 && !k.is_e2m1 && !k.has_dot; /* the sums of products, which have 16 bits */
-    const int64_t words = (q->inner * k.bits + 31) / 32, groups = q->inner / q->group;
-    const int64_t ahead = smaller(words * COLUMNS * WORD_BYTES, AHEAD);
-    const int64_t ahead_scales = ahead * 8 / k.bits / q->group; /* those of the weights that are fetched, of all columns */
+    const int is_nibbles = k.bits == 4 && !k.is_e2m1, is_short = is_nibbles && !k.has_dot; /* products are added in 16 bits */
+    const int64_t words = (q->inner * k.bits + 31) / 32, ahead = smaller(words * COLUMNS * WORD_BYTES, AHEAD);
+    const int64_t ahead_steps = ahead * 8 / k.bits / q->step; /* those of the weights that are fetched, of all columns */
     const char *codes = q->codes + (panel * words * COLUMNS + first * LANES) * WORD_BYTES;
     const int8_t *x = r->codes + row * r->words * WORD_BYTES;
-    const float *scales = r->scales + row * r->blocks, *totals = r->totals + row * r->blocks;
-    const int32_t *starts = r->starts + row * r->blocks;
-    vec sum[INT_ROWS][2];
+    const float *scales = r->scales + row * r->spans;
+    const int32_t *starts = r->starts + row * r->blocks, *totals = r->totals + row * r->blocks;
+    const int64_t steps = panel * q->steps_of_row * COLUMNS + first * LANES;
+    const float *units = q->units + panel * r->spans * COLUMNS + first * LANES;
 #pragma GCC unroll 12
     for (int i = 0; i < k.rows; i++)
         for (int half = 0; half < k.halves; half++)
-            sum[i][half] = vec_zero();
-    for (int64_t block = 0; block < r->blocks; block++, scales += k.rows, totals += k.rows, starts += k.rows) {
-        const int64_t start = block * r->size, count = smaller(r->size, q->inner - start);
-        ints part[INT_ROWS][2];
+            vec_store(sums + i * COLUMNS + (first + half) * LANES, vec_zero());
+    for (int64_t begin = 0; begin < q->inner; begin += q->span, units += COLUMNS, scales += k.rows) {
+        const int64_t end = smaller(begin + q->span, q->inner);
+        ints sum[INT_ROWS][2];
 #pragma GCC unroll 12
         for (int i = 0; i < k.rows; i++)
             for (int half = 0; half < k.halves; half++)
-                part[i][half] = ints_all(is_short ? 0 : starts[i]);
-        if (count == BLOCK) /* a number that the compiler knows */
-            add_block(k, codes, ahead, x, BLOCK, part);
-        else
-            add_block(k, codes, ahead, x, count, part);
-        codes += (count * k.bits + 31) / 32 * COLUMNS * WORD_BYTES;
-        x += (count + 3) / WORD_BYTES * k.rows * WORD_BYTES;
-        const int64_t group = (panel * groups + start / q->group) * COLUMNS + first * LANES;
-        if (k.fetches)
-            fetch_to_l2(q->scales + (group + ahead_scales) * (q->is_half ? 2 : 4));
+                sum[i][half] = ints_all(0);
+        for (int64_t at = begin; at < end; at += r->size, totals += k.rows, starts += k.rows) {
+            const int64_t count = smaller(r->size, end - at);
+            ints part[INT_ROWS][2];
+#pragma GCC unroll 12
+            for (int i = 0; i < k.rows; i++)
+                for (int half = 0; half < k.halves; half++)
+                    part[i][half] = ints_all(is_short ? 0 : starts[i]);
+            if (count == BLOCK) /* a number that the compiler knows */
+                add_block(k, codes, ahead, x, BLOCK, part);
+            else
+                add_block(k, codes, ahead, x, count, part);
+            codes += (count * k.bits + 31) / 32 * COLUMNS * WORD_BYTES;
+            x += (count + 3) / WORD_BYTES * k.rows * WORD_BYTES;
+            const int64_t step = steps + at / q->step * COLUMNS;
+            if (k.fetches)
+                fetch_to_l2(q->steps + (step + ahead_steps) * (has_offsets ? 4 : 2));
+#pragma GCC unroll 2
+            for (int half = 0; half < k.halves; half++) {
+                const ints step_of = load_steps(q, has_offsets, is_nibbles, step + half * LANES);
+#pragma GCC unroll 12
+                for (int i = 0; i < k.rows; i++) {
+                    ints all = part[i][half];
+                    if (is_short)
+                        all = ints_add(nibble_sums(k.has_dot, all), ints_all(starts[i]));
+                    sum[i][half] = add_scaled(k, has_offsets, sum[i][half], all, totals + i, step_of);
+                }
+            }
+        }
 #pragma GCC unroll 2
         for (int half = 0; half < k.halves; half++) {
-            const vec scale = load_scales(q->scales, group + half * LANES, q->is_half);
-            const vec offset = q->offsets ? load_scales(q->offsets, group + half * LANES, q->is_half) : scale;
+            const vec unit = vec_load(units + half * LANES);
 #pragma GCC unroll 12
             for (int i = 0; i < k.rows; i++) {
-                ints all = part[i][half];
-                if (is_short)
-                    all = ints_add(nibble_sums(k.has_dot, all), ints_all(starts[i]));
-                vec term = vec_mul(scale, vec_of_ints(all));
-                if (q->offsets)
-                    term = vec_fmadd(offset, vec_all(totals[i]), term);
-                sum[i][half] = vec_fmadd(vec_all(scales[i]), term, sum[i][half]);
+                float *to = sums + i * COLUMNS + (first + half) * LANES;
+                vec_store(to, add_span(unit, scales[i], sum[i][half], vec_load(to)));
             }
         }
     }
-#pragma GCC unroll 12
-    for (int i = 0; i < k.rows; i++)
-#pragma GCC unroll 2
-        for (int half = 0; half < k.halves; half++)
-            vec_store(sums + i * COLUMNS + (first + half) * LANES, sum[i][half]);
 }
 
 /* `multiply_codes` of a whole panel. */
@@ -131,7 +160,10 @@ multiply_panel(kind_t k, const quantised_t *q, const rounded_t *r, int64_t panel
 {
     k.halves = k.rows <= INT_WIDE_ROWS ? 2 : 1;
     for (int half = 0; half < 2; half += k.halves)
-        multiply_codes(k, q, r, panel, half, row, sums);
+        if (q->offsets)
+            multiply_codes(k, 1, q, r, panel, half, row, sums);
+        else
+            multiply_codes(k, 0, q, r, panel, half, row, sums);
 }
 
 #define EACH_NUMBER(name, ...)                                                                                         \
@@ -213,7 +245,6 @@ compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t 
 typedef struct {
     quantised_t q;
     rounded_t r;
-    int64_t space; /* rows for which there is memory */
     int32_t zero;
 } integers_t;
 
@@ -237,15 +268,15 @@ static integers_t
 integers_of(const linear_t *l, int has_tiles)
 {
     const quantised_t q = quantised_of(l);
-    const int is_for_amx = has_tiles && q.rows >= 2 * TILE_ROWS && fits_tiles(&q); /* VNNI is faster at fewer */
-    const int64_t most = is_for_amx ? TILE_ROWS : INT_ROWS;
-    const int64_t size = q.group < BLOCK && q.group < q.inner ? q.group : BLOCK;
-    const rounded_t r = {.size = size, .blocks = (q.inner + size - 1) / size, .most = most, .is_for_amx = is_for_amx,
-                         .words = (q.inner + WORD_BYTES - 1) / WORD_BYTES,
+    const int is_for_amx = has_tiles && q.rows > TILE_ROWS; /* VNNI is faster at fewer, which share an unpacked weight */
+    const int64_t size = smaller(q.step, BLOCK);
+    const rounded_t r = {.span = q.span, .spans = (q.inner + q.span - 1) / q.span,
+                         .size = size, .blocks = (q.inner + size - 1) / size,
+                         .most = is_for_amx ? PAIR_ROWS : INT_ROWS, .is_for_amx = is_for_amx,
+                         .words = is_for_amx ? (q.inner + DEPTH - 1) / DEPTH * DEPTH / WORD_BYTES
+                                             : (q.inner + WORD_BYTES - 1) / WORD_BYTES,
                          .most_outliers = q.inner / OUTLIER + 1}; /* fewer, but for what the mean is rounded by */
-    const int32_t excess = q.bits == 4 && !q.is_e2m1 ? 0 : byte_excess(processor_has_dot());
-    return (integers_t){q, r, is_for_amx ? (q.rows + most - 1) / most * most : q.rows,
-                        excess - (q.offsets ? 0 : (int32_t)q.zero)};
+    return (integers_t){q, r, q.bits == 4 && !q.is_e2m1 ? 8 : byte_excess(processor_has_dot())};
 }
 
 /* Whether a layer reads the rows of another one, rounded in the same way. */
@@ -253,6 +284,7 @@ static int
 shares_rounded(const integers_t *j, const integers_t *other)
 {
     return has_rows_of(&j->q, &other->q) && j->q.bits == other->q.bits && j->r.size == other->r.size &&
+           j->r.span == other->r.span &&
            j->r.is_for_amx == other->r.is_for_amx && j->zero == other->zero;
 }
 
@@ -260,9 +292,9 @@ static int64_t
 bytes_of_rows(const integers_t *j)
 {
     const rounded_t *r = &j->r;
-    const int64_t row_bytes = r->blocks * (int64_t)(2 * sizeof(float) + sizeof(int32_t)) + r->words * WORD_BYTES +
-                              r->most_outliers * (int64_t)sizeof(outlier_t) + (int64_t)sizeof(int32_t);
-    return (j->space * row_bytes + 63) / 64 * 64;
+    const int64_t row_bytes = r->spans * (int64_t)sizeof(float) + (2 * r->blocks + 1) * (int64_t)sizeof(int32_t) +
+                              r->words * WORD_BYTES + r->most_outliers * (int64_t)sizeof(outlier_t);
+    return (j->q.rows * row_bytes + 2 * LINE - 1) / LINE * LINE;
 }
 
 /* Gives a layer the memory of its rows. */
@@ -270,14 +302,12 @@ static void
 place_rows(integers_t *j, char *memory)
 {
     rounded_t *r = &j->r;
-    if (j->space > j->q.rows) /* missing rows */
-        memset(memory, 0, bytes_of_rows(j));
-    r->outliers = (outlier_t *)memory;
-    r->scales = (float *)(r->outliers + j->space * r->most_outliers);
-    r->totals = r->scales + j->space * r->blocks;
-    r->starts = (int32_t *)(r->totals + j->space * r->blocks);
-    r->num_outliers = r->starts + j->space * r->blocks;
-    r->codes = (int8_t *)(r->num_outliers + j->space);
+    r->codes = (int8_t *)memory; /* whole lines, for AMX */
+    r->outliers = (outlier_t *)(memory + (j->q.rows * r->words * WORD_BYTES + LINE - 1) / LINE * LINE);
+    r->scales = (float *)(r->outliers + j->q.rows * r->most_outliers);
+    r->totals = (int32_t *)(r->scales + j->q.rows * r->spans);
+    r->starts = r->totals + j->q.rows * r->blocks;
+    r->num_outliers = r->starts + j->q.rows * r->blocks;
 }
 
 /* Rounds the rows of layers; those that read the same ones one after the other share them. */
@@ -347,21 +377,24 @@ integer_linear_amx(const linear_t *layers, int64_t count, const threads_t *threa
 int32_t
 integers_in_tiles_are_exact(void)
 {
-    enum { TEST_ROWS = 2 * TILE_ROWS + 1, BLOCKS = PART + 1, LENGTH = BLOCKS * BLOCK, GROUPS = COLUMNS * BLOCKS };
+    enum { TEST_ROWS = PAIR_ROWS + 1, LENGTH = SPAN + DEPTH + BLOCK, BLOCKS = LENGTH / BLOCK, SPANS = 2 };
     int8_t codes[COLUMNS * LENGTH] ALIGNED;
-    float input[TEST_ROWS * LENGTH] ALIGNED, scales[GROUPS] ALIGNED, offsets[GROUPS] ALIGNED;
+    int16_t steps[2 * COLUMNS * BLOCKS] ALIGNED;
+    float input[TEST_ROWS * LENGTH] ALIGNED, units[COLUMNS * SPANS] ALIGNED, scales[COLUMNS * BLOCKS] = {0};
     float expected[TEST_ROWS * COLUMNS] ALIGNED, found[TEST_ROWS * COLUMNS] ALIGNED;
     for (int i = 0; i < COLUMNS * LENGTH; i++)
         codes[i] = (int8_t)(i * 2654435761u >> 24);
     for (int i = 0; i < TEST_ROWS * LENGTH; i++)
         input[i] = (float)(int32_t)(i * 2246822519u);
-    for (int i = 0; i < GROUPS; i++)
-        scales[i] = (float)(int32_t)(i * 3266489917u), offsets[i] = (float)(int32_t)(i * 668265263u);
+    for (int i = 0; i < 2 * COLUMNS * BLOCKS; i++)
+        steps[i] = (int16_t)((int32_t)(i * 3266489917u) >> 25); /* products with codes of 8 bits have 15 */
+    for (int i = 0; i < COLUMNS * SPANS; i++)
+        units[i] = (float)(int32_t)(i * 668265263u);
     const threads_t alone = {1, NULL};
     for (int kind = 0; kind < 4; kind++) {
         const gemm_t gemm = {.columns = COLUMNS, .inner = LENGTH, .weight = codes, .scales = scales,
-                             .offsets = kind / 2 ? offsets : NULL, .group = BLOCK, .bits = kind % 2 ? 4 : 8,
-                             .zero = kind % 2 ? -8.0f : 0.0f};
+                             .offsets = kind / 2 ? scales : NULL, .group = BLOCK, .bits = kind % 2 ? 4 : 8,
+                             .steps = steps, .units = units, .step = BLOCK, .span = SPAN};
         linear_t layer = {.input = input, .rows = TEST_ROWS, .gemm = &gemm, .output = expected};
         if (compute(&layer, 1, 0, &alone))
             return 0;

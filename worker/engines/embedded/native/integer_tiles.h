@@ -1,7 +1,9 @@
 /* GEMMs of integers with AMX, for many rows: the bits of those in `integer.c`, since sums of integers are exact.
  *
- * One product of tiles has the sums of a block, of 16 rows and 16 columns. They are stored, and turned into
- * float32 while the next blocks are multiplied.
+ * A weight's elements as whole numbers of their unit, `(code - base) * step + offset`, have 16 bits. The lower bytes,
+ * without a sign, and the upper ones, with one, are multiplied apart, and a span is summed up without leaving the tiles:
+ * 256 times the sum of the upper products and that of the lower ones is the sum. A span of a panel is unpacked into the
+ * cache and multiplied by many rows.
  */
 #ifndef INTEGER_TILES_H
 #define INTEGER_TILES_H
@@ -12,155 +14,215 @@
 #ifdef CAN_HAVE_TILES
 
 enum {
-    AT_ONCE = 4,                   /* blocks whose products are computed before the first one is read */
-    PART = 32,                     /* blocks of a panel, 32 KiB once they are unpacked */
-    ROW_TILES = 8,                 /* tiles of rows that share them */
-    PANEL_BYTES = BLOCK * COLUMNS, /* of a block of a panel, unpacked */
-    PRODUCTS = TILE_ROWS * LANES,  /* of a tile */
+    PAIR_ROWS = 2 * TILE_ROWS,      /* of two tiles of rows, which are multiplied together */
+    CHUNK_ROWS = 256,               /* that share a panel once it is unpacked */
+    TILE_SIZE = TILE_ROWS * DEPTH,  /* bytes of a tile of columns: [16 words][16 columns] */
+    PRODUCTS = TILE_ROWS * LANES,   /* of a tile */
+    FETCHED = 16384,                /* bytes by which codes are fetched before they are read */
 };
 
-/* Tiles 0 to 3 are products, 4 and 5 rows, 6 and 7 columns. */
+/* Columns of a span: [halves][upper bytes, lower bytes][tiles of 64 elements]. */
+typedef int8_t columns_t[2][2][SPAN / DEPTH][TILE_SIZE];
+
+/* Four signed bytes of each of 16 columns times a step, plus an offset, both twice in a word: the upper bytes, as signed
+ * ones, and the lower ones.
+ */
+INLINED void
+store_elements(words_t bytes, __m512i step, __m512i offset, int8_t *upper, int8_t *lower)
+{
+    enum { FIRST_AND_MASK_OR_SECOND = 0xea };
+    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8), odd = _mm512_srai_epi16(bytes, 8);
+    const __m512i x = _mm512_add_epi16(_mm512_mullo_epi16(even, step), offset);
+    const __m512i y = _mm512_add_epi16(_mm512_mullo_epi16(odd, step), offset);
+    const __m512i low_bytes = _mm512_set1_epi16(0xff);
+    _mm512_store_si512(lower, _mm512_ternarylogic_epi32(x, low_bytes, _mm512_slli_epi16(y, 8), FIRST_AND_MASK_OR_SECOND));
+    _mm512_store_si512(upper, _mm512_or_si512(_mm512_srli_epi16(x, 8), _mm512_andnot_si512(low_bytes, y)));
+}
+
+/* Elements of a half of a panel's columns from `begin` on, before `end`, a span: upper bytes and lower ones. */
+INLINED void
+unpack_half(int bits, int is_e2m1, const quantised_t *q, int64_t panel, int half, int64_t begin, int64_t end,
+            int8_t (*columns)[SPAN / DEPTH][TILE_SIZE])
+{
+    const int64_t per_word = 32 / bits, words = (q->inner + per_word - 1) / per_word, size = q->offsets ? 4 : 2;
+    const char *codes = q->codes + ((panel * words + begin / per_word) * COLUMNS + half * LANES) * WORD_BYTES;
+    const __m512i lowest = _mm512_set1_epi32(0xffff);
+    int8_t *upper = columns[0][0], *lower = columns[1][0];
+    for (int64_t from = begin, to; from < end; from = to) {
+        const int64_t step = (panel * q->steps_of_row + from / q->step) * COLUMNS + half * LANES;
+        to = smaller(from + q->step, end);
+        fetch_to_l2(q->steps + step * size + FETCHED / 4);
+        const ints both = load_steps(q, q->offsets != NULL, 1, step);
+        const __m512i low = _mm512_and_si512(both, lowest), high = _mm512_andnot_si512(lowest, both);
+        const __m512i steps = _mm512_or_si512(low, _mm512_slli_epi32(both, 16));
+        const __m512i offsets = _mm512_or_si512(high, _mm512_srli_epi32(both, 16));
+        for (int64_t at = from; at < to; at += per_word, codes += COLUMNS * WORD_BYTES) {
+            const words_t w = load_words((const element *)codes);
+            fetch_to_l2(codes + FETCHED);
+            for (int part = 0; part < (bits == 4 ? 2 : 1); part++, upper += LANES * WORD_BYTES, lower += LANES * WORD_BYTES) {
+                const words_t bytes = bits == 8 ? w
+                                      : is_e2m1 ? split_e2m1(0, w, part)
+                                                : _mm512_sub_epi8(split_nibbles(w, part), _mm512_set1_epi8(8));
+                store_elements(bytes, steps, offsets, upper, lower);
+            }
+        }
+    }
+}
+
 static void
-configure_integer_tiles(void)
+unpack_span(const quantised_t *q, int64_t panel, int64_t begin, int64_t end, columns_t columns)
+{
+    for (int half = 0; half < 2; half++)
+        if (q->is_e2m1)
+            unpack_half(4, 1, q, panel, half, begin, end, columns[half]);
+        else if (q->bits == 4)
+            unpack_half(4, 0, q, panel, half, begin, end, columns[half]);
+        else
+            unpack_half(8, 0, q, panel, half, begin, end, columns[half]);
+}
+
+/* Tiles 0 and 1 are products of the upper and the lower bytes of some rows, of which tile 4 is one, 2 and 3 are those of
+ * others, with tile 5; 6 and 7 are columns. There are two tiles of rows if there are more than 16.
+ */
+static void
+configure_integer_tiles(int64_t rows)
 {
     tile_config_t config = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
-        config.rows[tile] = tile < 6 ? TILE_ROWS : BLOCK / WORD_BYTES;
-        config.row_bytes[tile] = tile == 4 || tile == 5 ? BLOCK : TILE_BYTES;
+        const int is_second = tile == 2 || tile == 3 || tile == 5;
+        const int64_t count = tile > 5 ? TILE_ROWS : rows <= TILE_ROWS ? rows : is_second ? rows - TILE_ROWS : TILE_ROWS;
+        config.rows[tile] = (uint8_t)count;
+        config.row_bytes[tile] = TILE_BYTES;
     }
     configure_tiles(&config);
 }
 
-/* Whether a weight's codes are signed bytes without a `zero`, or become so by `unpack`, in whole blocks. */
-static int
-fits_tiles(const quantised_t *q)
-{
-    const int has_zero = !q->offsets && q->zero != 0.0f;
-    return q->inner % BLOCK == 0 && q->group % BLOCK == 0 &&
-           (!has_zero || (q->bits == 4 && q->zero >= -128.0f && q->zero <= 112.0f));
-}
-
-/* Codes of 4 bits of `words` words of a panel as signed bytes, [words][32 columns], in the order of rounded rows. */
-static void
-unpack_codes(const quantised_t *q, const char *codes, int64_t words, int8_t *to)
-{
-    const __m512i zero = _mm512_set1_epi8(q->offsets ? 0 : (char)q->zero);
-    for (int64_t word = 0; word < words; word += 2, codes += COLUMNS * WORD_BYTES)
-        for (int part = 0; part < 2; part++)
-            for (int half = 0; half < 2; half++, to += LANES * WORD_BYTES) {
-                const words_t w = load_words((const element *)(codes + half * LANES * WORD_BYTES));
-                const words_t bytes = q->is_e2m1 ? split_e2m1(0, w, part) : split_nibbles(w, part);
-                _mm512_store_si512(to, _mm512_add_epi8(bytes, zero));
-            }
-}
-
-/* The products of up to AT_ONCE blocks. */
-INLINED void
-multiply_blocks(const int8_t *rows, const int8_t *codes, int64_t count, int32_t products[AT_ONCE][PRODUCTS])
-{
-#define MULTIPLY_BLOCK(number, a, b)                                                                                   \
-    if (number < count) {                                                                                              \
-        ZERO_TILE(number);                                                                                             \
-        LOAD_TILE(a, rows + number * TILE_ROWS * BLOCK, BLOCK);                                                        \
-        LOAD_TILE(b, codes + number * PANEL_BYTES, COLUMNS * WORD_BYTES);                                              \
-        ADD_SIGNED_BYTES(number, a, b);                                                                                \
-        STORE_TILE(number, products[number], TILE_BYTES);                                                              \
-    }
-    MULTIPLY_BLOCK(0, 4, 6)
-    MULTIPLY_BLOCK(1, 5, 7)
-    MULTIPLY_BLOCK(2, 4, 6)
-    MULTIPLY_BLOCK(3, 5, 7)
-#undef MULTIPLY_BLOCK
-}
-
-/* A part of a GEMM: a tile of rows times blocks of one half of a panel's columns. */
+/* A tile of rows times half of a panel's columns, in a span. */
 typedef struct {
-    const int8_t *rows;           /* codes: [blocks][16][32] */
-    const float *scales, *totals; /* [blocks][16] */
-    const int8_t *codes;          /* of the panel: [blocks][8 words][32 columns] */
-    int64_t column;               /* among all scales of the weight: that of the first group */
-    int64_t first, count;         /* blocks */
-} part_t;
+    const int8_t *rows;                       /* its first ones: n rows lie below each other for each 64 elements */
+    int8_t (*columns)[SPAN / DEPTH][TILE_SIZE]; /* upper bytes, lower bytes */
+    const float *units, *scales;
+    float *sums;                              /* [rows][32], of which half a row is */
+    int64_t count;                            /* rows */
+} product_t;
 
-/* Adds to sums [16, 32], of which half a row is. */
+/* Multiplies a span, and stores the products before it, which have become known meanwhile: to wait for a tile would
+ * take longer than to multiply some.
+ */
 INLINED void
-add_part(int has_offsets, const quantised_t *q, const part_t *p, float *sums)
+multiply_span(int is_odd, const product_t *p, int64_t n, int64_t tiles, int has_before, int32_t before[2][PRODUCTS])
 {
-    int32_t products[2][AT_ONCE][PRODUCTS] ALIGNED;
-    vec sum[TILE_ROWS];
-#pragma GCC unroll 16
-    for (int i = 0; i < TILE_ROWS; i++)
-        sum[i] = vec_load(sums + i * COLUMNS);
-    multiply_blocks(p->rows, p->codes, p->count, products[0]);
-    for (int64_t begin = 0; begin < p->count; begin += AT_ONCE) {
-        const int64_t next = begin + AT_ONCE;
-        multiply_blocks(p->rows + next * TILE_ROWS * BLOCK, p->codes + next * PANEL_BYTES, p->count - next,
-                        products[next / AT_ONCE % 2]);
-        for (int64_t block = begin; block < smaller(next, p->count); block++) {
-            const int32_t *found = products[begin / AT_ONCE % 2][block - begin];
-            const float *scales = p->scales + block * TILE_ROWS, *totals = p->totals + block * TILE_ROWS;
-            const int64_t at = p->column + (p->first + block) * BLOCK / q->group * COLUMNS;
-            const vec scale = load_scales(q->scales, at, q->is_half);
-            const vec offset = has_offsets ? load_scales(q->offsets, at, q->is_half) : scale;
-#pragma GCC unroll 16
-            for (int i = 0; i < TILE_ROWS; i++) {
-                vec term = vec_mul(scale, vec_of_ints(_mm512_load_si512(found + i * LANES)));
-                if (has_offsets)
-                    term = vec_fmadd(offset, vec_all(totals[i]), term);
-                sum[i] = vec_fmadd(vec_all(scales[i]), term, sum[i]);
+    if (is_odd) {
+        ZERO_TILE(2);
+        ZERO_TILE(3);
+    } else {
+        ZERO_TILE(0);
+        ZERO_TILE(1);
+    }
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        const int8_t *rows = p->rows + tile * n * DEPTH;
+        LOAD_TILE(6, p->columns[0][tile], TILE_BYTES);
+        LOAD_TILE(7, p->columns[1][tile], TILE_BYTES);
+        if (is_odd) {
+            LOAD_TILE(5, rows, DEPTH);
+            ADD_SIGNED_BYTES(2, 5, 6);
+            ADD_UNSIGNED_BYTES(3, 5, 7);
+        } else {
+            LOAD_TILE(4, rows, DEPTH);
+            ADD_SIGNED_BYTES(0, 4, 6);
+            ADD_UNSIGNED_BYTES(1, 4, 7);
+        }
+        if (tile == (tiles - 1) / 2 && has_before) {
+            if (is_odd) {
+                STORE_TILE(0, before[0], TILE_BYTES);
+                STORE_TILE(1, before[1], TILE_BYTES);
+            } else {
+                STORE_TILE(2, before[0], TILE_BYTES);
+                STORE_TILE(3, before[1], TILE_BYTES);
             }
         }
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < TILE_ROWS; i++)
-        vec_store(sums + i * COLUMNS, sum[i]);
+}
+
+/* Adds a span's products to the sums. */
+INLINED void
+add_products_to(const product_t *p, int32_t products[2][PRODUCTS])
+{
+    const vec unit = vec_load(p->units);
+    for (int64_t i = 0; i < p->count; i++) {
+        const ints upper = load_ints(products[0] + i * LANES), lower = load_ints(products[1] + i * LANES);
+        float *to = p->sums + i * COLUMNS;
+        vec_store(to, add_span(unit, p->scales[i], ints_add(_mm512_slli_epi32(upper, 8), lower), vec_load(to)));
+    }
+}
+
+/* A panel times the rows from `first` on, before `stop`. */
+static void
+compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, int64_t first, int64_t stop,
+                       int64_t *configured)
+{
+    float sums[CHUNK_ROWS * COLUMNS] ALIGNED;
+    columns_t columns ALIGNED;
+    int32_t products[2][PRODUCTS] ALIGNED;
+    memset(sums, 0, (stop - first) * COLUMNS * sizeof *sums);
+    for (int64_t span = 0; span < r->spans; span++) {
+        const int64_t begin = span * q->span, end = smaller(begin + q->span, q->inner), tiles = (end - begin + DEPTH - 1) / DEPTH;
+        const float *units = q->units + (panel * r->spans + span) * COLUMNS;
+        unpack_span(q, panel, begin, end, columns);
+        for (int64_t row = first; row < stop; row += PAIR_ROWS) {
+            const int64_t n = smaller(PAIR_ROWS, q->rows - row);
+            if (*configured != n)
+                configure_integer_tiles(*configured = n);
+            const int64_t of_first = smaller(n, TILE_ROWS);
+            const int8_t *codes = r->codes + row * r->words * WORD_BYTES + begin * n;
+            const float *scales = r->scales + row * r->spans + span * n;
+            product_t before = {0};
+            for (int half = 0; half < 2; half++) {
+                product_t p = {codes, columns[half], units + half * LANES, scales, sums + (row - first) * COLUMNS + half * LANES,
+                               of_first};
+                if (n <= TILE_ROWS && half) {
+                    multiply_span(1, &p, n, tiles, 1, products);
+                    add_products_to(&before, products);
+                } else {
+                    multiply_span(0, &p, n, tiles, half, products);
+                    if (half)
+                        add_products_to(&before, products);
+                }
+                before = p;
+                if (n > TILE_ROWS) {
+                    p.rows += TILE_ROWS * DEPTH;
+                    p.scales += TILE_ROWS;
+                    p.sums += TILE_ROWS * COLUMNS;
+                    p.count = n - TILE_ROWS;
+                    multiply_span(1, &p, n, tiles, 1, products);
+                    add_products_to(&before, products);
+                    before = p;
+                }
+            }
+            STORE_TILE(2, products[0], TILE_BYTES);
+            STORE_TILE(3, products[1], TILE_BYTES);
+            add_products_to(&before, products);
+        }
+    }
+    for (int64_t row = first; row < stop; row++) {
+        add_outliers(q, r, row, panel, sums + (row - first) * COLUMNS);
+        finish(q, row, panel * COLUMNS, sums + (row - first) * COLUMNS);
+    }
 }
 
 /* All rows times the panels from `first` on, before `stop`. */
 static void
 compute_panels_in_tiles(const quantised_t *q, const rounded_t *r, int64_t first, int64_t stop)
 {
-    float sums[ROW_TILES][TILE_ROWS * COLUMNS] ALIGNED;
-    int8_t unpacked[PART * PANEL_BYTES] ALIGNED;
-    const int64_t tiles = tiles_of(r, q->rows), groups = q->inner / q->group;
-    configure_integer_tiles();
-    for (int64_t begin = 0; begin < tiles; begin += ROW_TILES)
-        for (int64_t panel = first; panel < stop; panel++) {
-            const int64_t end = smaller(begin + ROW_TILES, tiles);
-            memset(sums, 0, sizeof sums);
-            for (int64_t block = 0; block < r->blocks; block += PART) {
-                part_t p = {.first = block, .count = smaller(PART, r->blocks - block)};
-                const char *codes = q->codes + (panel * r->blocks + block) * PANEL_BYTES * q->bits / 8;
-                p.codes = (const int8_t *)codes;
-                if (q->bits == 4) {
-                    unpack_codes(q, codes, p.count * BLOCK / WORD_BYTES, unpacked);
-                    p.codes = unpacked;
-                }
-                for (int half = 0; half < 2; half++, p.codes += LANES * WORD_BYTES) {
-                    p.column = panel * groups * COLUMNS + half * LANES;
-                    for (int64_t tile = begin; tile < end; tile++) {
-                        const int64_t place = (tile * r->blocks + block) * TILE_ROWS;
-                        p.rows = r->codes + place * BLOCK;
-                        p.scales = r->scales + place;
-                        p.totals = r->totals + place;
-                        if (q->offsets)
-                            add_part(1, q, &p, sums[tile - begin] + half * LANES);
-                        else
-                            add_part(0, q, &p, sums[tile - begin] + half * LANES);
-                    }
-                }
-            }
-            for (int64_t row = begin * TILE_ROWS; row < smaller(end * TILE_ROWS, q->rows); row++) {
-                float *found = sums[0] + (row - begin * TILE_ROWS) * COLUMNS;
-                add_outliers(q, r, row, panel, found);
-                finish(q, row, panel * COLUMNS, found);
-            }
-        }
+    int64_t configured = 0;
+    for (int64_t row = 0; row < q->rows; row += CHUNK_ROWS)
+        for (int64_t panel = first; panel < stop; panel++)
+            compute_panel_in_tiles(q, r, panel, row, smaller(row + CHUNK_ROWS, q->rows), &configured);
     release_tiles();
 }
 
 #else
-INLINED int fits_tiles(const quantised_t *q) { (void)q; return 0; }
+enum { PAIR_ROWS = 1 };
 INLINED void
 compute_panels_in_tiles(const quantised_t *q, const rounded_t *r, int64_t first, int64_t stop)
 {

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import torch
 
 from worker.engines.embedded.native.packed import COLUMNS, fill_panels
+from worker.engines.embedded.native.whole_scales import span_of, step_of
 
 ROUNDINGS = ("none", "int8", "bfloat16")
 """Data types that rows are rounded to before they are multiplied by a quantised weight."""
 
 BLOCK = 32
-"""Elements of a row that are rounded to int8 with one scale: ``BLOCK`` in ``rounded_rows.h``."""
+"""Elements whose products with rows in int8 are added before a scale meets them, at most: ``BLOCK`` in
+``rounded_rows.h``.
+"""
 
 
 def fits_blocks(group: int, inner: int) -> bool:
@@ -40,6 +43,9 @@ class QuantisedPanels:
         inner: K.
         rounds_to: One of `ROUNDINGS`.
         is_e2m1: Whether codes, of 4 bits, are numbers of e2m1, without offsets.
+        steps: Where rows are rounded to int8, scales and offsets as whole numbers, panels of what
+            `whole_scales` makes; else None.
+        units: Units of the steps, likewise.
 
     Raises:
         ValueError: a tensor has another shape or data type, or there is no such rounding.
@@ -54,6 +60,8 @@ class QuantisedPanels:
     inner: int
     rounds_to: str
     is_e2m1: bool = False
+    steps: torch.Tensor | None = None
+    units: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         per_word = {8: 4 if self.rounds_to == "int8" else 1, 4: 8}.get(self.bits, 0)
@@ -72,9 +80,23 @@ class QuantisedPanels:
             or (self.bits == 4 and self.group % 8)
             or (self.is_e2m1 and (self.bits != 4 or self.offsets is not None or self.zero != 0.0))
             or (self.rounds_to == "int8" and not fits_blocks(self.group, self.inner))
+            or not self._has_steps_if_any()
             or (self.offsets is not None and (self.offsets.shape != scales.shape or self.offsets.dtype != scales.dtype))
         ):
             raise ValueError(f"codes {list(self.codes.shape)} are no weight of shape {[self.columns, self.inner]}")
+
+    def _has_steps_if_any(self) -> bool:
+        """Whether there are steps and units of the right shapes where rows are rounded to int8, and
+        none where they are not.
+        """
+        if self.rounds_to != "int8" or self.steps is None or self.units is None:
+            return self.rounds_to != "int8" and self.steps is None and self.units is None
+        dtype = torch.int16 if self.offsets is None else torch.int32
+        return (
+            (self.steps.dtype, self.units.dtype) == (dtype, torch.float32)
+            and tuple(self.steps.shape) == self._panels_shape(-(-self.inner // self.step))
+            and tuple(self.units.shape) == self._panels_shape(-(-self.inner // self.span))
+        )
 
     def _panels_shape(self, rows: int) -> tuple[int, int, int]:
         return -(-self.columns // COLUMNS), rows, COLUMNS
@@ -86,13 +108,24 @@ class QuantisedPanels:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and offsets."""
-        return self.codes.nbytes + self.scales.nbytes + (self.offsets.nbytes if self.offsets is not None else 0)
+        """Bytes of all tensors."""
+        tensors = (self.codes, self.scales, self.offsets, self.steps, self.units)
+        return sum(one.nbytes for one in tensors if one is not None)
 
     @property
     def group(self) -> int:
         """Weights of a row that share a scale."""
         return self.inner // self.scales.shape[1]
+
+    @property
+    def step(self) -> int:
+        """Weights of a row that share a step."""
+        return step_of(self.group, self.inner)
+
+    @property
+    def span(self) -> int:
+        """Weights of a row that share a unit."""
+        return span_of(self.inner)
 
 
 def panels_of(rows: torch.Tensor) -> torch.Tensor:

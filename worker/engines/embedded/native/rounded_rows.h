@@ -1,4 +1,4 @@
-/* Rows that are rounded to 8 bits in blocks, but for their outliers, as the GEMMs of integers read them. */
+/* Rows that are rounded to 8 bits in spans, but for their outliers, as the GEMMs of integers read them. */
 #ifndef ROUNDED_ROWS_H
 #define ROUNDED_ROWS_H
 
@@ -6,7 +6,9 @@
 #include "rounding.h"
 
 enum {
-    BLOCK = 32, /* elements of a row with one scale, at most */
+    SPAN = 256, /* elements of a row with one scale, at most */
+    BLOCK = 32, /* elements whose products meet one step of a weight, at most: their sums are within 16 bits for codes of 4 */
+    DEPTH = 64, /* elements of a row of a tile for AMX */
     WORD_BYTES = 4,
     OUTLIER = 12, /* times the mean magnitude of its row: an element above is not rounded */
 };
@@ -18,16 +20,18 @@ typedef struct {
 } outlier_t;
 
 /* In tiles of up to `most` rows. A tile of n rows has its codes as [words][n], four of a row to a word, and all else as
- * [blocks][n], so that a GEMM reads it from front to back. Tiles for AMX have their codes as [blocks][n][32], and n
- * is always `most`: missing rows are 0.
+ * [spans][n] or [blocks][n], so that a GEMM reads it from front to back. Tiles for AMX have their codes as
+ * [words / 16][n][16 words].
  */
 typedef struct {
-    int64_t size, blocks; /* elements of a block, and blocks of a row */
+    int64_t span, spans;  /* elements with one scale, and spans of a row */
+    int64_t size, blocks; /* elements of a block, whose products meet one step of a weight; and blocks of a row */
     int64_t words;        /* of a row's codes; of 4 bits' words, each two have of eight codes those with even indices first */
     int64_t most;
     int is_for_amx;
     int8_t *codes;
-    float *scales, *totals; /* of a block; totals are sums of codes */
+    float *scales;          /* of a span */
+    int32_t *totals;        /* 65536 times the sum of a block's codes */
     int32_t *starts;        /* initial sums of products, for codes that count from a zero of their own */
     outlier_t *outliers;    /* [rows][most_outliers], of a row in ascending order */
     int32_t *num_outliers;  /* of a row */
@@ -40,7 +44,7 @@ tiles_of(const rounded_t *r, int64_t rows)
     return (rows + r->most - 1) / r->most;
 }
 
-/* The first row of a tile; if it is not for AMX, they have equally many, as far as possible. */
+/* The first row of a tile; tiles that are not for AMX have equally many, as far as possible. */
 static inline int64_t
 first_row(const rounded_t *r, int64_t rows, int64_t tile)
 {
@@ -59,46 +63,54 @@ outlier_limit(const quantised_t *q, int64_t row)
     return OUTLIER * (vec_sum(sum) / (float)q->inner);
 }
 
-/* Takes outliers from a block, whose first element is number `begin` of its row. */
+/* Takes outliers from `count` elements of a row, whose first one is number `begin`. */
 static void
-take_outliers(const rounded_t *to, int64_t row, int64_t begin, int64_t count, float limit, float *lanes)
+take_outliers(const rounded_t *to, int64_t row, int64_t begin, int64_t count, float limit, float *elements)
 {
     int32_t *number = to->num_outliers + row;
     for (int64_t i = 0; i < count; i++)
-        if (fabsf(lanes[i]) > limit && *number < to->most_outliers) {
-            to->outliers[row * to->most_outliers + (*number)++] = (outlier_t){(int32_t)(begin + i), lanes[i]};
-            lanes[i] = 0;
+        if (fabsf(elements[i]) > limit && *number < to->most_outliers) {
+            to->outliers[row * to->most_outliers + (*number)++] = (outlier_t){(int32_t)(begin + i), elements[i]};
+            elements[i] = 0;
         }
 }
 
-/* `count` elements of a row from `begin` on: codes, their scale and their sum. */
-INLINED float
-round_block(const quantised_t *q, const rounded_t *to, int64_t row, int64_t begin, int64_t count, float limit,
-            int8_t *codes, float *total)
+/* Reads a span, but for its outliers, which become 0, as does what is behind it up to a multiple of 16; its scale. */
+static float
+read_span(const quantised_t *q, const rounded_t *to, int64_t row, int64_t begin, int64_t count, float limit, float *elements)
 {
     const int64_t at = row * q->inner + begin;
-    float lanes[BLOCK] ALIGNED;
-    vec sum = vec_zero();
-#pragma GCC unroll 2
-    for (int64_t i = 0; i < count; i += LANES)
-        vec_store(lanes + i, read_lanes(q->input, at + i, count - i, q->is_bfloat16));
-    float magnitude = magnitude_of(lanes, count);
-    if (magnitude > limit) {
-        take_outliers(to, row, begin, count, limit, lanes);
-        magnitude = magnitude_of(lanes, count);
+    vec highest = vec_zero();
+    for (int64_t i = 0; i < count; i += LANES) {
+        const vec x = read_lanes(q->input, at + i, count - i, q->is_bfloat16);
+        highest = vec_max_magnitude(highest, x);
+        vec_store(elements + i, x);
     }
-    const float scale = scale_of(magnitude);
-    if (scale > 0) {
+    float magnitude = vec_highest_magnitude(highest);
+    if (magnitude > limit) {
+        take_outliers(to, row, begin, count, limit, elements);
+        magnitude = magnitude_of(elements, count);
+    }
+    return scale_of(magnitude);
+}
+
+/* The codes of a block of up to 32 elements; their sum. */
+INLINED int32_t
+round_block(const float *elements, int64_t count, float scale, int are_paired, int8_t *codes)
+{
+    float lanes[BLOCK] ALIGNED = {0};
+    vec sum = vec_zero();
+    if (count < BLOCK) {
+        memcpy(lanes, elements, count * sizeof *lanes);
+        elements = lanes;
+    }
 #pragma GCC unroll 2
-        for (int64_t i = 0; i < count; i += LANES) {
-            const vec rounded = codes_of(vec_load(lanes + i), scale);
-            store_codes(codes + i, rounded, q->bits == 4);
-            sum = vec_add(sum, rounded);
-        }
-    } else
-        memset(codes, 0, BLOCK);
-    *total = vec_sum(sum);
-    return scale;
+    for (int64_t i = 0; i < BLOCK; i += LANES) {
+        const vec rounded = codes_of(vec_load(elements + i), scale);
+        store_codes(codes + i, rounded, are_paired);
+        sum = vec_add(sum, rounded);
+    }
+    return (int32_t)vec_sum(sum);
 }
 
 /* `zero`: the number that codes of a weight count from. */
@@ -106,29 +118,49 @@ static void
 round_row(const quantised_t *q, const rounded_t *to, int32_t zero, int64_t row)
 {
     const int64_t tile = to->is_for_amx ? row / to->most : ((row + 1) * tiles_of(to, q->rows) - 1) / q->rows;
-    const int64_t first = first_row(to, q->rows, tile);
-    const int64_t tile_rows = to->is_for_amx ? to->most : first_row(to, q->rows, tile + 1) - first;
+    const int64_t first = first_row(to, q->rows, tile), n = first_row(to, q->rows, tile + 1) - first;
     const float limit = outlier_limit(q, row);
     to->num_outliers[row] = 0;
-    int8_t *codes = to->codes + first * to->words * WORD_BYTES + (row - first) * (to->is_for_amx ? BLOCK : WORD_BYTES);
-    for (int64_t block = 0; block < to->blocks; block++) {
-        int8_t some[BLOCK + LANES] = {0};
-        const int64_t begin = block * to->size, count = smaller(to->size, q->inner - begin);
-        const int64_t place = first * to->blocks + block * tile_rows + row - first;
-        float total;
-        if (count == BLOCK) /* a number that the compiler knows */
-            to->scales[place] = round_block(q, to, row, begin, BLOCK, limit, some, &total);
-        else
-            to->scales[place] = round_block(q, to, row, begin, count, limit, some, &total);
-        if (to->is_for_amx) {
-            memcpy(codes, some, BLOCK);
-            codes += tile_rows * BLOCK;
-        } else
-            for (int64_t i = 0; i < count; i += WORD_BYTES, codes += tile_rows * WORD_BYTES)
-                memcpy(codes, some + i, WORD_BYTES);
-        to->totals[place] = total;
-        to->starts[place] = -zero * (int32_t)total;
+    int8_t *codes = to->codes + first * to->words * WORD_BYTES;
+    if (to->is_for_amx)
+        for (int64_t depth = 0; depth < to->words * WORD_BYTES; depth += DEPTH) /* missing ones of the last are 0 */
+            memset(codes + depth * n + (row - first) * DEPTH, 0, DEPTH);
+    float *scale = to->scales + first * to->spans + row - first;
+    int32_t *total = to->totals + first * to->blocks + row - first, *start = to->starts + first * to->blocks + row - first;
+    for (int64_t begin = 0; begin < q->inner; begin += to->span, scale += n) {
+        float elements[SPAN] ALIGNED;
+        const int64_t of_span = smaller(to->span, q->inner - begin);
+        *scale = read_span(q, to, row, begin, of_span, limit, elements);
+        for (int64_t at = 0; at < of_span; at += to->size, total += n, start += n) {
+            int8_t some[BLOCK] = {0};
+            const int64_t count = smaller(to->size, of_span - at);
+            const int32_t sum = *scale > 0 ? round_block(elements + at, count, *scale, q->bits == 4, some) : 0;
+            *total = sum * 65536;
+            *start = -zero * sum;
+            if (to->is_for_amx) {
+                const int64_t place = begin + at;
+                memcpy(codes + place / DEPTH * DEPTH * n + (row - first) * DEPTH + place % DEPTH, some, count);
+            } else
+                for (int64_t i = 0; i < count; i += WORD_BYTES)
+                    memcpy(codes + ((begin + at + i) / WORD_BYTES * n + row - first) * WORD_BYTES, some + i, WORD_BYTES);
+        }
     }
+}
+
+/* Adds the sum of a span's products to a row's sums. */
+INLINED vec
+add_span(vec unit, float scale, ints sum, vec to)
+{
+    return vec_fmadd(vec_all(scale), vec_mul(unit, vec_of_ints(sum)), to);
+}
+
+/* Steps of 16 columns. Of codes of 4 bits a step is in the lower half of a word, and its offset, or 0, in the upper one;
+ * of others it is the word, if there are no offsets.
+ */
+INLINED ints
+load_steps(const quantised_t *q, int has_offsets, int is_nibbles, int64_t at)
+{
+    return has_offsets ? load_ints((const int32_t *)q->steps + at) : load_shorts((const int16_t *)q->steps + at, !is_nibbles);
 }
 
 /* Adds products of a row's outliers and a panel's columns to `sums` [32], one after the other, each as `quantised_linear`

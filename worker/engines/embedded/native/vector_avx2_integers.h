@@ -9,10 +9,10 @@ enum {
 };
 
 #ifdef DOT_IN_EVEX /* in a test, whose processor has the instruction in AVX-512's encoding alone */
-#define DOT "%{evex%} vpdpbusd"
+#define EVEX_OR_VEX "%{evex%} "
 #define HAS_DOT (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl"))
 #else
-#define DOT "%{vex%} vpdpbusd"
+#define EVEX_OR_VEX "%{vex%} "
 #define HAS_DOT (__builtin_cpu_supports("avxvnni") != 0)
 #endif
 
@@ -38,6 +38,63 @@ INLINED vec
 vec_of_ints(ints x)
 {
     return vec_of(_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high));
+}
+
+INLINED ints
+ints_mul(ints a, ints b)
+{
+    return (ints){_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)};
+}
+
+INLINED ints
+high_halves(ints x)
+{
+    return (ints){_mm256_srai_epi32(x.low, 16), _mm256_srai_epi32(x.high, 16)};
+}
+
+INLINED ints
+low_halves(ints x)
+{
+    return high_halves((ints){_mm256_slli_epi32(x.low, 16), _mm256_slli_epi32(x.high, 16)});
+}
+
+INLINED ints
+load_ints(const int32_t *from)
+{
+    return (ints){_mm256_loadu_si256((const __m256i *)from), _mm256_loadu_si256((const __m256i *)from + 1)};
+}
+
+/* 16 numbers of 16 bits, with or without a sign. */
+INLINED ints
+load_shorts(const int16_t *from, int has_sign)
+{
+    const __m128i low = _mm_loadu_si128((const __m128i *)from), high = _mm_loadu_si128((const __m128i *)from + 1);
+    return has_sign ? (ints){_mm256_cvtepi16_epi32(low), _mm256_cvtepi16_epi32(high)}
+                    : (ints){_mm256_cvtepu16_epi32(low), _mm256_cvtepu16_epi32(high)};
+}
+
+/* The lower halves of words and the upper half of a number whose lower half is 0. */
+INLINED ints
+join_halves(ints low, const int32_t *high)
+{
+    const __m256i x = _mm256_set1_epi32(*high);
+    return (ints){_mm256_blend_epi16(low.low, x, 0xaa), _mm256_blend_epi16(low.high, x, 0xaa)};
+}
+
+/* Adds the products of both halves of 8 words, which have signs. */
+INLINED __m256i
+add_pairs_half(int has_dot, __m256i sum, __m256i a, __m256i b)
+{
+    if (!has_dot)
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+    __asm__(EVEX_OR_VEX "vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+}
+
+INLINED ints
+add_pairs(int has_dot, ints sum, ints a, ints b)
+{
+    return (ints){add_pairs_half(has_dot, sum.low, a.low, b.low), add_pairs_half(has_dot, sum.high, a.high, b.high)};
 }
 
 /* Code number `index` of each of 16 words: of 4 bits without a sign, or of 8 with one. */
@@ -72,7 +129,7 @@ INLINED __m256i
 add_dots_half(__m256i sum, __m256i bytes, __m256i codes)
 {
     /* no intrinsic: the files are compiled for processors without it, too */
-    __asm__(DOT " %2, %1, %0" : "+x"(sum) : "x"(bytes), "x"(codes));
+    __asm__(EVEX_OR_VEX "vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(bytes), "x"(codes));
     return sum;
 }
 

@@ -242,6 +242,37 @@ INLINED ints ints_all(int32_t x) { return _mm512_set1_epi32(x); }
 INLINED ints ints_add(ints a, ints b) { return _mm512_add_epi32(a, b); }
 INLINED vec vec_of_ints(ints x) { return _mm512_cvtepi32_ps(x); }
 
+INLINED ints ints_mul(ints a, ints b) { return _mm512_mullo_epi32(a, b); }
+INLINED ints low_halves(ints x) { return _mm512_srai_epi32(_mm512_slli_epi32(x, 16), 16); }
+INLINED ints high_halves(ints x) { return _mm512_srai_epi32(x, 16); }
+INLINED ints load_ints(const int32_t *from) { return _mm512_loadu_si512(from); }
+
+/* 16 numbers of 16 bits, with or without a sign. */
+INLINED ints
+load_shorts(const int16_t *from, int has_sign)
+{
+    const __m256i x = _mm256_loadu_si256((const __m256i *)from);
+    return has_sign ? _mm512_cvtepi16_epi32(x) : _mm512_cvtepu16_epi32(x);
+}
+
+/* The lower halves of words and the upper half of a number whose lower half is 0. */
+INLINED ints
+join_halves(ints low, const int32_t *high)
+{
+    enum { LOW_AND_MASK_OR_HIGH = 0xea };
+    return _mm512_ternarylogic_epi32(low, _mm512_set1_epi32(0xffff), _mm512_set1_epi32(*high), LOW_AND_MASK_OR_HIGH);
+}
+
+/* Adds the products of both halves of words, which have signs. */
+INLINED ints
+add_pairs(int has_dot, ints sum, ints a, ints b)
+{
+    if (!has_dot)
+        return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+}
+
 /* Code number `index` of each of 16 words: of 4 bits without a sign, or of 8 with one. */
 INLINED vec
 code_of(words_t w, int bits, int index)

@@ -305,6 +305,39 @@ INLINED ints ints_all(int32_t x) { return (ints){0} + x; }
 INLINED ints ints_add(ints a, ints b) { return a + b; }
 INLINED vec vec_of_ints(ints x) { return __builtin_convertvector(x, vec); }
 
+INLINED ints ints_mul(ints a, ints b) { return a * b; }
+INLINED ints low_halves(ints x) { return (ints)((words_t)x << 16) >> 16; }
+INLINED ints high_halves(ints x) { return x >> 16; }
+
+INLINED ints
+load_ints(const int32_t *from)
+{
+    ints x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+/* 16 numbers of 16 bits, with or without a sign. */
+INLINED ints
+load_shorts(const int16_t *from, int has_sign)
+{
+    int16_t shorts __attribute__((vector_size(32)));
+    memcpy(&shorts, from, sizeof shorts);
+    const ints x = __builtin_convertvector(shorts, ints);
+    return has_sign ? x : x & 0xffff;
+}
+
+/* The lower halves of words and the upper half of a number whose lower half is 0. */
+INLINED ints join_halves(ints low, const int32_t *high) { return (low & 0xffff) | *high; }
+
+/* Adds the products of both halves of words, which have signs. */
+INLINED ints
+add_pairs(int has_dot, ints sum, ints a, ints b)
+{
+    (void)has_dot;
+    return sum + low_halves(a) * low_halves(b) + high_halves(a) * high_halves(b);
+}
+
 /* Code number `index` of each of 16 words: of 4 bits without a sign, or of 8 with one. */
 INLINED vec
 code_of(words_t w, int bits, int index)

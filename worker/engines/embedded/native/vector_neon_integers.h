@@ -53,6 +53,66 @@ vec_of_ints(ints x)
     return y;
 }
 
+INLINED ints
+ints_mul(ints a, ints b)
+{
+    EACH_FOUR a.four[i] = vmulq_s32(a.four[i], b.four[i]);
+    return a;
+}
+
+INLINED ints
+high_halves(ints x)
+{
+    EACH_FOUR x.four[i] = vshrq_n_s32(x.four[i], 16);
+    return x;
+}
+
+INLINED ints
+low_halves(ints x)
+{
+    EACH_FOUR x.four[i] = vshrq_n_s32(vshlq_n_s32(x.four[i], 16), 16);
+    return x;
+}
+
+INLINED ints
+load_ints(const int32_t *from)
+{
+    ints x;
+    EACH_FOUR x.four[i] = vld1q_s32(from + 4 * i);
+    return x;
+}
+
+/* 16 numbers of 16 bits, with or without a sign. */
+INLINED ints
+load_shorts(const int16_t *from, int has_sign)
+{
+    ints x;
+    EACH_FOUR
+    {
+        const int16x4_t some = vld1_s16(from + 4 * i);
+        x.four[i] = has_sign ? vmovl_s16(some) : vreinterpretq_s32_u32(vmovl_u16(vreinterpret_u16_s16(some)));
+    }
+    return x;
+}
+
+/* The lower halves of words and the upper half of a number whose lower half is 0. */
+INLINED ints
+join_halves(ints low, const int32_t *high)
+{
+    EACH_FOUR low.four[i] = vorrq_s32(vandq_s32(low.four[i], vdupq_n_s32(0xffff)), vdupq_n_s32(*high));
+    return low;
+}
+
+/* Adds the products of both halves of words, which have signs. */
+INLINED ints
+add_pairs(int has_dot, ints sum, ints a, ints b)
+{
+    (void)has_dot;
+    const ints low = ints_mul(low_halves(a), low_halves(b));
+    EACH_FOUR sum.four[i] = vaddq_s32(sum.four[i], low.four[i]);
+    return ints_add(sum, ints_mul(high_halves(a), high_halves(b)));
+}
+
 /* Code number `index` of each of 16 words: of 4 bits without a sign, or of 8 with one. */
 INLINED vec
 code_of(words_t w, int bits, int index)
