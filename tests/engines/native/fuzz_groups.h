@@ -17,6 +17,7 @@ some_quantised_gemm(int64_t columns, int64_t inner, int has_words)
     *gemm = (gemm_t){.columns = columns, .inner = inner, .weight = codes, .scales = some_numbers(scales, 1, 0),
                      .offsets = has_offsets ? some_numbers(scales, 1, 0) : NULL, .group = 32, .bits = bits, .is_half = 1,
                      .zero = is_e2m1 || bits == 8 ? 0.0f : -8.0f, .has_words = has_words, .is_e2m1 = is_e2m1};
+    add_steps(gemm, padded);
     return gemm;
 }
 #endif
@@ -63,7 +64,8 @@ fuzz_group(linear_kernel_t *kernel, int is_quantised, int has_words)
         if (memcmp(outputs[i], expected[i], size * sizeof *outputs[i]))
             abort();
         add_to_digest(outputs[i], size);
-        void *const all[] = {inputs[i], outputs[i], expected[i], (void *)gemm->scales, (void *)gemm->offsets};
+        void *const all[] = {inputs[i], outputs[i], expected[i], (void *)gemm->scales, (void *)gemm->offsets,
+                             (void *)gemm->steps, (void *)gemm->units};
         for (size_t k = 0; k < sizeof all / sizeof *all; k++)
             free(all[k]);
         free_gemm(gemm);

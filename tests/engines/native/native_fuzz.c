@@ -130,6 +130,27 @@ some_numbers(int64_t count, int is_half, int is_bfloat16)
     return buffer;
 }
 
+/* Scales of a weight as whole numbers of units, so small that its elements have 16 bits; see `whole_scales.py`. */
+static void
+add_steps(gemm_t *gemm, int64_t padded)
+{
+    const int64_t inner = gemm->inner, spans = (inner + 127) / 128;
+    int64_t span = (inner + spans * 64 - 1) / (spans * 64) * 64, step = gemm->group;
+    for (int64_t rest = span; rest;) {
+        const int64_t next = step % rest;
+        step = rest;
+        rest = next;
+    }
+    gemm->span = span;
+    gemm->step = gemm->group == inner ? span : step;
+    const int64_t count = padded * ((inner + gemm->step - 1) / gemm->step) * (gemm->offsets ? 2 : 1);
+    int16_t *steps = malloc(count * sizeof *steps);
+    for (int64_t i = 0; i < count; i++)
+        steps[i] = (int16_t)((int)below(250) - 125);
+    gemm->steps = steps;
+    gemm->units = some_floats(padded);
+}
+
 /* Rows are rounded to 8 bits if it `is_integer`. */
 static void
 fuzz_quantised(int is_integer)
@@ -153,8 +174,10 @@ fuzz_quantised(int is_integer)
     const int32_t epilogue = (int32_t)below(RELU + 1);
     const threads_t threads = some_threads();
     const int32_t is_e2m1 = bits == 4 && !has_offsets && below(2);
-    const gemm_t gemm = {columns, inner, codes,   has_bias ? bias : NULL, scale, has_offsets ? offset : NULL, group,
-                         bits,    is_half, is_e2m1 ? 0.0f : -8.0f, is_integer, is_e2m1};
+    gemm_t gemm = {columns, inner, codes,   has_bias ? bias : NULL, scale, has_offsets ? offset : NULL, group,
+                   bits,    is_half, is_e2m1 ? 0.0f : -8.0f, is_integer, is_e2m1};
+    if (is_integer)
+        add_steps(&gemm, padded);
     (is_integer ? integer_linear : quantised_linear)(
         &(linear_t){x, rows, &gemm, other, y, epilogue, is_unrounded, is_bfloat16}, 1, &threads);
     add_bytes_to_digest(y, rows * columns * size);
@@ -165,7 +188,7 @@ fuzz_quantised(int is_integer)
     add_bytes_to_digest(&failed, sizeof failed);
     add_bytes_to_digest(unpacked, 4 * bytes);
     free(unpacked);
-    void *const all[] = {codes, scale, offset, x, bias, other, y};
+    void *const all[] = {codes, scale, offset, x, bias, other, y, (void *)gemm.steps, (void *)gemm.units};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]);
 }

@@ -324,9 +324,9 @@ def test_panels_that_the_kernels_would_read_beside_are_refused() -> None:
             replace(panels, **wrong)
 
 
-def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Rows ``[n, K]`` as `integer.c` rounds them, and their outliers, both in float64; and the number
-    of terms of a sum: spans, and outliers of the row that has most.
+def rounded(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Rows ``[n, K]`` as `integer.c` rounds them, in float64; and the number of terms of a sum: spans,
+    and outliers of the row that has most.
     """
     inner = x.shape[1]
     is_outlier = x.abs() > OUTLIER * x.abs().mean(1, keepdim=True)
@@ -335,8 +335,8 @@ def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     scales = spans.abs().amax(2, keepdim=True) / 127
     scales = scales.where(scales >= torch.finfo(torch.float32).tiny, 0.0)
     codes = (spans / scales.where(scales != 0, torch.inf)).round()
-    inputs = (codes.double() * scales).flatten(1)[:, :inner]
-    return inputs, x.double().where(is_outlier, 0.0), spans.shape[1] + max([0, *is_outlier.sum(1).tolist()])
+    inputs = (codes.double() * scales).flatten(1)[:, :inner].where(~is_outlier, x.double())
+    return inputs, spans.shape[1] + max([0, *is_outlier.sum(1).tolist()])
 
 
 def whole(weight: QuantisedWeight) -> torch.Tensor:
@@ -356,25 +356,22 @@ def whole(weight: QuantisedWeight) -> torch.Tensor:
 
     elements = codes * each(steps.long(), step) + each(offsets.long(), step)
     assert elements.abs().max() < 2**15
-    return elements.double() * each(units.double(), span_of(inner))
+    return elements.double() * units.double()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inner", [32, 96, 576, 1536])
 def test_scales_are_whole_numbers_of_a_fine_unit(kind: str, inner: int) -> None:
     """Steps, and offsets with what 8 steps of theirs add to them, are rounded to half a unit; a unit is
-    the largest weight that codes of its span could have, by 32,512.
+    the largest weight that codes of its row could have, by 32,512.
     """
     weight = weight_of(kind, 40, inner // 32, torch.Generator().manual_seed(inner))
     codes = 12 if kind == "MXFP4" else 128 if weight.bits == 8 else 8
-    group = inner // weight.scales.shape[1]
     largest = codes * weight.scales.double().abs()
     if weight.offsets is not None:
         most, least = (c * weight.scales.double() + weight.offsets for c in (15, 0))
         largest = torch.maximum(most.abs(), least.abs())
-    of_spans = functional.pad(largest.repeat_interleave(group, 1), (0, -inner % span_of(inner)))
-    units = of_spans.unflatten(1, (-1, span_of(inner))).amax(2) / 32_512
-    bound = units.repeat_interleave(span_of(inner), 1)[:, :inner] * (codes + 1) / 2 * 1.001
+    bound = largest.amax(1, keepdim=True) / 32_512 * (codes + 1) / 2 * 1.001
     assert ((whole(weight) - weight.dequantised()).abs() <= bound).all()
 
 
@@ -429,12 +426,12 @@ def test_a_product_with_rounded_rows(
     with plain_c():
         expected = layer(x, then, other)
     assert torch.equal(bits(found), bits(expected))
-    inputs, outliers, num_terms = rounded(x)
-    products = functional.linear(inputs, whole(weight)) + functional.linear(outliers, weight.dequantised().double())
+    inputs, num_terms = rounded(x)
+    products = functional.linear(inputs, whole(weight))
     parts = weight.dequantised().double().abs()
     if weight.offsets is not None:  # a scaled code and an offset, which may cancel each other
         parts = parts + 2 * weight.offsets.double().abs().repeat_interleave(x.shape[1] // weight.offsets.shape[1], 1)
-    terms = functional.linear((inputs + outliers).abs(), parts)
+    terms = functional.linear(inputs.abs(), parts)
     assert ((sums.double() - products).abs() <= 4 * num_terms * 2.0**-24 * terms).all()
 
 
@@ -475,10 +472,10 @@ def test_rounded_rows_of_any_width(path: str, inner: int) -> None:
     generator = torch.Generator().manual_seed(inner)
     weight, x = quantise(randn(generator, 40, inner), "int8"), with_outliers(randn(generator, 5, inner), generator)
     layer = QuantisedGemm(weight, None, rounds_to="int8")
-    inputs, outliers, _ = rounded(x)
+    inputs, _ = rounded(x)
     unpacked = weight.dequantised().double()
-    bound = 2.0**-20 * functional.linear((inputs + outliers).abs(), unpacked.abs())
-    products = functional.linear(inputs, whole(weight)) + functional.linear(outliers, unpacked)
+    bound = 2.0**-20 * functional.linear(inputs.abs(), unpacked.abs())
+    products = functional.linear(inputs, whole(weight))
     assert ((layer(x).double() - products).abs() <= bound).all()
     assert torch.equal(layer.rows(torch.tensor([39])), weight.dequantised()[[39]])
 

@@ -30,7 +30,7 @@ from worker.models.safetensors_file import Stored, write_safetensors
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the same checkpoint would be packed, or written, differently."""
 
 _SOURCES = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors", "*.safetensors.index.json")
@@ -39,6 +39,7 @@ _CODES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.int8: "I8",
+    torch.int16: "I16",
     torch.int32: "I32",
 }
 _WRITTEN_AT_ONCE = 16 * 2**20

@@ -64,9 +64,9 @@ typedef struct {
     FIELD(int32_t, has_words)    /* whether codes of 8 bits lie in words of four of a column */                        \
     FIELD(int32_t, is_e2m1)      /* whether codes of 4 bits are numbers of e2m1, which count twice: -12 to 12 */            \
     FIELD(const void *, steps)   /* scales as whole numbers, [panels][steps][32 columns] of int16; with offsets pairs */    \
-    FIELD(const float *, units)  /* what they are numbers of, [panels][spans][32 columns]; both for rounded rows */         \
+    FIELD(const float *, units)  /* what they are numbers of, [panels][32 columns]; both for rounded rows */                \
     FIELD(int64_t, step)         /* weights of a row with one step */                                                       \
-    FIELD(int64_t, span)         /* weights of a row with one unit: a multiple of `step` */
+    FIELD(int64_t, span)         /* elements of a rounded row with one scale: a multiple of `step` */
 
 /* A linear layer. */
 #define LINEAR(FIELD)                                                                                                  \

@@ -1,26 +1,26 @@
 /* Linear layers on quantised weights and on rows that are rounded to 8 bits: GEMMs of integers.
  *
- * A row is rounded in spans of up to 256 elements: each element becomes code * scale, see `rounding.h`. A weight's scales
- * and offsets are whole numbers of a unit that a span of a column has, see `whole_scales.py`: an element is
+ * A row is rounded in spans of up to 128 elements: each element becomes code * scale, see `rounding.h`. A weight's scales
+ * and offsets are whole numbers of a unit that its column has, see `whole_scales.py`: an element is
  *
  *     unit * ((code - base) * step + offset)
  *
  * with base 8 for codes of 4 bits, and 0 for those of 8 bits and numbers of e2m1, which are twice their values here. The
  * products of a span are added as integers, which is exact: |(code - base) * step + offset| is below 2^15, and the sum of
- * 256 products with codes of 8 bits below 2^31. A span then adds, in float32,
+ * 128 products with codes of 8 bits below 2^30. A span then adds, in float32,
  *
- *     row's scale * (unit * sum)
+ *     row's scale * sum
  *
- * with one rounding for the sum, one for the product, and one for the multiplication and addition after it, span after
- * span from the first one on. So a result has the same bits whatever number of rows is computed together, on all paths,
+ * with one rounding for the sum and one for the multiplication and addition, span after span from the first one on; and
+ * all is multiplied by the unit. So a result has the same bits whatever number of rows is computed together, on all paths,
  * in whatever order a kernel adds integers.
  *
  * An element whose magnitude is more than OUTLIER times the mean of its row's is an outlier: it is 0 in its span, and is
- * multiplied by the weights as they are in `quantised.c`. Outliers are added after all spans, in ascending order.
+ * multiplied as it is, in float32. Outliers are added after all spans, in ascending order.
  *
  * Codes of the weights lie in panels of 32 columns, [panels][words][32 columns]: words of eight codes of 4 bits, the
  * first one lowest, or of four signed bytes. Steps, with their offsets, are [panels][steps of a row][32 columns], and units
- * [panels][spans][32 columns]. They belong to the kernels in float32; rows and results may be bfloat16 too.
+ * [panels][32 columns]. They belong to the kernels in float32; rows and results may be bfloat16 too.
  */
 #ifdef FLOAT32
 #include <stdlib.h>
@@ -101,13 +101,12 @@ multiply_codes(kind_t k, int has_offsets, const quantised_t *q, const rounded_t 
     const int8_t *x = r->codes + row * r->words * WORD_BYTES;
     const float *scales = r->scales + row * r->spans;
     const int32_t *starts = r->starts + row * r->blocks, *totals = r->totals + row * r->blocks;
-    const int64_t steps = panel * q->steps_of_row * COLUMNS + first * LANES;
-    const float *units = q->units + panel * r->spans * COLUMNS + first * LANES;
+    int64_t step = panel * q->steps_of_row * COLUMNS + first * LANES, left = q->step; /* elements of the step */
 #pragma GCC unroll 12
     for (int i = 0; i < k.rows; i++)
         for (int half = 0; half < k.halves; half++)
             vec_store(sums + i * COLUMNS + (first + half) * LANES, vec_zero());
-    for (int64_t begin = 0; begin < q->inner; begin += q->span, units += COLUMNS, scales += k.rows) {
+    for (int64_t begin = 0; begin < q->inner; begin += q->span, scales += k.rows) {
         const int64_t end = smaller(begin + q->span, q->inner);
         ints sum[INT_ROWS][2];
 #pragma GCC unroll 12
@@ -127,11 +126,10 @@ multiply_codes(kind_t k, int has_offsets, const quantised_t *q, const rounded_t 
                 add_block(k, codes, ahead, x, count, part);
             codes += (count * k.bits + 31) / 32 * COLUMNS * WORD_BYTES;
             x += (count + 3) / WORD_BYTES * k.rows * WORD_BYTES;
-            const int64_t step = steps + at / q->step * COLUMNS;
-            if (k.fetches)
-                fetch_to_l2(q->steps + (step + ahead_steps) * (has_offsets ? 4 : 2));
 #pragma GCC unroll 2
             for (int half = 0; half < k.halves; half++) {
+                if (k.fetches)
+                    fetch_to_l2(q->steps + (step + ahead_steps + half * LANES) * (has_offsets ? 4 : 2));
                 const ints step_of = load_steps(q, has_offsets, is_nibbles, step + half * LANES);
 #pragma GCC unroll 12
                 for (int i = 0; i < k.rows; i++) {
@@ -141,16 +139,18 @@ multiply_codes(kind_t k, int has_offsets, const quantised_t *q, const rounded_t 
                     sum[i][half] = add_scaled(k, has_offsets, sum[i][half], all, totals + i, step_of);
                 }
             }
-        }
-#pragma GCC unroll 2
-        for (int half = 0; half < k.halves; half++) {
-            const vec unit = vec_load(units + half * LANES);
-#pragma GCC unroll 12
-            for (int i = 0; i < k.rows; i++) {
-                float *to = sums + i * COLUMNS + (first + half) * LANES;
-                vec_store(to, add_span(unit, scales[i], sum[i][half], vec_load(to)));
+            left -= count;
+            if (left <= 0) {
+                left = q->step;
+                step += COLUMNS;
             }
         }
+#pragma GCC unroll 12
+        for (int i = 0; i < k.rows; i++)
+            for (int half = 0; half < k.halves; half++) {
+                float *to = sums + i * COLUMNS + (first + half) * LANES;
+                vec_store(to, add_span(scales[i], sum[i][half], vec_load(to)));
+            }
     }
 }
 
@@ -160,7 +160,11 @@ multiply_panel(kind_t k, const quantised_t *q, const rounded_t *r, int64_t panel
 {
     k.halves = k.rows <= INT_WIDE_ROWS ? 2 : 1;
     for (int half = 0; half < 2; half += k.halves)
-        if (q->offsets)
+        if (k.is_e2m1)
+            multiply_codes(k, 0, q, r, panel, half, row, sums);
+        else if (k.bits == 8) /* few have offsets */
+            multiply_codes(k, q->offsets != NULL, q, r, panel, half, row, sums);
+        else if (q->offsets)
             multiply_codes(k, 1, q, r, panel, half, row, sums);
         else
             multiply_codes(k, 0, q, r, panel, half, row, sums);
@@ -233,7 +237,7 @@ compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t 
                     prefetch_row(q, row, panel * COLUMNS);
                 (tile == begin ? multiply_first : multiply)((int)(to - from), q, r, panel, from, sums);
                 for (int64_t row = from; row < to; row++) {
-                    add_outliers(q, r, row, panel, sums + (row - from) * COLUMNS);
+                    finish_sums(q, r, row, panel, sums + (row - from) * COLUMNS);
                     finish(q, row, panel * COLUMNS, sums + (row - from) * COLUMNS);
                 }
             }
@@ -276,7 +280,7 @@ integers_of(const linear_t *l, int has_tiles)
                          .words = is_for_amx ? (q.inner + DEPTH - 1) / DEPTH * DEPTH / WORD_BYTES
                                              : (q.inner + WORD_BYTES - 1) / WORD_BYTES,
                          .most_outliers = q.inner / OUTLIER + 1}; /* fewer, but for what the mean is rounded by */
-    return (integers_t){q, r, q.bits == 4 && !q.is_e2m1 ? 8 : byte_excess(processor_has_dot())};
+    return (integers_t){q, r, q.bits == 4 && !q.is_e2m1 ? NIBBLES_BASE : byte_excess(processor_has_dot())};
 }
 
 /* Whether a layer reads the rows of another one, rounded in the same way. */
@@ -377,10 +381,10 @@ integer_linear_amx(const linear_t *layers, int64_t count, const threads_t *threa
 int32_t
 integers_in_tiles_are_exact(void)
 {
-    enum { TEST_ROWS = PAIR_ROWS + 1, LENGTH = SPAN + DEPTH + BLOCK, BLOCKS = LENGTH / BLOCK, SPANS = 2 };
+    enum { TEST_ROWS = PAIR_ROWS + 1, LENGTH = SPAN + DEPTH + BLOCK, BLOCKS = LENGTH / BLOCK };
     int8_t codes[COLUMNS * LENGTH] ALIGNED;
     int16_t steps[2 * COLUMNS * BLOCKS] ALIGNED;
-    float input[TEST_ROWS * LENGTH] ALIGNED, units[COLUMNS * SPANS] ALIGNED, scales[COLUMNS * BLOCKS] = {0};
+    float input[TEST_ROWS * LENGTH] ALIGNED, units[COLUMNS] ALIGNED, scales[COLUMNS * BLOCKS] = {0};
     float expected[TEST_ROWS * COLUMNS] ALIGNED, found[TEST_ROWS * COLUMNS] ALIGNED;
     for (int i = 0; i < COLUMNS * LENGTH; i++)
         codes[i] = (int8_t)(i * 2654435761u >> 24);
@@ -388,7 +392,7 @@ integers_in_tiles_are_exact(void)
         input[i] = (float)(int32_t)(i * 2246822519u);
     for (int i = 0; i < 2 * COLUMNS * BLOCKS; i++)
         steps[i] = (int16_t)((int32_t)(i * 3266489917u) >> 25); /* products with codes of 8 bits have 15 */
-    for (int i = 0; i < COLUMNS * SPANS; i++)
+    for (int i = 0; i < COLUMNS; i++)
         units[i] = (float)(int32_t)(i * 668265263u);
     const threads_t alone = {1, NULL};
     for (int kind = 0; kind < 4; kind++) {

@@ -62,7 +62,7 @@ unpack_half(int bits, int is_e2m1, const quantised_t *q, int64_t panel, int half
             for (int part = 0; part < (bits == 4 ? 2 : 1); part++, upper += LANES * WORD_BYTES, lower += LANES * WORD_BYTES) {
                 const words_t bytes = bits == 8 ? w
                                       : is_e2m1 ? split_e2m1(0, w, part)
-                                                : _mm512_sub_epi8(split_nibbles(w, part), _mm512_set1_epi8(8));
+                                                : _mm512_sub_epi8(split_nibbles(w, part), _mm512_set1_epi8(NIBBLES_BASE));
                 store_elements(bytes, steps, offsets, upper, lower);
             }
         }
@@ -101,7 +101,7 @@ configure_integer_tiles(int64_t rows)
 typedef struct {
     const int8_t *rows;                       /* its first ones: n rows lie below each other for each 64 elements */
     int8_t (*columns)[SPAN / DEPTH][TILE_SIZE]; /* upper bytes, lower bytes */
-    const float *units, *scales;
+    const float *scales;
     float *sums;                              /* [rows][32], of which half a row is */
     int64_t count;                            /* rows */
 } product_t;
@@ -148,11 +148,10 @@ multiply_span(int is_odd, const product_t *p, int64_t n, int64_t tiles, int has_
 INLINED void
 add_products_to(const product_t *p, int32_t products[2][PRODUCTS])
 {
-    const vec unit = vec_load(p->units);
     for (int64_t i = 0; i < p->count; i++) {
         const ints upper = load_ints(products[0] + i * LANES), lower = load_ints(products[1] + i * LANES);
         float *to = p->sums + i * COLUMNS;
-        vec_store(to, add_span(unit, p->scales[i], ints_add(_mm512_slli_epi32(upper, 8), lower), vec_load(to)));
+        vec_store(to, add_span(p->scales[i], ints_add(_mm512_slli_epi32(upper, 8), lower), vec_load(to)));
     }
 }
 
@@ -167,7 +166,6 @@ compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, 
     memset(sums, 0, (stop - first) * COLUMNS * sizeof *sums);
     for (int64_t span = 0; span < r->spans; span++) {
         const int64_t begin = span * q->span, end = smaller(begin + q->span, q->inner), tiles = (end - begin + DEPTH - 1) / DEPTH;
-        const float *units = q->units + (panel * r->spans + span) * COLUMNS;
         unpack_span(q, panel, begin, end, columns);
         for (int64_t row = first; row < stop; row += PAIR_ROWS) {
             const int64_t n = smaller(PAIR_ROWS, q->rows - row);
@@ -178,7 +176,7 @@ compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, 
             const float *scales = r->scales + row * r->spans + span * n;
             product_t before = {0};
             for (int half = 0; half < 2; half++) {
-                product_t p = {codes, columns[half], units + half * LANES, scales, sums + (row - first) * COLUMNS + half * LANES,
+                product_t p = {codes, columns[half], scales, sums + (row - first) * COLUMNS + half * LANES,
                                of_first};
                 if (n <= TILE_ROWS && half) {
                     multiply_span(1, &p, n, tiles, 1, products);
@@ -205,7 +203,7 @@ compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, 
         }
     }
     for (int64_t row = first; row < stop; row++) {
-        add_outliers(q, r, row, panel, sums + (row - first) * COLUMNS);
+        finish_sums(q, r, row, panel, sums + (row - first) * COLUMNS);
         finish(q, row, panel * COLUMNS, sums + (row - first) * COLUMNS);
     }
 }

@@ -35,7 +35,8 @@ quantised_of(const linear_t *l)
     const gemm_t *g = l->gemm;
     return (quantised_t){.codes = g->weight, .bits = g->bits, .is_e2m1 = g->is_e2m1, .group = g->group, .scales = g->scales,
                          .offsets = g->offsets, .is_half = g->is_half, .steps = g->steps, .units = g->units,
-                         .step = g->step, .steps_of_row = g->step ? (g->inner + g->step - 1) / g->step : 0,
+                         .step = g->step,
+                         .steps_of_row = g->step ? (g->inner + g->step - 1) / g->step : 0,
                          .span = g->span, .zero = g->zero, .input = l->input,
                          .rows = l->rows, .inner = g->inner, .columns = g->columns, .is_bfloat16 = l->is_bfloat16,
                          .bias = g->bias, .epilogue = (epilogue_t)l->epilogue, .other = l->other,

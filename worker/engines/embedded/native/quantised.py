@@ -95,7 +95,7 @@ class QuantisedPanels:
         return (
             (self.steps.dtype, self.units.dtype) == (dtype, torch.float32)
             and tuple(self.steps.shape) == self._panels_shape(-(-self.inner // self.step))
-            and tuple(self.units.shape) == self._panels_shape(-(-self.inner // self.span))
+            and tuple(self.units.shape) == self._panels_shape(1)
         )
 
     def _panels_shape(self, rows: int) -> tuple[int, int, int]:
@@ -124,7 +124,7 @@ class QuantisedPanels:
 
     @property
     def span(self) -> int:
-        """Weights of a row that share a unit."""
+        """Elements of a rounded row that share a scale."""
         return span_of(self.inner)
 
 

@@ -6,16 +6,17 @@
 #include "rounding.h"
 
 enum {
-    SPAN = 256, /* elements of a row with one scale, at most */
+    SPAN = 128, /* elements of a row with one scale, at most */
     BLOCK = 32, /* elements whose products meet one step of a weight, at most: their sums are within 16 bits for codes of 4 */
     DEPTH = 64, /* elements of a row of a tile for AMX */
     WORD_BYTES = 4,
+    NIBBLES_BASE = 8, /* the code of 4 bits whose element is its offset */
     OUTLIER = 12, /* times the mean magnitude of its row: an element above is not rounded */
 };
 
 /* An element of a row that is not rounded, and would leave the others of its block few codes. */
 typedef struct {
-    int32_t index;
+    int32_t word, place, step; /* of the codes that it meets: in a panel's column, but for the place, which is in the word */
     float value;
 } outlier_t;
 
@@ -65,12 +66,16 @@ outlier_limit(const quantised_t *q, int64_t row)
 
 /* Takes outliers from `count` elements of a row, whose first one is number `begin`. */
 static void
-take_outliers(const rounded_t *to, int64_t row, int64_t begin, int64_t count, float limit, float *elements)
+take_outliers(const quantised_t *q, const rounded_t *to, int64_t row, int64_t begin, int64_t count, float limit,
+              float *elements)
 {
+    const int32_t per_word = 32 / q->bits;
+    outlier_t *outliers = to->outliers + row * to->most_outliers;
     int32_t *number = to->num_outliers + row;
     for (int64_t i = 0; i < count; i++)
         if (fabsf(elements[i]) > limit && *number < to->most_outliers) {
-            to->outliers[row * to->most_outliers + (*number)++] = (outlier_t){(int32_t)(begin + i), elements[i]};
+            const int32_t index = (int32_t)(begin + i);
+            outliers[(*number)++] = (outlier_t){index / per_word, index % per_word, index / (int32_t)q->step, elements[i]};
             elements[i] = 0;
         }
 }
@@ -88,7 +93,7 @@ read_span(const quantised_t *q, const rounded_t *to, int64_t row, int64_t begin,
     }
     float magnitude = vec_highest_magnitude(highest);
     if (magnitude > limit) {
-        take_outliers(to, row, begin, count, limit, elements);
+        take_outliers(q, to, row, begin, count, limit, elements);
         magnitude = magnitude_of(elements, count);
     }
     return scale_of(magnitude);
@@ -149,9 +154,9 @@ round_row(const quantised_t *q, const rounded_t *to, int32_t zero, int64_t row)
 
 /* Adds the sum of a span's products to a row's sums. */
 INLINED vec
-add_span(vec unit, float scale, ints sum, vec to)
+add_span(float scale, ints sum, vec to)
 {
-    return vec_fmadd(vec_all(scale), vec_mul(unit, vec_of_ints(sum)), to);
+    return vec_fmadd(vec_all(scale), vec_of_ints(sum), to);
 }
 
 /* Steps of 16 columns. Of codes of 4 bits a step is in the lower half of a word, and its offset, or 0, in the upper one;
@@ -163,31 +168,48 @@ load_steps(const quantised_t *q, int has_offsets, int is_nibbles, int64_t at)
     return has_offsets ? load_ints((const int32_t *)q->steps + at) : load_shorts((const int16_t *)q->steps + at, !is_nibbles);
 }
 
-/* Adds products of a row's outliers and a panel's columns to `sums` [32], one after the other, each as `quantised_linear`
- * adds it.
- */
-static inline void
-add_outliers(const quantised_t *q, const rounded_t *r, int64_t row, int64_t panel, float *sums)
+/* Products of outliers and a panel's columns are added to `sums` [32]. An element of a weight in units is exact. */
+INLINED void
+add_some_outliers(int bits, int is_e2m1, const quantised_t *q, const outlier_t *outliers, const outlier_t *end,
+                  int64_t panel, float *sums)
 {
-    const int64_t per_word = 32 / q->bits, words = (q->inner + per_word - 1) / per_word, groups = q->inner / q->group;
-    const outlier_t *outliers = r->outliers + row * r->most_outliers;
+    const int is_nibbles = bits == 4 && !is_e2m1;
+    const int64_t per_word = 32 / bits, words = (q->inner + per_word - 1) / per_word;
+    const char *codes = q->codes + panel * words * COLUMNS * WORD_BYTES;
+    const int64_t steps_of_panel = panel * q->steps_of_row * COLUMNS;
     vec sum[2] = {vec_load(sums), vec_load(sums + LANES)};
-    for (int32_t i = 0; i < r->num_outliers[row]; i++) {
-        const int64_t index = outliers[i].index, group = (panel * groups + index / q->group) * COLUMNS;
-        const char *codes = q->codes + (panel * words + index / per_word) * COLUMNS * WORD_BYTES;
+    for (; outliers < end; outliers++)
 #pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-            const words_t w = load_words((const element *)(codes + half * LANES * WORD_BYTES));
-            const int place = (int)(index % per_word);
-            const vec code = q->is_e2m1 ? e2m1_of(w, place) : code_of(w, q->bits, place);
-            const vec scale = load_scales(q->scales, group + half * LANES, q->is_half);
-            const vec offset = q->offsets ? load_scales(q->offsets, group + half * LANES, q->is_half)
-                                          : vec_mul(scale, vec_all(q->zero));
-            sum[half] = vec_fmadd(vec_all(outliers[i].value), vec_fmadd(code, scale, offset), sum[half]);
+        for (int first = 0; first < COLUMNS; first += LANES) {
+            const words_t w = load_words((const element *)(codes + (outliers->word * COLUMNS + first) * WORD_BYTES));
+            const vec code = is_nibbles ? vec_add(nibbles_of(w, outliers->place), vec_all(-NIBBLES_BASE))
+                             : is_e2m1  ? e2m1_of(w, outliers->place)
+                                        : code_of(w, bits, outliers->place);
+            const int64_t at = steps_of_panel + outliers->step * COLUMNS + first;
+            const ints steps = load_steps(q, q->offsets != NULL, is_nibbles, at);
+            const vec step = vec_of_ints(is_nibbles || q->offsets ? low_halves(steps) : steps);
+            const vec offset = q->offsets ? vec_of_ints(high_halves(steps)) : vec_zero();
+            sum[first / LANES] = vec_fmadd(vec_all(outliers->value), vec_fmadd(code, step, offset), sum[first / LANES]);
         }
-    }
     vec_store(sums, sum[0]);
     vec_store(sums + LANES, sum[1]);
+}
+
+/* Adds what outliers of a row add to `sums` [32] of a panel's columns, one after the other, and multiplies by the units. */
+static inline void
+finish_sums(const quantised_t *q, const rounded_t *r, int64_t row, int64_t panel, float *sums)
+{
+    const outlier_t *outliers = r->outliers + row * r->most_outliers, *end = outliers + r->num_outliers[row];
+    if (outliers == end)
+        ;
+    else if (q->is_e2m1)
+        add_some_outliers(4, 1, q, outliers, end, panel, sums);
+    else if (q->bits == 4)
+        add_some_outliers(4, 0, q, outliers, end, panel, sums);
+    else
+        add_some_outliers(8, 0, q, outliers, end, panel, sums);
+    for (int first = 0; first < COLUMNS; first += LANES)
+        vec_store(sums + first, vec_mul(vec_load(sums + first), vec_load(q->units + panel * COLUMNS + first)));
 }
 
 #endif

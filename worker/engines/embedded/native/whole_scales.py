@@ -1,8 +1,8 @@
 """Scales and offsets of a quantised weight as whole numbers of a unit, for the GEMMs of integers.
 
-A weight is ``scale * code + offset``. In each span of up to `SPAN` weights of a row it is computed as
+A weight is ``scale * code + offset``. Each row of a weight has a unit, of which it is computed as
 ``unit * ((code - base) * step + offset)`` with whole numbers in the brackets, so that products with
-rows in int8 are summed exactly over a span (``integer.c``).
+rows in int8 are summed exactly over spans of up to `SPAN` elements (``integer.c``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-SPAN = 256
-"""Weights of a row with one unit, at most: ``SPAN`` in ``rounded_rows.h``."""
+SPAN = 128
+"""Elements of a rounded row with one scale, at most: ``SPAN`` in ``rounded_rows.h``."""
 
 _TILE = 64
 """A span is a multiple of it: ``DEPTH`` in ``rounded_rows.h``."""
@@ -29,7 +29,7 @@ _LEAST_UNIT = 2.0**-149
 
 
 def span_of(inner: int) -> int:
-    """Weights of each span of a row but the last one: a row has as few spans of one length as can be."""
+    """Elements of each span of a row but the last one: as few spans of one length as can be."""
     spans = -(-inner // SPAN)
     return -(-inner // (spans * _TILE)) * _TILE
 
@@ -63,7 +63,7 @@ def whole_scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Steps and units of a weight ``[N, inner]``.
 
-    A unit is the largest magnitude that a code of its span can have, by `_LARGEST`; a step is the
+    A unit is the largest magnitude that a code of its row can have, by `_LARGEST`; a step is the
     scale in units, rounded to the nearest whole number, and so is an offset.
 
     Args:
@@ -74,29 +74,23 @@ def whole_scales(
 
     Returns:
         Steps, int16 ``[N, n]``, or with offsets int32, of which the lower 16 bits are the step and the
-        upper ones the offset; and units, float32 ``[N, spans]``. `n` is the number of whole or
-        partial runs of `step_of` weights.
+        upper ones the offset, `n` of a row for each `step_of` weights; and units, float32 ``[N, 1]``.
     """
-    group, span = inner // scales.shape[1], span_of(inner)
-    step = step_of(group, inner)
-    per_span, count, spans = span // step, -(-inner // step), -(-inner // span)
-
-    def of_steps(numbers: torch.Tensor) -> torch.Tensor:
-        """By step, of whole spans: [N, spans, steps of a span]."""
-        wide = numbers.double() if numbers.dtype == torch.float32 else numbers.float()
-        repeated = wide.repeat_interleave(max(1, min(group, inner) // step) if group != inner else count, 1)
-        return torch.nn.functional.pad(repeated, (0, spans * per_span - repeated.shape[1])).unflatten(1, (spans, -1))
-
-    scale = of_steps(scales)
+    group = inner // scales.shape[1]
+    wide = torch.float64 if scales.dtype == torch.float32 else torch.float32
+    scale = scales.to(wide)
     if offsets is None:
+        offset = None
         largest = scale.abs() * max(-codes.least, codes.most)
     else:
-        offset = of_steps(offsets) + codes.base * scale
+        offset = offsets.to(wide) + codes.base * scale
         largest = torch.maximum((codes.least * scale + offset).abs(), (codes.most * scale + offset).abs())
-    units = (largest.amax(2) / _LARGEST).clamp_min(_LEAST_UNIT).float()
-    unit = units[..., None].to(scale.dtype)
-    steps = (scale / unit).round().flatten(1)[:, :count]
-    if offsets is None:
-        return steps.to(torch.int16), units
-    whole = (offset / unit).round().flatten(1)[:, :count].to(torch.int32)
-    return whole * 65_536 + (steps.to(torch.int32) & 0xFFFF), units
+    units = (largest.amax(1, keepdim=True) / _LARGEST).clamp_min(_LEAST_UNIT).float()
+    unit = units.to(wide)
+    step = step_of(group, inner)
+    repeats = -(-inner // step) if group == inner else group // step
+    steps = (scale / unit).round()
+    if offset is None:
+        return steps.to(torch.int16).repeat_interleave(repeats, 1), units
+    whole = (offset / unit).round().to(torch.int32) * 65_536
+    return (whole + (steps.to(torch.int32) & 0xFFFF)).repeat_interleave(repeats, 1), units
