@@ -57,7 +57,11 @@ class KernelBackend:
     @property
     def rounding(self) -> str:
         """The part of a model's `made_by` that `rounds_to` adds."""
-        said = {"none": "", "int8": "int8 activations in spans but outliers", "bfloat16": "bfloat16 activations with AMX"}
+        said = {
+            "none": "",
+            "int8": "int8 activations in spans but outliers",
+            "bfloat16": "bfloat16 activations with AMX",
+        }
         return f", {said[self.rounds_to]}" if said[self.rounds_to] else ""
 
     def quantised(self, weight: torch.Tensor, is_unrounded: bool = False) -> Quantised:
