@@ -325,8 +325,8 @@ def test_panels_that_the_kernels_would_read_beside_are_refused() -> None:
 
 
 def rounded(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Rows ``[n, K]`` as `integer.c` rounds them, in float64; and the number of terms of a sum: spans,
-    and outliers of the row that has most.
+    """Rows ``[n, K]`` as `integer.c` rounds them, in float64; and the number of terms of a sum:
+    spans, and outliers of the row that has most.
     """
     inner = x.shape[1]
     is_outlier = x.abs() > OUTLIER * x.abs().mean(1, keepdim=True)
@@ -362,8 +362,8 @@ def whole(weight: QuantisedWeight) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inner", [32, 96, 576, 1536])
 def test_scales_are_whole_numbers_of_a_fine_unit(kind: str, inner: int) -> None:
-    """Steps, and offsets with what 8 steps of theirs add to them, are rounded to half a unit; a unit is
-    the largest weight that codes of its row could have, by 32,512.
+    """Steps, and offsets with what 8 steps of theirs add to them, are rounded to half a unit; a
+    unit is the largest weight that codes of its row could have, by 32,512.
     """
     weight = weight_of(kind, 40, inner // 32, torch.Generator().manual_seed(inner))
     codes = 12 if kind == "MXFP4" else 128 if weight.bits == 8 else 8

@@ -113,8 +113,8 @@ class QuantisedWeight:
 
         Args:
             rounds_to: See `QuantisedPanels`.
-            panels: Makes panels of rows, as `panels_of`; called for codes, scales, offsets, steps and
-                units in this order.
+            panels: Makes panels of rows, as `panels_of`; called for codes, scales, offsets, steps
+                and units in this order.
 
         Raises:
             StartupError: its groups and the blocks of rounded rows do not fit.

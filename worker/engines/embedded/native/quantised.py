@@ -16,8 +16,8 @@ ROUNDINGS = ("none", "int8", "bfloat16")
 """Data types that rows are rounded to before they are multiplied by a quantised weight."""
 
 BLOCK = 32
-"""Elements whose products with rows in int8 are added before a scale meets them, at most: ``BLOCK`` in
-``rounded_rows.h``.
+"""Elements whose products with rows in int8 are added before a scale meets them, at most:
+``BLOCK`` in ``rounded_rows.h``.
 """
 
 

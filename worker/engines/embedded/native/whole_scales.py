@@ -73,8 +73,9 @@ def whole_scales(
         codes: What codes there can be.
 
     Returns:
-        Steps, int16 ``[N, n]``, or with offsets int32, of which the lower 16 bits are the step and the
-        upper ones the offset, `n` of a row for each `step_of` weights; and units, float32 ``[N, 1]``.
+        Steps, int16 ``[N, n]``, or with offsets int32, of which the lower 16 bits are the step and
+        the upper ones the offset, one for each `step_of` weights of a row; and units, float32
+        ``[N, 1]``.
     """
     group = inner // scales.shape[1]
     wide = torch.float64 if scales.dtype == torch.float32 else torch.float32

@@ -1,0 +1,218 @@
+/* GEMMs of integers of a panel and of a tile of rows, in registers: the micro-kernel of `integer.c`, which defines the result. */
+#ifndef INTEGER_PANELS_H
+#define INTEGER_PANELS_H
+
+#include "rounded_rows.h"
+
+enum {
+    AHEAD = 32768,  /* bytes by which codes are fetched before they are read, at most */
+    CACHED = 16384, /* bytes of rows' codes that panels are multiplied by in turn: half of an L1 cache */
+};
+
+/* A specialization of the micro-kernel: numbers that the compiler knows. */
+typedef struct {
+    int rows, halves, bits, is_e2m1, has_dot;
+    int fetches; /* whether it fetches codes that come AHEAD */
+} kind_t;
+
+/* `count` elements of a panel's columns times those of some rows: products are added to `part`. */
+INLINED void
+add_block(kind_t k, const char *codes, int64_t ahead, const int8_t *x, int64_t count, ints part[][2])
+{
+#pragma GCC unroll 1 /* unrolled, its speed depends on where the code lies */
+    for (int64_t at = 0; at < count; at += 32 / k.bits, codes += COLUMNS * WORD_BYTES, x += 32 / k.bits * k.rows)
+#pragma GCC unroll 2
+        for (int half = 0; half < k.halves; half++) {
+            if (k.fetches)
+                fetch_to_l2(codes + half * LANES * WORD_BYTES + ahead);
+            const words_t w = load_words((const element *)(codes + half * LANES * WORD_BYTES));
+            const words_t left = k.is_e2m1     ? split_e2m1(k.has_dot, w, 0)
+                                 : k.bits == 4 ? split_nibbles(w, 0)
+                                               : split_bytes(k.has_dot, w);
+            const words_t right = k.is_e2m1 ? split_e2m1(k.has_dot, w, 1) : k.bits == 4 ? split_nibbles(w, 1) : left;
+#pragma GCC unroll 12
+            for (int i = 0; i < k.rows; i++) {
+                ints *to = &part[i][half];
+                const int8_t *next = x + (k.rows + i) * WORD_BYTES;
+                if (k.bits == 4 && !k.is_e2m1) {
+                    *to = add_nibbles(k.has_dot, *to, left, x + i * WORD_BYTES);
+                    *to = add_nibbles(k.has_dot, *to, right, next);
+                    continue;
+                }
+                *to = add_bytes(k.has_dot, *to, left, x + i * WORD_BYTES);
+                if (k.is_e2m1)
+                    *to = add_bytes(k.has_dot, *to, right, next);
+            }
+        }
+}
+
+/* Adds to `sum` the sum of a block's products times its step, and the sum of its rows' codes times its offset. Sums of
+ * codes of 4 bits are within 16 bits.
+ */
+INLINED ints
+add_scaled(kind_t k, int has_offsets, ints sum, ints part, const int32_t *total, ints steps)
+{
+    if (k.bits == 4 && !k.is_e2m1)
+        return add_pairs(k.has_dot, sum, has_offsets ? join_halves(part, total) : part, steps);
+    if (!has_offsets)
+        return ints_add(sum, ints_mul(part, steps));
+    return ints_add(ints_add(sum, ints_mul(part, low_halves(steps))), ints_mul(high_halves(ints_all(*total)), high_halves(steps)));
+}
+
+/* A tile of rows, of which `row` is the first, times one or both halves of a panel's columns, from `first` on: sums
+ * [rows, 32].
+ */
+INLINED void
+multiply_codes(kind_t k, int has_offsets, const quantised_t *q, const rounded_t *r, int64_t panel, int first, int64_t row,
+               float *sums)
+{
+    const int is_nibbles = k.bits == 4 && !k.is_e2m1, is_short = is_nibbles && !k.has_dot; /* products are added in 16 bits */
+    const int64_t words = (q->inner * k.bits + 31) / 32, ahead = smaller(words * COLUMNS * WORD_BYTES, AHEAD);
+    const int64_t ahead_steps = ahead * 8 / k.bits / q->step; /* those of the weights that are fetched, of all columns */
+    const char *codes = q->codes + (panel * words * COLUMNS + first * LANES) * WORD_BYTES;
+    const int8_t *x = r->codes + row * r->words * WORD_BYTES;
+    const float *scales = r->scales + row * r->spans;
+    const int32_t *starts = r->starts + row * r->blocks, *totals = r->totals + row * r->blocks;
+    int64_t step = panel * q->steps_of_row * COLUMNS + first * LANES, left = q->step; /* elements of the step */
+#pragma GCC unroll 12
+    for (int i = 0; i < k.rows; i++)
+        for (int half = 0; half < k.halves; half++)
+            vec_store(sums + i * COLUMNS + (first + half) * LANES, vec_zero());
+    for (int64_t begin = 0; begin < q->inner; begin += q->span, scales += k.rows) {
+        const int64_t end = smaller(begin + q->span, q->inner);
+        ints sum[INT_ROWS][2];
+#pragma GCC unroll 12
+        for (int i = 0; i < k.rows; i++)
+            for (int half = 0; half < k.halves; half++)
+                sum[i][half] = ints_all(0);
+        for (int64_t at = begin; at < end; at += r->size, totals += k.rows, starts += k.rows) {
+            const int64_t count = smaller(r->size, end - at);
+            ints part[INT_ROWS][2];
+#pragma GCC unroll 12
+            for (int i = 0; i < k.rows; i++)
+                for (int half = 0; half < k.halves; half++)
+                    part[i][half] = ints_all(is_short ? 0 : starts[i]);
+            if (count == BLOCK) /* a number that the compiler knows */
+                add_block(k, codes, ahead, x, BLOCK, part);
+            else
+                add_block(k, codes, ahead, x, count, part);
+            codes += (count * k.bits + 31) / 32 * COLUMNS * WORD_BYTES;
+            x += (count + 3) / WORD_BYTES * k.rows * WORD_BYTES;
+#pragma GCC unroll 2
+            for (int half = 0; half < k.halves; half++) {
+                if (k.fetches)
+                    fetch_to_l2(q->steps + (step + ahead_steps + half * LANES) * (has_offsets ? 4 : 2));
+                const ints step_of = load_steps(q, has_offsets, is_nibbles, step + half * LANES);
+#pragma GCC unroll 12
+                for (int i = 0; i < k.rows; i++) {
+                    ints all = part[i][half];
+                    if (is_short)
+                        all = ints_add(nibble_sums(k.has_dot, all), ints_all(starts[i]));
+                    sum[i][half] = add_scaled(k, has_offsets, sum[i][half], all, totals + i, step_of);
+                }
+            }
+            left -= count;
+            if (left <= 0) {
+                left = q->step;
+                step += COLUMNS;
+            }
+        }
+#pragma GCC unroll 12
+        for (int i = 0; i < k.rows; i++)
+            for (int half = 0; half < k.halves; half++) {
+                float *to = sums + i * COLUMNS + (first + half) * LANES;
+                vec_store(to, add_span(scales[i], sum[i][half], vec_load(to)));
+            }
+    }
+}
+
+/* `multiply_codes` of a whole panel. */
+INLINED void
+multiply_panel(kind_t k, const quantised_t *q, const rounded_t *r, int64_t panel, int64_t row, float *sums)
+{
+    k.halves = k.rows <= INT_WIDE_ROWS ? 2 : 1;
+    for (int half = 0; half < 2; half += k.halves)
+        if (k.is_e2m1)
+            multiply_codes(k, 0, q, r, panel, half, row, sums);
+        else if (k.bits == 8) /* few have offsets */
+            multiply_codes(k, q->offsets != NULL, q, r, panel, half, row, sums);
+        else if (q->offsets)
+            multiply_codes(k, 1, q, r, panel, half, row, sums);
+        else
+            multiply_codes(k, 0, q, r, panel, half, row, sums);
+}
+
+#define EACH_NUMBER(name, ...)                                                                                         \
+    static void name(int rows, const quantised_t *q, const rounded_t *r, int64_t panel, int64_t row, float *sums)      \
+    {                                                                                                                  \
+        switch (rows) {                                                                                                \
+            NUMBER(1, __VA_ARGS__) NUMBER(2, __VA_ARGS__) NUMBER(3, __VA_ARGS__) NUMBER(4, __VA_ARGS__)                \
+            NUMBER(5, __VA_ARGS__) NUMBER(6, __VA_ARGS__) NUMBER(7, __VA_ARGS__) NUMBER(8, __VA_ARGS__)                \
+            NUMBER(9, __VA_ARGS__) NUMBER(10, __VA_ARGS__) NUMBER(11, __VA_ARGS__) NUMBER(12, __VA_ARGS__)             \
+        }                                                                                                              \
+    }
+#define NUMBER(n, ...)                                                                                                 \
+    case n:                                                                                                            \
+        if (n <= INT_ROWS)                                                                                             \
+            multiply_panel((kind_t){n <= INT_ROWS ? n : 1, 0, __VA_ARGS__}, q, r, panel, row, sums);                   \
+        break;
+EACH_NUMBER(multiply_nibbles, 4, 0, 0, 0)
+EACH_NUMBER(multiply_e2m1, 4, 1, 0, 0)
+EACH_NUMBER(multiply_bytes, 8, 0, 0, 0)
+EACH_NUMBER(fetch_and_multiply_nibbles, 4, 0, 0, 1)
+EACH_NUMBER(fetch_and_multiply_e2m1, 4, 1, 0, 1)
+EACH_NUMBER(fetch_and_multiply_bytes, 8, 0, 0, 1)
+#ifdef CAN_HAVE_DOT
+EACH_NUMBER(multiply_nibbles_dot, 4, 0, 1, 0)
+EACH_NUMBER(multiply_e2m1_dot, 4, 1, 1, 0)
+EACH_NUMBER(multiply_bytes_dot, 8, 0, 1, 0)
+EACH_NUMBER(fetch_and_multiply_nibbles_dot, 4, 0, 1, 1)
+EACH_NUMBER(fetch_and_multiply_e2m1_dot, 4, 1, 1, 1)
+EACH_NUMBER(fetch_and_multiply_bytes_dot, 8, 0, 1, 1)
+#endif
+#undef NUMBER
+#undef EACH_NUMBER
+
+typedef void multiply_t(int, const quantised_t *, const rounded_t *, int64_t, int64_t, float *);
+
+static multiply_t *
+multiply_of(const quantised_t *q, int fetches)
+{
+    enum { NIBBLES, E2M1, BYTES };
+    const int codes = q->is_e2m1 ? E2M1 : q->bits == 4 ? NIBBLES : BYTES;
+#ifdef CAN_HAVE_DOT
+    static multiply_t *const dot[2][3] = {
+        {multiply_nibbles_dot, multiply_e2m1_dot, multiply_bytes_dot},
+        {fetch_and_multiply_nibbles_dot, fetch_and_multiply_e2m1_dot, fetch_and_multiply_bytes_dot}};
+    if (processor_has_dot())
+        return dot[fetches][codes];
+#endif
+    static multiply_t *const plain[2][3] = {
+        {multiply_nibbles, multiply_e2m1, multiply_bytes},
+        {fetch_and_multiply_nibbles, fetch_and_multiply_e2m1, fetch_and_multiply_bytes}};
+    return plain[fetches][codes];
+}
+
+/* Panels from `first` on, before `stop`, times as many tiles of rows at a time as the L1 cache holds. */
+static void
+compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t stop)
+{
+    multiply_t *multiply = multiply_of(q, 0);
+    multiply_t *multiply_first = multiply_of(q, 1);
+    float sums[INT_ROWS * COLUMNS] ALIGNED;
+    const int64_t tiles = tiles_of(r, q->rows), cached_tiles = CACHED / (INT_ROWS * r->words * WORD_BYTES) + 1;
+    for (int64_t begin = 0; begin < tiles; begin += cached_tiles)
+        for (int64_t panel = first; panel < stop; panel++)
+            for (int64_t tile = begin; tile < smaller(begin + cached_tiles, tiles); tile++) {
+                const int64_t from = first_row(r, q->rows, tile), to = first_row(r, q->rows, tile + 1);
+                for (int64_t row = from; row < to; row++)
+                    prefetch_row(q, row, panel * COLUMNS);
+                (tile == begin ? multiply_first : multiply)((int)(to - from), q, r, panel, from, sums);
+                for (int64_t row = from; row < to; row++) {
+                    finish_sums(q, r, row, panel, sums + (row - from) * COLUMNS);
+                    finish(q, row, panel * COLUMNS, sums + (row - from) * COLUMNS);
+                }
+            }
+}
+
+#endif
