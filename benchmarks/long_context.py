@@ -1,7 +1,7 @@
 """Decoding behind long contexts, beside llama.cpp, with keys and values in 16 and in 8 bits.
 
     benchmarks/peers.sh llama                            # once: the environment for llama.cpp
-    .venv/bin/python benchmarks/long_context.py          # half an hour, most of it prompts
+    .venv/bin/python benchmarks/long_context.py          # an hour, most of it prompts of 128 k
     .venv/bin/python benchmarks/long_context.py --contexts 8192 --rounds 3
 
 One request behind a prompt of 8 k, 32 k and 128 k tokens, on a Llama of four layers with random
@@ -32,6 +32,8 @@ ROPE_FROM = 4096
 """Length that the model would be trained with."""
 OURS, OURS_INT8 = "ours, bfloat16 KV", "ours, int8 KV"
 PEERS = {"llama.cpp, float16 KV": "f16", "llama.cpp, bfloat16 KV": "bf16", "llama.cpp, Q8_0 KV": "q8_0"}
+MOST = {"bf16": 8192, "f16": 32_768}
+"""Tokens up to which a peer is asked: with these keys and values llama.cpp computes longer prompts for hours."""
 
 Times = dict[tuple[str, int], list[float]]
 """Milliseconds of a step of each turn, by who decoded and the context."""
@@ -53,8 +55,9 @@ def measure(arguments: argparse.Namespace, checkpoint: Path, longest: int) -> Ti
             print("llama.cpp: not installed (benchmarks/peers.sh llama installs it)")
         for context in arguments.contexts:
             task = Task(1, context, NEW, "greedy", context)
+            asked = {name: answer for name, answer in answers.items() if context <= MOST.get(PEERS.get(name, ""), context)}
             for number in range(arguments.rounds + 1):
-                for name, answer in answers.items():
+                for name, answer in asked.items():
                     reply = answer(task)
                     if number:  # the first turn computes the prompt
                         times.setdefault((name, context), []).append(1e3 * reply.decode_s / reply.decode_tokens)
@@ -78,8 +81,8 @@ def render(times: Times, arguments: argparse.Namespace) -> str:
         "| --- |" + " --- |" * (len(names) + 2),
     ]
     for context in arguments.contexts:
-        cells = [f"{best[name, context]:.2f}" for name in names]
-        theirs = [best[name, context] for name in names if name in PEERS]
+        cells = [f"{best[name, context]:.2f}" if (name, context) in best else "-" for name in names]
+        theirs = [best[name, context] for name in PEERS if (name, context) in best]
         mine = min(best[OURS, context], best[OURS_INT8, context])
         cells += [f"{min(theirs) / mine:.2f}" if theirs else "-"]
         cells += [f"{best[OURS, context] / best[OURS_INT8, context]:.2f}"]

@@ -302,6 +302,8 @@ def test_rows_are_looked_up(kind: str, rounds_to: str) -> None:
 def test_panels_that_the_kernels_would_read_beside_are_refused() -> None:
     four = weight_of("Q4_0", 70, 3, torch.Generator().manual_seed(0)).packed()
     eight = weight_of("Q8_0", 70, 3, torch.Generator().manual_seed(0)).packed(rounds_to="int8")
+    assert eight.steps is not None
+    assert eight.units is not None
     for panels, wrong in (
         (four, {"columns": 97}),
         (four, {"inner": four.inner + 8}),
