@@ -155,7 +155,7 @@ add_products_to(const product_t *p, int32_t products[2][PRODUCTS])
     }
 }
 
-/* A panel times the rows from `first` on, before `stop`. */
+/* A panel times the rows from `first` on, before `stop`. A pair of tiles is finished while its results are fetched. */
 static void
 compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, int64_t first, int64_t stop,
                        int64_t *configured)
@@ -165,12 +165,15 @@ compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, 
     int32_t products[2][PRODUCTS] ALIGNED;
     memset(sums, 0, (stop - first) * COLUMNS * sizeof *sums);
     for (int64_t span = 0; span < r->spans; span++) {
+        const int is_last = span + 1 == r->spans;
         const int64_t begin = span * q->span, end = smaller(begin + q->span, q->inner), tiles = (end - begin + DEPTH - 1) / DEPTH;
         unpack_span(q, panel, begin, end, columns);
         for (int64_t row = first; row < stop; row += PAIR_ROWS) {
             const int64_t n = smaller(PAIR_ROWS, q->rows - row);
             if (*configured != n)
                 configure_integer_tiles(*configured = n);
+            for (int64_t i = 0; is_last && i < n; i++)
+                prefetch_row(q, row + i, panel * COLUMNS);
             const int64_t of_first = smaller(n, TILE_ROWS);
             const int8_t *codes = r->codes + row * r->words * WORD_BYTES + begin * n;
             const float *scales = r->scales + row * r->spans + span * n;
@@ -200,11 +203,12 @@ compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, 
             STORE_TILE(2, products[0], TILE_BYTES);
             STORE_TILE(3, products[1], TILE_BYTES);
             add_products_to(&before, products);
+            for (int64_t i = 0; is_last && i < n; i++) {
+                float *found = sums + (row - first + i) * COLUMNS;
+                finish_sums(q, r, row + i, panel, found);
+                finish(q, row + i, panel * COLUMNS, found);
+            }
         }
-    }
-    for (int64_t row = first; row < stop; row++) {
-        finish_sums(q, r, row, panel, sums + (row - first) * COLUMNS);
-        finish(q, row, panel * COLUMNS, sums + (row - first) * COLUMNS);
     }
 }
 

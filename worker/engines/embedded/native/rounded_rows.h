@@ -99,9 +99,9 @@ read_span(const quantised_t *q, const rounded_t *to, int64_t row, int64_t begin,
     return scale_of(magnitude);
 }
 
-/* The codes of a block of up to 32 elements; their sum. */
+/* The codes of a block of up to 32 elements; their sum, or 0 if it is not `summed`. */
 INLINED int32_t
-round_block(const float *elements, int64_t count, float scale, int are_paired, int8_t *codes)
+round_block(int summed, const float *elements, int64_t count, float scale, int are_paired, int8_t *codes)
 {
     float lanes[BLOCK] ALIGNED = {0};
     vec sum = vec_zero();
@@ -113,9 +113,32 @@ round_block(const float *elements, int64_t count, float scale, int are_paired, i
     for (int64_t i = 0; i < BLOCK; i += LANES) {
         const vec rounded = codes_of(vec_load(elements + i), scale);
         store_codes(codes + i, rounded, are_paired);
-        sum = vec_add(sum, rounded);
+        if (summed)
+            sum = vec_add(sum, rounded);
     }
-    return (int32_t)vec_sum(sum);
+    return summed ? (int32_t)vec_sum(sum) : 0;
+}
+
+/* A row's codes for AMX, which needs no sums of them. Missing ones of the last 64 are 0. */
+static void
+round_row_for_amx(const quantised_t *q, const rounded_t *to, int64_t row, int64_t first, int64_t n)
+{
+    const float limit = outlier_limit(q, row);
+    int8_t *codes = to->codes + first * to->words * WORD_BYTES + (row - first) * DEPTH;
+    float *scale = to->scales + first * to->spans + row - first;
+    for (int64_t begin = 0; begin < q->inner; begin += to->span, scale += n) {
+        float elements[SPAN] ALIGNED;
+        const int64_t count = smaller(to->span, q->inner - begin);
+        *scale = read_span(q, to, row, begin, count, limit, elements);
+        for (int64_t at = (count + LANES - 1) / LANES * LANES; at < (count + DEPTH - 1) / DEPTH * DEPTH; at += LANES)
+            vec_store(elements + at, vec_zero());
+        for (int64_t at = 0; at < count; at += DEPTH, codes += n * DEPTH)
+            if (*scale > 0)
+                for (int64_t i = 0; i < DEPTH; i += BLOCK)
+                    round_block(0, elements + at + i, BLOCK, *scale, q->bits == 4, codes + i);
+            else
+                memset(codes, 0, DEPTH);
+    }
 }
 
 /* `zero`: the number that codes of a weight count from. */
@@ -124,12 +147,13 @@ round_row(const quantised_t *q, const rounded_t *to, int32_t zero, int64_t row)
 {
     const int64_t tile = to->is_for_amx ? row / to->most : ((row + 1) * tiles_of(to, q->rows) - 1) / q->rows;
     const int64_t first = first_row(to, q->rows, tile), n = first_row(to, q->rows, tile + 1) - first;
-    const float limit = outlier_limit(q, row);
     to->num_outliers[row] = 0;
-    int8_t *codes = to->codes + first * to->words * WORD_BYTES;
-    if (to->is_for_amx)
-        for (int64_t depth = 0; depth < to->words * WORD_BYTES; depth += DEPTH) /* missing ones of the last are 0 */
-            memset(codes + depth * n + (row - first) * DEPTH, 0, DEPTH);
+    if (to->is_for_amx) {
+        round_row_for_amx(q, to, row, first, n);
+        return;
+    }
+    const float limit = outlier_limit(q, row);
+    int8_t *codes = to->codes + (first * to->words + row - first) * WORD_BYTES;
     float *scale = to->scales + first * to->spans + row - first;
     int32_t *total = to->totals + first * to->blocks + row - first, *start = to->starts + first * to->blocks + row - first;
     for (int64_t begin = 0; begin < q->inner; begin += to->span, scale += n) {
@@ -139,15 +163,11 @@ round_row(const quantised_t *q, const rounded_t *to, int32_t zero, int64_t row)
         for (int64_t at = 0; at < of_span; at += to->size, total += n, start += n) {
             int8_t some[BLOCK] = {0};
             const int64_t count = smaller(to->size, of_span - at);
-            const int32_t sum = *scale > 0 ? round_block(elements + at, count, *scale, q->bits == 4, some) : 0;
+            const int32_t sum = *scale > 0 ? round_block(1, elements + at, count, *scale, q->bits == 4, some) : 0;
             *total = sum * 65536;
             *start = -zero * sum;
-            if (to->is_for_amx) {
-                const int64_t place = begin + at;
-                memcpy(codes + place / DEPTH * DEPTH * n + (row - first) * DEPTH + place % DEPTH, some, count);
-            } else
-                for (int64_t i = 0; i < count; i += WORD_BYTES)
-                    memcpy(codes + ((begin + at + i) / WORD_BYTES * n + row - first) * WORD_BYTES, some + i, WORD_BYTES);
+            for (int64_t i = 0; i < count; i += WORD_BYTES, codes += n * WORD_BYTES)
+                memcpy(codes, some + i, WORD_BYTES);
         }
     }
 }
