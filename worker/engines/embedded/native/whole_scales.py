@@ -48,14 +48,17 @@ class Codes:
         base: The code whose weight is its offset.
         least: The least code that there can be, less `base`.
         most: The greatest one.
+        has_powers: Whether scales are powers of two, as MXFP4's are: so are units then, and scales
+            down to a 2048th of the largest one are whole numbers.
     """
 
     base: int
     least: int
     most: int
+    has_powers: bool = False
 
 
-NIBBLES, BYTES, E2M1 = Codes(8, -8, 7), Codes(0, -128, 127), Codes(0, -12, 12)
+NIBBLES, BYTES, E2M1 = Codes(8, -8, 7), Codes(0, -128, 127), Codes(0, -12, 12, True)
 
 
 def whole_scales(
@@ -63,8 +66,8 @@ def whole_scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Steps and units of a weight ``[N, inner]``.
 
-    A unit is the largest magnitude that a code of its row can have, by `_LARGEST`; a step is the
-    scale in units, rounded to the nearest whole number, and so is an offset.
+    A unit is the largest magnitude that a code of its row can have, by `_LARGEST`, or the next power
+    of two; a step is the scale in units, rounded to the nearest whole number, and so is an offset.
 
     Args:
         scales: float16 or float32 ``[N, groups]``, finite.
@@ -87,6 +90,8 @@ def whole_scales(
         offset = offsets.to(wide) + codes.base * scale
         largest = torch.maximum((codes.least * scale + offset).abs(), (codes.most * scale + offset).abs())
     units = (largest.amax(1, keepdim=True) / _LARGEST).clamp_min(_LEAST_UNIT).float()
+    if codes.has_powers:
+        units = torch.ones_like(units).ldexp(units.frexp().exponent)
     unit = units.to(wide)
     step = step_of(group, inner)
     repeats = -(-inner // step) if group == inner else group // step
