@@ -49,7 +49,7 @@ class EmbeddedConfig:
             they are loaded), ``none`` (in `dtype`, dequantised if need be), or ``auto``: the
             checkpoint's.
         activation_dtype: Format to which rows are rounded before they are multiplied by quantised
-            weights: ``int8``, with one scale for each block of 32 elements; ``bfloat16``, as the
+            weights: ``int8``, with one scale for up to 128 elements; ``bfloat16``, as the
             weights then are too, on processors with AMX; ``none``: they stay in `dtype`; or
             ``auto``: int8 where weights are quantised and native kernels compute.
         kv_cache_dtype: Format of keys and values: ``int8``, with one scale for each token and head,

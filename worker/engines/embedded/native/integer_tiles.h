@@ -99,11 +99,11 @@ configure_integer_tiles(int64_t rows)
 
 /* A tile of rows times half of a panel's columns, in a span. */
 typedef struct {
-    const int8_t *rows;                       /* its first ones: n rows lie below each other for each 64 elements */
+    const int8_t *rows; /* the first ones; n rows lie below each other for each 64 elements */
     int8_t (*columns)[SPAN / DEPTH][TILE_SIZE]; /* upper bytes, lower bytes */
     const float *scales;
-    float *sums;                              /* [rows][32], of which half a row is */
-    int64_t count;                            /* rows */
+    float *sums;        /* [rows][32], of which half a row is */
+    int64_t count;      /* rows */
 } product_t;
 
 /* Multiplies a span, and stores the products before it, which have become known meanwhile: to wait for a tile would
@@ -144,7 +144,7 @@ multiply_span(int is_odd, const product_t *p, int64_t n, int64_t tiles, int has_
     }
 }
 
-/* Adds a span's products to the sums. */
+/* Adds products that are stored to their sums. */
 INLINED void
 add_products_to(const product_t *p, int32_t products[2][PRODUCTS])
 {
@@ -155,7 +155,18 @@ add_products_to(const product_t *p, int32_t products[2][PRODUCTS])
     }
 }
 
-/* A panel times the rows from `first` on, before `stop`. A pair of tiles is finished while its results are fetched. */
+/* Stores the last products, and adds them. */
+INLINED void
+add_last(const product_t *p, int32_t products[2][PRODUCTS])
+{
+    STORE_TILE(2, products[0], TILE_BYTES);
+    STORE_TILE(3, products[1], TILE_BYTES);
+    add_products_to(p, products);
+}
+
+/* A panel times the rows from `first` on, before `stop`, up to 32 of them together, whose tiles of rows and halves of the
+ * columns take turns. In the last span rows are finished, while the results of the next ones are fetched.
+ */
 static void
 compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, int64_t first, int64_t stop,
                        int64_t *configured)
@@ -166,47 +177,41 @@ compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, 
     memset(sums, 0, (stop - first) * COLUMNS * sizeof *sums);
     for (int64_t span = 0; span < r->spans; span++) {
         const int is_last = span + 1 == r->spans;
-        const int64_t begin = span * q->span, end = smaller(begin + q->span, q->inner), tiles = (end - begin + DEPTH - 1) / DEPTH;
+        const int64_t begin = span * q->span, end = smaller(begin + q->span, q->inner);
+        const int64_t tiles = (end - begin + DEPTH - 1) / DEPTH;
         unpack_span(q, panel, begin, end, columns);
+        product_t before = {0};
         for (int64_t row = first; row < stop; row += PAIR_ROWS) {
-            const int64_t n = smaller(PAIR_ROWS, q->rows - row);
-            if (*configured != n)
-                configure_integer_tiles(*configured = n);
-            for (int64_t i = 0; is_last && i < n; i++)
-                prefetch_row(q, row + i, panel * COLUMNS);
-            const int64_t of_first = smaller(n, TILE_ROWS);
+            const int64_t n = smaller(PAIR_ROWS, q->rows - row), tiles_of_rows = n > TILE_ROWS ? 2 : 1;
             const int8_t *codes = r->codes + row * r->words * WORD_BYTES + begin * n;
             const float *scales = r->scales + row * r->spans + span * n;
-            product_t before = {0};
-            for (int half = 0; half < 2; half++) {
-                product_t p = {codes, columns[half], scales, sums + (row - first) * COLUMNS + half * LANES,
-                               of_first};
-                if (n <= TILE_ROWS && half) {
-                    multiply_span(1, &p, n, tiles, 1, products);
-                    add_products_to(&before, products);
-                } else {
-                    multiply_span(0, &p, n, tiles, half, products);
-                    if (half)
-                        add_products_to(&before, products);
-                }
-                before = p;
-                if (n > TILE_ROWS) {
-                    p.rows += TILE_ROWS * DEPTH;
-                    p.scales += TILE_ROWS;
-                    p.sums += TILE_ROWS * COLUMNS;
-                    p.count = n - TILE_ROWS;
-                    multiply_span(1, &p, n, tiles, 1, products);
-                    add_products_to(&before, products);
-                    before = p;
-                }
+            float *of_row = sums + (row - first) * COLUMNS;
+            if (*configured != n) {
+                if (before.count)
+                    add_last(&before, products);
+                before.count = 0;
+                configure_integer_tiles(*configured = n);
             }
-            STORE_TILE(2, products[0], TILE_BYTES);
-            STORE_TILE(3, products[1], TILE_BYTES);
-            add_products_to(&before, products);
+            for (int64_t i = 0; is_last && i < n; i++)
+                prefetch_row(q, row + i, panel * COLUMNS);
+            for (int64_t number = 0; number < 2 * tiles_of_rows; number++) {
+                const int64_t half = number / tiles_of_rows, at = number % tiles_of_rows * TILE_ROWS;
+                const product_t p = {codes + at * DEPTH, columns[half], scales + at, of_row + at * COLUMNS + half * LANES,
+                                     smaller(n - at, TILE_ROWS)};
+                if (number % 2)
+                    multiply_span(1, &p, n, tiles, 1, products);
+                else
+                    multiply_span(0, &p, n, tiles, before.count > 0, products);
+                add_products_to(&before, products);
+                before = p;
+            }
+            if (!is_last && row + PAIR_ROWS < stop)
+                continue;
+            add_last(&before, products);
+            before.count = 0;
             for (int64_t i = 0; is_last && i < n; i++) {
-                float *found = sums + (row - first + i) * COLUMNS;
-                finish_sums(q, r, row + i, panel, found);
-                finish(q, row + i, panel * COLUMNS, found);
+                finish_sums(q, r, row + i, panel, of_row + i * COLUMNS);
+                finish(q, row + i, panel * COLUMNS, of_row + i * COLUMNS);
             }
         }
     }
