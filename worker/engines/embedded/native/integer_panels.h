@@ -12,7 +12,6 @@ enum {
 /* A specialization of the micro-kernel: numbers that the compiler knows. */
 typedef struct {
     int rows, halves, bits, is_e2m1, has_dot;
-    int fetches; /* whether it fetches codes that come AHEAD */
 } kind_t;
 
 /* `count` elements of a panel's columns times those of some rows: products are added to `part`. */
@@ -23,8 +22,7 @@ add_block(kind_t k, const char *codes, int64_t ahead, const int8_t *x, int64_t c
     for (int64_t at = 0; at < count; at += 32 / k.bits, codes += COLUMNS * WORD_BYTES, x += 32 / k.bits * k.rows)
 #pragma GCC unroll 2
         for (int half = 0; half < k.halves; half++) {
-            if (k.fetches)
-                fetch_to_l2(codes + half * LANES * WORD_BYTES + ahead);
+            fetch_to_l2(codes + half * LANES * WORD_BYTES + ahead);
             const words_t w = load_words((const element *)(codes + half * LANES * WORD_BYTES));
             const words_t left = k.is_e2m1     ? split_e2m1(k.has_dot, w, 0)
                                  : k.bits == 4 ? split_nibbles(w, 0)
@@ -100,8 +98,7 @@ multiply_codes(kind_t k, int has_offsets, const quantised_t *q, const rounded_t 
             x += (count + 3) / WORD_BYTES * k.rows * WORD_BYTES;
 #pragma GCC unroll 2
             for (int half = 0; half < k.halves; half++) {
-                if (k.fetches)
-                    fetch_to_l2(q->steps + (step + ahead_steps + half * LANES) * (has_offsets ? 4 : 2));
+                fetch_to_l2(q->steps + (step + ahead_steps + half * LANES) * (has_offsets ? 4 : 2));
                 const ints step_of = load_steps(q, has_offsets, is_nibbles, step + half * LANES);
 #pragma GCC unroll 12
                 for (int i = 0; i < k.rows; i++) {
@@ -156,19 +153,13 @@ multiply_panel(kind_t k, const quantised_t *q, const rounded_t *r, int64_t panel
         if (n <= INT_ROWS)                                                                                             \
             multiply_panel((kind_t){n <= INT_ROWS ? n : 1, 0, __VA_ARGS__}, q, r, panel, row, sums);                   \
         break;
-EACH_NUMBER(multiply_nibbles, 4, 0, 0, 0)
-EACH_NUMBER(multiply_e2m1, 4, 1, 0, 0)
-EACH_NUMBER(multiply_bytes, 8, 0, 0, 0)
-EACH_NUMBER(fetch_and_multiply_nibbles, 4, 0, 0, 1)
-EACH_NUMBER(fetch_and_multiply_e2m1, 4, 1, 0, 1)
-EACH_NUMBER(fetch_and_multiply_bytes, 8, 0, 0, 1)
+EACH_NUMBER(multiply_nibbles, 4, 0, 0)
+EACH_NUMBER(multiply_e2m1, 4, 1, 0)
+EACH_NUMBER(multiply_bytes, 8, 0, 0)
 #ifdef CAN_HAVE_DOT
-EACH_NUMBER(multiply_nibbles_dot, 4, 0, 1, 0)
-EACH_NUMBER(multiply_e2m1_dot, 4, 1, 1, 0)
-EACH_NUMBER(multiply_bytes_dot, 8, 0, 1, 0)
-EACH_NUMBER(fetch_and_multiply_nibbles_dot, 4, 0, 1, 1)
-EACH_NUMBER(fetch_and_multiply_e2m1_dot, 4, 1, 1, 1)
-EACH_NUMBER(fetch_and_multiply_bytes_dot, 8, 0, 1, 1)
+EACH_NUMBER(multiply_nibbles_dot, 4, 0, 1)
+EACH_NUMBER(multiply_e2m1_dot, 4, 1, 1)
+EACH_NUMBER(multiply_bytes_dot, 8, 0, 1)
 #endif
 #undef NUMBER
 #undef EACH_NUMBER
@@ -176,29 +167,24 @@ EACH_NUMBER(fetch_and_multiply_bytes_dot, 8, 0, 1, 1)
 typedef void multiply_t(int, const quantised_t *, const rounded_t *, int64_t, int64_t, float *);
 
 static multiply_t *
-multiply_of(const quantised_t *q, int fetches)
+multiply_of(const quantised_t *q)
 {
     enum { NIBBLES, E2M1, BYTES };
     const int codes = q->is_e2m1 ? E2M1 : q->bits == 4 ? NIBBLES : BYTES;
 #ifdef CAN_HAVE_DOT
-    static multiply_t *const dot[2][3] = {
-        {multiply_nibbles_dot, multiply_e2m1_dot, multiply_bytes_dot},
-        {fetch_and_multiply_nibbles_dot, fetch_and_multiply_e2m1_dot, fetch_and_multiply_bytes_dot}};
+    static multiply_t *const dot[3] = {multiply_nibbles_dot, multiply_e2m1_dot, multiply_bytes_dot};
     if (processor_has_dot())
-        return dot[fetches][codes];
+        return dot[codes];
 #endif
-    static multiply_t *const plain[2][3] = {
-        {multiply_nibbles, multiply_e2m1, multiply_bytes},
-        {fetch_and_multiply_nibbles, fetch_and_multiply_e2m1, fetch_and_multiply_bytes}};
-    return plain[fetches][codes];
+    static multiply_t *const plain[3] = {multiply_nibbles, multiply_e2m1, multiply_bytes};
+    return plain[codes];
 }
 
 /* Panels from `first` on, before `stop`, times as many tiles of rows at a time as the L1 cache holds. */
 static void
 compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t stop)
 {
-    multiply_t *multiply = multiply_of(q, 0);
-    multiply_t *multiply_first = multiply_of(q, 1);
+    multiply_t *multiply = multiply_of(q);
     float sums[INT_ROWS * COLUMNS] ALIGNED;
     const int64_t tiles = tiles_of(r, q->rows), cached_tiles = CACHED / (INT_ROWS * r->words * WORD_BYTES) + 1;
     for (int64_t begin = 0; begin < tiles; begin += cached_tiles)
@@ -207,7 +193,7 @@ compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t 
                 const int64_t from = first_row(r, q->rows, tile), to = first_row(r, q->rows, tile + 1);
                 for (int64_t row = from; row < to; row++)
                     prefetch_row(q, row, panel * COLUMNS);
-                (tile == begin ? multiply_first : multiply)((int)(to - from), q, r, panel, from, sums);
+                multiply((int)(to - from), q, r, panel, from, sums);
                 for (int64_t row = from; row < to; row++) {
                     finish_sums(q, r, row, panel, sums + (row - from) * COLUMNS);
                     finish(q, row, panel * COLUMNS, sums + (row - from) * COLUMNS);
