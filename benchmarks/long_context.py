@@ -55,7 +55,9 @@ def measure(arguments: argparse.Namespace, checkpoint: Path, longest: int) -> Ti
             print("llama.cpp: not installed (benchmarks/peers.sh llama installs it)")
         for context in arguments.contexts:
             task = Task(1, context, NEW, "greedy", context)
-            asked = {name: answer for name, answer in answers.items() if context <= MOST.get(PEERS.get(name, ""), context)}
+            asked = {
+                name: answer for name, answer in answers.items() if context <= MOST.get(PEERS.get(name, ""), context)
+            }
             for number in range(arguments.rounds + 1):
                 for name, answer in asked.items():
                     reply = answer(task)
