@@ -33,7 +33,9 @@ ROPE_FROM = 4096
 OURS, OURS_INT8 = "ours, bfloat16 KV", "ours, int8 KV"
 PEERS = {"llama.cpp, float16 KV": "f16", "llama.cpp, bfloat16 KV": "bf16", "llama.cpp, Q8_0 KV": "q8_0"}
 MOST = {"bf16": 8192, "f16": 32_768}
-"""Tokens up to which a peer is asked: with these keys and values llama.cpp computes longer prompts for hours."""
+"""Tokens up to which a peer is asked: with these keys and values llama.cpp computes longer prompts
+for hours.
+"""
 
 Times = dict[tuple[str, int], list[float]]
 """Milliseconds of a step of each turn, by who decoded and the context."""

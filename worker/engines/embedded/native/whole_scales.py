@@ -66,8 +66,9 @@ def whole_scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Steps and units of a weight ``[N, inner]``.
 
-    A unit is the largest magnitude that a code of its row can have, by `_LARGEST`, or the next power
-    of two; a step is the scale in units, rounded to the nearest whole number, and so is an offset.
+    A unit is the largest magnitude that a code of its row can have, by `_LARGEST`, or the next
+    power of two; a step is the scale in units, rounded to the nearest whole number, and so is an
+    offset.
 
     Args:
         scales: float16 or float32 ``[N, groups]``, finite.
