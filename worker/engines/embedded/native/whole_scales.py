@@ -42,7 +42,7 @@ def step_of(group: int, inner: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """What the codes of a weight mean.
+    """Meaning of the codes of a weight.
 
     Attributes:
         base: The code whose weight is its offset.
@@ -74,7 +74,7 @@ def whole_scales(
         scales: float16 or float32 ``[N, groups]``, finite.
         offsets: The same, of code 0; None for those of ``codes.base`` being 0.
         inner: Weights of a row.
-        codes: What codes there can be.
+        codes: Meaning of the codes.
 
     Returns:
         Steps, int16 ``[N, n]``, or with offsets int32, of which the lower 16 bits are the step and
