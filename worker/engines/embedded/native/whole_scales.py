@@ -19,13 +19,13 @@ _TILE = 64
 """A span is a multiple of it: ``DEPTH`` in ``rounded_rows.h``."""
 
 _LARGEST = 32_512
-"""Of a weight in units before it is rounded: what rounding of steps and offsets adds to it, 64.5 at
-most, leaves it below 2^15.
+"""Largest weight in units before it is rounded: what rounding of steps and offsets adds to it, 64.5
+at most, leaves it below 2^15.
 """
 
 
 _LEAST_UNIT = 2.0**-149
-"""Of a span of zeros: the least float32."""
+"""Unit of a row of zeros: the least float32."""
 
 
 def span_of(inner: int) -> int:
