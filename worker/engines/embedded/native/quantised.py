@@ -43,8 +43,8 @@ class QuantisedPanels:
         inner: K.
         rounds_to: One of `ROUNDINGS`.
         is_e2m1: Whether codes, of 4 bits, are numbers of e2m1, without offsets.
-        steps: Where rows are rounded to int8, scales and offsets as whole numbers, panels of what
-            `whole_scales` makes; else None.
+        steps: Scales and offsets as whole numbers, panels of what `whole_scales` makes; None where
+            rows are not rounded to int8.
         units: Units of the steps, likewise.
 
     Raises:
