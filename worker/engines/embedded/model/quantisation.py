@@ -339,8 +339,8 @@ class QuantisedGemm:
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Rows ``[..., K]`` of a weight of one part by their indices, int64 ``[...]``."""
-        [panels] = self.packed.parts
-        return unpacked_rows(panels, ids, dtype)
+        [gemm] = self.parts
+        return unpacked_rows(gemm, ids, dtype)
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:

@@ -55,29 +55,25 @@ class Gemm:
             return library(panels.dtype).gemm_t(
                 columns=self.columns, inner=self.inner, weight=panels.data_ptr(), bias=bias
             )
-        return quantised_gemm(self.weight, bias)
-
-
-def quantised_gemm(panels: QuantisedPanels, bias: int | None = None) -> Any:
-    """The ``gemm_t`` of a quantised weight and the address of its bias."""
-    return library(torch.float32).gemm_t(
-        columns=panels.columns,
-        inner=panels.inner,
-        weight=panels.codes.data_ptr(),
-        bias=bias,
-        scales=panels.scales.data_ptr(),
-        offsets=address(panels.offsets),
-        group=panels.group,
-        bits=panels.bits,
-        is_half=panels.scales.dtype == torch.float16,
-        zero=panels.zero,
-        has_words=panels.codes.dtype == torch.int32,
-        is_e2m1=panels.is_e2m1,
-        steps=address(panels.steps),
-        units=address(panels.units),
-        step=panels.step,
-        span=panels.span,
-    )
+        weight = self.weight
+        return library(torch.float32).gemm_t(
+            columns=weight.columns,
+            inner=weight.inner,
+            weight=weight.codes.data_ptr(),
+            bias=bias,
+            scales=weight.scales.data_ptr(),
+            offsets=address(weight.offsets),
+            group=weight.group,
+            bits=weight.bits,
+            is_half=weight.scales.dtype == torch.float16,
+            zero=weight.zero,
+            has_words=weight.codes.dtype == torch.int32,
+            is_e2m1=weight.is_e2m1,
+            steps=address(weight.steps),
+            units=address(weight.units),
+            step=weight.step,
+            span=weight.span,
+        )
 
 
 def quantised_kernel(rounds_to: str) -> Any:
@@ -174,11 +170,11 @@ def _adapted(arguments: Any, adapters: GemmAdapters, dtype: torch.dtype, quantis
     return failed
 
 
-def unpacked_rows(weight: QuantisedPanels, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def unpacked_rows(gemm: Gemm, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows ``[..., K]`` of a quantised weight by their indices.
 
     Args:
-        weight: ``[N, K]``.
+        gemm: The weight ``[N, K]``.
         ids: int64 ``[...]``.
         dtype: Data type of the rows, float32 or bfloat16, to which they are rounded from float32.
 
@@ -186,15 +182,15 @@ def unpacked_rows(weight: QuantisedPanels, ids: torch.Tensor, dtype: torch.dtype
         IndexError: there is no such row.
     """
     ids = ids.contiguous()
-    output = torch.empty(*ids.shape, weight.inner, dtype=dtype)
-    kernels, gemm = library(torch.float32), quantised_gemm(weight)
+    output = torch.empty(*ids.shape, gemm.inner, dtype=dtype)
+    kernels = library(torch.float32)
     arguments = kernels.unpacking_t(
-        gemm=ctypes.addressof(gemm),
+        gemm=gemm.address,
         ids=ids.data_ptr(),
         count=ids.numel(),
         output=output.data_ptr(),
         is_bfloat16=dtype == torch.bfloat16,
     )
     if kernels.unpack_rows(arguments):
-        raise IndexError(f"a weight of {weight.columns} rows has not all of the rows {ids.tolist()}")
+        raise IndexError(f"a weight of {gemm.columns} rows has not all of the rows {ids.tolist()}")
     return output
