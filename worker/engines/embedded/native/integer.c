@@ -81,8 +81,7 @@ static int
 shares_rounded(const integers_t *j, const integers_t *other)
 {
     return has_rows_of(&j->q, &other->q) && j->q.bits == other->q.bits && j->r.size == other->r.size &&
-           j->r.span == other->r.span &&
-           j->r.is_for_amx == other->r.is_for_amx && j->zero == other->zero;
+           j->r.span == other->r.span && j->r.is_for_amx == other->r.is_for_amx && j->zero == other->zero;
 }
 
 static int64_t
@@ -177,7 +176,7 @@ integers_in_tiles_are_exact(void)
     enum { TEST_ROWS = PAIR_ROWS + 1, LENGTH = SPAN + DEPTH + BLOCK, BLOCKS = LENGTH / BLOCK };
     int8_t codes[COLUMNS * LENGTH] ALIGNED;
     int16_t steps[2 * COLUMNS * BLOCKS] ALIGNED;
-    float input[TEST_ROWS * LENGTH] ALIGNED, units[COLUMNS] ALIGNED, scales[COLUMNS * BLOCKS] = {0};
+    float input[TEST_ROWS * LENGTH] ALIGNED, units[COLUMNS] ALIGNED;
     float expected[TEST_ROWS * COLUMNS] ALIGNED, found[TEST_ROWS * COLUMNS] ALIGNED;
     for (int i = 0; i < COLUMNS * LENGTH; i++)
         codes[i] = (int8_t)(i * 2654435761u >> 24);
@@ -189,8 +188,8 @@ integers_in_tiles_are_exact(void)
         units[i] = (float)(int32_t)(i * 668265263u);
     const threads_t alone = {1, NULL};
     for (int kind = 0; kind < 4; kind++) {
-        const gemm_t gemm = {.columns = COLUMNS, .inner = LENGTH, .weight = codes, .scales = scales,
-                             .offsets = kind / 2 ? scales : NULL, .group = BLOCK, .bits = kind % 2 ? 4 : 8,
+        const gemm_t gemm = {.columns = COLUMNS, .inner = LENGTH, .weight = codes,
+                             .offsets = kind / 2 ? steps : NULL /* there are some, in the steps */, .group = BLOCK, .bits = kind % 2 ? 4 : 8,
                              .steps = steps, .units = units, .step = BLOCK, .span = SPAN};
         linear_t layer = {.input = input, .rows = TEST_ROWS, .gemm = &gemm, .output = expected};
         if (compute(&layer, 1, 0, &alone))

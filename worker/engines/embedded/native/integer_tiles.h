@@ -81,20 +81,13 @@ unpack_span(const quantised_t *q, int64_t panel, int64_t begin, int64_t end, col
             unpack_half(8, 0, q, panel, half, begin, end, columns[half]);
 }
 
-/* Tiles 0 and 1 are products of the upper and the lower bytes of some rows, of which tile 4 is one, 2 and 3 are those of
- * others, with tile 5; 6 and 7 are columns. There are two tiles of rows if there are more than 16.
+/* Sums of the upper bytes are in tiles 0 and 2, those of the lower ones in 1 and 3. Up to 16 rows are both tiles of rows, and
+ * meet a half of the columns in each.
  */
 static void
 configure_integer_tiles(int64_t rows)
 {
-    tile_config_t config = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) {
-        const int is_second = tile == 2 || tile == 3 || tile == 5;
-        const int64_t count = tile > 5 ? TILE_ROWS : rows <= TILE_ROWS ? rows : is_second ? rows - TILE_ROWS : TILE_ROWS;
-        config.rows[tile] = (uint8_t)count;
-        config.row_bytes[tile] = TILE_BYTES;
-    }
-    configure_tiles(&config);
+    configure_pair(smaller(rows, TILE_ROWS), rows > TILE_ROWS ? rows - TILE_ROWS : rows);
 }
 
 /* A tile of rows times half of a panel's columns, in a span. */
@@ -209,10 +202,8 @@ compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, 
                 continue;
             add_last(&before, products);
             before.count = 0;
-            for (int64_t i = 0; is_last && i < n; i++) {
-                finish_sums(q, r, row + i, panel, of_row + i * COLUMNS);
-                finish(q, row + i, panel * COLUMNS, of_row + i * COLUMNS);
-            }
+            for (int64_t i = 0; is_last && i < n; i++)
+                finish_row(q, r, row + i, panel, of_row + i * COLUMNS);
         }
     }
 }

@@ -14,7 +14,7 @@ enum {
     OUTLIER = 12, /* times the mean magnitude of its row: an element above is not rounded */
 };
 
-/* An element of a row that is not rounded, and would leave the others of its block few codes. */
+/* An element of a row that is not rounded, and would leave the others of its span few codes. */
 typedef struct {
     int32_t word, place, step; /* of the codes that it meets: in a panel's column, but for the place, which is in the word */
     float value;
@@ -215,9 +215,9 @@ add_some_outliers(int bits, int is_e2m1, const quantised_t *q, const outlier_t *
     vec_store(sums + LANES, sum[1]);
 }
 
-/* Adds what outliers of a row add to `sums` [32] of a panel's columns, one after the other, and multiplies by the units. */
+/* Results of a row in a panel's columns: what its outliers add to `sums` [32], one after the other, times the units. */
 static inline void
-finish_sums(const quantised_t *q, const rounded_t *r, int64_t row, int64_t panel, float *sums)
+finish_row(const quantised_t *q, const rounded_t *r, int64_t row, int64_t panel, float *sums)
 {
     const outlier_t *outliers = r->outliers + row * r->most_outliers, *end = outliers + r->num_outliers[row];
     if (outliers == end)
@@ -230,6 +230,7 @@ finish_sums(const quantised_t *q, const rounded_t *r, int64_t row, int64_t panel
         add_some_outliers(8, 0, q, outliers, end, panel, sums);
     for (int first = 0; first < COLUMNS; first += LANES)
         vec_store(sums + first, vec_mul(vec_load(sums + first), vec_load(q->units + panel * COLUMNS + first)));
+    finish(q, row, panel * COLUMNS, sums);
 }
 
 #endif

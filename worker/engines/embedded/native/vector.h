@@ -93,7 +93,15 @@ store_lanes(element *to, int64_t count, vec x)
 
 #endif
 
-#ifdef NIBBLES_ARE_BYTES /* their products are added as those of bytes, in 32 bits */
+#ifdef NIBBLES_ARE_BYTES /* their products are added as those of bytes, which have signs, in 32 bits */
+
+/* Signed bytes, as `add_bytes` reads them. */
+INLINED words_t
+split_bytes(int has_dot, words_t w)
+{
+    (void)has_dot;
+    return w;
+}
 
 /* Adds products of the result of `split_nibbles` and of codes; `nibble_sums` reads the sums of up to 32 of them. */
 INLINED ints

@@ -58,14 +58,6 @@ split_nibbles(words_t w, int part)
     return w >> 4 * part & 0x0f0f0f0f;
 }
 
-/* Signed bytes, as `add_bytes` reads them. */
-INLINED words_t
-split_bytes(int has_dot, words_t w)
-{
-    (void)has_dot;
-    return w;
-}
-
 /* Numbers of e2m1, twice, in the bits that `split_nibbles` takes; as `add_bytes` reads them. */
 INLINED words_t
 split_e2m1(int has_dot, words_t w, int part)

@@ -154,14 +154,6 @@ split_nibbles(words_t w, int part)
     return w;
 }
 
-/* Signed bytes, as `add_bytes` reads them. */
-INLINED words_t
-split_bytes(int has_dot, words_t w)
-{
-    (void)has_dot;
-    return w;
-}
-
 /* Numbers of e2m1, twice, in the bits that `split_nibbles` takes; as `add_bytes` reads them. */
 INLINED words_t
 split_e2m1(int has_dot, words_t w, int part)
