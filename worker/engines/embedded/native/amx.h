@@ -31,27 +31,21 @@ configure_tiles(const tile_config_t *config)
     __asm__ volatile("ldtilecfg %0" : : "m"(*config));
 }
 
-/* For products of two tiles of so many rows, 16 at most: tiles 0 and 1 are sums of the first one's, 2 and 3 of the second
- * one's, 4 and 5 their rows, 6 and 7 columns.
+/* For products of up to 32 rows: tiles 0 and 1 are sums of the first 16, 2 and 3 of the others, 4 and 5 their rows, 6 and 7
+ * columns.
  */
 static inline void
-configure_pair(int64_t first, int64_t second)
+configure_products(int64_t rows)
 {
     tile_config_t config = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
         const int is_second = tile == 2 || tile == 3 || tile == 5;
-        const int64_t count = tile > 5 ? TILE_ROWS : is_second ? second : first;
+        const int64_t of_second = rows > TILE_ROWS ? rows - TILE_ROWS : 0;
+        const int64_t count = tile > 5 ? TILE_ROWS : is_second ? of_second : smaller(rows, TILE_ROWS);
         config.rows[tile] = (uint8_t)count;
         config.row_bytes[tile] = count ? TILE_BYTES : 0;
     }
     configure_tiles(&config);
-}
-
-/* For products of up to 32 rows and of 32 columns, whose halves the sums of a tile of rows are. */
-static inline void
-configure_products(int64_t rows)
-{
-    configure_pair(smaller(rows, TILE_ROWS), rows > TILE_ROWS ? rows - TILE_ROWS : 0);
 }
 
 INLINED void

@@ -182,8 +182,8 @@ compute_panel(const dequantised_t *d, int64_t panel, int64_t first, int64_t stop
                 multiply_block(1, rows, row, columns, steps, is_first, is_last, is_alone, block_sums);
             else
                 multiply_block(0, rows, row, columns, steps, is_first, is_last, is_alone, block_sums);
-            for (int64_t i = 0; is_last && i < rows; i++)
-                finish(d->q, block + i, panel * COLUMNS, block_sums + i * COLUMNS);
+            if (is_last)
+                finish_rows(d->q, block, rows, panel * COLUMNS, NULL, block_sums);
         }
     }
 }

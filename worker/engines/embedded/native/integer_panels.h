@@ -194,8 +194,7 @@ compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t 
                 for (int64_t row = from; row < to; row++)
                     prefetch_row(q, row, panel * COLUMNS);
                 multiply((int)(to - from), q, r, panel, from, sums);
-                for (int64_t row = from; row < to; row++)
-                    finish_row(q, r, row, panel, sums + (row - from) * COLUMNS);
+                finish_rounded_rows(q, r, from, to - from, panel, sums);
             }
 }
 

@@ -2,8 +2,8 @@
  *
  * A weight's elements as whole numbers of their unit, `(code - base) * step + offset`, have 16 bits. The lower bytes,
  * without a sign, and the upper ones, with one, are multiplied apart, and a span is summed up without leaving the tiles:
- * 256 times the sum of the upper products and that of the lower ones is the sum. A span of a panel is unpacked into the
- * cache and multiplied by many rows.
+ * 256 times the sum of the upper products and that of the lower ones is the sum. Half of a panel is unpacked into the
+ * cache, for as many spans as the L1 cache holds, and multiplied by many rows.
  */
 #ifndef INTEGER_TILES_H
 #define INTEGER_TILES_H
@@ -18,11 +18,12 @@ enum {
     CHUNK_ROWS = 256,               /* that share a panel once it is unpacked */
     TILE_SIZE = TILE_ROWS * DEPTH,  /* bytes of a tile of columns: [16 words][16 columns] */
     PRODUCTS = TILE_ROWS * LANES,   /* of a tile */
+    STRETCH = 5,                    /* spans that are unpacked together, at most: 20 KiB of half a panel's columns */
     FETCHED = 16384,                /* bytes by which codes are fetched before they are read */
 };
 
-/* Columns of a span: [halves][upper bytes, lower bytes][tiles of 64 elements]. */
-typedef int8_t columns_t[2][2][SPAN / DEPTH][TILE_SIZE];
+/* Half of a panel's columns in a span: [upper bytes, lower bytes][tiles of 64 elements]. */
+typedef int8_t columns_t[2][SPAN / DEPTH][TILE_SIZE];
 
 /* Four signed bytes of each of 16 columns times a step, plus an offset, both twice in a word: the upper bytes, as signed
  * ones, and the lower ones.
@@ -41,8 +42,8 @@ store_elements(words_t bytes, __m512i step, __m512i offset, int8_t *upper, int8_
 
 /* Elements of a half of a panel's columns from `begin` on, before `end`, a span: upper bytes and lower ones. */
 INLINED void
-unpack_half(int bits, int is_e2m1, const quantised_t *q, int64_t panel, int half, int64_t begin, int64_t end,
-            int8_t (*columns)[SPAN / DEPTH][TILE_SIZE])
+unpack_codes(int bits, int is_e2m1, const quantised_t *q, int64_t panel, int half, int64_t begin, int64_t end,
+             columns_t columns)
 {
     const int64_t per_word = 32 / bits, words = (q->inner + per_word - 1) / per_word, size = q->offsets ? 4 : 2;
     const char *codes = q->codes + ((panel * words + begin / per_word) * COLUMNS + half * LANES) * WORD_BYTES;
@@ -70,37 +71,29 @@ unpack_half(int bits, int is_e2m1, const quantised_t *q, int64_t panel, int half
 }
 
 static void
-unpack_span(const quantised_t *q, int64_t panel, int64_t begin, int64_t end, columns_t columns)
+unpack_span(const quantised_t *q, int64_t panel, int half, int64_t span, columns_t columns)
 {
-    for (int half = 0; half < 2; half++)
-        if (q->is_e2m1)
-            unpack_half(4, 1, q, panel, half, begin, end, columns[half]);
-        else if (q->bits == 4)
-            unpack_half(4, 0, q, panel, half, begin, end, columns[half]);
-        else
-            unpack_half(8, 0, q, panel, half, begin, end, columns[half]);
+    const int64_t begin = span * q->span, end = smaller(begin + q->span, q->inner);
+    if (q->is_e2m1)
+        unpack_codes(4, 1, q, panel, half, begin, end, columns);
+    else if (q->bits == 4)
+        unpack_codes(4, 0, q, panel, half, begin, end, columns);
+    else
+        unpack_codes(8, 0, q, panel, half, begin, end, columns);
 }
 
-/* Sums of the upper bytes are in tiles 0 and 2, those of the lower ones in 1 and 3. Up to 16 rows are both tiles of rows, and
- * meet a half of the columns in each.
- */
-static void
-configure_integer_tiles(int64_t rows)
-{
-    configure_pair(smaller(rows, TILE_ROWS), rows > TILE_ROWS ? rows - TILE_ROWS : rows);
-}
-
-/* A tile of rows times half of a panel's columns, in a span. */
+/* A tile of rows times half of a panel, in a span. */
 typedef struct {
     const int8_t *rows; /* the first ones; n rows lie below each other for each 64 elements */
-    int8_t (*columns)[SPAN / DEPTH][TILE_SIZE]; /* upper bytes, lower bytes */
+    const columns_t *columns;
     const float *scales;
     float *sums;        /* [rows][32], of which half a row is */
-    int64_t count;      /* rows */
+    int64_t count;      /* rows, or 0 if there is no product */
 } product_t;
 
-/* Multiplies a span, and stores the products before it, which have become known meanwhile: to wait for a tile would
- * take longer than to multiply some.
+/* Multiplies a span. Sums of upper bytes are in tile 0, those of lower ones in 1, or in 2 and 3 if it `is_odd`; meanwhile
+ * the product before it, in the others, has become known, and is stored: to wait for a tile would take longer than to
+ * multiply some.
  */
 INLINED void
 multiply_span(int is_odd, const product_t *p, int64_t n, int64_t tiles, int has_before, int32_t before[2][PRODUCTS])
@@ -112,10 +105,11 @@ multiply_span(int is_odd, const product_t *p, int64_t n, int64_t tiles, int has_
         ZERO_TILE(0);
         ZERO_TILE(1);
     }
+#pragma GCC unroll 2
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int8_t *rows = p->rows + tile * n * DEPTH;
-        LOAD_TILE(6, p->columns[0][tile], TILE_BYTES);
-        LOAD_TILE(7, p->columns[1][tile], TILE_BYTES);
+        LOAD_TILE(6, (*p->columns)[0][tile], TILE_BYTES);
+        LOAD_TILE(7, (*p->columns)[1][tile], TILE_BYTES);
         if (is_odd) {
             LOAD_TILE(5, rows, DEPTH);
             ADD_SIGNED_BYTES(2, 5, 6);
@@ -125,7 +119,7 @@ multiply_span(int is_odd, const product_t *p, int64_t n, int64_t tiles, int has_
             ADD_SIGNED_BYTES(0, 4, 6);
             ADD_UNSIGNED_BYTES(1, 4, 7);
         }
-        if (tile == (tiles - 1) / 2 && has_before) {
+        if (tile == 0 && has_before) {
             if (is_odd) {
                 STORE_TILE(0, before[0], TILE_BYTES);
                 STORE_TILE(1, before[1], TILE_BYTES);
@@ -137,75 +131,96 @@ multiply_span(int is_odd, const product_t *p, int64_t n, int64_t tiles, int has_
     }
 }
 
-/* Adds products that are stored to their sums. */
+/* Adds products of `count` rows, which are stored, to their sums. */
 INLINED void
-add_products_to(const product_t *p, int32_t products[2][PRODUCTS])
+add_products_to(const product_t *p, int64_t count, int32_t products[2][PRODUCTS])
 {
-    for (int64_t i = 0; i < p->count; i++) {
+    for (int64_t i = 0; i < count; i++) {
         const ints upper = load_ints(products[0] + i * LANES), lower = load_ints(products[1] + i * LANES);
         float *to = p->sums + i * COLUMNS;
         vec_store(to, add_span(p->scales[i], ints_add(_mm512_slli_epi32(upper, 8), lower), vec_load(to)));
     }
 }
 
-/* Stores the last products, and adds them. */
-INLINED void
-add_last(const product_t *p, int32_t products[2][PRODUCTS])
+/* Waits for the product in tiles 2 and 3, or, if it `is_alone`, in 0 and 1, if there is one, and adds it. */
+static void
+add_last(int is_alone, product_t *last, int32_t products[2][PRODUCTS])
 {
-    STORE_TILE(2, products[0], TILE_BYTES);
-    STORE_TILE(3, products[1], TILE_BYTES);
-    add_products_to(p, products);
+    if (!last->count)
+        return;
+    if (is_alone) {
+        STORE_TILE(0, products[0], TILE_BYTES);
+        STORE_TILE(1, products[1], TILE_BYTES);
+    } else {
+        STORE_TILE(2, products[0], TILE_BYTES);
+        STORE_TILE(3, products[1], TILE_BYTES);
+    }
+    add_products_to(last, last->count, products);
+    last->count = 0;
 }
 
-/* A panel times the rows from `first` on, before `stop`, up to 32 of them together, whose tiles of rows and halves of the
- * columns take turns. In the last span rows are finished, while the results of the next ones are fetched.
+/* The tiles for up to 32 rows, from `row` on, times half of a panel in the spans from `first` on, before `stop`. A second
+ * tile of rows is left in `last`, to be added while the next ones are multiplied.
  */
+INLINED void
+multiply_spans(const quantised_t *q, const rounded_t *r, int64_t row, int64_t n, int64_t first, int64_t stop,
+               const columns_t *columns, float *sums, product_t *last, int32_t products[2][PRODUCTS])
+{
+    for (int64_t span = first; span < stop; span++, columns++) {
+        const int64_t begin = span * q->span, tiles = (smaller(q->span, q->inner - begin) + DEPTH - 1) / DEPTH;
+        const int8_t *rows = r->codes + row * r->words * WORD_BYTES + begin * n;
+        const float *scales = r->scales + row * r->spans + span * n;
+        product_t upper = {rows, columns, scales, sums, smaller(n, TILE_ROWS)};
+        const product_t lower = {rows + TILE_ROWS * DEPTH, columns, scales + TILE_ROWS, sums + TILE_ROWS * COLUMNS,
+                                 n - TILE_ROWS};
+        if (n == PAIR_ROWS && tiles == SPAN / DEPTH && last->count) { /* numbers that the compiler knows */
+            multiply_span(0, &upper, PAIR_ROWS, SPAN / DEPTH, 1, products);
+            add_products_to(last, TILE_ROWS, products);
+            multiply_span(1, &lower, PAIR_ROWS, SPAN / DEPTH, 1, products);
+            add_products_to(&upper, TILE_ROWS, products);
+            *last = lower;
+            continue;
+        }
+        multiply_span(0, &upper, n, tiles, last->count > 0, products);
+        add_products_to(last, last->count, products);
+        last->count = 0;
+        if (n <= TILE_ROWS) {
+            add_last(1, &upper, products);
+            continue;
+        }
+        multiply_span(1, &lower, n, tiles, 1, products);
+        add_products_to(&upper, upper.count, products);
+        *last = lower;
+    }
+}
+
+/* A panel times the rows from `first` on, before `stop`. */
 static void
 compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, int64_t first, int64_t stop,
                        int64_t *configured)
 {
     float sums[CHUNK_ROWS * COLUMNS] ALIGNED;
-    columns_t columns ALIGNED;
+    columns_t columns[STRETCH] ALIGNED;
     int32_t products[2][PRODUCTS] ALIGNED;
+    product_t last = {0};
+    const int64_t stretches = (r->spans + STRETCH - 1) / STRETCH;
     memset(sums, 0, (stop - first) * COLUMNS * sizeof *sums);
-    for (int64_t span = 0; span < r->spans; span++) {
-        const int is_last = span + 1 == r->spans;
-        const int64_t begin = span * q->span, end = smaller(begin + q->span, q->inner);
-        const int64_t tiles = (end - begin + DEPTH - 1) / DEPTH;
-        unpack_span(q, panel, begin, end, columns);
-        product_t before = {0};
+    for (int64_t stretch = 0; stretch < 2 * stretches; stretch++) {
+        const int half = stretch % 2;
+        const int64_t span = r->spans * (stretch / 2) / stretches, end = r->spans * (stretch / 2 + 1) / stretches;
+        for (int64_t i = span; i < end; i++)
+            unpack_span(q, panel, half, i, columns[i - span]);
         for (int64_t row = first; row < stop; row += PAIR_ROWS) {
-            const int64_t n = smaller(PAIR_ROWS, q->rows - row), tiles_of_rows = n > TILE_ROWS ? 2 : 1;
-            const int8_t *codes = r->codes + row * r->words * WORD_BYTES + begin * n;
-            const float *scales = r->scales + row * r->spans + span * n;
-            float *of_row = sums + (row - first) * COLUMNS;
+            const int64_t n = smaller(PAIR_ROWS, q->rows - row);
             if (*configured != n) {
-                if (before.count)
-                    add_last(&before, products);
-                before.count = 0;
-                configure_integer_tiles(*configured = n);
+                add_last(0, &last, products);
+                configure_products(*configured = n);
             }
-            for (int64_t i = 0; is_last && i < n; i++)
-                prefetch_row(q, row + i, panel * COLUMNS);
-            for (int64_t number = 0; number < 2 * tiles_of_rows; number++) {
-                const int64_t half = number / tiles_of_rows, at = number % tiles_of_rows * TILE_ROWS;
-                const product_t p = {codes + at * DEPTH, columns[half], scales + at, of_row + at * COLUMNS + half * LANES,
-                                     smaller(n - at, TILE_ROWS)};
-                if (number % 2)
-                    multiply_span(1, &p, n, tiles, 1, products);
-                else
-                    multiply_span(0, &p, n, tiles, before.count > 0, products);
-                add_products_to(&before, products);
-                before = p;
-            }
-            if (!is_last && row + PAIR_ROWS < stop)
-                continue;
-            add_last(&before, products);
-            before.count = 0;
-            for (int64_t i = 0; is_last && i < n; i++)
-                finish_row(q, r, row + i, panel, of_row + i * COLUMNS);
+            multiply_spans(q, r, row, n, span, end, columns, sums + (row - first) * COLUMNS + half * LANES, &last, products);
         }
     }
+    add_last(0, &last, products);
+    finish_rounded_rows(q, r, first, stop - first, panel, sums);
 }
 
 /* All rows times the panels from `first` on, before `stop`. */

@@ -152,8 +152,7 @@ compute_panel(const quantised_t *q, int64_t panel)
             multiply_a_few(q, panel, (int)count, row, sums);
         else
             multiply_many(q, panel, count, row, sums);
-        for (int64_t i = 0; i < count; i++)
-            finish(q, first + i, panel * COLUMNS, sums + i * COLUMNS);
+        finish_rows(q, first, count, panel * COLUMNS, NULL, sums);
     }
 }
 

@@ -79,25 +79,53 @@ prefetch_row(const quantised_t *q, int64_t row, int64_t column)
         __builtin_prefetch((const char *)q->other + at * size + byte);
 }
 
-/* The epilogue, and the only rounding of the sums. */
-static inline void
-finish(const quantised_t *q, int64_t row, int64_t column, const float *sums)
+/* `finish_rows` for one epilogue; a `plain` layer has no LoRA, and columns for the whole panel. */
+INLINED void
+finish_rows_of(int plain, epilogue_t kind, const quantised_t *q, int64_t row, int64_t count, int64_t column,
+               const float *units, const float *sums)
 {
-    vec delta[2];
-    const int has_lora = find_lora(q->lora, q->lora_gemm, row, column, delta);
-    for (int half = 0; half < 2 && column < q->columns; half++, column += LANES, sums += LANES) {
-        const int64_t count = q->columns - column, at = row * q->columns + column;
-        vec y = vec_load(sums);
-        if (q->bias)
-            y = vec_add(y, read_lanes(q->bias, column, count, q->is_bfloat16));
-        if (has_lora)
-            y = vec_add(y, delta[half]);
-        y = epilogue(q->epilogue, y, takes_other(q->epilogue) ? read_lanes(q->other, at, count, q->is_bfloat16) : y);
-        if (q->is_bfloat16 && !q->is_unrounded)
-            store_bfloat16((uint16_t *)q->output + at, count, y);
-        else
-            store_lanes((float *)q->output + at, count, y);
+    for (int64_t stop = row + count; row < stop; row++, sums += COLUMNS) {
+        vec delta[2];
+        const int has_lora = !plain && find_lora(q->lora, q->lora_gemm, row, column, delta);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            if (!plain && column + half * LANES >= q->columns)
+                break;
+            const int64_t first = column + half * LANES, lanes = plain ? LANES : q->columns - first;
+            const int64_t at = row * q->columns + first;
+            vec y = vec_load(sums + half * LANES);
+            if (units)
+                y = vec_mul(y, vec_load(units + half * LANES));
+            if (q->bias)
+                y = vec_add(y, read_lanes(q->bias, first, lanes, q->is_bfloat16));
+            if (has_lora)
+                y = vec_add(y, delta[half]);
+            y = epilogue(kind, y, takes_other(kind) ? read_lanes(q->other, at, lanes, q->is_bfloat16) : y);
+            if (q->is_bfloat16 && !q->is_unrounded)
+                store_bfloat16((uint16_t *)q->output + at, lanes, y);
+            else
+                store_lanes((float *)q->output + at, lanes, y);
+        }
     }
+}
+
+/* Results of `count` rows from `row` on in a panel's columns: their sums [count, 32], times units [32] if there are some,
+ * the epilogue, and the only rounding.
+ */
+static inline void
+finish_rows(const quantised_t *q, int64_t row, int64_t count, int64_t column, const float *units, const float *sums)
+{
+    const int is_plain = !q->lora && q->columns - column >= COLUMNS;
+    if (is_plain && q->epilogue == NOTHING)
+        finish_rows_of(1, NOTHING, q, row, count, column, units, sums);
+    else if (is_plain && q->epilogue == SILU)
+        finish_rows_of(1, SILU, q, row, count, column, units, sums);
+    else if (is_plain && q->epilogue == ADD)
+        finish_rows_of(1, ADD, q, row, count, column, units, sums);
+    else if (is_plain && q->epilogue == MULTIPLY)
+        finish_rows_of(1, MULTIPLY, q, row, count, column, units, sums);
+    else
+        finish_rows_of(0, q->epilogue, q, row, count, column, units, sums);
 }
 
 INLINED vec

@@ -215,22 +215,24 @@ add_some_outliers(int bits, int is_e2m1, const quantised_t *q, const outlier_t *
     vec_store(sums + LANES, sum[1]);
 }
 
-/* Results of a row in a panel's columns: what its outliers add to `sums` [32], one after the other, times the units. */
+/* Results of `count` rows from `row` on in a panel's columns: what outliers add to their sums [count, 32], one after the
+ * other, times the units.
+ */
 static inline void
-finish_row(const quantised_t *q, const rounded_t *r, int64_t row, int64_t panel, float *sums)
+finish_rounded_rows(const quantised_t *q, const rounded_t *r, int64_t row, int64_t count, int64_t panel, float *sums)
 {
-    const outlier_t *outliers = r->outliers + row * r->most_outliers, *end = outliers + r->num_outliers[row];
-    if (outliers == end)
-        ;
-    else if (q->is_e2m1)
-        add_some_outliers(4, 1, q, outliers, end, panel, sums);
-    else if (q->bits == 4)
-        add_some_outliers(4, 0, q, outliers, end, panel, sums);
-    else
-        add_some_outliers(8, 0, q, outliers, end, panel, sums);
-    for (int first = 0; first < COLUMNS; first += LANES)
-        vec_store(sums + first, vec_mul(vec_load(sums + first), vec_load(q->units + panel * COLUMNS + first)));
-    finish(q, row, panel * COLUMNS, sums);
+    for (int64_t i = 0; i < count; i++) {
+        const outlier_t *outliers = r->outliers + (row + i) * r->most_outliers, *end = outliers + r->num_outliers[row + i];
+        if (outliers == end)
+            continue;
+        if (q->is_e2m1)
+            add_some_outliers(4, 1, q, outliers, end, panel, sums + i * COLUMNS);
+        else if (q->bits == 4)
+            add_some_outliers(4, 0, q, outliers, end, panel, sums + i * COLUMNS);
+        else
+            add_some_outliers(8, 0, q, outliers, end, panel, sums + i * COLUMNS);
+    }
+    finish_rows(q, row, count, panel * COLUMNS, q->units + panel * COLUMNS, sums);
 }
 
 #endif
