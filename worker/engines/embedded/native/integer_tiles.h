@@ -18,6 +18,7 @@ enum {
     CHUNK_ROWS = 256,               /* that share a panel once it is unpacked */
     TILE_SIZE = TILE_ROWS * DEPTH,  /* bytes of a tile of columns: [16 words][16 columns] */
     PRODUCTS = TILE_ROWS * LANES,   /* of a tile */
+    FEW_ROWS = 2 * PAIR_ROWS,
     STRETCH = 5,                    /* spans that are unpacked together, at most: 20 KiB of half a panel's columns */
     FETCHED = 16384,                /* bytes by which codes are fetched before they are read */
 };
@@ -203,7 +204,8 @@ compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, 
     columns_t columns[STRETCH] ALIGNED;
     int32_t products[2][PRODUCTS] ALIGNED;
     product_t last = {0};
-    const int64_t stretches = (r->spans + STRETCH - 1) / STRETCH;
+    const int64_t most = stop - first > FEW_ROWS ? STRETCH : 1; /* few: their products overlap with unpacking */
+    const int64_t stretches = (r->spans + most - 1) / most;
     memset(sums, 0, (stop - first) * COLUMNS * sizeof *sums);
     for (int64_t stretch = 0; stretch < 2 * stretches; stretch++) {
         const int half = stretch % 2;
