@@ -14,7 +14,7 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.struct_pb2 import Struct
 
 from worker.arguments import parse_arguments
-from worker.frontdoor.__main__ import make_front_door
+from worker.frontdoor.process import make_front_door
 from worker.frontdoor.client_connection import protocol_factory
 from worker.frontdoor.openengine.frontend import EngineFrontend
 from worker.frontdoor.openengine.opening import open_engines

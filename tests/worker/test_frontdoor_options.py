@@ -10,7 +10,7 @@ import pytest
 
 from worker.arguments import keys_in
 from worker.errors import ConfigurationError, StartupError
-from worker.frontdoor.__main__ import make_front_door
+from worker.frontdoor.process import make_front_door
 from worker.frontdoor.options import OPTIONS, parse_options
 from worker.frontdoor.tools import ToolCallSettings
 

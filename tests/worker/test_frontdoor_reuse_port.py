@@ -11,7 +11,7 @@ import pytest
 from ports import free_port
 
 from worker.errors import StartupError
-from worker.frontdoor.__main__ import serve
+from worker.frontdoor.process import serve
 from worker.frontdoor.options import Options
 from worker.frontdoor.upstreams import Upstream
 
