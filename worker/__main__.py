@@ -12,10 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from adapters import lean_torch
 from worker.build import Built, build
 from worker.errors import ConfigurationError, ServingError, StartupError
-from worker.importing import uncollected
+from worker.importing import prepare, uncollected
 from worker.installation import check_threads
 from worker.runtimes import dynamo as runtime
 
@@ -122,7 +121,7 @@ def _complain(reason: ServingError | Exception | str, status: int) -> int:
 
 def run() -> None:
     """Console script: `main`, then an exit that the runtime's threads cannot spoil."""
-    lean_torch.install()
+    prepare()
     runtime.finish(main())
 
 

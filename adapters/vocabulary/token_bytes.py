@@ -7,9 +7,11 @@ SentencePiece with ``▁`` for the space and ``<0xNN>`` for a byte that has no p
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from adapters.vocabulary.tokenizer import Tokenizer
@@ -87,14 +89,14 @@ class _ByteLevel:
     """GPT-2's byte alphabet: printable Latin-1 as itself, the other 68 bytes from U+0100 on."""
 
     def __init__(self) -> None:
-        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = [byte for byte in range(256) if byte not in set(printable)]
-        self._byte_of = dict.fromkeys(others, 0x100)  # a letter that is none of the alphabet: no byte
-        self._byte_of.update((0x100 + i, byte) for i, byte in enumerate(others))
+        printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+        others = count(0x100)
+        letters = "".join(chr(byte if byte in printable else next(others)) for byte in range(256))
+        self._byte_of = codecs.charmap_build(letters)
 
     def __call__(self, token_id: int, piece: str) -> bytes:
         try:
-            return piece.translate(self._byte_of).encode("latin-1")
+            return codecs.charmap_encode(piece, "strict", self._byte_of)[0]
         except UnicodeEncodeError:
             return piece.encode()
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from adapters import lean_torch
-from worker.importing import uncollected
+from worker.importing import prepare, uncollected
 
 
 def run() -> int:
     """The exit status."""
-    lean_torch.install()
+    prepare()
     with uncollected():
         from worker.frontdoor.process import main
     return main()
