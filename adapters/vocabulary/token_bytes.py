@@ -28,6 +28,9 @@ def known_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 def num_ids(tokenizer: Tokenizer) -> int:
     """One more than the tokenizer's highest id."""
+    kept = _kept(tokenizer)
+    if kept is not None:
+        return len(kept)
     return max(known_ids(tokenizer), default=-1) + 1
 
 
@@ -81,8 +84,15 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
     Returns:
         ``size`` byte strings; ``b""`` for special tokens, for padding and for ids without a token.
     """
+    kept = _kept(tokenizer)
     known = min(size, num_ids(tokenizer))
-    return TokenSpelling(tokenizer)(range(known)) + [b""] * (size - known)
+    return (TokenSpelling(tokenizer)(range(known)) if kept is None else kept[:known]) + [b""] * (size - known)
+
+
+def _kept(tokenizer: Tokenizer) -> list[bytes] | None:
+    """The bytes of every id, where a tokenizer has them already."""
+    kept: list[bytes] | None = getattr(tokenizer, "token_bytes", None)
+    return kept
 
 
 class _ByteLevel:
