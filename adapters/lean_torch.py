@@ -123,7 +123,7 @@ def _allow_generators(torch: Any) -> None:
 
 
 def _around(spec: ModuleSpec | None, run: Callable[[Callable[[], None]], None]) -> ModuleSpec | None:
-    """``spec`` with a loader that lets ``run`` execute the module, and puts the real loader back."""
+    """``spec`` with a loader that lets ``run`` execute the module; it puts the real loader back."""
     if spec is not None and spec.loader is not None:
         spec.loader = _Around(spec.loader, run)
     return spec

@@ -142,4 +142,5 @@ def test_other_versions_are_imported_whole(number: str, monkeypatch: pytest.Monk
 
 def test_the_version_that_is_installed_by_default_is_among_the_tested() -> None:
     found = re.search(r"^torch==(\d+\.\d+)", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
-    assert found is not None and found[1] in lean_torch.TESTED
+    assert found is not None
+    assert found[1] in lean_torch.TESTED

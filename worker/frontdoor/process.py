@@ -155,4 +155,3 @@ def _with_hub_model(options: Options) -> Options:
 def _complain(error: Exception, status: int) -> int:
     sys.stderr.write(f"frontdoor: error: {one_line(error)}\n")
     return status
-

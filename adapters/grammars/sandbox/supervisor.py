@@ -25,7 +25,8 @@ class Supervisor:
     All methods run in the sandbox's thread; other threads read the attributes.
 
     Args:
-        tables: Makes the bytes of every id. ``CancelledError`` if there are none: that is not logged.
+        tables: Makes the bytes of every id. ``CancelledError`` if there are none, which is not
+            logged.
         jobs: Jobs that compile in the process.
 
     Attributes:
