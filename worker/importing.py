@@ -1,4 +1,4 @@
-"""What a process of this package does first, so that it starts faster."""
+"""First steps of a process of this package, with which it starts faster."""
 
 from __future__ import annotations
 
