@@ -7,15 +7,14 @@ Exit 0 after a clean drain, 2 for configuration, 1 for the rest.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from worker.build import Built, build
 from worker.errors import ConfigurationError, ServingError, StartupError
+from worker.importing import prepare, uncollected
 from worker.installation import check_threads
 from worker.runtimes import dynamo as runtime
 
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
 EXIT_FAILURE = 1
 EXIT_CONFIGURATION = 2
+
+Command: TypeAlias = Callable[[Sequence[str]], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,9 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         return _complain(error, EXIT_CONFIGURATION)
     if argv and (command := _COMMANDS.get(argv[0])) is not None:
-        return command(argv[1:])
+        with uncollected():
+            run_command = command()
+        return run_command(argv[1:])
     try:
-        with _importing():
+        with uncollected():
             built = build(argv)
             serve, server = _RUNTIMES[built.arguments.runtime](built)
     except ConfigurationError as error:
@@ -47,44 +50,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _served(serve, server)
 
 
-def _replay(argv: Sequence[str]) -> int:
+def _replay() -> Command:
     from worker.replay import main as replay  # imports torch, as those below do
 
-    return replay(argv)
+    return replay
 
 
-def _inspect(argv: Sequence[str]) -> int:
+def _inspect() -> Command:
     from worker.inspect import main as inspect
 
-    return inspect(argv)
+    return inspect
 
 
-def _quantize(argv: Sequence[str]) -> int:
+def _quantize() -> Command:
     from worker.quantize import main as quantize
 
-    return quantize(argv)
+    return quantize
 
 
-def _doctor(argv: Sequence[str]) -> int:
+def _doctor() -> Command:
     from worker.doctor import main as doctor
 
-    return doctor(argv)
+    return doctor
 
 
 _COMMANDS = {"replay": _replay, "inspect": _inspect, "quantize": _quantize, "doctor": _doctor}
-
-
-@contextmanager
-def _importing() -> Iterator[None]:
-    """Collects no garbage: modules make hundreds of thousands of objects that stay, and to look
-    through them again and again takes a fifth of the time of importing.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _on_dynamo(built: Built) -> tuple[Callable[[], None], RequestServer]:
@@ -131,6 +121,7 @@ def _complain(reason: ServingError | Exception | str, status: int) -> int:
 
 def run() -> None:
     """Console script: `main`, then an exit that the runtime's threads cannot spoil."""
+    prepare()
     runtime.finish(main())
 
 

@@ -16,11 +16,14 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors.torch import save as save_safetensors
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from worker.importing import prepare, uncollected
+
+if TYPE_CHECKING:
+    import torch
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
 
@@ -209,6 +212,8 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def _model_files(arch: str, seed: int, tokenizer: Tokenizer) -> dict[str, bytes]:
+    from safetensors.torch import save as save_safetensors  # imports torch
+
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     width = (size // _ROW_MULTIPLE + 1) * _ROW_MULTIPLE  # always some padding
     special = {
@@ -250,6 +255,8 @@ def _model_config(arch: str, width: int) -> dict[str, Any]:
 
 
 def _weights(arch: str, seed: int, width: int) -> dict[str, torch.Tensor]:
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float) -> torch.Tensor:
@@ -298,4 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    prepare()
+    with uncollected():
+        status = main()
+    sys.exit(status)

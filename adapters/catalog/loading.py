@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 
+from adapters import lean_torch
 from adapters.catalog.entry import Entry
 from adapters.catalog.selection import NAME
 from adapters.contract import Processor, ShapingProcessor, SteeringProcessor
@@ -71,6 +72,7 @@ def load_class(target: str, source: str) -> type:
         raise CatalogError(f"{source}: expected module:Class, got {target!r}")
     if "/" in module or module.endswith(".py"):
         raise CatalogError(f"{source}: expected the module as import names it, not a path, got {module!r}")
+    lean_torch.complete()  # third-party code may use all of torch
     try:
         loaded: object = importlib.import_module(module)
         for part in attribute.split("."):

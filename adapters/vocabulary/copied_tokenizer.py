@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import tokenizers
+
+from adapters.vocabulary.token_bytes import num_ids, token_bytes
 
 _PROBES = (
     *("", " ", "Hello world!", " Hello  world !\n\n", "it's , isn 't . ?", "\tdef f(x):\n    return x[0] + 1.5e-3"),
@@ -44,6 +48,7 @@ class CopiedTokenizer:
         added_tokens_decoder: Added tokens by id.
         all_special_ids: Ids of special tokens.
         eos_token_id: The tokenizer's own end token, None if it has none.
+        token_bytes: The bytes that each id adds to a text, as `token_bytes.TokenSpelling` has them.
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
@@ -58,6 +63,9 @@ class CopiedTokenizer:
         }
         self.all_special_ids = [int(token_id) for token_id in content["special"]]
         self.eos_token_id: int | None = content["end"]
+        block = base64.b64decode(content["bytes"])
+        ends = accumulate(content["lengths"], initial=0)
+        self.token_bytes = [block[start:end] for start, end in pairwise(ends)]
 
     @staticmethod
     def to_json(tokenizer: Any) -> dict[str, Any] | None:
@@ -70,11 +78,14 @@ class CopiedTokenizer:
             return None
         backend.no_padding()
         backend.no_truncation()
+        pieces = token_bytes(tokenizer, num_ids(tokenizer))
         content = {
             "backend": backend.to_str(),
             "added": [[id, str(token), token.special] for id, token in tokenizer.added_tokens_decoder.items()],
             "special": list(tokenizer.all_special_ids),
             "end": tokenizer.eos_token_id,
+            "bytes": base64.b64encode(b"".join(pieces)).decode(),
+            "lengths": [len(piece) for piece in pieces],
         }
         return content if _agree(tokenizer, CopiedTokenizer(content)) else None
 

@@ -7,9 +7,11 @@ SentencePiece with ``▁`` for the space and ``<0xNN>`` for a byte that has no p
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from adapters.vocabulary.tokenizer import Tokenizer
@@ -26,6 +28,9 @@ def known_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 def num_ids(tokenizer: Tokenizer) -> int:
     """One more than the tokenizer's highest id."""
+    kept = _kept(tokenizer)
+    if kept is not None:
+        return len(kept)
     return max(known_ids(tokenizer), default=-1) + 1
 
 
@@ -79,22 +84,29 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
     Returns:
         ``size`` byte strings; ``b""`` for special tokens, for padding and for ids without a token.
     """
+    kept = _kept(tokenizer)
     known = min(size, num_ids(tokenizer))
-    return TokenSpelling(tokenizer)(range(known)) + [b""] * (size - known)
+    return (TokenSpelling(tokenizer)(range(known)) if kept is None else kept[:known]) + [b""] * (size - known)
+
+
+def _kept(tokenizer: Tokenizer) -> list[bytes] | None:
+    """The bytes of every id, where a tokenizer has them already."""
+    kept: list[bytes] | None = getattr(tokenizer, "token_bytes", None)
+    return kept
 
 
 class _ByteLevel:
     """GPT-2's byte alphabet: printable Latin-1 as itself, the other 68 bytes from U+0100 on."""
 
     def __init__(self) -> None:
-        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = [byte for byte in range(256) if byte not in set(printable)]
-        self._byte_of = dict.fromkeys(others, 0x100)  # a letter that is none of the alphabet: no byte
-        self._byte_of.update((0x100 + i, byte) for i, byte in enumerate(others))
+        printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+        others = count(0x100)
+        letters = "".join(chr(byte if byte in printable else next(others)) for byte in range(256))
+        self._byte_of = codecs.charmap_build(letters)
 
     def __call__(self, token_id: int, piece: str) -> bytes:
         try:
-            return piece.translate(self._byte_of).encode("latin-1")
+            return codecs.charmap_encode(piece, "strict", self._byte_of)[0]
         except UnicodeEncodeError:
             return piece.encode()
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,15 @@ def test_an_unloadable_tokenizer_is_reported_and_nothing_hangs(make: Any) -> Non
             sandbox.wait_ready()
         with pytest.raises(SandboxUnavailable):
             sandbox.submit(GOOD).result(100)
+
+
+def test_a_tokenizer_that_does_not_come_is_the_callers_to_report(caplog: pytest.LogCaptureFixture) -> None:
+    read = Future[dict[str, Any]]()
+    with GrammarSandbox(read.result) as sandbox:
+        read.cancel()
+        with pytest.raises(SandboxUnavailable, match="has no tokenizer"):
+            sandbox.wait_ready()
+    assert not caplog.records
 
 
 def test_a_process_that_cannot_be_started_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

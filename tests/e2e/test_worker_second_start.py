@@ -20,6 +20,7 @@ SLOW = {
     *("transformers", "huggingface_hub", "scipy", "sklearn", "pandas", "PIL", "torchvision"),
     *("vllm", "tensorrt_llm", "nixl", "nats", "grpc", "opentelemetry", "openai", "aiohttp", "jinja2"),
     *("torch._dynamo", "torch._inductor", "sympy"),
+    *("torch._meta_registrations", "torch._decomp", "torch._prims", "torch._refs"),
 }
 """Modules that take long to import, or that only other options need."""
 

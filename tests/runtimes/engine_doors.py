@@ -14,11 +14,11 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.struct_pb2 import Struct
 
 from worker.arguments import parse_arguments
-from worker.frontdoor.__main__ import make_front_door
 from worker.frontdoor.client_connection import protocol_factory
 from worker.frontdoor.openengine.frontend import EngineFrontend
 from worker.frontdoor.openengine.opening import open_engines
 from worker.frontdoor.options import parse_options
+from worker.frontdoor.process import make_front_door
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.endpoint import Endpoint
 from worker.runtimes.openengine.identity import ENGINE_NAME, SCHEMA_REVISION

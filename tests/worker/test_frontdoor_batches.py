@@ -23,11 +23,11 @@ from ports import free_port
 from test_frontdoor_server import Frontend, House, error_of, get, house, post, say_ok
 
 from worker.frontdoor import routes
-from worker.frontdoor.__main__ import make_batches
 from worker.frontdoor.batch_lines import LineAnswers
 from worker.frontdoor.batches import runner
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.exchange import Exchange
+from worker.frontdoor.process import make_batches
 from worker.frontdoor.routes import Routes, handled
 
 CHAT: Final = "/v1/chat/completions"

@@ -11,9 +11,9 @@ from test_frontdoor_server import House, error_of, get, house, post
 from test_frontdoor_service import body_of
 
 from worker.errors import ConfigurationError, StartupError
-from worker.frontdoor.__main__ import make_front_door
 from worker.frontdoor.exchange import encoded
 from worker.frontdoor.options import parse_options
+from worker.frontdoor.process import make_front_door
 from worker.frontdoor.routes import CONTROLS
 from worker.frontdoor.upstreams import Upstream
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from worker.arguments import keys_in
 from worker.errors import ConfigurationError, StartupError
-from worker.frontdoor.__main__ import make_front_door
 from worker.frontdoor.options import OPTIONS, parse_options
+from worker.frontdoor.process import make_front_door
 from worker.frontdoor.tools import ToolCallSettings
 
 UPSTREAM = ("--upstream", "http://127.0.0.1:1, http://[::1]:2/")
@@ -180,3 +182,15 @@ def test_hosts_headers_rates_and_workers() -> None:
     for argv in (["--allowed-hosts", "a:b c"], ["--client-header", "a b"], ["--body-rate-kib-s", "-1"]):
         with pytest.raises(ConfigurationError, match=argv[0]):
             parse_options([*UPSTREAM, *argv])
+
+
+def test_the_process_imports_neither_an_engine_nor_what_only_engines_need() -> None:
+    program = (
+        "import sys; sys.argv[1:] = ['--upstream', 'none']\n"
+        "from worker.frontdoor.__main__ import run\n"
+        "assert run() == 2\n"
+        "roots = ('worker.engines.embedded', 'transformers', 'torch._meta_registrations', 'torch._dynamo', 'dynamo')\n"
+        "print([name for name in roots if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

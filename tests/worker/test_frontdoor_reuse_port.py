@@ -11,8 +11,8 @@ import pytest
 from ports import free_port
 
 from worker.errors import StartupError
-from worker.frontdoor.__main__ import serve
 from worker.frontdoor.options import Options
+from worker.frontdoor.process import serve
 from worker.frontdoor.upstreams import Upstream
 
 NUM_CONNECTIONS = 64

@@ -12,8 +12,8 @@ from worker.models.beside import Provenance, copies_of, keep, opened, sealed
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-"""Raised when the same tokenizer would be copied differently."""
+FORMAT = 2
+"""Raised when the same tokenizer would be copied differently, or its tokens have other bytes."""
 
 _SOURCES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 

@@ -11,9 +11,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,11 +81,15 @@ def make_chain_builder(
     metrics = GrammarMetrics(registry)
     with contextlib.ExitStack() as on_failure:
         try:
-            vocabulary = _vocabulary(arguments, info, renders_templates or arguments.runtime == "nats")
-            tables = partial(tokenizer_tables, vocabulary)
-            sandbox = GrammarSandbox(tables, timeout_s=arguments.grammar_timeout_s, observe=metrics.count)
+            read = Future[Vocabulary]()
+            sandbox = GrammarSandbox(
+                lambda: tokenizer_tables(read.result()), timeout_s=arguments.grammar_timeout_s, observe=metrics.count
+            )
             on_failure.callback(sandbox.close)
-            sandbox.start()  # loads the tokenizer while this process does
+            on_failure.callback(read.cancel)  # before that, which waits for the thread that waits for it
+            sandbox.start()  # imports its modules, then loads the tokenizer, while this process does
+            vocabulary = _vocabulary(arguments, info, renders_templates or arguments.runtime == "nats")
+            read.set_result(vocabulary)
             model = _model_context(vocabulary, arguments)
             sandbox.wait_sent()
             precompute(vocabulary)  # no request should wait for it

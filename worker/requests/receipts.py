@@ -16,7 +16,6 @@ from typing import Any
 from adapters.catalog import Selection
 from worker.arguments import Arguments
 from worker.engines import EngineInfo, EngineRequest, TokenDelta
-from worker.engines.embedded.transfer import fingerprint_beside
 from worker.errors import StartupError
 from worker.requests.sampling_defaults import FROM_MODEL, same_control
 from worker.requests.token_weights import TokenWeights
@@ -131,6 +130,8 @@ class ServerRecord:
 
 def digest_of_model(arguments: Arguments) -> Future[str]:
     """The digest of the checkpoint that is about to be loaded, computed meanwhile."""
+    from worker.engines.embedded.transfer import fingerprint_beside  # imports the engine
+
     return fingerprint_beside(arguments.model_path, arguments.packed_copy)
 
 

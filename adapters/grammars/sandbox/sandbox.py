@@ -31,7 +31,7 @@ class GrammarSandbox:
 
     Args:
         tables: Makes the bytes of every id (`adapters.grammars.compiler.byte_tables`); called in a
-            thread.
+            thread. ``CancelledError``, of a future, if there are none.
         timeout_s: Processor time per grammar, seconds; waiting and the machine's load do not count.
         memory_bytes: Memory per grammar.
         stack_bytes: Stack per grammar.

@@ -7,6 +7,7 @@ import selectors
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from typing import Any
 
 from adapters.grammars.sandbox.jobs import Jobs
@@ -24,7 +25,8 @@ class Supervisor:
     All methods run in the sandbox's thread; other threads read the attributes.
 
     Args:
-        tables: Makes the bytes of every id.
+        tables: Makes the bytes of every id. ``CancelledError`` if there are none, which is not
+            logged.
         jobs: Jobs that compile in the process.
 
     Attributes:
@@ -62,6 +64,9 @@ class Supervisor:
         if self.process is None and time.monotonic() >= self._retry_at:
             try:
                 self.process = SandboxProcess(self._tables)
+            except CancelledError:  # the caller has no tokenizer, and says why
+                self._retry_at = time.monotonic() + MAX_BACKOFF_S
+                self.fail("has no tokenizer")
             except Exception as error:  # any fault of the tokenizer or the system: logged, and retried
                 self._lose(f"cannot start: {error}")
             else:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from adapters import lean_torch
 from worker.engines.embedded.attention import AttentionLayer
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.model.kernels import KernelBackend
@@ -158,6 +159,7 @@ def updated(old: LlamaWeights, given: Given, geometry: Geometry, kernels: Kernel
 
 def without_values(weights: LlamaWeights) -> LlamaWeights:
     """The same weights on the ``meta`` device: shapes alone, in no memory."""
+    lean_torch.complete()
     found: LlamaWeights = _mapped(weights, lambda tensor: torch.empty_like(tensor, device="meta"))
     rope = replace(weights.rope, frequencies=weights.rope.frequencies.clone())  # not a view of the old block
     return replace(found, rope=rope)  # which no update has

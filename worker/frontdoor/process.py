@@ -1,0 +1,157 @@
+"""The front door's process: serve until SIGTERM or SIGINT, then let the answers finish.
+
+Exit 0 after that, 2 for configuration, 1 if it cannot start. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from adapters.catalog import Catalog, CatalogError
+from worker.arguments import keys_in
+from worker.errors import ConfigurationError, StartupError, one_line
+from worker.frontdoor import call_formats
+from worker.frontdoor.batch_lines import LineAnswers
+from worker.frontdoor.batches import BatchService, Limits
+from worker.frontdoor.client_connection import protocol_factory
+from worker.frontdoor.handlers import HANDLERS, TRANSLATORS
+from worker.frontdoor.options import Options, parse_options
+from worker.frontdoor.server import FrontDoor
+from worker.frontdoor.uploads import Uploads
+from worker.frontdoor.upstreams import Upstreams
+from worker.models import hub_checkpoint, is_hub_id
+
+if TYPE_CHECKING:
+    from worker.frontdoor.openengine.frontend import EngineFrontend
+
+logger = logging.getLogger("worker.frontdoor.main")
+
+BACKLOG = 1024
+ROOM_OF_FORM = 64 * 1024
+"""Bytes of an upload beside its file."""
+
+
+def make_front_door(options: Options, engines: EngineFrontend | None = None) -> FrontDoor:
+    """The front door of ``options``.
+
+    Args:
+        options: The options.
+        engines: The workers behind OpenEngine that ``--upstream`` names, if it names such.
+
+    Raises:
+        StartupError: a processor or a file is not there.
+    """
+    try:
+        catalog = Catalog.load(allow=options.allow_logits_processors, options=options.logits_processor)
+    except CatalogError as error:
+        raise StartupError(str(error)) from None
+    if options.calls is None:
+        logger.info("only tool calls that a request forces are held to their tools (--tool-call-format)")
+    upstreams = Upstreams(options.frontends if engines is None else [engines], options.connect_timeout_s)
+    keys = keys_in(options.api_key_file, "--api-key-file")
+    (engine_key,) = keys_in(options.engine_key_file, "--engine-key-file")[:1] or [""]
+    return FrontDoor(options, catalog, upstreams, keys, engine_key)
+
+
+def make_batches(door: FrontDoor) -> BatchService | None:
+    """The files and batches of a front door, None where they are off. Raises `StartupError`."""
+    options = door.options
+    if options.batch_dir is None:
+        return None
+    limits = Limits(
+        file=options.batch_file_limit_mib * 2**20,
+        storage=options.batch_storage_mib * 2**20,
+        concurrency=options.batch_concurrency,
+        body=door.max_body,
+    )
+    answers = LineAnswers(door, HANDLERS, TRANSLATORS)
+
+    def uploads(directory: Path) -> Uploads:
+        largest = limits.file + ROOM_OF_FORM
+        return Uploads(directory, largest, options.body_rate_kib_s * 1024, options.body_timeout_s, time.monotonic)
+
+    return BatchService(Path(options.batch_dir), limits, uploads, answers.ask, answers.models)
+
+
+async def serve(options: Options) -> None:
+    """Serve until a signal. Raises `StartupError`."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    engines = None
+    if options.engines:
+        from worker.frontdoor.openengine.opening import open_engines  # only here is gRPC needed
+
+        engines = await asyncio.to_thread(open_engines, options)
+        engines.start()
+    door = make_front_door(options, engines)
+    door.batches = make_batches(door)
+    gc.collect()
+    gc.freeze()  # what is loaded stays, and a collection that looks at it would hold up every answer
+    try:
+        server = await loop.create_server(
+            protocol_factory(door), options.host, options.port, backlog=BACKLOG, reuse_port=options.reuse_port or None
+        )
+    except (OSError, socket.gaierror) as error:
+        raise StartupError(f"cannot serve on {options.host}:{options.port}: {error}") from None
+    if door.batches is not None:
+        await door.batches.start()
+    port = server.sockets[0].getsockname()[1]
+    logger.info("front door on %s:%d, before %s", options.host, port, ", ".join(map(str, options.upstream)))
+    try:
+        await stopping.wait()
+    finally:
+        server.close()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+    if door.batches is not None:
+        await door.batches.stop()
+    await door.drain(options.drain_timeout_s)
+    if engines is not None:
+        await engines.stop()
+    if door.batches is not None:
+        await door.batches.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status; every failure is one line on stderr."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    for each in (logger, call_formats.logger, logging.getLogger("worker.frontdoor.openengine")):
+        each.setLevel(logging.INFO)
+    try:
+        options = _with_hub_model(parse_options(argv))
+        uvloop.run(serve(options))
+    except ConfigurationError as error:
+        return _complain(error, 2)
+    except StartupError as error:
+        return _complain(error, 1)
+    return 0
+
+
+def _with_hub_model(options: Options) -> Options:
+    """The options with the directory of a model that is named by its id on the Hugging Face Hub,
+    without its weights. Raises `StartupError`.
+    """
+    name = options.model_path
+    if name is None or not is_hub_id(name):
+        return options
+    return replace(options, model_path=str(hub_checkpoint(name, options.revision, logger.info, has_weights=False)))
+
+
+def _complain(error: Exception, status: int) -> int:
+    sys.stderr.write(f"frontdoor: error: {one_line(error)}\n")
+    return status
