@@ -21,7 +21,7 @@ sys.path.append(
     str(Path(__file__).parents[1] / "clients" / "python")
 )  # the client package, which is not installed here
 
-gc.disable()  # until `pytest_collection_finish`: looking through what stays takes a fifth of the time of collecting tests
+gc.disable()  # until `pytest_collection_finish`: looking through what stays takes a fifth of the time
 
 # The developer's own settings of the worker and of Dynamo are no part of a test.
 for name in list(os.environ):
