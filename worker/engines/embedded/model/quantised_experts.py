@@ -17,6 +17,7 @@ _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate
 """Projections of an expert by their names in checkpoints, the last three of Mixtral's."""
 
 OneWeight = torch.Tensor | QuantisedWeight
+"""A weight ``[outputs, inputs]`` of one expert, dense or packed."""
 
 Expert = Mapping[str, OneWeight]
 """Weights of an expert: ``gate``, ``up`` and ``down``."""
