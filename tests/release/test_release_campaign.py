@@ -31,8 +31,9 @@ def run(*command: str) -> str:
 def test_a_release_installs_and_passes_the_smoke_test(tmp_path: Path) -> None:
     assert "smoke: Hello world!" in run("scripts/release", "--dry-run", "--output", str(tmp_path))
     name = f"dynamo-logits-worker-{worker.__version__}"
-    (wheel,) = tmp_path.glob("dynamo_logits_worker-*.whl")
-    assert re.search(r"manylinux", wheel.name)
+    wheels = sorted(tmp_path.glob("dynamo_logits_worker-*.whl"))
+    platforms = [re.search(r"manylinux_\d+_\d+_(\w+)\.whl$", wheel.name) for wheel in wheels]
+    assert [platform and platform[1] for platform in platforms] == ["aarch64", "x86_64"]
     sums = dict(reversed(line.split("  ")) for line in (tmp_path / f"{name}.sha256").read_text().splitlines())  # type: ignore[arg-type, var-annotated]
     files = {path.name for path in tmp_path.iterdir()} - {f"{name}.sha256"}
     assert sums.keys() == files
