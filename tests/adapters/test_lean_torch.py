@@ -98,7 +98,7 @@ def test_whatever_needs_meta_kernels_gets_them(uses: dict[str, str]) -> None:
     run(FORKS, json.dumps(uses))
 
 
-def test_a_backend_that_needs_them_while_torch_is_imported_gets_them() -> None:
+def test_a_backend_that_needs_them_as_torch_is_imported() -> None:
     program = """
 import sys, types
 from adapters import lean_torch
@@ -140,7 +140,7 @@ def test_other_versions_are_imported_whole(number: str, monkeypatch: pytest.Monk
     assert not lean_torch.install()
 
 
-def test_the_version_that_is_installed_by_default_is_among_the_tested() -> None:
+def test_the_version_that_is_installed_is_tested() -> None:
     found = re.search(r"^torch==(\d+\.\d+)", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
     assert found is not None
     assert found[1] in lean_torch.TESTED

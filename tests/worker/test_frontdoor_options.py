@@ -184,7 +184,7 @@ def test_hosts_headers_rates_and_workers() -> None:
             parse_options([*UPSTREAM, *argv])
 
 
-def test_the_process_imports_neither_an_engine_nor_what_only_engines_need() -> None:
+def test_the_process_imports_no_engine() -> None:
     program = (
         "import sys; sys.argv[1:] = ['--upstream', 'none']\n"
         "from worker.frontdoor.__main__ import run\n"
