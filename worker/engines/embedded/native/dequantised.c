@@ -183,7 +183,7 @@ compute_panel(const dequantised_t *d, int64_t panel, int64_t first, int64_t stop
             else
                 multiply_block(0, rows, row, columns, steps, is_first, is_last, is_alone, block_sums);
             if (is_last)
-                finish_rows(d->q, block, rows, panel * COLUMNS, NULL, block_sums);
+                finish_rows(d->q->layer, d->q->is_bfloat16, block, rows, panel * COLUMNS, NULL, block_sums);
         }
     }
 }

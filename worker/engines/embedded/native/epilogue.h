@@ -107,9 +107,13 @@ load_floats(const float *from, int64_t count)
 INLINED void
 store_floats(float *to, int64_t count, vec x)
 {
+    if (count >= LANES) {
+        vec_store(to, x);
+        return;
+    }
     float lanes[LANES];
     vec_store(lanes, x);
-    memcpy(to, lanes, smaller(count, LANES) * sizeof *to);
+    memcpy(to, lanes, count * sizeof *to);
 }
 
 #endif

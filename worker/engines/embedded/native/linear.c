@@ -1,39 +1,14 @@
 /* Linear layers: GEMMs of rows and a weight packed into panels, with an epilogue. */
 #include <stdlib.h>
 
-#include "epilogue.h"
+#include "finish.h"
 #include "groups.h"
-#include "kernels.h"
-#include "lora.h"
 #include "panels.h"
 
 enum {
     PART_ROWS = 192,   /* rows that share a part of a panel while it is in the cache */
     PART_WORDS = 1024, /* of a panel in such a part: 128 KiB */
 };
-
-/* The epilogue, element by element, and the only rounding. */
-static inline void
-finish(const linear_t *l, int64_t row, int64_t column, const float *sums)
-{
-    const int64_t columns = l->gemm->columns;
-    const element *bias = l->gemm->bias, *other = l->other;
-    vec delta[2];
-    const int has_lora = find_lora(l->lora, l->lora_gemm, row, column, delta);
-    for (int half = 0; half < 2 && column < columns; half++, column += LANES, sums += LANES) {
-        const int64_t count = columns - column, at = row * columns + column;
-        vec y = vec_load(sums);
-        if (bias)
-            y = vec_add(y, load_lanes(bias + column, count));
-        if (has_lora)
-            y = vec_add(y, delta[half]);
-        y = epilogue(l->epilogue, y, takes_other(l->epilogue) ? load_lanes(other + at, count) : y);
-        if (l->is_unrounded)
-            store_floats((float *)l->output + at, count, y);
-        else
-            store_lanes((element *)l->output + at, count, y);
-    }
-}
 
 /* All rows, [rows, inner] operands, times a panel. */
 static void
@@ -54,8 +29,7 @@ compute_panel(const linear_t *l, int64_t number)
                          COLUMNS, word > 0);
             }
         }
-        for (int64_t row = 0; row < count; row++)
-            finish(l, first + row, number * COLUMNS, sums[row]);
+        finish_rows(l, sizeof(element) == sizeof(uint16_t), first, count, number * COLUMNS, NULL, sums[0]);
     }
 }
 

@@ -152,7 +152,7 @@ compute_panel(const quantised_t *q, int64_t panel)
             multiply_a_few(q, panel, (int)count, row, sums);
         else
             multiply_many(q, panel, count, row, sums);
-        finish_rows(q, first, count, panel * COLUMNS, NULL, sums);
+        finish_rows(q->layer, q->is_bfloat16, first, count, panel * COLUMNS, NULL, sums);
     }
 }
 

@@ -232,7 +232,7 @@ finish_rounded_rows(const quantised_t *q, const rounded_t *r, int64_t row, int64
         else
             add_some_outliers(8, 0, q, outliers, end, panel, sums + i * COLUMNS);
     }
-    finish_rows(q, row, count, panel * COLUMNS, q->units + panel * COLUMNS, sums);
+    finish_rows(q->layer, q->is_bfloat16, row, count, panel * COLUMNS, q->units + panel * COLUMNS, sums);
 }
 
 #endif
