@@ -21,7 +21,7 @@ finish_rows_of(int plain, epilogue_t kind, const linear_t *l, int is_bfloat16, i
     const int64_t columns = l->gemm->columns;
     const void *bias = l->gemm->bias, *other = l->other;
     for (int64_t stop = row + count; row < stop; row++, sums += COLUMNS) {
-        vec delta[2];
+        vec delta[2] = {vec_zero(), vec_zero()};
         const int has_lora = !plain && find_lora(l->lora, l->lora_gemm, row, column, delta);
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
