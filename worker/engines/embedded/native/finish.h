@@ -6,9 +6,9 @@
 #include "kernels.h"
 #include "lora.h"
 
-/* Up to 16 of a bias, of an epilogue's operand or of results; the other lanes are 0. */
+/* Up to 16 numbers of bfloat16, or float32, as float32; the other lanes are 0. */
 INLINED vec
-load_results(const void *from, int64_t at, int64_t count, int is_bfloat16)
+read_lanes(const void *from, int64_t at, int64_t count, int is_bfloat16)
 {
     return is_bfloat16 ? load_bfloat16((const uint16_t *)from + at, count) : load_floats((const float *)from + at, count);
 }
@@ -33,10 +33,10 @@ finish_rows_of(int plain, epilogue_t kind, const linear_t *l, int is_bfloat16, i
             if (units)
                 y = vec_mul(y, vec_load(units + half * LANES));
             if (bias)
-                y = vec_add(y, load_results(bias, first, lanes, is_bfloat16));
+                y = vec_add(y, read_lanes(bias, first, lanes, is_bfloat16));
             if (has_lora)
                 y = vec_add(y, delta[half]);
-            y = epilogue(kind, y, takes_other(kind) ? load_results(other, at, lanes, is_bfloat16) : y);
+            y = epilogue(kind, y, takes_other(kind) ? read_lanes(other, at, lanes, is_bfloat16) : y);
             if (is_bfloat16 && !l->is_unrounded)
                 store_bfloat16((uint16_t *)l->output + at, lanes, y);
             else

@@ -189,8 +189,9 @@ integers_in_tiles_are_exact(void)
     const threads_t alone = {1, NULL};
     for (int kind = 0; kind < 4; kind++) {
         const gemm_t gemm = {.columns = COLUMNS, .inner = LENGTH, .weight = codes,
-                             .offsets = kind / 2 ? steps : NULL /* there are some, in the steps */, .group = BLOCK, .bits = kind % 2 ? 4 : 8,
-                             .steps = steps, .units = units, .step = BLOCK, .span = SPAN};
+                             .offsets = kind / 2 ? steps : NULL, /* some or none: they are in the steps */
+                             .group = BLOCK, .bits = kind % 2 ? 4 : 8, .steps = steps, .units = units, .step = BLOCK,
+                             .span = SPAN};
         linear_t layer = {.input = input, .rows = TEST_ROWS, .gemm = &gemm, .output = expected};
         if (compute(&layer, 1, 0, &alone))
             return 0;

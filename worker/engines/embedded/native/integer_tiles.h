@@ -92,6 +92,19 @@ typedef struct {
     int64_t count;      /* rows, or 0 if there is no product */
 } product_t;
 
+/* Stores sums of upper bytes and of lower ones: tiles 0 and 1, or 2 and 3. */
+INLINED void
+store_product(int is_odd, int32_t products[2][PRODUCTS])
+{
+    if (is_odd) {
+        STORE_TILE(2, products[0], TILE_BYTES);
+        STORE_TILE(3, products[1], TILE_BYTES);
+    } else {
+        STORE_TILE(0, products[0], TILE_BYTES);
+        STORE_TILE(1, products[1], TILE_BYTES);
+    }
+}
+
 /* Multiplies a span. Sums of upper bytes are in tile 0, those of lower ones in 1, or in 2 and 3 if it `is_odd`; meanwhile
  * the product before it, in the others, has become known, and is stored: to wait for a tile would take longer than to
  * multiply some.
@@ -120,15 +133,8 @@ multiply_span(int is_odd, const product_t *p, int64_t n, int64_t tiles, int has_
             ADD_SIGNED_BYTES(0, 4, 6);
             ADD_UNSIGNED_BYTES(1, 4, 7);
         }
-        if (tile == 0 && has_before) {
-            if (is_odd) {
-                STORE_TILE(0, before[0], TILE_BYTES);
-                STORE_TILE(1, before[1], TILE_BYTES);
-            } else {
-                STORE_TILE(2, before[0], TILE_BYTES);
-                STORE_TILE(3, before[1], TILE_BYTES);
-            }
-        }
+        if (tile == 0 && has_before)
+            store_product(!is_odd, before);
     }
 }
 
@@ -143,19 +149,13 @@ add_products_to(const product_t *p, int64_t count, int32_t products[2][PRODUCTS]
     }
 }
 
-/* Waits for the product in tiles 2 and 3, or, if it `is_alone`, in 0 and 1, if there is one, and adds it. */
+/* Waits for the last product, if there is one, and adds it. */
 static void
-add_last(int is_alone, product_t *last, int32_t products[2][PRODUCTS])
+add_last(int is_odd, product_t *last, int32_t products[2][PRODUCTS])
 {
     if (!last->count)
         return;
-    if (is_alone) {
-        STORE_TILE(0, products[0], TILE_BYTES);
-        STORE_TILE(1, products[1], TILE_BYTES);
-    } else {
-        STORE_TILE(2, products[0], TILE_BYTES);
-        STORE_TILE(3, products[1], TILE_BYTES);
-    }
+    store_product(is_odd, products);
     add_products_to(last, last->count, products);
     last->count = 0;
 }
@@ -171,27 +171,27 @@ multiply_spans(const quantised_t *q, const rounded_t *r, int64_t row, int64_t n,
         const int64_t begin = span * q->span, tiles = (smaller(q->span, q->inner - begin) + DEPTH - 1) / DEPTH;
         const int8_t *rows = r->codes + row * r->words * WORD_BYTES + begin * n;
         const float *scales = r->scales + row * r->spans + span * n;
-        product_t upper = {rows, columns, scales, sums, smaller(n, TILE_ROWS)};
-        const product_t lower = {rows + TILE_ROWS * DEPTH, columns, scales + TILE_ROWS, sums + TILE_ROWS * COLUMNS,
-                                 n - TILE_ROWS};
+        product_t top = {rows, columns, scales, sums, smaller(n, TILE_ROWS)};
+        const product_t bottom = {rows + TILE_ROWS * DEPTH, columns, scales + TILE_ROWS, sums + TILE_ROWS * COLUMNS,
+                                  n - TILE_ROWS};
         if (n == PAIR_ROWS && tiles == SPAN / DEPTH && last->count) { /* numbers that the compiler knows */
-            multiply_span(0, &upper, PAIR_ROWS, SPAN / DEPTH, 1, products);
+            multiply_span(0, &top, PAIR_ROWS, SPAN / DEPTH, 1, products);
             add_products_to(last, TILE_ROWS, products);
-            multiply_span(1, &lower, PAIR_ROWS, SPAN / DEPTH, 1, products);
-            add_products_to(&upper, TILE_ROWS, products);
-            *last = lower;
+            multiply_span(1, &bottom, PAIR_ROWS, SPAN / DEPTH, 1, products);
+            add_products_to(&top, TILE_ROWS, products);
+            *last = bottom;
             continue;
         }
-        multiply_span(0, &upper, n, tiles, last->count > 0, products);
+        multiply_span(0, &top, n, tiles, last->count > 0, products);
         add_products_to(last, last->count, products);
         last->count = 0;
         if (n <= TILE_ROWS) {
-            add_last(1, &upper, products);
+            add_last(0, &top, products);
             continue;
         }
-        multiply_span(1, &lower, n, tiles, 1, products);
-        add_products_to(&upper, upper.count, products);
-        *last = lower;
+        multiply_span(1, &bottom, n, tiles, 1, products);
+        add_products_to(&top, top.count, products);
+        *last = bottom;
     }
 }
 
@@ -215,13 +215,13 @@ compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, 
         for (int64_t row = first; row < stop; row += PAIR_ROWS) {
             const int64_t n = smaller(PAIR_ROWS, q->rows - row);
             if (*configured != n) {
-                add_last(0, &last, products);
+                add_last(1, &last, products);
                 configure_products(*configured = n);
             }
             multiply_spans(q, r, row, n, span, end, columns, sums + (row - first) * COLUMNS + half * LANES, &last, products);
         }
     }
-    add_last(0, &last, products);
+    add_last(1, &last, products);
     finish_rounded_rows(q, r, first, stop - first, panel, sums);
 }
 

@@ -42,13 +42,6 @@ has_rows_of(const quantised_t *q, const quantised_t *other)
            q->is_bfloat16 == other->is_bfloat16;
 }
 
-/* Bfloat16, or float32, as float32. */
-INLINED vec
-read_lanes(const void *from, int64_t at, int64_t count, int is_bfloat16)
-{
-    return is_bfloat16 ? load_bfloat16((const uint16_t *)from + at, count) : load_lanes((const float *)from + at, count);
-}
-
 /* Code number `index` of each of 16 words of codes of 4 bits. */
 INLINED vec
 four_bits_of(words_t w, int index, int is_e2m1)
