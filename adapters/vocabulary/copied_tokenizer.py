@@ -48,7 +48,8 @@ class CopiedTokenizer:
         added_tokens_decoder: Added tokens by id.
         all_special_ids: Ids of special tokens.
         eos_token_id: The tokenizer's own end token, None if it has none.
-        token_bytes: The bytes that each id adds to a text, as `token_bytes.TokenSpelling` has them.
+        kept_token_bytes: The bytes that each id adds to a text, as `token_bytes.TokenSpelling` has
+            them.
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
@@ -65,7 +66,7 @@ class CopiedTokenizer:
         self.eos_token_id: int | None = content["end"]
         block = base64.b64decode(content["bytes"])
         ends = accumulate(content["lengths"], initial=0)
-        self.token_bytes = [block[start:end] for start, end in pairwise(ends)]
+        self.kept_token_bytes = [block[start:end] for start, end in pairwise(ends)]
 
     @staticmethod
     def to_json(tokenizer: Any) -> dict[str, Any] | None:

@@ -91,7 +91,7 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
 
 def _kept(tokenizer: Tokenizer) -> list[bytes] | None:
     """The bytes of every id, where a tokenizer has them already."""
-    kept: list[bytes] | None = getattr(tokenizer, "token_bytes", None)
+    kept: list[bytes] | None = getattr(tokenizer, "kept_token_bytes", None)
     return kept
 
 
