@@ -9,7 +9,7 @@ import torch
 
 from worker.engines.embedded.kv_cache import SequenceSlice
 from worker.engines.embedded.native.libraries import DATA_TYPES, address
-from worker.engines.embedded.native.paths import library
+from worker.engines.embedded.native.paths import chosen_path, library
 
 _QUERIES = 64
 """Queries of a tile at most: ``QUERIES`` in ``attention.c``."""
@@ -23,6 +23,16 @@ def supports_heads(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
     if kv_heads < 1 or heads % kv_heads:
         return False
     return dtype in DATA_TYPES and head_dim % 2 == 0 and head_dim <= _WIDEST and heads // kv_heads <= _QUERIES
+
+
+def code_bytes(pages: torch.Tensor) -> int:
+    """Bytes of a code of a layer's keys or values; 0 if pages are of elements."""
+    return 0 if pages.dtype.is_floating_point else pages.itemsize
+
+
+def has_tiles(dtype: torch.dtype) -> bool:
+    """Whether kernels of `dtype` may compute with AMX on keys and values of 16 bits."""
+    return chosen_path(dtype) == "amx"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +62,8 @@ def rotate_and_store(
 
     Args:
         projections: Projections of T tokens.
-        keys: The layer's pages of keys, ``[pages, Hkv, page size, D]``; or in int8, of the rows of
-            `kv_cache.Int8Rows`.
+        keys: The layer's pages of keys, ``[pages, Hkv, page size, D]``; or of the rows of
+            `kv_cache.CodeRows`, those of 16 bits in float32 alone.
         values: The layer's pages of values, the same.
         slot_mapping: Page and slot to which each token's KV is written, int64 ``[T]``.
 
@@ -84,7 +94,7 @@ def rotate_and_store(
         pages=slot_mapping[0].data_ptr(),
         slots=slot_mapping[1].data_ptr(),
         epsilon=epsilon,
-        is_int8=keys.dtype == torch.int8,
+        code_bytes=code_bytes(keys),
     )
     kernels.rotate_and_store(arguments, kernels.threads())
     return query
@@ -134,8 +144,8 @@ def attend(
 
     Args:
         query: After RoPE.
-        keys: The layer's pages of keys, ``[pages, Hkv, page size, D]``; or in int8, of the rows of
-            `kv_cache.Int8Rows`.
+        keys: The layer's pages of keys, ``[pages, Hkv, page size, D]``; or of the rows of
+            `kv_cache.CodeRows`, those of 16 bits in float32 alone.
         values: The layer's pages of values, the same.
         tiles: Query tiles and page tables of the step.
         scale: Factor of the scores.
@@ -167,7 +177,8 @@ def attend(
         scale=scale,
         softcap=softcap or 0.0,
         sinks=address(sinks),
-        is_int8=keys.dtype == torch.int8,
+        code_bytes=code_bytes(keys),
+        has_tiles=has_tiles(query.dtype),
     )
     kernels.attend(arguments, kernels.threads())
     return output

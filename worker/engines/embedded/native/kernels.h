@@ -69,6 +69,9 @@ KERNEL int32_t decoder_layers(const step_t *step, const layer_t *layers, int64_t
  */
 KERNEL linear_kernel_t quantised_linear, integer_linear, integer_linear_amx, dequantised_linear_amx;
 
+/* `attend` over keys and values of 16 bits. */
+KERNEL void attend_to_codes(const attention_t *arguments, const threads_t *threads);
+
 /* Writes rows of a quantised weight. Returns 0, or -1 if there is no such row. */
 KERNEL int32_t unpack_rows(const unpacking_t *arguments);
 

@@ -93,12 +93,13 @@ attend_qkv(const step_t *s, const layer_t *l, const buffers_t *b, const threads_
         .rotary = s->rotary, .cosine = l->rope < 0 ? NULL : s->cosine + angles,
         .sine = l->rope < 0 ? NULL : s->sine + angles, .query_norm = query_norm, .key_norm = key_norm,
         .query = b->query, .keys = l->keys, .values = l->values, .page_size = s->page_size, .pages = s->pages,
-        .slots = s->slots, .epsilon = l->head_epsilon, .is_interleaved = s->is_interleaved, .is_int8 = s->is_int8};
+        .slots = s->slots, .epsilon = l->head_epsilon, .is_interleaved = s->is_interleaved, .code_bytes = s->code_bytes};
     const attention_t attention = {
         .query = b->query, .query_stride = s->heads * s->width, .output = b->attended, .keys = l->keys,
         .values = l->values, .kv_heads = s->kv_heads, .group = s->heads / s->kv_heads, .width = s->width,
         .page_size = s->page_size, .page_table = s->page_table, .tiles = s->tiles, .num_tiles = s->num_tiles,
-        .window = l->window, .scale = l->scale, .softcap = l->softcap, .sinks = l->sinks, .is_int8 = s->is_int8};
+        .window = l->window, .scale = l->scale, .softcap = l->softcap, .sinks = l->sinks, .code_bytes = s->code_bytes,
+        .has_tiles = s->has_tiles};
     rotate_and_store(&rotation, threads);
     attend(&attention, threads);
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from worker.engines.embedded.native.attention import Tiles
+from worker.engines.embedded.native.attention import Tiles, code_bytes, has_tiles
 from worker.engines.embedded.native.gemm import EPILOGUES, Gemm, quantised_kernel
 from worker.engines.embedded.native.libraries import KernelLibrary, address
 from worker.engines.embedded.native.lora import AdaptedRows
@@ -190,7 +190,7 @@ class StepTensors:
         sine: RoPE sines, the same.
         slot_mapping: Page and slot to which each token's KV is written, int64 ``[T]``.
         tiles: Query tiles and page tables of the step.
-        keys: Pages of keys by layer, ``[pages, Hkv, page size, D or bytes of a row in int8]``.
+        keys: Pages of keys by layer, ``[pages, Hkv, page size, D or a row's codes and scale]``.
         values: Pages of values by layer, the same.
         adapted: Adapters of the step's tokens; None if no token has one.
     """
@@ -280,7 +280,8 @@ class DecoderLayers:
             page_size=step.keys[0].shape[2],
             quantised=self._quantised,
             is_interleaved=self._is_interleaved,
-            is_int8=step.keys[0].dtype == torch.int8,
+            code_bytes=code_bytes(step.keys[0]),
+            has_tiles=has_tiles(hidden.dtype),
         )
         if step.adapted is not None:
             assert step.adapted.num_layers == len(self.layers), "an adapter of another model"

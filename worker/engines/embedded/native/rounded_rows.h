@@ -96,7 +96,7 @@ read_span(const quantised_t *q, const rounded_t *to, int64_t row, int64_t begin,
         take_outliers(q, to, row, begin, count, limit, elements);
         magnitude = magnitude_of(elements, count);
     }
-    return scale_of(magnitude);
+    return scale_of(magnitude, HIGHEST_BYTE);
 }
 
 /* The codes of a block of up to 32 elements; their sum, or 0 if it is not `summed`. */

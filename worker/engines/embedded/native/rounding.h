@@ -1,4 +1,4 @@
-/* Numbers rounded to 8 bits: each code * scale, with codes from -127 to 127. */
+/* Numbers rounded to codes of a few bits: each becomes code * scale, with codes up to a highest one. */
 #ifndef ROUNDING_H
 #define ROUNDING_H
 
@@ -16,13 +16,15 @@ magnitude_of(const float *numbers, int64_t count)
     return vec_highest_magnitude(highest);
 }
 
-/* The scale of numbers whose largest magnitude becomes 127: NaN if that is infinite or not a number, 0 where the scale
- * would be subnormal; then all codes are 0.
+enum { HIGHEST_BYTE = 127 }; /* highest code of 8 bits */
+
+/* The scale of numbers whose largest magnitude becomes the code `highest`: NaN if that is infinite or not a number, 0 where
+ * the scale would be subnormal; then all codes are 0.
  */
 static inline float
-scale_of(float magnitude)
+scale_of(float magnitude, int highest)
 {
-    const float scale = magnitude / 127.0f;
+    const float scale = magnitude / (float)highest;
     return !(magnitude <= FLT_MAX) ? NAN : scale < FLT_MIN ? 0.0f : scale;
 }
 

@@ -106,10 +106,10 @@ rotate_head(const rotation_t *r, const element *x, const float *norm, int64_t to
 
 /* Writes `width` elements as a row of the cache. */
 static inline void
-store_row(const element *x, int64_t width, int32_t is_int8, char *row)
+store_row(const element *x, int64_t width, int32_t code_bytes, char *row)
 {
-    if (is_int8)
-        quantise_row(x, width, row);
+    if (code_bytes)
+        quantise_row(x, width, code_bytes, row);
     else
         memcpy(row, x, width * sizeof *x);
 }
@@ -118,7 +118,7 @@ static void
 rotate_and_store_tokens(const void *arguments, int64_t first, int64_t stop)
 {
     const rotation_t *r = arguments;
-    const int64_t width = r->width, row_bytes = kv_row_bytes(width, r->is_int8);
+    const int64_t width = r->width, row_bytes = kv_row_bytes(width, r->code_bytes);
     for (int64_t token = first; token < stop; token++) {
         const element *from = r->qkv + token * (r->heads + 2 * r->kv_heads) * width;
         for (int64_t head = 0; head < r->heads; head++, from += width)
@@ -127,8 +127,8 @@ rotate_and_store_tokens(const void *arguments, int64_t first, int64_t stop)
             const int64_t row = (r->pages[token] * r->kv_heads + head) * r->page_size + r->slots[token];
             element key[WIDEST];
             rotate_head(r, from, r->key_norm, token, key);
-            store_row(key, width, r->is_int8, r->keys + row * row_bytes);
-            store_row(from + r->kv_heads * width, width, r->is_int8, r->values + row * row_bytes);
+            store_row(key, width, r->code_bytes, r->keys + row * row_bytes);
+            store_row(from + r->kv_heads * width, width, r->code_bytes, r->values + row * row_bytes);
         }
     }
 }

@@ -360,12 +360,11 @@ transpose_words(const element *from, int64_t stride, int rows, int words, elemen
     }
 }
 
-#ifndef FLOAT32
-/* Words of the elements of two rows, 32 of them: up to `count` are read, 0 for the others and for a NULL `odd`. */
+/* Words of the numbers of 16 bits of two rows, 32 of them: up to `count` are read, 0 for the others and for a NULL `odd`. */
 INLINED void
-interleave(const element *even, const element *odd, int64_t count, element *to)
+interleave(const uint16_t *even, const uint16_t *odd, int64_t count, uint16_t *to)
 {
-    element some[2][COLUMNS] = {{0}};
+    uint16_t some[2][COLUMNS] = {{0}};
     if (count < COLUMNS || !odd) {
         memcpy(some[0], even, smaller(count, COLUMNS) * sizeof *even);
         if (odd)
@@ -383,4 +382,3 @@ interleave(const element *even, const element *odd, int64_t count, element *to)
         _mm256_storeu_si256(at + 1, _mm256_permute2x128_si256(low, high, 0x31));
     }
 }
-#endif

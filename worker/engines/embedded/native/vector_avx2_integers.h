@@ -214,3 +214,11 @@ store_codes(int8_t *to, vec codes, int are_paired)
     const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(sorted), _mm256_extracti128_si256(sorted, 1));
     _mm_storeu_si128((__m128i *)to, are_paired ? _mm_shuffle_epi8(bytes, order) : bytes);
 }
+
+/* 16 whole numbers as ones of 16 bits. */
+INLINED void
+store_shorts(int16_t *to, vec numbers)
+{
+    const __m256i both = _mm256_packs_epi32(_mm256_cvtps_epi32(numbers.low), _mm256_cvtps_epi32(numbers.high));
+    _mm256_storeu_si256((__m256i *)to, _mm256_permute4x64_epi64(both, 0xd8));
+}

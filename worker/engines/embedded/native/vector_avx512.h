@@ -261,10 +261,9 @@ transpose_words(const element *from, int64_t stride, int rows, int words, elemen
             _mm512_storeu_si512(to + i * to_stride, a[i]);
 }
 
-#ifndef FLOAT32
-/* Words of the elements of two rows, 32 of them: up to `count` are read, 0 for the others and for a NULL `odd`. */
+/* Words of the numbers of 16 bits of two rows, 32 of them: up to `count` are read, 0 for the others and for a NULL `odd`. */
 INLINED void
-interleave(const element *even, const element *odd, int64_t count, element *to)
+interleave(const uint16_t *even, const uint16_t *odd, int64_t count, uint16_t *to)
 {
     /* the first halves of two rows, then the second ones */
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
@@ -276,7 +275,6 @@ interleave(const element *even, const element *odd, int64_t count, element *to)
     _mm512_storeu_si512(to + COLUMNS, _mm512_permutex2var_epi16(a, high, b));
 }
 
-#ifdef __AVX512BF16__
+#if !defined(FLOAT32) && defined(__AVX512BF16__)
 #include "vector_avx512_codes.h"
-#endif
 #endif

@@ -129,3 +129,10 @@ store_codes(int8_t *to, vec codes, int are_paired)
     const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(codes));
     _mm_storeu_si128((__m128i *)to, are_paired ? _mm_shuffle_epi8(bytes, order) : bytes);
 }
+
+/* 16 whole numbers as ones of 16 bits. */
+INLINED void
+store_shorts(int16_t *to, vec numbers)
+{
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(numbers)));
+}

@@ -308,14 +308,12 @@ transpose_words(const element *from, int64_t stride, int rows, int words, elemen
         }
 }
 
-#ifndef FLOAT32
-/* Words of the elements of two rows, 32 of them: up to `count` are read, 0 for the others and for a NULL `odd`. */
+/* Words of the numbers of 16 bits of two rows, 32 of them: up to `count` are read, 0 for the others and for a NULL `odd`. */
 INLINED void
-interleave(const element *even, const element *odd, int64_t count, element *to)
+interleave(const uint16_t *even, const uint16_t *odd, int64_t count, uint16_t *to)
 {
     for (int64_t i = 0; i < COLUMNS; i++) {
         to[2 * i] = i < count ? even[i] : 0;
         to[2 * i + 1] = i < count && odd ? odd[i] : 0;
     }
 }
-#endif

@@ -92,3 +92,11 @@ store_codes(int8_t *to, vec codes, int are_paired)
     for (int i = 0; i < LANES; i++)
         to[are_paired ? i / 8 * 8 + i % 2 * 4 + i % 8 / 2 : i] = (int8_t)codes[i];
 }
+
+/* 16 whole numbers as ones of 16 bits. */
+INLINED void
+store_shorts(int16_t *to, vec numbers)
+{
+    for (int i = 0; i < LANES; i++)
+        to[i] = (int16_t)numbers[i];
+}

@@ -371,12 +371,11 @@ transpose_words(const element *from, int64_t stride, int rows, int words, elemen
         }
 }
 
-#ifndef FLOAT32
-/* Words of the elements of two rows, 32 of them: up to `count` are read, 0 for the others and for a NULL `odd`. */
+/* Words of the numbers of 16 bits of two rows, 32 of them: up to `count` are read, 0 for the others and for a NULL `odd`. */
 INLINED void
-interleave(const element *even, const element *odd, int64_t count, element *to)
+interleave(const uint16_t *even, const uint16_t *odd, int64_t count, uint16_t *to)
 {
-    element some[2][COLUMNS] = {{0}};
+    uint16_t some[2][COLUMNS] = {{0}};
     if (count < COLUMNS || !odd) {
         memcpy(some[0], even, smaller(count, COLUMNS) * sizeof *even);
         if (odd)
@@ -388,6 +387,5 @@ interleave(const element *even, const element *odd, int64_t count, element *to)
     for (int64_t at = 0; at < COLUMNS; at += 8)
         vst2q_u16(to + 2 * at, (uint16x8x2_t){{vld1q_u16(even + at), vld1q_u16(odd + at)}});
 }
-#endif
 
 #undef EACH_FOUR

@@ -207,3 +207,10 @@ store_codes(int8_t *to, vec codes, int are_paired)
     const int8x16_t bytes = vcombine_s8(low, high);
     vst1q_s8(to, are_paired ? vqtbl1q_s8(bytes, order) : bytes);
 }
+
+/* 16 whole numbers as ones of 16 bits. */
+INLINED void
+store_shorts(int16_t *to, vec numbers)
+{
+    EACH_FOUR vst1_s16(to + 4 * i, vmovn_s32(vcvtq_s32_f32(numbers.four[i])));
+}

@@ -1,0 +1,157 @@
+/* Panels that a block of keys and values of 16 bits is laid out in, and their products with codes, in exact sums of 32 bits. */
+#ifndef CODE_PANELS_H
+#define CODE_PANELS_H
+
+#include "kv_blocks.h"
+
+enum {
+    CODES_PER_WORD = 2,
+    LAID_OUT = 2, /* lines of keys, and of values, fetched beside 16 words of 16 keys, or a word of 32 elements */
+};
+
+/* One block of keys and values of one head. */
+typedef struct {
+    kv_block_t rows;
+    float key_scales[KEYS] ALIGNED, value_scales[KEYS] ALIGNED; /* 0 where there is no key */
+    int32_t keys[KEYS * WIDEST / CODES_PER_WORD] ALIGNED;       /* two panels of 32 keys, [words of the width][32 keys] */
+    int32_t values[KEYS * WIDEST / CODES_PER_WORD] ALIGNED;     /* panels of 32 elements, [words of 64 keys][32] */
+} code_block_t;
+
+/* The panel that begins with key, or with element, number `first`. */
+static inline const int32_t *
+keys_panel(const code_block_t *block, int64_t first, int64_t width)
+{
+    return block->keys + first * width / CODES_PER_WORD;
+}
+
+static inline const int32_t *
+values_panel(const code_block_t *block, int64_t first)
+{
+    return block->values + first * KEYS / CODES_PER_WORD;
+}
+
+static inline void
+read_scales(const char *rows, int64_t row_bytes, int count, float *scales)
+{
+    memset(scales, 0, KEYS * sizeof *scales);
+    for (int key = 0; key < count; key++)
+        scales[key] = kv_row_scale(rows + key * row_bytes, row_bytes);
+}
+
+/* Lays out the block's keys, in whole panels: missing ones are 0. */
+static void
+lay_out_key_codes(const attention_t *c, code_block_t *block, ahead_t *ahead)
+{
+    const int64_t width = c->width, bytes = row_bytes(c), stride = bytes / (int64_t)sizeof(element);
+    for (int key = 0; key < (block->rows.count + COLUMNS - 1) / COLUMNS * COLUMNS; key += LANES) {
+        const element *rows = (const element *)(block->rows.keys + key * bytes);
+        const int count = block->rows.count > key ? (int)smaller(LANES, block->rows.count - key) : 0;
+        element *to = (element *)(block->keys + key / COLUMNS * COLUMNS * width / CODES_PER_WORD + key % COLUMNS);
+        for (int64_t at = 0; at < width; at += LANES * CODES_PER_WORD, rows += LANES, to += LANES * COLUMNS) {
+            fetch(ahead, LAID_OUT);
+            const int words = (int)smaller(LANES, (width - at) / CODES_PER_WORD);
+            if (count == LANES && words == LANES) /* numbers that the compiler knows */
+                transpose_words(rows, stride, LANES, LANES, to, COLUMNS);
+            else
+                transpose_words(rows, stride, count, words, to, COLUMNS);
+        }
+    }
+    read_scales(block->rows.keys, bytes, block->rows.count, block->key_scales);
+}
+
+/* Lays out the block's values. */
+static void
+lay_out_value_codes(const attention_t *c, code_block_t *block, ahead_t *ahead)
+{
+    const int64_t width = c->width, bytes = row_bytes(c);
+    for (int64_t at = 0; at < width; at += COLUMNS) {
+        uint16_t *to = (uint16_t *)(block->values + at * KEYS / CODES_PER_WORD);
+        const uint16_t *from = (const uint16_t *)block->rows.values + at;
+        for (int key = 0; key < block->rows.count; key += CODES_PER_WORD, to += COLUMNS * CODES_PER_WORD) {
+            const uint16_t *even = from + key * bytes / (int64_t)sizeof *from, *odd = even + bytes / (int64_t)sizeof *from;
+            fetch(ahead, LAID_OUT);
+            if (key + 1 < block->rows.count && width - at >= COLUMNS) /* a number that the compiler knows */
+                interleave(even, odd, COLUMNS, to);
+            else
+                interleave(even, key + 1 < block->rows.count ? odd : NULL, width - at, to);
+        }
+    }
+    read_scales(block->rows.values, bytes, block->rows.count, block->value_scales);
+}
+
+/* Sums [rows, 16 * halves] of the products of rows of `words` words and of halves of a panel. */
+INLINED void
+multiply_code_rows(int has_dot, int rows, int halves, const int16_t *row, int64_t row_stride, const int32_t *panel,
+                   int64_t words, float *sums, int64_t sums_stride)
+{
+    ints sum[ROWS][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int half = 0; half < halves; half++)
+            sum[r][half] = ints_all(0);
+    for (int64_t word = 0; word < words; word++, panel += COLUMNS) {
+        const ints left = load_ints(panel), right = load_ints(halves > 1 ? panel + LANES : panel);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            int32_t codes;
+            memcpy(&codes, row + r * row_stride + word * CODES_PER_WORD, sizeof codes);
+            const ints x = ints_all(codes);
+#pragma GCC unroll 2
+            for (int half = 0; half < halves; half++)
+                sum[r][half] = add_pairs(has_dot, sum[r][half], x, half ? right : left);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int half = 0; half < halves; half++)
+            vec_store(sums + r * sums_stride + half * LANES, vec_of_ints(sum[r][half]));
+}
+
+/* `multiply_code_rows` of a whole panel; the halves of its columns one after the other if there are many rows. */
+INLINED void
+multiply_code_panel(int has_dot, int rows, const int16_t *row, int64_t row_stride, const int32_t *panel, int64_t words,
+                    float *sums, int64_t sums_stride)
+{
+    if (rows <= WIDE_ROWS) {
+        multiply_code_rows(has_dot, rows, 2, row, row_stride, panel, words, sums, sums_stride);
+        return;
+    }
+    for (int half = 0; half < 2; half++)
+        multiply_code_rows(has_dot, rows, 1, row, row_stride, panel + half * LANES, words, sums + half * LANES, sums_stride);
+}
+
+/* `multiply_code_panel` for 1 to ROWS rows, unrolled for each number, so that the sums stay in registers. */
+INLINED void
+multiply_any_codes(int has_dot, int rows, const int16_t *row, int64_t row_stride, const int32_t *panel, int64_t words,
+                   float *sums, int64_t sums_stride)
+{
+#define NUMBER(n)                                                                                                      \
+    case n:                                                                                                            \
+        if (n <= ROWS)                                                                                                 \
+            multiply_code_panel(has_dot, n <= ROWS ? n : 1, row, row_stride, panel, words, sums, sums_stride);         \
+        break;
+    switch (rows) {
+        NUMBER(1) NUMBER(2) NUMBER(3) NUMBER(4) NUMBER(5) NUMBER(6)
+        NUMBER(7) NUMBER(8) NUMBER(9) NUMBER(10) NUMBER(11) NUMBER(12)
+    }
+#undef NUMBER
+}
+
+static void
+multiply_codes(int has_dot, int rows, const int16_t *row, int64_t row_stride, const int32_t *panel, int64_t words, float *sums,
+               int64_t sums_stride)
+{
+#ifdef CAN_HAVE_DOT
+    if (has_dot) {
+        multiply_any_codes(1, rows, row, row_stride, panel, words, sums, sums_stride);
+        return;
+    }
+#else
+    (void)has_dot;
+#endif
+    multiply_any_codes(0, rows, row, row_stride, panel, words, sums, sums_stride);
+}
+
+#endif
