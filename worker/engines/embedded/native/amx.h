@@ -59,8 +59,8 @@ release_tiles(void)
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(from), "r"((int64_t)(stride)) : "memory")
 #define STORE_TILE(tile, to, stride)                                                                                   \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(to), "r"((int64_t)(stride)) : "memory")
-/* `signs` are of the bytes of a and of b, each `s` with a sign or `u` without. */
-#define ADD_BYTES(signs, to, a, b) __asm__ volatile("tdpb" #signs "d %%tmm" #b ", %%tmm" #a ", %%tmm" #to : :)
+#define ADD_SIGNED_BYTES(to, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #to : :)
+#define ADD_UNSIGNED_BYTES(to, a, b) __asm__ volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #to : :) /* those of b */
 #define ADD_BFLOAT16(to, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #to : :)
 
 /* DO(tile, where, bytes from row to row) for each tile of sums; they lie at `sums`, with this stride. */

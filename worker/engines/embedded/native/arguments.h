@@ -130,7 +130,6 @@ typedef struct {
     FIELD(float, scale)                                                                                                \
     FIELD(float, softcap) /* 0 for none */                                                                             \
     FIELD(int32_t, code_bytes) /* of keys and values: see `kv_rows.h` */                                               \
-    FIELD(int32_t, has_tiles)  /* whether AMX may compute on codes of 16 bits */                                       \
     FIELD(const float *, sinks) /* [kv_heads * group], scores without a value, or NULL */
 
 /* A mixture of experts in place of a layer's MLP: those of the `top_k` greatest numbers of the router. */
@@ -193,7 +192,6 @@ typedef struct {
     FIELD(linear_kernel_t *, quantised) /* NULL if no weight is quantised */                                           \
     FIELD(int32_t, is_interleaved)                                                                                     \
     FIELD(int32_t, code_bytes)          /* of keys and values: see `kv_rows.h` */                                      \
-    FIELD(int32_t, has_tiles)           /* see `attention_t` */                                                        \
     FIELD(const lora_layer_t *const *, adapters) /* [tokens], as in `lora_t`; NULL if no token has one */              \
     FIELD(const int64_t *, adapted) /* [num_adapted], the tokens that have one, those of one adapter together */       \
     FIELD(int64_t, num_adapted)                                                                                        \

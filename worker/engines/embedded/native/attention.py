@@ -9,7 +9,7 @@ import torch
 
 from worker.engines.embedded.kv_cache import SequenceSlice
 from worker.engines.embedded.native.libraries import DATA_TYPES, address
-from worker.engines.embedded.native.paths import chosen_path, library
+from worker.engines.embedded.native.paths import library
 
 _QUERIES = 64
 """Queries of a tile at most: ``QUERIES`` in ``attention.c``."""
@@ -28,11 +28,6 @@ def supports_heads(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
 def code_bytes(pages: torch.Tensor) -> int:
     """Bytes of a code of a layer's keys or values; 0 if pages are of elements."""
     return 0 if pages.dtype.is_floating_point else pages.itemsize
-
-
-def has_tiles(dtype: torch.dtype) -> bool:
-    """Whether kernels of `dtype` may compute with AMX on keys and values of 16 bits."""
-    return chosen_path(dtype) == "amx"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +173,6 @@ def attend(
         softcap=softcap or 0.0,
         sinks=address(sinks),
         code_bytes=code_bytes(keys),
-        has_tiles=has_tiles(query.dtype),
     )
     kernels.attend(arguments, kernels.threads())
     return output

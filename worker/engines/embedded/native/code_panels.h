@@ -6,15 +6,15 @@
 
 enum {
     CODES_PER_WORD = 2,
-    LAID_OUT = 2, /* lines of keys, and of values, fetched beside 16 words of 16 keys, or a word of 32 elements */
+    LAID_OUT = 1, /* lines of keys, and of values, fetched beside 16 words of 16 keys, or a word of 32 elements */
 };
 
 /* One block of keys and values of one head. */
 typedef struct {
     kv_block_t rows;
     float key_scales[KEYS] ALIGNED, value_scales[KEYS] ALIGNED; /* 0 where there is no key */
-    int32_t keys[KEYS * WIDEST / CODES_PER_WORD] ALIGNED;       /* two panels of 32 keys, [words of the width][32 keys] */
-    int32_t values[KEYS * WIDEST / CODES_PER_WORD] ALIGNED;     /* panels of 32 elements, [words of 64 keys][32] */
+    int32_t keys[KEYS * WIDEST / CODES_PER_WORD] ALIGNED;       /* panels of 32 keys, [words of the width][32] */
+    int32_t values[KEYS * WIDEST / CODES_PER_WORD] ALIGNED;     /* panels of 32 elements, [words of the keys][32] */
 } code_block_t;
 
 /* The panel that begins with key, or with element, number `first`. */
@@ -79,10 +79,31 @@ lay_out_value_codes(const attention_t *c, code_block_t *block, ahead_t *ahead)
     read_scales(block->rows.values, bytes, block->rows.count, block->value_scales);
 }
 
-/* Sums [rows, 16 * halves] of the products of rows of `words` words and of halves of a panel. */
+/* What becomes of sums of products: with scales of columns, these times them; or they are added, times a scale of their row,
+ * to what was there, times a factor of its row.
+ */
+typedef struct {
+    const float *column_scales; /* or NULL */
+    const float *scales, *fades;
+    float *to; /* [rows, stride] */
+    int64_t stride;
+} finish_t;
+
+/* The sums of a row and of 16 columns from number `at` on. */
+INLINED void
+finish_sums(const finish_t *f, int64_t row, int64_t at, ints sums)
+{
+    float *to = f->to + row * f->stride + at;
+    if (f->column_scales)
+        vec_store(to, vec_mul(vec_of_ints(sums), vec_load(f->column_scales + at)));
+    else
+        vec_store(to, vec_fmadd(vec_load(to), vec_all(f->fades[row]), vec_mul(vec_of_ints(sums), vec_all(f->scales[row]))));
+}
+
+/* Rows of `words` words times halves of the panel whose first column is number `at`. */
 INLINED void
 multiply_code_rows(int has_dot, int rows, int halves, const int16_t *row, int64_t row_stride, const int32_t *panel,
-                   int64_t words, float *sums, int64_t sums_stride)
+                   int64_t words, int64_t at, const finish_t *finish)
 {
     ints sum[ROWS][2];
 #pragma GCC unroll 12
@@ -106,31 +127,31 @@ multiply_code_rows(int has_dot, int rows, int halves, const int16_t *row, int64_
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
         for (int half = 0; half < halves; half++)
-            vec_store(sums + r * sums_stride + half * LANES, vec_of_ints(sum[r][half]));
+            finish_sums(finish, r, at + half * LANES, sum[r][half]);
 }
 
 /* `multiply_code_rows` of a whole panel; the halves of its columns one after the other if there are many rows. */
 INLINED void
 multiply_code_panel(int has_dot, int rows, const int16_t *row, int64_t row_stride, const int32_t *panel, int64_t words,
-                    float *sums, int64_t sums_stride)
+                    int64_t at, const finish_t *finish)
 {
     if (rows <= WIDE_ROWS) {
-        multiply_code_rows(has_dot, rows, 2, row, row_stride, panel, words, sums, sums_stride);
+        multiply_code_rows(has_dot, rows, 2, row, row_stride, panel, words, at, finish);
         return;
     }
     for (int half = 0; half < 2; half++)
-        multiply_code_rows(has_dot, rows, 1, row, row_stride, panel + half * LANES, words, sums + half * LANES, sums_stride);
+        multiply_code_rows(has_dot, rows, 1, row, row_stride, panel + half * LANES, words, at + half * LANES, finish);
 }
 
 /* `multiply_code_panel` for 1 to ROWS rows, unrolled for each number, so that the sums stay in registers. */
 INLINED void
 multiply_any_codes(int has_dot, int rows, const int16_t *row, int64_t row_stride, const int32_t *panel, int64_t words,
-                   float *sums, int64_t sums_stride)
+                   int64_t at, const finish_t *finish)
 {
 #define NUMBER(n)                                                                                                      \
     case n:                                                                                                            \
         if (n <= ROWS)                                                                                                 \
-            multiply_code_panel(has_dot, n <= ROWS ? n : 1, row, row_stride, panel, words, sums, sums_stride);         \
+            multiply_code_panel(has_dot, n <= ROWS ? n : 1, row, row_stride, panel, words, at, finish);                \
         break;
     switch (rows) {
         NUMBER(1) NUMBER(2) NUMBER(3) NUMBER(4) NUMBER(5) NUMBER(6)
@@ -140,18 +161,18 @@ multiply_any_codes(int has_dot, int rows, const int16_t *row, int64_t row_stride
 }
 
 static void
-multiply_codes(int has_dot, int rows, const int16_t *row, int64_t row_stride, const int32_t *panel, int64_t words, float *sums,
-               int64_t sums_stride)
+multiply_codes(int has_dot, int rows, const int16_t *row, int64_t row_stride, const int32_t *panel, int64_t words, int64_t at,
+               const finish_t *finish)
 {
 #ifdef CAN_HAVE_DOT
     if (has_dot) {
-        multiply_any_codes(1, rows, row, row_stride, panel, words, sums, sums_stride);
+        multiply_any_codes(1, rows, row, row_stride, panel, words, at, finish);
         return;
     }
 #else
     (void)has_dot;
 #endif
-    multiply_any_codes(0, rows, row, row_stride, panel, words, sums, sums_stride);
+    multiply_any_codes(0, rows, row, row_stride, panel, words, at, finish);
 }
 
 #endif

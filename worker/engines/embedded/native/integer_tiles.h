@@ -126,12 +126,12 @@ multiply_span(int is_odd, const product_t *p, int64_t n, int64_t tiles, int has_
         LOAD_TILE(7, (*p->columns)[1][tile], TILE_BYTES);
         if (is_odd) {
             LOAD_TILE(5, rows, DEPTH);
-            ADD_BYTES(ss, 2, 5, 6);
-            ADD_BYTES(su, 3, 5, 7);
+            ADD_SIGNED_BYTES(2, 5, 6);
+            ADD_UNSIGNED_BYTES(3, 5, 7);
         } else {
             LOAD_TILE(4, rows, DEPTH);
-            ADD_BYTES(ss, 0, 4, 6);
-            ADD_BYTES(su, 1, 4, 7);
+            ADD_SIGNED_BYTES(0, 4, 6);
+            ADD_UNSIGNED_BYTES(1, 4, 7);
         }
         if (tile == 0 && has_before)
             store_product(!is_odd, before);

@@ -1,4 +1,5 @@
-/* Blocks of a head's keys and values in the paged KV cache: their rows, in place, or copied if they lie in several pages. */
+/* Blocks of a head's keys and values in the paged KV cache: their rows, in place, or copied if they lie in several pages.
+ */
 #ifndef KV_BLOCKS_H
 #define KV_BLOCKS_H
 

@@ -98,8 +98,7 @@ attend_qkv(const step_t *s, const layer_t *l, const buffers_t *b, const threads_
         .query = b->query, .query_stride = s->heads * s->width, .output = b->attended, .keys = l->keys,
         .values = l->values, .kv_heads = s->kv_heads, .group = s->heads / s->kv_heads, .width = s->width,
         .page_size = s->page_size, .page_table = s->page_table, .tiles = s->tiles, .num_tiles = s->num_tiles,
-        .window = l->window, .scale = l->scale, .softcap = l->softcap, .sinks = l->sinks, .code_bytes = s->code_bytes,
-        .has_tiles = s->has_tiles};
+        .window = l->window, .scale = l->scale, .softcap = l->softcap, .sinks = l->sinks, .code_bytes = s->code_bytes};
     rotate_and_store(&rotation, threads);
     attend(&attention, threads);
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from worker.engines.embedded.native.attention import Tiles, code_bytes, has_tiles
+from worker.engines.embedded.native.attention import Tiles, code_bytes
 from worker.engines.embedded.native.gemm import EPILOGUES, Gemm, quantised_kernel
 from worker.engines.embedded.native.libraries import KernelLibrary, address
 from worker.engines.embedded.native.lora import AdaptedRows
@@ -281,7 +281,6 @@ class DecoderLayers:
             quantised=self._quantised,
             is_interleaved=self._is_interleaved,
             code_bytes=code_bytes(step.keys[0]),
-            has_tiles=has_tiles(hidden.dtype),
         )
         if step.adapted is not None:
             assert step.adapted.num_layers == len(self.layers), "an adapter of another model"
