@@ -320,23 +320,29 @@ fuzz_panels(void)
 }
 #endif
 
+#ifdef FLOAT32
+enum { MOST_CODE_BYTES = 2 };
+#else
+enum { MOST_CODE_BYTES = 1 };
+#endif
+
 /* Rows of the KV cache. */
 static char *
-some_rows(int64_t count, int64_t width, int32_t is_int8)
+some_rows(int64_t count, int64_t width, int32_t code_bytes)
 {
-    const int64_t bytes = kv_row_bytes(width, is_int8);
+    const int64_t bytes = kv_row_bytes(width, code_bytes);
     element *elements = some(count * width);
-    if (!is_int8)
+    if (!code_bytes)
         return (char *)elements;
     char *rows = malloc(count * bytes);
     for (int64_t i = 0; i < count; i++)
-        quantise_row(elements + i * width, width, rows + i * bytes);
+        quantise_row(elements + i * width, width, code_bytes, rows + i * bytes);
     free(elements);
     return rows;
 }
 
 static void
-fuzz_attention(int32_t is_int8)
+fuzz_attention(int32_t code_bytes)
 {
     const int64_t kv_heads = 1 + below(2), group = 1 + below(3), heads = kv_heads * group;
     const int64_t width = ONE_OF(2, 6, 30, 34, 64), window = ONE_OF(0, 1, 20);
@@ -344,13 +350,13 @@ fuzz_attention(int32_t is_int8)
     const int64_t has_norm = below(2), has_softcap = below(2), has_rope = below(4), has_sinks = below(2);
     const int64_t rotary = below(2) ? width : 2;
     const int64_t size = ONE_OF(3, 16, 24, 48, 64, 80, 100), tokens = 1 + below(100), pages = (tokens + size - 1) / size;
-    const int64_t most = 64 / group, start = below(tokens), count = 1 + below(smaller(most, tokens - start));
+    const int64_t most = 96 / group, start = below(tokens), count = 1 + below(smaller(most, tokens - start));
     const tile_t tile = {0, count, start, 0};
     element *qkv = some(tokens * (heads + 2 * kv_heads) * width), *query = some(tokens * heads * width);
     element *cosine = some(tokens * rotary), *sine = some(tokens * rotary);
     float *norm = some_floats(width), *sinks = some_floats(heads);
-    char *keys = some_rows(pages * kv_heads * size, width, is_int8);
-    char *values = some_rows(pages * kv_heads * size, width, is_int8);
+    char *keys = some_rows(pages * kv_heads * size, width, code_bytes);
+    char *values = some_rows(pages * kv_heads * size, width, code_bytes);
     element *y = some(count * heads * width);
     int64_t *table = malloc(pages * sizeof *table), *page = malloc(tokens * sizeof *page);
     int64_t *slot = malloc(tokens * sizeof *slot);
@@ -364,16 +370,16 @@ fuzz_attention(int32_t is_int8)
         .qkv = qkv, .tokens = tokens, .heads = heads, .kv_heads = kv_heads, .width = width, .rotary = rotary,
         .cosine = has_rope ? cosine : NULL, .sine = has_rope ? sine : NULL, .query_norm = has_norm ? norm : NULL,
         .key_norm = norm, .query = query, .keys = keys, .values = values, .page_size = size, .pages = page,
-        .slots = slot, .epsilon = 1e-6f, .is_interleaved = (int32_t)below(2), .is_int8 = is_int8};
+        .slots = slot, .epsilon = 1e-6f, .is_interleaved = (int32_t)below(2), .code_bytes = code_bytes};
     rotate_and_store(&rotation, &threads);
     const attention_t attention = {
         .query = query, .query_stride = heads * width, .output = y, .keys = keys, .values = values,
         .kv_heads = kv_heads, .group = group, .width = width, .page_size = size, .page_table = table, .tiles = &tile,
-        .num_tiles = 1, .window = window, .scale = 0.2f, .softcap = has_softcap ? 5.0f : 0.0f, .is_int8 = is_int8,
+        .num_tiles = 1, .window = window, .scale = 0.2f, .softcap = has_softcap ? 5.0f : 0.0f, .code_bytes = code_bytes,
         .sinks = has_sinks ? sinks : NULL};
     attend(&attention, &threads);
     add_to_digest(query, tokens * heads * width);
-    add_bytes_to_digest(keys, pages * kv_heads * size * kv_row_bytes(width, is_int8));
+    add_bytes_to_digest(keys, pages * kv_heads * size * kv_row_bytes(width, code_bytes));
     add_to_digest(y, count * heads * width);
     void *const all[] = {qkv, query, cosine, sine, norm, sinks, keys, values, y, table, page, slot};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
@@ -505,7 +511,7 @@ fuzz_layers(void)
     const int64_t kv_heads = 1 + below(2), heads = kv_heads * (1 + below(3)), width = ONE_OF(2, 6, 34);
     const int64_t hidden = ONE_OF(2, 30, 66), inner = ONE_OF(2, 50), tokens = 1 + below(20), size = tokens + below(9);
     const int64_t rotary = below(2) ? width : 2, ropes = 2;
-    const int32_t is_int8 = (int32_t)below(2);
+    const int32_t code_bytes = (int32_t)below(MOST_CODE_BYTES + 1);
     const threads_t threads = some_threads();
     const int64_t of_keys = kv_heads * width, qkv = heads * width + 2 * of_keys;
     layer_t layers[MODEL_LAYERS];
@@ -538,8 +544,8 @@ fuzz_layers(void)
             layers[i].up = some_gemm(inner, hidden);
             layers[i].down = some_gemm(hidden, inner);
         }
-        layers[i].keys = some_rows(kv_heads * size, width, is_int8);
-        layers[i].values = some_rows(kv_heads * size, width, is_int8);
+        layers[i].keys = some_rows(kv_heads * size, width, code_bytes);
+        layers[i].values = some_rows(kv_heads * size, width, code_bytes);
     }
     int64_t *page = calloc(tokens, sizeof *page), *slot = malloc(tokens * sizeof *slot);
     for (int64_t i = 0; i < tokens; i++)
@@ -562,7 +568,7 @@ fuzz_layers(void)
     const step_t step = {.tokens = tokens, .hidden = hidden, .heads = heads, .kv_heads = kv_heads, .width = width,
                          .rotary = rotary, .inner = inner, .cosine = cosine, .sine = sine, .pages = page,
                          .slots = slot, .page_table = page, .tiles = &tile, .num_tiles = 1, .page_size = size,
-                         .is_interleaved = (int32_t)below(2), .is_int8 = is_int8,
+                         .is_interleaved = (int32_t)below(2), .code_bytes = code_bytes,
                          .adapters = has_lora && num_adapted ? of_tokens : NULL, .adapted = adapted,
                          .num_adapted = num_adapted, .lora_width = lora_width};
     decoder_layers(&step, layers, MODEL_LAYERS, x, &threads);
@@ -607,8 +613,8 @@ main(int count, char **arguments)
 #endif
     for (int i = 0; i < rounds; i++) {
         fuzz_linear();
-        fuzz_attention(0);
-        fuzz_attention(1);
+        for (int32_t code_bytes = 0; code_bytes <= MOST_CODE_BYTES; code_bytes++)
+            fuzz_attention(code_bytes);
         fuzz_layers();
         fuzz_group(linear, 0, 0);
 #ifdef FLOAT32

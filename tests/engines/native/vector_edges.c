@@ -181,6 +181,10 @@ integers(void)
         for (int i = 0; i < LANES; i++)
             add_word((uint32_t)stored[i]);
     }
+    int16_t shorts[LANES];
+    store_shorts(shorts, vec_mul(vec_load(numbers), vec_all(129.0f)));
+    for (int i = 0; i < LANES; i++)
+        add_word((uint32_t)shorts[i]);
 }
 
 /* Blocks of every size. */

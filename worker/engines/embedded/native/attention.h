@@ -12,7 +12,7 @@
 #include "kernels.h"
 #include "kv_blocks.h"
 
-enum { QUERIES = 64 }; /* of a tile at most, which share a block once it is packed into panels */
+enum { QUERIES = 96 }; /* of a tile at most, which share a block once it is packed into panels */
 
 /* A head's tile, and the one that is likely computed next; NULL for none. */
 typedef struct {

@@ -11,7 +11,7 @@ from worker.engines.embedded.kv_cache import SequenceSlice
 from worker.engines.embedded.native.libraries import DATA_TYPES, address
 from worker.engines.embedded.native.paths import library
 
-_QUERIES = 64
+_QUERIES = 96
 """Queries of a tile at most: ``QUERIES`` in ``attention.c``."""
 
 _WIDEST = 256

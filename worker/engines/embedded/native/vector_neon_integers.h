@@ -108,9 +108,13 @@ INLINED ints
 add_pairs(int has_dot, ints sum, ints a, ints b)
 {
     (void)has_dot;
-    const ints low = ints_mul(low_halves(a), low_halves(b));
-    EACH_FOUR sum.four[i] = vaddq_s32(sum.four[i], low.four[i]);
-    return ints_add(sum, ints_mul(high_halves(a), high_halves(b)));
+    EACH_FOUR
+    {
+        const int16x8_t x = vreinterpretq_s16_s32(a.four[i]), y = vreinterpretq_s16_s32(b.four[i]);
+        const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
+        sum.four[i] = vaddq_s32(sum.four[i], vpaddq_s32(low, high));
+    }
+    return sum;
 }
 
 /* Code number `index` of each of 16 words: of 4 bits without a sign, or of 8 with one. */
