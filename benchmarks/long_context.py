@@ -50,7 +50,7 @@ def measure(arguments: argparse.Namespace, checkpoint: Path, longest: int) -> Ti
             script = "long_context_peer.py"
             return stack.enter_context(peer(python, checkpoint, arguments.threads, script, kv_type, str(longest)))
 
-        answers = {OURS: start(Path(sys.executable), "auto"), OURS_INT8: start(Path(sys.executable), "int8")}
+        answers = {OURS: start(Path(sys.executable), "none"), OURS_INT8: start(Path(sys.executable), "int8")}
         if arguments.llama.is_file():
             answers |= {name: start(arguments.llama, kv_type) for name, kv_type in PEERS.items()}
         else:

@@ -1,7 +1,7 @@
 """A peer of `long_context.py`: ``python long_context_peer.py CHECKPOINT KV_TYPE TOKENS``.
 
 Decodes behind prompts of up to ``TOKENS``, one at a time, with keys and values in ``KV_TYPE``:
-`auto` or `int8` of ours, `f16`, `bf16` or `q8_0` of llama.cpp. A task that is repeated goes on
+`none` or `int8` of ours, `f16`, `bf16` or `q8_0` of llama.cpp. A task that is repeated goes on
 behind the prompt that is still in the KV cache: ours by its prefix cache.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from workload import Reply, Task, serve
 
-OURS = ("auto", "int8")
+OURS = ("none", "int8")
 
 
 def ours(checkpoint: Path, kv_type: str, tokens: int) -> Callable[[Task], Reply]:

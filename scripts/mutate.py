@@ -45,7 +45,7 @@ ROOMS = {
     ),
     "kv_cache": Room(
         (f"{EMBEDDED}/kv_cache", f"{EMBEDDED}/blocks.py"),
-        "kv_cache kv_budget int8_kv_cache scheduler_properties embedded_attention",
+        "kv_cache kv_budget code_kv_cache scheduler_properties embedded_attention",
     ),
     "sampling": Room(
         (f"{EMBEDDED}/sampling",),

@@ -206,7 +206,7 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 needs --engine trtllm or vllm"),
         (["--engine", "trtllm", "--numerics", "exact"], "--numerics exact needs --engine embedded"),
         (["--engine", "trtllm", "--kv-cache-dtype", "int8"], "--kv-cache-dtype int8 needs --engine embedded"),
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be one of auto, int8, got 'fp8'"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be one of auto, none, int8, int16, got 'fp8'"),
         (["--engine", "trtllm", "--max-mixed-chunk", "64"], "--max-mixed-chunk 64 needs --engine embedded"),
         (["--engine", "trtllm", "--step-timeout-s", "5"], "--step-timeout-s 5.0 needs --engine embedded or vllm"),
         (["--dtype", "float16"], "--dtype float16 needs --engine trtllm or vllm"),

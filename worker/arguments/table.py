@@ -111,9 +111,10 @@ class Arguments:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "What the embedded engine holds keys and values in: int8, with a scale for each token and head "
-        "(docs/models.md), or auto: the data type of activations.",
-        choices=("auto", "int8"),
+        "What the embedded engine holds keys and values in: int8 or, in float32, int16, with a scale for each token "
+        "and head (docs/models.md), none: the data type of activations, or auto: int16 in float32 where rows are "
+        "rounded to int8 and native kernels attend, else none.",
+        choices=("auto", "none", "int8", "int16"),
         engine=True,
     )
     packed_copy: str = option(

@@ -1,8 +1,9 @@
 """The command line: ``python -m worker quantize MODEL --to int8 [--report] [--output DIR]``.
 
 Rows that meet quantised weights are rounded to 8 bits in the report, as they are when the model is
-served, unless ``--activation-dtype none`` says otherwise. With ``--kv-cache-dtype int8`` the report
-is of a quantised KV cache, too, or of it alone.
+served, unless ``--activation-dtype none`` says otherwise. With ``--kv-cache-dtype int8``
+or ``int16`` the report is of a quantised KV cache, too, or of it alone; by default it is of weights
+and rows alone, with a KV cache of elements.
 Nothing is written without ``--output``. Exit 1 after an error, 2 for wrong arguments.
 """
 
@@ -53,8 +54,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if not options.report and options.output is None:
         parser.error("give --report, --output DIR, or both")
-    if options.to is None and (options.output is not None or options.kv_cache_dtype == "auto"):
-        parser.error("give --to; a report is also of --kv-cache-dtype int8 alone")
+    if options.to is None and (options.output is not None or options.kv_cache_dtype in ("auto", "none")):
+        parser.error("give --to; a report is also of --kv-cache-dtype int8 or int16 alone")
     if options.activation_dtype != "auto" and not (options.report and options.to):
         parser.error("--activation-dtype is of a report on quantised weights; give --report and --to, too")
     if options.kv_cache_dtype != "auto" and not options.report:

@@ -80,14 +80,17 @@ def predict(
 
 
 def report(model_path: Path, to: str | None, activation_dtype: str, kv_cache_dtype: str, dtype: str) -> list[str]:
-    """Lines for people; errors as `predict`. Weights are not quantised if `to` is None."""
+    """Lines for people; errors as `predict`. Weights are not quantised if `to` is None, and the KV
+    cache is only in ``int8`` or ``int16``.
+    """
+    kv_cache_dtype = "none" if kv_cache_dtype == "auto" else kv_cache_dtype
     before = predict(model_path, dtype)
     after = predict(model_path, dtype, to or "none", activation_dtype, kv_cache_dtype)
     change = after.perplexity / before.perplexity - 1
     what = [to] if to is not None else []
     rounding = "int8" if activation_dtype == "auto" else activation_dtype
     what += [f"{rounding} activations"] if to is not None and rounding != "none" else []
-    what += [f"{kv_cache_dtype} KV cache"] if kv_cache_dtype != "auto" else []
+    what += [f"{kv_cache_dtype} KV cache"] if kv_cache_dtype != "none" else []
     return [
         f"perplexity on {len(before.logprobs)} tokens of plain English: {before.perplexity:.3f} unquantised, "
         f"{after.perplexity:.3f} {', '.join(what)} ({change:+.2%})",

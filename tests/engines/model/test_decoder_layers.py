@@ -56,9 +56,9 @@ def test_with_rounded_activations(dtype: str, every_checkpoint: dict[str, Path])
     check(load(every_checkpoint["qwen3"], dtype=dtype, quantization="int4", activation_dtype="int8"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_over_an_int8_kv_cache(dtype: str, every_checkpoint: dict[str, Path]) -> None:
-    check(load(every_checkpoint["qwen3"], dtype=dtype, kv_cache_dtype="int8"))
+@pytest.mark.parametrize(("kv", "dtype"), [*(("int8", dtype) for dtype in DTYPES), ("int16", "float32")])
+def test_over_a_quantised_kv_cache(kv: str, dtype: str, every_checkpoint: dict[str, Path]) -> None:
+    check(load(every_checkpoint["qwen3"], dtype=dtype, kv_cache_dtype=kv))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -60,6 +60,7 @@ def test_a_row_has_its_bits_however_it_is_computed(kind: str, tmp_path: Path) ->
         {"quantization": "int4", "activation_dtype": "int8"},
         {"quantization": "int8", "dtype": "bfloat16"},
         {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "int16"},
     ):
         checked(load(tmp_path, **settings))
 

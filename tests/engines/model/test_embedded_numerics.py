@@ -180,17 +180,19 @@ WITH_MORE_THREADS = [
 ]
 WITH_MORE_THREADS = [(*case[:3], "auto", case[3]) for case in WITH_MORE_THREADS]  # type: ignore[misc]
 """Threads of torch's kernels, whose bits depend on their number."""
-IN_INT8 = [
+IN_CODES = [
     *((arch, *computed, "int8", 1) for arch in EVERY_TYPE for computed in NATIVE),
     *((arch, *computed, "int8", threads) for arch, threads in (("llama", 2), ("gemma2", 1)) for computed in COMPUTED),
+    *((arch, *computed, "int16", 1) for arch in EVERY_TYPE for computed in NATIVE if "float32" in computed),
+    *((arch, "float32", "torch", "int16", threads) for arch, threads in (("llama", 2), ("gemma2", 1))),
 ]
-"""With such a KV cache; gemma2 has windows and soft-capped scores."""
+"""With a quantised KV cache; gemma2 has windows and soft-capped scores."""
 
 
 def bits_test(max_examples: int) -> Callable[..., None]:
     checked = settings(max_examples=examples(max_examples), deadline=None, suppress_health_check=list(HealthCheck))
     test: Callable[..., None] = checked(given(data=st.data())(same_bits))
-    cases = sorted({*KINDS, *WITH_MORE_THREADS, *IN_INT8})
+    cases = sorted({*KINDS, *WITH_MORE_THREADS, *IN_CODES})
     return pytest.mark.parametrize(("arch", "dtype", "kernels", "kv_cache_dtype", "threads"), grid(cases, fast=4))(test)
 
 

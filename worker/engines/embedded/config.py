@@ -26,7 +26,7 @@ KERNELS = (
 )
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 ACTIVATION_DTYPES = ("auto", "none", "int8", "bfloat16")
-KV_CACHE_DTYPES = ("auto", "int8")
+KV_CACHE_DTYPES = ("auto", "none", "int8", "int16")
 LORA_DTYPES = ("auto", "float32", "bfloat16")
 ROLES = ("aggregated", "prefill", "decode")
 
@@ -52,8 +52,10 @@ class EmbeddedConfig:
             weights: ``int8``, with one scale for up to 128 elements; ``bfloat16``, as the
             weights then are too, on processors with AMX; ``none``: they stay in `dtype`; or
             ``auto``: int8 where weights are quantised and native kernels compute.
-        kv_cache_dtype: Format of keys and values: ``int8``, with one scale for each token and head,
-            or ``auto``: `dtype`.
+        kv_cache_dtype: Format of keys and values: ``int8`` or ``int16``, with one scale for each
+            token and head, the latter for a `dtype` of float32 alone; ``none``: `dtype`; or
+            ``auto``: int16 where rows are rounded to int8, `dtype` is float32 and native kernels
+            attend, else `dtype`.
         packed_copy: ``auto``: where native kernels compute the model, what they read is kept in a
             file beside the checkpoint, so that the next start is fast (see `packed_copy.py`), if
             one can be written there; an absolute path: in a directory of the checkpoint's below it;

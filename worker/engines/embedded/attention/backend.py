@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from worker.engines.embedded.kv_cache import Int8Rows, KvStore, SequenceSlice
+from worker.engines.embedded.kv_cache import CodeRows, KvStore, SequenceSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class AttentionSizes:
         page_size: Tokens per page of the KV cache.
         dtype: Data type of queries, keys and values.
         device: Device of queries, keys and values.
-        int8_rows: Format of the KV store's rows; None if they are elements of `dtype`.
+        code_rows: Format of the KV store's rows; None if they are elements of `dtype`.
         has_windows: Whether tokens of some layers attend to a window alone.
 
     Raises:
@@ -45,7 +45,7 @@ class AttentionSizes:
     page_size: int
     dtype: torch.dtype
     device: torch.device
-    int8_rows: Int8Rows | None = None
+    code_rows: CodeRows | None = None
     has_windows: bool = False
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 
 from worker.engines.embedded.attention.online_softmax import CallShapes, TorchKernel
-from worker.engines.embedded.kv_cache import Int8Rows, SequenceSlice
+from worker.engines.embedded.kv_cache import CodeRows, SequenceSlice
 
 _Pair = tuple[int, int, int, int, int]
 """Page, token, column of the table (-1 for a result that is not used), first and last + 1 key that
@@ -46,14 +46,14 @@ class Call:
     length: int
     mask: torch.Tensor | None
 
-    def view(self, store: torch.Tensor, int8_rows: Int8Rows | None) -> torch.Tensor:
-        """``[entries, num_kv_heads, length, head_dim]`` of the store, in place; in int8
+    def view(self, store: torch.Tensor, code_rows: CodeRows | None) -> torch.Tensor:
+        """``[entries, num_kv_heads, length, head_dim]`` of the store, in place; or
         dequantised.
         """
         stride = self.stride if self.entries > 1 else 0
         pages = store[self.first : self.first + stride * (self.entries - 1) + 1 : stride or 1, :, : self.length]
-        if int8_rows is not None:
-            pages = int8_rows.dequantise(pages)
+        if code_rows is not None:
+            pages = code_rows.dequantise(pages)
         return pages.expand(self.entries, -1, -1, -1)
 
 

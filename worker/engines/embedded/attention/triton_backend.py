@@ -33,9 +33,9 @@ class TritonAttention:
 
     @classmethod
     def supports(cls, sizes: AttentionSizes) -> bool:
-        """Heads whose keys fit into shared memory, not in int8."""
+        """Heads whose keys fit into shared memory, not quantised ones."""
         fits = cuda.split_bytes(sizes.head_dim, sizes.dtype) <= cuda.MOST_BYTES
-        return sizes.device.type == "cuda" and sizes.int8_rows is None and fits
+        return sizes.device.type == "cuda" and sizes.code_rows is None and fits
 
     def candidates(self, sizes: AttentionSizes, may_cost: bool) -> Iterator[TritonAttention]:
         """None but itself."""

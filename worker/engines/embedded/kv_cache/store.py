@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 import torch
 
 from adapters.devices import upload_ids
-from worker.engines.embedded.kv_cache.int8_rows import Int8Rows
+from worker.engines.embedded.kv_cache.code_rows import CodeRows
 from worker.engines.embedded.plan import PageCopy
 
 
-def row_shape(head_dim: int, dtype: torch.dtype, int8_rows: Int8Rows | None) -> tuple[int, torch.dtype]:
+def row_shape(head_dim: int, dtype: torch.dtype, code_rows: CodeRows | None) -> tuple[int, torch.dtype]:
     """The last dimension of a store's tensors, and their data type; for elements of `dtype`."""
-    return (head_dim, dtype) if int8_rows is None else (int8_rows.num_bytes, torch.int8)
+    return (head_dim, dtype) if code_rows is None else (code_rows.width, code_rows.codes)
 
 
 @dataclass(slots=True)
 class KvStore:
-    """Keys and values of each layer: ``[num_pages, num_kv_heads, page_size, head_dim]``, or, in
-    int8, ``[num_pages, num_kv_heads, page_size, row bytes]``.
+    """Keys and values of each layer: ``[num_pages, num_kv_heads, page_size, head_dim]``, or, where
+    they are quantised, ``[num_pages, num_kv_heads, page_size, CodeRows.width]``.
 
     `write` and the attention backends, which read rows, know what is in one; everything else moves
     rows.
@@ -28,7 +28,7 @@ class KvStore:
     Attributes:
         keys: Keys of each layer.
         values: Values of each layer.
-        int8_rows: Format of a row; None if it is its elements, in their own data type.
+        code_rows: Format of a row; None if it is its elements, in their own data type.
         is_read_behind: Whether attention reads slots behind the newest token of a sequence, and
             multiplies them by 0: they are zeroed, as KV of another request, or a NaN, would survive
             that. See `AttentionBackend.reads_behind`.
@@ -36,7 +36,7 @@ class KvStore:
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
-    int8_rows: Int8Rows | None = None
+    code_rows: CodeRows | None = None
     is_read_behind: bool = True
     _key_slots: list[torch.Tensor] = field(init=False)
     _value_slots: list[torch.Tensor] = field(init=False)
@@ -53,8 +53,8 @@ class KvStore:
     @property
     def dtype_name(self) -> str:
         """Data type of keys and values, and that in which they were computed, if it is another."""
-        if self.int8_rows is not None:
-            return self.int8_rows.name
+        if self.code_rows is not None:
+            return self.code_rows.name
         return str(self.keys[0].dtype).removeprefix("torch.")
 
     def write(
@@ -68,8 +68,8 @@ class KvStore:
             key: ``[T, num_kv_heads, head_dim]``.
             value: ``[T, num_kv_heads, head_dim]``.
         """
-        if self.int8_rows is not None:
-            key, value = self.int8_rows.quantise(key), self.int8_rows.quantise(value)
+        if self.code_rows is not None:
+            key, value = self.code_rows.quantise(key), self.code_rows.quantise(value)
         self._key_slots[layer].index_put_(slot_mapping, _wide(key))
         self._value_slots[layer].index_put_(slot_mapping, _wide(value))
 

@@ -5,8 +5,9 @@ with transformers, from a checkpoint (`transformers_checkpoint`) that has passed
 `first_pass` computes its first tokens; `llama` and `transformers_network` are the two networks,
 `mlp` an MLP, `activations` what it applies, `moe` a mixture of experts; `linear` and `gemm` are
 linear layers and the GEMM backends that compute them, `panels` looks rows up in packed weights;
-`batch_packing` packs a step's tokens; `kernels` chooses GEMM and attention backends, `numerics`
-finds batch-invariant shapes for them, and `layer_trial` measures whole layers.
+`batch_packing` packs a step's tokens; `kernels` chooses GEMM and attention backends, `kv_format`
+what keys and values are held in, `numerics` finds batch-invariant shapes for them, and
+`layer_trial` measures whole layers.
 """
 
 from worker.engines.embedded.model.first_pass import check_first_pass

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,12 +20,13 @@ from worker.engines.embedded.attention import AttentionBackend, AttentionSizes, 
 from worker.engines.embedded.config import resolve_dtype
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
-from worker.engines.embedded.kv_cache import Int8Rows, KvStore, row_shape
+from worker.engines.embedded.kv_cache import KvStore, row_shape
 from worker.engines.embedded.model import weight_update
 from worker.engines.embedded.model.adapter_weights import LayersInUse, load_adapter
 from worker.engines.embedded.model.batch_packing import Batch, pack
 from worker.engines.embedded.model.checkpoint_files import first_line
 from worker.engines.embedded.model.kernels import KernelBackend
+from worker.engines.embedded.model.kv_format import code_rows_of
 from worker.engines.embedded.model.layer_trial import LayerTrial, num_trial_pages, trial_ids
 from worker.engines.embedded.model.linear import linears
 from worker.engines.embedded.model.llama import LlamaNetwork
@@ -114,6 +115,9 @@ class HfModel:
         kv_cache_dtype: One of `config.KV_CACHE_DTYPES`.
         is_in_huge_pages: Whether the weights are.
 
+    Raises:
+        StartupError: keys and values of `ModelFacts.dtype` are not held in `kv_cache_dtype`.
+
     Attributes:
         kernels: See `KernelBackend.name`.
         kernel_backend: Backends that compute.
@@ -141,8 +145,12 @@ class HfModel:
         self.undecodable_ids = facts.undecodable_ids
         self._facts = facts
         self._is_in_huge_pages = is_in_huge_pages
-        self._int8_rows = Int8Rows(facts.head_dim, self.dtype) if kv_cache_dtype == "int8" else None
-        self._row_width, self._row_dtype = row_shape(facts.head_dim, self.dtype, self._int8_rows)
+        sizes = AttentionSizes(
+            *(facts.heads, facts.kv_heads, facts.head_dim, facts.softcap, 0),  # pages come with the KV store
+            *(self.dtype, device, None, network.has_windows),
+        )
+        self._sizes = replace(sizes, code_rows=code_rows_of(kv_cache_dtype, sizes, kernels))
+        self._row_width, self._row_dtype = row_shape(facts.head_dim, self.dtype, self._sizes.code_rows)
         self.kv_bytes_per_token = 2 * facts.num_layers * facts.kv_heads * self._row_width * self._row_dtype.itemsize
         self.kernel_backend = kernels
         self.kernels = self.kernel_backend.name
@@ -150,7 +158,6 @@ class HfModel:
         self._store = KvStore([], [])
         self._last_hidden = torch.empty(0, 0)  # of the last step's tokens
         self._extremes = torch.zeros(2)  # the lowest and the highest number in it
-        self._page_size = 0
         self._attention: AttentionBackend  # chosen by the page size, too
         self._wanted_numerics = numerics
         self._chosen: Numerics  # known once there is a KV store
@@ -174,8 +181,8 @@ class HfModel:
             raise StartupError(
                 f"--kv-blocks: no memory for the KV of {num_pages * page_size} tokens ({first_line(error)})"
             ) from error
-        self._store = KvStore(tensors[:layers], tensors[layers:], self._int8_rows)
-        self._page_size = page_size
+        self._store = KvStore(tensors[:layers], tensors[layers:], self._sizes.code_rows)
+        self._sizes = replace(self._sizes, page_size=page_size)
         with launching_on(self.device):
             self._choose_numerics()
         if self.device.type == "cpu" and sum(layer.num_bytes for layer in linears(self._network)) >= _LARGE_BYTES:
@@ -186,24 +193,21 @@ class HfModel:
     @torch.inference_mode()
     def _choose_numerics(self) -> None:
         facts = self._facts
-        sizes = AttentionSizes(
-            *(facts.heads, facts.kv_heads, facts.head_dim, facts.softcap, self._page_size),
-            *(self.dtype, self.device, self._int8_rows, self._network.has_windows),
-        )
-        attention = self.kernel_backend.attention(sizes)
-        chosen = choose(self._wanted_numerics, linears(self._network), attention, sizes)
+        attention = self.kernel_backend.attention(self._sizes)
+        chosen = choose(self._wanted_numerics, linears(self._network), attention, self._sizes)
         self._settle(chosen)
         reason = self._inexact() if chosen.name == "exact" else None
         if reason is not None:
             if self._wanted_numerics == "exact":
                 raise StartupError(f"--numerics exact: {reason}; use fast or auto")
             logger.warning("numerics are fast: %s", reason)
-            chosen = choose("fast", linears(self._network), attention, sizes)
+            chosen = choose("fast", linears(self._network), attention, self._sizes)
             self._settle(chosen)
         self.numerics = chosen.name
         self.made_by = chosen.made_by + (f", {facts.weights} weights" if facts.weights else "")
         self.made_by += self.kernel_backend.rounding
-        self.made_by += ", int8 KV cache" if self._int8_rows else ""
+        code_rows = self._sizes.code_rows
+        self.made_by += f", {code_rows.short_name} KV cache" if code_rows is not None else ""
         factors = self._network.rope_factors  # keys depend on them
         self.made_by += f", RoPE of the {factors} context" if factors else ""
         dtype = str(self.dtype).removeprefix("torch.")
@@ -329,17 +333,17 @@ class HfModel:
             return f"nothing is known of the bits of {' and '.join(self._network.foreign)}"
         facts = self._facts
         ids = trial_ids(facts.heads * facts.head_dim, facts.context_length, facts.vocab_size)
-        shape = (num_trial_pages(ids, self._page_size), facts.kv_heads, self._page_size, self._row_width)
+        shape = (num_trial_pages(ids, self._sizes.page_size), facts.kv_heads, self._sizes.page_size, self._row_width)
         count = self._network.calls_per_layer  # layers share pages, for one is computed at a time; its calls do not
         pages = [torch.zeros(shape, dtype=self._row_dtype, device=self.device) for _ in range(2 * count)]
         keys, values = ([pages[2 * (call % count) + i] for call in range(facts.num_layers)] for i in range(2))
-        store = KvStore(keys, values, self._int8_rows)
+        store = KvStore(keys, values, self._sizes.code_rows)
 
         def compute(batch: Batch, layer: int) -> torch.Tensor:
             return self._hidden(batch, store, layer)[: len(batch.ids)]
 
         started_s = time.perf_counter()
-        found = LayerTrial(self._network, compute, self._page_size, ids).difference()
+        found = LayerTrial(self._network, compute, self._sizes.page_size, ids).difference()
         logger.debug("a prompt of %d tokens was tried in %.3f s", len(ids), time.perf_counter() - started_s)
         return None if found is None else f"{found} has other bits in another batch"
 
@@ -359,11 +363,11 @@ class HfModel:
         system would clear huge pages of every layer, which takes a tenth of a start.
         """
         own, graphs = self._store, self._graphs
-        shape = (1, self._facts.kv_heads, self._page_size, self._row_width)
+        shape = (1, self._facts.kv_heads, self._sizes.page_size, self._row_width)
         keys, values = (
             [torch.zeros(shape, dtype=self._row_dtype, device=self.device) for _ in own.keys] for _ in range(2)
         )
-        self._store, self._graphs = KvStore(keys, values, self._int8_rows), None
+        self._store, self._graphs = KvStore(keys, values, self._sizes.code_rows), None
         try:
             yield
         finally:
@@ -384,7 +388,7 @@ class HfModel:
         self._store.copy(plan.copies)
         if not plan.num_tokens:
             return torch.empty(0, self.vocab_size, device=self.device)
-        batch = pack(plan, self._page_size)
+        batch = pack(plan, self._sizes.page_size)
         self._store.zero(batch.new_pages)
         computed = self._graphs.compute(batch) if self._graphs is not None and not plan.chunks else None
         if computed is not None:

@@ -17,6 +17,7 @@ from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.model.checkpoint_files import checkpoint_dtype, has_longrope, read_settings
 from worker.engines.embedded.model.hf_model import HfModel, ModelFacts
 from worker.engines.embedded.model.kernels import KernelBackend, choose_kernels
+from worker.engines.embedded.model.kv_format import check_kv_cache_dtype
 from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm, Rope
@@ -81,6 +82,7 @@ def _load_on(device: torch.device, config: EmbeddedConfig) -> HfModel:
     provenance = provenance_of(directory, copies)
     settings = read_settings(directory)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(settings))
+    check_kv_cache_dtype(config.kv_cache_dtype, dtype)
     quantisation = config.quantization if config.quantization in FORMATS else None
     third_party = quantization_of(settings)  # accepted by `read_settings`
     format, is_kept, is_final = format_of(settings), True, True

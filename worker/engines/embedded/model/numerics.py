@@ -186,10 +186,10 @@ def _is_invariant_in(window: int, backend: AttentionBackend, sizes: AttentionSiz
         return torch.randn(count, heads, sizes.head_dim, generator=generator).to(sizes.dtype)
 
     query, key, value = randn(sizes.heads), randn(sizes.kv_heads), randn(sizes.kv_heads)
-    width, dtype = row_shape(sizes.head_dim, sizes.dtype, sizes.int8_rows)
+    width, dtype = row_shape(sizes.head_dim, sizes.dtype, sizes.code_rows)
     shape = (8, sizes.kv_heads, page_size, width)
     keys, values = ([torch.zeros(shape, dtype=dtype)] for _ in range(2))
-    store = KvStore(keys, values, sizes.int8_rows)
+    store = KvStore(keys, values, sizes.code_rows)
 
     def attend(sequences: list[SequenceSlice]) -> torch.Tensor:
         positions = torch.cat([torch.arange(sequence.start, sequence.stop) for sequence in sequences])

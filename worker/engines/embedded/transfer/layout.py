@@ -23,7 +23,8 @@ class KvLayout:
         dtype: Data type of keys and values; see `KvStore.dtype_name`.
         layers: Layers with a KV store.
         kv_heads: Heads of keys and values.
-        head_dim: Elements per head and token; in int8 bytes, with those of the scale.
+        head_dim: Elements of a row of the store's tensors: of a head and token; or codes, with the
+            scale as some.
         block_size: Tokens per block.
         page_size: Tokens per page.
         numerics: Kernels that computed it, as far as bits depend on them; see
