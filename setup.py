@@ -24,7 +24,16 @@ AVX2 = ("-mavx2", "-mfma", "-mf16c")
 PLAIN_C = ("-DPLAIN_C=1",)
 COMPILE = ("-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-fopenmp")
 """``-g0``: Python's own flags have ``-g``, with which GCC takes twice as long."""
-FLOAT32_ALONE = ("blocks", "code_attention", "dequantised", "integer", "packing", "quantised", "super_blocks", "weights")
+FLOAT32_ALONE = (
+    "blocks",
+    "code_attention",
+    "dequantised",
+    "integer",
+    "packing",
+    "quantised",
+    "super_blocks",
+    "weights",
+)
 """Sources that compute in float32 whatever the data type of the model."""
 
 
