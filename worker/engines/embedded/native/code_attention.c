@@ -34,7 +34,9 @@ typedef struct {
     int16_t codes[QUERIES * WIDEST] ALIGNED; /* [rows][width] */
 } code_queries_t;
 
-/* Scores of some queries, which become weights, and these as codes. */
+/* Scores of some queries, which become weights; these as codes, whose `scales` and the factors of results, `fades`, belong to
+ * a row each.
+ */
 typedef struct {
     uint64_t seen[ROWS];
     float scores[ROWS * KEYS] ALIGNED;
@@ -99,7 +101,7 @@ INLINED void
 weigh_vectors(int vectors, const attention_t *c, const code_block_t *block, int first, int rows, code_queries_t *q,
               code_weights_t *w)
 {
-    float tops[QUERIES], magnitudes[QUERIES];
+    float tops[ROWS], magnitudes[ROWS];
     for (int r = 0; r < rows; r++) {
         const float peak = q->peak[first + r];
         tops[r] = w->seen[r] ? scale_sums(c, vectors, w->scores + r * KEYS, w->seen[r], q->factors[first + r], peak) : peak;
@@ -115,7 +117,8 @@ weigh_vectors(int vectors, const attention_t *c, const code_block_t *block, int 
         for (int i = 0; i < vectors; i++) {
             float *at = w->scores + r * KEYS + i * LANES;
             const vec weight = vec_exp2(vec_sub(vec_load(at), vec_all(tops[r])));
-            const vec scaled = vec_mul_where((uint16_t)(w->seen[r] >> (i * LANES)), weight, vec_load(block->value_scales + i * LANES), vec_zero());
+            const vec value_scales = vec_load(block->value_scales + i * LANES);
+            const vec scaled = vec_mul_where((uint16_t)(w->seen[r] >> (i * LANES)), weight, value_scales, vec_zero());
             total = vec_add(total, weight);
             highest = vec_max_magnitude(highest, scaled);
             vec_store(at, scaled);
