@@ -41,20 +41,21 @@ async def test_every_processor_in_every_mode_of_the_embedded_engine(tmp_path: Pa
     assert not matrix.left_out
 
 
-INT8_ROWS = {"(no processor)", "(penalty fields)", "json_schema", "mirostat", "dry"}
+QUANTISED_KV_ROWS = {"(no processor)", "(penalty fields)", "json_schema", "mirostat", "dry"}
 
 
 @pytest.mark.timeout(600)
-async def test_some_processors_in_every_mode_with_a_kv_cache_in_int8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv", ["int8", "int16"])
+async def test_some_processors_in_every_mode_with_quantised_kv(kv: str, tmp_path: Path) -> None:
     modes = [mode for mode in MODES if "stand-in" not in mode.name]
-    bench = Bench(write_tiny_model(tmp_path / "tiny"), tmp_path, kv_cache_dtype="int8")
+    bench = Bench(write_tiny_model(tmp_path / "tiny"), tmp_path, kv_cache_dtype=kv)
     try:
-        matrix = await run(bench, modes, "tiny", 12, is_short=True, rows=INT8_ROWS)
+        matrix = await run(bench, modes, "tiny", 12, is_short=True, rows=QUANTISED_KV_ROWS)
     finally:
         await bench.close()
     matrix.check()
-    assert "int8 KV cache" in matrix.computed_by
-    assert set(matrix.rows) == INT8_ROWS
+    assert f"{kv} KV cache" in matrix.computed_by
+    assert set(matrix.rows) == QUANTISED_KV_ROWS
     assert matrix.modes == [mode.name for mode in modes]
 
 

@@ -218,6 +218,6 @@ def test_what_is_too_wide() -> None:
 
 
 def test_exact_is_refused_where_torch_computes(every_checkpoint: dict[str, Path]) -> None:
-    for changes in ({"kernels": "torch"}, {"kv_cache_dtype": "int8"}):
+    for changes in ({"kernels": "torch"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int16"}):
         with pytest.raises(StartupError, match="--numerics exact: on cuda"):
             loaded(every_checkpoint["llama"], "float32", **changes)

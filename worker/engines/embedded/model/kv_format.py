@@ -27,9 +27,9 @@ def check_kv_cache_dtype(asked: str, dtype: torch.dtype) -> None:
 def code_rows_of(asked: str, sizes: AttentionSizes, kernels: KernelBackend) -> CodeRows | None:
     """The format of a model's keys and values; None if they are held as elements.
 
-    ``auto`` is int16 for a model that rounds rows to int8 before it multiplies them: there int16
-    changes predictions less than that does, and the native kernels attend to it in fewer
-    instructions.
+    ``auto`` is int16 for a model that rounds rows to int8 before it multiplies them: it changes
+    predictions less than that does, takes about half the memory of float32, and the native kernels
+    compute attention over it on integers, as those products are.
 
     Args:
         asked: One of `config.KV_CACHE_DTYPES`.
