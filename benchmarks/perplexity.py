@@ -49,6 +49,8 @@ LENGTH = 512
 TRUTH = "float32"
 OURS: dict[str, dict[str, Any]] = {
     TRUTH: {"dtype": "float32", "activation_dtype": "none"},
+    "float32, int16 KV": {"dtype": "float32", "activation_dtype": "none", "kv_cache_dtype": "int16"},
+    "float32, int8 activations, float32 KV": {"dtype": "float32", "activation_dtype": "int8", "kv_cache_dtype": "none"},
     "float32, int8 activations": {"dtype": "float32", "activation_dtype": "int8"},
     "bfloat16, int8 activations": {"dtype": "bfloat16", "activation_dtype": "int8"},
 }

@@ -466,6 +466,16 @@ def test_places_that_hold_nothing_yet_are_not_read(
     assert torch.equal(native.attend(query, keys, values, tiles, 1.0, 0, None), expected)
 
 
+def test_pages_of_another_data_type_are_refused(dtype: torch.dtype) -> None:
+    """Which a kernel would read as others, and beyond their end."""
+    query, tiles = torch.zeros(1, 1, 8, dtype=dtype), native.Tiles([SequenceSlice([0], 0, 1)], 1)
+    others = {torch.bfloat16, torch.float32, torch.int16, torch.int32} - {dtype, *CODES[dtype]}
+    for other in others:
+        pages = torch.zeros(1, 1, 16, 64, dtype=other)
+        with pytest.raises(ValueError, match=f"keys and values for queries of {dtype} are of {other}"):
+            native.attend(query, pages, pages, tiles, 1.0, 0, None)
+
+
 @pytest.mark.parametrize("which", [0, -1], ids=["narrowest codes", "widest codes"])
 def test_rows_of_codes_of_any_numbers_are_those_of_torch(dtype: torch.dtype, which: int) -> None:
     """Zeros, ties, numbers too small for a scale, infinities and NaN: of the fused kernel, and read

@@ -35,9 +35,12 @@ class NativeAttention:
 
     @classmethod
     def supports(cls, sizes: AttentionSizes) -> bool:
-        """See `native.supports_heads`."""
-        return sizes.device.type == "cpu" and native.supports_heads(
-            sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype
+        """See `native.supports_heads`; int16 rows in float32 alone."""
+        has_rows = sizes.code_rows is None or sizes.code_rows.codes == torch.int8 or sizes.dtype == torch.float32
+        return (
+            has_rows
+            and sizes.device.type == "cpu"
+            and native.supports_heads(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
         )
 
     def candidates(self, sizes: AttentionSizes, may_cost: bool) -> Iterator[NativeAttention]:

@@ -25,9 +25,19 @@ def supports_heads(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
     return dtype in DATA_TYPES and head_dim % 2 == 0 and head_dim <= _WIDEST and heads // kv_heads <= _QUERIES
 
 
-def code_bytes(pages: torch.Tensor) -> int:
-    """Bytes of a code of a layer's keys or values; 0 if pages are of elements."""
-    return 0 if pages.dtype.is_floating_point else pages.itemsize
+def code_bytes(pages: torch.Tensor, dtype: torch.dtype) -> int:
+    """Bytes of a code of a layer's keys or values; 0 if pages are of elements.
+
+    Args:
+        pages: The layer's pages.
+        dtype: Data type of the queries.
+
+    Raises:
+        ValueError: kernels of `dtype` do not compute on such pages.
+    """
+    if pages.dtype not in (dtype, torch.int8, *([torch.int16] if dtype == torch.float32 else [])):
+        raise ValueError(f"keys and values for queries of {dtype} are of {pages.dtype}")
+    return 0 if pages.dtype == dtype else pages.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +99,7 @@ def rotate_and_store(
         pages=slot_mapping[0].data_ptr(),
         slots=slot_mapping[1].data_ptr(),
         epsilon=epsilon,
-        code_bytes=code_bytes(keys),
+        code_bytes=code_bytes(keys, query.dtype),
     )
     kernels.rotate_and_store(arguments, kernels.threads())
     return query
@@ -172,7 +182,7 @@ def attend(
         scale=scale,
         softcap=softcap or 0.0,
         sinks=address(sinks),
-        code_bytes=code_bytes(keys),
+        code_bytes=code_bytes(keys, query.dtype),
     )
     kernels.attend(arguments, kernels.threads())
     return output

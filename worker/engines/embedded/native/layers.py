@@ -280,7 +280,7 @@ class DecoderLayers:
             page_size=step.keys[0].shape[2],
             quantised=self._quantised,
             is_interleaved=self._is_interleaved,
-            code_bytes=code_bytes(step.keys[0]),
+            code_bytes=code_bytes(step.keys[0], hidden.dtype),
         )
         if step.adapted is not None:
             assert step.adapted.num_layers == len(self.layers), "an adapter of another model"
