@@ -1,7 +1,7 @@
 /* Attention over keys and values of 16 bits, computed on integers.
  *
- * Keys and values are codes up to 2047 times a scale for each token and head (`kv_rows.h`). A query becomes codes up to
- * 4095 times a scale. The score of a key is, in float32,
+ * Keys and values are codes up to 2047 times a scale for each token and head (`kv_rows.h`), and so becomes a query. The score
+ * of a key is, in float32,
  *
  *     (sum of products of codes) * key's scale * (query's scale * scale of scores)
  *
@@ -11,7 +11,7 @@
  *     (sum of products of codes) * scale
  *
  * to the query's result, with one rounding for the multiplication and one for the addition to what was before, times its
- * factor. Sums of products are exact, below 2^31: 256 * 4095 * 2047 and 64 * 16383 * 2047. So a result has the same bits on all
+ * factor. Sums of products are exact, below 2^31: 256 * 2047 * 2047 and 64 * 16383 * 2047. So a result has the same bits on all
  * paths, in whatever order a kernel adds integers.
  */
 #ifdef FLOAT32
@@ -19,8 +19,8 @@
 #include "code_panels.h"
 
 enum {
-    HIGHEST_QUERY = 4095, /* codes */
-    HIGHEST_WEIGHT = 16383,
+    HIGHEST_WEIGHT = 16383, /* code */
+    ROW_CODES = WIDEST + 4, /* of a row at most, with its scale */
     FETCHED = 16, /* lines of keys, and of values, fetched beside multiplying a panel */
     VECTORS = KEYS / LANES,
 };
@@ -31,7 +31,8 @@ typedef struct {
     float result[QUERIES * WIDEST] ALIGNED; /* accumulated, not yet divided by `sum` */
     float factors[QUERIES];                 /* of scores: query's scale * scale of scores, * log2(e) without a soft cap */
     float peak[QUERIES], sum[QUERIES];
-    int16_t codes[QUERIES * WIDEST] ALIGNED; /* [rows][width] */
+    int64_t stride; /* of codes, from a row of `kv_rows.h` to the next */
+    int16_t codes[QUERIES * ROW_CODES] ALIGNED;
 } code_queries_t;
 
 /* Scores of some queries, which become weights; these as codes, whose `scales` and the factors of results, `fades`, belong to
@@ -43,22 +44,6 @@ typedef struct {
     float scales[ROWS], fades[ROWS + LANES] ALIGNED;
     int16_t codes[ROWS * KEYS] ALIGNED;
 } code_weights_t;
-
-/* Rounds the query of a row. */
-static void
-round_query(const attention_t *c, const element *query, int r, code_queries_t *q)
-{
-    const int64_t width = c->width;
-    float lanes[WIDEST + LANES] ALIGNED;
-    int16_t codes[WIDEST + LANES] ALIGNED;
-    for (int64_t at = 0; at < width; at += LANES)
-        vec_store(lanes + at, load_lanes(query + at, width - at));
-    const float scale = scale_of(magnitude_of(lanes, width), HIGHEST_QUERY);
-    q->factors[r] = scale * c->scale * (c->softcap > 0 ? 1.0f : LOG2_E);
-    for (int64_t at = 0; at < width; at += LANES)
-        store_shorts(codes + at, scale > 0 ? codes_of(vec_load(lanes + at), scale) : vec_zero());
-    memcpy(q->codes + r * width, codes, width * sizeof *codes);
-}
 
 /* Sums of products of a row and a block's keys, times their scales, become scores: exponents of base 2. Returns their highest,
  * or `peak`. `vectors` are those of 16 keys that the block has.
@@ -156,7 +141,7 @@ attend_to_code_block(const attention_t *c, const tile_t *tile, const code_block_
         const finish_t scores = {.column_scales = block->key_scales, .to = w.scores, .stride = KEYS};
         for (int key = 0; key < count; key += COLUMNS) {
             fetch(ahead, FETCHED);
-            multiply_codes(q->has_dot, rows, q->codes + first * width, width, keys_panel(block, key, width),
+            multiply_codes(q->has_dot, rows, q->codes + first * q->stride, q->stride, keys_panel(block, key, width),
                            width / CODES_PER_WORD, key, &scores);
         }
         weigh_codes(c, block, first, rows, q, &w);
@@ -177,9 +162,12 @@ attend_code_unit(const attention_t *c, const unit_t *u, int has_dot)
     code_block_t block;
     q.rows = (int)(u->tile->count * c->group);
     q.has_dot = has_dot;
+    q.stride = row_bytes(c) / (int64_t)sizeof *q.codes;
     memset(q.result, 0, q.rows * padded * sizeof *q.result);
     for (int r = 0; r < q.rows; r++) {
-        round_query(c, c->query + token_of(c, u, r) * c->query_stride + head_of(c, u, r) * width, r, &q);
+        char *row = (char *)(q.codes + r * q.stride);
+        quantise_row(c->query + token_of(c, u, r) * c->query_stride + head_of(c, u, r) * width, width, c->code_bytes, row);
+        q.factors[r] = kv_row_scale(row, row_bytes(c)) * c->scale * (c->softcap > 0 ? 1.0f : LOG2_E);
         begin_softmax(c, head_of(c, u, r), q.peak + r, q.sum + r);
     }
     for (int64_t begin = first_key(c, u->tile); begin < stop_of(u->tile); begin += block.rows.count) {
