@@ -34,11 +34,11 @@ CPU_FLAGS = libraries.cpu_flags.__wrapped__
 """Not cached, nor what an emulation stands in for it with."""
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22}
-CODES = {torch.bfloat16: (torch.int8,), torch.float32: (torch.int8, torch.int16)}
-"""Of keys and values that are not elements, by the data type of these."""
 """Of a result, relative: half a unit in the last place of bfloat16, and what a few operations
 lose in float32.
 """
+CODES = {torch.bfloat16: (torch.int8,), torch.float32: (torch.int8, torch.int16)}
+"""Of keys and values that are not elements, by the data type of these."""
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
