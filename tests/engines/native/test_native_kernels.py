@@ -34,11 +34,11 @@ CPU_FLAGS = libraries.cpu_flags.__wrapped__
 """Not cached, nor what an emulation stands in for it with."""
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22}
-CODES = {torch.bfloat16: (torch.int8,), torch.float32: (torch.int8, torch.int16)}
-"""Of keys and values that are not elements, by the data type of these."""
 """Of a result, relative: half a unit in the last place of bfloat16, and what a few operations
 lose in float32.
 """
+CODES = {torch.bfloat16: (torch.int8,), torch.float32: (torch.int8, torch.int16)}
+"""Of keys and values that are not elements, by the data type of these."""
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -264,7 +264,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(
 @pytest.mark.parametrize("is_quantised", [False, True], ids=["elements", "codes"])
 @settings(max_examples=examples(40), deadline=None)
 @given(
-    heads=st.sampled_from([(1, 1), (2, 3), (1, 64), (3, 1)]),
+    heads=st.sampled_from([(1, 1), (2, 3), (1, 64), (1, 96), (3, 1)]),
     width=st.sampled_from([2, 30, 64, 96, 98, 256]),
     size=st.sampled_from([3, 48, 64, 256]),
     window=st.sampled_from([0, 1, 50, 100]),
@@ -401,6 +401,55 @@ def test_a_result_is_not_a_number_where_something_in_it_is_not(dtype: torch.dtyp
     keys[0, 0, 2] = torch.nan
     found = native.attend(query, keys, values, native.Tiles([SequenceSlice([0], 0, 4)], 1), 1.0, 0, None)
     assert found.isnan()[:, 0, 0].tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_row_of_codes_that_is_no_number_spoils_what_attends_to_it_alone(
+    path: str, dtype: torch.dtype, window: int, softcap: float | None
+) -> None:
+    """Not what is before it in its block, what a window hides it from, another head or sequence."""
+    if dtype != torch.float32:
+        pytest.skip("codes of 16 bits are of float32")
+    generator = torch.Generator().manual_seed(0)
+    length, kv_heads, group, width = 90, 2, 2, 34
+    query = randn(dtype, generator, 2 * length, kv_heads * group, width)
+    keys, values = (randn(dtype, generator, 2, kv_heads, length, width) for _ in range(2))
+    rows = CodeRows(width, dtype, torch.int16)
+    tiles = native.Tiles([SequenceSlice([page], 0, length) for page in range(2)], group)
+
+    def attend() -> torch.Tensor:
+        stored = rows.quantise(keys), rows.quantise(values)
+        return native.attend(query, *stored, tiles, width**-0.5, window, softcap)
+
+    expected = attend()
+    keys[0, 0, 30, 3], values[0, 1, 41, 0], query[70, 1, 7] = torch.nan, torch.inf, -torch.inf
+    found = attend()
+    spoiled = torch.zeros(2 * length, kv_heads * group, dtype=torch.bool)
+    spoiled[30 : window + 30 if window else length, :group] = True
+    spoiled[41 : window + 41 if window else length, group:] = True
+    spoiled[70, 1] = True
+    assert torch.equal(found.isnan(), spoiled[..., None].expand_as(found))
+    assert torch.equal(found[~spoiled], expected[~spoiled])
+
+
+@pytest.mark.parametrize("sharpness", [0.0, 0.01, 1.0], ids=["uniform", "nearly uniform", "sharp"])
+def test_codes_lose_no_more_in_a_long_context(path: str, dtype: torch.dtype, sharpness: float) -> None:
+    """Each block's weights have a scale of their own, and blocks are added in float32."""
+    if dtype != torch.float32:
+        pytest.skip("codes of 16 bits are of float32")
+    generator = torch.Generator().manual_seed(0)
+    group, width, size = 3, 64, 256
+    rows = CodeRows(width, dtype, torch.int16)
+    query = sharpness * randn(dtype, generator, 1, group, width)
+    for length in (64, 2_000 if path in SLOW else 20_000):
+        pages = -(-length // size)
+        stored = [rows.quantise(randn(dtype, generator, pages, 1, size, width)) for _ in range(2)]
+        tiles = native.Tiles([SequenceSlice([*range(pages)], length - 1, length)], group)
+        found = native.attend(query, *stored, tiles, width**-0.5, 0, None)[0].double()
+        keys, values = (rows.dequantise(each).double().flatten(0, 2)[:length] for each in stored)
+        truth = (query[0].double() @ keys.T * width**-0.5).softmax(-1) @ values
+        assert (found - truth).norm() < 4e-4 * truth.norm()
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import random
+import re
+import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -325,6 +327,18 @@ def test_a_draft_model_with_another_vocabulary_is_refused(checkpoints: dict[str,
             kv_blocks=128,
             speculative_config={"method": "draft_model", "model": str(tmp_path / "other")},
         )
+
+
+def test_an_option_that_does_not_fit_the_draft_model_names_it(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """With ``--dtype auto`` the draft model has its own data type, here another than the target."""
+    draft = shutil.copytree(checkpoints["llama"], tmp_path / "draft")
+    settings = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(settings | {"torch_dtype": "bfloat16"}))
+    speculative = {"method": "draft_model", "model": str(draft)}
+    said = f"--speculative-config: model {draft}: --kv-cache-dtype int16 needs --dtype float32: elements of bfloat16"
+    with pytest.raises(StartupError, match=re.escape(said)):
+        Engine(checkpoints["llama"], kv_cache_dtype="int16", speculative_config=speculative)
+    Engine(checkpoints["llama"], kv_cache_dtype="int16", dtype="float32", speculative_config=speculative)
 
 
 def test_a_draft_model_end_to_end(checkpoints: dict[str, Path]) -> None:

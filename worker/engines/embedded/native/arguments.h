@@ -8,7 +8,7 @@
 
 #include "vector.h"
 
-/* A query tile: consecutive tokens of one sequence; the heads that share keys make up to 64 queries. */
+/* A query tile: consecutive tokens of one sequence; the heads that share keys make up to 96 queries. */
 typedef struct {
     int64_t first, count; /* tokens of the step */
     int64_t position;     /* of the first one in its sequence */

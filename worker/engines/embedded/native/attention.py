@@ -12,7 +12,7 @@ from worker.engines.embedded.native.libraries import DATA_TYPES, address
 from worker.engines.embedded.native.paths import library
 
 _QUERIES = 96
-"""Queries of a tile at most: ``QUERIES`` in ``attention.c``."""
+"""Queries of a tile at most: ``QUERIES`` in ``attention.h``."""
 
 _WIDEST = 256
 """Largest head size: ``WIDEST`` in ``kv_rows.h``."""
@@ -108,7 +108,7 @@ def rotate_and_store(
 class Tiles:
     """Query tiles and page tables of a step.
 
-    A tile is consecutive tokens of one row, whose heads that share keys make up to 64 queries: each
+    A tile is consecutive tokens of one row, whose heads that share keys make up to 96 queries: each
     block of keys is laid out in panels once for all of them.
 
     Args:

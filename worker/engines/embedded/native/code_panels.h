@@ -143,6 +143,8 @@ multiply_code_panel(int has_dot, int rows, const int16_t *row, int64_t row_strid
         multiply_code_rows(has_dot, rows, 1, row, row_stride, panel + half * LANES, words, at + half * LANES, finish);
 }
 
+_Static_assert(ROWS <= 12, "each number of rows has a case below");
+
 /* `multiply_code_panel` for 1 to ROWS rows, unrolled for each number, so that the sums stay in registers. */
 INLINED void
 multiply_any_codes(int has_dot, int rows, const int16_t *row, int64_t row_stride, const int32_t *panel, int64_t words,

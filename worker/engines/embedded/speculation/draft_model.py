@@ -91,7 +91,10 @@ def load_draft_model(config: EmbeddedConfig, target: Model) -> HfModel | None:
     path = SpeculativeConfig.parse(config.speculative_config).model
     if path is None:
         return None
-    model = load_model(replace(config, model_path=path))
+    try:
+        model = load_model(replace(config, model_path=path))
+    except StartupError as error:  # the options are those of both models, and one may fit the target alone
+        raise StartupError(f"{FLAG}: model {path}: {error}") from error
     if model.vocab_size != target.vocab_size:
         raise StartupError(
             f"{FLAG}: model {path} has a vocabulary of {model.vocab_size} ids, the model that it drafts for has "
