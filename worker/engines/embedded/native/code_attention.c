@@ -25,7 +25,7 @@ enum {
     VECTORS = KEYS / LANES,
 };
 
-_Static_assert((int64_t)WIDEST * HIGHEST_QUERY * HIGHEST_SHORT <= INT32_MAX, "scores are sums of 32 bits");
+_Static_assert((int64_t)WIDEST * HIGHEST_SHORT * HIGHEST_SHORT <= INT32_MAX, "scores are sums of 32 bits");
 _Static_assert((int64_t)KEYS * HIGHEST_WEIGHT * HIGHEST_SHORT <= INT32_MAX, "results are sums of 32 bits");
 
 /* The queries of a tile, and their online softmax. */
