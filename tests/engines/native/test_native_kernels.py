@@ -433,13 +433,12 @@ def test_a_row_that_is_no_number_spoils_what_attends_to_it(
     assert torch.equal(found[~spoiled], expected[~spoiled])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
 @pytest.mark.parametrize("sharpness", [0.0, 0.01, 1.0], ids=["uniform", "nearly uniform", "sharp"])
 def test_codes_lose_no_more_in_a_long_context(path: str, dtype: torch.dtype, sharpness: float) -> None:
     """Each block's weights have a scale of their own, and blocks are added in float32."""
     generator = torch.Generator().manual_seed(0)
     group, width, size = 3, 64, 256
-    rows = CodeRows(width, dtype, torch.int16)
+    rows = CodeRows(width, dtype, CODES[dtype][-1])
     query = sharpness * randn(dtype, generator, 1, group, width)
     for length in (64, 2_000 if path in SLOW else 20_000):
         pages = -(-length // size)
@@ -448,7 +447,7 @@ def test_codes_lose_no_more_in_a_long_context(path: str, dtype: torch.dtype, sha
         found = native.attend(query, *stored, tiles, width**-0.5, 0, None)[0].double()
         keys, values = (rows.dequantise(each).double().flatten(0, 2)[:length] for each in stored)
         truth = (query[0].double() @ keys.T * width**-0.5).softmax(-1) @ values
-        assert (found - truth).norm() < 6e-4 * truth.norm()
+        assert (found - truth).norm() < (6e-4 if dtype == torch.float32 else 1e-2) * truth.norm()
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
