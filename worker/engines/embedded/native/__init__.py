@@ -7,7 +7,7 @@ depends on the token alone, and that is the same in all paths but AMX in bfloat1
 processors that take different ones compute the same bits. And they compute few rows at the speed at
 which weights and keys are read. Tensors are passed by address: whatever is passed must be
 contiguous, but for the strides that are named. All tensors of a call are of one data type, bfloat16
-or float32, but for pages in int8.
+or float32, but for pages of codes, in int8 or int16.
 """
 
 from worker.engines.embedded.native.attention import Projections, Tiles, attend, rotate_and_store, supports_heads
