@@ -7,12 +7,10 @@ python examples/offline.py /models/my-model "Once upon a time" --temperature 0.8
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Sequence
 
 from worker.engines.embedded import Engine
 from worker.sampling import SamplingParams
-from worker.tiny_model import write_tiny_model
 
 PROMPTS = ["Once upon a time", "What is the capital of France?"]
 
@@ -36,12 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stop=options.stop,
         logprobs=0,
     )
-    with tempfile.TemporaryDirectory() as directory:
-        engine = Engine(options.model or write_tiny_model(directory))
-        results = engine.generate(options.prompts or PROMPTS, params)
-        # a logits processor by name: the answer is a word with a capital
-        word = [{"name": "regex", "args": {"pattern": "[A-Z][a-z]{2,8}"}}]
-        steered = engine.generate(PROMPTS[0], params, progress=False, processors=word)
+    engine = Engine(options.model or "tiny")
+    results = engine.generate(options.prompts or PROMPTS, params)
+    # a logits processor by name: the answer is a word with a capital
+    word = [{"name": "regex", "args": {"pattern": "[A-Z][a-z]{2,8}"}}]
+    steered = engine.generate(PROMPTS[0], params, progress=False, processors=word)
     for result in [*results, *steered]:
         print(f"{result.prompt!r}")
         for output in result.outputs:
