@@ -132,7 +132,7 @@ conversions(void)
         memcpy((char *)&bits + sizeof bits - sizeof *operands, operands + i, sizeof *operands); /* little-endian */
         add_float(float_of(bits));
     }
-    const float scale = scale_of(magnitude_of(numbers, LANES));
+    const float scale = scale_of(magnitude_of(numbers, LANES), below(2) ? HIGHEST_BYTE : 2047);
     add_float(scale);
     add_vec(codes_of(vec_load(numbers), scale));
 }
@@ -202,13 +202,12 @@ transpositions(void)
     memcpy(words, to, sizeof words);
     for (int i = 0; i < LANES * LANES; i++)
         add_word(words[i]);
-#ifndef FLOAT32
-    element both[2 * COLUMNS];
-    const element *odd = below(2) ? from + COLUMNS : NULL;
-    interleave(from, odd, 1 + below(COLUMNS + 4), both);
+    uint16_t shorts[2 * COLUMNS], both[2 * COLUMNS];
+    memcpy(shorts, from, sizeof shorts);
+    const uint16_t *odd = below(2) ? shorts + COLUMNS : NULL;
+    interleave(shorts, odd, 1 + below(COLUMNS + 4), both);
     for (int i = 0; i < 2 * COLUMNS; i++)
         add_word(both[i]);
-#endif
 }
 
 int
