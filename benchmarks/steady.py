@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import contextlib
 import datetime
-import gc
 import json
 import os
 import pydoc_data.topics
@@ -26,12 +25,12 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
-from open_loop import due_times, quantiles
+from open_loop import Ask, Outcome, Timing, drive, due_times, outcome, quantiles
 from serve import _free_port, await_models, processor
 from workload import HERE
 
@@ -43,23 +42,12 @@ PROMPT_CHARACTERS = (200, 2000)
 ANSWER_TOKENS = (32, 256)
 
 
-@dataclass(slots=True)
-class Found:
-    """What streams noted.
-
-    Attributes:
-        gaps: When a time between events ended, in seconds since the load began, and its length.
-        first_s: Seconds from asking to the first event.
-        failures: What went wrong with requests.
-    """
-
-    gaps: list[tuple[float, float]] = field(default_factory=list)
-    first_s: list[float] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+Gaps = list[tuple[float, float]]
+"""When a time between events ended, in seconds of `time.perf_counter`, and its length."""
 
 
-async def ask(port: int, text: str, tokens: int, found: Found, begun: float) -> None:
-    """One streamed chat of exactly so many tokens."""
+async def ask(port: int, text: str, tokens: int, gaps: Gaps, first: Callable[[], None]) -> None:
+    """One streamed chat of exactly so many tokens; raises `RuntimeError` if it does not end."""
     body = json.dumps(
         {
             "model": MODEL,
@@ -73,40 +61,38 @@ async def ask(port: int, text: str, tokens: int, found: Found, begun: float) -> 
         "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
-    asked, before, tail = time.perf_counter(), 0.0, b""
+    before, tail = 0.0, b""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(head.encode() + body)
         while data := await reader.read(1 << 16):
-            now = time.perf_counter()
             if b'"content":' in data:
+                now = time.perf_counter()
                 if before:
-                    found.gaps.append((now - begun, now - before))
+                    gaps.append((now, now - before))
                 else:
-                    found.first_s.append(now - asked)
+                    first()
                 before = now
             tail = (tail + data)[-2000:]
     finally:
         writer.close()
     if b"[DONE]" not in tail:
-        found.failures.append(repr(tail[-200:]))
+        raise RuntimeError(f"the stream was cut behind {tail[-200:]!r}")
 
 
-async def load(port: int, rate: float, seconds: float) -> Found:
+def load(port: int, rate: float, seconds: float) -> tuple[list[Timing], Gaps]:
     """Requests at `rate` a second."""
-    found, source = Found(), random.Random(1)
+    gaps: Gaps = []
+    source = random.Random(1)
     text = "".join(pydoc_data.topics.topics.values())
-    gc.collect()
-    gc.disable()  # of this process alone, which is no part of what is served
-    begun = time.perf_counter()
-    tasks: set[asyncio.Task[None]] = set()
-    for at_s in due_times(rate, seconds):
-        await asyncio.sleep(max(0.0, at_s - (time.perf_counter() - begun)))
+    due = due_times(rate, seconds)
+    asks: list[Ask] = []
+    for _ in due:
         start, length = source.randrange(len(text) - PROMPT_CHARACTERS[1]), source.randrange(*PROMPT_CHARACTERS)
-        request = ask(port, text[start : start + length], source.randrange(*ANSWER_TOKENS), found, begun)
-        tasks = {each for each in tasks if not each.done()} | {asyncio.create_task(request)}
-    await asyncio.gather(*tasks)
-    return found
+        asks.append(partial(ask, port, text[start : start + length], source.randrange(*ANSWER_TOKENS), gaps))
+    begun = time.perf_counter()
+    timings = asyncio.run(drive(due, asks))
+    return timings, [(at_s - begun, gap) for at_s, gap in gaps]
 
 
 @contextlib.contextmanager
@@ -124,7 +110,7 @@ def launched(directory: Path) -> Iterator[tuple[int, psutil.Process]]:
         script.wait(120)
 
 
-def render(found: Found, arguments: argparse.Namespace, memory: tuple[int, int]) -> str:
+def render(found: Outcome, gaps: Gaps, arguments: argparse.Namespace, memory: tuple[int, int]) -> str:
     """`results/steady.md`."""
     seconds = 60 * arguments.minutes
     today = datetime.datetime.now(tz=datetime.UTC).date()
@@ -133,7 +119,7 @@ def render(found: Found, arguments: argparse.Namespace, memory: tuple[int, int])
         "",
         "Made by `.venv/bin/python benchmarks/steady.py`, which says what is measured, on",
         f"{today}: {arguments.minutes:g} minutes at {arguments.rate:g} requests a second,",
-        f"{len(found.first_s)} answers, {len(found.failures)} failed, {len(found.gaps):,} times;",
+        f"{100 * found.answered:g} % of them answered, {len(gaps):,} times;",
         f"{processor()}, {os.cpu_count()} processors.",
         "",
         "| minutes | times | median, ms | p99, ms | p99.9, ms | largest, ms | p99.9 / median |",
@@ -141,15 +127,14 @@ def render(found: Found, arguments: argparse.Namespace, memory: tuple[int, int])
     ]
     for part in range(PARTS + 1):
         begin, end = (part * seconds / PARTS, (part + 1) * seconds / PARTS) if part < PARTS else (0.0, float("inf"))
-        gaps = [1e3 * gap for at_s, gap in found.gaps if begin <= at_s < end]
-        p50, p99, p999 = quantiles(gaps)
+        part_ms = [1e3 * gap for at_s, gap in gaps if begin <= at_s < end]
+        p50, p99, p999 = quantiles(part_ms)
         name = f"{begin / 60:.0f} to {end / 60:.0f}" if part < PARTS else "all"
-        times = f"{p50:.1f} | {p99:.1f} | {p999:.1f} | {max(gaps):.0f}"
-        lines.append(f"| {name} | {len(gaps):,} | {times} | {p999 / p50:.2f} |")
-    first = quantiles([1e3 * each for each in found.first_s])
+        times = f"{p50:.1f} | {p99:.1f} | {p999:.1f} | {max(part_ms):.0f}"
+        lines.append(f"| {name} | {len(part_ms):,} | {times} | {p999 / p50:.2f} |")
     lines += [
         "",
-        f"First tokens: median {first[0]:.0f} ms, p99 {first[1]:.0f} ms. The worker's memory: "
+        f"First tokens: median {found.first_ms[0]:.0f} ms, p99 {found.first_ms[1]:.0f} ms. The worker's memory: "
         f"{memory[0] >> 20} MiB after the first minute's requests, {memory[1] >> 20} MiB at the end.",
         f"The target for p99.9 is {TARGET:.0f} times the median.",
     ]
@@ -165,17 +150,16 @@ def main() -> None:
     parser.add_argument("--no-results", action="store_true", help="print, and leave the results as they are")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, launched(Path(directory)) as (port, worker):
-        asyncio.run(load(port, arguments.rate, min(60, 30 * arguments.minutes)))  # what is first is not steady
+        load(port, arguments.rate, min(60, 30 * arguments.minutes))  # what is first is not steady
         before = worker.memory_info().rss
-        found = asyncio.run(load(port, arguments.rate, 60 * arguments.minutes))
+        timings, gaps = load(port, arguments.rate, 60 * arguments.minutes)
         memory = before, worker.memory_info().rss
-    report = render(found, arguments, memory)
+    found = outcome(timings, 60 * arguments.minutes)
+    report = render(found, gaps, arguments, memory)
     print(report)
-    for failure in found.failures:
-        print(f"failed: {failure}")
     if not arguments.no_results:
         REPORT.write_text(report, encoding="utf-8")
-    if found.failures:
+    if found.answered < 1:
         raise SystemExit(1)
 
 
