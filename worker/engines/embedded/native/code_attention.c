@@ -144,14 +144,14 @@ attend_to_code_block(const attention_t *c, const tile_t *tile, const code_block_
         const finish_t scores = {.column_scales = block->key_scales, .to = w.scores, .stride = KEYS};
         for (int key = 0; key < count; key += COLUMNS) {
             fetch(ahead, FETCHED);
-            multiply_codes(q->has_dot, rows, q->codes + first * q->stride, q->stride, keys_panel(block, key, width),
+            multiply_pairs(q->has_dot, rows, q->codes + first * q->stride, q->stride, block->keys + panel_at(key, width),
                            width / CODES_PER_WORD, key, &scores);
         }
         weigh_codes(c, block, first, rows, q, &w);
         const finish_t results = {.scales = w.scales, .fades = w.fades, .to = q->result + first * padded, .stride = padded};
         for (int at = 0; at < width; at += COLUMNS) {
             fetch(ahead, FETCHED);
-            multiply_codes(q->has_dot, rows, w.codes, KEYS, values_panel(block, at),
+            multiply_pairs(q->has_dot, rows, w.codes, KEYS, block->values + panel_at(at, KEYS),
                            (count + CODES_PER_WORD - 1) / CODES_PER_WORD, at, &results);
         }
     }

@@ -17,17 +17,11 @@ typedef struct {
     int32_t values[KEYS * WIDEST / CODES_PER_WORD] ALIGNED;     /* panels of 32 elements, [words of the keys][32] */
 } code_block_t;
 
-/* The panel that begins with key, or with element, number `first`. */
-static inline const int32_t *
-keys_panel(const code_block_t *block, int64_t first, int64_t width)
+/* Where the panel begins whose first column is number `first`, of columns of `codes` codes: the width, or KEYS. */
+static inline int64_t
+panel_at(int64_t first, int64_t codes)
 {
-    return block->keys + first * width / CODES_PER_WORD;
-}
-
-static inline const int32_t *
-values_panel(const code_block_t *block, int64_t first)
-{
-    return block->values + first * KEYS / CODES_PER_WORD;
+    return first * codes / CODES_PER_WORD;
 }
 
 static inline void
@@ -46,7 +40,7 @@ lay_out_key_codes(const attention_t *c, code_block_t *block, ahead_t *ahead)
     for (int key = 0; key < (block->rows.count + COLUMNS - 1) / COLUMNS * COLUMNS; key += LANES) {
         const element *rows = (const element *)(block->rows.keys + key * bytes);
         const int count = block->rows.count > key ? (int)smaller(LANES, block->rows.count - key) : 0;
-        element *to = (element *)(block->keys + key / COLUMNS * COLUMNS * width / CODES_PER_WORD + key % COLUMNS);
+        element *to = (element *)(block->keys + panel_at(key / COLUMNS * COLUMNS, width) + key % COLUMNS);
         for (int64_t at = 0; at < width; at += LANES * CODES_PER_WORD, rows += LANES, to += LANES * COLUMNS) {
             fetch(ahead, LAID_OUT);
             const int words = (int)smaller(LANES, (width - at) / CODES_PER_WORD);
@@ -65,7 +59,7 @@ lay_out_value_codes(const attention_t *c, code_block_t *block, ahead_t *ahead)
 {
     const int64_t width = c->width, bytes = row_bytes(c);
     for (int64_t at = 0; at < width; at += COLUMNS) {
-        uint16_t *to = (uint16_t *)(block->values + at * KEYS / CODES_PER_WORD);
+        uint16_t *to = (uint16_t *)(block->values + panel_at(at, KEYS));
         const uint16_t *from = (const uint16_t *)block->rows.values + at;
         for (int key = 0; key < block->rows.count; key += CODES_PER_WORD, to += COLUMNS * CODES_PER_WORD) {
             const uint16_t *even = from + key * bytes / (int64_t)sizeof *from, *odd = even + bytes / (int64_t)sizeof *from;
@@ -163,7 +157,7 @@ multiply_any_codes(int has_dot, int rows, const int16_t *row, int64_t row_stride
 }
 
 static void
-multiply_codes(int has_dot, int rows, const int16_t *row, int64_t row_stride, const int32_t *panel, int64_t words, int64_t at,
+multiply_pairs(int has_dot, int rows, const int16_t *row, int64_t row_stride, const int32_t *panel, int64_t words, int64_t at,
                const finish_t *finish)
 {
 #ifdef CAN_HAVE_DOT

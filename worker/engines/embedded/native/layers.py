@@ -239,6 +239,7 @@ class DecoderLayers:
         self._inner = max(mlp.gate.columns for layer in layers for mlp in layer.mlps)
         self._keys: Sequence[torch.Tensor] | None = None  # whose addresses `_in_c` has
         self._in_c: Any = None
+        self._code_bytes = 0
         self._kept: list[Any] = []
         quantised = [weight for layer in layers for weight in layer.quantised]
         self._quantised = None
@@ -259,6 +260,7 @@ class DecoderLayers:
             ]
             self._kept = kept
             self._in_c = (kernels.layer_t * len(in_c))(*in_c)
+            self._code_bytes = code_bytes(step.keys[0], hidden.dtype)
             self._keys = step.keys
         pages, slots = step.slot_mapping
         tiles = step.tiles
@@ -280,7 +282,7 @@ class DecoderLayers:
             page_size=step.keys[0].shape[2],
             quantised=self._quantised,
             is_interleaved=self._is_interleaved,
-            code_bytes=code_bytes(step.keys[0], hidden.dtype),
+            code_bytes=self._code_bytes,
         )
         if step.adapted is not None:
             assert step.adapted.num_layers == len(self.layers), "an adapter of another model"
