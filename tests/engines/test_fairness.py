@@ -111,7 +111,7 @@ class Station:
         self.model = TensorRecallModel(CONTEXT)
         self.model.allocate_kv(num_pages, PAGE)
         cache = KvCache(num_pages, PAGE, BLOCK, is_dense=True)
-        self.stepper = Stepper(self.model, Scheduler(cache, MAX_NUM_SEQS, max_num_batched_tokens=48, max_mixed_chunk=8))  # type: ignore[arg-type]
+        self.stepper = Stepper(self.model, Scheduler(cache, MAX_NUM_SEQS, max_num_batched_tokens=48, mixed=8))  # type: ignore[arg-type]
         self.prompts: list[list[int]] = []
         self.requests: dict[str, Request] = {}  # by order of arrival
         self.served: set[str] = set()  # who has had pages

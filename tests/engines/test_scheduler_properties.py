@@ -42,7 +42,7 @@ class House:
         self.cache = KvCache(num_pages, page_size, BLOCK)
         if routes:
             self.cache.record_events()
-        self.scheduler = Scheduler(self.cache, max_num_seqs=5, max_num_batched_tokens=budget, max_mixed_chunk=mixed)
+        self.scheduler = Scheduler(self.cache, max_num_seqs=5, max_num_batched_tokens=budget, mixed=mixed)
         self.spoil = random.Random(budget)
         self.live: dict[str, Request] = {}
         self.known: set[int] = set()

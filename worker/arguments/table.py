@@ -139,8 +139,8 @@ class Arguments:
     )
     max_mixed_chunk: int | None = option(
         None,
-        "Prompt tokens per prompt in a step that also decodes, to whole tiles of 32; less beside few rows and behind "
-        "its first 1024 tokens. Default: 64.",
+        "Prompt tokens in a step that also decodes. Default: as many as double its time, as measured; more where many "
+        "prompts wait.",
         parse=positive,
         engine=True,
     )

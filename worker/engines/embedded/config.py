@@ -62,9 +62,9 @@ class EmbeddedConfig:
             ``off``: no such file is read or written.
         max_num_seqs: Requests decoded in one step at most.
         max_num_batched_tokens: Token budget of a step; longer prompts are prefilled in chunks.
-        max_mixed_chunk: Prompt tokens per prompt in a mixed batch, one that decodes too: with n
-            prompts in prefill or about to be, n times as many. Fewer deep in a prompt, and beside
-            few decode rows; see `Scheduler`. None means 64, so that prompts hardly slow decoding.
+        max_mixed_chunk: Prompt tokens in a mixed batch, one that decodes too. None means as many as
+            double the time of a step that only decodes, as measured, and more where many prompts
+            wait; see `prompt_budget`.
         context_length: Longest prompt + answer in tokens; None means the model's own limit.
         kv_block_size: Tokens per KV block.
         kv_blocks: KV blocks to own; None means as many as `kv_cache_memory` holds.

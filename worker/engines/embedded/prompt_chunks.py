@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from worker.engines.embedded.plan import TILE, Chunk, Request
+from worker.engines.embedded.mixed_steps import MixedSteps
+from worker.engines.embedded.plan import Chunk, Request
 from worker.engines.embedded.queues import Queues
 
 FAIR_CHUNK = 128
@@ -12,50 +13,46 @@ FAIR_CHUNK = 128
 budget at most. So short prompts do not wait for the end of a long one.
 """
 
-SHARED_CHUNKS = 2
-"""Prompt tokens of a step while several clients share the engine, in units of ``max_mixed_chunk``.
+SHARED_TOKENS = 128
+"""Prompt tokens of a step while several clients share the engine."""
+
+SLOWED = 2.0
+"""Time of a step that decodes beside prompts, in units of one that only decodes: prompts that come
+one after the other take half of an engine's time at most.
 """
 
-FEW_ROWS = 16
-"""Below this number of decode rows, a step is so short that ``max_mixed_chunk`` prompt tokens take
-longer than two steps without them.
-"""
-
-LONG_CONTEXT = 1024
-"""Position at which attention over the tokens before it makes a prompt token of a small model half
-as expensive again.
+SLOWED_BY_EACH = 1 / 3
+"""The same for each of many prompts: a step may be longer where more clients wait for its prompts.
+With 3 of them each token waits for as long as with one, with 12 for 5 steps.
 """
 
 
-def prompt_budget(queues: Queues, max_num_batched_tokens: int, max_mixed_chunk: int | None) -> int:
+def prompt_budget(queues: Queues, max_num_batched_tokens: int, mixed: MixedSteps | int | None) -> int:
     """Prompt tokens that the next step may compute.
 
-    While requests decode, prompts are to slow them by about two steps and no more, so a mixed batch
-    gets `max_mixed_chunk` prompt tokens, corrected for what makes them cheap or dear. Where several
-    clients share the engine, a step is short whatever one of them has sent: another's request waits
-    for its end.
+    While requests decode, a step with prompts takes `SLOWED` times one without them, or
+    1 + `SLOWED_BY_EACH` for each prompt where that is more: it bounds the time between two tokens.
+    Where several clients share the engine, a step is short even if nobody decodes: another's
+    request waits for its end.
+
+    Args:
+        queues: The requests.
+        max_num_batched_tokens: Tokens of a step at most.
+        mixed: What steps take; or the prompt tokens of a step that also decodes; None for no limit.
     """
-    rows, chunk, part = len(queues.decode_rows), max_mixed_chunk, 2
+    rows = len(queues.decode_rows)
     most = max_num_batched_tokens - rows
-    if chunk is not None and queues.turns.is_shared(queues.live):
-        return min(most, _whole_tiles(SHARED_CHUNKS * chunk + TILE // 2 - 1, rows))
-    if chunk is None or not rows:
+    if mixed is None:
         return most
-    if rows < FEW_ROWS:
-        # a step with few rows is short: half a chunk already takes as long as two of them, and the
-        # rows themselves count
-        chunk, part = max(1, chunk // 2 - rows), 3
-    # One chunk for each prompt that a client waits for: with n of them a decoding request waits n
-    # times as long, but so would n clients if they had to share one chunk.
-    prefilling = queues.prefilling
-    new = min(queues.max_num_seqs - rows - len(prefilling), len(queues.waiting))
-    wanted = chunk * (len(prefilling) + new)
-    # Attention makes tokens deep in a prompt dearer, so there are fewer of them: a third or half
-    # less behind LONG_CONTEXT tokens, in proportion before.
-    wanted -= sum(chunk * min(one.num_computed, LONG_CONTEXT) // (part * LONG_CONTEXT) for one in prefilling)
-    if wanted >= TILE:
-        wanted = _whole_tiles(wanted, rows)
-    return min(most, wanted)
+    if queues.turns.is_shared(queues.live):
+        most = min(most, SHARED_TOKENS if isinstance(mixed, MixedSteps) else 2 * mixed)
+    if not rows:
+        return most
+    if isinstance(mixed, int):
+        return min(most, mixed)
+    new = min(queues.max_num_seqs - rows - len(queues.prefilling), len(queues.waiting))
+    share = max(SLOWED - 1, SLOWED_BY_EACH * (len(queues.prefilling) + new))
+    return min(most, mixed.tokens(rows, share))
 
 
 def cut_chunks(queues: Queues, budget: int) -> tuple[Chunk, ...]:
@@ -102,8 +99,3 @@ def remaining(request: Request) -> int:
 
 def _left(sequence: Request) -> int:
     return len(sequence.tokens) - sequence.num_computed
-
-
-def _whole_tiles(wanted: int, rows: int) -> int:
-    """Prompt tokens beside decode rows: GEMMs compute whole tiles, and a started one is paid."""
-    return max(1, (rows + wanted + TILE // 2) // TILE * TILE - rows)

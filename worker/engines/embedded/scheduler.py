@@ -10,6 +10,7 @@ from worker.engines.embedded.admission_order import Admission
 from worker.engines.embedded.advance import advance
 from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.kv_cache import KvCache
+from worker.engines.embedded.mixed_steps import MixedSteps
 from worker.engines.embedded.pinned import PinnedRequests
 from worker.engines.embedded.plan import Chunk, Output, PageCopy, Plan, Request, Samples
 from worker.engines.embedded.prompt_chunks import cut_chunks, prompt_budget
@@ -28,9 +29,8 @@ class Scheduler:
         cache: The bookkeeping of the KV pages.
         max_num_seqs: Requests that run at most; one with a companion counts twice.
         max_num_batched_tokens: Tokens in one plan at most; at least `max_num_seqs`.
-        max_mixed_chunk: Prompt tokens per prompt in a mixed batch, one that decodes too; None for
-            no limit. It bounds the time between two tokens of the decoding requests; see
-            `prompt_budget`.
+        mixed: Prompt tokens in a mixed batch, one that decodes too; or what steps take, so that
+            they take a part of its time; None for no limit. See `prompt_budget`.
         turns: Turns between clients.
         draft_model: Draft model, which computes companions; None for none.
 
@@ -44,13 +44,13 @@ class Scheduler:
         cache: KvCache,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        max_mixed_chunk: int | None = None,
+        mixed: MixedSteps | int | None = None,
         turns: Turns | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:
         self.cache = cache
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_mixed_chunk = max_mixed_chunk
+        self.mixed = mixed
         self.queues = Queues(cache, max_num_seqs, turns or Turns(), draft_model)
         self.transfers = PinnedRequests(self.queues)
         self._admission = Admission(self.queues, self.transfers)
@@ -86,7 +86,7 @@ class Scheduler:
         """
         queues = self.queues
         fits = self._append_pages()
-        budget = prompt_budget(queues, self.max_num_batched_tokens, self.max_mixed_chunk)
+        budget = prompt_budget(queues, self.max_num_batched_tokens, self.mixed)
         copies: tuple[PageCopy, ...] = self._admission.admit(budget, only_starved=not fits) if queues.waiting else ()
         chunks = cut_chunks(queues, budget) if queues.prefilling else ()
         decode, owners, rows = (
@@ -164,6 +164,11 @@ class Scheduler:
             if draft and request.pages:
                 for one in request.sequences:
                     self.queues.cache_of(one).trim(one)
+
+    def learn_cost(self, plan: Plan, seconds: float) -> None:
+        """Take the time of a step that decodes."""
+        if isinstance(self.mixed, MixedSteps):
+            self.mixed.learn(plan, seconds)
 
     def settle(self, plan: Plan) -> None:
         """Take over the KV that the step computes; its sampled tokens may still be on their way."""

@@ -19,6 +19,7 @@ from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.held_outputs import HeldOutputs
 from worker.engines.embedded.kv_cache import KvCache, choose_page_size
+from worker.engines.embedded.mixed_steps import MixedSteps
 from worker.engines.embedded.model import HfModel
 from worker.engines.embedded.passes import count_pass
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
@@ -34,11 +35,6 @@ from worker.engines.embedded.speculation import (
 from worker.engines.embedded.transfer import KvConnector, KvHandle
 from worker.engines.forward_pass import ForwardPassSink
 from worker.engines.weights import WeightVersion
-
-MIXED_CHUNK = 64
-"""Prompt tokens that take about as long as two steps that only decode, on a CPU; the default of
-`EmbeddedConfig.max_mixed_chunk`.
-"""
 
 STARVED_POLL_S = 0.005
 """Time until the next try where requests wait for pages that are pinned for transfer."""
@@ -231,6 +227,8 @@ class Stepper:
             self.speculator.learn(drafted, [accepted.get(id(one), 0) for one in owners])
             self.speculator.learn_late(drafted, self._late)
             self._late.clear()
+        if computed.decode:
+            self.scheduler.learn_cost(computed, time.perf_counter() - started)
         self._note_ended(plan, outputs)
         if self.pass_sink is not None and counted is not None:
             self.pass_sink(replace(counted, seconds=time.perf_counter() - started))
@@ -396,8 +394,8 @@ def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int, draft
     num_pages = num_kv_blocks * config.kv_block_size // page_size
     model.allocate_kv(num_pages, page_size)
     cache = KvCache(num_pages, page_size, config.kv_block_size, is_dense=model.wants_dense_kv)
-    mixed = config.max_mixed_chunk or MIXED_CHUNK
     draft_model = None if draft is None else with_pages(config, draft, model, num_kv_blocks * config.kv_block_size)
+    mixed = config.max_mixed_chunk or MixedSteps()
     scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, mixed, draft_model=draft_model)
     speculative = SpeculativeConfig.parse(config.speculative_config)
     if draft_model is None or speculative.method != "draft_model":

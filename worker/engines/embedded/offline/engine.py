@@ -68,7 +68,7 @@ class Engine:
         self.config = EmbeddedConfig(model_path=model_path, **settings)
         stepper, self.info = load(self.config, model)
         if self.config.max_mixed_chunk is None:  # offline, throughput matters and latency does not
-            stepper.scheduler.max_mixed_chunk = None
+            stepper.scheduler.mixed = None
         copy = self.config.packed_copy if catalog is None else "off"  # third parties may use more than a copy has
         vocabulary = _vocabulary(model_path, self.info.vocab_size, self.info.eos_token_ids, copy)
         known, draft_model = catalog or Catalog.default(), stepper.draft_model

@@ -23,8 +23,8 @@ to be on their way.
 """
 
 MAX_GATHER_S = 0.03
-"""Longest that decoding waits while requests keep coming; it then continues for as long before it
-may wait again, and for one step at least.
+"""Longest that decoding waits while requests keep coming. It does so only after the engine was
+idle: who has decoded for longer is not to wait, and prompts share the steps of those who decode.
 """
 
 
@@ -60,8 +60,7 @@ class Pacing:
         """A request has arrived; `is_idle` if there was nothing to compute before."""
         now_s = time.monotonic()
         self._quiet_s = BURST_S if now_s - self._last_arrival_s <= self._quiet_s else GATHER_S
-        has_decoded = self._last_decode_s > self._gathering_since_s  # a step of prompts may be longer than the wait
-        if is_idle or (has_decoded and now_s - self._gathering_since_s > 2 * MAX_GATHER_S):
+        if is_idle:
             self._gathering_since_s = now_s
         self._last_arrival_s = now_s
         self._has_arrivals = True
