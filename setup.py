@@ -22,7 +22,7 @@ HEADERS = sorted(str(path) for path in Path(FOLDER).glob("*.h"))
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 PLAIN_C = ("-DPLAIN_C=1", "-O2")
-"""For processors that nothing else is for: ``-O3`` takes GCC twice as long and makes it no faster."""
+"""For processors that nothing else is for; ``-O3`` takes GCC twice as long."""
 COMPILE = ("-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-fopenmp")
 """``-g0``: Python's own flags have ``-g``, with which GCC takes twice as long."""
 FLOAT32_ALONE = (

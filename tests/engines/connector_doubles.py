@@ -51,7 +51,12 @@ class Side:
     def __init__(
         self, *, lease_s: float | None = None, clock: Callable[[], float] | None = None, **changes: int
     ) -> None:
-        settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_block_size": BLOCK} | changes
+        settings = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "kv_block_size": BLOCK,
+            "max_mixed_chunk": 64,
+        } | changes
         config = EmbeddedConfig(model_path="unused", device="cpu", context_length=CONTEXT, **settings)  # type: ignore[arg-type]
         self.model = TensorRecallModel(CONTEXT)
         blocks = config.kv_blocks or 8 * CONTEXT // BLOCK

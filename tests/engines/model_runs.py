@@ -43,7 +43,7 @@ def greedy_answers(
     model: HfModel, prompts: Iterable[list[int]], max_tokens: int, *, budget: int, together: int
 ) -> list[list[int]]:
     """Greedy answers of `max_tokens` tokens, `together` requests at most in a step of `budget`."""
-    config = EmbeddedConfig(model_path="", max_num_seqs=together, max_num_batched_tokens=budget)
+    config = EmbeddedConfig(model_path="", max_num_seqs=together, max_num_batched_tokens=budget, max_mixed_chunk=64)
     stepper = make_stepper(config, model, num_kv_blocks=160)
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     tokens: dict[str, list[int]] = {}

@@ -97,7 +97,7 @@ async def test_alone(case: Case) -> None:
 
 @pytest.mark.parametrize(("budget", "seed"), [(5, 0), (5, 1), (48, 2), (4096, 3)])
 def test_mixed_batches_that_requests_join_at_random_steps(case: Case, budget: int, seed: int) -> None:
-    config = EmbeddedConfig(model_path="", max_num_seqs=4, max_num_batched_tokens=budget)
+    config = EmbeddedConfig(model_path="", max_num_seqs=4, max_num_batched_tokens=budget, max_mixed_chunk=64)
     driver = make_stepper(config, case.model, num_kv_blocks=64)
     source = random.Random(seed)
     arrivals = sorted((source.randrange(30), which) for which in range(len(LENGTHS)))
@@ -140,7 +140,9 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small_driver(case: Case, *, budget: int = 4096, num_seqs: int = 8, num_pages: int = 32) -> Stepper:
-    config = EmbeddedConfig(model_path="", max_num_seqs=num_seqs, max_num_batched_tokens=max(budget, num_seqs))
+    config = EmbeddedConfig(
+        model_path="", max_num_seqs=num_seqs, max_num_batched_tokens=max(budget, num_seqs), max_mixed_chunk=64
+    )
     driver = make_stepper(config, case.model, num_kv_blocks=num_pages * PAGE // 16)
     assert driver.scheduler.cache.page_size == PAGE
     assert driver.scheduler.cache.num_pages == num_pages
@@ -233,7 +235,7 @@ def test_logits_of_a_prompt_in_pieces(case: Case, every_checkpoint: dict[str, Pa
     with torch.inference_mode():
         expected = network(torch.tensor([prompt])).logits[0, -1]
     for budget in (1, 17, 130):
-        config = EmbeddedConfig(model_path="", max_num_seqs=1, max_num_batched_tokens=budget)
+        config = EmbeddedConfig(model_path="", max_num_seqs=1, max_num_batched_tokens=budget, max_mixed_chunk=64)
         driver = make_stepper(config, case.model, num_kv_blocks=64)
         driver.add(admit(EngineRequest("one", prompt, params()), 0, case.model, 2048))
         plan = driver.scheduler.schedule()

@@ -47,11 +47,20 @@ def test_a_step_without_prompts_is_measured_first(seconds: float, rows: int, sha
     costs = MixedSteps()
     costs.learn_mixed(rows, 10, seconds)
     assert costs.tokens(rows, share) == 0
-    costs.learn_decode(2 * rows, seconds)
+    costs.learn_decode(3 * rows, seconds)
     assert costs.tokens(rows, share) == 0
     costs.learn_decode(rows, seconds)
     assert costs.tokens(rows, share) > 0
-    assert costs.tokens(rows + rows // 2, share) > 0
+    assert costs.tokens(2 * rows, share) > 0
+
+
+@given(st.integers(1, 64), st.floats(0.1, 10))
+def test_prompts_go_on_though_no_step_is_learnt(rows: int, share: float) -> None:
+    """As when every step has something that spoils its time."""
+    costs = MixedSteps()
+    asked = [costs.tokens(rows, share) for _ in range(20)]
+    assert asked.index(FIRST_CHUNK) <= 4
+    assert all(asked[asked.index(FIRST_CHUNK) :])
 
 
 @given(st.floats(1e-3, 1), st.integers(1, 64), st.floats(0.1, 10))

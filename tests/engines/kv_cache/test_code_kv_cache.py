@@ -114,7 +114,9 @@ def answers(
     after_step: Callable[[Any], None] = lambda scheduler: None,
 ) -> list[list[int]]:
     """Seeded answers to prompts of several lengths, of the last of some rounds."""
-    config = EmbeddedConfig(model_path="", max_num_seqs=num_seqs, max_num_batched_tokens=max(budget, num_seqs))
+    config = EmbeddedConfig(
+        model_path="", max_num_seqs=num_seqs, max_num_batched_tokens=max(budget, num_seqs), max_mixed_chunk=64
+    )
     driver = make_stepper(config, model, num_kv_blocks=num_pages * 2)
     requests: list[Request] = []
     for _ in range(rounds):

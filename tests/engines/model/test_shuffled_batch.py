@@ -232,7 +232,7 @@ class Batch:
     def __init__(self, known: Catalog, **settings: int) -> None:
         self.catalog = known
         self.model = HouseModel()
-        config = EmbeddedConfig(model_path="unused", device="cpu", **settings)  # type: ignore[arg-type]
+        config = EmbeddedConfig(model_path="unused", device="cpu", max_mixed_chunk=64, **settings)  # type: ignore[arg-type]
         blocks = config.max_num_seqs * -(-self.model.context_length // config.kv_block_size)
         self.driver: Stepper = make_stepper(config, self.model, blocks)  # type: ignore[arg-type]
         sizes = {"context_length": self.model.context_length, "page_size": 64, "block_size": 16}

@@ -77,7 +77,8 @@ def load(path: Path, kernels: str) -> HfModel:
 def answers(model: HfModel, budget: int) -> list[list[int]]:
     """Greedy answers to random prompts, with at most `budget` tokens in a step."""
     source = random.Random(5)
-    driver = make_stepper(EmbeddedConfig(model_path="", max_num_seqs=4, max_num_batched_tokens=budget), model, 160)
+    config = EmbeddedConfig(model_path="", max_num_seqs=4, max_num_batched_tokens=budget, max_mixed_chunk=64)
+    driver = make_stepper(config, model, 160)
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     tokens: dict[str, list[int]] = {}
     for which, length in enumerate(LENGTHS):

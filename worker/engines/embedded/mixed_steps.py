@@ -13,6 +13,10 @@ REMEASURED = 256
 become slower and faster.
 """
 
+_ASKED = 4
+"""Steps without prompts that are asked for in a row; prompts go on though none of them was learnt.
+"""
+
 _NEAR = 2
 """Quotient of two numbers of rows up to which one's step tells what the other's takes."""
 
@@ -30,24 +34,25 @@ class MixedSteps:
 
     def __init__(self) -> None:
         self._decode = StepCosts()
-        self._measured: set[int] = set()  # tokens of steps that only decoded
+        self._measured: set[int] = set()  # rows of steps that only decoded
         self._num_mixed = 0  # since the last of these
+        self._num_asked = 0  # for one of these, in a row
         # Sums over the last mixed steps.
         self._seconds = self._tokens = self._steps = 0.0
 
     def learn(self, plan: Plan, seconds: float) -> None:
         """Take the time of a step that decodes."""
-        rows = plan.num_decode_tokens
+        rows = len(plan.decode)
         if plan.chunks:
-            self.learn_mixed(rows, plan.num_tokens - rows, seconds)
+            self.learn_mixed(rows, plan.num_tokens - plan.num_decode_tokens, seconds)
         elif plan.companions is None or not plan.companions.chunks:
             self.learn_decode(rows, seconds)
 
     def learn_decode(self, rows: int, seconds: float) -> None:
-        """Take the time of a step of so many rows, and drafted tokens behind them."""
+        """Take the time of a step of so many rows, whatever is drafted behind them."""
         self._decode.learn(rows, seconds)
         self._measured.add(rows)
-        self._num_mixed = 0
+        self._num_mixed = self._num_asked = 0
 
     def learn_mixed(self, rows: int, tokens: int, seconds: float) -> None:
         """Take the time of a step of so many rows and prompt tokens."""
@@ -62,7 +67,8 @@ class MixedSteps:
         At least 1, but 0 where it is not known what a step takes without them: then the next one is
         to be measured.
         """
-        if self._num_mixed >= REMEASURED or not self._is_measured(rows):
+        if self._num_asked < _ASKED and (self._num_mixed >= REMEASURED or not self._is_measured(rows)):
+            self._num_asked += 1
             return 0
         most = max(FIRST_CHUNK, int(_GROWTH * self._tokens / self._steps)) if self._steps else FIRST_CHUNK
         spare_s = share * self._decode.seconds(rows)
