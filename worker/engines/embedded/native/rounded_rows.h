@@ -73,12 +73,17 @@ take_outliers(const quantised_t *q, const rounded_t *to, int64_t row, int64_t be
 {
     outlier_t *outliers = to->outliers + row * to->most_outliers;
     int32_t *number = to->num_outliers + row;
-    for (int64_t i = 0; i < count; i++)
-        if (fabsf(elements[i]) > limit && *number < to->most_outliers) {
+    for (int64_t at = 0; at < count; at += LANES) {
+        uint32_t lanes = vec_at_least(vec_max_magnitude(vec_zero(), vec_load(elements + at)), limit);
+        for (; lanes; lanes &= lanes - 1) {
+            const int64_t i = at + __builtin_ctz(lanes);
             const int32_t index = (int32_t)(begin + i);
+            if (!(fabsf(elements[i]) > limit) || *number == to->most_outliers)
+                continue;
             outliers[(*number)++] = (outlier_t){index, index / (int32_t)q->step, elements[i]};
             elements[i] = 0;
         }
+    }
 }
 
 /* Reads a span, but for its outliers, which become 0, as does what is behind it up to a multiple of 16; its scale. */
