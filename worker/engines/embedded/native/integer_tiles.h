@@ -15,7 +15,7 @@
 
 enum {
     PAIR_ROWS = 2 * TILE_ROWS,      /* of two tiles of rows, which are multiplied together */
-    CHUNK_ROWS = 256,               /* that share a panel once it is unpacked */
+    CHUNK_ROWS = 512,               /* that share a panel once it is unpacked */
     TILE_SIZE = TILE_ROWS * DEPTH,  /* bytes of a tile of columns: [16 words][16 columns] */
     PRODUCTS = TILE_ROWS * LANES,   /* of a tile */
     FEW_ROWS = 2 * PAIR_ROWS,

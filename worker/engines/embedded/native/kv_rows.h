@@ -35,9 +35,8 @@ quantise_row(const element *x, int64_t width, int32_t code_bytes, char *row)
     const int64_t bytes = kv_row_bytes(width, code_bytes), end = bytes - (int64_t)sizeof scale;
     memset(row, 0, end);
     if (scale > 0) {
-        const divisor_t divisor = divisor_of(scale);
         for (int64_t at = 0; at < width; at += LANES)
-            vec_store(lanes + at, codes_of(vec_load(lanes + at), divisor));
+            vec_store(lanes + at, codes_of(vec_load(lanes + at), scale));
         if (code_bytes == 1)
             for (int64_t i = 0; i < width; i++)
                 ((int8_t *)row)[i] = (int8_t)lanes[i];

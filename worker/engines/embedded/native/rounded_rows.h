@@ -107,7 +107,7 @@ read_span(const quantised_t *q, const rounded_t *to, int64_t row, int64_t begin,
 
 /* The codes of a block of up to 32 elements; their sum, or 0 if it is not `summed`. */
 INLINED int32_t
-round_block(int summed, const float *elements, int64_t count, divisor_t divisor, int are_paired, int8_t *codes)
+round_block(int summed, const float *elements, int64_t count, float scale, int are_paired, int8_t *codes)
 {
     float lanes[BLOCK] ALIGNED = {0};
     vec sum = vec_zero();
@@ -117,7 +117,7 @@ round_block(int summed, const float *elements, int64_t count, divisor_t divisor,
     }
 #pragma GCC unroll 2
     for (int64_t i = 0; i < BLOCK; i += LANES) {
-        const vec rounded = codes_of(vec_load(elements + i), divisor);
+        const vec rounded = codes_of(vec_load(elements + i), scale);
         store_codes(codes + i, rounded, are_paired);
         if (summed)
             sum = vec_add(sum, rounded);
@@ -138,11 +138,10 @@ round_row_for_amx(const quantised_t *q, const rounded_t *to, int64_t row, int64_
         *scale = read_span(q, to, row, begin, count, limit, elements);
         for (int64_t at = (count + LANES - 1) / LANES * LANES; at < (count + DEPTH - 1) / DEPTH * DEPTH; at += LANES)
             vec_store(elements + at, vec_zero());
-        const divisor_t divisor = divisor_of(*scale);
         for (int64_t at = 0; at < count; at += DEPTH, codes += n * DEPTH)
             if (*scale > 0)
                 for (int64_t i = 0; i < DEPTH; i += BLOCK)
-                    round_block(0, elements + at + i, BLOCK, divisor, q->bits == 4, codes + i);
+                    round_block(0, elements + at + i, BLOCK, *scale, q->bits == 4, codes + i);
             else
                 memset(codes, 0, DEPTH);
     }
@@ -167,11 +166,10 @@ round_row(const quantised_t *q, const rounded_t *to, int32_t zero, int64_t row)
         float elements[SPAN] ALIGNED;
         const int64_t of_span = smaller(to->span, q->inner - begin);
         *scale = read_span(q, to, row, begin, of_span, limit, elements);
-        const divisor_t divisor = divisor_of(*scale);
         for (int64_t at = 0; at < of_span; at += to->size, total += n, start += n) {
             int8_t some[BLOCK] = {0};
             const int64_t count = smaller(to->size, of_span - at);
-            const int32_t sum = *scale > 0 ? round_block(1, elements + at, count, divisor, q->bits == 4, some) : 0;
+            const int32_t sum = *scale > 0 ? round_block(1, elements + at, count, *scale, q->bits == 4, some) : 0;
             *total = sum * 65536;
             *start = -zero * sum;
             for (int64_t i = 0; i < count; i += WORD_BYTES, codes += n * WORD_BYTES)

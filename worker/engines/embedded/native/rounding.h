@@ -28,40 +28,11 @@ scale_of(float magnitude, int highest)
     return !(magnitude <= FLT_MAX) ? NAN : scale < FLT_MIN ? 0.0f : scale;
 }
 
-/* A scale above 0 that numbers are divided by; and its inverse, or 0 where a division is faster, or remainders would be
- * subnormal.
- */
-typedef struct {
-    float scale, inverse;
-} divisor_t;
-
-static inline divisor_t
-divisor_of(float scale)
-{
-#ifdef PLAIN_C
-    return (divisor_t){scale, 0.0f};
-#else
-    const float lowest = 0x1p-100f;
-    return (divisor_t){scale, scale >= lowest ? 1.0f / scale : 0.0f};
-#endif
-}
-
-/* The codes of 16 numbers: quotients, rounded to float32, then to whole numbers. A product with the inverse is off by up to 1.5
- * units in the last place; the first correction leaves less than one, with which the second one has the bits of a division
- * (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990).
- */
+/* The codes of 16 numbers, for a scale above 0. */
 INLINED vec
-codes_of(vec numbers, divisor_t d)
+codes_of(vec numbers, float scale)
 {
-    if (d.inverse == 0)
-        return vec_round(vec_div(numbers, vec_all(d.scale)));
-    vec quotient = vec_mul(numbers, vec_all(d.inverse));
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-        const vec remainder = vec_fmadd(quotient, vec_all(-d.scale), numbers);
-        quotient = vec_fmadd(remainder, vec_all(d.inverse), quotient);
-    }
-    return vec_round(quotient);
+    return vec_round(vec_div(numbers, vec_all(scale)));
 }
 
 #endif
