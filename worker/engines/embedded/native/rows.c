@@ -86,10 +86,13 @@ rotate_head(const rotation_t *r, const element *x, const float *norm, int64_t to
 {
     const int64_t rotary = r->cosine ? r->rotary : 0;
     const element *c = r->cosine + token * rotary, *s = r->sine + token * rotary;
-    if (norm)
-        normalise(x, norm, r->width, r->epsilon, y), x = y;
-    else if (x != y && (r->is_interleaved || rotary < r->width))
-        memcpy(y, x, r->width * sizeof *y), x = y;
+    if (norm) {
+        normalise(x, norm, r->width, r->epsilon, y);
+        x = y;
+    } else if (x != y && (r->is_interleaved || rotary < r->width)) {
+        memcpy(y, x, r->width * sizeof *y);
+        x = y;
+    }
     if (!r->is_interleaved) {
         rotate(x, c, s, rotary, y);
         return;
