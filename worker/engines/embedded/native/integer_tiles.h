@@ -15,7 +15,7 @@
 
 enum {
     PAIR_ROWS = 2 * TILE_ROWS,      /* of two tiles of rows, which are multiplied together */
-    CHUNK_ROWS = 256,               /* that share a panel once it is unpacked */
+    CHUNK_ROWS = 512,               /* that share a panel once it is unpacked */
     TILE_SIZE = TILE_ROWS * DEPTH,  /* bytes of a tile of columns: [16 words][16 columns] */
     PRODUCTS = TILE_ROWS * LANES,   /* of a tile */
     FEW_ROWS = 2 * PAIR_ROWS,
@@ -90,6 +90,7 @@ typedef struct {
     const float *scales;
     float *sums;        /* [rows][32], of which half a row is */
     int64_t count;      /* rows, or 0 if there is no product */
+    __mmask16 others;   /* 0 if no span was added to the sums before, which then have any values; else of all columns */
 } product_t;
 
 /* Stores sums of upper bytes and of lower ones: tiles 0 and 1, or 2 and 3. */
@@ -145,7 +146,8 @@ add_products_to(const product_t *p, int64_t count, int32_t products[2][PRODUCTS]
     for (int64_t i = 0; i < count; i++) {
         const ints upper = load_ints(products[0] + i * LANES), lower = load_ints(products[1] + i * LANES);
         float *to = p->sums + i * COLUMNS;
-        vec_store(to, add_span(p->scales[i], ints_add(_mm512_slli_epi32(upper, 8), lower), vec_load(to)));
+        const vec before = _mm512_maskz_loadu_ps(p->others, to);
+        vec_store(to, add_span(p->scales[i], ints_add(_mm512_slli_epi32(upper, 8), lower), before));
     }
 }
 
@@ -171,9 +173,10 @@ multiply_spans(const quantised_t *q, const rounded_t *r, int64_t row, int64_t n,
         const int64_t begin = span * q->span, tiles = (smaller(q->span, q->inner - begin) + DEPTH - 1) / DEPTH;
         const int8_t *rows = r->codes + row * r->words * WORD_BYTES + begin * n;
         const float *scales = r->scales + row * r->spans + span * n;
-        product_t top = {rows, columns, scales, sums, smaller(n, TILE_ROWS)};
+        const __mmask16 others = span ? UINT16_MAX : 0;
+        product_t top = {rows, columns, scales, sums, smaller(n, TILE_ROWS), others};
         const product_t bottom = {rows + TILE_ROWS * DEPTH, columns, scales + TILE_ROWS, sums + TILE_ROWS * COLUMNS,
-                                  n - TILE_ROWS};
+                                  n - TILE_ROWS, others};
         if (n == PAIR_ROWS && tiles == SPAN / DEPTH && last->count) { /* numbers that the compiler knows */
             multiply_span(0, &top, PAIR_ROWS, SPAN / DEPTH, 1, products);
             add_products_to(last, TILE_ROWS, products);
@@ -206,7 +209,6 @@ compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, 
     product_t last = {0};
     const int64_t most = stop - first > FEW_ROWS ? STRETCH : 1; /* few: their products overlap with unpacking */
     const int64_t stretches = (r->spans + most - 1) / most;
-    memset(sums, 0, (stop - first) * COLUMNS * sizeof *sums);
     for (int64_t stretch = 0; stretch < 2 * stretches; stretch++) {
         const int half = stretch % 2;
         const int64_t span = r->spans * (stretch / 2) / stretches, end = r->spans * (stretch / 2 + 1) / stretches;
@@ -218,6 +220,8 @@ compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, 
                 add_last(1, &last, products);
                 configure_products(*configured = n);
             }
+            for (int64_t i = 0; stretch == 2 * stretches - 1 && i < n; i++)
+                prefetch_row(q, row + i, panel * COLUMNS);
             multiply_spans(q, r, row, n, span, end, columns, sums + (row - first) * COLUMNS + half * LANES, &last, products);
         }
     }

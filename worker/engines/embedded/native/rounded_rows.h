@@ -12,11 +12,13 @@ enum {
     WORD_BYTES = 4,
     NIBBLES_BASE = 8, /* the code of 4 bits whose element is its offset */
     OUTLIER = 12, /* times the mean magnitude of its row: an element above is not rounded */
+    PLACES = 127, /* columns of outliers that are unpacked at a time; prime, since heads have theirs at equal distances */
 };
 
 /* An element of a row that is not rounded, and would leave the others of its span few codes. */
 typedef struct {
-    int32_t word, place, step; /* of the codes that it meets: in a panel's column, but for the place, which is in the word */
+    int32_t index; /* in its row */
+    int32_t step;  /* that it meets in a column of the weight */
     float value;
 } outlier_t;
 
@@ -69,15 +71,19 @@ static void
 take_outliers(const quantised_t *q, const rounded_t *to, int64_t row, int64_t begin, int64_t count, float limit,
               float *elements)
 {
-    const int32_t per_word = 32 / q->bits;
     outlier_t *outliers = to->outliers + row * to->most_outliers;
     int32_t *number = to->num_outliers + row;
-    for (int64_t i = 0; i < count; i++)
-        if (fabsf(elements[i]) > limit && *number < to->most_outliers) {
+    for (int64_t at = 0; at < count; at += LANES) {
+        uint32_t lanes = vec_at_least(vec_max_magnitude(vec_zero(), vec_load(elements + at)), limit);
+        for (; lanes; lanes &= lanes - 1) {
+            const int64_t i = at + __builtin_ctz(lanes);
             const int32_t index = (int32_t)(begin + i);
-            outliers[(*number)++] = (outlier_t){index / per_word, index % per_word, index / (int32_t)q->step, elements[i]};
+            if (!(fabsf(elements[i]) > limit) || *number == to->most_outliers)
+                continue;
+            outliers[(*number)++] = (outlier_t){index, index / (int32_t)q->step, elements[i]};
             elements[i] = 0;
         }
+    }
 }
 
 /* Reads a span, but for its outliers, which become 0, as does what is behind it up to a multiple of 16; its scale. */
@@ -188,31 +194,53 @@ load_steps(const quantised_t *q, int has_offsets, int is_nibbles, int64_t at)
     return has_offsets ? load_ints((const int32_t *)q->steps + at) : load_shorts((const int16_t *)q->steps + at, !is_nibbles);
 }
 
-/* Products of outliers and a panel's columns are added to `sums` [32]. An element of a weight in units is exact. */
+/* The weight's elements that an outlier meets in a panel, [32] in units, which is exact. */
 INLINED void
-add_some_outliers(int bits, int is_e2m1, const quantised_t *q, const outlier_t *outliers, const outlier_t *end,
-                  int64_t panel, float *sums)
+unpack_place(int bits, int is_e2m1, const quantised_t *q, const outlier_t *outlier, int64_t panel, float *elements)
 {
-    const int is_nibbles = bits == 4 && !is_e2m1;
-    const int64_t per_word = 32 / bits, words = (q->inner + per_word - 1) / per_word;
-    const char *codes = q->codes + panel * words * COLUMNS * WORD_BYTES;
-    const int64_t steps_of_panel = panel * q->steps_of_row * COLUMNS;
-    vec sum[2] = {vec_load(sums), vec_load(sums + LANES)};
-    for (; outliers < end; outliers++)
+    const int is_nibbles = bits == 4 && !is_e2m1, per_word = 32 / bits, place = outlier->index % per_word;
+    const int64_t words = (q->inner + per_word - 1) / per_word, word = panel * words + outlier->index / per_word;
+    const int64_t step_at = (panel * q->steps_of_row + outlier->step) * COLUMNS;
 #pragma GCC unroll 2
-        for (int first = 0; first < COLUMNS; first += LANES) {
-            const words_t w = load_words((const element *)(codes + (outliers->word * COLUMNS + first) * WORD_BYTES));
-            const vec code = is_nibbles ? vec_add(nibbles_of(w, outliers->place), vec_all(-NIBBLES_BASE))
-                             : is_e2m1  ? e2m1_of(w, outliers->place)
-                                        : code_of(w, bits, outliers->place);
-            const int64_t at = steps_of_panel + outliers->step * COLUMNS + first;
-            const ints steps = load_steps(q, q->offsets != NULL, is_nibbles, at);
-            const vec step = vec_of_ints(is_nibbles || q->offsets ? low_halves(steps) : steps);
-            const vec offset = q->offsets ? vec_of_ints(high_halves(steps)) : vec_zero();
-            sum[first / LANES] = vec_fmadd(vec_all(outliers->value), vec_fmadd(code, step, offset), sum[first / LANES]);
+    for (int first = 0; first < COLUMNS; first += LANES) {
+        const words_t w = load_words((const element *)(q->codes + (word * COLUMNS + first) * WORD_BYTES));
+        const vec code = is_nibbles ? vec_add(nibbles_of(w, place), vec_all(-NIBBLES_BASE))
+                         : is_e2m1  ? e2m1_of(w, place)
+                                    : code_of(w, bits, place);
+        const ints steps = load_steps(q, q->offsets != NULL, is_nibbles, step_at + first);
+        const vec step = vec_of_ints(is_nibbles || q->offsets ? low_halves(steps) : steps);
+        const vec offset = q->offsets ? vec_of_ints(high_halves(steps)) : vec_zero();
+        vec_store(elements + first, vec_fmadd(code, step, offset));
+    }
+}
+
+/* Products of the outliers of `count` rows from `row` on and a panel's columns are added to sums [count, 32]. Many rows have
+ * theirs at the same few indices: what is unpacked is kept.
+ */
+INLINED void
+add_outliers(int bits, int is_e2m1, const quantised_t *q, const rounded_t *r, int64_t row, int64_t count, int64_t panel,
+             float *sums)
+{
+    int32_t kept[PLACES];
+    float elements[PLACES][COLUMNS] ALIGNED;
+    memset(kept, -1, sizeof kept);
+    for (int64_t stop = row + count; row < stop; row++, sums += COLUMNS) {
+        const outlier_t *outlier = r->outliers + row * r->most_outliers, *end = outlier + r->num_outliers[row];
+        if (outlier == end)
+            continue;
+        vec left = vec_load(sums), right = vec_load(sums + LANES);
+        for (; outlier < end; outlier++) {
+            const int32_t place = outlier->index % PLACES;
+            const vec value = vec_all(outlier->value);
+            if (kept[place] != outlier->index)
+                unpack_place(bits, is_e2m1, q, outlier, panel, elements[place]);
+            kept[place] = outlier->index;
+            left = vec_fmadd(value, vec_load(elements[place]), left);
+            right = vec_fmadd(value, vec_load(elements[place] + LANES), right);
         }
-    vec_store(sums, sum[0]);
-    vec_store(sums + LANES, sum[1]);
+        vec_store(sums, left);
+        vec_store(sums + LANES, right);
+    }
 }
 
 /* Results of `count` rows from `row` on in a panel's columns: what outliers add to their sums [count, 32], one after the
@@ -221,17 +249,12 @@ add_some_outliers(int bits, int is_e2m1, const quantised_t *q, const outlier_t *
 static inline void
 finish_rounded_rows(const quantised_t *q, const rounded_t *r, int64_t row, int64_t count, int64_t panel, float *sums)
 {
-    for (int64_t i = 0; i < count; i++) {
-        const outlier_t *outliers = r->outliers + (row + i) * r->most_outliers, *end = outliers + r->num_outliers[row + i];
-        if (outliers == end)
-            continue;
-        if (q->is_e2m1)
-            add_some_outliers(4, 1, q, outliers, end, panel, sums + i * COLUMNS);
-        else if (q->bits == 4)
-            add_some_outliers(4, 0, q, outliers, end, panel, sums + i * COLUMNS);
-        else
-            add_some_outliers(8, 0, q, outliers, end, panel, sums + i * COLUMNS);
-    }
+    if (q->is_e2m1)
+        add_outliers(4, 1, q, r, row, count, panel, sums);
+    else if (q->bits == 4)
+        add_outliers(4, 0, q, r, row, count, panel, sums);
+    else
+        add_outliers(8, 0, q, r, row, count, panel, sums);
     finish_rows(q->layer, q->is_bfloat16, row, count, panel * COLUMNS, q->units + panel * COLUMNS, sums);
 }
 

@@ -84,16 +84,17 @@ rotate(const element *x, const element *cosine, const element *sine, int64_t wid
 static inline void
 rotate_head(const rotation_t *r, const element *x, const float *norm, int64_t token, element *y)
 {
-    if (norm)
-        normalise(x, norm, r->width, r->epsilon, y);
-    else if (x != y)
-        memcpy(y, x, r->width * sizeof *y);
-    if (!r->cosine)
-        return;
-    const int64_t rotary = r->rotary;
+    const int64_t rotary = r->cosine ? r->rotary : 0;
     const element *c = r->cosine + token * rotary, *s = r->sine + token * rotary;
+    if (norm) {
+        normalise(x, norm, r->width, r->epsilon, y);
+        x = y;
+    } else if (x != y && (r->is_interleaved || rotary < r->width)) {
+        memcpy(y, x, r->width * sizeof *y);
+        x = y;
+    }
     if (!r->is_interleaved) {
-        rotate(y, c, s, rotary, y);
+        rotate(x, c, s, rotary, y);
         return;
     }
     element apart[WIDEST];
