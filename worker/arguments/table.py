@@ -139,8 +139,8 @@ class Arguments:
     )
     max_mixed_chunk: int | None = option(
         None,
-        "Prompt tokens in a step that also decodes. Default: as many as double its time, as measured; more where many "
-        "prompts wait.",
+        "Prompt tokens in a step that also decodes. Default: as many as make it take 2.5 times as long, as measured; "
+        "more where many prompts wait.",
         parse=positive,
         engine=True,
     )

@@ -63,7 +63,7 @@ class EmbeddedConfig:
         max_num_seqs: Requests decoded in one step at most.
         max_num_batched_tokens: Token budget of a step; longer prompts are prefilled in chunks.
         max_mixed_chunk: Prompt tokens in a mixed batch, one that decodes too. None means as many as
-            double the time of a step that only decodes, as measured, and more where many prompts
+            make it take 2.5 times as long as without, as measured, and more where many prompts
             wait; see `prompt_budget`.
         context_length: Longest prompt + answer in tokens; None means the model's own limit.
         kv_block_size: Tokens per KV block.

@@ -16,22 +16,20 @@ budget at most. So short prompts do not wait for the end of a long one.
 SHARED_TOKENS = 128
 """Prompt tokens of a step while several clients share the engine."""
 
-SLOWED = 2.0
-"""Time of a step that decodes beside prompts, in units of one that only decodes: prompts that come
-one after the other take half of an engine's time at most.
-"""
+SLOWED = 2.5
+"""Time of a step that decodes beside a prompt or two, in units of one that only decodes."""
 
-SLOWED_BY_EACH = 1 / 3
-"""The same for each of many prompts: a step may be longer where more clients wait for its prompts.
-With 3 of them each token waits for as long as with one, with 12 for 5 steps.
+SLOWED_BY_EACH = 1.0
+"""The same for each of many prompts: a step takes longer where more clients wait for its prompts,
+so that they wait for hardly longer than if nobody decoded.
 """
 
 
 def prompt_budget(queues: Queues, max_num_batched_tokens: int, mixed: MixedSteps | int | None) -> int:
     """Prompt tokens that the next step may compute.
 
-    While requests decode, a step with prompts takes `SLOWED` times one without them, or
-    1 + `SLOWED_BY_EACH` for each prompt where that is more: it bounds the time between two tokens.
+    While requests decode, a step with prompts takes `SLOWED` times one without them, or that one
+    and `SLOWED_BY_EACH` for each prompt where that is more: it bounds the time between two tokens.
     Where several clients share the engine, a step is short even if nobody decodes: another's
     request waits for its end.
 
