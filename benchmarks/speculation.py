@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import gc
 import os
 import statistics
 import sys
@@ -120,6 +121,8 @@ class Ours:
         for tensor in own.kv_store.tensors:
             tensor.zero_()  # memory that has not been touched yet takes as long as a step
         self._speculators = {name: Speculator(config) for name, config in OURS.items()}
+        gc.collect()
+        gc.freeze()  # as a worker does
 
     def answer(self, method: str | None, asked: Ask) -> list[list[int]]:
         """Answers, drafted by a method."""

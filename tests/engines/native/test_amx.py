@@ -114,7 +114,7 @@ def check_instructions(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], indirect=True)
-@pytest.mark.parametrize(("rows", "blocks"), [(17, 1), (40, 5), (33, 33), (145, 68), (600, 9)])
+@pytest.mark.parametrize(("rows", "blocks"), [(17, 1), (40, 5), (50, 9), (61, 12), (33, 33), (145, 68), (600, 9)])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("has_offsets", [False, True])
 def test_many_rows_and_wide_ones_have_the_bits_of_few(

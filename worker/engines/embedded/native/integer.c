@@ -90,7 +90,8 @@ bytes_of_rows(const integers_t *j)
     const rounded_t *r = &j->r;
     const int64_t row_bytes = r->spans * (int64_t)sizeof(float) + (2 * r->blocks + 1) * (int64_t)sizeof(int32_t) +
                               r->words * WORD_BYTES + r->most_outliers * (int64_t)sizeof(outlier_t);
-    return (j->q.rows * row_bytes + 2 * LINE - 1) / LINE * LINE;
+    const int64_t behind = r->is_for_amx ? TILE_ROWS * DEPTH : 0; /* the last rows are read as a whole tile */
+    return (j->q.rows * row_bytes + behind + 2 * LINE - 1) / LINE * LINE;
 }
 
 /* Gives a layer the memory of its rows. */

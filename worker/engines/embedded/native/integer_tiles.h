@@ -164,6 +164,9 @@ add_last(int is_odd, product_t *last, int32_t products[2][PRODUCTS])
 
 /* The tiles for up to 32 rows, from `row` on, times half of a panel in the spans from `first` on, before `stop`. A second
  * tile of rows is left in `last`, to be added while the next ones are multiplied.
+ *
+ * Behind 32 rows a tile has 16 even where fewer are left: to configure it anew takes longer than to multiply whatever lies
+ * behind them, and nobody adds those products.
  */
 INLINED void
 multiply_spans(const quantised_t *q, const rounded_t *r, int64_t row, int64_t n, int64_t first, int64_t stop,
@@ -177,7 +180,7 @@ multiply_spans(const quantised_t *q, const rounded_t *r, int64_t row, int64_t n,
         product_t top = {rows, columns, scales, sums, smaller(n, TILE_ROWS), others};
         const product_t bottom = {rows + TILE_ROWS * DEPTH, columns, scales + TILE_ROWS, sums + TILE_ROWS * COLUMNS,
                                   n - TILE_ROWS, others};
-        if (n == PAIR_ROWS && tiles == SPAN / DEPTH && last->count) { /* numbers that the compiler knows */
+        if (n == PAIR_ROWS && tiles == SPAN / DEPTH && last->count == TILE_ROWS) { /* numbers that the compiler knows */
             multiply_span(0, &top, PAIR_ROWS, SPAN / DEPTH, 1, products);
             add_products_to(last, TILE_ROWS, products);
             multiply_span(1, &bottom, PAIR_ROWS, SPAN / DEPTH, 1, products);
@@ -200,8 +203,7 @@ multiply_spans(const quantised_t *q, const rounded_t *r, int64_t row, int64_t n,
 
 /* A panel times the rows from `first` on, before `stop`. */
 static void
-compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, int64_t first, int64_t stop,
-                       int64_t *configured)
+compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, int64_t first, int64_t stop)
 {
     float sums[CHUNK_ROWS * COLUMNS] ALIGNED;
     columns_t columns[STRETCH] ALIGNED;
@@ -216,10 +218,6 @@ compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, 
             unpack_span(q, panel, half, i, columns[i - span]);
         for (int64_t row = first; row < stop; row += PAIR_ROWS) {
             const int64_t n = smaller(PAIR_ROWS, q->rows - row);
-            if (*configured != n) {
-                add_last(1, &last, products);
-                configure_products(*configured = n);
-            }
             for (int64_t i = 0; stretch == 2 * stretches - 1 && i < n; i++)
                 prefetch_row(q, row + i, panel * COLUMNS);
             multiply_spans(q, r, row, n, span, end, columns, sums + (row - first) * COLUMNS + half * LANES, &last, products);
@@ -233,10 +231,10 @@ compute_panel_in_tiles(const quantised_t *q, const rounded_t *r, int64_t panel, 
 static void
 compute_panels_in_tiles(const quantised_t *q, const rounded_t *r, int64_t first, int64_t stop)
 {
-    int64_t configured = 0;
+    configure_products(smaller(PAIR_ROWS, q->rows));
     for (int64_t row = 0; row < q->rows; row += CHUNK_ROWS)
         for (int64_t panel = first; panel < stop; panel++)
-            compute_panel_in_tiles(q, r, panel, row, smaller(row + CHUNK_ROWS, q->rows), &configured);
+            compute_panel_in_tiles(q, r, panel, row, smaller(row + CHUNK_ROWS, q->rows));
     release_tiles();
 }
 
