@@ -3,9 +3,10 @@ it failed.
 
 ``install_packages.py ARGUMENT...`` takes the arguments of ``pip install``. pip resolves the
 requirements first, from metadata alone, so that a conflict ends it before anything large is
-fetched. Large files are then fetched here, several at a time, into
+fetched. The files are then fetched here, several at a time, into
 ``~/.cache/dynamo-logits-worker/wheels``: what has come stays there when the connection or the
-process ends. pip fetches the rest, and installs.
+process ends. pip installs them without another look at an index, fetches what is left, and
+installs that.
 
 Standard library only: it runs in an environment that has nothing but pip.
 """
@@ -44,9 +45,6 @@ CPU_BUILD = 190_000_000
 
 INSTALLED = 1.8
 """Bytes of an environment for each byte that was fetched for it, measured with the CUDA build."""
-
-LARGE = 4_000_000
-"""Bytes from which on a file is fetched here, not by pip."""
 
 AT_A_TIME = 4
 ATTEMPTS = 10
@@ -90,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
         wheels = cache_directory()
         for line in announcement(downloads, wheels):
             say(line)
-        fetched = fetch_large(downloads, wheels)
+        fetched = fetch(downloads, wheels)
         if fetched:
             say(f"unpacking {count_packages(len(fetched))} ...")
             local = (*PIP, "--no-deps", "--no-index", "--find-links", str(wheels))
@@ -139,7 +137,7 @@ def planned(report: Mapping[str, Any]) -> list[Download]:
 
 
 def cache_directory() -> Path:
-    """Directory of large files; the environment itself, if the user's cache cannot be written."""
+    """Directory of files that were fetched; the environment itself, if the user's cache cannot be written."""
     base = os.environ.get("XDG_CACHE_HOME") or (os.environ.get("HOME") and f"{os.environ['HOME']}/.cache")
     for directory in [Path(base, "dynamo-logits-worker", "wheels")] if base else []:
         with contextlib.suppress(OSError):
@@ -280,18 +278,18 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fetch_large(downloads: Iterable[Download], wheels: Path) -> list[Download]:
-    """Fetches large files whose digest is known into `wheels`, and returns those that are there.
+def fetch(downloads: Iterable[Download], wheels: Path) -> list[Download]:
+    """Fetches wheels whose digest is known into `wheels`, and returns those that are there.
 
     What fails is left to pip, which knows of credentials and proxies that are not known here.
     """
-    large = [one for one in downloads if one.is_remote and one.sha256 and (one.size or 0) >= LARGE]
-    for one in large:
+    known = [one for one in downloads if one.is_remote and one.file.endswith(".whl") and one.sha256 and one.size]
+    for one in known:
         if (wheels / one.file).exists():
             os.utime(wheels / one.file)
-    waiting = [one for one in large if not (wheels / one.file).exists()]
+    waiting = [one for one in known if not (wheels / one.file).exists()]
     if not waiting:
-        return large
+        return known
     state = Fetching(wheels, deque(waiting), total_size(waiting))
     threads = [threading.Thread(target=state.work, daemon=True) for _ in range(AT_A_TIME)]
     for thread in threads:
@@ -299,7 +297,7 @@ def fetch_large(downloads: Iterable[Download], wheels: Path) -> list[Download]:
     show(state, threads)
     for failure in state.failures.values():
         say(f"left to pip: {failure}")
-    return [one for one in large if one.file not in state.failures]
+    return [one for one in known if one.file not in state.failures]
 
 
 def show(state: Fetching, threads: Sequence[threading.Thread]) -> None:

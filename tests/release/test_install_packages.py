@@ -175,7 +175,7 @@ def test_it_says_beforehand_what_it_fetches(home: Path) -> None:
     lines = output.splitlines()
     assert lines[:2] == ["install: resolving ...", "install: 2 packages to fetch, 6 MB"]
     assert lines[2].startswith("install: fetched 6 of 6 MB in ")
-    assert lines[3:] == ["install: unpacking 1 package ..."] * 2
+    assert lines[3:] == ["install: unpacking 2 packages ..."]
     assert {"big-1.0", "small-2.0"} <= installed(home)
 
 
@@ -213,7 +213,7 @@ def test_what_was_fetched_serves_another_environment(home: Path) -> None:
         index.asked.clear()
         status, output, _ = install(index, home, "big")
     assert status == 0
-    assert "install: 1 package to fetch, 0 MB" in output.splitlines()
+    assert output.splitlines() == ["install: resolving ...", "install: unpacking 2 packages ..."]
     assert ("GET", BIG) not in {(method, name) for method, name, _ in index.asked}
     assert {"big-1.0", "small-2.0"} <= installed(home)
 
@@ -226,7 +226,7 @@ def test_what_no_installation_uses_goes_after_a_month(home: Path) -> None:
         os.utime(wheels / name, (0, time.time() - days * 24 * 3600))
     with serving(Index(WHEELS)) as index:
         assert install(index, home, "big")[0] == 0
-    assert {path.name for path in wheels.iterdir()} == {"new.whl", BIG}
+    assert {path.name for path in wheels.iterdir()} == {"new.whl", BIG, "small-2.0-py3-none-any.whl"}
 
 
 def test_a_file_that_was_altered_is_not_installed(home: Path) -> None:

@@ -462,7 +462,7 @@ def test_text_needs_a_tokenizer(changes: dict[str, Any], field: str) -> None:
         scripted().generate("text")
 
 
-@pytest.mark.parametrize(("settings", "expected"), [({}, 40), ({"max_mixed_chunk": 8}, 3)])
+@pytest.mark.parametrize(("settings", "expected"), [({}, 40), ({"max_mixed_chunk": 8}, 8)])
 def test_prompts_take_whole_steps_unless_told_otherwise(settings: dict[str, Any], expected: int) -> None:
     engine = scripted(max_num_batched_tokens=128, **settings)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
