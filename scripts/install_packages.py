@@ -137,7 +137,7 @@ def planned(report: Mapping[str, Any]) -> list[Download]:
 
 
 def cache_directory() -> Path:
-    """Directory of files that were fetched; the environment itself, if the user's cache cannot be written."""
+    """Directory of fetched files; the environment itself if the user's cache cannot be written."""
     base = os.environ.get("XDG_CACHE_HOME") or (os.environ.get("HOME") and f"{os.environ['HOME']}/.cache")
     for directory in [Path(base, "dynamo-logits-worker", "wheels")] if base else []:
         with contextlib.suppress(OSError):

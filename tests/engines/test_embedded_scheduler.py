@@ -146,11 +146,12 @@ def test_equally_long_prompts_share_a_step_oldest_gets_the_rest() -> None:
 def known(steps: dict[int, float], prompt_token_s: float) -> MixedSteps:
     """Seconds of steps by their rows, and of each prompt token beside them."""
     costs = MixedSteps()
+    first = next(iter(steps))
+    costs.learn_decode(first, steps[first])
+    for _ in range(4):
+        costs.learn_mixed(first, 64, steps[first] + 64 * prompt_token_s)
     for rows, seconds in steps.items():
         costs.learn_decode(rows, seconds)
-    rows, seconds = next(iter(steps.items()))
-    for _ in range(4):
-        costs.learn_mixed(rows, 64, seconds + 64 * prompt_token_s)
     return costs
 
 

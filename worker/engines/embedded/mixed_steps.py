@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from worker.engines.embedded.plan import Plan
-from worker.engines.embedded.speculation.draft_length import StepCosts
 
 FIRST_CHUNK = 16
 """Prompt tokens beside decode rows while nothing is known of what they cost."""
 
-REMEASURED = 256
-"""Steps with prompts after which one without them is measured again: contexts grow, and machines
-become slower and faster.
+MEASURED_AFTER = (2, 256)
+"""Steps with prompts after which one without them is measured again: twice as many each time, from
+the first number, for a step that was held up, to the last, since contexts grow.
 """
 
 _ASKED = 4
@@ -19,6 +18,11 @@ _ASKED = 4
 
 _NEAR = 2
 """Quotient of two numbers of rows up to which one's step tells what the other's takes."""
+
+_SLOWER = 0.1
+"""Weight of a step that took longer than is known. A faster one is taken as it is: what else the
+machine does can only make a step slower.
+"""
 
 _KEPT = 0.9
 """Part of what was learnt of prompt tokens that is kept with each step: the last ten count."""
@@ -33,12 +37,11 @@ class MixedSteps:
     """What prompt tokens cost beside decode rows, in the time of a step that only decodes."""
 
     def __init__(self) -> None:
-        self._decode = StepCosts()
-        self._measured: set[int] = set()  # rows of steps that only decoded
-        self._num_mixed = 0  # since the last of these
-        self._num_asked = 0  # for one of these, in a row
-        # Sums over the last mixed steps.
-        self._seconds = self._tokens = self._steps = 0.0
+        self._decode: dict[int, float] = {}  # seconds of steps that only decode, by their rows
+        self._num_mixed = 0  # steps with prompts since the last of these
+        self._measured_after = MEASURED_AFTER[0]
+        self._num_asked = 0  # times in a row that a step without prompts was asked for
+        self._seconds = self._tokens = self._steps = 0.0  # sums over the last mixed steps
 
     def learn(self, plan: Plan, seconds: float) -> None:
         """Take the time of a step that decodes."""
@@ -50,14 +53,19 @@ class MixedSteps:
 
     def learn_decode(self, rows: int, seconds: float) -> None:
         """Take the time of a step of so many rows, whatever is drafted behind them."""
-        self._decode.learn(rows, seconds)
-        self._measured.add(rows)
+        is_new = self._without_prompts(rows) is None
+        known = self._decode.get(rows, seconds)
+        self._decode[rows] = min(seconds, known + _SLOWER * (seconds - known))
+        if is_new:
+            self._measured_after = MEASURED_AFTER[0]
+        elif self._num_mixed:
+            self._measured_after = min(2 * self._measured_after, MEASURED_AFTER[1])
         self._num_mixed = self._num_asked = 0
 
     def learn_mixed(self, rows: int, tokens: int, seconds: float) -> None:
         """Take the time of a step of so many rows and prompt tokens."""
         self._num_mixed += 1
-        self._seconds = _KEPT * self._seconds + max(0.0, seconds - self._decode.seconds(rows))
+        self._seconds = _KEPT * self._seconds + max(0.0, seconds - (self._without_prompts(rows) or 0.0))
         self._tokens = _KEPT * self._tokens + tokens
         self._steps = _KEPT * self._steps + 1
 
@@ -67,14 +75,16 @@ class MixedSteps:
         At least 1, but 0 where it is not known what a step takes without them: then the next one is
         to be measured.
         """
-        if self._num_asked < _ASKED and (self._num_mixed >= REMEASURED or not self._is_measured(rows)):
+        without_s = self._without_prompts(rows)
+        if self._num_asked < _ASKED and (self._num_mixed >= self._measured_after or without_s is None):
             self._num_asked += 1
             return 0
         most = max(FIRST_CHUNK, int(_GROWTH * self._tokens / self._steps)) if self._steps else FIRST_CHUNK
-        spare_s = share * self._decode.seconds(rows)
-        if spare_s * self._tokens >= most * self._seconds:
+        if without_s is None or share * without_s * self._tokens >= most * self._seconds:
             return most
-        return max(1, int(spare_s * self._tokens / self._seconds))
+        return max(1, int(share * without_s * self._tokens / self._seconds))
 
-    def _is_measured(self, rows: int) -> bool:
-        return rows in self._measured or any(rows <= _NEAR * one <= _NEAR**2 * rows for one in self._measured)
+    def _without_prompts(self, rows: int) -> float | None:
+        """Seconds of a step of about so many rows; None if none was measured."""
+        nearest = min(self._decode, key=lambda one: abs(one - rows), default=0)
+        return self._decode[nearest] if rows <= _NEAR * nearest <= _NEAR**2 * rows else None

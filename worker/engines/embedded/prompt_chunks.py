@@ -44,7 +44,7 @@ def prompt_budget(queues: Queues, max_num_batched_tokens: int, mixed: MixedSteps
         return most
     if queues.turns.is_shared(queues.live):
         most = min(most, SHARED_TOKENS if isinstance(mixed, MixedSteps) else 2 * mixed)
-    if not rows:
+    if not rows or not (queues.prefilling or queues.waiting):
         return most
     if isinstance(mixed, int):
         return min(most, mixed)
