@@ -36,7 +36,7 @@ def prompt_budget(queues: Queues, max_num_batched_tokens: int, mixed: MixedSteps
     Args:
         queues: The requests.
         max_num_batched_tokens: Tokens of a step at most.
-        mixed: What steps take; or the prompt tokens of a step that also decodes; None for no limit.
+        mixed: Times of steps; or the prompt tokens of a step that also decodes; None for no limit.
     """
     rows = len(queues.decode_rows)
     most = max_num_batched_tokens - rows
