@@ -1,4 +1,4 @@
-"""What prompt tokens cost beside decode rows, learnt from the steps of an engine."""
+"""Prices of prompt tokens beside decode rows, learnt from the steps of an engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ little about many.
 
 
 class MixedSteps:
-    """What prompt tokens cost beside decode rows, in the time of a step that only decodes."""
+    """Prices of prompt tokens beside decode rows, in times of a step that only decodes."""
 
     def __init__(self) -> None:
         self._decode: dict[int, float] = {}  # seconds of steps that only decode, by their rows
