@@ -85,8 +85,9 @@ class Batch:
         self.peaks.append((self.step, took_s))
 
     def leaves_decoding_out(self, now_s: float) -> bool:
-        """Whether the next step computes prompts alone, as the engine's `Pacing` has it for
-        requests that came during a step: so that they begin together, at most half of the time.
+        """Whether the next step computes prompts alone, as the engine's `Pacing` had it before
+        decision 58, for requests that came during a step: so that they begin together, at most half
+        of the time.
         """
         may_wait = self.ended_s > self.gathering_since_s and now_s - self.gathering_since_s > 2 * MAX_GATHER_S
         if self.has_arrivals and (not self.ends or may_wait):

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
+import torch
 from engine_doubles import ScriptedModel, request, stepper
 from kv_doubles import RecallModel, answer, recall_request
 
 from worker.engines import QueueTimes
+from worker.engines.embedded import step
 from worker.engines.embedded.kv_cache.cache import KvCache
 from worker.engines.embedded.mixed_steps import MixedSteps
 from worker.engines.embedded.plan import Output, Plan, Request
@@ -170,6 +172,28 @@ def test_prompts_take_as_long_as_decoding_and_a_half(rows: int, size: int) -> No
         sizes += [chunk.stop - chunk.start for chunk in driver.plans[-1].chunks]
     assert sum(sizes) == 1500
     assert set(sizes[:-1]) == {size}
+
+
+def test_the_engine_learns_what_its_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+
+    def take(plan: Plan, logits: torch.Tensor) -> None:
+        nonlocal now_s
+        now_s += 0.010 + 0.0049 * (plan.num_tokens - plan.num_decode_tokens)
+
+    model = ScriptedModel(take)
+    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    driver = stepper(model, max_mixed_chunk=None)
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    driver.add(request(model, "early", [3] * 4, params))
+    for _ in range(3):
+        driver.step()
+    driver.add(request(model, "long", [3] * 200, params))
+    for _ in range(30):
+        driver.step()
+    sizes = [plan.num_tokens - 1 for plan in model.plans[3:]]
+    assert sizes[0] == 16
+    assert set(sizes[1:]) == {0, 3}
 
 
 @pytest.mark.parametrize(("prompts", "size"), [(1, 30), (2, 40), (6, 122)])

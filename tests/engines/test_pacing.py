@@ -37,3 +37,15 @@ def test_prompts_alone_never_take_two_long_steps_in_a_row(step_s: float, monkeyp
         longest_s = max(longest_s, alone_s)
     assert longest_s <= MAX_GATHER_S + step_s + 1e-9
     assert not all(kinds)
+
+
+def test_who_comes_while_others_decode_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, pace = Clock(), Pacing()
+    monkeypatch.setattr(pacing, "time", clock)
+    pace.note_arrival(is_idle=True)
+    assert pace.is_prompts_first
+    for _ in range(100):
+        clock.now_s += 2 * MAX_GATHER_S
+        pace.note_step(prompts_first=False)
+        pace.note_arrival(is_idle=False)
+        assert not pace.is_prompts_first

@@ -251,11 +251,24 @@ def test_a_client_waits_for_a_bounded_number_of_others(
             assert count <= (ahead + 2) * (clients + slots), (one.id, client, count)
 
 
+def test_a_step_without_prompts_is_nobodys_turn() -> None:
+    """One that only decodes, to be measured."""
+    engine = Engine(slots=8, mixed=MixedSteps())
+    engine.scheduler.add(request("a0", "a", 4, 50))
+    engine.step()
+    turns, plans = engine.scheduler.queues.turns, engine.plans
+    for name in ("a", "b"):
+        engine.scheduler.add(request(f"{name}1", name, 400, 1))
+    before = turns._num_led
+    engine.step()
+    assert (plans[-1].chunks, turns._num_led) == ((), before)
+    engine.step()
+    assert (len(plans[-1].chunks), turns._num_led) == (1, before + 1)
+
+
 @pytest.mark.parametrize(("answer", "prompt"), [(64, (64, 512)), (400, (16, 64)), (16, (1000, 2000))])
 def test_first_tokens_of_a_small_client_beside_a_large_one(answer: int, prompt: tuple[int, int]) -> None:
-    """At most three times as late as alone, but for the few that meet a step that only decodes, to
-    be measured; 64 of the other's are always under way.
-    """
+    """At most three times as late as alone, of all 60; 64 of the other's are always under way."""
     source = random.Random(1)
     alone = 0.012 + 0.0006 * FAIR_CHUNK
     engine = Engine(slots=64, mixed=MixedSteps())
@@ -285,6 +298,5 @@ def test_first_tokens_of_a_small_client_beside_a_large_one(answer: int, prompt: 
             fill()
         assert since_s <= begin_s <= engine.now_s
         waits.append(engine.first_s[name] - begin_s)
-    assert sorted(waits)[-3] <= 3 * alone
-    assert max(waits) <= 3.5 * alone
+    assert max(waits) <= 3 * alone
     assert engine.scheduler.queues.num_preemptions <= 60 + 1

@@ -88,7 +88,7 @@ class Scheduler:
         fits = self._append_pages()
         budget = prompt_budget(queues, self.max_num_batched_tokens, self.mixed)
         copies: tuple[PageCopy, ...] = self._admission.admit(budget, only_starved=not fits) if queues.waiting else ()
-        chunks = cut_chunks(queues, budget) if queues.prefilling else ()
+        chunks = cut_chunks(queues, budget) if queues.prefilling and budget else ()
         decode, owners, rows = (
             ((), (), ()) if prompts_first and chunks else (queues.decode_rows, queues.decoding, queues.companion_rows)
         )
