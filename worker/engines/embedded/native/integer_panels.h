@@ -7,6 +7,7 @@
 enum {
     AHEAD = 32768,  /* bytes by which codes are fetched before they are read, at most */
     CACHED = 16384, /* bytes of rows' codes that panels are multiplied by in turn: half of an L1 cache */
+    MOST_TILES = 16, /* of rows, that are multiplied by a panel in turn */
 };
 
 /* A specialization of the micro-kernel: numbers that the compiler knows. */
@@ -19,29 +20,31 @@ INLINED void
 add_block(kind_t k, const char *codes, int64_t ahead, const int8_t *x, int64_t count, ints part[][2])
 {
 #pragma GCC unroll 1 /* unrolled, its speed depends on where the code lies */
-    for (int64_t at = 0; at < count; at += 32 / k.bits, codes += COLUMNS * WORD_BYTES, x += 32 / k.bits * k.rows)
+    for (int64_t at = 0; at < count; at += 32 / k.bits, codes += COLUMNS * WORD_BYTES, x += 32 / k.bits * k.rows) {
+        const int parts = k.bits == 4 ? 2 : 1;
+        words_t columns[2][2];
 #pragma GCC unroll 2
         for (int half = 0; half < k.halves; half++) {
             fetch_to_l2(codes + half * LANES * WORD_BYTES + ahead);
             const words_t w = load_words((const element *)(codes + half * LANES * WORD_BYTES));
-            const words_t left = k.is_e2m1     ? split_e2m1(k.has_dot, w, 0)
-                                 : k.bits == 4 ? split_nibbles(w, 0)
-                                               : split_bytes(k.has_dot, w);
-            const words_t right = k.is_e2m1 ? split_e2m1(k.has_dot, w, 1) : k.bits == 4 ? split_nibbles(w, 1) : left;
-#pragma GCC unroll 12
-            for (int i = 0; i < k.rows; i++) {
-                ints *to = &part[i][half];
-                const int8_t *next = x + (k.rows + i) * WORD_BYTES;
-                if (k.bits == 4 && !k.is_e2m1) {
-                    *to = add_nibbles(k.has_dot, *to, left, x + i * WORD_BYTES);
-                    *to = add_nibbles(k.has_dot, *to, right, next);
-                    continue;
-                }
-                *to = add_bytes(k.has_dot, *to, left, x + i * WORD_BYTES);
-                if (k.is_e2m1)
-                    *to = add_bytes(k.has_dot, *to, right, next);
-            }
+#pragma GCC unroll 2
+            for (int p = 0; p < parts; p++)
+                columns[half][p] = k.is_e2m1     ? split_e2m1(k.has_dot, w, p)
+                                   : k.bits == 4 ? split_nibbles(w, p)
+                                                 : split_bytes(k.has_dot, w);
         }
+#pragma GCC unroll 6
+        for (int i = 0; i < k.rows; i++)
+#pragma GCC unroll 2
+            for (int p = 0; p < parts; p++)
+#pragma GCC unroll 2
+                for (int half = 0; half < k.halves; half++) { /* innermost: both read the same codes of the row */
+                    const int8_t *of_row = x + (p * k.rows + i) * WORD_BYTES;
+                    ints *to = &part[i][half];
+                    *to = k.bits == 4 && !k.is_e2m1 ? add_nibbles(k.has_dot, *to, columns[half][p], of_row)
+                                                    : add_bytes(k.has_dot, *to, columns[half][p], of_row);
+                }
+    }
 }
 
 /* Adds to `sum` the sum of a block's products times its step, and the sum of its rows' codes times its offset. Sums of
@@ -72,35 +75,33 @@ multiply_codes(kind_t k, int has_offsets, const quantised_t *q, const rounded_t 
     const float *scales = r->scales + row * r->spans;
     const int32_t *starts = r->starts + row * r->blocks, *totals = r->totals + row * r->blocks;
     int64_t step = panel * q->steps_of_row * COLUMNS + first * LANES, left = q->step; /* elements of the step */
-#pragma GCC unroll 12
+#pragma GCC unroll 6
     for (int i = 0; i < k.rows; i++)
         for (int half = 0; half < k.halves; half++)
             vec_store(sums + i * COLUMNS + (first + half) * LANES, vec_zero());
     for (int64_t begin = 0; begin < q->inner; begin += q->span, scales += k.rows) {
         const int64_t end = smaller(begin + q->span, q->inner);
         ints sum[INT_ROWS][2];
-#pragma GCC unroll 12
+        __asm__("" ::: "memory"); /* sums of float32 stay there, and leave the registers to those of integers */
+#pragma GCC unroll 6
         for (int i = 0; i < k.rows; i++)
             for (int half = 0; half < k.halves; half++)
                 sum[i][half] = ints_all(0);
         for (int64_t at = begin; at < end; at += r->size, totals += k.rows, starts += k.rows) {
             const int64_t count = smaller(r->size, end - at);
             ints part[INT_ROWS][2];
-#pragma GCC unroll 12
+#pragma GCC unroll 6
             for (int i = 0; i < k.rows; i++)
                 for (int half = 0; half < k.halves; half++)
                     part[i][half] = ints_all(is_short ? 0 : starts[i]);
-            if (count == BLOCK) /* a number that the compiler knows */
-                add_block(k, codes, ahead, x, BLOCK, part);
-            else
-                add_block(k, codes, ahead, x, count, part);
+            add_block(k, codes, ahead, x, count, part);
             codes += (count * k.bits + 31) / 32 * COLUMNS * WORD_BYTES;
             x += (count + 3) / WORD_BYTES * k.rows * WORD_BYTES;
 #pragma GCC unroll 2
             for (int half = 0; half < k.halves; half++) {
                 fetch_to_l2(q->steps + (step + ahead_steps + half * LANES) * (has_offsets ? 4 : 2));
                 const ints step_of = load_steps(q, has_offsets, is_nibbles, step + half * LANES);
-#pragma GCC unroll 12
+#pragma GCC unroll 6
                 for (int i = 0; i < k.rows; i++) {
                     ints all = part[i][half];
                     if (is_short)
@@ -114,7 +115,7 @@ multiply_codes(kind_t k, int has_offsets, const quantised_t *q, const rounded_t 
                 step += COLUMNS;
             }
         }
-#pragma GCC unroll 12
+#pragma GCC unroll 6
         for (int i = 0; i < k.rows; i++)
             for (int half = 0; half < k.halves; half++) {
                 float *to = sums + i * COLUMNS + (first + half) * LANES;
@@ -144,8 +145,7 @@ multiply_panel(kind_t k, const quantised_t *q, const rounded_t *r, int64_t panel
     {                                                                                                                  \
         switch (rows) {                                                                                                \
             NUMBER(1, __VA_ARGS__) NUMBER(2, __VA_ARGS__) NUMBER(3, __VA_ARGS__) NUMBER(4, __VA_ARGS__)                \
-            NUMBER(5, __VA_ARGS__) NUMBER(6, __VA_ARGS__) NUMBER(7, __VA_ARGS__) NUMBER(8, __VA_ARGS__)                \
-            NUMBER(9, __VA_ARGS__) NUMBER(10, __VA_ARGS__) NUMBER(11, __VA_ARGS__) NUMBER(12, __VA_ARGS__)             \
+            NUMBER(5, __VA_ARGS__) NUMBER(6, __VA_ARGS__)                                                              \
         }                                                                                                              \
     }
 #define NUMBER(n, ...)                                                                                                 \
@@ -161,6 +161,7 @@ EACH_NUMBER(multiply_nibbles_dot, 4, 0, 1)
 EACH_NUMBER(multiply_e2m1_dot, 4, 1, 1)
 EACH_NUMBER(multiply_bytes_dot, 8, 0, 1)
 #endif
+_Static_assert(INT_ROWS <= 6, "a number of rows is missing");
 #undef NUMBER
 #undef EACH_NUMBER
 
@@ -185,17 +186,22 @@ static void
 compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t stop)
 {
     multiply_t *multiply = multiply_of(q);
-    float sums[INT_ROWS * COLUMNS] ALIGNED;
-    const int64_t tiles = tiles_of(r, q->rows), cached_tiles = CACHED / (INT_ROWS * r->words * WORD_BYTES) + 1;
-    for (int64_t begin = 0; begin < tiles; begin += cached_tiles)
-        for (int64_t panel = first; panel < stop; panel++)
-            for (int64_t tile = begin; tile < smaller(begin + cached_tiles, tiles); tile++) {
+    float sums[MOST_TILES * INT_ROWS * COLUMNS] ALIGNED;
+    const int64_t tiles = tiles_of(r, q->rows);
+    const int64_t cached_tiles = smaller(CACHED / (INT_ROWS * r->words * WORD_BYTES) + 1, MOST_TILES);
+    for (int64_t begin = 0, end; begin < tiles; begin = end) {
+        end = smaller(begin + cached_tiles, tiles);
+        const int64_t top = first_row(r, q->rows, begin), bottom = first_row(r, q->rows, end);
+        for (int64_t panel = first; panel < stop; panel++) {
+            for (int64_t tile = begin; tile < end; tile++) {
                 const int64_t from = first_row(r, q->rows, tile), to = first_row(r, q->rows, tile + 1);
                 for (int64_t row = from; row < to; row++)
                     prefetch_row(q, row, panel * COLUMNS);
-                multiply((int)(to - from), q, r, panel, from, sums);
-                finish_rounded_rows(q, r, from, to - from, panel, sums);
+                multiply((int)(to - from), q, r, panel, from, sums + (from - top) * COLUMNS);
             }
+            finish_rounded_rows(q, r, top, bottom - top, panel, sums);
+        }
+    }
 }
 
 #endif

@@ -4,8 +4,11 @@
 typedef __m512i ints; /* of 16 columns */
 
 enum {
-    INT_ROWS = 12,     /* of a tile at most: sums of integers and of float32 fill 24 of the 32 registers */
-    INT_WIDE_ROWS = 6, /* rows up to which a tile has both halves of a panel's columns */
+    /* Of a tile at most: sums of blocks and of spans fill 24 of the 32 registers. A tile of 12 rows and one half would load
+     * a row's codes for each multiplication, and the processor loads no more than it multiplies.
+     */
+    INT_ROWS = 6,
+    INT_WIDE_ROWS = INT_ROWS, /* rows up to which a tile has both halves of a panel's columns */
 };
 
 #define CAN_HAVE_DOT
@@ -68,7 +71,7 @@ INLINED ints
 add_dots(ints sum, words_t bytes, const int8_t *codes)
 {
     /* no intrinsic: the files are compiled for processors without it, too */
-    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(bytes), "m"(*(const int8_t(*)[4])codes));
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(_mm512_set1_epi32(word_at(codes))));
     return sum;
 }
 
