@@ -3,6 +3,7 @@
     benchmarks/peers.sh llama openvino onnxruntime ctranslate2  # once
     .venv/bin/python benchmarks/quantised.py  # twenty minutes on a machine that does nothing else
     .venv/bin/python benchmarks/quantised.py --formats Q8_0 --cases 1 8 --no-results
+    .venv/bin/python benchmarks/quantised.py --model large --formats Q4_1 --rounds 1 --no-results
 
 Prints, and writes `results/quantised.md`. ``Q4_1`` is the file as the package index has it;
 llama.cpp makes the others of it. Ours, llama.cpp and OpenVINO read that file and keep its blocks
@@ -25,6 +26,9 @@ counts. The first new tokens of a peer are compared with those of ``float32``, t
 computes the same model; prompts are random tokens, after which no token is much likelier than the
 next, so that rounding alone changes some. In ``Q4_1``, ONNX Runtime's zero points are integers and
 the file's are not: its weights are rounded to 4 bits a second time, and many differ.
+
+``--model large`` is a random Llama of 1.2 B parameters with the tokenizer and the formats of that
+file, and 16 new tokens instead of 64; after random weights even fewer tokens are alike.
 
 `results/quantised_avx2.md` compares with a llama.cpp that was built without AVX-512, in another
 copy of this repository, by
@@ -54,6 +58,8 @@ import decode_ours  # before torch, so that OpenMP's threads wait as they do in 
 # isort: split
 import torch
 from decode import read_speed
+from large_gguf import NAME as LARGE_MODEL
+from large_gguf import write_large_gguf
 from workload import HERE, LONGEST, MOST_ROWS, Reply, Task, peer
 
 from worker.engines.embedded import Engine, native
@@ -80,12 +86,18 @@ def say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def write_formats(directory: Path, formats: list[str], python: Path) -> dict[str, Path]:
-    """GGUF files of the default model, by format."""
+MODELS = {"default": DEFAULT_MODEL, "large": LARGE_MODEL}
+LARGE_NEW = 16
+
+
+def write_formats(directory: Path, model: str, formats: list[str], python: Path) -> dict[str, Path]:
+    """GGUF files of a model, by format."""
     own = fetch_default_gguf(directory, say)
+    if model == "large":
+        own = write_large_gguf(own, directory / f"{LARGE_MODEL}.gguf")
     found = {}
     for form in formats:
-        found[form] = own if form == OWN else directory / f"{DEFAULT_MODEL}.{form}.gguf"
+        found[form] = own if form == OWN else directory / f"{MODELS[model]}.{form}.gguf"
         if form != OWN:
             command = list(map(str, (python, HERE / "quantise_llama.py", own, found[form], form)))
             subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
@@ -183,7 +195,7 @@ def render(rows: list[Row], load: float, arguments: argparse.Namespace) -> str:
         "# Quantised weights",
         "",
         f"Made by `benchmarks/quantised.py`, which says what the cases are, on {datetime.date.today()}:",
-        f"{DEFAULT_MODEL}, --kernels {arguments.kernels}, {platform.machine()}, {arguments.threads} threads,",
+        f"{MODELS[arguments.model]}, --kernels {arguments.kernels}, {platform.machine()}, {arguments.threads} threads,",
         f"load before {load:.1f}; the fastest of {arguments.rounds} interleaved rounds, tokens per second.",
         "",
         *table("format", "case", FLOOR, *peers, *(title for name in OURS for title in (name, "ratio"))),
@@ -230,6 +242,7 @@ def _parse() -> argparse.Namespace:
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     root = HERE.parent
+    parser.add_argument("--model", choices=MODELS, default="default")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
     parser.add_argument("--rounds", type=int, default=3)
@@ -252,8 +265,11 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        for form, path in write_formats(Path(directory), arguments.formats, pythons["llama.cpp"]).items():
-            checkpoint = convert_gguf(path, model_cache(os.environ), say, keeps_blocks=True)
+        for form, path in write_formats(
+            Path(directory), arguments.model, arguments.formats, pythons["llama.cpp"]
+        ).items():
+            cache = model_cache(os.environ) if arguments.model == "default" else Path(directory)
+            checkpoint = convert_gguf(path, cache, say, keeps_blocks=True)
             engines = {name: engine_of(checkpoint, name, arguments) for name in OURS}
             with contextlib.ExitStack() as stack:
                 answers: dict[str, Callable[[Task], Reply]] = {
@@ -268,7 +284,10 @@ def main() -> None:
                     answers[name] = stack.enter_context(process)
                 for case in arguments.cases:
                     row = Row(form, case)
-                    measure(row, CASES[case], answers, arguments.rounds, path.stat().st_size)
+                    task = CASES[case]
+                    if arguments.model == "large":
+                        task = replace(task, new=min(task.new, LARGE_NEW))
+                    measure(row, task, answers, arguments.rounds, path.stat().st_size)
                     rows.append(row)
                     print(form, case, {name: round(found) for name, found in row.best.items()}, flush=True)
     text = render(rows, load, arguments)

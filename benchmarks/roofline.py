@@ -11,8 +11,10 @@ of `results/decode.json`, which `decode.py` measured on a processor of this kind
 answer, with the prompt in it.
 
 A step's operations are two for each weight and row, without attention; its bytes are its weights.
-Each figure is the best of some rounds. `outside` is the part of a step at one row that is not the
-model's forward pass: planning, sampling, handing over.
+Of a prompt, a second figure counts attention, too: the products of a token with all before it, as
+fast as the processor multiplies numbers of their type; those of 16 bits half as fast as int8. Each
+figure is the best of some rounds. `outside` is the part of a step that is not the model's forward
+pass: planning, sampling, handing over.
 """
 
 from __future__ import annotations
@@ -44,12 +46,15 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 ROWS = (1, 8, 32, 128)
 PROMPT = 1024
-HEAD = 32_000 * 768
+LAYERS, HIDDEN = 12, 768
+HEAD = 32_000 * HIDDEN
 """Weights of the LM head."""
+OF_ATTENTION = LAYERS * 4 * HIDDEN * PROMPT * (PROMPT + 1) / 2
+"""Operations of a prompt's attention: scores and results, two for each product."""
 STEPS = 24
 WAYS: dict[str, tuple[dict[str, Any], str, float]] = {
     "bfloat16": ({"dtype": "bfloat16"}, "bfloat16", 2.0),
-    "int8 weights": ({"dtype": "float32", "quantization": "int8"}, "float32", 1.0625),
+    "int8 weights": ({"dtype": "float32", "quantization": "int8", "activation_dtype": "none"}, "float32", 1.0625),
     "int8 weights and activations": (
         {"dtype": "float32", "quantization": "int8", "activation_dtype": "int8"},
         "int8",
@@ -57,6 +62,8 @@ WAYS: dict[str, tuple[dict[str, Any], str, float]] = {
     ),
 }
 """Settings of the engine, the kind of its operations, and bytes of a weight with its scales."""
+SLOWER = {"int8": 2.0}
+"""By which attention's operations take longer than others of that kind: its codes have 16 bits."""
 
 PEERS = {"vllm": "vLLM, bfloat16", "llama": "llama.cpp, bfloat16"}
 
@@ -89,6 +96,7 @@ class Point:
         operations: Operations in it.
         bytes: Bytes of weights that it reads.
         floor_s: See `Peaks.floor_s`.
+        attention_s: What attention adds to it, of a prompt.
         outside: Part of the time that is not the forward pass; None where nobody knows.
     """
 
@@ -98,6 +106,7 @@ class Point:
     operations: float
     bytes: float
     floor_s: float
+    attention_s: float | None = None
     outside: float | None = None
 
 
@@ -164,13 +173,15 @@ def ours(checkpoint: Path, weights: float, peaks: Peaks) -> list[Point]:
             seconds, inside = min(measure(engine, rows, 32, STEPS) for _ in range(2))
             operations = 2 * weights * rows
             floor_s = peaks.floor_s(kind, operations, read)
-            points.append(Point(name, rows, seconds, operations, read, floor_s, 1 - inside / seconds))
+            points.append(Point(name, rows, seconds, operations, read, floor_s, outside=1 - inside / seconds))
             print(f"{name}, {rows} rows: {1e3 * seconds:.2f} ms, {floor_s / seconds:.2f} of the peak", flush=True)
         seconds, _ = min(measure(engine, 1, PROMPT, 1) for _ in range(3))
         operations = 2 * ((weights - HEAD) * PROMPT + HEAD)  # logits are those of the last token alone
         floor_s = peaks.floor_s(kind, operations, read)
-        points.append(Point(f"{name}, prompt", PROMPT, seconds, operations, read, floor_s))
-        print(f"{name}, prompt: {1e3 * seconds:.1f} ms, {floor_s / seconds:.2f} of the peak", flush=True)
+        attention_s = SLOWER.get(kind, 1.0) * peaks.floor_s(kind, OF_ATTENTION, 0.0)
+        points.append(Point(f"{name}, prompt", PROMPT, seconds, operations, read, floor_s, attention_s))
+        shares = f"{floor_s / seconds:.2f} of the peak, with attention {(floor_s + attention_s) / seconds:.2f}"
+        print(f"{name}, prompt: {1e3 * seconds:.1f} ms, {shares}", flush=True)
         del engine
     return points
 
@@ -248,14 +259,17 @@ def report(points: Sequence[Point], peaks: Peaks) -> str:
         f"{processor()}, {torch.get_num_threads()} threads: operations in registers {shown}; "
         f"memory {peaks.bandwidth / 1e9:.1f} GB/s.",
         "",
-        "| weights | rows | step, ms | floor, ms | of the peak | G operations/s | outside the forward pass |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| weights | rows | step, ms | floor, ms | of the peak | with attention | G operations/s | "
+        "outside the forward pass |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for point in points:
         outside = "" if point.outside is None else f"{100 * point.outside:.0f} %"
+        whole = "" if point.attention_s is None else f"{(point.floor_s + point.attention_s) / point.seconds:.2f}"
         lines.append(
             f"| {point.name} | {point.rows} | {1e3 * point.seconds:.2f} | {1e3 * point.floor_s:.2f} | "
-            f"{point.floor_s / point.seconds:.2f} | {point.operations / point.seconds / 1e9:,.0f} | {outside} |"
+            f"{point.floor_s / point.seconds:.2f} | {whole} | {point.operations / point.seconds / 1e9:,.0f} | "
+            f"{outside} |"
         )
     return "\n".join([*lines, "", "![Speed over operations per byte](roofline.svg)", ""])
 
