@@ -37,7 +37,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-PIP = (sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--progress-bar", "off")
+UNCOMPILED = () if os.environ.get("PYTHONDONTWRITEBYTECODE") else ("--no-compile",)
+"""Python compiles a module when it is first imported, and keeps that: to compile all of them takes
+half a minute, and most are never imported.
+"""
+
+PIP = (
+    *(sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"),
+    *UNCOMPILED,
+)
 
 CUDA = re.compile(r"(nvidia|cuda)-|triton$")
 CPU_BUILD = 190_000_000
