@@ -79,7 +79,9 @@ def _matrix(
     blocks = rows * columns // BLOCK
     spread = SCALE * generator.uniform(0.75, 1.25, blocks).astype(np.float32)
     if kind is GGMLQuantizationType.Q8_0:
-        scales = [spread / 73]  # the deviation of whole numbers that are uniform from -127 to 127
+        scales: list[np.ndarray[Any, Any]] = [
+            spread / 73
+        ]  # the deviation of whole numbers that are uniform from -127 to 127
         codes = generator.integers(-127, 128, (blocks, BLOCK), np.int8).view(np.uint8)
     elif kind in (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1):
         step = spread / 4.6  # likewise, from 0 to 15

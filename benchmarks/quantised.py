@@ -90,7 +90,7 @@ MODELS = {"default": DEFAULT_MODEL, "large": LARGE_MODEL}
 LARGE_NEW = 16
 
 
-def write_formats(directory: Path, model: str, formats: list[str], python: Path) -> dict[str, Path]:
+def write_formats(directory: Path, formats: list[str], python: Path, model: str = "default") -> dict[str, Path]:
     """GGUF files of a model, by format."""
     own = fetch_default_gguf(directory, say)
     if model == "large":
