@@ -258,12 +258,14 @@ async def test_other_networks_are_loaded_again(tmp_path: Path, kind: str) -> Non
 
 
 async def test_what_another_program_quantised_is_dense_after_an_update(tmp_path: Path) -> None:
-    """Its linear layers have other kernels than at the start, and the bits of a fresh engine."""
+    """Its linear layers have other kernels than at the start, and the bits of a fresh engine with the
+    KV cache that this one chose at the start.
+    """
     decoder_shapes.write(tmp_path / "plain", "granite", 0)
     old = write_third_party(tmp_path / "plain", tmp_path / "old", "awq")
     new = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in tensors_of(old / "dense").items()}
     path = copy_with(old / "dense", tmp_path / "new", new)
-    async with running(path, weight_updates=False) as fresh:
+    async with running(path, weight_updates=False, kv_cache_dtype="int16") as fresh:
         expected = await ask(fresh, "r", PROMPT, 8)
     async with running(old) as engine:
         before = await ask(engine, "before", PROMPT, 8)
