@@ -258,8 +258,8 @@ async def test_other_networks_are_loaded_again(tmp_path: Path, kind: str) -> Non
 
 
 async def test_what_another_program_quantised_is_dense_after_an_update(tmp_path: Path) -> None:
-    """Its linear layers have other kernels than at the start, and the bits of a fresh engine with the
-    KV cache that this one chose at the start.
+    """Its linear layers have other kernels than at the start, and the bits of a fresh engine with
+    the KV cache that this one chose at the start.
     """
     decoder_shapes.write(tmp_path / "plain", "granite", 0)
     old = write_third_party(tmp_path / "plain", tmp_path / "old", "awq")
