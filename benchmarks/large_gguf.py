@@ -77,11 +77,10 @@ def _matrix(
 ) -> tuple[np.ndarray[Any, Any], None, GGMLQuantizationType]:
     """Blocks of random weights, ``[rows, bytes]``, uint8; what `GGUFWriter.add_tensor` takes."""
     blocks = rows * columns // BLOCK
-    spread = SCALE * generator.uniform(0.75, 1.25, blocks).astype(np.float32)
+    spread: np.ndarray[Any, Any] = SCALE * generator.uniform(0.75, 1.25, blocks).astype(np.float32)
     if kind is GGMLQuantizationType.Q8_0:
-        scales: list[np.ndarray[Any, Any]] = [
-            spread / 73
-        ]  # the deviation of whole numbers that are uniform from -127 to 127
+        step = spread / 73  # the deviation of whole numbers that are uniform from -127 to 127
+        scales = [step]
         codes = generator.integers(-127, 128, (blocks, BLOCK), np.int8).view(np.uint8)
     elif kind in (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1):
         step = spread / 4.6  # likewise, from 0 to 15

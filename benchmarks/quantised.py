@@ -71,6 +71,10 @@ REPORT = HERE / "results" / "quantised.md"
 OWN = "Q4_1"
 """The format of the file that the package index has."""
 FORMATS = (OWN, "Q4_0", "Q8_0")
+MODELS = {"default": DEFAULT_MODEL, "large": LARGE_MODEL}
+"""Names of models by the argument that chooses one."""
+LARGE_NEW = 16
+"""New tokens of the large model, at most."""
 CASES = {
     "1": Task(1, 64, 64, "greedy", 0),
     "8": Task(8, 64, 64, "greedy", 0),
@@ -84,10 +88,6 @@ PAUSE_S = 0.3
 def say(text: str) -> None:
     """What takes long, to standard error."""
     print(text, file=sys.stderr)
-
-
-MODELS = {"default": DEFAULT_MODEL, "large": LARGE_MODEL}
-LARGE_NEW = 16
 
 
 def write_formats(directory: Path, formats: list[str], python: Path, model: str = "default") -> dict[str, Path]:
@@ -265,9 +265,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        for form, path in write_formats(
-            Path(directory), arguments.model, arguments.formats, pythons["llama.cpp"]
-        ).items():
+        files = write_formats(Path(directory), arguments.formats, pythons["llama.cpp"], arguments.model)
+        for form, path in files.items():
             cache = model_cache(os.environ) if arguments.model == "default" else Path(directory)
             checkpoint = convert_gguf(path, cache, say, keeps_blocks=True)
             engines = {name: engine_of(checkpoint, name, arguments) for name in OURS}

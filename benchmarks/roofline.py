@@ -96,7 +96,7 @@ class Point:
         operations: Operations in it.
         bytes: Bytes of weights that it reads.
         floor_s: See `Peaks.floor_s`.
-        attention_s: What attention adds to it, of a prompt.
+        attention_s: Seconds by which a prompt's attention raises it; None of other steps.
         outside: Part of the time that is not the forward pass; None where nobody knows.
     """
 

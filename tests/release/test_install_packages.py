@@ -151,16 +151,16 @@ def installed(home: Path) -> set[str]:
     return {path.name.removesuffix(".dist-info") for path in home.glob("environment/lib/*/site-packages/*.dist-info")}
 
 
-def start(index: Index, home: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(index: Index, home: Path, *arguments: str, **settings: str) -> subprocess.Popen[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON", "XDG_"))}
-    environ = kept | {"HOME": str(home), "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index.url}
+    environ = kept | {"HOME": str(home), "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index.url} | settings
     command = [str(home / "environment/bin/python"), str(REPOSITORY / "scripts/install_packages.py")]
     pipe = subprocess.PIPE
     return subprocess.Popen([*command, *arguments], env=environ, stdout=pipe, stderr=pipe, text=True)
 
 
-def install(index: Index, home: Path, *arguments: str) -> tuple[int, str, str]:
-    with start(index, home, *arguments) as process:
+def install(index: Index, home: Path, *arguments: str, **settings: str) -> tuple[int, str, str]:
+    with start(index, home, *arguments, **settings) as process:
         output, errors = process.communicate()
     return process.returncode, output, errors
 
@@ -177,6 +177,14 @@ def test_it_says_beforehand_what_it_fetches(home: Path) -> None:
     assert lines[2].startswith("install: fetched 6 of 6 MB in ")
     assert lines[3:] == ["install: unpacking 2 packages ..."]
     assert {"big-1.0", "small-2.0"} <= installed(home)
+
+
+@pytest.mark.parametrize("settings", [{}, {"PYTHONDONTWRITEBYTECODE": "1"}])
+def test_modules_are_compiled_where_a_start_would_not_keep_that(home: Path, settings: dict[str, str]) -> None:
+    with serving(Index(WHEELS)) as index:
+        assert install(index, home, "small", **settings)[0] == 0
+    compiled = list(home.glob("environment/lib/*/site-packages/__pycache__/small.*.pyc"))
+    assert len(compiled) == len(settings)
 
 
 def test_a_download_that_is_cut_repeatedly_is_resumed(home: Path) -> None:

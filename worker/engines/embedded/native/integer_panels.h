@@ -5,8 +5,8 @@
 #include "rounded_rows.h"
 
 enum {
-    AHEAD = 32768,  /* bytes by which codes are fetched before they are read, at most */
-    CACHED = 16384, /* bytes of rows' codes that panels are multiplied by in turn: half of an L1 cache */
+    AHEAD = 32768,   /* bytes by which codes are fetched before they are read, at most */
+    CACHED = 16384,  /* bytes of rows' codes that panels are multiplied by in turn: half of an L1 cache */
     MOST_TILES = 16, /* of rows, that are multiplied by a panel in turn */
 };
 
