@@ -442,7 +442,7 @@ def test_a_product_with_rounded_rows(
 @pytest.mark.parametrize(
     "layout",
     [
-        *((bits, group, groups * group) for bits in (4, 8) for group in (8, 16, 32, 64) for groups in (1, 3)),
+        *((bits, group, groups * group) for bits in (4, 8) for group in (8, 16, 32, 64, 128) for groups in (1, 3)),
         *((4, row, row) for row in (24, 40, 104)),
         *((8, row, row) for row in (1, 7, 33, 100)),
     ],

@@ -66,7 +66,7 @@ integers_of(const linear_t *l, int has_tiles)
 {
     const quantised_t q = quantised_of(l);
     const int is_for_amx = has_tiles && q.rows > TILE_ROWS; /* VNNI is faster at fewer, which share an unpacked weight */
-    const int64_t size = smaller(q.step, BLOCK);
+    const int64_t size = smaller(q.step, q.bits == 4 ? BLOCK : SPAN);
     const rounded_t r = {.span = q.span, .spans = (q.inner + q.span - 1) / q.span,
                          .size = size, .blocks = (q.inner + size - 1) / size,
                          .most = is_for_amx ? PAIR_ROWS : INT_ROWS, .is_for_amx = is_for_amx,

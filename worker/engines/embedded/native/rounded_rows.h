@@ -7,7 +7,7 @@
 
 enum {
     SPAN = 128, /* elements of a row with one scale, at most */
-    BLOCK = 32, /* elements whose products meet one step of a weight, at most: their sums are within 16 bits for codes of 4 */
+    BLOCK = 32, /* elements whose products with codes of 4 bits meet one step, at most: their sums are within 16 bits */
     DEPTH = 64, /* elements of a row of a tile for AMX */
     WORD_BYTES = 4,
     NIBBLES_BASE = 8, /* the code of 4 bits whose element is its offset */
@@ -54,55 +54,71 @@ first_row(const rounded_t *r, int64_t rows, int64_t tile)
     return r->is_for_amx ? smaller(rows, tile * r->most) : rows * tile / tiles_of(r, rows);
 }
 
-/* The magnitude above which elements of a row are outliers. It is no number, or infinite, if one of them is. */
+/* The largest magnitudes of a row's spans, in `magnitudes`, one each `stride`; and the magnitude above which its elements are
+ * outliers. It is no number, or infinite, if one of them is.
+ */
 static float
-outlier_limit(const quantised_t *q, int64_t row)
+read_magnitudes(const quantised_t *q, int64_t row, float *magnitudes, int64_t stride)
 {
     vec sum = vec_zero();
-    for (int64_t at = 0; at < q->inner; at += LANES) {
-        const vec x = read_lanes(q->input, row * q->inner + at, q->inner - at, q->is_bfloat16);
-        sum = vec_add(sum, vec_max_magnitude(vec_zero(), x));
+    for (int64_t begin = 0; begin < q->inner; begin += q->span, magnitudes += stride) {
+        const int64_t end = smaller(begin + q->span, q->inner);
+        vec highest = vec_zero();
+        for (int64_t at = begin; at < end; at += LANES) {
+            const vec x = vec_max_magnitude(vec_zero(), read_lanes(q->input, row * q->inner + at, end - at, q->is_bfloat16));
+            sum = vec_add(sum, x);
+            highest = vec_max_magnitude(highest, x);
+        }
+        *magnitudes = vec_highest_magnitude(highest);
     }
     return OUTLIER * (vec_sum(sum) / (float)q->inner);
 }
 
-/* Takes outliers from `count` elements of a row, whose first one is number `begin`. */
-static void
+/* Takes outliers from `count` elements of a row, whose first one is number `begin`; the largest magnitude of the others. */
+static float
 take_outliers(const quantised_t *q, const rounded_t *to, int64_t row, int64_t begin, int64_t count, float limit,
               float *elements)
 {
     outlier_t *outliers = to->outliers + row * to->most_outliers;
     int32_t *number = to->num_outliers + row;
+    vec highest = vec_zero();
     for (int64_t at = 0; at < count; at += LANES) {
-        uint32_t lanes = vec_at_least(vec_max_magnitude(vec_zero(), vec_load(elements + at)), limit);
-        for (; lanes; lanes &= lanes - 1) {
+        vec x = vec_load(elements + at);
+        uint32_t taken = vec_at_least(vec_max_magnitude(vec_zero(), x), limit);
+        for (uint32_t lanes = taken; lanes; lanes &= lanes - 1) {
             const int64_t i = at + __builtin_ctz(lanes);
             const int32_t index = (int32_t)(begin + i);
             if (!(fabsf(elements[i]) > limit) || *number == to->most_outliers)
-                continue;
-            outliers[(*number)++] = (outlier_t){index, index / (int32_t)q->step, elements[i]};
-            elements[i] = 0;
+                taken &= ~(lanes & -lanes);
+            else
+                outliers[(*number)++] = (outlier_t){index, index / (int32_t)q->step, elements[i]};
         }
+        x = vec_mul_where(~taken, x, vec_all(1), vec_zero());
+        highest = vec_max_magnitude(highest, x);
+        vec_store(elements + at, x);
     }
+    return vec_highest_magnitude(highest);
 }
 
-/* Reads a span, but for its outliers, which become 0, as does what is behind it up to a multiple of 16; its scale. */
-static float
-read_span(const quantised_t *q, const rounded_t *to, int64_t row, int64_t begin, int64_t count, float limit, float *elements)
+/* The elements of a span, but for its outliers, which become 0, as does what is behind it up to a multiple of 16: in
+ * `elements`, or where they are. Its largest magnitude, in `scale`, becomes its scale.
+ */
+static const float *
+read_span(const quantised_t *q, const rounded_t *to, int64_t row, int64_t begin, int64_t count, float limit, float *elements,
+          float *scale)
 {
     const int64_t at = row * q->inner + begin;
-    vec highest = vec_zero();
-    for (int64_t i = 0; i < count; i += LANES) {
-        const vec x = read_lanes(q->input, at + i, count - i, q->is_bfloat16);
-        highest = vec_max_magnitude(highest, x);
-        vec_store(elements + i, x);
-    }
-    float magnitude = vec_highest_magnitude(highest);
-    if (magnitude > limit) {
-        take_outliers(q, to, row, begin, count, limit, elements);
-        magnitude = magnitude_of(elements, count);
-    }
-    return scale_of(magnitude, HIGHEST_BYTE);
+    const int has_outliers = *scale > limit;
+    const float *found = elements;
+    if (!has_outliers && !q->is_bfloat16 && count % DEPTH == 0)
+        found = (const float *)q->input + at;
+    else
+        for (int64_t i = 0; i < count; i += LANES)
+            vec_store(elements + i, read_lanes(q->input, at + i, count - i, q->is_bfloat16));
+    if (has_outliers)
+        *scale = take_outliers(q, to, row, begin, count, limit, elements);
+    *scale = scale_of(*scale, HIGHEST_BYTE);
+    return found;
 }
 
 /* The codes of a block of up to 32 elements; their sum, or 0 if it is not `summed`. */
@@ -129,15 +145,15 @@ round_block(int summed, const float *elements, int64_t count, float scale, int a
 static void
 round_row_for_amx(const quantised_t *q, const rounded_t *to, int64_t row, int64_t first, int64_t n)
 {
-    const float limit = outlier_limit(q, row);
     int8_t *codes = to->codes + first * to->words * WORD_BYTES + (row - first) * DEPTH;
     float *scale = to->scales + first * to->spans + row - first;
+    const float limit = read_magnitudes(q, row, scale, n);
     for (int64_t begin = 0; begin < q->inner; begin += to->span, scale += n) {
-        float elements[SPAN] ALIGNED;
+        float own[SPAN] ALIGNED;
         const int64_t count = smaller(to->span, q->inner - begin);
-        *scale = read_span(q, to, row, begin, count, limit, elements);
+        const float *elements = read_span(q, to, row, begin, count, limit, own, scale);
         for (int64_t at = (count + LANES - 1) / LANES * LANES; at < (count + DEPTH - 1) / DEPTH * DEPTH; at += LANES)
-            vec_store(elements + at, vec_zero());
+            vec_store(own + at, vec_zero());
         for (int64_t at = 0; at < count; at += DEPTH, codes += n * DEPTH)
             if (*scale > 0)
                 for (int64_t i = 0; i < DEPTH; i += BLOCK)
@@ -145,6 +161,16 @@ round_row_for_amx(const quantised_t *q, const rounded_t *to, int64_t row, int64_
             else
                 memset(codes, 0, DEPTH);
     }
+}
+
+/* Puts the words of up to 32 codes beside those of a tile's `n` rows; returns where the next one comes. */
+INLINED int8_t *
+put_words(const int8_t *from, int64_t count, int64_t n, int8_t *to)
+{
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < count; i += WORD_BYTES, to += n * WORD_BYTES)
+        memcpy(to, from + i, WORD_BYTES);
+    return to;
 }
 
 /* `zero`: the number that codes of a weight count from. */
@@ -158,22 +184,24 @@ round_row(const quantised_t *q, const rounded_t *to, int32_t zero, int64_t row)
         round_row_for_amx(q, to, row, first, n);
         return;
     }
-    const float limit = outlier_limit(q, row);
     int8_t *codes = to->codes + (first * to->words + row - first) * WORD_BYTES;
     float *scale = to->scales + first * to->spans + row - first;
+    const float limit = read_magnitudes(q, row, scale, n);
     int32_t *total = to->totals + first * to->blocks + row - first, *start = to->starts + first * to->blocks + row - first;
     for (int64_t begin = 0; begin < q->inner; begin += to->span, scale += n) {
-        float elements[SPAN] ALIGNED;
+        float own[SPAN] ALIGNED;
         const int64_t of_span = smaller(to->span, q->inner - begin);
-        *scale = read_span(q, to, row, begin, of_span, limit, elements);
-        for (int64_t at = 0; at < of_span; at += to->size, total += n, start += n) {
-            int8_t some[BLOCK] = {0};
-            const int64_t count = smaller(to->size, of_span - at);
-            const int32_t sum = *scale > 0 ? round_block(1, elements + at, count, *scale, q->bits == 4, some) : 0;
+        const float *elements = read_span(q, to, row, begin, of_span, limit, own, scale);
+        for (int64_t at = 0, end; at < of_span; at = end, total += n, start += n) {
+            int32_t sum = 0;
+            for (end = smaller(at + to->size, of_span); at < end; at += BLOCK) {
+                int8_t some[BLOCK] = {0};
+                const int64_t count = smaller(BLOCK, end - at);
+                sum += *scale > 0 ? round_block(1, elements + at, count, *scale, q->bits == 4, some) : 0;
+                codes = count == BLOCK ? put_words(some, BLOCK, n, codes) : put_words(some, count, n, codes);
+            }
             *total = sum * 65536;
             *start = -zero * sum;
-            for (int64_t i = 0; i < count; i += WORD_BYTES, codes += n * WORD_BYTES)
-                memcpy(codes, some + i, WORD_BYTES);
         }
     }
 }

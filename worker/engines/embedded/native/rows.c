@@ -4,8 +4,8 @@
 #include "kv_rows.h"
 
 enum {
-    ONE_THREAD = 64, /* tokens up to which one thread is faster than several */
-    GRAIN = 16,      /* tokens that a thread takes at a time */
+    ONE_THREAD = 6, /* tokens up to which one thread is faster than several */
+    GRAIN = 4,      /* tokens that a thread takes at a time */
 };
 
 /* RMSNorm: y = x / sqrt(mean(x * x) + epsilon) * weight, over `width` elements. */
