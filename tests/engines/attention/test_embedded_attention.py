@@ -198,7 +198,7 @@ def test_a_copied_or_opened_page_is_finite_behind_what_it_holds() -> None:
     for tensor in (store.keys[0], store.values[0]):
         tensor[0, :, :3] = 1.0
     store.copy([PageCopy(source=0, target=1, num_tokens=3)])
-    store.zero([2])
+    store.begin([2])
     for tensor in (store.keys[0], store.values[0]):
         assert tensor[1, 0].tolist() == [[1.0, 1.0]] * 3 + [[0.0, 0.0]]
         assert tensor[2].abs().sum() == 0

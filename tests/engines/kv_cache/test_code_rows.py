@@ -102,7 +102,7 @@ def test_rows_are_copied_and_zeroed_whole(codes: torch.dtype) -> None:
     assert store.dtype_name == f"{str(codes).removeprefix('torch.')} of float32"
     assert code_rows.dequantise(store.keys[0]).isnan().all()  # what memory may hold before it is zeroed
     written = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(0))
-    store.zero([0, 2])
+    store.begin([0, 2])
     store.write(0, (torch.zeros(4, dtype=torch.int64), torch.arange(4)), written, -written)
     store.copy([PageCopy(source=0, target=1, num_tokens=3)])
     expected = code_rows.dequantise(code_rows.quantise(written)).transpose(0, 1)

@@ -143,7 +143,7 @@ def test_kv_names_its_device_and_tokens_stay_in_main_memory(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("num_cached", "prepared"), [(0, ["zero [1]"]), (16, ["zero [1]"]), (20, ["copy 2 to 1"])], ids=str
+    ("num_cached", "prepared"), [(0, ["begin [1]"]), (16, ["begin [1]"]), (20, ["copy 2 to 1"])], ids=str
 )
 def test_the_gpu_is_done_with_a_page_before_it_is_read_into(
     monkeypatch: pytest.MonkeyPatch, done: list[str], num_cached: int, prepared: list[str]
@@ -152,7 +152,7 @@ def test_the_gpu_is_done_with_a_page_before_it_is_read_into(
     copies = (PageCopy(source=2, target=1, num_tokens=4),) if num_cached == 20 else ()
     store: Any = SimpleNamespace(
         copy=lambda some: done.extend(f"copy {each.source} to {each.target}" for each in some),
-        zero=lambda pages: done.append(f"zero {pages}"),
+        begin=lambda pages: done.append(f"begin {pages}"),
     )
     transfers: Any = SimpleNamespace(
         queues=SimpleNamespace(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from adapters.devices import upload_ids
+from worker.engines.embedded.host import memory
+from worker.engines.embedded.host.memory_ahead import MemoryAhead
 from worker.engines.embedded.kv_cache.code_rows import CodeRows
 from worker.engines.embedded.plan import PageCopy
 
@@ -32,12 +34,14 @@ class KvStore:
         is_read_behind: Whether attention reads slots behind the newest token of a sequence, and
             multiplies them by 0: they are zeroed, as KV of another request, or a NaN, would survive
             that. See `AttentionBackend.reads_behind`.
+        ahead: Gets the memory of pages before they are written; None if it is there.
     """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     code_rows: CodeRows | None = None
     is_read_behind: bool = True
+    ahead: MemoryAhead | None = None
     _key_slots: list[torch.Tensor] = field(init=False)
     _value_slots: list[torch.Tensor] = field(init=False)
 
@@ -73,20 +77,28 @@ class KvStore:
         self._key_slots[layer].index_put_(slot_mapping, _wide(key))
         self._value_slots[layer].index_put_(slot_mapping, _wide(value))
 
-    def zero(self, pages: Sequence[int]) -> None:
-        """Zero pages in every layer before their first slot is written, if `is_read_behind`."""
+    def begin(self, pages: Sequence[int]) -> None:
+        """Prepare pages before their first slot is written: zero them, if `is_read_behind`."""
+        if pages and self.ahead is not None:
+            self.ahead.reach(max(pages))
         if pages and self.is_read_behind:
             index = upload_ids(pages, self.keys[0].device)
             for tensor in (*self.keys, *self.values):
                 tensor.index_fill_(0, index, 0)
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copy the first slots of pages in every layer, in order; those behind them as `zero`."""
+        """Copy the first slots of pages in every layer, in order; those behind them as `begin`."""
         for tensor in (*self.keys, *self.values) if copies else ():
             for each in copies:
                 tensor[each.target, :, : each.num_tokens] = tensor[each.source, :, : each.num_tokens]
                 if self.is_read_behind:
                     tensor[each.target, :, each.num_tokens :] = 0
+
+    def give_back(self) -> None:
+        """Give the memory back to the system; every page reads as zeros afterwards."""
+        memory.give_back(self.tensors)
+        if self.ahead is not None:
+            self.ahead.forget()
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

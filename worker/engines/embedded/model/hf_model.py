@@ -20,6 +20,7 @@ from worker.engines.embedded.attention import AttentionBackend, AttentionSizes, 
 from worker.engines.embedded.config import resolve_dtype
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
+from worker.engines.embedded.host.memory_ahead import MemoryAhead
 from worker.engines.embedded.kv_cache import KvStore, row_shape
 from worker.engines.embedded.model import weight_update
 from worker.engines.embedded.model.adapter_weights import LayersInUse, load_adapter
@@ -181,7 +182,8 @@ class HfModel:
             raise StartupError(
                 f"--kv-blocks: no memory for the KV of {num_pages * page_size} tokens ({first_line(error)})"
             ) from error
-        self._store = KvStore(tensors[:layers], tensors[layers:], self._sizes.code_rows)
+        ahead = MemoryAhead(tensors) if self.device.type == "cpu" else None
+        self._store = KvStore(tensors[:layers], tensors[layers:], self._sizes.code_rows, ahead=ahead)
         self._sizes = replace(self._sizes, page_size=page_size)
         with launching_on(self.device):
             self._choose_numerics()
@@ -372,6 +374,8 @@ class HfModel:
             yield
         finally:
             self._store, self._graphs = own, graphs
+            if own.ahead is not None:
+                own.ahead.begin()
 
     @property
     def kv_store(self) -> KvStore:
@@ -389,7 +393,7 @@ class HfModel:
         if not plan.num_tokens:
             return torch.empty(0, self.vocab_size, device=self.device)
         batch = pack(plan, self._sizes.page_size)
-        self._store.zero(batch.new_pages)
+        self._store.begin(batch.new_pages)
         computed = self._graphs.compute(batch) if self._graphs is not None and not plan.chunks else None
         if computed is not None:
             self._last_hidden, self._extremes = computed.hidden, computed.extremes

@@ -258,6 +258,6 @@ def _stop_computing(stepper: Stepper) -> None:
 
 def _fall_asleep(stepper: Stepper, model: HfModel, drop: Callable[[], None] | None) -> None:
     stepper.drop_kv()
-    host_memory.give_back(model.kv_store.tensors)
+    model.kv_store.give_back()
     if drop is not None:
         drop()

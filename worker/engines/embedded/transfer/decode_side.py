@@ -190,7 +190,7 @@ class DecodeSide:
         request, layout = incoming.request, self._transport.layout
         self._store.copy(copies)
         if request.num_computed <= (len(request.pages) - 1) * layout.page_size:
-            self._store.zero(request.pages[-1:])  # the read does not fill it to its end
+            self._store.begin(request.pages[-1:])  # the read does not fill it to its end
         start, stop = request.num_computed, request.num_reusable
         if stop - start < layout.block_size:  # less than a block: sooner computed than read
             self._transport.release(incoming.handle)

@@ -1,0 +1,96 @@
+"""Memory of the KV store that is there before a step writes to it."""
+
+from __future__ import annotations
+
+import platform
+import re
+import time
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from memory_mappings import mapping_field
+
+from worker.engines.embedded.host import memory
+from worker.engines.embedded.host.memory_ahead import START_S, MemoryAhead, populate
+from worker.engines.embedded.kv_cache import KvStore
+
+CPU = torch.device("cpu")
+CAN_POPULATE = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (5, 14)
+MIB = 2**20
+
+
+def resident(tensors: list[torch.Tensor]) -> int:
+    """Bytes in memory of the mapping that tensors of `memory.zeros` lie in."""
+    size, unit = mapping_field(tensors[0].data_ptr(), "Rss").split()
+    assert unit == "kB"
+    return int(size) * 1024
+
+
+def test_populated_memory_is_there_and_keeps_its_values() -> None:
+    tensors = memory.zeros(3, (32, MIB // 2), torch.uint8, CPU)
+    tensors[1][9, 5] = 7
+    before = resident(tensors)
+    assert all(populate(tensor[8:12]) == CAN_POPULATE for tensor in tensors)
+    assert before <= 2 * MIB
+    if CAN_POPULATE:
+        assert 6 * MIB <= resident(tensors) <= 12 * MIB
+    assert tensors[1][9, 5] == 7
+    assert sum(int(tensor.count_nonzero()) for tensor in tensors) == 1
+
+
+def test_a_store_gets_the_memory_of_its_next_pages() -> None:
+    tensors = memory.zeros(2, (64, 1, 1, MIB // 4), torch.uint8, CPU)
+    store = KvStore(tensors[:1], tensors[1:], is_read_behind=False, ahead=MemoryAhead(tensors))
+    store.begin([])
+    assert not resident(tensors)
+    store.begin([0, 3])
+    deadline_s = time.monotonic() + 30
+    while CAN_POPULATE and resident(tensors) < 6 * MIB and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not CAN_POPULATE or resident(tensors) >= 6 * MIB
+    store.give_back()
+    assert not resident(tensors)
+    store.begin([0])
+    while CAN_POPULATE and not resident(tensors) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not CAN_POPULATE or resident(tensors)
+
+
+@given(
+    num_rows=st.integers(1, 200),
+    row_kib=st.sampled_from([1, 100, 700, 2048, 5000]),
+    steps=st.lists(st.one_of(st.none(), st.integers(0, 199)), max_size=30),
+    begins=st.booleans(),
+)
+def test_rows_are_touched_once_and_before_they_are_reached(
+    num_rows: int, row_kib: int, steps: list[int | None], begins: bool
+) -> None:
+    """Where rows are reached one after the other; None gives the memory back."""
+    row_bytes = row_kib * 1024
+    tensor = torch.empty(row_bytes, dtype=torch.uint8, device="meta").expand(num_rows, -1)
+    whole = torch.empty(num_rows, 1)
+    touched: set[int] = set()
+
+    def touch(tensors: list[torch.Tensor], after_s: float) -> None:
+        assert len(tensors) == 2
+        rows = {int(tensors[1].storage_offset()) + number for number in range(len(tensors[1]))}
+        assert not rows & touched
+        assert after_s == (0 if reached else START_S)
+        touched.update(rows)
+
+    span = max(1, 2 * MIB // row_bytes)
+    ahead, reached = MemoryAhead([tensor, whole], touch), False
+    if begins:
+        ahead.begin()
+    for step in steps:
+        reached = True
+        if step is None:
+            ahead.forget()
+            touched.clear()
+            continue
+        for row in range(min(step, num_rows)):
+            assert not row or row in touched
+            ahead.reach(row)
+            assert touched >= set(range(min(num_rows, row + 1 + span // 2 + 1)))
+            assert len(touched) <= max(touched) + 1 <= max(len(touched), row + 2 * span + 1)
