@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-import time
+import threading
 
 import torch
 from hypothesis import given
@@ -39,22 +39,35 @@ def test_populated_memory_is_there_and_keeps_its_values() -> None:
     assert sum(int(tensor.count_nonzero()) for tensor in tensors) == 1
 
 
+def await_touched() -> None:
+    """Wait until no thread touches memory."""
+    for thread in threading.enumerate():
+        if thread.name == "kv-memory":
+            thread.join(timeout=30)
+            assert not thread.is_alive()
+
+
 def test_a_store_gets_the_memory_of_its_next_pages() -> None:
     tensors = memory.zeros(2, (64, 1, 1, MIB // 4), torch.uint8, CPU)
     store = KvStore(tensors[:1], tensors[1:], is_read_behind=False, ahead=MemoryAhead(tensors))
     store.begin([])
+    await_touched()
     assert not resident(tensors)
-    store.begin([0, 3])
-    deadline_s = time.monotonic() + 30
-    while CAN_POPULATE and resident(tensors) < 6 * MIB and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not CAN_POPULATE or resident(tensors) >= 6 * MIB
-    store.give_back()
+    for _ in range(2):
+        store.begin([0, 3])
+        await_touched()
+        assert 6 * MIB <= resident(tensors) <= 12 * MIB if CAN_POPULATE else not resident(tensors)
+        store.give_back()
+        assert not resident(tensors)
+
+
+def test_memory_that_is_given_back_stays_so() -> None:
+    tensors = memory.zeros(2, (64, 1, 1, MIB // 4), torch.uint8, CPU)
+    ahead = MemoryAhead(tensors)
+    ahead.begin()
+    ahead.forget()
+    await_touched()
     assert not resident(tensors)
-    store.begin([0])
-    while CAN_POPULATE and not resident(tensors) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not CAN_POPULATE or resident(tensors)
 
 
 @given(
@@ -71,26 +84,34 @@ def test_rows_are_touched_once_and_before_they_are_reached(
     tensor = torch.empty(row_bytes, dtype=torch.uint8, device="meta").expand(num_rows, -1)
     whole = torch.empty(num_rows, 1)
     touched: set[int] = set()
+    events: list[threading.Event] = []
+    before = 0
 
-    def touch(tensors: list[torch.Tensor], after_s: float) -> None:
+    def touch(tensors: list[torch.Tensor], after_s: float, is_over: threading.Event) -> None:
         assert len(tensors) == 2
         rows = {int(tensors[1].storage_offset()) + number for number in range(len(tensors[1]))}
         assert not rows & touched
+        assert not is_over.is_set()
+        events.append(is_over)
         assert after_s == (0 if reached else START_S)
         touched.update(rows)
 
     span = max(1, 2 * MIB // row_bytes)
     ahead, reached = MemoryAhead([tensor, whole], touch), False
-    if begins:
-        ahead.begin()
     for step in steps:
+        if begins:
+            reached = False
+            ahead.begin()
         reached = True
         if step is None:
             ahead.forget()
+            assert all(event.is_set() for event in events)
             touched.clear()
             continue
         for row in range(min(step, num_rows)):
             assert not row or row in touched
             ahead.reach(row)
             assert touched >= set(range(min(num_rows, row + 1 + span // 2 + 1)))
-            assert len(touched) <= max(touched) + 1 <= max(len(touched), row + 2 * span + 1)
+            assert len(touched) == max(touched) + 1
+            assert max(touched) <= max(row + 2 * span, before)
+        before = max(touched, default=0)

@@ -13,6 +13,7 @@ import errno
 import logging
 import mmap
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -31,7 +32,7 @@ _PAUSE = 3.0
 
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
-Touch = Callable[[list[torch.Tensor], float], None]
+Touch = Callable[[list[torch.Tensor], float, threading.Event], None]
 
 
 class MemoryAhead:
@@ -42,7 +43,8 @@ class MemoryAhead:
     Args:
         tensors: Contiguous tensors ``[num_rows, ...]`` in a CPU's memory, as `memory.zeros` makes
             them.
-        touch: Gets the same rows of each tensor, and the seconds after which it may touch them.
+        touch: Gets the same rows of each tensor, the seconds after which it may touch them, and an
+            event after which it shall not.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], touch: Touch | None = None) -> None:
@@ -51,6 +53,7 @@ class MemoryAhead:
         self._num_rows = len(tensors[0])
         self._span = max(1, HUGE_PAGE_BYTES * self._num_rows // tensors[0].nbytes)
         self._stop = 0
+        self._is_over = threading.Event()
 
     def begin(self) -> None:
         """Have the first rows touched, which a first request needs."""
@@ -62,23 +65,26 @@ class MemoryAhead:
             self._touch_to(max(row + 1, self._stop) + self._span, 0)
 
     def forget(self) -> None:
-        """The memory has been given back to the system: no row is touched."""
-        self._stop = 0
+        """The memory is given back to the system: no row is touched."""
+        self._is_over.set()
+        self._is_over, self._stop = threading.Event(), 0
 
     def _touch_to(self, stop: int, after_s: float) -> None:
-        first, self._stop = self._stop, min(stop, self._num_rows)
+        first, self._stop = self._stop, max(self._stop, min(stop, self._num_rows))
         if first < self._stop:
-            self._touch([tensor[first : self._stop] for tensor in self._tensors], after_s)
+            self._touch([tensor[first : self._stop] for tensor in self._tensors], after_s, self._is_over)
 
 
-def _touch_in_thread(tensors: Sequence[torch.Tensor], after_s: float) -> None:
+def _touch_in_thread(tensors: Sequence[torch.Tensor], after_s: float, is_over: threading.Event) -> None:
     def touch() -> None:
-        time.sleep(after_s)
+        pause_s = after_s
         for tensor in tensors:
+            if is_over.wait(pause_s):
+                return
             started_s = time.perf_counter()
             if not populate(tensor):
                 return
-            time.sleep(_PAUSE * (time.perf_counter() - started_s))
+            pause_s = _PAUSE * (time.perf_counter() - started_s)
 
     in_daemon_thread("kv-memory", touch)
 

@@ -96,9 +96,9 @@ class KvStore:
 
     def give_back(self) -> None:
         """Give the memory back to the system; every page reads as zeros afterwards."""
-        memory.give_back(self.tensors)
         if self.ahead is not None:
             self.ahead.forget()
+        memory.give_back(self.tensors)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
