@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,8 @@ async def test_scores_survive_preemption_and_a_migration(pool: Stack, tiny_model
             asking = [asyncio.create_task(ask(*each)) for each in zip(prompts, begun, strict=True)]
             if kills is not None:
                 await asyncio.gather(*(event.wait() for event in begun[:4]))
+                running = partial(kills.metric, "dlw_running_requests")  # the four may all be the other's
+                await asyncio.to_thread(wait_for, lambda: running() > 1, "answers of the victim")
                 kills.signal(signal.SIGKILL)
             return await asyncio.gather(*asking)
 

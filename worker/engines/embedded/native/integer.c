@@ -91,7 +91,7 @@ bytes_of_rows(const integers_t *j)
     const int64_t row_bytes = r->spans * (int64_t)sizeof(float) + (2 * r->blocks + 1) * (int64_t)sizeof(int32_t) +
                               r->words * WORD_BYTES + r->most_outliers * (int64_t)sizeof(outlier_t);
     const int64_t behind = r->is_for_amx ? TILE_ROWS * DEPTH : 0; /* the last rows are read as a whole tile */
-    return (j->q.rows * row_bytes + behind + 2 * LINE - 1) / LINE * LINE;
+    return (j->q.rows * row_bytes + behind + (int64_t)sizeof *r->num_outliers + 2 * LINE - 1) / LINE * LINE;
 }
 
 /* Gives a layer the memory of its rows. */
@@ -127,6 +127,8 @@ round_all(integers_t *layers, int64_t count, char *memory, ready_t *ready, const
     const group_job_t job = {ready, number, round_rows};
     /* rows beside each other are written to the same lines: no thread steals single rows */
     parallel_for(threads, rows, blocks >= MANY ? rows / threads->count + 1 : rows, compute_group, &job);
+    for (int64_t i = 0; i < number; i++)
+        gather_outliers(&((const integers_t *)ready[i].arguments)->r, ready[i].units);
 }
 
 /* A group has a multiple of 8 elements that 32 is a multiple of, or a multiple of 32, or is a whole row; a row is a

@@ -17,6 +17,7 @@ enum {
 
 /* An element of a row that is not rounded, and would leave the others of its span few codes. */
 typedef struct {
+    int32_t row;
     int32_t index; /* in its row */
     int32_t step;  /* that it meets in a column of the weight */
     float value;
@@ -36,8 +37,8 @@ typedef struct {
     float *scales;          /* of a span */
     int32_t *totals;        /* 65536 times the sum of a block's codes */
     int32_t *starts;        /* initial sums of products, for codes that count from a zero of their own */
-    outlier_t *outliers;    /* [rows][most_outliers], of a row in ascending order */
-    int32_t *num_outliers;  /* of a row */
+    outlier_t *outliers;    /* [rows][most_outliers], of a row in ascending order; one behind the other once they are gathered */
+    int32_t *num_outliers;  /* [rows + 1], of each row; once they are gathered of all rows before */
     int64_t most_outliers;
 } rounded_t;
 
@@ -91,7 +92,7 @@ take_outliers(const quantised_t *q, const rounded_t *to, int64_t row, int64_t be
             if (!(fabsf(elements[i]) > limit) || *number == to->most_outliers)
                 taken &= ~(lanes & -lanes);
             else
-                outliers[(*number)++] = (outlier_t){index, index / (int32_t)q->step, elements[i]};
+                outliers[(*number)++] = (outlier_t){(int32_t)row, index, index / (int32_t)q->step, elements[i]};
         }
         x = vec_mul_where(~taken, x, vec_all(1), vec_zero());
         highest = vec_max_magnitude(highest, x);
@@ -206,6 +207,20 @@ round_row(const quantised_t *q, const rounded_t *to, int32_t zero, int64_t row)
     }
 }
 
+/* Puts the outliers of all rows one behind the other: a panel then meets them in one loop. */
+static void
+gather_outliers(const rounded_t *r, int64_t rows)
+{
+    int32_t before = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        const int32_t number = r->num_outliers[row];
+        memmove(r->outliers + before, r->outliers + row * r->most_outliers, number * sizeof *r->outliers);
+        r->num_outliers[row] = before;
+        before += number;
+    }
+    r->num_outliers[rows] = before;
+}
+
 /* Adds the sum of a span's products to a row's sums. */
 INLINED vec
 add_span(float scale, ints sum, vec to)
@@ -249,25 +264,21 @@ INLINED void
 add_outliers(int bits, int is_e2m1, const quantised_t *q, const rounded_t *r, int64_t row, int64_t count, int64_t panel,
              float *sums)
 {
+    const outlier_t *outlier = r->outliers + r->num_outliers[row], *end = r->outliers + r->num_outliers[row + count];
+    if (outlier == end)
+        return;
     int32_t kept[PLACES];
     float elements[PLACES][COLUMNS] ALIGNED;
     memset(kept, -1, sizeof kept);
-    for (int64_t stop = row + count; row < stop; row++, sums += COLUMNS) {
-        const outlier_t *outlier = r->outliers + row * r->most_outliers, *end = outlier + r->num_outliers[row];
-        if (outlier == end)
-            continue;
-        vec left = vec_load(sums), right = vec_load(sums + LANES);
-        for (; outlier < end; outlier++) {
-            const int32_t place = outlier->index % PLACES;
-            const vec value = vec_all(outlier->value);
-            if (kept[place] != outlier->index)
-                unpack_place(bits, is_e2m1, q, outlier, panel, elements[place]);
-            kept[place] = outlier->index;
-            left = vec_fmadd(value, vec_load(elements[place]), left);
-            right = vec_fmadd(value, vec_load(elements[place] + LANES), right);
-        }
-        vec_store(sums, left);
-        vec_store(sums + LANES, right);
+    for (; outlier < end; outlier++) {
+        const int32_t place = outlier->index % PLACES;
+        const vec value = vec_all(outlier->value);
+        float *to = sums + (outlier->row - row) * COLUMNS;
+        if (kept[place] != outlier->index)
+            unpack_place(bits, is_e2m1, q, outlier, panel, elements[place]);
+        kept[place] = outlier->index;
+        vec_store(to, vec_fmadd(value, vec_load(elements[place]), vec_load(to)));
+        vec_store(to + LANES, vec_fmadd(value, vec_load(elements[place] + LANES), vec_load(to + LANES)));
     }
 }
 
