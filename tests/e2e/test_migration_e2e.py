@@ -245,8 +245,9 @@ async def test_scores_survive_preemption_and_a_migration(pool: Stack, tiny_model
             asking = [asyncio.create_task(ask(*each)) for each in zip(prompts, begun, strict=True)]
             if kills is not None:
                 await asyncio.gather(*(event.wait() for event in begun[:4]))
-                running = partial(kills.metric, "dlw_running_requests")  # the four may all be the other's
-                await asyncio.to_thread(wait_for, lambda: running() > 1, "answers of the victim")
+                answered = partial(kills.metric, "dlw_inter_token_latency_seconds_count")
+                enough = 20 + await asyncio.to_thread(answered)  # the four may all be the other worker's
+                await asyncio.to_thread(wait_for, lambda: answered() > enough, "tokens of the victim")
                 kills.signal(signal.SIGKILL)
             return await asyncio.gather(*asking)
 
