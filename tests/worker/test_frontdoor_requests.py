@@ -20,6 +20,8 @@ from worker.frontdoor import field_checks
 from worker.frontdoor.client_names import METADATA_HEADER
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, FIELDS, TABLES
+from worker.frontdoor.requests import names_of
+from worker.frontdoor.returned_tokens import Returned
 from worker.frontdoor.tool_reading import needs_chunks, tool_reading
 from worker.frontdoor.tools import ToolCallSettings
 
@@ -707,3 +709,11 @@ def test_a_guide_that_is_refused_goes_by_its_own_name() -> None:
     with pytest.raises(Refused) as caught:
         rewritten(COMPLETIONS, body, {}, CATALOG, carries_guides=True)
     assert str(caught.value.param).startswith("guided_choice")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_refused_annotation_is_the_field_that_it_was_made_of(path: str) -> None:
+    trained = {**BASE[path], "logprobs_mode": "train"}
+    own = {**BASE[path], "nvext": {"annotations": ["refusal_as_data"]}, "return_token_ids": True}
+    for fields, name in ((trained, "logprobs_mode"), (own, "nvext.annotations")):
+        assert names_of(path, Returned.of(fields).request(fields), {})("annotations") == name

@@ -13,6 +13,7 @@ from adapters.catalog import METADATA_KEY
 from worker.frontdoor.field_checks import GUIDES, Body
 from worker.frontdoor.field_processors import FieldProcessor
 from worker.frontdoor.fields import CHAT, TABLES
+from worker.requests.request import LOGPROBS_MODE
 from worker.runtimes.direct.pictures import told_path
 
 SELECTION_FIELD = "logits_processors"
@@ -78,6 +79,8 @@ def worker_names(endpoint: str, fields: Body, of_selection: Naming) -> Naming:
             if (fields.get("nvext") or {}).get("token_data") is not None:
                 return "nvext.token_data"
             return "messages" if endpoint == CHAT else "prompt"
+        if path == "annotations":
+            return _annotation(fields)
         found = _IN_SECTION.fullmatch(path)
         if found is None:
             return told_path(path, fields.get("messages"))
@@ -89,6 +92,12 @@ def worker_names(endpoint: str, fields: Body, of_selection: Naming) -> Naming:
         return own + rest if own in TABLES[endpoint] else path
 
     return name
+
+
+def _annotation(fields: Body) -> str:
+    """The field that is an annotation to the worker."""
+    given = (fields.get("nvext") or {}).get("annotations") or ()
+    return "logprobs_mode" if any(text.startswith(LOGPROBS_MODE) for text in given) else "nvext.annotations"
 
 
 def _guide(fields: Body) -> str:
