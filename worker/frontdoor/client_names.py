@@ -13,6 +13,7 @@ from adapters.catalog import METADATA_KEY
 from worker.frontdoor.field_checks import GUIDES, Body
 from worker.frontdoor.field_processors import FieldProcessor
 from worker.frontdoor.fields import CHAT, TABLES
+from worker.frontdoor.nvext import annotations_of
 from worker.requests.request import LOGPROBS_MODE
 from worker.runtimes.direct.pictures import told_path
 
@@ -96,8 +97,8 @@ def worker_names(endpoint: str, fields: Body, of_selection: Naming) -> Naming:
 
 def _annotation(fields: Body) -> str:
     """The field that is an annotation to the worker."""
-    given = (fields.get("nvext") or {}).get("annotations") or ()
-    return "logprobs_mode" if any(text.startswith(LOGPROBS_MODE) for text in given) else "nvext.annotations"
+    is_mode = any(text.startswith(LOGPROBS_MODE) for text in annotations_of(fields.get("nvext")))
+    return "logprobs_mode" if is_mode else "nvext.annotations"
 
 
 def _guide(fields: Body) -> str:

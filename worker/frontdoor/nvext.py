@@ -6,6 +6,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from worker.errors import InvalidRequest
+from worker.frontdoor.errors import FieldRefused
+from worker.requests.fields import client_annotations
+
+
+def annotations_of(nvext: Any) -> tuple[str, ...]:
+    """The annotations of ``nvext``. Raises `FieldRefused` for one that is refused."""
+    given = nvext.get("annotations") if isinstance(nvext, dict) else None
+    if given is None:
+        return ()
+    try:
+        return client_annotations("nvext.annotations", given)
+    except InvalidRequest as error:
+        raise FieldRefused(error.field, error.problem) from None
+
 
 def with_engine_data(nvext: Any) -> Any:
     """``nvext`` that asks for the worker's data."""

@@ -17,6 +17,7 @@ from worker.frontdoor.field_processors import FieldProcessor, bias_as_processor,
 from worker.frontdoor.field_types import is_one_of
 from worker.frontdoor.fields import CHAT, ClientField, tables
 from worker.frontdoor.guides import guide_as_processor
+from worker.frontdoor.nvext import annotations_of
 from worker.frontdoor.tool_choice import allowed_places, with_allowed_tools
 from worker.frontdoor.tool_texts import write_tools_as_text
 from worker.frontdoor.tools import (
@@ -135,7 +136,7 @@ def names_of(
         carries_guides: See `rewritten`.
     """
     chosen = fields.get(SELECTION_FIELD)
-    places = [text for text in _annotations(fields.get("nvext")) if text.startswith(ANNOTATION)]
+    places = [text for text in annotations_of(fields.get("nvext")) if text.startswith(ANNOTATION)]
     selection = json.loads(places[0][len(ANNOTATION) :]) if places else _selection_of(chosen)
     carries_guides = carries_guides and METADATA_HEADER not in headers
     allowed = allowed_places(fields)
@@ -242,7 +243,7 @@ def _with_selection(
     The selection is checked as far as that needs no model, wherever it came from.
     """
     chosen = fields.pop(SELECTION_FIELD, None)
-    annotations = _annotations(fields.get("nvext"))
+    annotations = annotations_of(fields.get("nvext"))
     places = [text for text in annotations if text.startswith(ANNOTATION)]
     header = headers.get(METADATA_HEADER)
     if len(places) + (header is not None) + (not is_one_of(chosen, _NO_SELECTION)) > 1:
@@ -272,16 +273,6 @@ def _with_selection(
     return True
 
 
-def _annotations(nvext: Any) -> tuple[str, ...]:
-    given = nvext.get("annotations") if isinstance(nvext, dict) else None
-    if given is None:
-        return ()
-    try:
-        return client_annotations("nvext.annotations", given)
-    except InvalidRequest as error:
-        raise FieldRefused(error.field, error.problem) from None
-
-
 def _selection_of(chosen: Any) -> dict[str, Any]:
     """The selection that the field stands for: a list is one of processors, an object may leave
     out its version.
@@ -297,7 +288,7 @@ def _selection_of(chosen: Any) -> dict[str, Any]:
 
 def _other_choices(fields: Body, num_choices: int) -> Iterator[Body]:
     """The requests for all choices but the first: the selection says which."""
-    places = [text for text in _annotations(fields.get("nvext")) if text.startswith(ANNOTATION)]
+    places = [text for text in annotations_of(fields.get("nvext")) if text.startswith(ANNOTATION)]
     selection = json.loads(places[0][len(ANNOTATION) :]) if places else {"version": 1}
     first = selection.get("choice", 0)
     last = first + num_choices - 1
