@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from pathlib import Path
+
+CAN_POPULATE = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (5, 14)
+"""Whether the kernel gives memory before it is written to (MADV_POPULATE_WRITE)."""
 
 
 def mapping_field(address: int, name: str) -> str:
@@ -16,3 +20,8 @@ def mapping_field(address: int, name: str) -> str:
         elif inside and line.startswith(f"{name}:"):
             return line.partition(":")[2].strip()
     raise AssertionError(f"no mapping at {address:x} with {name}")
+
+
+def resident_bytes(address: int) -> int:
+    """Bytes in memory of the mapping at `address`, as the kernel counts them."""
+    return 1024 * int(mapping_field(address, "Rss").split()[0])

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import platform
-import re
 import threading
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_mappings import mapping_field
+from memory_mappings import CAN_POPULATE, resident_bytes
 
 from worker.engines.embedded.host import memory
 from worker.engines.embedded.host.memory_ahead import START_S, MemoryAhead, populate
 from worker.engines.embedded.kv_cache import KvStore
 
 CPU = torch.device("cpu")
-CAN_POPULATE = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (5, 14)
 MIB = 2**20
-
-
-def resident(tensors: list[torch.Tensor]) -> int:
-    """Bytes in memory of the mapping that tensors of `memory.zeros` lie in."""
-    size, unit = mapping_field(tensors[0].data_ptr(), "Rss").split()
-    assert unit == "kB"
-    return int(size) * 1024
 
 
 def test_populated_memory_is_there_and_keeps_its_values() -> None:
     tensors = memory.zeros(3, (32, MIB // 2), torch.uint8, CPU)
     tensors[1][9, 5] = 7
-    before = resident(tensors)
+    before = resident_bytes(tensors[0].data_ptr())
     assert all(populate(tensor[8:12]) == CAN_POPULATE for tensor in tensors)
     assert before <= 2 * MIB
     if CAN_POPULATE:
-        assert 6 * MIB <= resident(tensors) <= 12 * MIB
+        assert 6 * MIB <= resident_bytes(tensors[0].data_ptr()) <= 12 * MIB
     assert tensors[1][9, 5] == 7
     assert sum(int(tensor.count_nonzero()) for tensor in tensors) == 1
 
@@ -52,13 +42,14 @@ def test_a_store_gets_the_memory_of_its_next_pages() -> None:
     store = KvStore(tensors[:1], tensors[1:], is_read_behind=False, ahead=MemoryAhead(tensors))
     store.begin([])
     await_touched()
-    assert not resident(tensors)
+    assert not resident_bytes(tensors[0].data_ptr())
     for _ in range(2):
         store.begin([0, 3])
         await_touched()
-        assert 6 * MIB <= resident(tensors) <= 12 * MIB if CAN_POPULATE else not resident(tensors)
+        found = resident_bytes(tensors[0].data_ptr())
+        assert 6 * MIB <= found <= 12 * MIB if CAN_POPULATE else not found
         store.give_back()
-        assert not resident(tensors)
+        assert not resident_bytes(tensors[0].data_ptr())
 
 
 def test_memory_that_is_given_back_stays_so() -> None:
@@ -67,7 +58,7 @@ def test_memory_that_is_given_back_stays_so() -> None:
     ahead.begin()
     ahead.forget()
     await_touched()
-    assert not resident(tensors)
+    assert not resident_bytes(tensors[0].data_ptr())
 
 
 @given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_doubles import collect
-from memory_mappings import mapping_field
+from memory_mappings import CAN_POPULATE, resident_bytes
 
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Engine
 from worker.engines.embedded.host.memory import HUGE_PAGE_BYTES, zeros
@@ -145,11 +146,6 @@ def test_start_up_says_what_was_chosen(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert line == "KV cache: 2.2 GiB, taken as it is used, for 36864 tokens, 4.5 full contexts of 8192"
 
 
-def resident_bytes(address: int) -> int:
-    """Of the mapping at `address`, as the kernel counts them."""
-    return 1024 * int(mapping_field(address, "Rss").split()[0])
-
-
 def test_memory_is_taken_as_it_is_written() -> None:
     tensors = zeros(2, (64, 1024, 1024), torch.float32, torch.device("cpu"))
     address = tensors[0].data_ptr()
@@ -176,5 +172,18 @@ async def test_an_engine_takes_memory_as_sequences_grow(checkpoints: dict[str, P
             tokens, _ = await collect(engine, "one", [5] * 300, params)
             assert len(tokens) == 20
             assert 0 < resident_bytes(address) < size // 8
+    finally:
+        await engine.stop()
+
+
+async def test_a_first_request_finds_its_memory(checkpoints: dict[str, Path]) -> None:
+    """Where the system can be asked for it: since Linux 5.14."""
+    engine = EmbeddedEngine(EmbeddedConfig(model_path=checkpoints["llama"], device="cpu", kv_cache_memory=256 * 2**20))
+    await engine.start()
+    try:
+        address = engine._stepper.model.kv_store.tensors[0].data_ptr()  # type: ignore[union-attr]
+        async with asyncio.timeout(30):
+            while CAN_POPULATE and not resident_bytes(address):
+                await asyncio.sleep(0.05)
     finally:
         await engine.stop()

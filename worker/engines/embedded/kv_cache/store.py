@@ -79,9 +79,11 @@ class KvStore:
 
     def begin(self, pages: Sequence[int]) -> None:
         """Prepare pages before their first slot is written: zero them, if `is_read_behind`."""
-        if pages and self.ahead is not None:
+        if not pages:
+            return
+        if self.ahead is not None:
             self.ahead.reach(max(pages))
-        if pages and self.is_read_behind:
+        if self.is_read_behind:
             index = upload_ids(pages, self.keys[0].device)
             for tensor in (*self.keys, *self.values):
                 tensor.index_fill_(0, index, 0)
