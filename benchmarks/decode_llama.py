@@ -8,6 +8,7 @@ after another in batches of up to 1024 tokens, then every step is one batch.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -118,6 +119,7 @@ class Llama:
         context: Tokens of all sequences together.
         sequences: At a time.
         kv_type: Type of keys and values of the KV cache.
+        unified: One sequence may have the whole context, and share cells with others.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Llama:
         context: int = MOST_ROWS * LONGEST,
         sequences: int = MOST_ROWS,
         kv_type: int = llama_cpp.GGML_TYPE_F16,
+        unified: bool = False,
     ) -> None:
         llama_cpp.llama_log_set(_say_nothing, None)
         llama_cpp.llama_backend_init()
@@ -135,6 +138,7 @@ class Llama:
         params.n_ctx = context
         params.n_batch = params.n_ubatch = _BATCH
         params.n_seq_max = sequences
+        params.kv_unified = unified
         params.type_k = params.type_v = kv_type
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
@@ -151,13 +155,31 @@ class Llama:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         return self.go_on(task, self._prefill(task.prompts()))
 
-    def prefill_long(self, prompt: list[int]) -> list[int]:
-        """The first new token behind a prompt of any length, alone in the KV cache."""
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+    def prefill_long(self, prompt: list[int], most: int) -> list[int]:
+        """A first new token behind a prompt of any length, alone in the KV cache.
+
+        Of a prompt of more than `most` tokens only the first so many are computed. The others get
+        copies of their keys and values, rotated to their positions: steps behind such a prompt
+        take their time, but their tokens mean nothing. Needs a unified context of two
+        sequences, and of `most` tokens more.
+        """
+        memory = llama_cpp.llama_get_memory(self._context)
+        llama_cpp.llama_memory_clear(memory, True)
         found: list[int] = []
-        for start in range(0, len(prompt), _BATCH):
+        for start in range(0, min(len(prompt), most), _BATCH):
             part = list(enumerate(prompt[start : start + _BATCH], start))
             found = self._decode([(token, position, 0, position == part[-1][0]) for position, token in part])
+        if len(prompt) > most:
+            size = llama_cpp.llama_state_seq_get_size(self._context, 0)
+            state = (ctypes.c_uint8 * size)()
+            assert llama_cpp.llama_state_seq_get_data(self._context, state, size, 0) == size
+            for start in range(most, len(prompt), most):
+                assert llama_cpp.llama_state_seq_set_data(self._context, state, size, 1) == size
+                llama_cpp.llama_memory_seq_rm(memory, 1, len(prompt) - start, -1)
+                llama_cpp.llama_memory_seq_add(memory, 1, 0, -1, start)
+                llama_cpp.llama_memory_seq_cp(memory, 1, 0, -1, -1)
+                llama_cpp.llama_memory_seq_rm(memory, 1, -1, -1)
+            assert llama_cpp.llama_memory_seq_pos_max(memory, 0) == len(prompt) - 1
         return found
 
     def forget_from(self, position: int) -> None:

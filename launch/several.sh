@@ -87,6 +87,7 @@ start_workers() {
 # begin_worker NAME: starts it, for the first time or again.
 begin_worker() {
     local port=${system_ports[$1]:-}
+    status_of_sigterm[$1]=143 # while it still loads
     eval "DLW_POOL_SECRET=\$pool_secret start \"\$1\" ${port:+env DYN_SYSTEM_PORT=$port} ${worker_commands[${1% *}]}"
 }
 

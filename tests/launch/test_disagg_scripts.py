@@ -139,6 +139,21 @@ def test_a_worker_that_was_killed_is_started_again(tmp_path: Path) -> None:
         script.assert_nothing_left(children)
 
 
+def test_ctrl_c_while_a_worker_loads(tmp_path: Path) -> None:
+    """After the script was ready: here in place of one that left in order."""
+    with launched(tmp_path, "--device", "cpu", variables={"WORKERS": "2"}, script="agg_router.sh") as script:
+        script.wait_until_ready()
+        until(lambda: len(workers_of(script)) == 2, "both workers")
+        before = workers_of(script)
+        before[0].terminate()
+        script.read_until("ended with status ")
+        until(lambda: set(workers_of(script)) - set(before), "a new worker")
+        children = script.children()
+        script.press_ctrl_c()
+        assert script.finish() == 0, script.output
+        script.assert_nothing_left(children)
+
+
 @pytest.mark.campaign
 def test_the_engine_is_chosen_by_a_variable(tmp_path: Path) -> None:
     """On the stand-in for TensorRT-LLM, as on a machine that has it."""
