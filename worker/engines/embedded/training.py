@@ -21,8 +21,8 @@ from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.model import HfModel
 from worker.engines.embedded.model.checkpoint_files import read_settings
-from worker.engines.embedded.model.hf_model import ModelFacts
 from worker.engines.embedded.model.kernels import choose_kernels
+from worker.engines.embedded.model.model_facts import ModelFacts
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.plan import Request
 from worker.engines.embedded.sampling.logprobs import token_logprobs

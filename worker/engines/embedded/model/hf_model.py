@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -32,6 +32,7 @@ from worker.engines.embedded.model.layer_trial import LayerTrial, num_trial_page
 from worker.engines.embedded.model.linear import linears
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LlamaWeights
+from worker.engines.embedded.model.model_facts import ModelFacts
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.numerics import Numerics, choose, tiling_of
 from worker.engines.embedded.model.weight_update import Given
@@ -51,57 +52,6 @@ NetworkT = TypeVar("NetworkT", bound=Network)
 
 _LARGE_BYTES = 64 * 2**20
 """Weights of this size do not stay in the processor's caches from step to step."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Description of a model beside its weights.
-
-    Attributes:
-        dtype: Data type of activations.
-        geometry: Sizes of the model, which fit each other.
-        softcap: Scores of attention go through ``softcap * tanh(score / softcap)``; None for none.
-        eos_token_ids: Ids that end an answer.
-        undecodable_ids: Ids that the tokenizer does not have.
-        weights: Format of the weights, for people; None for `dtype`.
-    """
-
-    dtype: torch.dtype
-    geometry: Geometry
-    softcap: float | None
-    eos_token_ids: tuple[int, ...]
-    undecodable_ids: tuple[int, ...]
-    weights: str | None
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of a row of logits."""
-        return self.geometry.vocab_size
-
-    @property
-    def context_length(self) -> int:
-        """Tokens of its longest text."""
-        return self.geometry.max_position_embeddings
-
-    @property
-    def num_layers(self) -> int:
-        """Layers, each of which has a KV cache."""
-        return self.geometry.num_hidden_layers
-
-    @property
-    def heads(self) -> int:
-        """Query heads of a layer."""
-        return self.geometry.num_attention_heads
-
-    @property
-    def kv_heads(self) -> int:
-        """Key and value heads of a layer."""
-        return self.geometry.num_key_value_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.geometry.head_dim
 
 
 class HfModel:

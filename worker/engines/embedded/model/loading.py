@@ -15,12 +15,13 @@ from worker.engines.embedded.attention import AttentionLayer
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.model.checkpoint_files import checkpoint_dtype, has_longrope, read_settings
-from worker.engines.embedded.model.hf_model import HfModel, ModelFacts
+from worker.engines.embedded.model.hf_model import HfModel
 from worker.engines.embedded.model.kernels import KernelBackend, choose_kernels
 from worker.engines.embedded.model.kv_format import check_kv_cache_dtype
 from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm, Rope
+from worker.engines.embedded.model.model_facts import ModelFacts
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.packed_copy import PackedCopy, provenance_of
 from worker.engines.embedded.model.quantisation import FORMATS, PackedQuantised

@@ -22,11 +22,11 @@ from worker.engines.embedded.model import llama_weights
 from worker.engines.embedded.model.checkpoint_files import eos_token_ids, undecodable_ids
 from worker.engines.embedded.model.checkpoint_gate import UNREADABLE
 from worker.engines.embedded.model.decoder import DecoderNetwork, decoder_network
-from worker.engines.embedded.model.hf_model import ModelFacts
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.longrope import settle_factors
+from worker.engines.embedded.model.model_facts import ModelFacts
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.quantisation import QuantisedWeight, StackedExperts
 from worker.engines.embedded.model.quantised_experts import join_experts, place_expert, place_stacked
