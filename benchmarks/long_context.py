@@ -16,19 +16,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import sys
 import tempfile
 from pathlib import Path
 
-from checkpoint import write_checkpoint
+from checkpoint import SMALL, write_checkpoint
 from decode import Answer
 from serve import processor
 from workload import HERE, Task, peer
 
 REPORT = HERE / "results" / "long_context.md"
 NEW = 33
-LAYERS = 4
+SIZE = dataclasses.replace(SMALL, layers=4)
 ROPE_FROM = 4096
 """Length that the model would be trained with."""
 OURS, OURS_INT8 = "ours, bfloat16 KV", "ours, int8 KV"
@@ -106,7 +107,7 @@ def main() -> None:
     longest = max(arguments.contexts) + NEW
     longest += -longest % 256
     with tempfile.TemporaryDirectory() as directory:
-        write_checkpoint(Path(directory), longest=longest, layers=LAYERS, rope_factor=longest / ROPE_FROM)
+        write_checkpoint(Path(directory), longest=longest, size=SIZE, rope_factor=longest / ROPE_FROM)
         times = measure(arguments, Path(directory), longest)
     report = render(times, arguments)
     print(report)

@@ -4,11 +4,11 @@
 
 Measures the processor first, with `roofline.c` compiled for it: operations on float32, bfloat16 and
 int8 in registers, and the reading of memory, with all threads. Then decode steps of 1, 8, 32 and
-128 rows, and a prompt of 1,024 tokens, of a random Llama of 125 M parameters: with bfloat16
-weights, with int8 weights, and with int8 weights and activations. Prints a table and writes it to
-`results/roofline.md`, with a plot in `results/roofline.svg`; the steps of peers in both are those
-of `results/decode.json`, which `decode.py` measured on a processor of this kind: the mean of an
-answer, with the prompt in it.
+128 rows, and a prompt of 1,024 tokens, of random Llamas of 125 M and 1.1 B parameters: with
+bfloat16 weights, with int8 weights, and with int8 weights and activations. Prints tables and writes
+them to `results/roofline.md`, with a plot of the small model in `results/roofline.svg`; the steps
+of peers in both are those of `results/decode.json`, which `decode.py` measured on a processor of
+this kind: the mean of an answer, with the prompt in it.
 
 A step's operations are two for each weight and row, without attention; its bytes are its weights.
 Of a prompt, a second figure counts attention, too: the products of a token with all before it, as
@@ -36,7 +36,7 @@ import decode_ours  # before torch, so that OpenMP's threads wait as they do in 
 
 # isort: split
 import torch
-from checkpoint import write_checkpoint
+from checkpoint import LARGE, SMALL, Size, write_checkpoint
 from serve import processor
 
 from worker.engines.embedded import Engine
@@ -46,12 +46,9 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 ROWS = (1, 8, 32, 128)
 PROMPT = 1024
-LAYERS, HIDDEN = 12, 768
-HEAD = 32_000 * HIDDEN
-"""Weights of the LM head."""
-OF_ATTENTION = LAYERS * 4 * HIDDEN * PROMPT * (PROMPT + 1) / 2
-"""Operations of a prompt's attention: scores and results, two for each product."""
-STEPS = 24
+VOCABULARY = 32_000
+STEPS = {SMALL: 24, LARGE: 8}
+"""New tokens of a request."""
 WAYS: dict[str, tuple[dict[str, Any], str, float]] = {
     "bfloat16": ({"dtype": "bfloat16"}, "bfloat16", 2.0),
     "int8 weights": ({"dtype": "float32", "quantization": "int8", "activation_dtype": "none"}, "float32", 1.0625),
@@ -156,8 +153,11 @@ def measure(engine: Engine, rows: int, prompt: int, new: int) -> tuple[float, fl
     return seconds, seconds - statistics.median(total - of_forward for total, of_forward in chosen)
 
 
-def ours(checkpoint: Path, weights: float, peaks: Peaks) -> list[Point]:
+def ours(checkpoint: Path, size: Size, weights: float, peaks: Peaks) -> list[Point]:
     """Steps of the engine, in all ways."""
+    head = VOCABULARY * size.hidden  # weights of the LM head
+    # Scores and results, two for each product.
+    of_attention = size.layers * 4 * size.hidden * PROMPT * (PROMPT + 1) / 2
     points: list[Point] = []
     for name, (settings, kind, bytes_per_weight) in WAYS.items():
         engine = Engine(
@@ -170,15 +170,15 @@ def ours(checkpoint: Path, weights: float, peaks: Peaks) -> list[Point]:
         )
         read = weights * bytes_per_weight
         for rows in ROWS:
-            seconds, inside = min(measure(engine, rows, 32, STEPS) for _ in range(2))
+            seconds, inside = min(measure(engine, rows, 32, STEPS[size]) for _ in range(2))
             operations = 2 * weights * rows
             floor_s = peaks.floor_s(kind, operations, read)
             points.append(Point(name, rows, seconds, operations, read, floor_s, outside=1 - inside / seconds))
             print(f"{name}, {rows} rows: {1e3 * seconds:.2f} ms, {floor_s / seconds:.2f} of the peak", flush=True)
         seconds, _ = min(measure(engine, 1, PROMPT, 1) for _ in range(3))
-        operations = 2 * ((weights - HEAD) * PROMPT + HEAD)  # logits are those of the last token alone
+        operations = 2 * ((weights - head) * PROMPT + head)  # logits are those of the last token alone
         floor_s = peaks.floor_s(kind, operations, read)
-        attention_s = SLOWER.get(kind, 1.0) * peaks.floor_s(kind, OF_ATTENTION, 0.0)
+        attention_s = SLOWER.get(kind, 1.0) * peaks.floor_s(kind, of_attention, 0.0)
         points.append(Point(f"{name}, prompt", PROMPT, seconds, operations, read, floor_s, attention_s))
         shares = f"{floor_s / seconds:.2f} of the peak, with attention {(floor_s + attention_s) / seconds:.2f}"
         print(f"{name}, prompt: {1e3 * seconds:.1f} ms, {shares}", flush=True)
@@ -247,7 +247,7 @@ def plot(points: Sequence[Point], peaks: Peaks) -> str:
     )
 
 
-def report(points: Sequence[Point], peaks: Peaks) -> str:
+def report(sections: dict[str, Sequence[Point]], peaks: Peaks) -> str:
     """The page."""
     shown = ", ".join(f"{kind} {peak / 1e9:,.0f} G/s" for kind, peak in peaks.operations.items() if peak)
     lines = [
@@ -258,7 +258,15 @@ def report(points: Sequence[Point], peaks: Peaks) -> str:
         "",
         f"{processor()}, {torch.get_num_threads()} threads: operations in registers {shown}; "
         f"memory {peaks.bandwidth / 1e9:.1f} GB/s.",
-        "",
+    ]
+    for title, points in sections.items():
+        lines += ["", f"## {title}", "", *table(points)]
+    return "\n".join([*lines, "", "![Speed over operations per byte, of the small model](roofline.svg)", ""])
+
+
+def table(points: Sequence[Point]) -> list[str]:
+    """The points in Markdown."""
+    lines = [
         "| weights | rows | step, ms | floor, ms | of the peak | with attention | G operations/s | "
         "outside the forward pass |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -271,20 +279,24 @@ def report(points: Sequence[Point], peaks: Peaks) -> str:
             f"{point.floor_s / point.seconds:.2f} | {whole} | {point.operations / point.seconds / 1e9:,.0f} | "
             f"{outside} |"
         )
-    return "\n".join([*lines, "", "![Speed over operations per byte](roofline.svg)", ""])
+    return lines
 
 
 def main() -> None:
     assert decode_ours is not None
     with tempfile.TemporaryDirectory() as directory:
         peaks = measure_peaks(Path(directory))
-        print(peaks, flush=True)
-        weights = write_checkpoint(Path(directory)) / 2
-        points = ours(Path(directory), weights, peaks) + of_peers(weights, peaks)
-    text = report(points, peaks)
+    print(peaks, flush=True)
+    sections: dict[str, Sequence[Point]] = {}
+    for size, parameters in ((SMALL, "125 M parameters"), (LARGE, "1.1 B parameters")):
+        with tempfile.TemporaryDirectory() as directory:
+            weights = write_checkpoint(Path(directory), VOCABULARY, size=size) / 2
+            points = ours(Path(directory), size, weights, peaks)
+        sections[parameters] = points + (of_peers(weights, peaks) if size == SMALL else [])
+    text = report(sections, peaks)
     print(text)
     (RESULTS / "roofline.md").write_text(text)
-    (RESULTS / "roofline.svg").write_text(plot(points, peaks))
+    (RESULTS / "roofline.svg").write_text(plot(next(iter(sections.values())), peaks))
 
 
 if __name__ == "__main__":
