@@ -235,7 +235,7 @@ def _take_blocks(values: torch.Tensor, chosen: torch.Tensor, rows: torch.Tensor 
         rows = torch.arange(len(values), device=values.device)
     if whole * BLOCK == values.shape[1] and values.is_contiguous():
         flat = (chosen + rows[:, None] * whole).view(-1)
-        return values.view(-1, BLOCK).index_select(0, flat).view(len(rows), -1)
+        return values.view(-1, BLOCK).index_select(0, flat).view(len(rows), chosen.shape[1] * BLOCK)
     picked = _blocks(values)[rows[:, None], chosen].flatten(1)
     return torch.cat((picked, values[:, whole * BLOCK :].index_select(0, rows)), 1)
 

@@ -68,6 +68,16 @@ def test_top_in_order(seed: int, width: int, count: int, grain: float, part: boo
         assert places == sorted(set(places), key=lambda place: (-row[place], place))
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("most", [1, 5, 40])
+def test_no_rows_have_no_candidates(width: int, most: int) -> None:
+    count = min(most, width)
+    for rows in (None, torch.empty(0, dtype=torch.long)):
+        values = torch.empty(0 if rows is None else 2, width)
+        for found in (*top(values, count, rows=rows), *top_in_order(values, count, rows=rows)):
+            assert found.shape == (0, count)
+
+
 def test_top_in_order_beside_rows_that_are_flat() -> None:
     values = torch.randn(3, 20_003, generator=torch.Generator().manual_seed(1))
     alone = top_in_order(values[1:2].clone(), 100)

@@ -97,7 +97,8 @@ def truncate_and_sample(
         maxima = block_maxima(logits)
     sampling = _Sampling(logits, maxima, uniforms, wanted)
     for group in groups:
-        sampling.sample(group)
+        if group.rows:  # nobody is left in one whose rows are all unfit
+            sampling.sample(group)
     return sampling.token_ids, sampling.distributions
 
 
@@ -268,7 +269,7 @@ class _Sampling:
             return
         if not group.width or group.is_wide:
             kept = [self._sample_whole(group, index) for index in range(len(group.rows))]
-            group.is_wide = min(kept, default=0) > group.width > 0
+            group.is_wide = min(kept) > group.width > 0
             return
         found = self._candidates(group)
         targets = None if group.share is None else share_of(found.weights.sum(-1, keepdim=True), group.share)
