@@ -224,6 +224,29 @@ async def test_a_message_that_streams_lose_is_found(monkeypatch: pytest.MonkeyPa
     assert [body.get("tools") for body in bodies] == [tools, tools]
 
 
+async def test_the_reason_of_an_answer_that_fails_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whole answers of the front door's own, and in its streams."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = json.loads(at.frontends[0].requests[-1].partition(b"\r\n\r\n")[2])
+        await says(CHUNKS[0], as_refused(asked, "min_tokens", "leaves no token"))(reader, writer)
+
+    caught: list[Refused] = []
+
+    async def handle(exchange: Exchange) -> None:
+        with pytest.raises(AnswerFailed) as failed:
+            async for _ in chat(exchange, exchange.fields()):
+                pass
+        caught.append(failed.value.refused)
+        raise failed.value.refused
+
+    async with serving(handle, monkeypatch, answer) as at:
+        status, error = error_of(await at.ask(thing()))
+        assert len(at.frontends[0].requests) == 2
+    assert (status, error["param"], error["message"]) == (400, "min_tokens", "min_tokens: leaves no token")
+    assert [one.status for one in caught] == [400]
+
+
 async def test_an_answer_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
     caught: list[Refused] = []
 

@@ -352,6 +352,7 @@ def test_an_annotation_alone_is_left_as_it_is() -> None:
 
 NOTHING: dict[str, tuple[str, Any]] = {
     "logit_bias": (CHAT, {}),
+    "top_logprobs": (CHAT, 0),
     "logits_processors": (CHAT, []),
     "n": (CHAT, 1),
     "best_of": (COMPLETIONS, 1),

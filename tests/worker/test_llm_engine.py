@@ -269,10 +269,13 @@ async def test_a_refusal_is_data_where_it_is_asked_for() -> None:
         await collect(worker, request(**WANTED))
 
 
-async def test_an_error_behind_the_first_chunk_is_no_data() -> None:
+async def test_an_error_behind_the_first_chunk_is_data_too() -> None:
     worker, _, _ = await started(raising(InvalidRequest("top_p", "is bad"), 2))
+    *begun, last = await collect(worker, request(**WANTED))
+    assert sum(len(chunk["token_ids"]) for chunk in begun) > 0
+    assert last["engine_data"] == {REFUSAL: {"field": "top_p", "message": "top_p: is bad"}}
     with pytest.raises(exceptions.InvalidArgument, match="top_p: is bad"):
-        await collect(worker, request(**WANTED))
+        await collect(worker, request())
 
 
 async def test_what_is_only_checked_is_not_computed() -> None:

@@ -60,9 +60,8 @@ async def chat(
             for each in [chunk] if stage is None else stage.feed(chunk):
                 yield each
     except Refused as refused:
-        if has_begun:
-            raise AnswerFailed(refused) from None
-        raise await explained(caller, fields, path, refused) from None
+        reason = await explained(caller, fields, path, refused)
+        raise (AnswerFailed(reason) if has_begun else reason) from None
     finally:
         chunks.close()
 

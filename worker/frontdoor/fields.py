@@ -37,7 +37,7 @@ class ClientField:
         paths: Endpoints that have it.
         fate: One of `Fate`.
         why: Effect of the field, or reason for the refusal; a row of `docs/request.md`.
-        neutral: Values of a refused field that, like null, ask for nothing.
+        neutral: Values that, like null, ask for nothing: they are not refused, nor sent on.
         check: Refuses values.
         removed: Whether the front door takes it out of the request.
         control: Sampling control that Dynamo's frontend does not know; its processor is sent.
@@ -53,7 +53,7 @@ class ClientField:
     control: Control | None = None
 
     def asks_for_nothing(self, value: Any) -> bool:
-        """Whether ``value`` is as good as absent, for a refused field."""
+        """Whether ``value`` is as good as absent."""
         return is_one_of(value, self.neutral)
 
 
@@ -140,12 +140,13 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         "Log probabilities of the answer, of a completion with echo of the prompt too, with up to 5 alternatives.",
         field_checks.logprobs,
     ),
-    _row(
+    ClientField(
         "top_logprobs",
         (CHAT,),
         "honoured",
         "Alternatives per token. Refused without logprobs: true.",
-        field_checks.top_logprobs,
+        neutral=(0,),  # with which the frontend gives no log probabilities at all
+        check=field_checks.top_logprobs,
     ),
     _row(
         "response_format",

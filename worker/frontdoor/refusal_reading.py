@@ -1,9 +1,11 @@
 """Refusals of the frontend and of the worker as a client gets them: with the reason, which the
-frontend loses in streams and in completions, and with the client's own field.
+frontend loses in streams, in completions, and once an answer has begun, and with the client's own
+field.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from worker.frontdoor.asking import Caller, ask
@@ -19,6 +21,9 @@ _MOST_PROMPTS = 64
 
 _NOT_ASKED_AGAIN = ("stream_options", "n")
 
+REASON_S = 10.0
+"""Seconds for which a request is computed again to learn why it failed."""
+
 
 def explaining(refused: Refused) -> Handler:
     """The handler of a chat or completion that a frontend has answered with an error."""
@@ -30,7 +35,8 @@ def explaining(refused: Refused) -> Handler:
 
 
 async def explained(caller: Caller, fields: dict[str, Any], path: str, refused: Refused) -> Refused:
-    """The error of a request that a frontend has refused before its answer began.
+    """The error of a request that a frontend has answered with one, or with an answer that ended in
+    one.
 
     Args:
         caller: Requester on whose behalf the frontend was asked.
@@ -62,23 +68,27 @@ async def checked(caller: Caller, fields: dict[str, Any], path: str) -> None:
 
 
 async def _reason(caller: Caller, fields: dict[str, Any], path: str) -> Refused | None:
-    """The worker's refusal of a request, which is asked again: it computes nothing for one that it
-    refuses. None if it does not refuse it.
+    """The worker's refusal of a request, or the failure that its answer ends in, which is asked
+    again: a refused one costs nothing, another one is computed for `REASON_S` at most. None if
+    nothing is wrong with it.
     """
     prompts = fields.get("prompt")
     several = path == COMPLETIONS and isinstance(prompts, list) and not any(type(one) is int for one in prompts)
     try:
-        for prompt in prompts[:_MOST_PROMPTS] if several and prompts else [prompts]:
-            found = await _refusal(caller, {**fields, "prompt": prompt} if several else fields, path)
-            if found is not None:
-                return found
+        async with asyncio.timeout(REASON_S):
+            for prompt in prompts[:_MOST_PROMPTS] if several and prompts else [prompts]:
+                found = await _refusal(caller, {**fields, "prompt": prompt} if several else fields, path)
+                if found is not None:
+                    return found
     except Refused as refused:
         return refused if refused.status < 500 else None
+    except TimeoutError:
+        return None
     return None
 
 
 async def _refusal(caller: Caller, fields: dict[str, Any], path: str, *annotations: str) -> Refused | None:
-    """The refusal in the first chunk of an answer.
+    """The refusal in a chunk of an answer.
 
     Raises:
         Refused: the answer is another error.
@@ -89,7 +99,8 @@ async def _refusal(caller: Caller, fields: dict[str, Any], path: str, *annotatio
     try:
         async for chunk in chunks:
             found = ((chunk.get("nvext") or {}).get("engine_data") or {}).get(REFUSAL)
-            return None if found is None else Refused(400, found["message"], found["field"], kind=INVALID)
+            if found is not None:
+                return Refused(400, found["message"], found["field"], kind=INVALID)
     finally:
         chunks.close()
     return None

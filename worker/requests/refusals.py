@@ -1,8 +1,8 @@
-"""Refusals as data of an answer: Dynamo's frontend loses the messages of most errors of a worker,
-those of completions and of streams, and passes data on.
+"""Refusals, and failures of answers that have begun, as data of an answer: Dynamo's frontend loses
+the messages of most errors of a worker, those of completions and of streams, and passes data on.
 
 A request asks for them with an annotation, as the front door does when it asks again why a request
-was refused. Nobody else sees them: a refusal is an error.
+was refused or failed. Nobody else sees them: a refusal is an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def asks(request: Mapping[str, Any], annotation: str) -> bool:
 
 
 def refusal_chunk(request: Mapping[str, Any], error: ServingError) -> dict[str, Any] | None:
-    """The one chunk of a refused request; None if its error is to be raised."""
+    """The one chunk of a refused request, or the last one of an answer that failed; None if its error
+    is to be raised.
+    """
     if not isinstance(error, InvalidRequest | RequestFailed) or not asks(request, WANTS_REFUSAL):
         return None
     field = error.field if isinstance(error, InvalidRequest) else None

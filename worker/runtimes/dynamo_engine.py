@@ -102,20 +102,18 @@ class WorkerEngine(LLMEngine):
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """One request. Everything that can refuse it does so before the first chunk."""
-        has_begun = False
         try:
             trace = runtime.trace_headers(context)
             serving = self.server.serve(context.id(), request, context.metadata or {}, trace=trace)
             async with contextlib.aclosing(serving) as chunks:
                 async for chunk in chunks:
-                    has_begun = True
                     for key in (STOP_STRING, STOP_TOKEN):  # not in Dynamo's protocol
                         chunk.pop(key, None)
                     if chunk.get("finish_reason") == "abort":  # nor is this; engine_data says it
                         chunk["finish_reason"] = "cancelled"
                     yield chunk
         except ServingError as error:
-            refusal = None if has_begun else refusal_chunk(request, error)
+            refusal = refusal_chunk(request, error)
             if refusal is None:
                 raise runtime.to_dynamo(error) from error.__cause__
             yield refusal
