@@ -28,15 +28,19 @@ def from_openai_logit_bias(logit_bias: Mapping[str, float] | Mapping[int, float]
     """OpenAI's ``logit_bias`` as a processor, since Dynamo's frontend silently drops the field.
 
     Raises:
-        ValueError: a key is not a token id, or a value is not between -100 and 100.
+        ValueError: a key is not a token id, or one that occurs before, or a value is not between
+            -100 and 100.
     """
     bias = {}
     for token_id, value in logit_bias.items():
-        if not str(token_id).isdecimal():
+        text = str(token_id)
+        if not (text.isascii() and text.isdecimal()):
             raise ValueError(f"logit_bias: expected token ids as keys, got {token_id!r}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
             raise ValueError(f"logit_bias[{token_id}]: expected a number between -100 and 100, got {value!r}")
-        bias[str(int(token_id))] = value
+        if str(int(text)) in bias:
+            raise ValueError(f"logit_bias: the token id {int(text)} occurs twice")
+        bias[str(int(text))] = value
     return processor("logit_bias", bias=bias)
 
 

@@ -106,7 +106,7 @@ class ToolCalls(GrammarProcessor):
             raise ArgumentError("tools", f"the name {wanted.prose[:-1]} means text in the format {wanted.name}")
         source = StructuralSource("tools", vocabulary)
         called = [tool for tool in args.tools if args.tool in (None, tool.name) and args.choice != "none"]
-        signatures = [Signature(tool.name, _arguments(tool, wanted, source)) for tool in called]
+        signatures = [Signature(tool.name, _arguments_of(tool, args, wanted, source)) for tool in called]
         made = _answer_source(args, wanted, source, vocabulary, signatures)
         if args.choice == "none":
             return source.finished(made.free_text())
@@ -130,6 +130,14 @@ def _answer_source(
         ends = wanted.may_end and not vocabulary.eos_token_ids.isdisjoint(vocabulary.tag(wanted.call_suffix))
         return ChannelSource(wanted, source, texts, tools, parallel=args.parallel, ends_with_call=ends)
     return CallSource(wanted, source, texts, tools, parallel=args.parallel)
+
+
+def _arguments_of(tool: Tool, args: ToolCalls.Args, wanted: CallFormat, source: StructuralSource) -> str:
+    """See `_arguments`; an error names the tool by its place."""
+    try:
+        return _arguments(tool, wanted, source)
+    except ArgumentError as error:
+        raise ArgumentError(f"tools[{args.tools.index(tool)}].parameters", error.problem) from error
 
 
 def _arguments(tool: Tool, wanted: CallFormat, source: StructuralSource) -> str:

@@ -90,6 +90,8 @@ export function fromOpenAILogitBias(bias) {
     }
   }
   const entries = Object.entries(bias).map(([id, value]) => [id.replace(/^0+(?=\d)/, ""), value]);
+  const twice = entries.map(([id]) => id).find((id, index, ids) => ids.indexOf(id) !== index);
+  if (twice !== undefined) throw new TypeError(`logit_bias: the token id ${twice} occurs twice`);
   return processor("logit_bias", { bias: Object.fromEntries(entries) });
 }
 

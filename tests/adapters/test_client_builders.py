@@ -192,9 +192,11 @@ def test_both_packages_make_the_same_of_openais_fields(module: quickjs.Context) 
         assert json.loads(theirs) == ours
     theirs = module.eval('JSON.stringify(fromOpenAILogitBias({"007": 5, "9": -100}))')
     assert json.loads(theirs) == client.from_openai_logit_bias({"007": 5, "9": -100})
-    for wrong in ({"a": 1}, {"-1": 1}, {"1": 101}, {"1": True}):
+    for wrong in ({"a": 1}, {"-1": 1}, {"1": 101}, {"1": True}, {"\u0661": 1}, {"1": 1, "01": 2}):
         with pytest.raises(quickjs.JSException, match="logit_bias"):
             module.eval(f"fromOpenAILogitBias({json.dumps(wrong)})")
+        with pytest.raises(ValueError, match="logit_bias"):
+            client.from_openai_logit_bias(wrong)
 
 
 def test_the_fields_of_a_selection_are_the_same(module: quickjs.Context) -> None:

@@ -30,6 +30,9 @@ _IN_SECTION = re.compile(
     r"\.(\w+)(.*)",
     re.DOTALL,
 )
+_ARGUMENT = re.compile(r"\A\.args\.\w+")
+"""Argument of the processor that a field stands for."""
+
 _PROMPT = ("token_ids", "prompt_token_ids")
 _BY_ANOTHER_NAME = {
     "max_tokens": "max_completion_tokens",
@@ -85,11 +88,13 @@ def worker_names(endpoint: str, fields: Body, of_selection: Naming) -> Naming:
         found = _IN_SECTION.fullmatch(path)
         if found is None:
             return told_path(path, fields.get("messages"))
-        own, rest = found[1], found[2]
+        own, rest = found[1], _ARGUMENT.sub("", found[2])
         if own == "guided_decoding":
             return _guide(fields)
         other = _BY_ANOTHER_NAME.get(own, own)
         own = other if fields.get(other) is not None else own
+        if own in (fields.get("nvext") or {}):
+            return f"nvext.{own}{rest}"
         return own + rest if own in TABLES[endpoint] else path
 
     return name

@@ -116,6 +116,8 @@ annotations are part of an answer that a client sends back, breakpoints are hint
 def messages(value: Any, body: Body) -> None:
     if not isinstance(value, list):
         raise FieldRefused("messages", f"must be a list of messages, got {_shown(value)}")
+    if not value and body.get("tools"):  # their text would be a message, and the frontend refuse none
+        raise FieldRefused("messages", "must have at least one message")
     for i, message in enumerate(value):
         path = f"messages[{i}]"
         if not isinstance(message, dict):
@@ -191,7 +193,9 @@ _FORMATS: Mapping[str, tuple[str, ...]] = {
 
 
 def response_format(value: Any, body: Body) -> None:
-    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        raise FieldRefused("response_format", f"must be an object, got {_shown(value)}")
+    kind = value.get("type")
     if not isinstance(kind, str) or kind not in _FORMATS:
         raise FieldRefused("response_format.type", f"must be one of {', '.join(_FORMATS)}, got {printable(str(kind))}")
     _known_keys("response_format", value, _FORMATS[kind])

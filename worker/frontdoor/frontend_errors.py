@@ -45,6 +45,8 @@ def error_of(status: int, body: bytes) -> Refused:
         message, code = error["message"], error.get("code")
         kind, param = error.get("type"), error.get("param")
     except (ValueError, KeyError, TypeError, AttributeError):
+        if status == 404 and not body:  # it has no route for what no worker has registered
+            return Refused(503, "no worker serves this at present", kind="server_error")
         return Refused(status if status >= 400 else 502, body.decode(errors="replace")[:1000] or "no answer")
     status = code if isinstance(code, int) and 400 <= code < 600 else max(status, 400)
     message = str(message)
@@ -77,6 +79,8 @@ def field_in(message: str, path: str, fields: Body) -> str | None:
     enum, missing, key = _ENUM.search(message), _MISSING.search(message), _KEY.search(message)
     if enum:
         return _ENUMS.get(enum[1], "messages" if "Message" in enum[1] else None)
+    if missing and missing[1] == "content":
+        return _message_without_content(fields)
     if missing:
         return _CONTAINERS.get(missing[1], missing[1])
     if key:
@@ -84,6 +88,15 @@ def field_in(message: str, path: str, fields: Body) -> str | None:
     shown = _VALUE.search(message)
     places = [] if shown is None else [place for place, _, value in _values(fields) if _is_shown(value, shown)]
     return places[0] if len(set(places)) == 1 else None
+
+
+def _message_without_content(fields: Body) -> str:
+    """The first message that needs a content and has none."""
+    messages = fields.get("messages")
+    for i, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict) and message.get("content") is None:
+            return f"messages[{i}].content"
+    return "content"
 
 
 def _ids_in(path: str, fields: Body) -> str | None:

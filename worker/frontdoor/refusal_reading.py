@@ -9,12 +9,13 @@ import asyncio
 from typing import Any
 
 from worker.frontdoor.asking import Caller, ask
-from worker.frontdoor.errors import INVALID, Refused
+from worker.frontdoor.errors import INVALID, FieldRefused, Refused
 from worker.frontdoor.exchange import Exchange, Handler
 from worker.frontdoor.fields import COMPLETIONS
 from worker.frontdoor.frontend_errors import field_in
 from worker.frontdoor.nvext import with_annotations, with_engine_data
 from worker.requests.refusals import ONLY_CHECKED, REFUSAL, WANTS_REFUSAL
+from worker.runtimes.direct.pictures import PART, is_picture, picture_places
 
 _MOST_PROMPTS = 64
 """Prompts of a refused completion among which the refused one is looked for."""
@@ -45,7 +46,7 @@ async def explained(caller: Caller, fields: dict[str, Any], path: str, refused: 
         refused: Error that the frontend answered with.
     """
     if refused.status == 500:
-        refused = await _reason(caller, fields, path) or refused
+        refused = await _reason(caller, fields, path) or await _picture(caller, fields, path) or refused
     if refused.status >= 500:
         return refused
     if refused.param is None:
@@ -85,6 +86,28 @@ async def _reason(caller: Caller, fields: dict[str, Any], path: str) -> Refused 
     except TimeoutError:
         return None
     return None
+
+
+async def _picture(caller: Caller, fields: dict[str, Any], path: str) -> Refused | None:
+    """The refusal of a chat with pictures that the frontend fails on and takes without them: the
+    model's chat template knows texts alone. None for another chat.
+    """
+    places = picture_places(fields.get("messages"))
+    if not places:
+        return None
+    texts = {**fields, "messages": [_without_pictures(one) for one in fields["messages"]]}
+    try:
+        if await _refusal(caller, texts, path, ONLY_CHECKED) is not None:
+            return None
+    except Refused:
+        return None
+    return FieldRefused(f"{places[0]}.{PART}.url", "the chat template of this model takes text only")
+
+
+def _without_pictures(message: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(message.get("content"), list):
+        return message
+    return {**message, "content": "".join(part["text"] for part in message["content"] if not is_picture(part))}
 
 
 async def _refusal(caller: Caller, fields: dict[str, Any], path: str, *annotations: str) -> Refused | None:

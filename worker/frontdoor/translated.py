@@ -9,6 +9,10 @@ from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.returned_tokens import asks_back
 
 
+MOST_FORWARDED = 128
+"""Prompts of one completion that Dynamo's frontend takes."""
+
+
 def is_translated(path: str, fields: Mapping[str, Any]) -> bool:
     """Whether Dynamo's frontend would answer a request in another form than clients know, or not at
     all.
@@ -24,6 +28,7 @@ def is_translated(path: str, fields: Mapping[str, Any]) -> bool:
     if path == CHAT:
         return any(fields.get(name) is not None for name in ("prompt_logprobs", "prompt"))
     asks = any(fields.get(name) is not None for name in ("logprobs", "prompt_logprobs"))
+    asks = asks or (has_several_prompts(path, fields) and len(fields["prompt"]) > MOST_FORWARDED)
     return asks or bool(fields.get("echo")) or is_zero(fields.get("max_tokens"))
 
 

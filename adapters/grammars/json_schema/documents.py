@@ -28,12 +28,14 @@ class SchemaDocument:
         root: The document.
 
     Raises:
-        SchemaRefused: it is nested too deeply.
+        SchemaRefused: it is nested too deeply, or of a draft before the fourth.
     """
 
     def __init__(self, root: Any) -> None:
         self._root = root
         declared = root.get("$schema") if isinstance(root, dict) else None
+        if isinstance(declared, str) and any(f"draft-0{draft}" in declared for draft in range(4)):
+            raise SchemaRefused("#/$schema: expected draft 4 or a later one, whose keywords are enforced")
         self._id_key = "id" if isinstance(declared, str) and "draft-04" in declared else "$id"
         self._schemas: list[Any] = [True]
         self._places = ["#"]
