@@ -46,6 +46,8 @@ class Backtracking:
         Raises:
             ProcessorFailed: a processor raised, or answered with what is no index.
         """
+        for (member, _), bans in zip(self._asked, self._bans, strict=True):
+            member.record.rollbacks = (member.record.rollbacks or 0) + len(bans.get(len(self._tokens) - 1, ()))
         opened = min(self._ask("held_from").values(), default=None)
         earlier = None if opened is None else self._held[opened - self._prompt_length]
         self._held.append(opened if earlier is None else earlier)
@@ -56,9 +58,10 @@ class Backtracking:
         Bans at ``position`` itself stay: they were made after the very tokens that are left.
         """
         del self._held[position - self._prompt_length + 1 :]
-        for bans in self._bans:
+        for (member, _), bans in zip(self._asked, self._bans, strict=True):
             for later in [each for each in bans if each > position]:
                 del bans[later]
+            member.record.rollbacks = sum(len(ids) for each, ids in bans.items() if each < position)
 
     @property
     def held_from(self) -> int | None:
@@ -88,7 +91,6 @@ class Backtracking:
                 raise self._failures.raised(member, MalformedEdit(problem))
             if position == first:
                 self._bans[each].setdefault(position, set()).add(self._tokens[position])
-                member.record.rollbacks = (member.record.rollbacks or 0) + 1
         return first
 
     def rule_out(self, token_id: int) -> bool:

@@ -19,8 +19,8 @@ class ProcessorRecord:
         tokens_masked: Vocabulary entries masked, summed over positions.
         seconds: CPU time spent in it; of a built-in's edits an estimate, from one position in
             `adapters.chain.chain.TIMED_EVERY`.
-        rollbacks: Number of its rewinds, whose tokens are not counted otherwise; None for a
-            processor that does not backtrack.
+        rollbacks: Tokens that it took back by rewinding to the positions of these tokens, each of
+            which has another one since; None for a processor that does not backtrack.
     """
 
     name: str

@@ -124,6 +124,8 @@ async def _refusal(caller: Caller, fields: dict[str, Any], path: str, *annotatio
             found = ((chunk.get("nvext") or {}).get("engine_data") or {}).get(REFUSAL)
             if found is not None:
                 return Refused(400, found["message"], found["field"], kind=INVALID)
+            if ONLY_CHECKED in annotations:  # nothing comes behind the first chunk
+                return None
     finally:
         chunks.close()
     return None

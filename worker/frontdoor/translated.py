@@ -8,7 +8,6 @@ from typing import Any
 from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.returned_tokens import asks_back
 
-
 MOST_FORWARDED = 128
 """Prompts of one completion that Dynamo's frontend takes."""
 

@@ -29,8 +29,8 @@ def asks(request: Mapping[str, Any], annotation: str) -> bool:
 
 
 def refusal_chunk(request: Mapping[str, Any], error: ServingError) -> dict[str, Any] | None:
-    """The one chunk of a refused request, or the last one of an answer that failed; None if its error
-    is to be raised.
+    """The one chunk of a refused request, or the last one of an answer that failed; None if the
+    error is to be raised.
     """
     if not isinstance(error, InvalidRequest | RequestFailed) or not asks(request, WANTS_REFUSAL):
         return None

@@ -305,3 +305,31 @@ def test_an_end_token_completes_a_phrase_only_if_it_is_shown(engine: Engine, sho
     assert (rollbacks > 0) == shown
     if not shown:  # the end token's text is no part of the answer
         assert (found.text, found.outputs[0].stop_reason) == (ended.text, ids[at])
+
+
+def test_a_stop_string_within_a_draft_leaves_the_receipt_of_the_answer(checkpoints: dict[str, Path]) -> None:
+    """What else the step gave, whatever was taken back there, is no part of it."""
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "dtype": "float32", "numerics": "exact", "kv_blocks": 128}
+    llama = checkpoints["llama"]
+    plain = Engine(llama, speculative_config={"method": "none", "chain": False}, **sizes)
+    drafting = Engine(llama, speculative_config={"method": "draft_model", "model": str(llama)}, **sizes)
+    stepper = drafting.session.stepper
+    stepper.speculator = Speculator(stepper.speculator.config, stepper.speculator._make, clock=lambda: 0.0)
+    compared = 0
+    for seed in range(40):
+        asked, phrases = params(seed=seed, temperature=0.7 * (seed % 2)), ban(*("the o", "er")[seed % 2].split())
+        text = plain.generate(PROMPTS[0], asked, processors=phrases)[0].text
+        assert text is not None
+        stop = text[2 + seed % 5 :][:2]
+        if not stop or "\ufffd" in stop:
+            continue
+        compared += 1
+        ended = [
+            engine.generate(
+                PROMPTS[0], params(seed=seed, temperature=0.7 * (seed % 2), stop=[stop]), processors=phrases
+            )[0].outputs[0]
+            for engine in (plain, drafting)
+        ]
+        assert ended[0].token_ids == ended[1].token_ids
+        assert ended[0].receipt.as_json()["processors"] == ended[1].receipt.as_json()["processors"]  # type: ignore[union-attr]
+    assert compared

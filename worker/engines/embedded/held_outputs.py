@@ -74,6 +74,7 @@ class HeldOutputs:
         """
         held = self._held.pop(request_id, None)
         if held is not None and held.outputs:
-            if held.request.chain is not None:
-                held.request.chain.rewind(held.request.num_sent)
+            chain = held.request.chain
+            if chain is not None and chain.position > held.request.num_sent:  # a stop string may have cut it already
+                chain.rewind(held.request.num_sent)
             held.request.rewind(held.request.num_sent, block_size)
