@@ -224,6 +224,39 @@ async def test_a_message_that_streams_lose_is_found(monkeypatch: pytest.MonkeyPa
     assert [body.get("tools") for body in bodies] == [tools, tools]
 
 
+@pytest.mark.parametrize("fails_without", [False, True])
+async def test_a_picture_that_the_template_cannot_take_is_named(
+    monkeypatch: pytest.MonkeyPatch, fails_without: bool
+) -> None:
+    """1.4.2 fails on it before a worker is asked; what fails without it too has another reason."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = json.loads(at.frontends[0].requests[-1].partition(b"\r\n\r\n")[2])
+        if fails_without or not isinstance(asked["messages"][0]["content"], str):
+            body = b'{"message": "Failed to generate completions", "type": "Internal Server Error", "code": 500}'
+            writer.write(b"HTTP/1.1 500 Error\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+            await writer.drain()
+        else:
+            await says(CHUNKS[0])(reader, writer)
+
+    parts = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    async with serving(stream_chat, monkeypatch, answer) as at:
+        body = {"model": "m", "messages": [{"role": "user", "content": parts}]}
+        status, error = error_of(await at.ask(thing(body)))
+    expected = (500, None) if fails_without else (400, "messages[0].content[1].image_url.url")
+    assert (status, error["param"]) == expected
+
+
+async def test_a_frontend_without_a_route_has_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+
+    async with serving(stream_chat, monkeypatch, answer) as at:
+        status, error = error_of(await at.ask(thing()))
+    assert (status, error["type"]) == (503, "server_error")
+
+
 async def test_the_reason_of_an_answer_that_fails_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """In whole answers of the front door's own, and in its streams."""
 

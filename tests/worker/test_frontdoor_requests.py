@@ -712,6 +712,28 @@ def test_a_guide_that_is_refused_goes_by_its_own_name() -> None:
     assert str(caught.value.param).startswith("guided_choice")
 
 
+@pytest.mark.parametrize(
+    ("fields", "path", "name"),
+    [
+        ({"allowed_token_ids": []}, "sampling_options.allowed_token_ids.args.token_ids", "allowed_token_ids"),
+        (
+            {"bad_words_token_ids": [[]]},
+            "sampling_options.bad_words_token_ids.args.token_ids[0]",
+            "bad_words_token_ids[0]",
+        ),
+        (
+            {"nvext": {"max_thinking_tokens": -1}},
+            "stop_conditions.max_thinking_tokens.args.start",
+            "nvext.max_thinking_tokens",
+        ),
+    ],
+)
+def test_arguments_of_a_controls_processor_are_no_part_of_its_name(
+    fields: dict[str, Any], path: str, name: str
+) -> None:
+    assert names_of(CHAT, {**BASE[CHAT], **fields}, {})(path) == name
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_refused_annotation_is_the_field_that_it_was_made_of(path: str) -> None:
     trained = {**BASE[path], "logprobs_mode": "train"}

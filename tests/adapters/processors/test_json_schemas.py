@@ -213,7 +213,7 @@ def test_enforcement_cannot_be_switched_off(option: str, value: Any) -> None:
         (Grammar, {"lark": f"start: %json {json.dumps(schema)}"}, "lark"),
         (Grammar, {"lark": f"start: a\na: %json{json.dumps(schema)}"}, "lark"),
         (StructuralTag, {"format": {"type": "triggered_tags", "triggers": ["<a>"], "tags": [tag]}}, "format"),
-        (ToolCalls, {"format": "hermes", "tools": [{"name": "f", "parameters": schema}]}, "tools"),
+        (ToolCalls, {"format": "hermes", "tools": [{"name": "f", "parameters": schema}]}, "tools[0].parameters"),
     ):
         with pytest.raises(ArgumentError, match=f"#/x-guidance/{option}") as caught:
             Writer(kind, BYTES, **args)
@@ -401,6 +401,19 @@ def test_a_refusal_names_the_place(schema: Any, place: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         writer(schema)
     assert caught.value.problem.startswith(place), caught.value.problem
+
+
+@pytest.mark.parametrize("keyword", ["maxLength", "minLength", "maxItems", "minItems", "maxProperties"])
+@pytest.mark.parametrize("number", [2**31 - 1, 2**31, 2**32, 10**20])
+def test_sizes_that_no_answer_has(keyword: str, number: int) -> None:
+    """The compiler counts to 2**31 - 1."""
+    assert writer({keyword: number, "type": {"L": "string", "I": "array", "P": "object"}[keyword[3]]})
+
+
+def test_drafts_with_other_keywords_are_refused() -> None:
+    schema = {"$schema": "http://json-schema.org/draft-03/schema#", "type": "integer", "divisibleBy": 7}
+    with pytest.raises(ArgumentError, match=r"#/\$schema: expected draft 4 or a later one"):
+        writer(schema)
 
 
 def test_draft_4_has_its_own_bounds_and_no_fractional_integers() -> None:
