@@ -307,7 +307,7 @@ def test_an_end_token_completes_a_phrase_only_if_it_is_shown(engine: Engine, sho
         assert (found.text, found.outputs[0].stop_reason) == (ended.text, ids[at])
 
 
-def test_a_stop_string_within_a_draft_leaves_the_receipt_of_the_answer(checkpoints: dict[str, Path]) -> None:
+def test_a_stop_string_within_a_draft_leaves_the_receipt(checkpoints: dict[str, Path]) -> None:
     """What else the step gave, whatever was taken back there, is no part of it."""
     sizes: dict[str, Any] = {"max_num_seqs": 4, "dtype": "float32", "numerics": "exact", "kv_blocks": 128}
     llama = checkpoints["llama"]
