@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -197,10 +197,17 @@ def as_refused(asked: Any, field: str, problem: str) -> Any:
     return {"id": "c", "choices": [choice], "nvext": {"engine_data": {REFUSAL: refusal}}}
 
 
-async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    body = b'{"message": "messages: too long", "type": "Bad Request", "code": 400}'
-    writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
-    await writer.drain()
+def answers_error(status: int, body: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+    """A frontend that answers with an error."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 %d Error\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
+        await writer.drain()
+
+    return answer
+
+
+refuse = answers_error(400, b'{"message": "messages: too long", "type": "Bad Request", "code": 400}')
 
 
 async def test_an_error_of_the_frontend_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,9 +240,9 @@ async def test_a_picture_that_the_template_cannot_take_is_named(
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked = json.loads(at.frontends[0].requests[-1].partition(b"\r\n\r\n")[2])
         if fails_without or not isinstance(asked["messages"][0]["content"], str):
-            body = b'{"message": "Failed to generate completions", "type": "Internal Server Error", "code": 500}'
-            writer.write(b"HTTP/1.1 500 Error\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
-            await writer.drain()
+            await answers_error(500, b'{"message": "Failed to generate completions", "type": "x", "code": 500}')(
+                reader, writer
+            )
         else:
             await says(CHUNKS[0])(reader, writer)
 
@@ -247,12 +254,19 @@ async def test_a_picture_that_the_template_cannot_take_is_named(
     assert (status, error["param"]) == expected
 
 
-async def test_a_frontend_without_a_route_has_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
-        await writer.drain()
+async def test_a_message_without_content_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the frontend's error, which names no message; the assistant's need no content."""
+    names_none = answers_error(
+        400, b'{"message": "Failed to deserialize: missing field `content` at line 1", "code": 400}'
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant"}, {"role": "user"}]
+    async with serving(stream_chat, monkeypatch, names_none) as at:
+        status, error = error_of(await at.ask(thing({"model": "m", "messages": messages})))
+    assert (status, error["param"]) == (400, "messages[2].content")
 
-    async with serving(stream_chat, monkeypatch, answer) as at:
+
+async def test_a_frontend_without_a_route_has_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(stream_chat, monkeypatch, answers_error(404, b"")) as at:
         status, error = error_of(await at.ask(thing()))
     assert (status, error["type"]) == (503, "server_error")
 

@@ -728,9 +728,7 @@ def test_a_guide_that_is_refused_goes_by_its_own_name() -> None:
         ),
     ],
 )
-def test_a_processors_argument_is_no_part_of_a_controls_name(
-    fields: dict[str, Any], path: str, name: str
-) -> None:
+def test_a_processors_argument_is_no_part_of_a_controls_name(fields: dict[str, Any], path: str, name: str) -> None:
     assert names_of(CHAT, {**BASE[CHAT], **fields}, {})(path) == name
 
 

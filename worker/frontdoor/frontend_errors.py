@@ -91,10 +91,10 @@ def field_in(message: str, path: str, fields: Body) -> str | None:
 
 
 def _message_without_content(fields: Body) -> str:
-    """The first message that needs a content and has none."""
+    """The first message that needs a content and has none: the assistant's need none."""
     messages = fields.get("messages")
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
-        if isinstance(message, dict) and message.get("content") is None:
+        if isinstance(message, dict) and message.get("role") != "assistant" and message.get("content") is None:
             return f"messages[{i}].content"
     return "content"
 
