@@ -41,7 +41,7 @@ def write_checkpoint(
         path: An existing directory.
         vocabulary: Width of the logits.
         longest: The model's own limit, prompt and answer.
-        size: Its layers.
+        size: Numbers of layers and heads, and the width of the MLP.
         rope_factor: Divisor of the positions that RoPE turns by (``linear``), if it is not 1.
     """
     torch.manual_seed(0)

@@ -158,10 +158,10 @@ class Llama:
     def prefill_long(self, prompt: list[int], most: int) -> list[int]:
         """A first new token behind a prompt of any length, alone in the KV cache.
 
-        Of a prompt of more than `most` tokens only the first so many are computed. The others get
-        copies of their keys and values, rotated to their positions: steps behind such a prompt
-        take their time, but their tokens mean nothing. Needs a unified context of two
-        sequences, and of `most` tokens more.
+        Only the first `most` tokens of a longer prompt are computed. The others get copies of their
+        keys and values, rotated to their positions: steps behind such a prompt take their time, but
+        their tokens mean nothing. Needs a unified context of two sequences, and of `most` tokens
+        more.
         """
         memory = llama_cpp.llama_get_memory(self._context)
         llama_cpp.llama_memory_clear(memory, True)
@@ -172,9 +172,10 @@ class Llama:
         if len(prompt) > most:
             size = llama_cpp.llama_state_seq_get_size(self._context, 0)
             state = (ctypes.c_uint8 * size)()
-            assert llama_cpp.llama_state_seq_get_data(self._context, state, size, 0) == size
+            llama_cpp.llama_state_seq_get_data(self._context, state, size, 0)
             for start in range(most, len(prompt), most):
-                assert llama_cpp.llama_state_seq_set_data(self._context, state, size, 1) == size
+                if llama_cpp.llama_state_seq_set_data(self._context, state, size, 1) != size:
+                    raise SystemExit("llama.cpp has no room for a copy of the prompt's beginning")
                 llama_cpp.llama_memory_seq_rm(memory, 1, len(prompt) - start, -1)
                 llama_cpp.llama_memory_seq_add(memory, 1, 0, -1, start)
                 llama_cpp.llama_memory_seq_cp(memory, 1, 0, -1, -1)

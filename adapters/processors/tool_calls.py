@@ -105,8 +105,11 @@ class ToolCalls(GrammarProcessor):
         if wanted.prose and f"{wanted.prose[:-1]}" in names:
             raise ArgumentError("tools", f"the name {wanted.prose[:-1]} means text in the format {wanted.name}")
         source = StructuralSource("tools", vocabulary)
-        called = [tool for tool in args.tools if args.tool in (None, tool.name) and args.choice != "none"]
-        signatures = [Signature(tool.name, _arguments_of(tool, args, wanted, source)) for tool in called]
+        signatures = [
+            Signature(tool.name, _arguments_of(place, tool, wanted, source))
+            for place, tool in enumerate(args.tools)
+            if args.tool in (None, tool.name) and args.choice != "none"
+        ]
         made = _answer_source(args, wanted, source, vocabulary, signatures)
         if args.choice == "none":
             return source.finished(made.free_text())
@@ -132,12 +135,12 @@ def _answer_source(
     return CallSource(wanted, source, texts, tools, parallel=args.parallel)
 
 
-def _arguments_of(tool: Tool, args: ToolCalls.Args, wanted: CallFormat, source: StructuralSource) -> str:
+def _arguments_of(place: int, tool: Tool, wanted: CallFormat, source: StructuralSource) -> str:
     """See `_arguments`; an error names the tool by its place."""
     try:
         return _arguments(tool, wanted, source)
     except ArgumentError as error:
-        raise ArgumentError(f"tools[{args.tools.index(tool)}].parameters", error.problem) from error
+        raise ArgumentError(f"tools[{place}].parameters", error.problem) from error
 
 
 def _arguments(tool: Tool, wanted: CallFormat, source: StructuralSource) -> str:

@@ -271,6 +271,19 @@ async def test_a_frontend_without_a_route_has_no_worker(monkeypatch: pytest.Monk
     assert (status, error["type"]) == (503, "server_error")
 
 
+def catching(caught: list[Refused]) -> Handler:
+    """The handler of a chat whose answer fails once it has begun."""
+
+    async def handle(exchange: Exchange) -> None:
+        with pytest.raises(AnswerFailed) as failed:
+            async for _ in chat(exchange, exchange.fields()):
+                pass
+        caught.append(failed.value.refused)
+        raise failed.value.refused
+
+    return handle
+
+
 async def test_the_reason_of_an_answer_that_fails_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """In whole answers of the front door's own, and in its streams."""
 
@@ -279,15 +292,7 @@ async def test_the_reason_of_an_answer_that_fails_is_found(monkeypatch: pytest.M
         await says(CHUNKS[0], as_refused(asked, "min_tokens", "leaves no token"))(reader, writer)
 
     caught: list[Refused] = []
-
-    async def handle(exchange: Exchange) -> None:
-        with pytest.raises(AnswerFailed) as failed:
-            async for _ in chat(exchange, exchange.fields()):
-                pass
-        caught.append(failed.value.refused)
-        raise failed.value.refused
-
-    async with serving(handle, monkeypatch, answer) as at:
+    async with serving(catching(caught), monkeypatch, answer) as at:
         status, error = error_of(await at.ask(thing()))
         assert len(at.frontends[0].requests) == 2
     assert (status, error["param"], error["message"]) == (400, "min_tokens", "min_tokens: leaves no token")
@@ -296,15 +301,7 @@ async def test_the_reason_of_an_answer_that_fails_is_found(monkeypatch: pytest.M
 
 async def test_an_answer_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
     caught: list[Refused] = []
-
-    async def handle(exchange: Exchange) -> None:
-        with pytest.raises(AnswerFailed) as failed:
-            async for _ in chat(exchange, exchange.fields()):
-                pass
-        caught.append(failed.value.refused)
-        raise failed.value.refused
-
-    async with serving(handle, monkeypatch, says(CHUNKS[0], end=b"")) as at:
+    async with serving(catching(caught), monkeypatch, says(CHUNKS[0], end=b"")) as at:
         status, _ = error_of(await at.ask(thing()))
     assert (status, caught[0].status) == (502, 502)
 

@@ -71,7 +71,7 @@ async def checked(caller: Caller, fields: dict[str, Any], path: str) -> None:
 async def _reason(caller: Caller, fields: dict[str, Any], path: str) -> Refused | None:
     """The worker's refusal of a request, or the failure that its answer ends in, which is asked
     again: a refused one costs nothing, another one is computed for `REASON_S` at most. None if
-    nothing is wrong with it.
+    that does not tell.
     """
     prompts = fields.get("prompt")
     several = path == COMPLETIONS and isinstance(prompts, list) and not any(type(one) is int for one in prompts)

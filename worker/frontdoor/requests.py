@@ -223,11 +223,7 @@ def _without_idle_fields(table: Mapping[str, ClientField], fields: Body) -> bool
     """Take out fields that ask for nothing, and may be unknown to the frontend; whether there were
     any.
     """
-    idle = [
-        name
-        for name, value in fields.items()
-        if value is None or table[name].removed or table[name].asks_for_nothing(value)
-    ]
+    idle = [name for name, value in fields.items() if table[name].removed or table[name].asks_for_nothing(value)]
     for name in idle:
         del fields[name]
     options = fields.get("stream_options")

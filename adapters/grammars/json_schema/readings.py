@@ -11,6 +11,9 @@ from adapters.grammars.json_schema.ecma_characters import PatternError
 from adapters.grammars.json_schema.patterns import Language
 from adapters.grammars.json_schema.shapes import FALSE, TRUE, Goal, SchemaRefused
 
+_MOST_COUNTED = 2**31 - 1
+"""Largest number that the compiler counts to; an answer never has as many characters or items."""
+
 
 def denied(goal: Goal) -> Goal:
     """Negation of the goal of one schema."""
@@ -33,10 +36,6 @@ def pattern_of(pattern: Any, place: str) -> Language:
         raise SchemaRefused(f"{place}: {error}") from None
 
 
-MOST_COUNTED = 2**31 - 1
-"""Largest number that the compiler counts to; an answer never has as many characters or items."""
-
-
 def number_of(value: Any, place: str) -> Any:
     try:
         return exact(value)
@@ -49,7 +48,7 @@ def size_of(value: Any, place: str) -> int:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise SchemaRefused(f"{place}: expected an integer of at least 0, got {shown(value)}")
-    return min(value, MOST_COUNTED)
+    return min(value, _MOST_COUNTED)
 
 
 def list_of(value: Any, place: str) -> list[Any]:

@@ -39,9 +39,10 @@ def from_openai_logit_bias(logit_bias: Mapping[str, float] | Mapping[int, float]
             raise ValueError(f"logit_bias: expected token ids as keys, got {token_id!r}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
             raise ValueError(f"logit_bias[{token_id}]: expected a number between -100 and 100, got {value!r}")
-        if str(int(text)) in bias:
-            raise ValueError(f"logit_bias: the token id {int(text)} occurs twice")
-        bias[str(int(text))] = value
+        number = str(int(text))
+        if number in bias:
+            raise ValueError(f"logit_bias: the token id {number} occurs twice")
+        bias[number] = value
     return processor("logit_bias", bias=bias)
 
 

@@ -27,11 +27,16 @@ _MAY_CONTRADICT = {"runs"}  # the first token may be unsatisfiable: forced by on
 _OF_ENGINES_WITHOUT_COMPANIONS = {"chunked_prefill"}  # they refuse a processor that needs a second row
 
 
-def combination(seed: int) -> Any:
-    """A class that stands for a few built-ins with example arguments."""
+def drawn(seed: int) -> list[tuple[type[Processor], Any]]:
+    """A few built-ins with example arguments."""
     choose = random.Random(seed)
     kinds = choose.sample(BUILTINS, choose.randint(2, 6))
-    given = [(kind, choose.choice(EXAMPLES[kind.name])) for kind in kinds]
+    return [(kind, choose.choice(EXAMPLES[kind.name])) for kind in kinds]
+
+
+def combination(given: list[tuple[type[Processor], Any]]) -> type[Processor]:
+    """A class that stands for the built-ins with these arguments."""
+    kinds = [kind for kind, _ in given]
 
     class Combination(SteeringProcessor):
         """Several processors under one name."""
@@ -41,7 +46,6 @@ def combination(seed: int) -> Any:
         reads = Reads.PROMPT_AND_GENERATED
         scopes = tuple(scope for scope in Processor.scopes if all(scope in kind.scopes for kind in kinds))
         Args: ClassVar[Any] = ProcessorArgs
-        has_companion = any(issubclass(kind, CompanionProcessor) for kind in kinds)
 
         @classmethod
         def build(cls, args: Any, context: Context) -> list[Processor]:
@@ -54,11 +58,11 @@ def combination(seed: int) -> Any:
 
 
 def _check(seed: int) -> None:
-    kind = combination(seed)
+    given = drawn(seed)
     left_out = _ABOUT_ONE_CLASS | _MAY_CONTRADICT
-    if kind.has_companion:
+    if any(issubclass(kind, CompanionProcessor) for kind, _ in given):
         left_out |= _OF_ENGINES_WITHOUT_COMPANIONS
-    subject = Subject(kind)
+    subject = Subject(combination(given))
     for check in CHECKS:
         if check.name not in left_out:
             run_check(subject, check)
