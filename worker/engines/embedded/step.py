@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from worker.engines.embedded.mixed_steps import MixedSteps
 from worker.engines.embedded.model import HfModel
 from worker.engines.embedded.passes import count_pass
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
-from worker.engines.embedded.sampling import Sampler
+from worker.engines.embedded.sampling import IsolatingSampler, NotSampled
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.speculation import (
     DraftModelProposer,
@@ -40,6 +41,10 @@ STARVED_POLL_S = 0.005
 """Time until the next try where requests wait for pages that are pinned for transfer."""
 
 _SPOILED = "the model's hidden state of a token is NaN or infinite"
+
+_LOST_STATE = "sampling failed for it, or for a request beside it, while its processors followed the logits"
+
+logger = logging.getLogger(__name__)
 
 
 class Stepper:
@@ -72,7 +77,7 @@ class Stepper:
         self.is_paused = False
         self.gate: list[tuple[Request, KvHandle | None]] | None = None
         self.speculator = speculator or Speculator()
-        self.sampler = Sampler(model.vocab_size, model.undecodable_ids)
+        self.sampler = IsolatingSampler(model.vocab_size, model.undecodable_ids)
         self.steps_by_batch_size = [0] * (len(BATCH_SIZES) + 1)
         self.num_rows = 0
         self._held = HeldOutputs()
@@ -111,6 +116,7 @@ class Stepper:
                 self.gate.remove(entry)
                 return Output(request_id, finish_reason="cancelled", chain=entry[0].chain)
         self._tapped.discard(request_id)
+        self.sampler.forget([request_id])
         self._held.drop(request_id, self.scheduler.cache.block_size)
         if self.connector is not None and (given_up := self.connector.abort(request_id)) is not None:
             return given_up
@@ -216,7 +222,11 @@ class Stepper:
         if plan.num_companions:
             self.scheduler.settle_companions(plan)
             plan, logits = take_rows(plan, logits, self.scheduler.queues.decoding)
-        outputs = self._sample(plan, logits, plan.first_rows() if plan.drafts else None, computed)
+        try:
+            outputs = self._sample(plan, logits, plan.first_rows() if plan.drafts else None, computed)
+        except NotSampled:
+            self._late.clear()
+            return self._leave(plan, self._isolate(plan))
         if self.connector is not None and self.scheduler.queues.pinned:
             self.connector.lease(plan, outputs)
         if computed.decode:
@@ -229,10 +239,9 @@ class Stepper:
             self._late.clear()
         if computed.decode:
             self.scheduler.learn_cost(computed, time.perf_counter() - started)
-        self._note_ended(plan, outputs)
         if self.pass_sink is not None and counted is not None:
             self.pass_sink(replace(counted, seconds=time.perf_counter() - started))
-        return self._held.release(plan.sampled, outputs)
+        return self._leave(plan, outputs)
 
     def _compute_companions(self, plan: Plan, companions: Plan) -> Plan:
         """Compute the draft model's part of a step, and keep its rows for the companions' owners.
@@ -341,21 +350,49 @@ class Stepper:
             requests = tuple(plan.decode[row] for row in rows)
             self.scheduler.settle_drafted(requests)
             position = Plan(requests, (), requests, unread=plan.unread)
-            latest = self._sample(position, logits, [first[row] + depth for row in rows])
+            try:
+                latest = self._sample(position, logits, [first[row] + depth for row in rows])
+            except NotSampled:
+                outputs += self._isolate(position)
+                break
             outputs += latest
             for row in rows:
                 accepted[row] = depth
         self.scheduler.roll_back(plan)
         return accepted
 
-    def _note_ended(self, plan: Plan, outputs: list[Output]) -> None:
-        ended = {output.request_id: output for output in outputs if output.finish_reason is not None}
-        if not ended:
-            return
-        self._tapped -= ended.keys()
+    def _isolate(self, plan: Plan) -> list[Output]:
+        """Preempt all requests, so that their rows are computed again and sampled one by one.
+
+        Those that processors follow the logits of were perhaps followed already: they end.
+
+        Args:
+            plan: Plan that `_sample` has raised `NotSampled` for.
+
+        Returns:
+            Outputs of the requests that end.
+        """
+        running, ended = self.scheduler.queues.running, []
+        logger.exception("sampling for %d requests failed: each is sampled alone until it ends", len(plan.sampled))
+        self.sampler.suspect(running)
+        for request in running:
+            self.scheduler.queues.preempt(request)
         for request in plan.sampled:
-            if request.id in ended:
-                self.speculator.remember(request, ended[request.id])
+            if request.chain is not None and request.chain.observes_logits:
+                self.scheduler.abort(request.id)
+                ended.append(Output(request.id, finish_reason="error", error=_LOST_STATE, chain=request.chain))
+        return ended
+
+    def _leave(self, plan: Plan, outputs: list[Output]) -> list[Output]:
+        """The outputs of a step that may be sent; notes which requests have ended."""
+        ended = {output.request_id: output for output in outputs if output.finish_reason is not None}
+        if ended:
+            self._tapped -= ended.keys()
+            self.sampler.forget(ended)
+            for request in plan.sampled:
+                if request.id in ended:
+                    self.speculator.remember(request, ended[request.id])
+        return self._held.release(plan.sampled, outputs)
 
 
 def show_logits(plan: Plan, logits: torch.Tensor) -> None:
