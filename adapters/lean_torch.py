@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
-TESTED = ("2.13",)
+TESTED = ("2.13", "2.14", "2.15")
 """Versions of torch whose meta kernels `install` defers: those that its tests have been run with.
 Others may need them for something else.
 """
@@ -117,9 +117,11 @@ class _Finder(MetaPathFinder):
 
 def _allow_generators(torch: Any) -> None:
     """Let ``torch.Generator`` be made: of what ``torch._prims`` does, serving needs this alone."""
-    from torch._opaque_base import OpaqueBaseMeta
-
-    torch._C._set_generator_metaclass(OpaqueBaseMeta)
+    try:
+        base = importlib.import_module("torch._custom_class_base")
+    except ModuleNotFoundError:  # its name before 2.14, and a warning in 2.15
+        base = importlib.import_module("torch._opaque_base")
+    torch._C._set_generator_metaclass(base.OpaqueBaseMeta)
 
 
 def _around(spec: ModuleSpec | None, run: Callable[[Callable[[], None]], None]) -> ModuleSpec | None:

@@ -43,8 +43,11 @@ _LATENT = (
     {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
     {"q_lora_rank": 16, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 18},
 )
-_LATENT_KINDS = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
-_ROUTED_KINDS = ("axk1", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "solar_open")
+_LATENT_KINDS = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu")
+_ROUTED_KINDS = (
+    *("axk1", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite"),
+    *("sarvam_mla", "sarvam_moe", "solar_open"),
+)
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 _ALSO: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": _PLAIN, "sliding_attention": _PLAIN}},
