@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -123,7 +124,7 @@ def test_any_text_in_proc_is_a_finding(tmp_path_factory: pytest.TempPathFactory,
 
 def test_requirements_are_those_of_the_distribution() -> None:
     assert unmet([Requirement("torch>=2"), Requirement("torch>=999"), Requirement("no-such-package>=1")]) == [
-        f"torch>=999 ({__import__('torch').__version__})",
+        f"torch>=999 ({version('torch')})",
         "no-such-package>=1 (absent)",
     ]
     found = {each.name: each for each in packages()}
