@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
-import mmap
 import os
 import shutil
 import stat
@@ -35,6 +34,7 @@ _PACKAGES = ("transformers", "tokenizers")
 """Packages that read the checkpoint: what they make of it is in the files."""
 
 _PART_BYTES = 32 * 2**20
+_READ_AT_ONCE = 2**20
 
 _DIGESTS = "digests.json"
 _SETTLED_NS = 2 * 10**9
@@ -223,18 +223,28 @@ def opened(seal: dict[str, str]) -> Any:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of the SHA-256s of a file's parts of 32 MiB, which are computed side by side."""
+    """SHA-256 of the SHA-256s of a file's parts of 32 MiB, which are computed side by side.
+
+    Nothing is mapped: a process ends where it reads a mapped file that has become shorter.
+
+    Raises:
+        OSError: it cannot be read, or becomes shorter meanwhile.
+    """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if not size:
-            return ""
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
 
-            def digest_from(start: int) -> bytes:
-                with view[start : start + _PART_BYTES] as part:
-                    return hashlib.sha256(part).digest()
+        def digest_from(start: int) -> bytes:
+            digest, end = hashlib.sha256(), min(size, start + _PART_BYTES)
+            while start < end:
+                content = os.pread(file.fileno(), min(_READ_AT_ONCE, end - start), start)
+                if not content:
+                    raise OSError(f"{path} has become shorter meanwhile")
+                digest.update(content)
+                start += len(content)
+            return digest.digest()
 
-            return hashlib.sha256(b"".join(side_by_side(digest_from, range(0, size, _PART_BYTES)))).hexdigest()
+        parts = side_by_side(digest_from, range(0, size, _PART_BYTES))
+        return hashlib.sha256(b"".join(parts)).hexdigest() if size else ""
 
 
 def side_by_side(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

@@ -483,6 +483,21 @@ def test_the_digest_of_a_file_depends_on_every_part(size: int, tmp_path: Path) -
     assert beside.file_digest(path) != digest
 
 
+def test_a_file_that_becomes_shorter_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the process if it were mapped."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(5 * 2**20))
+    read = os.pread
+
+    def shorten(*arguments: int) -> bytes:
+        os.truncate(path, 2**20 + 1)
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "pread", shorten)
+    with pytest.raises(OSError, match=r"file has become shorter meanwhile"):
+        beside.file_digest(path)
+
+
 def test_a_seal_is_of_its_content() -> None:
     seal = beside.sealed({"a": [1, 2.5, None, "x"]})
     assert beside.opened(seal) == {"a": [1, 2.5, None, "x"]}
