@@ -62,6 +62,27 @@ def ask(door: Door, path: str, **fields: Any) -> Answer:
     return {**events[-1], "events": events}
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stream_that_fails_late_says_why(door: Door, path: str, n: int) -> None:
+    """Its controls contradict each other at the 41st token."""
+    processors = [
+        {"name": "banned_tokens", "args": {"token_ids": [70]}},
+        {"name": "forced_sequence", "args": {"token_ids": [*range(300, 340), 70]}},
+    ]
+    fields = {"max_tokens": 60, "stream": True, "n": n, "logits_processors": processors}
+    status, text = door.post(path.removeprefix("/v1/"), **{**BASE[path], **fields})
+    assert status == 200
+    *before, last = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert any(text_of({**one, "choices": [_as_whole(one["choices"][0])]}) for one in before)
+    assert last["error"]["message"].startswith("logits processor forced_sequence: forces token 70, which another")
+    assert last["error"]["type"] == "invalid_request_error"
+
+
+def _as_whole(choice: dict[str, Any]) -> dict[str, Any]:
+    return choice if "text" in choice else {**choice, "message": choice["delta"]}
+
+
 def text_of(answer: Answer) -> str:
     choice = answer["choices"][0]
     return str(choice["text"] if "text" in choice else choice["message"]["content"] or "")

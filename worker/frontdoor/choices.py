@@ -13,6 +13,7 @@ from worker.frontdoor.answering import Asker
 from worker.frontdoor.answers import ParsedAnswer
 from worker.frontdoor.choice_merge import ChoiceMerge
 from worker.frontdoor.choice_requests import ChoiceRequests
+from worker.frontdoor.ending import is_error
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.frontend_errors import error_of
 from worker.frontdoor.http import COMMENT, HOP_BY_HOP, INTERIM, chunk
@@ -35,6 +36,8 @@ class Choices:
         chunked: Whether the client reads a chunked body; else a stream ends with its connection.
         added: Header lines to add to the answer, each with its CRLF.
         refused: Is told of the error that the answer is, which the client then does not get.
+        late: Is told of the error that ends one of the streams once the client's has begun, and has
+            to end that; None hands it on.
     """
 
     def __init__(
@@ -44,11 +47,13 @@ class Choices:
         *,
         chunked: bool,
         refused: Callable[[Refused], None],
+        late: Callable[[Refused], None] | None = None,
         added: bytes = b"",
     ) -> None:
         self._client = client
         self._chunked = chunked
         self._refused = refused
+        self._late = late
         self._added = added
         self._framed = chunk if chunked else _unframed
         self._requests = ChoiceRequests(self, requests, self._unreachable)
@@ -119,7 +124,14 @@ class Choices:
         answer.body += data
         if answer.status == 200 and answer.is_stream and not answer.collects and self._begins(answer):
             *events, answer.body = answer.body.split(b"\n\n")
+            error = None if self._late is None else next(filter(is_error, events), None)
+            if error is not None:
+                del events[events.index(error) :]
             self._client.received(self._framed(self._merge.events(answer.index, events)))
+            if error is not None and self._late is not None:
+                self.abort()
+                self._late(streamed_error(error))
+                return
         self._num_bytes += len(data)
         if len(answer.body) > MAX_ANSWER or (not self._begun and self._num_bytes > MAX_ANSWER):
             self.failed(answer, f"an answer beyond {MAX_ANSWER} bytes")

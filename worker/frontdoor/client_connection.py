@@ -1,8 +1,8 @@
 """One client's connection: its requests, one after the other, and their answers.
 
 An answer's bytes go from one socket to the other as they come, unchanged and at once; only its end
-is looked for. A slow reader holds back the frontend, and a client that leaves ends its request
-there.
+is looked for, and an error there. A slow reader holds back the frontend, and a client that leaves
+ends its request there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from worker.frontdoor.exchange import Exchange, Handler
 from worker.frontdoor.forwarding import ForwardedRequest
 from worker.frontdoor.handlers import HANDLERS, TRANSLATORS
 from worker.frontdoor.http import INTERIM, Document, answer
-from worker.frontdoor.refusal_reading import explaining
+from worker.frontdoor.refusal_reading import ending, explaining
 from worker.frontdoor.request_intake import AdmittedRequest, RequestIntake
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.server import FrontDoor
@@ -32,6 +32,11 @@ logger = logging.getLogger(__name__)
 
 MAX_PIPELINED = 64 * 1024
 """Bytes that are read of what a client sends ahead of the answer to its request."""
+
+MOST_KEPT = 64 * 1024
+"""Bytes of the largest body that is kept while its answer is streamed, to ask once more why that
+failed.
+"""
 
 REFUSED_S = 5.0
 """Seconds for which a refused client may go on sending, so that it gets to read why."""
@@ -194,6 +199,8 @@ class ClientConnection(WaitingProtocol):
     def _ask(self, request: AdmittedRequest, body: bytes, bodies: Sequence[bytes] | dict[str, Any]) -> None:
         """Send the request on; each of several choices is one of its own."""
         upstreams = self._door.upstreams
+        is_kept = request.route.by == "checked" and len(body) <= MOST_KEPT
+        late = partial(self._end_with_error, request, body) if is_kept else None
         if isinstance(bodies, dict):
             self._hand_over(request, body, TRANSLATORS[request.route.path], bodies)
         elif len(bodies) == 1:
@@ -206,6 +213,7 @@ class ClientConnection(WaitingProtocol):
                 sent=self._intake.free_body,
                 added=added,
                 refused=partial(self._explain, request, body) if request.route.by == "checked" else None,
+                late=late if request.has_version_1_1 else None,
             )
             forwarded.ask(request.forwarded(bodies[0], is_last=self._door.draining))
         else:
@@ -215,6 +223,7 @@ class ClientConnection(WaitingProtocol):
                 request.choices(bodies),
                 chunked=request.has_version_1_1,
                 refused=partial(self._explain, request, body),
+                late=late,
                 added=self._door.cors.lines(request.head),
             )
             choices.ask(upstreams)
@@ -234,6 +243,10 @@ class ClientConnection(WaitingProtocol):
     def _explain(self, request: AdmittedRequest, body: bytes, refused: Refused) -> None:
         """Answer with the error of a frontend, once its reason and the client's field are found."""
         self._hand_over(request, body, explaining(refused))
+
+    def _end_with_error(self, request: AdmittedRequest, body: bytes, refused: Refused) -> None:
+        """End a stream with the error that a frontend has ended it with, explained likewise."""
+        self._hand_over(request, body, ending(refused))
 
     def own_headers(self) -> bytes:
         """Header lines that every answer of the front door's own has, each with its CRLF."""

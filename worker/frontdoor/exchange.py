@@ -184,6 +184,10 @@ class Exchange:
         self._is_event_stream = content_type == _EVENTS
         self._client.received(stream_head(content_type, self._client.own_headers(), chunked=self._is_chunked))
 
+    def continue_events(self) -> None:
+        """Go on with a stream of events whose head and first events have been passed on."""
+        self.has_begun = self._is_event_stream = True
+
     async def send(self, data: bytes) -> None:
         """Write bytes of the body, once the client keeps up."""
         await self._may_send.wait()

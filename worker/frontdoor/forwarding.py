@@ -1,4 +1,4 @@
-"""A request on its way to one frontend, and the answer on its way back, unchanged."""
+"""A request on its way to one frontend; its answer comes back unchanged, errors are explained."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from worker.frontdoor.answering import Asker
+from worker.frontdoor.ending import Ending
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.http import INTERIM, AnswerEnd
 from worker.frontdoor.opening import Opening
@@ -28,6 +29,8 @@ class ForwardedRequest:
         added: Header lines to add to the answer, each with its CRLF.
         refused: Is told of the error that the answer is, which the client then does not get; None
             hands errors on too.
+        late: Is told of the error that a stream ends with once it has begun, and has to end it;
+            None hands it on.
 
     Attributes:
         connection: Connection that carries it, once there is one.
@@ -42,6 +45,7 @@ class ForwardedRequest:
         sent: Callable[[], None],
         added: bytes = b"",
         refused: Callable[[Refused], None] | None = None,
+        late: Callable[[Refused], None] | None = None,
     ) -> None:
         self._client = client
         self._upstreams = upstreams
@@ -50,6 +54,8 @@ class ForwardedRequest:
         self._added = added
         self._refused = refused
         self._opening = None if refused is None else Opening()
+        self._late = late
+        self._ending = None if late is None else Ending()
         self._status_line = b""  # what has come of it, where lines are added behind it
         self._repeatable: bytes | None = None  # the request, if it may have to be sent again
         self._connecting: asyncio.Task[None] | None = None
@@ -93,6 +99,8 @@ class ForwardedRequest:
             if not self._opening.take(data):
                 return
             data, self._opening, self._refused = self._opening.held, None, None
+        if self._ending is not None:
+            data = self._ending.take(data)
         if self._added:
             data = self._with_lines(self._status_line + data)
         self._client.received(data)
@@ -115,7 +123,10 @@ class ForwardedRequest:
             return
         if opening is not None:
             self._client.received(opening.held)
-        self._client.answered(closes)
+        if self._ending is not None and self._late is not None and self._ending.held:
+            self._late(self._ending.error())
+        else:
+            self._client.answered(closes)
 
     def failed(self, begun: bool, reason: str) -> None:
         """The frontend has gone: ask it once more, if it had closed a kept connection before."""

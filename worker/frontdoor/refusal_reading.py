@@ -10,7 +10,7 @@ from typing import Any
 
 from worker.frontdoor.asking import Caller, ask
 from worker.frontdoor.errors import INVALID, FieldRefused, Refused
-from worker.frontdoor.exchange import Exchange, Handler
+from worker.frontdoor.exchange import Exchange, Handler, server_sent
 from worker.frontdoor.fields import COMPLETIONS
 from worker.frontdoor.frontend_errors import field_in
 from worker.frontdoor.nvext import with_annotations, with_engine_data
@@ -25,12 +25,27 @@ _NOT_ASKED_AGAIN = ("stream_options", "n")
 REASON_S = 10.0
 """Seconds for which a request is computed again to learn why it failed."""
 
+_TURN_S = 1.0
+"""Seconds for which it waits for others that are computed again; see `FrontDoor.reasons`."""
+
 
 def explaining(refused: Refused) -> Handler:
     """The handler of a chat or completion that a frontend has answered with an error."""
 
     async def answer(exchange: Exchange) -> None:
         raise await explained(exchange, exchange.json, exchange.path, refused)
+
+    return answer
+
+
+def ending(refused: Refused) -> Handler:
+    """The handler of a chat or completion that has begun as a stream, and ends with an error."""
+
+    async def answer(exchange: Exchange) -> None:
+        exchange.continue_events()
+        found = await explained(exchange, exchange.json, exchange.path, refused)
+        await exchange.send(server_sent(found.content()))
+        await exchange.end()
 
     return answer
 
@@ -69,18 +84,25 @@ async def checked(caller: Caller, fields: dict[str, Any], path: str) -> None:
 
 
 async def _reason(caller: Caller, fields: dict[str, Any], path: str) -> Refused | None:
-    """The worker's refusal of a request, or the failure that its answer ends in, which is asked
-    again: a refused one costs nothing, another one is computed for `REASON_S` at most. None if
-    that does not tell.
+    """The worker's refusal of a request, which it is asked to prepare once more, or else the
+    failure of its answer, which is computed once more. None if that does not tell.
     """
     prompts = fields.get("prompt")
     several = path == COMPLETIONS and isinstance(prompts, list) and not any(type(one) is int for one in prompts)
+    requests = [{**fields, "prompt": one} for one in prompts[:_MOST_PROMPTS]] if several and prompts else [fields]
     try:
         async with asyncio.timeout(REASON_S):
-            for prompt in prompts[:_MOST_PROMPTS] if several and prompts else [prompts]:
-                found = await _refusal(caller, {**fields, "prompt": prompt} if several else fields, path)
-                if found is not None:
+            for request in requests:
+                if (found := await _refusal(caller, request, path, ONLY_CHECKED)) is not None:
                     return found
+            async with asyncio.timeout(_TURN_S):
+                await caller.door.reasons.acquire()
+            try:
+                for request in requests:
+                    if (found := await _refusal(caller, request, path)) is not None:
+                        return found
+            finally:
+                caller.door.reasons.release()
     except Refused as refused:
         return refused if refused.status < 500 else None
     except TimeoutError:

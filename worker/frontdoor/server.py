@@ -36,6 +36,11 @@ from worker.frontdoor.upstreams import Upstreams
 
 logger = logging.getLogger(__name__)
 
+REASONS_AT_ONCE = 4
+"""Failed requests that are computed once more at a time, to learn why: a worker that dies leaves
+many behind.
+"""
+
 LAST_S = 1.0
 """Seconds that answers get to end with an error, after the time that they had to finish."""
 
@@ -59,6 +64,9 @@ class FrontDoor:
         upstreams: The frontends.
         keys: API keys, of which each request must bring one; empty: none is needed.
         engine_key: Key for the workers' engine ports.
+
+    Attributes:
+        reasons: Turns of failed requests that are computed once more, to learn why.
     """
 
     def __init__(
@@ -93,6 +101,7 @@ class FrontDoor:
         self.idle = asyncio.Event()
         self.idle.set()
         self.draining = False
+        self.reasons = asyncio.Semaphore(REASONS_AT_ONCE)
 
     @property
     def needs_keys(self) -> bool:
