@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
 
@@ -30,6 +31,19 @@ async def test_without_keys_an_id_stays() -> None:
     async with house(say_ok) as at:
         await at.ask(post(b'{"model": "m", "messages": []}', f"X-Dynamo-Request-Id: {OWN}"))
         assert SENT.findall(at.frontends[0].requests[0]) == [OWN.encode()]
+
+
+async def test_what_is_asked_again_has_not_the_clients_id() -> None:
+    """Its first request, which failed, may still be under way at a worker, under that id."""
+
+    async def fail(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 500 Error\r\ncontent-length: 2\r\n\r\n{}")
+        await writer.drain()
+
+    async with house(fail) as at:
+        await at.ask(post(b'{"model": "m", "messages": [], "n": 2}', f"X-Dynamo-Request-Id: {OWN}"))
+        sent = [SENT.findall(request) for request in at.frontends[0].requests]
+    assert sorted(sent) == [[], [], [OWN.encode()]]
 
 
 @pytest.mark.parametrize(

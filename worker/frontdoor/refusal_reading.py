@@ -6,6 +6,7 @@ field.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from worker.frontdoor.asking import Caller, ask
@@ -140,7 +141,7 @@ async def _refusal(caller: Caller, fields: dict[str, Any], path: str, *annotatio
     """
     again = {name: value for name, value in fields.items() if name not in _NOT_ASKED_AGAIN}
     again["nvext"] = with_annotations(with_engine_data(fields.get("nvext")), WANTS_REFUSAL, *annotations)
-    chunks = await ask(caller, again, path)
+    chunks = await ask(_Again(caller), again, path)
     try:
         async for chunk in chunks:
             found = ((chunk.get("nvext") or {}).get("engine_data") or {}).get(REFUSAL)
@@ -151,3 +152,11 @@ async def _refusal(caller: Caller, fields: dict[str, Any], path: str, *annotatio
     finally:
         chunks.close()
     return None
+
+
+class _Again:
+    """A `Caller` without the id that its client chose, which a worker may still have in use."""
+
+    def __init__(self, caller: Caller) -> None:
+        self.door = caller.door
+        self.request = replace(caller.request, num_before=caller.request.num_before + 1)
