@@ -162,7 +162,7 @@ def test_log_probabilities_are_those_of_the_message() -> None:
     assert [each.token for each in part.logprobs] == ["a", "\ufffd", "é", "<end>"]
     assert [top.token for top in part.logprobs[0].top_logprobs] == ["a", "b"]
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
-    assert [[each["token"] for each in event["logprobs"]] for event in deltas] == [["a"], ["\ufffd", "é"]]
+    assert [[each["token"] for each in event["logprobs"]] for event in deltas] == [["a"], ["\ufffd", "é"], ["<end>"]]
 
 
 def test_a_chunk_may_have_the_end_of_the_reasoning_and_the_text() -> None:

@@ -90,9 +90,8 @@ class OutputItems:
     def _closed(self, status: str) -> Iterator[Event]:
         if self._open is None:
             return
-        if isinstance(self._open, MessageOutput):
-            self._open.add_logprobs(self._logprobs)
-            self._logprobs = []
+        if isinstance(self._open, MessageOutput) and self._logprobs:  # of tokens without a text
+            yield from self._of_text("")
         closed, self._open = self._open, None
         self._finished.append(closed.item(status))
         yield from closed.end(status)

@@ -113,10 +113,6 @@ class MessageOutput(_TextOutput):
         self._logprobs += logprobs
         yield self._added_text(text, logprobs=list(logprobs))
 
-    def add_logprobs(self, logprobs: Sequence[Item]) -> None:
-        """Add the log probabilities of tokens without a text, at the end."""
-        self._logprobs += logprobs
-
 
 class ReasoningOutput(_TextOutput):
     """The reasoning before an answer."""
