@@ -254,15 +254,23 @@ async def test_a_picture_that_the_template_cannot_take_is_named(
     assert (status, error["param"]) == expected
 
 
-async def test_a_message_without_content_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "problem", [b"missing field `content`", b"no variant of untagged enum ChatCompletionRequestUserMessageContent"]
+)
+async def test_a_message_without_content_is_named(monkeypatch: pytest.MonkeyPatch, problem: bytes) -> None:
     """Of the frontend's error, which names no message; the assistant's need no content."""
-    names_none = answers_error(
-        400, b'{"message": "Failed to deserialize: missing field `content` at line 1", "code": 400}'
-    )
+    names_none = answers_error(400, b'{"message": "Failed to deserialize: %b at line 1", "code": 400}' % problem)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant"}, {"role": "user"}]
     async with serving(stream_chat, monkeypatch, names_none) as at:
         status, error = error_of(await at.ask(thing({"model": "m", "messages": messages})))
     assert (status, error["param"]) == (400, "messages[2].content")
+
+
+async def test_a_null_that_the_frontend_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    names_none = answers_error(400, b'{"message": "invalid type: null, expected a boolean at line 1", "code": 400}')
+    async with serving(stream_chat, monkeypatch, names_none) as at:
+        status, error = error_of(await at.ask(thing({**FIELDS, "stream_options": {"continuous_usage_stats": None}})))
+    assert (status, error["param"]) == (400, "stream_options.continuous_usage_stats")
 
 
 async def test_a_frontend_without_a_route_has_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

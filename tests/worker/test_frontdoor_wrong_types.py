@@ -52,6 +52,16 @@ def function(**fields: Any) -> dict[str, Any]:
         (chat(nvext={"use_raw_prompt": 0}), "nvext.use_raw_prompt"),
         (chat(response_format={"type": "json_schema", "json_schema": 5}), "response_format.json_schema.schema"),
         (chat(response_format="json"), "response_format"),
+        (
+            chat(response_format={"type": "json_schema", "json_schema": {"schema": {}}}),
+            "response_format.json_schema.name",
+        ),
+        (chat(messages=[{"role": "function", "name": "f", "content": None}]), "messages[0].content"),
+        (
+            chat(messages=[{"role": "function", "name": "f", "content": [{"type": "text", "text": "a"}]}]),
+            "messages[0].content",
+        ),
+        (chat(messages=[{"role": "function", "content": "a"}]), "messages[0].name"),
         (function() | {"messages": []}, "messages"),
         (chat(logit_bias={"5": 1, "05": 1}), "logit_bias"),
         (chat(logit_bias={"\u0661": 1}), "logit_bias"),

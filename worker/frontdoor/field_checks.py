@@ -131,6 +131,9 @@ def messages(value: Any, body: Body) -> None:
         content = message.get("content")
         if not isinstance(content, str | list | None):
             raise FieldRefused(f"{path}.content", f"must be a text or a list of parts, got {type(content).__name__}")
+        for key in ("name", "content") if role == "function" else ():  # the frontend fails without them
+            if not isinstance(message.get(key), str):
+                raise FieldRefused(f"{path}.{key}", "must be a text in a message of the role function")
         if message.get("tool_calls") is not None:
             _calls(f"{path}.tool_calls", message["tool_calls"])
         if content == []:
@@ -212,6 +215,8 @@ def response_format(value: Any, body: Body) -> None:
             )
         if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
             raise FieldRefused("response_format.json_schema.schema", "must be a JSON Schema")
+        if schema.get("name") is None:
+            raise FieldRefused("response_format.json_schema.name", "must be given")
     if kind != "text" and body.get("tools") and forces_call(body):
         raise FieldRefused("response_format", "cannot be given beside a tool_choice that forces a call")
 

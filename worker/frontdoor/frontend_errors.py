@@ -23,7 +23,7 @@ _ENUM = re.compile(r"untagged enum (\w+)")
 _VALUE = re.compile(
     r"unknown variant `(?P<variant>[^`]*)`|invalid (?:type|value): "
     r"(?:(?:integer|floating point|boolean) `(?P<scalar>[^`]*)`|(?P<kind>map|sequence)"
-    r'|string (?P<text>"(?:[^"\\]|\\.)*"))'
+    r'|string (?P<text>"(?:[^"\\]|\\.)*")|(?P<null>null))'
 )
 _CONTAINERS = {"include_usage": "stream_options.include_usage"}
 """Fields that are required in an object, by name."""
@@ -77,10 +77,12 @@ def field_in(message: str, path: str, fields: Body) -> str | None:
     if "number out of range" in message:
         return next((place for place, _, value in _values(fields) if _is_beyond_float(value)), None)
     enum, missing, key = _ENUM.search(message), _MISSING.search(message), _KEY.search(message)
+    if enum and enum[1].endswith("MessageContent"):
+        return _message_without_content(fields) or "messages"
     if enum:
         return _ENUMS.get(enum[1], "messages" if "Message" in enum[1] else None)
     if missing and missing[1] == "content":
-        return _message_without_content(fields)
+        return _message_without_content(fields) or "content"
     if missing:
         return _CONTAINERS.get(missing[1], missing[1])
     if key:
@@ -90,13 +92,15 @@ def field_in(message: str, path: str, fields: Body) -> str | None:
     return places[0] if len(set(places)) == 1 else None
 
 
-def _message_without_content(fields: Body) -> str:
-    """The first message that needs a content and has none: the assistant's need none."""
+def _message_without_content(fields: Body) -> str | None:
+    """The first message that needs a content and has none: the assistant's need none. None if all
+    have it.
+    """
     messages = fields.get("messages")
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict) and message.get("role") != "assistant" and message.get("content") is None:
             return f"messages[{i}].content"
-    return "content"
+    return None
 
 
 def _ids_in(path: str, fields: Body) -> str | None:
@@ -143,6 +147,8 @@ def _is_beyond_float(value: Any) -> bool:
 
 def _is_shown(value: Any, shown: re.Match[str]) -> bool:
     """Whether a value is the one that an error shows."""
+    if shown["null"]:
+        return value is None
     if shown["kind"]:
         return isinstance(value, dict if shown["kind"] == "map" else list)
     if shown["scalar"]:
