@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapters.strict_json import read_object
+from adapters.strict_json import LoneSurrogate, RepeatedKey, read_object
 from worker.frontdoor.values import printable
 
 FIELDS = ("custom_id", "method", "url", "body")
@@ -129,6 +129,11 @@ def request_of(line: Line, endpoint: str) -> LineRequest:
         raise BadLine("line_too_long", f"the line is longer than {len(line.data)} bytes")
     try:
         found = read_object(line.data)
+    except RepeatedKey as error:
+        key = printable(error.key)
+        raise BadLine("invalid_json_line", f"{key}: occurs twice in one object", key) from None
+    except LoneSurrogate as error:
+        raise BadLine("invalid_json_line", f"{error.path}: has half of a surrogate pair", error.path) from None
     except ValueError as error:
         raise BadLine("invalid_json_line", f"the line {error}") from None
     for name in found:
