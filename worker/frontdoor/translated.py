@@ -27,8 +27,19 @@ def is_translated(path: str, fields: Mapping[str, Any]) -> bool:
     if path == CHAT:
         return any(fields.get(name) is not None for name in ("prompt_logprobs", "prompt"))
     asks = any(fields.get(name) is not None for name in ("logprobs", "prompt_logprobs"))
-    asks = asks or (has_several_prompts(path, fields) and len(fields["prompt"]) > MOST_FORWARDED)
+    if has_several_prompts(path, fields):
+        asks = asks or len(fields["prompt"]) > MOST_FORWARDED or _has_several_ids(fields)
     return asks or bool(fields.get("echo")) or is_zero(fields.get("max_tokens"))
+
+
+def _has_several_ids(fields: Mapping[str, Any]) -> bool:
+    """Whether Dynamo's frontend 1.4.2 would give the chunks of each prompt an id of their own.
+
+    Counts after each token are its alone, and each prompt's.
+    """
+    options = fields.get("stream_options")
+    counts = isinstance(options, dict) and options.get("continuous_usage_stats")
+    return bool(fields.get("stream")) and not counts
 
 
 def has_several_prompts(path: str, fields: Mapping[str, Any]) -> bool:
