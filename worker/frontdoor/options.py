@@ -129,7 +129,7 @@ class Options:
         None, "File of root certificates, PEM, of workers at grpcs://; by default those that gRPC brings.", parse=text
     )
     api_key_file: str | None = option(
-        None, "File of API keys, one per line; every request needs one, except GET /health and /live.", parse=text
+        None, "File of API keys, one per line; every request needs one, except /health, /live and /ping.", parse=text
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
