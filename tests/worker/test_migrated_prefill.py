@@ -54,3 +54,19 @@ async def test_the_decode_workers_record_tells_a_prefill_worker(tmp_path: Path) 
         await prefill.begin("a", request(PROMPT + ANSWER, 1))
     for each in (prefill, decode):
         await each.close()
+
+
+async def test_a_prefill_worker_reads_its_own_record_again(tmp_path: Path) -> None:
+    """The fewest tokens of the answer are more than those that it was asked for."""
+    prefill, decode = records(tmp_path, "prefill"), records(tmp_path, "decode")
+    await prefill.open()
+    await decode.open()
+    await die(decode, PROMPT, 20)
+    for tokens in (PROMPT + ANSWER, [*PROMPT, *ANSWER, 9]):  # it migrates twice
+        record = await prefill.begin("a", request(tokens, 1))
+        assert (record.request.generated_token_ids, record.request.params.min_tokens) == (tokens[len(PROMPT) :], 6)
+        record.write(11)
+        await record.wait_written()
+        record.settle()
+    for each in (prefill, decode):
+        await each.close()

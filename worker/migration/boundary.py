@@ -82,7 +82,7 @@ class Boundary:
             prompt_length=len(request.prompt_token_ids),
             prompt_digest=str(TokenDigest(request.prompt_token_ids)),
             max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
+            min_tokens=None if params.min_tokens is None else min(params.min_tokens, params.max_tokens),
             seed=seed,
             owner=owner,
             attempts=attempts,
