@@ -47,7 +47,8 @@ class Backtracking:
             ProcessorFailed: a processor raised, or answered with what is no index.
         """
         for (member, _), bans in zip(self._asked, self._bans, strict=True):
-            member.record.rollbacks = (member.record.rollbacks or 0) + len(bans.get(len(self._tokens) - 1, ()))
+            newest = len(self._tokens) - 1
+            member.record.add_rollbacks(newest, len(bans.get(newest, ())))
         opened = min(self._ask("held_from").values(), default=None)
         earlier = None if opened is None else self._held[opened - self._prompt_length]
         self._held.append(opened if earlier is None else earlier)
@@ -58,10 +59,9 @@ class Backtracking:
         Bans at ``position`` itself stay: they were made after the very tokens that are left.
         """
         del self._held[position - self._prompt_length + 1 :]
-        for (member, _), bans in zip(self._asked, self._bans, strict=True):
+        for bans in self._bans:
             for later in [each for each in bans if each > position]:
                 del bans[later]
-            member.record.rollbacks = sum(len(ids) for each, ids in bans.items() if each < position)
 
     @property
     def held_from(self) -> int | None:

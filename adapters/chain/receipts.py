@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -36,6 +36,9 @@ class ProcessorRecord:
     _amounts: array[int] = field(
         default_factory=lambda: array("q"), init=False, repr=False
     )  # 2 * masked + forced, per position
+    _rewound: array[int] = field(
+        default_factory=lambda: array("q"), init=False, repr=False
+    )  # positions of what `rollbacks` counts, in order
 
     def add(self, position: int, kind: str, masked: int) -> None:
         """Count one step; ``kind`` is ``biased``, ``masked``, ``forced`` or ``shaped``."""
@@ -48,9 +51,28 @@ class ProcessorRecord:
         self._positions.append(position)
         self._amounts.append(2 * masked + (kind == "forced"))
 
+    def add_rollbacks(self, position: int, number: int) -> None:
+        """Count tokens that it took back at ``position``, which has another one now."""
+        self.rollbacks = (self.rollbacks or 0) + number
+        self._rewound.extend([position] * number)
+
+    def before(self, position: int) -> ProcessorRecord:
+        """What was counted before ``position``, as a record of its own."""
+        found = ProcessorRecord(self.name, self.version, rollbacks=None if self.rollbacks is None else 0)
+        for at, amount in zip(self._positions[:], self._amounts[:]):  # noqa: B905  # a thread may be adding one
+            if at < position:
+                found.add(at, "forced" if amount % 2 else "", amount // 2)
+        for at in self._rewound[:]:
+            if at < position:
+                found.add_rollbacks(at, 1)
+        return found
+
     def rewind(self, position: int) -> None:
         """Subtract what was counted from ``position`` on: its tokens were rewound."""
-        positions = self._positions
+        positions, rewound = self._positions, self._rewound
+        while rewound and rewound[-1] >= position:
+            rewound.pop()
+        self.rollbacks = None if self.rollbacks is None else len(rewound)
         while positions and positions[-1] >= position:
             positions.pop()
             masked, forced = divmod(self._amounts.pop(), 2)
@@ -129,6 +151,16 @@ class Receipt:
         record.add(position, kind, masked)
         if self.attribution and len(self.tokens) < MAX_ATTRIBUTED:
             self.tokens.append((position, token_id, record.name, kind))
+
+    def before(self, position: int) -> Receipt:
+        """The receipt as it was when the token at ``position`` was about to be sampled.
+
+        Any thread: what was counted there does not change, unless ``position`` is rewound.
+        """
+        records = [record.before(position) for record in self.records]
+        tokens = [one for one in self.tokens[:] if one[0] < position]
+        logprobs = [one for one in self.logprobs[:] if one[0] < position]
+        return replace(self, records=records, tokens=tokens, logprobs=logprobs)
 
     def add_logprob(self, position: int, logprob: float) -> None:
         """Note the processed log probability of the token at `position`."""

@@ -68,3 +68,13 @@ def test_a_chain_that_begins_again_counts_from_nothing() -> None:
     accept(chain, 5)
     chain.start(PROMPT)
     assert chain.receipt.as_json() == begun().receipt.as_json()
+
+
+@settings(max_examples=examples(100))
+@given(st.integers(0, 20), st.integers(0, 20))
+def test_an_earlier_receipt_is_read_while_it_counts_on(kept: int, more: int) -> None:
+    chain = begun()
+    accept(chain, kept + more)
+    earlier = begun()
+    accept(earlier, kept)
+    assert chain.receipt.before(len(PROMPT) + kept).as_json() == earlier.receipt.as_json()

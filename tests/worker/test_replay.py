@@ -481,3 +481,15 @@ async def test_models_by_name(
     write_tiny_model(other)
     files.model = Path("default")
     assert await files.replay(receipt, PROMPT) == 0, capsys.readouterr()
+
+
+async def test_a_receipt_ends_with_the_token_of_a_stop_string(plain: Client) -> None:
+    """A step gives more of a forced text than the answer has."""
+    stops = {"max_tokens": 40, "stop": ["the"]}
+    text = "Yes, the fox. And the lazy dog"
+    answer = await plain.ask(PROMPT, processor("forced_sequence", text=text), receipt="debug", stop_conditions=stops)
+    number = len(answer.token_ids)
+    record = answer.receipt["processors"][0]
+    assert answer.finish_reason == "stop"
+    assert (record["tokens_forced"], record["last_position"]) == (number, len(PROMPT) + number - 1)
+    assert [one["token_id"] for one in answer.receipt["tokens"]] == answer.token_ids

@@ -205,8 +205,8 @@ class TokenDelta:
             the top-n, None for the first token; on the delta of the first token alone, and only if
             they were asked for.
         engine_data: Cumulative extra data for the response (the receipt), or None.
-        receipt: Record of the request's logits processors; on the last delta of a request that has
-            any.
+        receipt: Record of the request's logits processors, if it has any; on its last delta, and
+            where it counts on while later tokens are sampled on all.
         failure: The processor that failed, where that is why the choice failed.
         kv: Handle of the leased KV, JSON data; on the last delta of a request with `KeepKv`.
         end_logprobs: Log probabilities of the end token that is not among `token_ids`, as an entry
@@ -244,7 +244,7 @@ class TokenDelta:
         del self.token_ids[count:]
         if self.logprobs is not None:
             del self.logprobs[count:]
-        self.end_logprobs = None
+        self.end_logprobs = self.failure = None
         self.finish_reason, self.stop_reason, self.error = "stop", None, None
 
     def prepend(self, earlier: TokenDelta) -> None:

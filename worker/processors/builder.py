@@ -231,7 +231,7 @@ class ServedChainBuilder:
 
     def count(self, delta: TokenDelta) -> None:
         """Count the last delta of a request with processors: metrics, and circuit breakers."""
-        if delta.receipt is None:
+        if delta.receipt is None or delta.finish_reason is None:
             return
         self.metrics.count(delta.receipt, delta.failure)
         if delta.failure is not None and delta.failure.reason != "unsatisfiable":

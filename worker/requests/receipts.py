@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import Any
 
 from adapters.catalog import Selection
+from adapters.chain import Receipt
 from worker.arguments import Arguments
 from worker.engines import EngineInfo, EngineRequest, TokenDelta
 from worker.errors import StartupError
@@ -154,6 +155,7 @@ class RequestReceipt:
         self._answer = TokenDigest(engine_request.generated_token_ids)
         self._num_images = len(engine_request.images)
         self._num_preemptions: int | None = None
+        self._counted: Receipt | None = None
         self._weights = TokenWeights()
         self._sampling = _sources(engine_request, selection)
         self._request = _recorded(engine_request.params, selection, smoke, engine_request.choice)
@@ -162,6 +164,7 @@ class RequestReceipt:
         """Count a delta of the engine's."""
         self._answer.update(sampled_ids(delta))
         self._weights.take(delta.weights)
+        self._counted = delta.receipt
         if delta.num_preemptions is not None:
             self._num_preemptions = delta.num_preemptions
 
@@ -172,6 +175,8 @@ class RequestReceipt:
             report: Report on the processors; see `adapters.chain.Receipt.as_json`.
             ends: The chunk has the finish reason.
         """
+        if ends and self._counted is not None:  # a stop string may be before what the engine has sampled
+            report = self._counted.before(report["prompt_length"] + self._answer.num_tokens).as_json()
         data = {"version": report["version"], **self._server, **report}
         data["sampling"] = self._sampling
         data["preemptions"] = self._num_preemptions

@@ -115,8 +115,9 @@ class RunningRequest(DeltaStream):
         problem = None if self.chain is None else self.chain.confirm(delta)
         if problem is not None:
             delta = self._error(str(problem), problem)
-        elif self.chain is not None and delta.finish_reason is not None:
-            delta.receipt, delta.failure = self.chain.chain.receipt, self._failure
+        elif self.chain is not None:
+            delta.receipt = self.chain.chain.receipt
+            delta.failure = None if delta.finish_reason is None else self._failure
         self.put(delta)
 
     def _error(self, message: str, failure: ProcessorFailed | None) -> TokenDelta:

@@ -45,6 +45,8 @@ class Stream(DeltaStream):
         if self.done:
             return
         delta = self.untaken or TokenDelta()
+        if self.request.chain is not None:
+            delta.receipt = self.request.chain.receipt
         if output.token_id is not None:
             delta.token_ids.append(output.token_id)
             if output.logprobs is not None:
@@ -61,9 +63,7 @@ class Stream(DeltaStream):
             delta.error = output.error
             delta.kv = output.kv
             delta.end_logprobs = output.end_logprobs
-            if output.chain is not None:
-                delta.receipt = output.chain.receipt
-                delta.failure = output.chain.failure
+            delta.failure = None if output.chain is None else output.chain.failure
         self.put(delta)
 
     def abort(self, reason: FinishReason = "cancelled") -> None:
