@@ -93,6 +93,7 @@ class Entry:
 
         Raises:
             SelectionError: the arguments are out of their bounds.
+            BuildFailed: its check of them raised.
         """
         path = f"{requested.path}.args"
         try:
@@ -103,6 +104,8 @@ class Entry:
             return self.processor.Args.model_validate_json(data)
         except ValidationError as error:
             raise _selection_error(error, path, self.processor.Args) from None
+        except BaseException as error:  # the processor boundary: third-party code
+            raise _raised(requested, error, "its arguments were checked") from error
 
     def build(self, requested: Requested, context: Context) -> list[Processor]:
         """The processors that one entry of a selection stands for.
@@ -114,7 +117,11 @@ class Entry:
         _check_scope(requested, self.processor, context)
         args = self.parse_args(requested)
         with _refusals(requested):
-            return self.processor.build(args, context)
+            built = list(self.processor.build(args, context))
+        if not all(isinstance(one, Processor) for one in built):
+            problem = f"the logits processor {requested.name} is built of what is none"
+            raise BuildFailed(requested.path, problem, requested.name)
+        return built
 
     def grammar(self, requested: Requested, context: Context) -> tuple[str, str] | None:
         """The grammar that `build` compiles and the path of its argument, None if it compiles none.
@@ -141,9 +148,16 @@ def _refusals(requested: Requested) -> Iterator[None]:
         raise SelectionError(f"{path}.{error.argument}", error.problem) from error
     except Unsatisfiable as error:
         raise SelectionError(path, str(error)) from error
-    except Exception as error:  # the processor boundary: third-party code
-        problem = f"the logits processor {requested.name} raised {type(error).__name__} when it was built"
-        raise BuildFailed(requested.path, problem, requested.name) from error
+    except BaseException as error:  # the processor boundary: third-party code
+        raise _raised(requested, error, "it was built") from error
+
+
+def _raised(requested: Requested, error: BaseException, when: str) -> BuildFailed:
+    """The failure of a processor that raised; an interrupt, which is not its own, is raised."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    problem = f"the logits processor {requested.name} raised {type(error).__name__} when {when}"
+    return BuildFailed(requested.path, problem, requested.name)
 
 
 def _check_scope(requested: Requested, processor: type[Processor], context: Context) -> None:

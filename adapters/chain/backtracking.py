@@ -136,7 +136,7 @@ class Backtracking:
                 index = getattr(processor, name)
                 if index is not None:
                     found[place] = self._prompt_length + _checked(name, index, processor.num_generated)
-            except Exception as error:  # the processor boundary: third-party code
+            except BaseException as error:  # the processor boundary: third-party code
                 raise self._failures.raised(member, error) from error
         return found
 

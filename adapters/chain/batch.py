@@ -16,7 +16,19 @@ from adapters.chain.chain import ProcessorChain
 from adapters.chain.failures import ProcessorFailed
 from adapters.chain.members import Member
 from adapters.chain.plan import RowPlan
-from adapters.contract import Allow, Ban, Bias, Edit, Scale, ShapingProcessor, Sparse, Stage, apply_allows, apply_sparse
+from adapters.contract import (
+    Allow,
+    Ban,
+    Bias,
+    Edit,
+    MalformedEdit,
+    Scale,
+    ShapingProcessor,
+    Sparse,
+    Stage,
+    apply_allows,
+    apply_sparse,
+)
 from adapters.devices import upload_ids
 
 T = TypeVar("T")
@@ -298,9 +310,11 @@ def _shape_group(
     began = thread_time()
     try:
         kind.shape_rows(processors, values)
-        if not _is_batched(kind):
-            _check_shaped(logits[rows[0]], values[0], group[0][1], group[0][2])
-    except Exception as error:  # the processor boundary: third-party code
+        if not _is_batched(kind) or group[0][2].is_third_party:
+            _check_form(logits, values, len(rows))
+            for (row, chain, member), shaped in zip(group, values, strict=True):
+                _check_shaped(logits[row], shaped, chain, member)
+    except BaseException as error:  # the processor boundary: third-party code
         if len(group) == 1:
             failures[rows[0]] = group[0][1].failures.raised(group[0][2], error)
             return
@@ -316,6 +330,12 @@ def _shape_group(
             chain.failures.charge(member, seconds)
         except ProcessorFailed as failure:
             failures[row] = failure.without_frames()
+
+
+def _check_form(logits: torch.Tensor, values: torch.Tensor, count: int) -> None:
+    """Raise if ``values`` are not ``count`` rows of ``logits`` any more."""
+    if values.shape != (count, logits.shape[1]) or values.dtype != logits.dtype:
+        raise MalformedEdit(f"left {list(values.shape)} {values.dtype}, expected {count} rows of {logits.shape[1]},")
 
 
 def _check_shaped(before: torch.Tensor, after: torch.Tensor, chain: ProcessorChain, member: Member) -> None:

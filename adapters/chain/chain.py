@@ -136,10 +136,18 @@ class ProcessorChain:
 
         A minimum with scope ``thinking`` counts inside the thinking section only, every other
         everywhere.
+
+        Raises:
+            ProcessorFailed: a processor raised.
         """
         is_thinking = self._scope is not None and self._scope.is_thinking
-        members = (member for member in self.members if member.scope != "thinking" or is_thinking)
-        return any(member.processor.is_too_short for member in members)
+        for member in self.members:
+            try:
+                if (member.scope != "thinking" or is_thinking) and member.processor.is_too_short:
+                    return True
+            except BaseException as error:  # the processor boundary: third-party code
+                raise self.failures.raised(member, error) from error
+        return False
 
     @property
     def position(self) -> int:
@@ -266,7 +274,7 @@ class ProcessorChain:
                     plan.num_masked += act[4]
                     if act[3] == "forced":
                         plan.force_by(member, act)
-            except Exception as error:  # the processor boundary: third-party code
+            except BaseException as error:  # the processor boundary: third-party code
                 raise self.failures.raised(member, error) from error
         if self._history.backtracking is not None:
             plan.mask(self._history.backtracking.acts())
@@ -296,7 +304,7 @@ class ProcessorChain:
         for member in self._active_members():
             try:
                 act = member.act_of(member.step(), self._num_tokens)
-            except Exception as error:  # the processor boundary: third-party code
+            except BaseException as error:  # the processor boundary: third-party code
                 raise self.failures.raised(member, error) from error
             acts = [] if act is None else [act]
             if backtracking is not None:

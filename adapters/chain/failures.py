@@ -66,8 +66,14 @@ class Failures:
         self.newest = ProcessorFailed(name, reason, message)
         return ProcessorFailed(name, reason, message)
 
-    def raised(self, member: Member, error: Exception) -> ProcessorFailed:
-        """Record that ``member`` raised ``error``; returns the failure to raise or report."""
+    def raised(self, member: Member, error: BaseException) -> ProcessorFailed:
+        """Record that ``member`` raised ``error``; returns the failure to raise or report.
+
+        Code of third parties may also exit, or panic in Rust, which ends its request alone. Only an
+        interrupt is not the processor's, and is raised.
+        """
+        if isinstance(error, KeyboardInterrupt):
+            raise error
         if isinstance(error, ProcessorFailed):
             return self.fail(error.processor, error.reason, error.message)
         where = f"at position {len(self._tokens)}"

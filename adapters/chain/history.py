@@ -59,7 +59,7 @@ class History:
         shared = self.tokens if member.scope == "all" else None
         try:
             member.processor.start(self.tokens[: self.prompt_length], shared=shared, derived=self._derived)
-        except Exception as error:  # the processor boundary: third-party code
+        except BaseException as error:  # the processor boundary: third-party code
             raise self._failures.raised(member, error) from error
 
     def _start_backtracking(self) -> None:
@@ -117,7 +117,7 @@ class History:
         for member in self._members:
             try:
                 member.processor.catch_up()
-            except Exception as error:  # the processor boundary: third-party code
+            except BaseException as error:  # the processor boundary: third-party code
                 raise self._failures.raised(member, error) from error
 
     def num_equal(self, tokens: Sequence[int], start: int) -> int:

@@ -39,7 +39,7 @@ class Member:
         turn: Stage at which it is applied: `stage`, unless the request gives an order.
         lasts: `SteeringProcessor.same_until`, if its class has one. Not with a scope: tokens
             outside of it, and tags, change what the processor sees at a position.
-        usual_token: `SteeringProcessor.usual_token`, if its class has one.
+        usual_token: `SteeringProcessor.usual_token`, if its class is a built-in that has one.
         same_until: Position before which its `act` stays the same.
         act: Action of its newest edit, None if it has none or is shaping.
     """
@@ -70,7 +70,8 @@ class Member:
             self.edit = self.processor.edit  # looked up once: isinstance is slow for abstract classes
             if self.scope == "all" and tells_how_long(type(self.processor)):
                 self.lasts = self.processor.same_until
-            if type(self.processor).usual_token is not SteeringProcessor.usual_token:
+            has_usual = type(self.processor).usual_token is not SteeringProcessor.usual_token
+            if has_usual and not self.is_third_party:
                 self.usual_token = self.processor.usual_token
 
     @property

@@ -47,7 +47,7 @@ def prefer_usual_tokens(plan: RowPlan, members: Sequence[Member], failures: Fail
             continue
         try:
             token_id = member.usual_token()
-        except Exception as error:  # the processor boundary: code of other libraries
+        except BaseException as error:  # the processor boundary: code of other libraries
             raise failures.raised(member, error) from error
         if token_id is not None and plan.permits(token_id):
             plan.force_instead(member, token_id)

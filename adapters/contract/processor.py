@@ -232,7 +232,9 @@ class Processor(ABC):
         if self._consumed > position:
             try:
                 undone = self.rewind_state(self._tokens[position : self._consumed])
-            except Exception:  # the processor boundary: the replay at the next step shows whether it is broken
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # the processor boundary: the replay at the next step shows whether it is broken
                 undone = False
             self._consumed = position if undone else -1
             if self.observes_logits and not undone and position > self._prompt_length:

@@ -178,6 +178,18 @@ def test_a_constructor_that_raises_is_not_the_callers_fault(catalog: Catalog) ->
     assert pickle.loads(pickle.dumps(caught.value)).processor == "broken"
 
 
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [("BuiltOfNone", "is built of what is none"), ("Undecided", "raised SystemExit when its arguments were checked")],
+)
+def test_what_cannot_be_built_is_named(target: str, problem: str) -> None:
+    name = {"BuiltOfNone": "built_of_none", "Undecided": "undecided"}[target]
+    catalog = Catalog.load(options=[option(name, target)])
+    with pytest.raises(BuildFailed, match=f"{name} {problem}") as caught:
+        catalog.build_chain(select({"name": name, "args": {"token_id": 1}}), CONTEXT)
+    assert caught.value.processor == name
+
+
 def test_values_from_python_must_be_json_data() -> None:
     for args in ({"k": {1, 2}}, {"k": float("nan")}, {"k": object()}):
         with pytest.raises(SelectionError, match=r"p\.args: is not JSON data"):

@@ -4,6 +4,7 @@ it is named.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -58,6 +59,48 @@ class Halves(ShapingProcessor):
 
     def shape(self, logits: torch.Tensor) -> None:
         logits.mul_(0.5)
+
+
+class Reshapes(ShapingProcessor):
+    """Does to its rows what it is told to, all at once."""
+
+    name = "reshapes"
+    stage = Stage.SOFT
+    reads = Reads.NOTHING
+    Args = ProcessorArgs
+
+    def __init__(self, reshape: Callable[[torch.Tensor], object]) -> None:
+        self.reshape = reshape
+
+    def shape(self, logits: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Reshapes], logits: torch.Tensor) -> None:
+        for one in processors:
+            one.reshape(logits)
+
+
+class TooShort(Returns):
+    """Raises where it is asked whether the answer may end."""
+
+    @property
+    def is_too_short(self) -> bool:
+        raise ZeroDivisionError
+
+
+class Exits(Returns):
+    """Raises what is no `Exception`, as a panic in Rust."""
+
+    def edit(self) -> Edit | None:
+        raise self._edit
+
+
+class Usual(Returns):
+    """Names a token that it prefers, as built-ins do."""
+
+    def usual_token(self) -> int | None:
+        return -5
 
 
 def step(*groups: list[Any]) -> tuple[torch.Tensor, dict[int, ProcessorFailed]]:
@@ -140,3 +183,48 @@ def test_a_row_that_masks_leave_empty_is_restored_or_ended(end_id: int | None) -
     assert adapter.failure is not None
     assert adapter.failure.reason == "unsatisfiable"
     assert int((logits > -torch.inf).sum()) == (V if end_id is None else 1)
+
+
+RESHAPED: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    "narrow": (lambda rows: rows.resize_(len(rows), 5), "expected 1 rows of 70"),
+    "turned": (lambda rows: rows.t_(), "expected 1 rows of 70"),
+    "of float64": (lambda rows: setattr(rows, "data", rows.double()), "float64"),
+    "NaN": (lambda rows: rows.fill_(torch.nan), "left NaN"),
+}
+
+
+@pytest.mark.parametrize(("reshape", "message"), RESHAPED.values(), ids=RESHAPED)
+def test_rows_of_another_form_fail_alone(reshape: Callable[[torch.Tensor], object], message: str) -> None:
+    logits, failures = step([Reshapes(lambda rows: rows[:1].mul_(1))], [Reshapes(reshape)])
+    assert failures.keys() == {1}
+    with pytest.raises(ProcessorFailed, match=f"reshapes: .*{message}"):
+        raise failures[1]
+    assert torch.equal(logits[[0, 2]], torch.ones(2, V))
+
+
+def test_a_minimum_length_that_raises_is_named() -> None:
+    chain = ProcessorChain([TooShort(None, Stage.MASK)], CONTEXT)
+    chain.start([1, 2])
+    with pytest.raises(ProcessorFailed, match="returns: raised ZeroDivisionError"):
+        assert chain.is_too_short
+
+
+def test_usual_tokens_are_those_of_built_ins() -> None:
+    chain = ProcessorChain([Usual(Allow(FULL), Stage.MASK)], CONTEXT)
+    chain.masks_alone = True
+    chain.start([1, 2])
+    assert chain.plan().force is None
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), type("PanicException", (BaseException,), {})()])
+def test_a_processor_that_exits_or_panics_fails_alone(error: BaseException) -> None:
+    shaping = Reshapes(lambda rows: Exits(error, Stage.MASK).edit())
+    logits, failures = step([Halves(Stage.SOFT)], [Exits(error, Stage.MASK)], [shaping])
+    assert failures.keys() == {1, 2}
+    assert f"raised {type(error).__name__} at position 3" in str(failures[1])
+    assert torch.equal(logits[0], torch.full((V,), 0.5))
+
+
+def test_an_interrupt_is_not_the_processors() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        step([Exits(KeyboardInterrupt(), Stage.MASK)])

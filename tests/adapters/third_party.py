@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from adapters.contract import Bias, Context, Edit, ProcessorArgs, Reads, Scope, Stage, SteeringProcessor
 
@@ -35,6 +35,28 @@ class Broken(Loud):
 
     def __init__(self, args: Any, context: Context) -> None:
         raise ZeroDivisionError
+
+
+class BuiltOfNone(Loud):
+    """Is built of what is no processor."""
+
+    name = "built_of_none"
+
+    @classmethod
+    def build(cls, args: Any, context: Context) -> list[Any]:
+        return [cls(args, context), "half"]
+
+
+class Undecided(Loud):
+    """Cannot check its arguments."""
+
+    name = "undecided"
+
+    class Args(Loud.Args):
+        @field_validator("token_id")
+        @classmethod
+        def _is_known(cls, token_id: int) -> int:
+            raise SystemExit(token_id)
 
 
 class Shadow(Loud):

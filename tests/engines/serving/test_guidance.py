@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,12 @@ from guidance_runs import (
 from speculation_runs import Repeating
 from transformers import AutoModelForCausalLM
 
+from adapters.chain import ProcessorChain
+from adapters.contract import CompanionProcessor, Context
 from adapters.vocabulary import Vocabulary
+from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedConfig, Engine
+from worker.engines.embedded.admission import admit
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.sampling import LogitsCollector
 from worker.errors import InvalidRequest
@@ -216,6 +221,39 @@ def test_raw_log_probabilities_are_those_before_guidance(model: HfModel) -> None
 def test_bad_arguments_are_refused(engine: Engine, arguments: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         engine.generate(PROMPT, SamplingParams(max_tokens=4), processors=[[{"name": "cfg", "args": arguments}]])
+
+
+class Echo(CompanionProcessor):
+    """Guidance of a third party; `begin` is what its companion begins with."""
+
+    name = "acme/echo"
+    begin: Any = None
+
+    @property
+    def companion_prompt(self) -> Sequence[int]:
+        return list(self.begin)
+
+    def shape(self, logits: torch.Tensor) -> None:
+        logits += self.companion_row()
+
+
+@pytest.mark.parametrize(
+    ("begin", "problem"),
+    [
+        (None, "acme/echo: raised TypeError"),
+        ([], "must begin with token ids"),
+        ([5, 1 << 20], "must begin with token ids"),
+        ([-1], "must begin with token ids"),
+        ("text", "must begin with token ids"),
+    ],
+)
+def test_a_companion_begins_with_tokens(model: HfModel, begin: Any, problem: str) -> None:
+    context = Context(Vocabulary(model.vocab_size))
+    echo = Echo(None, context)
+    echo.begin = begin
+    chain = ProcessorChain([echo], context)
+    with pytest.raises(InvalidRequest, match=problem):
+        admit(EngineRequest("one", PROMPT, SamplingParams(max_tokens=4), chain=chain), 0, model, CONTEXT)
 
 
 def test_mirostat_beside_it_is_refused(engine: Engine) -> None:

@@ -251,6 +251,37 @@ class Fails(SteeringProcessor):
             raise Unsatisfiable("no more")
 
 
+class Minimum(SteeringProcessor):
+    """Does not know whether the answer may end."""
+
+    name, stage, reads = "minimum", Stage.MASK, Reads.GENERATED
+
+    def edit(self) -> None:
+        return None
+
+    @property
+    def is_too_short(self) -> bool:
+        raise ZeroDivisionError
+
+
+def test_a_minimum_that_raises_ends_its_request_alone() -> None:
+    model = ScriptedModel()
+    driver = stepper(model)
+    one, other = (request(model, name, [5], SamplingParams(max_tokens=3)) for name in "ab")
+    context = Context(Vocabulary(WIDTH), frozenset({0}))
+    one.chain = ProcessorChain([Minimum(None, context)], context)
+    one.chain.start(one.tokens)
+    driver.add(one)
+    driver.add(other)
+    outputs = []
+    while not driver.scheduler.is_idle:
+        outputs += driver.step()
+    assert [output.error for output in outputs if output.request_id == "a"] == [
+        "logits processor minimum: raised ZeroDivisionError at position 2"
+    ]
+    assert [output.error for output in outputs if output.request_id == "b"] == [None] * 3
+
+
 def test_a_failed_request_is_freed_without_garbage_collection() -> None:
     """A grammar is megabytes of the compiler's, of which the collector knows nothing."""
     model = ScriptedModel()

@@ -30,7 +30,10 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
         if chain.receipt.attribution and row in samples.processed:
             chain.receipt.add_logprob(len(request.tokens) - 1, samples.processed[row])
         output.engine_data = _accept(chain, token, len(request.tokens) - 1, ends)
-        output.is_too_short = chain.is_too_short
+        try:
+            output.is_too_short = chain.is_too_short
+        except ProcessorFailed as failure:
+            return Output(request.id, finish_reason="error", error=str(failure), chain=chain)
     if not ends:
         return output
     output.chain, output.finish_reason = chain, "length"

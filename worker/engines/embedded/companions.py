@@ -84,7 +84,7 @@ def companion_of(request: Request, context_length: int, draft_model: DraftModel 
     Raises:
         InvalidRequest: the companion does not fit into the context, its model is missing, or the
             chain needs a second companion, or has a processor whose state would have to be rebuilt
-            from both rows.
+            from both rows; or its processor names no tokens.
     """
     chain = request.chain
     if chain is None or chain.companion is None:
@@ -99,7 +99,7 @@ def companion_of(request: Request, context_length: int, draft_model: DraftModel 
         context_length = min(context_length, draft_model.context_length)
         if draft_model.model.numerics != "exact":
             chain.receipt.numerics = draft_model.model.numerics
-    begin, generated = list(processor.companion_prompt), request.tokens[request.prompt_length :]
+    begin, generated = _beginning(processor, chain), request.tokens[request.prompt_length :]
     if len(begin) + len(generated) >= context_length:
         what, whose = ("prompt", "draft model's context") if by_draft_model else ("negative prompt", "context")
         problem = f"the {what} must be shorter than the {whose} of {context_length} tokens, got {len(begin)}"
@@ -124,6 +124,20 @@ def companion_of(request: Request, context_length: int, draft_model: DraftModel 
         is_companion=True,
         by_draft_model=by_draft_model,
     )
+
+
+def _beginning(processor: CompanionProcessor, chain: ProcessorChain) -> list[int]:
+    """The tokens that a companion begins with. Raises `InvalidRequest` if they are none."""
+    vocab_size = chain.context.vocabulary.size
+    try:
+        begin = list(processor.companion_prompt)
+    except BaseException as error:  # the processor boundary: third-party code
+        member = next(one for one in chain.members if one.processor is processor)
+        raise InvalidRequest(FIELD, str(chain.failures.raised(member, error))) from error
+    if not begin or not all(type(token) is int and 0 <= token < vocab_size for token in begin):
+        problem = f"{processor.name}: its companion must begin with token ids from 0 to {vocab_size - 1}"
+        raise InvalidRequest(FIELD, problem)
+    return begin
 
 
 def _check_beside(processor: CompanionProcessor, chain: ProcessorChain) -> None:
