@@ -164,7 +164,8 @@ class RequestReceipt:
         """Count a delta of the engine's."""
         self._answer.update(sampled_ids(delta))
         self._weights.take(delta.weights)
-        self._counted = delta.receipt
+        at_string = delta.finish_reason == "stop" and delta.stop_reason is None
+        self._counted = delta.receipt if at_string else None  # it may count what was sampled behind the string
         if delta.num_preemptions is not None:
             self._num_preemptions = delta.num_preemptions
 
@@ -175,7 +176,7 @@ class RequestReceipt:
             report: Report on the processors; see `adapters.chain.Receipt.as_json`.
             ends: The chunk has the finish reason.
         """
-        if ends and self._counted is not None:  # a stop string may be before what the engine has sampled
+        if self._counted is not None:
             report = self._counted.before(report["prompt_length"] + self._answer.num_tokens).as_json()
         data = {"version": report["version"], **self._server, **report}
         data["sampling"] = self._sampling
