@@ -71,6 +71,19 @@ def test_a_prompt_is_computed_in_one_and_answered_by_the_other(pair: tuple[Stack
     assert prefill.metric("dlw_tokens_total", kind="generated") == 0
 
 
+def test_a_refusal_of_the_decode_worker_ends_the_lease(pair: tuple[Stack, Worker, Worker]) -> None:
+    """The prefill worker takes a text that is longer than the answer may be: its part is no answer."""
+    stack, prefill, decode = pair
+    timed_out = prefill.metric("dlw_kv_transfers_total", outcome="timed_out")
+    released = prefill.metric("dlw_kv_transfers_total", outcome="released")
+    forced = {"name": "forced_sequence", "args": {"token_ids": list(range(300, 320))}}
+    reply = chat(stack, forced, max_tokens=4)
+    assert reply.status == 400, reply
+    settled(prefill, decode)
+    assert prefill.metric("dlw_kv_transfers_total", outcome="released") == released + 1
+    assert prefill.metric("dlw_kv_transfers_total", outcome="timed_out") == timed_out
+
+
 def test_what_is_known_is_said_in_usage(pair: tuple[Stack, Worker, Worker]) -> None:
     stack, prefill, decode = pair
     prompt = "a prompt that nobody has sent before, and that is sent twice: " * 3

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from worker.engines import EngineRequest, KeepKv, ReadKv, TokenDelta, TokenLogprob
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.engines.embedded.offline import Engine
+from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
 
 Scores = list[list[TokenLogprob] | None]
@@ -168,3 +169,17 @@ async def test_a_decode_worker_computes_them_itself(served: Any, expected: Score
         assert scores_of(deltas) == expected
     while prefill.num_leased():
         await asyncio.sleep(0.001)
+
+
+async def test_a_refused_request_ends_the_lease(served: Any) -> None:
+    """The prompt's KV would be held until its time-out."""
+    prefill, decode = await served(role="prefill"), await served(role="decode")
+    for refused in ({"lora_name": "none"}, {"params": SamplingParams(max_tokens=4, allowed_token_ids=[10**6])}):
+        leased = (await answer(prefill, scored(kv=KeepKv())))[-1]
+        assert leased.kv is not None
+        assert prefill.num_leased() == 1
+        with pytest.raises(InvalidRequest):
+            await answer(decode, scored(kv=ReadKv(leased.kv), **refused))
+        while prefill.num_leased():
+            await asyncio.sleep(0.001)
+    assert prefill.transfers()["released"] == 2

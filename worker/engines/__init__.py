@@ -376,6 +376,14 @@ class StopsLoading(Protocol):
 
 
 @runtime_checkable
+class ReleasesKv(Protocol):
+    """An engine that can end a prefill worker's lease on KV that nobody will read."""
+
+    def release_kv(self, kv: ReadKv, num_tokens: int) -> None:
+        """End the lease on the KV of `num_tokens` tokens; one that cannot be ended times out."""
+
+
+@runtime_checkable
 class Measured(Protocol):
     """An engine that knows its queues, batches and drafted tokens."""
 

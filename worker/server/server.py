@@ -16,7 +16,10 @@ from worker.engines import (
     Collecting,
     EngineInfo,
     KeepsAlive,
+    KvPart,
     Measured,
+    ReadKv,
+    ReleasesKv,
     RequestHints,
     SelfReporting,
     ServingEngine,
@@ -222,6 +225,7 @@ class RequestServer:
         served.entry.processors = [one.name for one in selection.processors if one.name in chains.catalog]
         served.admit(parsed)
         self._preparing[request_id] = served
+        kv: KvPart | None = None
         try:
             request = await served.read_record(self._boundaries)
             kv = self.disaggregation.kv_of(request, selection)
@@ -232,8 +236,12 @@ class RequestServer:
             served.record.write(engine_request.seed)
             if chains.has_work(selection):
                 engine_request = await served.preparing.run(preparation.with_chain(engine_request, selection))
-        except Aborted:
-            return served.aborted()
+        except (Aborted, ServingError) as error:
+            if isinstance(kv, ReadKv) and isinstance(self.engine, ReleasesKv):
+                self.engine.release_kv(kv, len(request.token_ids))
+            if isinstance(error, Aborted):
+                return served.aborted()
+            raise
         finally:
             if self._preparing.get(request_id) is served:
                 del self._preparing[request_id]

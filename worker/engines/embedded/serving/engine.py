@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from worker.engines.embedded.model import HfModel, check_first_pass, load_model
 from worker.engines.embedded.model.numerics import shown_threads
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling import LogitsCollector
-from worker.engines.embedded.serving.step_thread import Listen, Measure, StepThread, Stop, Submit
+from worker.engines.embedded.serving.step_thread import Call, Listen, Measure, StepThread, Stop, Submit
 from worker.engines.embedded.serving.stream import Stream
 from worker.engines.embedded.serving.streams import Streams
 from worker.engines.embedded.serving.weights import WeightControl
@@ -48,7 +49,7 @@ from worker.engines.forward_pass import ForwardPassSink
 from worker.engines.lora_adapters import FLAG, AdapterRefused
 from worker.engines.refusals import check_queue
 from worker.engines.weights import NotSupported, UpdatesWeights, WeightVersion
-from worker.errors import Draining, EngineBroken, StartupError
+from worker.errors import Draining, EngineBroken, InvalidRequest, ServingError, StartupError
 from worker.sampling import SamplingParams
 
 
@@ -217,13 +218,18 @@ class EmbeddedEngine:
         streams.check(request.id)
         if thread is None or stepper is None or info is None:
             raise EngineBroken("the engine has not been started")
-        adapter = None if stepper.adapters is None else stepper.adapters.of(request)
         number, context_length = next(self._numbers), info.context_length
-        admitted = admit(request, number, stepper.model, context_length, adapter, draft_model=stepper.draft_model)
-        handle = begin_transfer(admitted, request.kv, self.config.role, self._connector)
-        stepper.check(admitted)
-        is_first = streams.is_first_of(admitted.client)
-        check_queue(len(streams), self.config.max_num_seqs, self.config.max_queue, is_first=is_first)
+        try:
+            adapter = None if stepper.adapters is None else stepper.adapters.of(request)
+            admitted = admit(request, number, stepper.model, context_length, adapter, draft_model=stepper.draft_model)
+            handle = begin_transfer(admitted, request.kv, self.config.role, self._connector)
+            stepper.check(admitted)
+            is_first = streams.is_first_of(admitted.client)
+            check_queue(len(streams), self.config.max_num_seqs, self.config.max_queue, is_first=is_first)
+        except ServingError:
+            if isinstance(request.kv, ReadKv):
+                self.release_kv(request.kv, len(request.token_ids))
+            raise
         stream = Stream(admitted, thread)
         streams.add(stream)
         scores = admitted.tap if isinstance(admitted.tap, LogitsCollector) else None
@@ -302,6 +308,15 @@ class EmbeddedEngine:
         if self._stepper.adapters is None:
             raise NotSupported("this model's kernels compute no LoRA adapters")
         return self._stepper.adapters
+
+    def release_kv(self, kv: ReadKv, num_tokens: int) -> None:
+        """See `ReleasesKv.release_kv`."""
+        thread, connector = self._thread, self._connector
+        if thread is not None and connector is not None:
+            with suppress(InvalidRequest):  # one that is not for this worker
+                transport, handle = connector.transport, handle_from_json(kv.handle, connector.layout, num_tokens)
+                done = asyncio.get_running_loop().create_future()
+                thread.tell(Call(lambda stepper: transport.release(handle), done))
 
     def keep_alive(self) -> None:
         """Give an empty delta to each stream that has had none since the last call."""
