@@ -26,7 +26,7 @@ unset CDPATH # with which cd may go elsewhere, and says where
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 scratch=
 frontend_url= # behind the front door
-probe= # prepares the model, or waits for it
+probe= # prepares the environment or the model, or waits for it
 declare -a process_names=() # in the order they were started
 declare -A process_pids=()
 declare -A system_ports=() # of workers, by name: where their metrics are
@@ -61,7 +61,12 @@ prepare_environment() {
     if [[ ! ${OMP_NUM_THREADS:-1} =~ ^[1-9][0-9]*(,[1-9][0-9]*)*$ ]]; then
         fail "OMP_NUM_THREADS must be a number of threads, got '$OMP_NUM_THREADS'"
     fi
-    "$repository/scripts/install" --runtime-only "${@/#/--with=}"
+    local status=0
+    "${lifeline[@]}" "$repository/scripts/install" --runtime-only "${@/#/--with=}" &
+    probe=$! # in the background, so that Ctrl-C and SIGTERM need not wait for it
+    wait "$probe" || status=$?
+    probe=
+    ((status == 0)) || exit "$status"
     python=$(realpath -s "${DLW_VENV:-$repository/.venv}")/bin/python
     choose_worker_python
     # The checkout goes first, and the current directory is no place to import from.
@@ -122,7 +127,7 @@ prepare_model() {
 make_model() {
     local status=0
     "${lifeline[@]}" "$python" -m worker.models --caller "$launch_name" "$@" > "$scratch/model" &
-    probe=$! # in the background, so that Ctrl-C and SIGTERM need not wait for it
+    probe=$! # in the background, as the installation is
     wait "$probe" || status=$?
     probe=
     ((status == 0))

@@ -5,12 +5,15 @@ nothing in place of frontend and workers; `test_agg_script.py` has real ones.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 from launched_script import REPOSITORY
+from ports import free_port
 
 SCRIPT = """
 set -euo pipefail
@@ -63,6 +66,40 @@ def test_ctrl_c_as_a_process_begins_leaves_nothing(tmp_path: Path, signals: str)
     assert not list((tmp_path / "tmp").iterdir())
     psutil.wait_procs(children_of(tmp_path), timeout=10)
     assert not children_of(tmp_path)
+
+
+INSTALL = """#!/usr/bin/env bash
+sleep 60 &
+trap 'kill "$!"; exit 143' TERM
+kill -s "$1" "$2"
+wait
+"""
+
+
+@pytest.mark.parametrize(("signal", "status"), [("TERM", 143), ("INT", 130), ("HUP", 129), ("KILL", -9)])
+def test_an_installation_ends_with_its_script(tmp_path: Path, signal: str, status: int) -> None:
+    """It takes minutes at first."""
+    shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
+    (tmp_path / "scripts").mkdir()
+    install = tmp_path / "scripts/install"
+    install.write_text(INSTALL.replace("$1", signal).replace("$2", "$(cat $TMPDIR/script)"))
+    install.chmod(0o755)
+    (tmp_path / "tmp").mkdir()
+    begun = time.monotonic()
+    ended = subprocess.run(
+        ["env", "--default-signal=INT,HUP", "bash", "-c", 'echo $$ > "$TMPDIR/script"; exec launch/agg.sh'],
+        cwd=tmp_path,
+        env=os.environ
+        | {"TMPDIR": str(tmp_path / "tmp"), "HTTP_PORT": str(free_port()), "FRONT_DOOR_BATCH_DIR": "off"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == status
+    _, alive = psutil.wait_procs(children_of(tmp_path), timeout=10)
+    assert not alive
+    assert time.monotonic() - begun < 50
 
 
 def test_cdpath_changes_nothing(tmp_path: Path) -> None:
