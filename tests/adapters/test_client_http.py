@@ -51,7 +51,7 @@ class Server:
         self.handlers.add(asyncio.create_task(self.handle(reader, writer)))
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):  # it may leave before it has asked
             await self.answer(reader, writer)
         self.left.set()
         writer.close()
