@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launched_script import LaunchedScript, launched
+from launched_script import REPOSITORY, LaunchedScript, launched
 
 from worker.models import DEFAULT_MODEL, model_cache, prepare_default_model
 
@@ -63,6 +66,24 @@ def test_the_answer_is_right(served: LaunchedScript) -> None:
     assert f"agg: MODEL_PATH is not set: {DEFAULT_MODEL} answers, in " in served.output
     choice = ask(served, FRANCE)
     assert (choice.message.content, choice.finish_reason) == ("The capital of France is Paris.", "stop")
+
+
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_example_of_the_readme_prints_what_it_shows(served: LaunchedScript) -> None:
+    """But for counts: with AMX the tokens of bfloat16 are others."""
+    _, begin, rest = README.partition("from pprint import pprint\n")
+    program, _, rest = (begin + rest).partition("```")
+    shown = rest.partition("```text\n")[2].partition("```")[0]
+    program = program.replace("http://127.0.0.1:8000/v1", served.url)
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    said, printed = [text.partition("\n") for text in (shown, done.stdout)]
+    assert said[0] == printed[0]
+    (expected,), (found,) = ast.literal_eval(said[2]), ast.literal_eval(printed[2])
+    assert expected.keys() == found.keys()
+    for name in ("name", "version", "first_position"):
+        assert expected[name] == found[name]
 
 
 def test_a_stream_says_the_same(served: LaunchedScript) -> None:
