@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -253,6 +254,28 @@ async def test_a_failed_request_is_an_error() -> None:
     with pytest.raises(exceptions.InvalidArgument, match="processor Bad raised"):
         await collect(worker, request())
     assert outcome(worker, "failed") == 1
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (2,), (1, 2), (1, 2, 3)])
+async def test_tokens_before_an_error_are_sent(cuts: tuple[int, ...]) -> None:
+    """However many of them the engine hands over with it."""
+    tokens = [5, 6, 7]
+
+    async def fails(request_id: str, params: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+        for start, end in pairwise([0, *cuts]):
+            yield TokenDelta(tokens[start:end])
+        yield TokenDelta(tokens[max(cuts, default=0) :], finish_reason="error", error="processor Bad raised")
+
+    worker, _, _ = await started(fails)
+    sent: list[int] = []
+
+    async def read() -> None:
+        async for chunk in worker.generate(request(), Context("a")):
+            sent.extend(chunk["token_ids"])
+
+    with pytest.raises(exceptions.InvalidArgument, match="processor Bad raised"):
+        await read()
+    assert sent == tokens
 
 
 WANTED: dict[str, Any] = {"annotations": [WANTS_REFUSAL]}

@@ -87,14 +87,13 @@ async def test_what_the_histograms_observed(served: Client) -> None:
         "dlw_prompt_length_tokens": 3,
     }
     assert {name: value(served, f"{name}_count") for name in counts} == counts
-    # tokens that are still to be sent when their request fails are not
-    assert value(served, "dlw_time_to_first_token_seconds_count") in (2, 3)
+    assert value(served, "dlw_time_to_first_token_seconds_count") == 3
     generated = value(served, "dlw_tokens_total", kind="generated")
+    assert generated == 4 + 4 + 3  # those before a failure, too
     assert value(served, "dlw_answer_length_tokens_sum") == generated
     assert value(served, "dlw_prompt_length_tokens_sum") == 3 * len(PROMPT)
     rows = value(served, "dlw_batch_size_rows_sum")
-    # the row that failed had no token, and its first one may not have been sent
-    assert rows in (generated + 1, generated + 2)
+    assert 0 < rows <= generated + 1  # the row that failed had no token, and drafted ones have no row
     assert value(served, "dlw_batch_size_rows_bucket", le="1.0") == value(served, "dlw_batch_size_rows_count")
     assert 0 < value(served, "dlw_queue_time_seconds_sum") < value(served, "dlw_request_duration_seconds_sum")
     assert (value(served, "dlw_waiting_requests"), value(served, "dlw_running_requests")) == (0, 0)

@@ -152,7 +152,7 @@ ENDINGS: dict[str, tuple[Callable[[], Script], Any, type[Exception], str, str | 
         0,
     ),
     "overloaded": (lambda: raising(Overloaded(SECRET)), request(), exceptions.HttpError, "Overloaded", None, 0),
-    "failed": (lambda: failing, request(), exceptions.InvalidArgument, "RequestFailed", None, 1),
+    "failed": (lambda: failing, request(), exceptions.InvalidArgument, "RequestFailed", None, 2),
     "broken": (lambda: raising(EngineBroken("lost"), 2), request(), exceptions.EngineShutdown, "EngineBroken", None, 2),
     "bug": (lambda: raising(KeyError(SECRET), 1), request(), exceptions.Unknown, "KeyError", None, 1),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from adapters.chain import ProcessorFailed, Receipt
@@ -246,6 +246,16 @@ class TokenDelta:
             del self.logprobs[count:]
         self.end_logprobs = self.failure = None
         self.finish_reason, self.stop_reason, self.error = "stop", None, None
+
+    def parts(self) -> list[TokenDelta]:
+        """The delta; an error by itself, behind the tokens before it: they are the answer's however
+        many of them were taken at once.
+        """
+        if self.finish_reason != "error" or not self.token_ids:
+            return [self]
+        before = replace(self, finish_reason=None, error=None, failure=None)
+        self.token_ids, self.logprobs, self.prompt_logprobs, self.weights = [], None, None, []
+        return [before, self]
 
     def prepend(self, earlier: TokenDelta) -> None:
         """Put the tokens of the choice's delta before this one in front; the rest is cumulative."""

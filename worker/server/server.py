@@ -185,9 +185,12 @@ class RequestServer:
                     served.end()
                     return
                 async for delta in deltas:
-                    chunk = await served.chunk(delta, self.chains, shows_empty=shows_empty)
-                    if chunk is not None:
-                        yield chunk
+                    for part in delta.parts():
+                        chunk = await served.chunk(part, self.chains, shows_empty=shows_empty)
+                        if chunk is not None:
+                            yield chunk
+                        if served.is_complete:
+                            break
                     if served.is_complete:
                         break
             served.end()
