@@ -57,7 +57,7 @@ class ProcessorRecord:
         self._rewound.extend([position] * number)
 
     def before(self, position: int) -> ProcessorRecord:
-        """What was counted before ``position``, as a record of its own."""
+        """A record of its own of what was counted before ``position``."""
         found = ProcessorRecord(self.name, self.version, rollbacks=None if self.rollbacks is None else 0)
         for at, amount in zip(self._positions[:], self._amounts[:]):  # noqa: B905  # a thread may be adding one
             if at < position:

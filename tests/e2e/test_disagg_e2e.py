@@ -72,7 +72,7 @@ def test_a_prompt_is_computed_in_one_and_answered_by_the_other(pair: tuple[Stack
 
 
 def test_a_refusal_of_the_decode_worker_ends_the_lease(pair: tuple[Stack, Worker, Worker]) -> None:
-    """The prefill worker takes a text that is longer than the answer may be: its part is no answer."""
+    """The prefill worker takes a text that is longer than the answer may be."""
     stack, prefill, decode = pair
     timed_out = prefill.metric("dlw_kv_transfers_total", outcome="timed_out")
     released = prefill.metric("dlw_kv_transfers_total", outcome="released")
