@@ -81,14 +81,17 @@ async def test_the_last_event_has_the_reason(path: str, n: int) -> None:
     assert texts == TOKENS if n == 1 else set(texts) <= set(TOKENS)
 
 
-async def test_an_error_that_does_not_come_again_goes_on() -> None:
-    """As where a worker died: the request is answered elsewhere the next time."""
+@pytest.mark.parametrize("end", [chunked(DONE) + b"0\r\n\r\n", chunked(DONE), b""])
+async def test_an_error_that_does_not_come_again_goes_on(end: bytes) -> None:
+    """As where a worker died: the request is answered elsewhere the next time. A frontend may go
+    behind the error.
+    """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked = fields_of(at.frontends[0].requests[-1])
         fails = WANTS_REFUSAL not in (asked.get("nvext") or {}).get("annotations", ())
-        writer.write(STREAM_HEAD + chunked(token("a")) + chunked(NAMELESS if fails else token("b")) + chunked(DONE))
-        writer.write(b"0\r\n\r\n")
+        writer.write(STREAM_HEAD + chunked(token("a")) + chunked(NAMELESS if fails else token("b")))
+        writer.write(end if fails else chunked(DONE) + b"0\r\n\r\n")
         await writer.drain()
 
     async with house(answer) as at:

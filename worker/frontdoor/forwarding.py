@@ -123,10 +123,15 @@ class ForwardedRequest:
             return
         if opening is not None:
             self._client.received(opening.held)
-        if self._ending is not None and self._late is not None and self._ending.held:
-            self._late(self._ending.error())
-        else:
+        if not self._ends_with_error():
             self._client.answered(closes)
+
+    def _ends_with_error(self) -> bool:
+        """Whether an error is held back, which the client is then told."""
+        if self._ending is None or self._late is None or not self._ending.held:
+            return False
+        self._late(self._ending.error())
+        return True
 
     def failed(self, begun: bool, reason: str) -> None:
         """The frontend has gone: ask it once more, if it had closed a kept connection before."""
@@ -134,7 +139,7 @@ class ForwardedRequest:
         data, self._repeatable, self.connection = self._repeatable, None, None
         if frontend is not None and data is not None and not begun:
             self._connect([frontend], data)
-        else:
+        elif not self._ends_with_error():
             self._client.failed(begun and self._opening is None, reason)
 
     def pause(self) -> None:
