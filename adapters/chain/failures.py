@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from adapters.chain.members import Member
 from adapters.chain.plan import PlannedEdits, RowPlan
@@ -77,10 +78,12 @@ class Failures:
         if isinstance(error, ProcessorFailed):
             return self.fail(error.processor, error.reason, error.message)
         where = f"at position {len(self._tokens)}"
-        if isinstance(error, Unsatisfiable):
-            return self.fail(member.name, "unsatisfiable", f"{error} {where}")
-        problem = error if isinstance(error, MalformedEdit | StateLost) else f"raised {type(error).__name__}"
-        return self.fail(member.name, "raised", f"{problem} {where}")
+        problem = f"raised {type(error).__name__}"
+        if isinstance(error, Unsatisfiable | MalformedEdit | StateLost):
+            with suppress(Exception):  # of a third party's own kind of them
+                problem = str(error)
+        reason = "unsatisfiable" if isinstance(error, Unsatisfiable) else "raised"
+        return self.fail(member.name, reason, f"{problem} {where}")
 
     def no_token_left(
         self, kinds: Sequence[str] = ("masked", "shaped", "biased"), *, before: Member | None = None

@@ -24,6 +24,7 @@ from adapters.contract import (
     ShapingProcessor,
     Stage,
     SteeringProcessor,
+    Unsatisfiable,
     bitmask_of,
 )
 from adapters.trtllm import ChainAdapter
@@ -223,6 +224,17 @@ def test_a_processor_that_exits_or_panics_fails_alone(error: BaseException) -> N
     assert failures.keys() == {1, 2}
     assert f"raised {type(error).__name__} at position 3" in str(failures[1])
     assert torch.equal(logits[0], torch.full((V,), 0.5))
+
+
+def test_an_error_without_a_text_of_its_own_is_named() -> None:
+    class Mute(Unsatisfiable):
+        def __str__(self) -> str:
+            raise KeyError
+
+    logits, failures = step([Exits(Mute(), Stage.MASK)], [Halves(Stage.SOFT)])
+    assert str(failures[0]).endswith("raised Mute at position 3")
+    assert failures[0].reason == "unsatisfiable"
+    assert torch.equal(logits[1], torch.full((V,), 0.5))
 
 
 def test_an_interrupt_is_not_the_processors() -> None:
