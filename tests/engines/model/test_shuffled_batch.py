@@ -404,7 +404,7 @@ class LooksAside(ShapingProcessor):
 
     @classmethod
     def shape_rows(cls, processors: Any, logits: torch.Tensor) -> None:
-        logits.sub_(5 * logits.mean(0, keepdim=True))
+        logits.sub_(5 * logits.clamp(min=-100).mean(0, keepdim=True))
 
 
 class SharesState(SteeringProcessor):
