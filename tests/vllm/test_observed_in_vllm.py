@@ -36,7 +36,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
         }.items():
             patch.setenv(name, value)
         options = ["--log-requests", "--otlp-endpoint", collector.url, "--logits-processor", RAISES]
-        with vllm_workers(directory, 1, *PATIENT, *options) as (stack, workers):
+        with vllm_workers(directory, 1, *PATIENT, *options, warm=False) as (stack, workers):  # it reads them at import
             yield stack, workers[0], collector
 
 

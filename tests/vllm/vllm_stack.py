@@ -26,10 +26,12 @@ def default_model() -> Path:
 
 @contextlib.contextmanager
 def vllm_workers(
-    directory: Path, count: int, *arguments: str, frontend: Sequence[str] = (), **environ: str
+    directory: Path, count: int, *arguments: str, frontend: Sequence[str] = (), warm: bool = True, **environ: str
 ) -> Iterator[tuple[Stack, list[Worker]]]:
-    """One frontend and workers that have loaded the model, one after the other."""
-    with running_stack(directory, default_model()) as stack:
+    """One frontend and workers that have loaded the model, one after the other; ``warm``: see
+    `Process`.
+    """
+    with running_stack(directory, default_model(), warm=warm) as stack:
         ours = {key: value for key, value in stack.environ.items() if not key.startswith(("VLLM_", "DLW_PROCESSOR"))}
         stack.environ = {**ours, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests' / 'e2e'}"}
         stack.start_frontend(*frontend)
