@@ -55,18 +55,23 @@ check_http_port() {
     fi
 }
 
+# run_aside COMMAND...: in the background, so that Ctrl-C and SIGTERM need not wait for it; its status.
+run_aside() {
+    local status=0
+    "${lifeline[@]}" "$@" &
+    probe=$!
+    wait "$probe" || status=$?
+    probe=
+    return "$status"
+}
+
 # prepare_environment [EXTRA...]: sets python, the interpreter of an environment that has everything, with these extras
 # of the package; makes the environment on first use.
 prepare_environment() {
     if [[ ! ${OMP_NUM_THREADS:-1} =~ ^[1-9][0-9]*(,[1-9][0-9]*)*$ ]]; then
         fail "OMP_NUM_THREADS must be a number of threads, got '$OMP_NUM_THREADS'"
     fi
-    local status=0
-    "${lifeline[@]}" "$repository/scripts/install" --runtime-only "${@/#/--with=}" &
-    probe=$! # in the background, so that Ctrl-C and SIGTERM need not wait for it
-    wait "$probe" || status=$?
-    probe=
-    ((status == 0)) || exit "$status"
+    run_aside "$repository/scripts/install" --runtime-only "${@/#/--with=}" || exit
     python=$(realpath -s "${DLW_VENV:-$repository/.venv}")/bin/python
     choose_worker_python
     # The checkout goes first, and the current directory is no place to import from.
@@ -119,18 +124,13 @@ prepare_model() {
     fi
     MODEL_PATH=$cache/tiny-model
     say "a tiny model with random weights answers, in $MODEL_PATH"
-    "$python" -m worker.tiny_model "$MODEL_PATH" > /dev/null || fail "no model"
+    run_aside "$python" -m worker.tiny_model "$MODEL_PATH" > /dev/null || fail "no model"
 }
 
 # make_model ARGUMENT...: a model with worker.models, which writes its directory into $scratch/model; fails, with a line
 # that says why, if it cannot be had.
 make_model() {
-    local status=0
-    "${lifeline[@]}" "$python" -m worker.models --caller "$launch_name" "$@" > "$scratch/model" &
-    probe=$! # in the background, as the installation is
-    wait "$probe" || status=$?
-    probe=
-    ((status == 0))
+    run_aside "$python" -m worker.models --caller "$launch_name" "$@" > "$scratch/model"
 }
 
 # Sets MODEL_PATH to the default model in DIRECTORY; fails as make_model does.
