@@ -46,8 +46,8 @@ class Backtracking:
         Raises:
             ProcessorFailed: a processor raised, or answered with what is no index.
         """
+        newest = len(self._tokens) - 1
         for (member, _), bans in zip(self._asked, self._bans, strict=True):
-            newest = len(self._tokens) - 1
             member.record.add_rollbacks(newest, len(bans.get(newest, ())))
         opened = min(self._ask("held_from").values(), default=None)
         earlier = None if opened is None else self._held[opened - self._prompt_length]

@@ -98,11 +98,11 @@ def children(sandbox: GrammarSandbox) -> list[psutil.Process]:
 
 
 def test_a_grammar_that_compiles_says_what_it_takes(sandbox: GrammarSandbox) -> None:
+    verdict(sandbox, GOOD)  # the first one takes the memory that every process takes once, too
     small, large = verdict(sandbox, GOOD), verdict(sandbox, regex("|".join(f"word{i:04}" for i in range(2000))))
     assert (small.outcome, large.outcome) == ("compiled", "compiled")
     assert 0 < small.num_bytes < large.num_bytes
-    # the allocator takes from the system in steps
-    assert verdict(sandbox, GOOD).num_bytes == pytest.approx(small.num_bytes, abs=16 * 1024)
+    assert verdict(sandbox, GOOD).num_bytes == pytest.approx(small.num_bytes, rel=0.05)
 
 
 CRASHES = {

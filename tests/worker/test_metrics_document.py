@@ -93,7 +93,8 @@ async def test_what_the_histograms_observed(served: Client) -> None:
     assert value(served, "dlw_answer_length_tokens_sum") == generated
     assert value(served, "dlw_prompt_length_tokens_sum") == 3 * len(PROMPT)
     rows = value(served, "dlw_batch_size_rows_sum")
-    assert 0 < rows <= generated + 1  # the row that failed had no token, and drafted ones have no row
+    # the row that failed had no token, and the two that were forced before it may have been drafted
+    assert generated - 1 <= rows <= generated + 1
     assert value(served, "dlw_batch_size_rows_bucket", le="1.0") == value(served, "dlw_batch_size_rows_count")
     assert 0 < value(served, "dlw_queue_time_seconds_sum") < value(served, "dlw_request_duration_seconds_sum")
     assert (value(served, "dlw_waiting_requests"), value(served, "dlw_running_requests")) == (0, 0)

@@ -13,7 +13,6 @@ from worker.frontdoor.answering import Asker
 from worker.frontdoor.answers import ParsedAnswer
 from worker.frontdoor.choice_merge import ChoiceMerge
 from worker.frontdoor.choice_requests import ChoiceRequests
-from worker.frontdoor.ending import is_error
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.frontend_errors import error_of
 from worker.frontdoor.http import COMMENT, HOP_BY_HOP, INTERIM, chunk
@@ -124,7 +123,7 @@ class Choices:
         answer.body += data
         if answer.status == 200 and answer.is_stream and not answer.collects and self._begins(answer):
             *events, answer.body = answer.body.split(b"\n\n")
-            error = None if self._late is None else next(filter(is_error, events), None)
+            error = None if self._late is None else next(filter(begins_with_error, events), None)
             if error is not None:
                 del events[events.index(error) :]
             self._client.received(self._framed(self._merge.events(answer.index, events)))

@@ -15,11 +15,6 @@ _ERRORS = (b'\ndata: {"error"', b"\nevent: error")
 _SIZE = re.compile(rb"[0-9a-fA-F]+\r")
 
 
-def is_error(event: bytes) -> bool:
-    """Whether an event of a stream, without the empty line behind it, is an error."""
-    return (b"\n" + event).startswith(_ERRORS)
-
-
 class Ending:
     """The last events of one answer in chunks, from an error on.
 

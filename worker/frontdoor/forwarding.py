@@ -55,7 +55,7 @@ class ForwardedRequest:
         self._refused = refused
         self._opening = None if refused is None else Opening()
         self._late = late
-        self._ending = None if late is None else Ending()
+        self._ending = Ending()
         self._status_line = b""  # what has come of it, where lines are added behind it
         self._repeatable: bytes | None = None  # the request, if it may have to be sent again
         self._connecting: asyncio.Task[None] | None = None
@@ -99,7 +99,7 @@ class ForwardedRequest:
             if not self._opening.take(data):
                 return
             data, self._opening, self._refused = self._opening.held, None, None
-        if self._ending is not None:
+        if self._late is not None:
             data = self._ending.take(data)
         if self._added:
             data = self._with_lines(self._status_line + data)
@@ -128,7 +128,7 @@ class ForwardedRequest:
 
     def _ends_with_error(self) -> bool:
         """Whether an error is held back, which the client is then told."""
-        if self._ending is None or self._late is None or not self._ending.held:
+        if self._late is None or not self._ending.held:
             return False
         self._late(self._ending.error())
         return True
