@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from e2e_stack import running_stack
 from front_door_process import Door
+from tokenizers import Tokenizer
 
 from worker.frontdoor.field_checks import is_before_1_6
 
@@ -107,6 +109,29 @@ def test_thoughts_are_blocks(door: Door) -> None:
     assert blocks(message) == [("thinking", "I see"), ("text", "Yes")]
     assert message["content"][0]["signature"]
     assert message["stop_reason"] == "end_turn"
+
+
+def test_usage_has_the_tokens_of_thoughts(door: Door, tiny_model: Path) -> None:
+    """However many tokens come at once: four answers share the steps."""
+    text = "<think>" + "I see, I see. " * 9 + "</think>" + "Yes. " * 9
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    count = len(tokenizer.encode("I see, I see. " * 9).ids)
+    asked = {"max_tokens": 200, "logits_processors": [{"name": "forced_sequence", "args": {"text": text}}]}
+
+    def usage(path: str, **fields: Any) -> Any:
+        status, whole = door.post(path, **asked, **fields)
+        assert status == 200, whole
+        return json.loads(whole)["usage"]
+
+    with ThreadPoolExecutor() as threads:
+        message = threads.submit(usage, "messages", messages=HELLO)
+        chat = threads.submit(usage, "chat/completions", messages=HELLO)
+        choices = threads.submit(usage, "chat/completions", messages=HELLO, n=2)
+    assert message.result()["output_tokens_details"] == {"thinking_tokens": count}
+    assert chat.result()["completion_tokens_details"]["reasoning_tokens"] == count
+    assert choices.result()["completion_tokens_details"]["reasoning_tokens"] == 2 * count
+    asked["max_output_tokens"] = asked.pop("max_tokens")
+    assert usage("responses", input="Hello")["output_tokens_details"]["reasoning_tokens"] == count
 
 
 @pytest.mark.parametrize(

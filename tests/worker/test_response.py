@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from adapters.vocabulary import ReasoningTokens
+from adapters.vocabulary.text_match import TextMatcher
 from worker.engines import TokenDelta, TokenLogprob
 from worker.errors import RequestFailed
 from worker.requests.request import GenerationRequest
 from worker.requests.response import ResponseBuilder
 from worker.sampling import SamplingParams
+
+OPENS, CLOSES = 70, 71
+"""Tags of thinking."""
 
 
 def request(shown: frozenset[int] = frozenset(), **controls: Any) -> GenerationRequest:
@@ -42,6 +51,28 @@ def test_usage() -> None:
         "total_tokens": 6,
         "prompt_tokens_details": {"cached_tokens": 2},
     }
+
+
+@given(
+    st.lists(st.sampled_from([4, OPENS, CLOSES]), max_size=12),
+    st.lists(st.integers(0, 12), max_size=4),
+    st.integers(0, 12),
+    st.booleans(),
+)
+def test_thinking_is_counted_however_it_comes(ids: list[int], cuts: list[int], replayed: int, is_inside: bool) -> None:
+    """In chunks, and after a migration."""
+    expected, inside = 0, is_inside
+    for token_id in ids:
+        expected += inside and token_id != CLOSES
+        inside = token_id != CLOSES if inside else token_id == OPENS
+    made = replace(request(), generated_token_ids=ids[:replayed])
+    counter = ReasoningTokens(TextMatcher.of_ids([OPENS]), TextMatcher.of_ids([CLOSES]), is_inside=is_inside)
+    building = ResponseBuilder(made, frozenset(), reasoning=counter)
+    places = sorted({min(len(ids), max(replayed, cut)) for cut in cuts} | {min(replayed, len(ids))})
+    for begin, end in pairwise([*places, len(ids)]):
+        building.chunk(TokenDelta(ids[begin:end]))
+    assert building.usage()["completion_tokens_details"] == {"reasoning_tokens": expected}
+    assert building.usage()["completion_tokens"] == len(ids)
 
 
 def test_logprobs_are_the_chosen_tokens_and_the_best_by_rank() -> None:

@@ -17,7 +17,7 @@ from adapters.processors.thinking import ThinkingBudget
 from worker.errors import InvalidRequest
 from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES
 from worker.frontdoor.openengine.body import client_name, read_body
-from worker.frontdoor.openengine.thinking import PARSERS, ReasoningTokens, Thinking, ThinkingSplit
+from worker.frontdoor.openengine.thinking import PARSERS, Thinking, ThinkingSplit, reasoning_tokens
 from worker.requests.request import RequestLimits, parse_request
 from worker.runtimes.direct.openai_fields import places
 from worker.runtimes.openengine import wire
@@ -275,7 +275,7 @@ def test_reasoning_tokens_are_those_of_the_budget(thinking: Thinking, data: st.D
     budget = ThinkingBudget(args, Context(vocabulary, frozenset(), 0))
     prompt = vocabulary.encode(thinking.begin) if is_inside else []
     budget.start(prompt)
-    counter = ReasoningTokens(vocabulary, thinking, is_inside=is_inside)
+    counter = reasoning_tokens(vocabulary, thinking, is_inside=is_inside)
     for place, token_id in enumerate(ids):
         budget.accept(token_id, len(prompt) + place)
         counter.feed([token_id])

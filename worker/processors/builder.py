@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -33,13 +33,14 @@ from adapters.catalog import (
     precompute,
 )
 from adapters.chain import ProcessorFailed
-from adapters.contract import CompanionProcessor, Context
+from adapters.contract import CompanionProcessor, Context, ThinkingTracker
 from adapters.grammars.cache import GrammarCache
 from adapters.grammars.compile_threads import Compiled
 from adapters.grammars.compiler import GrammarRefused
 from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavailable
 from adapters.processors.grammar import grammar_cache, tokenizer_tables
-from adapters.vocabulary import Vocabulary
+from adapters.vocabulary import ReasoningTokens, Vocabulary
+from adapters.vocabulary.text_match import tag_matcher
 from worker.arguments import Arguments
 from worker.engines import EngineInfo, EngineRequest, TokenDelta
 from worker.engines.chain_builder import ChainBuilder
@@ -182,6 +183,16 @@ class ServedChainBuilder:
             return self.builder.select(named, request.params, served=True, after_thinking=after_thinking)
         except SelectionError as error:
             raise _invalid(error) from None
+
+    def reasoning_tokens(self, prompt: Sequence[int]) -> ReasoningTokens | None:
+        """Counts the thinking of the answer to ``prompt``, None if the model has no tags for it."""
+        vocabulary, start, end = self.vocabulary, self.builder.model.think_start, self.builder.model.think_end
+        if not start:
+            return None
+        tracker = ThinkingTracker.of(vocabulary, start, end)
+        tracker.reset(prompt)
+        matchers = tag_matcher(vocabulary, start), tag_matcher(vocabulary, end)
+        return ReasoningTokens(*matchers, is_inside=tracker.thinking)
 
     def needs_draft_model(self, selection: Selection) -> bool:
         """Whether a processor computes with the draft model; unknown ones are refused later."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from adapters.vocabulary import ReasoningTokens
 from worker.engines import TokenDelta, TokenLogprob
 from worker.engines.weights import ABORTED
 from worker.errors import RequestFailed
@@ -39,10 +40,12 @@ class ResponseBuilder:
         hidden: frozenset[int],
         receipt: RequestReceipt | None = None,
         token_text: TokenText | None = None,
+        reasoning: ReasoningTokens | None = None,
     ) -> None:
         """``hidden`` are the stop tokens that end the answer without being part of it; ``receipt``
         is the request's, None if it wants none; ``token_text`` are the texts of tokens, for
-        log probabilities of the prompt.
+        log probabilities of the prompt; ``reasoning`` counts the thinking, None if the model has no
+        tags for it.
         """
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_generated_tokens = self.num_replayed_tokens = len(request.generated_token_ids)
@@ -54,6 +57,9 @@ class ResponseBuilder:
         self._hidden = hidden
         self._prompt = request.prompt_token_ids
         self._token_text = token_text
+        self._reasoning = reasoning
+        if reasoning is not None:
+            reasoning.feed(request.generated_token_ids)
         self._scores: dict[str, Any] = {}
         self._adapter = request.beside_model
         self._tells_digests = COMPUTED_WITH in request.annotations
@@ -84,6 +90,8 @@ class ResponseBuilder:
         chunk: dict[str, Any] = {"token_ids": delta.token_ids[:shown], "index": delta.index}
         if self._logprobs is not None and delta.logprobs is not None:
             _add_logprobs(chunk, delta.logprobs[:shown], self._logprobs)
+        if self._reasoning is not None:
+            self._reasoning.feed(chunk["token_ids"])
         data = self._data(delta, shown)
         if delta.weights or (self.weights.entries and delta.finish_reason is not None):
             data[WEIGHTS] = self.weights.as_json(self.num_generated_tokens)
@@ -100,12 +108,15 @@ class ResponseBuilder:
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage of the request so far."""
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_generated_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_generated_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+        if self._reasoning is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self._reasoning.count}
+        return usage
 
     def _data(self, delta: TokenDelta, shown: int) -> dict[str, Any]:
         """The chunk's data for the client beside tokens, empty if there are none."""

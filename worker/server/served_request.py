@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from adapters.catalog import Selection
-from adapters.vocabulary import Vocabulary, byte_index
+from adapters.vocabulary import byte_index
 from worker.disaggregation.serving import DisaggregatedServing
 from worker.engines import EngineRequest, ReadKv, TokenDelta
 from worker.errors import Draining, EngineBroken
@@ -104,7 +104,7 @@ class ServedRequest:
         engine_request: EngineRequest,
         selection: Selection,
         receipt: RequestReceipt | None,
-        vocabulary: Vocabulary,
+        chains: ServedChainBuilder,
         *,
         is_migratable: bool,
     ) -> None:
@@ -114,7 +114,7 @@ class ServedRequest:
             engine_request: The engine's request.
             selection: Processors of the request.
             receipt: Receipt of the request, None if it wants none.
-            vocabulary: The model's vocabulary; without a tokenizer tokens are not text.
+            chains: Chains of the model, whose vocabulary without a tokenizer has no texts.
             is_migratable: Chunks end where text does, so that another worker can go on after any.
 
         Raises:
@@ -125,7 +125,8 @@ class ServedRequest:
         request, params = self.record.request, engine_request.params
         self.entry.seed, self.entry.params = params.seed, params
         hidden = params.end_token_ids - request.shown_stop_token_ids
-        builder = ResponseBuilder(request, hidden, receipt, token_text(vocabulary))
+        vocabulary, reasoning = chains.vocabulary, chains.reasoning_tokens(request.prompt_token_ids)
+        builder = ResponseBuilder(request, hidden, receipt, token_text(vocabulary), reasoning)
         if isinstance(engine_request.kv, ReadKv):
             builder.num_cached_tokens = min(engine_request.kv.num_cached_tokens, builder.num_prompt_tokens)
         self.entry.builder = builder

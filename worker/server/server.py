@@ -249,7 +249,7 @@ class RequestServer:
             if self._preparing.get(request_id) is served:
                 del self._preparing[request_id]
         receipt, is_migratable = preparation.receipt(engine_request, selection), self._boundaries is not None
-        served.begin(engine_request, selection, receipt, chains.vocabulary, is_migratable=is_migratable)
+        served.begin(engine_request, selection, receipt, chains, is_migratable=is_migratable)
         deltas = self.engine.generate(engine_request)
         return deltas if selection.deadline is None else until(selection.deadline, deltas)
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from adapters.vocabulary import ReasoningTokens
 from worker.frontdoor.openengine.body import AskedAnswer
-from worker.frontdoor.openengine.thinking import Part, ReasoningTokens, ThinkingSplit
+from worker.frontdoor.openengine.thinking import Part, ThinkingSplit
 from worker.requests.prompt_scores import LEAST_LOGPROB, TokenText
 
 Chunk = Mapping[str, Any]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from adapters.vocabulary import ReasoningTokens
 from worker.engines.images import FIELD as IMAGES
 from worker.errors import InvalidRequest
 from worker.frontdoor import http
@@ -25,7 +26,7 @@ from worker.frontdoor.openengine.body import AskedAnswer, client_name, read_body
 from worker.frontdoor.openengine.generation import Chunk, Generation
 from worker.frontdoor.openengine.prompts import Prompts
 from worker.frontdoor.openengine.state import state_of
-from worker.frontdoor.openengine.thinking import ReasoningTokens, Thinking, ThinkingSplit
+from worker.frontdoor.openengine.thinking import Thinking, ThinkingSplit, reasoning_tokens
 from worker.frontdoor.openengine.workers import Metadata, Workers
 from worker.frontdoor.request_ids import DYNAMO_ID, REQUEST_ID
 from worker.frontdoor.rewriting import AT_ONCE
@@ -215,7 +216,7 @@ def _prepared(engines: Engines, request: Request, body: Mapping[str, Any]) -> _P
     if thinking is not None and asked.is_chat:
         is_inside = thinking.begins_inside or prompts.ends_with(direct.fields["token_ids"], thinking.begin)
         split = ThinkingSplit(thinking, is_inside=is_inside)
-        reasoning = ReasoningTokens(prompts.vocabulary, thinking, is_inside=is_inside)
+        reasoning = reasoning_tokens(prompts.vocabulary, thinking, is_inside=is_inside)
     return _Prepared(asked, direct, found, split, reasoning)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from adapters.vocabulary import Vocabulary
+from adapters.vocabulary import ReasoningTokens, Vocabulary
 from adapters.vocabulary.text_match import TextMatcher
 from adapters.vocabulary.thinking_tags import KNOWN_TAGS
 from worker.frontdoor.calls.marks import Marks
@@ -84,44 +84,16 @@ class ThinkingSplit:
             yield ("reasoning_content" if self._is_inside else "content"), text
 
 
-class ReasoningTokens:
-    """Counts the tokens of an answer's thinking, without its tags, as ``thinking_budget`` does.
+def reasoning_tokens(vocabulary: Vocabulary, thinking: Thinking, *, is_inside: bool) -> ReasoningTokens:
+    """Counts the thinking of one answer.
 
     Args:
         vocabulary: Tokens of the model, with their texts.
         thinking: Marks of the thinking.
         is_inside: Whether the answer begins with thinking.
-
-    Attributes:
-        count: Tokens so far.
     """
-
-    def __init__(self, vocabulary: Vocabulary, thinking: Thinking, *, is_inside: bool) -> None:
-        self.count = 0
-        self._begin, self._end = (_matcher(vocabulary, tag) for tag in (thinking.begin, thinking.end))
-        self._is_inside = is_inside
-        self._matched = 0
-        self._sizes: list[int] = []  # symbols of the next tag in each of the newest thinking tokens
-
-    def feed(self, token_ids: Iterable[int]) -> None:
-        """Take the next tokens of the answer."""
-        for token_id in token_ids:
-            tag = self._end if self._is_inside else self._begin
-            self._matched, before = tag.step(self._matched, token_id)
-            if before >= 0:
-                self._close(before)
-            elif self._is_inside:
-                self.count += 1
-                self._sizes.append(len(tag.pieces.get(token_id, ())))
-
-    def _close(self, before: int) -> None:
-        """End a section, or begin one, at a tag that has `before` symbols in the tokens before."""
-        while self._is_inside and before > 0:
-            before -= self._sizes.pop()
-            self.count -= 1
-        self._is_inside = not self._is_inside
-        self._matched = 0
-        self._sizes.clear()
+    start, end = (_matcher(vocabulary, tag) for tag in (thinking.begin, thinking.end))
+    return ReasoningTokens(start, end, is_inside=is_inside)
 
 
 def _matcher(vocabulary: Vocabulary, tag: str) -> TextMatcher:

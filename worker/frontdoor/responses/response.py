@@ -75,15 +75,15 @@ def usage_of(usage: Mapping[str, Any], reasoning_tokens: int = 0) -> dict[str, A
 
     Args:
         usage: ``usage`` of a chunk.
-        reasoning_tokens: Tokens of the reasoning, for a frontend that does not report them.
+        reasoning_tokens: Tokens of the reasoning, for a worker that does not count them.
     """
     prompt = usage.get("prompt_tokens_details") or {}
-    completion = usage.get("completion_tokens_details") or {}
+    told = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": prompt.get("cached_tokens") or 0, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": completion.get("reasoning_tokens") or reasoning_tokens},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens if told is None else told},
         "total_tokens": usage["total_tokens"],
     }
 
