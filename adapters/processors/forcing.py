@@ -265,4 +265,4 @@ def _phrase(args: Phrase, context: Context) -> tuple[str, list[int]]:
 
 def _check_room(context: Context, argument: str, num_tokens: int) -> None:
     if context.max_tokens is not None and num_tokens > context.max_tokens:
-        raise ArgumentError(argument, f"takes {num_tokens} tokens, max_tokens is {context.max_tokens}")
+        raise ArgumentError(argument, f"takes {num_tokens} tokens, the answer at most {context.max_tokens}")

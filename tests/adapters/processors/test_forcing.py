@@ -117,7 +117,7 @@ def test_a_forced_sequence_as_text_follows_the_position() -> None:
 
 def test_a_forced_sequence_of_max_tokens_needs_no_end_token() -> None:
     assert generate(chain_of(facts(max_tokens=3), (ForcedSequence, {"text": "cab"})), 0) == [2, 0, 1]
-    with pytest.raises(ArgumentError, match="takes 4 tokens, max_tokens is 3"):
+    with pytest.raises(ArgumentError, match="takes 4 tokens, the answer at most 3"):
         chain_of(facts(max_tokens=3), (ForcedSequence, {"text": "cabc"}))
 
 
@@ -291,7 +291,7 @@ def test_the_phrase_is_forced_when_there_is_room_for_no_more() -> None:
 
 def test_there_must_be_room_for_the_phrase_and_the_end() -> None:
     assert generate(chain_of(facts(max_tokens=4), (ForceLastPhrase, {"text": "abc"})), 0) == [0, 1, 2, 10]
-    with pytest.raises(ArgumentError, match="takes 4 tokens, max_tokens is 3"):
+    with pytest.raises(ArgumentError, match="takes 4 tokens, the answer at most 3"):
         chain_of(facts(max_tokens=3), (ForceLastPhrase, {"text": "abc"}))
     chain = chain_of(facts(max_tokens=6), (ForceLastPhrase, {"text": "abc"}))
     with pytest.raises(ProcessorFailed, match="take 4 tokens, 3 are left"):

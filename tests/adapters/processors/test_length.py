@@ -58,7 +58,7 @@ def test_min_tokens_is_that_of_transformers(prompt, generated, row, n) -> None:
 def test_min_tokens_beyond_max_tokens_is_refused() -> None:
     facts = Context(Vocabulary(V), end_token_ids=frozenset(ENDS), max_tokens=4)
     assert make(MinTokens, facts, n=4) is not None
-    with pytest.raises(ArgumentError, match="at most max_tokens, which is 4, got 5"):
+    with pytest.raises(ArgumentError, match="at most 4, the most tokens of the answer, got 5"):
         make(MinTokens, facts, n=5)
 
 
