@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 _SHOWN = 60
@@ -24,7 +24,7 @@ class LoneSurrogate(Ambiguous):
     """
 
     def __init__(self, path: str) -> None:
-        self.path = "".join(each if each.isprintable() else "?" for each in path[:_SHOWN])
+        self.path = _printable(path)
         super().__init__(f"has half of a surrogate pair in {self.path}")
 
 
@@ -33,11 +33,12 @@ class RepeatedKey(Ambiguous):
 
     Args:
         key: The key.
+        path: JSON path of the key, where it is known.
     """
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, path: str | None = None) -> None:
         super().__init__(f"the key {json.dumps(key[:_SHOWN])} occurs twice in one object")
-        self.key = key
+        self.path = _printable(key if path is None else path)
 
 
 def decoder(parse_int: Callable[[str], int] | None = None, *, checks_floats: bool = True) -> json.JSONDecoder:
@@ -65,12 +66,14 @@ def read_object(data: bytes) -> dict[str, Any]:
         ValueError: it is no JSON object, or nested too deep, or ambiguous in another way; the text
             goes on after a subject ("the body").
     """
+    text = ""
     try:
-        found = _DECODER.decode(data.decode())
+        text = data.decode()
+        found = _DECODER.decode(text)
     except RecursionError:
         raise ValueError("is nested too deep") from None
-    except RepeatedKey:
-        raise
+    except RepeatedKey as error:
+        raise _with_path(error, text) from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -81,27 +84,69 @@ def read_object(data: bytes) -> dict[str, Any]:
 
 
 def _check_texts(found: dict[str, Any]) -> None:
-    """Raises `LoneSurrogate` for the first text, or key, that is not Unicode."""
+    """Raises `LoneSurrogate` for a text, or key, that is not Unicode."""
+    for path, value in _values(found):
+        if isinstance(value, str) and not value.isascii() and any("\ud800" <= each <= "\udfff" for each in value):
+            raise LoneSurrogate(path)
+        if isinstance(value, dict):
+            for key in value:
+                if not key.isascii() and any("\ud800" <= each <= "\udfff" for each in key):
+                    raise LoneSurrogate(f"a key of {path}" if path else "a key")
+
+
+def _values(found: Any) -> Iterator[tuple[str, Any]]:
+    """All values in a JSON value, itself among them, with their paths."""
     waiting: list[tuple[str, Any]] = [("", found)]
     while waiting:
         path, value = waiting.pop()
-        if isinstance(value, str):
-            if not value.isascii() and any("\ud800" <= each <= "\udfff" for each in value):
-                raise LoneSurrogate(path)
-        elif isinstance(value, dict):
-            for key, child in value.items():
-                below = f"{path}.{key}" if path else key
-                waiting += ((below, child), (f"a key of {path}" if path else "a key", key))
+        yield path, value
+        if isinstance(value, dict):
+            waiting += ((f"{path}.{key}" if path else key, child) for key, child in value.items())
         elif isinstance(value, list):
             waiting += ((f"{path}[{index}]", child) for index, child in enumerate(value))
+
+
+class _Ambiguous(dict[str, Any]):
+    """An object in which `key` is repeated."""
+
+    def __init__(self, pairs: list[tuple[str, Any]], key: str) -> None:
+        super().__init__(pairs)
+        self.key = key
+
+
+def _with_path(error: RepeatedKey, text: str) -> RepeatedKey:
+    """The error about ``text`` with the path of a key that is repeated there."""
+    try:
+        found = json.loads(text, object_pairs_hook=_marked)
+    except (ValueError, RecursionError):  # it is no JSON behind the key
+        return error
+    path, value = next((path, value) for path, value in _values(found) if isinstance(value, _Ambiguous))
+    return RepeatedKey(value.key, f"{path}.{value.key}" if path else value.key)
+
+
+def _marked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    key = _repeated_key(pairs)
+    return dict(pairs) if key is None else _Ambiguous(pairs, key)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        raise RepeatedKey(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+        raise RepeatedKey(str(_repeated_key(pairs)))
     return found
+
+
+def _repeated_key(pairs: list[tuple[str, Any]]) -> str | None:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            return key
+        seen.add(key)
+    return None
+
+
+def _printable(path: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in path[:_SHOWN])
 
 
 def _float(digits: str) -> float:

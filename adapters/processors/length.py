@@ -51,7 +51,8 @@ class MinTokens(SteeringProcessor):
 
     def __init__(self, args: Args, context: Context) -> None:
         if context.max_tokens is not None and args.n > context.max_tokens:
-            raise ArgumentError("n", f"expected at most {context.max_tokens}, the most tokens of the answer, got {args.n}")
+            problem = f"expected at most {context.max_tokens}, the most tokens of the answer, got {args.n}"
+            raise ArgumentError("n", problem)
         self._n = args.n
         self._ban = Ban.of(context.end_token_ids) if context.end_token_ids else None
 

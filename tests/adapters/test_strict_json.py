@@ -10,7 +10,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.strict_json import LoneSurrogate, read_object
+from adapters.strict_json import LoneSurrogate, RepeatedKey, read_object
 
 _TEXTS = st.text(st.characters(codec=None, categories=None) | st.sampled_from("\ud83d\ude00\\u"), max_size=6)
 _VALUES = st.recursive(
@@ -48,3 +48,23 @@ def test_the_place_is_named(written: str, path: str) -> None:
     with pytest.raises(LoneSurrogate) as raised:
         read_object(written.encode())
     assert raised.value.path == path
+
+
+@given(st.lists(st.integers(0, 2) | st.text("abc .\n", min_size=1, max_size=4), max_size=5), st.sampled_from(["", "]"]))
+def test_a_repeated_key_is_named_with_its_path(steps: list[int | str], behind: str) -> None:
+    """Whatever is around it, and by its name alone where the text ends before it is JSON."""
+    written, path = '{"x": 1, "y": {"x": 2}, "x": 3}', "x"
+    for step in reversed(steps):
+        if isinstance(step, int):
+            written, path = f"[{'0, ' * step}{written}, 1]", f"[{step}]{'' if path[:1] == '[' else '.'}{path}"
+        else:
+            written, path = (
+                f'{{"z": [], {json.dumps(step)}: {written}}}',
+                f"{step}{'' if path[:1] == '[' else '.'}{path}",
+            )
+    outside = f'{{"all": {written}{behind}}}'
+    with pytest.raises(RepeatedKey, match='the key "x" occurs twice') as raised:
+        read_object(outside.encode())
+    whole = f"all{'' if path[:1] == '[' else '.'}{path}"
+    shown = "".join(each if each.isprintable() else "?" for each in whole[:60])
+    assert raised.value.path == (shown if not behind else "x")

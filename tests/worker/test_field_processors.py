@@ -389,7 +389,7 @@ def test_a_mandatory_one_names_ignore_eos(facts: Context, name: str) -> None:
 
 def test_what_else_rules_a_mandatory_one_out_is_said(facts: Context) -> None:
     chains = chains_with(facts, mandatory=operators("mandatory", "min_tokens", {"n": 30}))
-    with pytest.raises(InvalidRequest, match=r"requires .* min_tokens .* max_tokens, which is 20") as refused:
+    with pytest.raises(InvalidRequest, match=r"requires .* min_tokens .* at most 20, the most tokens") as refused:
         served(chains, parsed(raw()))
     assert refused.value.field == "logits_processors"
 

@@ -172,7 +172,7 @@ def parsed(body: bytes) -> Body:
     try:
         return read_object(body)
     except RepeatedKey as error:
-        raise FieldRefused(printable(error.key), "occurs twice in one object") from None
+        raise FieldRefused(error.path, "occurs twice in one object") from None
     except LoneSurrogate as error:
         raise FieldRefused(error.path, "has half of a surrogate pair") from None
     except ValueError as error:

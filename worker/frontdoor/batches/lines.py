@@ -130,8 +130,7 @@ def request_of(line: Line, endpoint: str) -> LineRequest:
     try:
         found = read_object(line.data)
     except RepeatedKey as error:
-        key = printable(error.key)
-        raise BadLine("invalid_json_line", f"{key}: occurs twice in one object", key) from None
+        raise BadLine("invalid_json_line", f"{error.path}: occurs twice in one object", error.path) from None
     except LoneSurrogate as error:
         raise BadLine("invalid_json_line", f"{error.path}: has half of a surrogate pair", error.path) from None
     except ValueError as error:

@@ -161,7 +161,7 @@ def decoded(data: bytes) -> dict[str, Any]:
     try:
         found = read_object(data)
     except RepeatedKey as error:
-        raise Malformed(f"the message is ambiguous: {error}") from None
+        raise Malformed(f"the message is ambiguous: {error}", error.path) from None
     except LoneSurrogate as error:
         raise Malformed(f"the message {error}", error.path) from None
     except ValueError as error:
