@@ -27,6 +27,7 @@ from servers import NatsServer
 from test_nats_batch import completed, connection, emptied, line, mixed_lines
 from test_nats_faults import probe
 
+from worker.engines.weights import ChangesWeights
 from worker.errors import ConfigurationError
 from worker.runtimes.nats.batch import layout
 from worker.runtimes.nats.batch.command import main
@@ -434,20 +435,28 @@ async def test_a_full_disk_stops_batches_and_loses_none(
     monkeypatch.setattr("worker.runtimes.nats.batch.patience.PASSES_S", 0.5)
     small = NatsServer(tmp_path / "server", config="jetstream { max_file_store: 1MB }\n")
     small.start()
-    lines = [line(f"l-{index}", prompt=[9, 30 + index], max_tokens=500, ignore_eos=True) for index in range(3)]
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-that-nobody-knows\n")
+    pausable = ("--engine-port", str(free_port()), "--engine-key-file", str(keys))
+    lines = [line(f"l-{index}", prompt=[9, 30 + index], max_tokens=20, ignore_eos=True) for index in range(3)]
     try:
         async with (
             connection(small) as client,
-            running(tiny_model, small.url, "disk", *QUICK, "--batch-max-deliver", "1") as worker,
+            running(tiny_model, small.url, "disk", *QUICK, "--batch-max-deliver", "1", *pausable) as worker,
         ):
             store, js, batches = BatchStore(client), client.jetstream(), worker._batches
             assert batches is not None
+            assert isinstance(worker.server.engine, ChangesWeights)
+            weights = worker.server.engine.weights
+            assert weights is not None
             await js.add_stream(StreamConfig(name="FILL", subjects=["fill"]))
+            await weights.pause("keep")  # no answer comes before the disk is full
             record = await store.submit(lines, "disk")
             while len(batches._running) < 3:
                 await asyncio.sleep(0.005)
             with pytest.raises(ServiceUnavailableError, match="insufficient resources"):
                 await fill(client)
+            await weights.resume()
             while worker.server.engine.num_unfinished():
                 await asyncio.sleep(0.01)
             await asyncio.sleep(1.0)  # many times the patience
