@@ -92,11 +92,11 @@ class Stepper:
 
     def add(self, request: Request, kv: KvHandle | None = None) -> None:
         """Queue a request; one with a handle joins once the KV that it describes has arrived."""
+        if self.weights is not None:
+            request.compute_with(self.weights)  # others may have been there when it came to the gate
         if self.gate is not None:
             self.gate.append((request, kv))
             return
-        if self.weights is not None:
-            request.compute_with(self.weights)  # others may have been there when it came to the gate
         request.num_sent = len(request.tokens)
         if request.tap is not None:
             self._tapped.add(request.id)
