@@ -17,10 +17,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from dynamo.llm import exceptions
 from engine_port_client import BYTES_OPTIONS, KEY, Generated, Trainer, tensors_of, trained
 from safetensors.torch import save, save_file
 
+from adapters.client import processor, selection
 from worker.__main__ import main
+from worker.requests.continuation import COMPUTED_WITH
 from worker.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -141,6 +144,27 @@ async def test_requests_in_flight_name_the_token(trainer: Trainer, models: list[
     assert 5 <= changed < 600
     named = [chunk["engine_data"]["weight_versions"] for chunk in answer.chunks if "engine_data" in chunk]
     assert named[0] == [{"version": old, "from_token": 0}]  # a client that streams is told at once
+
+
+@pytest.mark.parametrize("name", [None, "mirostat"])
+async def test_an_answer_of_two_versions_goes_on(trainer: Trainer, models: list[Path], name: str | None) -> None:
+    """Unless a processor's state is made of logits, which nobody has any more."""
+    chosen = [] if name is None else ["logits_processors:" + selection(processor(name, tau=2.5))]
+    annotations, info, growing = [COMPUTED_WITH, *chosen], trainer.worker.server.info, Generated()
+    task = asyncio.create_task(trainer.generate(400, growing, annotations=annotations))
+    while len(growing.token_ids) < 5:
+        await asyncio.sleep(0.001)
+    await trainer.give(tensors_of(models[1]))
+    whole = await task
+    cut = whole.versions[1]["from_token"] + 3
+    digests = [chunk["engine_data"][COMPUTED_WITH] for chunk in whole.chunks if chunk["token_ids"]][-1]
+    so_far = {"generated_tokens": cut, "numerics": info.made_by, "kv_dtype": info.kv_dtype, **digests}
+    goes_on = trainer.generate(400, behind=whole.token_ids[:cut], annotations=annotations, continues=so_far)
+    if name is None:
+        assert whole.token_ids[:cut] + (await goes_on).token_ids == whole.token_ids
+    else:
+        with pytest.raises(exceptions.InvalidArgument, match=r"continues\.weights: must be '.*', this worker's, got"):
+            await goes_on
 
 
 REFUSED = [
