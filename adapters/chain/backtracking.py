@@ -116,6 +116,11 @@ class Backtracking:
             self._bans[each].setdefault(position, set()).add(token_id)
         return bool(able)
 
+    def forget_ruled_out(self) -> None:
+        """Drop all bans."""
+        for bans in self._bans:
+            bans.clear()
+
     def copy_ruled_out(self, other: Backtracking) -> None:
         """Take over what the same processors of another chain of this history have ruled out."""
         self._bans = [{position: set(ids) for position, ids in bans.items()} for bans in other._bans]

@@ -408,6 +408,11 @@ class ProcessorChain:
         backtracking = self._history.backtracking
         return backtracking is not None and backtracking.rule_out(token_id)
 
+    def forget_ruled_out(self) -> None:
+        """Mask nothing of what was sampled and rewound: another model samples from here on."""
+        if self._history.backtracking is not None:
+            self._history.backtracking.forget_ruled_out()
+
     def copy_ruled_out(self, other: ProcessorChain) -> None:
         """Mask what ``other``, a chain of the same request and history, masks after rewinds."""
         mine, theirs = self._history.backtracking, other._history.backtracking

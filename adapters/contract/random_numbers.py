@@ -3,7 +3,8 @@
 There is no running generator: a number depends on these four words alone, so it is the same in any
 batch, slot or worker, and after preemption or migration. ``purpose`` keeps a processor's numbers
 independent of the sampler's. The hash is the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA
-2014), chained over the four words.
+2014), chained over the words. The choice is added, times an odd constant, once the seed has been
+mixed: neither a seed nor a position nearby has the numbers of another choice.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ SAMPLE = 0
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
+_PER_CHOICE = 0xD1342543DE82EF95
 
 
 def _mix(word: int) -> int:
@@ -29,8 +31,8 @@ def _mix(word: int) -> int:
 
 def key(seed: int, choice: int, position: int, purpose: int = SAMPLE) -> int:
     """64-bit hash of the four words; ``seed`` is a uint64."""
-    state = seed & _MASK
-    for word in (choice, position, purpose):
+    state = _mix((seed + _GAMMA) & _MASK) + choice * _PER_CHOICE
+    for word in (position, purpose):
         state = _mix((state + _GAMMA + word) & _MASK)
     return _mix((state + _GAMMA) & _MASK)
 
@@ -44,8 +46,9 @@ def uniform_rows(
     seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int], purpose: int = SAMPLE
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """`uniform` of many rows at once: float64 ``[R]``."""
-    state = np.array(seeds, dtype=np.uint64)
-    for words in (choices, positions, (purpose,)):
+    state = _mix_words(np.array(seeds, dtype=np.uint64) + np.uint64(_GAMMA))
+    state += np.array(choices, dtype=np.uint64) * np.uint64(_PER_CHOICE)
+    for words in (positions, (purpose,)):
         state = _mix_words(state + np.uint64(_GAMMA) + np.array(words, dtype=np.uint64))
     return _as_uniform(_mix_words(state + np.uint64(_GAMMA)))
 

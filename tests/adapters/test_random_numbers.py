@@ -17,3 +17,11 @@ def test_rows_are_drawn_as_one(rows: list[tuple[int, int, int]], purpose: int) -
     together = uniform_rows(seeds, choices, positions, purpose).tolist()
     assert together == [uniform(*row, purpose) for row in rows]
     assert all(0 < number < 1 for number in together)
+
+
+@given(seed=words, choice=st.integers(1, 127), other=st.integers(0, 127), position=counts)
+def test_no_seed_nearby_has_the_numbers_of_a_choice(seed: int, choice: int, other: int, position: int) -> None:
+    number = uniform(seed, choice, position)
+    assert number != uniform(seed, 0, position)
+    assert other == choice or number != uniform((seed + choice - other) % 2**64, other, position)
+    assert number != uniform(seed, 0, position + choice)

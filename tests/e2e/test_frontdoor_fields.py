@@ -79,6 +79,22 @@ def test_a_stream_that_fails_late_says_why(door: Door, path: str, n: int) -> Non
     assert last["error"]["type"] == "invalid_request_error"
 
 
+def test_one_choice_of_several_that_fails_says_why(door: Door) -> None:
+    """Whichever of them it is: the first may be none that fails."""
+    processors = [
+        {"name": "regex", "args": {"pattern": "(a[xyz]{3}|b{3})"}},
+        {"name": "banned_tokens", "args": {"token_ids": [92, 93, 94]}},  # x, y and z, but not the longer ones
+    ]
+    fields = {"prompt": [5, 6, 7, 8], "temperature": 1.9, "logits_processors": processors}
+    num_others = 0
+    for seed in range(10):
+        (alone, _), (status, text) = (door.post("completions", **fields, seed=seed, n=n) for n in (1, 4))
+        if status != 200:
+            num_others += alone == 200
+            assert (status, "regex, banned_tokens: no token is left" in text) == (400, True), text
+    assert num_others > 0, "no choice but the first fails"
+
+
 def _as_whole(choice: dict[str, Any]) -> dict[str, Any]:
     return choice if "text" in choice else {**choice, "message": choice["delta"]}
 

@@ -182,6 +182,28 @@ def test_one_that_waits_ends_without_tokens(served: Served, form: str) -> None:
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize(
+    ("path", "scored"),
+    [
+        ("/v1/chat/completions", {}),
+        ("/v1/completions", {}),
+        ("/v1/completions", {"echo": True, "logprobs": 1}),
+        ("/v1/completions", {"max_tokens": 0}),
+    ],
+)
+def test_one_that_waits_has_no_scores(served: Served, path: str, scored: Answer, streams: bool) -> None:
+    served.tell("pause", mode="keep")
+    fields = {"prompt": PROMPT, "max_tokens": 5, "return_token_ids": True, "prompt_logprobs": 0, **scored}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(served.ask, path, fields, streams=streams)
+        wait_for(lambda: served.tell("pause", mode="abort") and asked.done(), "an answer without tokens", 30)
+        served.tell("resume")
+        choices = [choice for event in asked.result() for choice in event["choices"]]
+    assert choices[-1]["finish_reason"] == "abort"
+    assert not any(choice["token_ids"] for choice in choices if "token_ids" in choice)
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
 def test_without_token_ids_it_is_an_error(served: Served, streams: bool) -> None:
     """Its client could not go on: text says neither which tokens there are nor that more follow."""
     fields = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": streams}

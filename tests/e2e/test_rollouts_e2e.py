@@ -339,6 +339,18 @@ def test_vllms_token_endpoint(door: Door, engine: Engine) -> None:
         assert content == whole_choice["logprobs"]["content"]
 
 
+@pytest.mark.parametrize("params", [{"max_tokens": 0}, {"n": 2, "stop_token_ids": [17], "logit_bias": {"17": 100}}])
+def test_usage_counts_the_ids_that_are_there(door: Door, params: dict[str, Any]) -> None:
+    fields = {"token_ids": IDS, "sampling_params": {"seed": 3, **params}}
+    status, text = http(f"{door.url}/inference/v1/generate", fields)
+    assert status == 200, text
+    answer = json.loads(text)
+    streamed = events(door, "/inference/v1/generate", **fields, stream_options={"include_usage": True})
+    for usage in (answer["usage"], streamed[-1]["usage"]):
+        assert usage["completion_tokens"] == sum(len(one["token_ids"]) for one in answer["choices"])
+        assert usage["total_tokens"] == len(IDS) + usage["completion_tokens"]
+
+
 def _plain(entry: Any) -> tuple[int, float, int]:
     return entry.token_id, entry.logprob, entry.rank
 

@@ -204,6 +204,18 @@ def test_what_is_no_prompt_is_named(prompt: Any) -> None:
         Asked.completion({**ASKED, "prompt": prompt})
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"), [({"prompt": ["a", "b"]}, "nvext.token_data"), ({"prompt": "a", "echo": True}, "echo")]
+)
+def test_ids_beside_a_text_are_those_of_it(fields: dict[str, Any], name: str) -> None:
+    """Nothing that several texts have in common, and nothing that is shown as the text."""
+    ids = {"nvext": {"token_data": [5, 6]}}
+    assert Asked.completion({**ASKED, "prompt": "a", "logprobs": 1, **ids}).prompts == ["a"]
+    with pytest.raises(FieldRefused) as caught:
+        Asked.completion({**ASKED, **fields, **ids})
+    assert caught.value.param == name
+
+
 @pytest.mark.parametrize("nvext", [None, {}, {"extra_fields": None}, {"extra_fields": ["timing", "engine_data"]}])
 def test_the_workers_data_is_asked_for(nvext: Any) -> None:
     sent = Asked.completion({**ASKED, "logprobs": 1, "nvext": nvext}).request("a")

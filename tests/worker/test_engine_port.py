@@ -17,10 +17,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from dynamo.llm import exceptions
 from engine_port_client import BYTES_OPTIONS, KEY, Generated, Trainer, tensors_of, trained
 from safetensors.torch import save, save_file
 
+from adapters.client import processor, selection
 from worker.__main__ import main
+from worker.requests.continuation import COMPUTED_WITH
 from worker.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -141,6 +144,38 @@ async def test_requests_in_flight_name_the_token(trainer: Trainer, models: list[
     assert 5 <= changed < 600
     named = [chunk["engine_data"]["weight_versions"] for chunk in answer.chunks if "engine_data" in chunk]
     assert named[0] == [{"version": old, "from_token": 0}]  # a client that streams is told at once
+
+
+OF_TWO_VERSIONS = {
+    "nothing": [],
+    "phrase_ban": [processor("phrase_ban", phrases=["on", "e", "th", "a"])],
+    "mirostat": [processor("mirostat", tau=2.5)],
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", OF_TWO_VERSIONS)
+async def test_an_answer_of_two_versions_goes_on(trainer: Trainer, models: list[Path], name: str, seed: int) -> None:
+    """From the first token of the newer one on it is what these weights alone say; unless a state
+    is made of logits, which nobody has any more.
+    """
+    chosen = "logits_processors:" + selection(*OF_TWO_VERSIONS[name])
+    asked: dict[str, Any] = {"seed": seed, "annotations": [COMPUTED_WITH, chosen]}
+    info, growing = trainer.worker.server.info, Generated()
+    task = asyncio.create_task(trainer.generate(300, growing, **asked))
+    while len(growing.token_ids) < 5:
+        await asyncio.sleep(0.001)
+    await trainer.give(tensors_of(models[1]))
+    whole = await task
+    cut = whole.versions[1]["from_token"]
+    digests = next(chunk for chunk in reversed(whole.chunks) if chunk["token_ids"])["engine_data"][COMPUTED_WITH]
+    so_far = {"generated_tokens": cut, "numerics": info.made_by, "kv_dtype": info.kv_dtype, **digests}
+    goes_on = trainer.generate(300, behind=whole.token_ids[:cut], continues=so_far, **asked)
+    if name == "mirostat":
+        with pytest.raises(exceptions.InvalidArgument, match=r"continues\.weights: must be '.*', this worker's, got"):
+            await goes_on
+    else:
+        assert whole.token_ids[:cut] + (await goes_on).token_ids == whole.token_ids
 
 
 REFUSED = [

@@ -518,6 +518,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "logits_processors",
     ),
     "nvext": (CHAT, {"logit_bias": {"5": 1}, "nvext": 3}, "nvext"),
+    "two salts": (CHAT, {"cache_salt": "a", "nvext": {"cache_salt": "b"}}, "nvext.cache_salt"),
+    "empty salt": (COMPLETIONS, {"cache_salt": ""}, "cache_salt"),
+    "empty salt in nvext": (CHAT, {"nvext": {"cache_salt": ""}}, "nvext.cache_salt"),
+    "two thinking budgets": (
+        CHAT,
+        {"thinking_token_budget": 4, "nvext": {"max_thinking_tokens": 5}},
+        "nvext.max_thinking_tokens",
+    ),
+    "two prompts of ids": (COMPLETIONS, {"prompt": [5], "nvext": {"token_data": [6]}}, "nvext.token_data"),
 }
 
 

@@ -171,12 +171,14 @@ def test_headers_and_nvext_arrive() -> None:
     headers = {b"x-dynamo-meta-logits-processors": b'{"version":1}', b"x-tenant-id": b"a", b"x-other": b"b"}
     nvext = {"agent_hints": {"priority": 3}, "max_thinking_tokens": 4, "extra_fields": ["engine_data"]}
     body = {"prompt": [5], "max_tokens": 9, "nvext": nvext, "guided_regex": "a"}
-    asked = read_body(COMPLETIONS, body, headers, thinks=True)
+    asked = read_body(COMPLETIONS, {**body, "cache_salt": "b"}, headers, thinks=True)
     assert asked.message["routing"] == {"cache_salt": "a", "priority": 3}
     assert asked.message["annotations"] == ['logits_processors:{"version":1}']
     assert asked.message["stop_conditions"] == {"max_tokens": 9, "max_thinking_tokens": 4}
     assert asked.message["require_reasoning"] is True
     assert asked.message["token_ids"] == [5]
+    salted = read_body(COMPLETIONS, {**body, "cache_salt": "b"}, {b"x-tenant-id": b""}, thinks=True)
+    assert salted.message["routing"]["cache_salt"] == "b"
     ids = read_body(CHAT, {"messages": [{"role": "user"}], "nvext": {"token_data": [5, 6]}}, {}, thinks=False)
     assert (ids.message["token_ids"], "messages" in ids.message) == ([5, 6], False)
     chat = read_body(CHAT, {"messages": [], "max_completion_tokens": 5, "max_tokens": 9}, {}, thinks=False)

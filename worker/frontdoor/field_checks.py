@@ -346,6 +346,10 @@ def guide_backend(value: Any, body: Body) -> None:
         raise FieldRefused("guided_decoding_backend", "this worker decodes grammars with llguidance")
 
 
+_ALSO_IN_NVEXT = {"cache_salt": "cache_salt", "max_thinking_tokens": "thinking_token_budget"}
+"""Fields of ``nvext`` by name, and those of the request that say the same."""
+
+
 def nvext(value: Any, body: Body) -> None:
     _must_be("nvext", value, dict, "an object")
     for key in ("annotations", "extra_fields"):
@@ -353,6 +357,15 @@ def nvext(value: Any, body: Body) -> None:
             _entries(f"nvext.{key}", value[key], lambda each: isinstance(each, str), "a text")
     if value.get("token_data") is not None:
         check_ids("nvext.token_data", value["token_data"])
+        if isinstance(body.get("prompt"), list):
+            raise FieldRefused(
+                "nvext.token_data", "is what one text becomes; cannot be given beside a prompt of a list"
+            )
+    if value.get("cache_salt") == "":
+        raise FieldRefused("nvext.cache_salt", "must not be empty")
+    for key, name in _ALSO_IN_NVEXT.items():
+        if None not in (value.get(key), body.get(name)) and value[key] != body[name]:
+            raise FieldRefused(f"nvext.{key}", f"cannot be another than {name}; give one of them")
     _must_be("nvext.use_raw_prompt", value.get("use_raw_prompt"), bool, "true or false")
     if value.get("use_raw_prompt"):
         raise FieldRefused(

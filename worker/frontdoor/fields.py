@@ -281,7 +281,7 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         _BOTH,
         "honoured",
         "Requests share the KV of common beginnings only if their salt is the same.",
-        field_types.text("cache_salt"),
+        field_types.given_text("cache_salt"),
     ),
     _row("thinking", (CHAT,), "frontend", _TEMPLATE),
     _row("chat_template_args", (CHAT,), "frontend", _TEMPLATE, field_types.an_object("chat_template_args")),

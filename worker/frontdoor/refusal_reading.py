@@ -21,7 +21,9 @@ from worker.runtimes.direct.pictures import PART, is_picture, picture_places
 _MOST_PROMPTS = 64
 """Prompts of a refused completion among which the refused one is looked for."""
 
-_NOT_ASKED_AGAIN = ("stream_options", "n")
+_NOT_ASKED_AGAIN = ("stream_options",)
+_NOT_CHECKED = (*_NOT_ASKED_AGAIN, "n")
+"""Fields that are left out where a request is only prepared: its choices are prepared alike."""
 
 REASON_S = 10.0
 """Seconds for which a request is computed again to learn why it failed."""
@@ -139,7 +141,8 @@ async def _refusal(caller: Caller, fields: dict[str, Any], path: str, *annotatio
     Raises:
         Refused: the answer is another error.
     """
-    again = {name: value for name, value in fields.items() if name not in _NOT_ASKED_AGAIN}
+    without = _NOT_CHECKED if ONLY_CHECKED in annotations else _NOT_ASKED_AGAIN
+    again = {name: value for name, value in fields.items() if name not in without}
     again["nvext"] = with_annotations(with_engine_data(fields.get("nvext")), WANTS_REFUSAL, *annotations)
     chunks = await ask(_Again(caller), again, path)
     try:

@@ -81,6 +81,9 @@ class DecisionTap:
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Ignore the row; only those of the answer are wanted."""
 
+    def start_over(self) -> None:
+        """Does nothing: nothing of other weights is kept."""
+
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """The row ``[V]`` from which the token at `position` is sampled."""
         if position != self._chain.position or position >= len(self._tokens):  # seen before, or after the answer

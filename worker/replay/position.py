@@ -106,6 +106,9 @@ class PositionTap:
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Ignore the row; only those of the answer are wanted."""
 
+    def start_over(self) -> None:
+        """Does nothing: nothing of other weights is kept."""
+
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """The row ``[V]`` from which the token at `position` is sampled, perhaps once more."""
         while self.positions and self.positions[-1].position >= position:  # its token was rewound

@@ -40,12 +40,13 @@ class ResponseBuilder:
         hidden: frozenset[int],
         receipt: RequestReceipt | None = None,
         token_text: TokenText | None = None,
+        weights: TokenWeights | None = None,
         reasoning: ReasoningTokens | None = None,
     ) -> None:
         """``hidden`` are the stop tokens that end the answer without being part of it; ``receipt``
         is the request's, None if it wants none; ``token_text`` are the texts of tokens, for
-        log probabilities of the prompt; ``reasoning`` counts the thinking, None if the model has no
-        tags for it.
+        log probabilities of the prompt; ``weights`` take the versions of its tokens; ``reasoning``
+        counts the thinking, None if the model has no tags for it.
         """
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_generated_tokens = self.num_replayed_tokens = len(request.generated_token_ids)
@@ -63,7 +64,7 @@ class ResponseBuilder:
         self._scores: dict[str, Any] = {}
         self._adapter = request.beside_model
         self._tells_digests = COMPUTED_WITH in request.annotations
-        self.weights = TokenWeights()
+        self.weights = weights or TokenWeights()
 
     def chunk(self, delta: TokenDelta) -> dict[str, Any]:
         """The chunk for ``delta``. The caller drops one without tokens, finish or engine data.
@@ -96,7 +97,7 @@ class ResponseBuilder:
         if delta.weights or (self.weights.entries and delta.finish_reason is not None):
             data[WEIGHTS] = self.weights.as_json(self.num_generated_tokens)
         if self._tells_digests and chunk["token_ids"]:
-            weights = self.weights.entries[-1][1].updated_digest if self.weights.entries else ""
+            weights = self.weights.digest
             if weights or self._adapter:
                 data[COMPUTED_WITH] = {"weights": weights, "adapter": self._adapter}
         if data:

@@ -21,6 +21,7 @@ from worker.requests.receipts import RequestReceipt
 from worker.requests.request import GenerationRequest
 from worker.requests.response import STOP_STRING, STOP_TOKEN, ResponseBuilder
 from worker.requests.rollout import add_match
+from worker.requests.token_weights import TokenWeights
 from worker.server.interruptible import Interruptible, call_in
 from worker.server.reports import RequestReports
 from worker.text.deltas import TokenBytes
@@ -72,6 +73,7 @@ class ServedRequest:
         self._slot: InFlightRequest | None = None
         self._selection = Selection()
         self._builder: ResponseBuilder | None = None
+        self._sampled_from = TokenWeights()  # tokens that are withheld among them
         self._stop_text: StopText | None = None
         self._safe_chunks: SafeChunks[TokenDelta] | None = None
 
@@ -126,7 +128,10 @@ class ServedRequest:
         self.entry.seed, self.entry.params = params.seed, params
         hidden = params.end_token_ids - request.shown_stop_token_ids
         vocabulary, reasoning = chains.vocabulary, chains.reasoning_tokens(request.prompt_token_ids)
-        builder = ResponseBuilder(request, hidden, receipt, token_text(vocabulary), reasoning)
+        binds_all = engine_request.chain is not None and engine_request.chain.observes_logits
+        self._sampled_from = TokenWeights(binds_all=binds_all)
+        weights = TokenWeights(binds_all=binds_all)
+        builder = ResponseBuilder(request, hidden, receipt, token_text(vocabulary), weights, reasoning)
         if isinstance(engine_request.kv, ReadKv):
             builder.num_cached_tokens = min(engine_request.kv.num_cached_tokens, builder.num_prompt_tokens)
         self.entry.builder = builder
@@ -157,7 +162,8 @@ class ServedRequest:
         """
         assert self.record is not None
         if delta.weights:
-            self.record.sampled_from(delta.weights[-1][1].updated_digest)
+            self._sampled_from.take(delta.weights)
+            self.record.sampled_from(self._sampled_from.digest)
         await self.record.wait_written()
         if self._stop_text is not None:
             self._stop_text.end(delta)

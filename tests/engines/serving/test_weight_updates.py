@@ -19,8 +19,13 @@ from random_checkpoints import TYPES, write
 from third_party_checkpoints import write as write_third_party
 from weight_runs import Answer, Tensors, as_bytes, ask, copy_with, running, tensors_of, weights_of
 
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
+from adapters.processors.stochastic import Mirostat
+from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedEngine
+from worker.engines.embedded.sampling.chain_replay import CHANGED
 from worker.engines.weights import PauseMode, Updated, WeightsRefused, WrongState
 from worker.sampling import SamplingParams
 from worker.tiny_model import write_tiny_model
@@ -395,3 +400,54 @@ async def test_many_updates_under_load(sources: list[Path], tmp_path: Path) -> N
     assert len(answers) > 100
     assert all(len(answer.weights) == 1 and len(answer.tokens) == 40 for answer in answers)
     assert max(memory[100:]) <= max(memory[20:100]) + size
+
+
+async def scores_of(engine: EmbeddedEngine, name: str) -> tuple[object, list[str]]:
+    """The log probabilities of a long prompt, and the versions that its answer names."""
+    params = SamplingParams(max_tokens=2, prompt_logprobs=1, ignore_eos=True)
+    found = [delta async for delta in engine.generate(EngineRequest(name, PROMPT * 10, params))]
+    (scores,) = [delta.prompt_logprobs for delta in found if delta.prompt_logprobs is not None]
+    return scores, [version.name for delta in found for _, version in delta.weights]
+
+
+async def held_in_its_prompt(engine: EmbeddedEngine, name: str) -> None:
+    """Pause the engine while a request's prompt of several steps is computed."""
+    requests = (stream.request for stream in engine._streams.unfinished)
+    while not any(one.id == name and one.num_computed for one in requests):
+        requests = (stream.request for stream in engine._streams.unfinished)
+        await asyncio.sleep(0)
+    await weights_of(engine).pause("keep")
+    (request,) = (stream.request for stream in engine._streams.unfinished)
+    assert 0 < request.num_computed < len(request.tokens)
+
+
+def continued_with_mirostat(name: str) -> EngineRequest:
+    """A request that another worker has begun, with a state that is made of logits."""
+    context = Context(Vocabulary(1024), frozenset(), 7)
+    chain = ProcessorChain([Mirostat(Mirostat.Args(), context)], context)
+    chain.start(PROMPT)
+    params = SamplingParams(max_tokens=300, temperature=1.0, seed=7, ignore_eos=True)
+    return EngineRequest(name, PROMPT, params, chain=chain, generated_token_ids=PROMPT * 5)
+
+
+async def test_scores_of_a_prompt_are_of_one_version(sources: list[Path]) -> None:
+    async with running(sources[0], max_num_batched_tokens=4) as engine:
+        under_way = asyncio.create_task(scores_of(engine, "under way"))
+        await held_in_its_prompt(engine, "under way")
+        await weights_of(engine).update_weights(as_bytes(tensors_of(sources[1])), None, "keep")
+        await weights_of(engine).resume()
+        assert await under_way == await scores_of(engine, "after")
+
+
+async def test_a_state_is_not_made_of_logits_of_two_versions(sources: list[Path]) -> None:
+    async with running(sources[0], max_num_batched_tokens=4) as engine:
+
+        async def ended() -> list[str | None]:
+            request = continued_with_mirostat("under way")
+            return [delta.error async for delta in engine.generate(request) if delta.finish_reason is not None]
+
+        under_way = asyncio.create_task(ended())
+        await held_in_its_prompt(engine, "under way")
+        await weights_of(engine).update_weights(as_bytes(tensors_of(sources[1])), None, "keep")
+        await weights_of(engine).resume()
+        assert await under_way == [f"logits processor mirostat: {CHANGED}"]

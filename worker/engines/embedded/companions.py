@@ -51,6 +51,9 @@ class CompanionRows:
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Does nothing: they are not wanted."""
 
+    def start_over(self) -> None:
+        """Does nothing: nothing of other weights is kept."""
+
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """Keep the row ``[V]`` for the companion's token at `position`, and no other."""
         self.keep(position, logits[None])

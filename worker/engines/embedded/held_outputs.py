@@ -68,9 +68,10 @@ class HeldOutputs:
         return released
 
     def drop(self, request_id: str, block_size: int) -> None:
-        """Drop the held outputs of a request that leaves the engine, and rewind their tokens.
+        """Drop the held outputs of a request, and rewind their tokens.
 
-        They were not sent, so that the request can continue later from what its client has.
+        They were not sent, so that the request can continue, here or later, from what its client
+        has.
         """
         held = self._held.pop(request_id, None)
         if held is not None and held.outputs:

@@ -34,5 +34,8 @@ class LogitsTap(Protocol):
         token again, and continue beyond the prompt where the tokens of a step do.
         """
 
+    def start_over(self) -> None:
+        """The weights have changed while rows were wanted: all come again, of the new ones."""
+
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """The row ``[V]`` from which the token at `position` is sampled."""

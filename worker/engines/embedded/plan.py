@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, repeat
 from typing import Any, Protocol
 
@@ -138,6 +139,8 @@ class Request:
     def compute_with(self, weights: WeightVersion) -> None:
         """Compute its next tokens with other weights; it owns no pages."""
         assert not self.pages, f"{self.id} has KV of other weights"
+        if self.tap is not None and self.tap.wants_prompt and self.weights not in (None, weights):
+            self._tell_tap(self.tap.start_over)
         self.weights = weights
         self.block_hashes.clear()
         self.cached_blocks.clear()
@@ -162,22 +165,22 @@ class Request:
     def show_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Show the tap rows of the prompt; see `LogitsTap.see_prompt`."""
         if self.tap is not None and self.tap.wants_prompt:
-            self._show(self.tap.see_prompt, start, logits)
+            self._tell_tap(partial(self.tap.see_prompt, start, logits))
 
     def show_generated(self, logits: torch.Tensor) -> None:
         """Show the tap the next token's row; see `LogitsTap.see_generated`."""
         if self.tap is not None and self.tap.wants_generated:
-            self._show(self.tap.see_generated, len(self.tokens), logits)
+            self._tell_tap(partial(self.tap.see_generated, len(self.tokens), logits))
 
-    def _show(self, see: Callable[[int, torch.Tensor], None], position: int, logits: torch.Tensor) -> None:
+    def _tell_tap(self, tell: Callable[[], None]) -> None:
         if self.tap_error is not None:
             return
         try:
-            see(position, logits)
+            tell()
         except ProcessorFailed as failure:
             self.tap_error = str(failure)
         except Exception as error:  # the request's boundary: the rest of the step is other requests'
-            logger.exception("request %s: its logits from position %d on could not be kept", self.id, position)
+            logger.exception("request %s: its logits could not be kept, of %d tokens", self.id, len(self.tokens))
             self.tap_error = f"its logits could not be kept: {type(error).__name__}: {error}"
 
 

@@ -92,11 +92,11 @@ class Stepper:
 
     def add(self, request: Request, kv: KvHandle | None = None) -> None:
         """Queue a request; one with a handle joins once the KV that it describes has arrived."""
+        if self.weights is not None:
+            request.compute_with(self.weights)  # others may have been there when it came to the gate
         if self.gate is not None:
             self.gate.append((request, kv))
             return
-        if self.weights is not None:
-            request.compute_with(self.weights)  # others may have been there when it came to the gate
         request.num_sent = len(request.tokens)
         if request.tap is not None:
             self._tapped.add(request.id)
@@ -146,7 +146,7 @@ class Stepper:
         """Let the next step compute with other weights; between two steps.
 
         KV of the old ones is of no use: requests that run wait, to compute theirs again, and
-        nothing stays cached.
+        nothing stays cached. Tokens that chains hold are sampled again.
 
         Args:
             change: Changes the weights of the model.
@@ -158,6 +158,9 @@ class Stepper:
         if self.connector is not None:
             self.connector.change_model(weights.digest)
         for request in self.scheduler.queues.live:
+            if request.chain is not None and request.chain.backtracks:
+                self._held.drop(request.id, self.scheduler.cache.block_size)
+                request.chain.forget_ruled_out()
             request.compute_with(weights)
 
     def drop_kv(self) -> None:

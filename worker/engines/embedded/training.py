@@ -216,6 +216,9 @@ class _AnswerTap:
         found = token_logprobs(distributions, followed, [0] * len(followed))
         self.logprobs += [one[0].logprob for one in found]
 
+    def start_over(self) -> None:
+        """Does nothing: nothing of other weights is kept."""
+
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """Does nothing: they are not wanted."""
 

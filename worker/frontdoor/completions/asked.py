@@ -61,6 +61,12 @@ class Asked:
         returned, prompts = Returned.of(fields), _prompts(fields.get("prompt"))
         if returned.extra and len(prompts) > 1:
             raise FieldRefused("nvext.extra_fields", f"{min(returned.extra)} needs one prompt, got {len(prompts)}")
+        nvext = fields.get("nvext")
+        if isinstance(nvext, dict) and nvext.get("token_data") is not None:
+            if len(prompts) > 1:
+                raise FieldRefused("nvext.token_data", f"needs one prompt, got {len(prompts)}")
+            if _flag("echo", fields):
+                raise FieldRefused("echo", "cannot be given beside nvext.token_data; give the ids as prompt")
         own = {name: value for name, value in fields.items() if name not in _READ_HERE}
         return cls(
             fields=returned.request(own),

@@ -12,6 +12,7 @@ from worker.frontdoor.completions.prompt_scores import WorkerData
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.nvext import with_engine_data
 from worker.frontdoor.returned_tokens import PROMPT_LOGPROBS, ReturnedData
+from worker.requests.rollout import ABORT
 
 
 def scored_request(fields: Body) -> Body:
@@ -48,6 +49,7 @@ async def with_scores(
                 chunk["prompt_logprobs"], is_scored = scores.in_vllm_form(count), True
                 if data.repeats_scores:
                     chunk["nvext"] = {**(chunk.get("nvext") or {}), PROMPT_LOGPROBS: chunk["prompt_logprobs"]}
+            is_scored = is_scored or any(one.get("finish_reason") == ABORT for one in chunk.get("choices") or ())
             yield chunk
     if not is_scored:
         raise AnswerFailed(no_scores())

@@ -11,6 +11,7 @@ from worker.frontdoor.completions.openai_logprobs import empty_logprobs, extend,
 from worker.frontdoor.completions.prompt_scores import EndToken, PromptScores, WorkerData
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.returned_tokens import PROMPT_LOGPROBS, ReturnedData, empty_returned
+from worker.requests.rollout import ABORT
 
 Chunk = dict[str, Any]
 
@@ -66,7 +67,7 @@ class PromptAnswer:
             state.scores = state.scores or found.scores
             state.end = state.end or found.end
             state.waiting.append({**chunk, "choices": [choice]})
-            if state.scores is not None or not self._is_scored:
+            if state.scores is not None or not self._is_scored or choice.get("finish_reason") == ABORT:
                 ready, state.waiting = state.waiting, []
                 for one in ready:
                     self._adapt(one["choices"][0], state)
@@ -96,7 +97,8 @@ class PromptAnswer:
         if asked.is_scored_only:
             text, found, state.end = "", None, None
             empty_returned(choice)
-            choice["finish_reason"] = "length" if choice.get("finish_reason") else None
+            if choice.get("finish_reason") != ABORT:
+                choice["finish_reason"] = "length" if choice.get("finish_reason") else None
         choice["index"] += self._index * asked.num_choices
         choice["text"], logprobs = "", empty_logprobs()
         if not state.has_begun:
@@ -120,8 +122,7 @@ class PromptAnswer:
             return
         if isinstance(self._prompt, str):
             choice["text"] = self._prompt
-        else:
-            assert scores is not None, "token ids are scored for their text"
+        elif scores is not None:  # else it was aborted before the ids were scored for their text
             choice["text"] = scores.text()
         state.length = len(choice["text"])
         if asked.logprobs is not None and scores is not None:

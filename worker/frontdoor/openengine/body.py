@@ -228,8 +228,8 @@ def _read_headers(asked: AskedAnswer, headers: Mapping[bytes, bytes]) -> None:
     routing = asked.message["routing"]
     if METADATA_HEADER in headers:
         asked.annotations += (ANNOTATION + headers[METADATA_HEADER].decode("latin-1"),)
-    if _TENANT in headers:
-        routing.setdefault("cache_salt", headers[_TENANT].decode("latin-1"))
+    if headers.get(_TENANT):
+        routing["cache_salt"] = headers[_TENANT].decode("latin-1")  # a gateway's word, over the client's
     if _PRIORITY in headers:
         try:
             routing.setdefault("priority", int(headers[_PRIORITY]))

@@ -48,7 +48,7 @@ def _whole(request: InferenceRequest, found: Mapping[int, Generated]) -> Answer:
     scores = first.scores
     answer: Answer = {
         "choices": [_choice(request, index, found[index], _START) for index in sorted(found)],
-        "usage": first.usage,
+        "usage": _usage(found),
         "prompt_logprobs": None,
         "prompt_token_ids": first.prompt_token_ids if request.has_prompt else None,
     }
@@ -62,11 +62,11 @@ _START = (0, 0)
 
 async def _stream(exchange: Exchange, request: InferenceRequest, choices: Any, same: Answer) -> None:
     sent: dict[int, tuple[int, int]] = {}
-    usage: Answer = {}
+    ended: dict[int, Generated] = {}
     try:
         async for index, generated in choices:
             if generated.usage:
-                usage = generated.usage
+                ended[index] = generated
                 continue
             if not exchange.has_begun:
                 await exchange.begin_events()
@@ -76,7 +76,7 @@ async def _stream(exchange: Exchange, request: InferenceRequest, choices: Any, s
             sent[index] = generated.num_tokens, len(generated.text)
             await exchange.send(server_sent(event))
         if request.has_usage:
-            await exchange.send(server_sent({**same, "choices": [], "usage": usage}))
+            await exchange.send(server_sent({**same, "choices": [], "usage": _usage(ended)}))
     except Refused as refused:
         if not exchange.has_begun:
             raise
@@ -99,6 +99,14 @@ def _choice(request: InferenceRequest, index: int, generated: Generated, sent: t
         "weight_versions": versions,
     }
     return {**choice, "text": generated.text[length:]} if request.has_text else choice
+
+
+def _usage(found: Mapping[int, Generated]) -> Answer:
+    """The usage of all choices, whose tokens are those of ``token_ids``: a frontend counts no end
+    token, and one token where none was wanted.
+    """
+    usage, count = found[min(found)].usage, sum(one.num_tokens for one in found.values())
+    return {**usage, "completion_tokens": count, "total_tokens": usage.get("prompt_tokens", 0) + count}
 
 
 def _stop_reason(request: InferenceRequest, generated: Generated) -> int | str | None:

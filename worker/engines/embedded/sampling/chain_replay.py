@@ -11,6 +11,8 @@ from adapters.chain import ProcessorChain, ProcessorFailed, plan_rows, replay_to
 from worker.engines.embedded.plan import Edits, Model, Plan, Request
 from worker.engines.embedded.sampling.sampler import Sampler
 
+CHANGED = "its state is made of the logits of weights that have changed since"
+
 
 def resume(request: Request, model: Model) -> ChainReplay | None:
     """Bring a request's chain to the end of its tokens, prompt and answer so far.
@@ -71,6 +73,11 @@ class ChainReplay:
         for position, row in enumerate(logits, start + 1):
             if self.wants_prompt and position == self._chain.position:
                 self._replay(self._tokens[position], row.to("cpu", torch.float32, copy=True))
+
+    def start_over(self) -> None:
+        """Raises `ProcessorFailed`: rows of other weights are not those of the answer so far."""
+        name = next(one.name for one in self._chain.members if one.processor.observes_logits)
+        raise self._chain.fail(name, "raised", CHANGED)
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """Does nothing: they are not wanted."""

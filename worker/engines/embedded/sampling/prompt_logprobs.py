@@ -63,6 +63,10 @@ class LogitsCollector:
             self._prompt_logits.append(rows.float().cpu().clone())
         self._num_seen += len(rows)
 
+    def start_over(self) -> None:
+        """Forget the prompt's rows: all come again, of other weights."""
+        self._num_seen, self._logprobs, self._prompt_logits = 0, [None], []
+
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """The row ``[V]`` from which the token at `position` is sampled."""
         self._generated[position] = logits.float().cpu().clone()
