@@ -26,16 +26,16 @@ def prompt_of(number: int, length: int) -> list[int]:
     return random.Random(number).choices(range(300, 900), k=length)
 
 
-def check_prefixes_stay(stack: Stack, length: int) -> None:
+def check_prefixes_stay(stack: Stack, length: int, **body: Any) -> None:
     """Four prefixes of so many tokens, whole blocks, are found again whenever they are asked."""
     wait_for(lambda: stack.post("completions", prompt="ready?", max_tokens=1)[0] == 200, "an answer")
     prefixes = [prompt_of(number, length) for number in range(4)]
     for prefix in prefixes:
-        assert num_cached(stack, [*prefix, 301]) == 0
+        assert num_cached(stack, [*prefix, 301], **body) == 0
     for round_number in range(4):
         for number, prefix in enumerate(prefixes):
             prompt = prefix + prompt_of(100 + 10 * round_number + number, 5)
             if round_number == 0:  # the events of the first answer may still be on their way
-                wait_for(lambda prompt=prompt: num_cached(stack, prompt) == length, "the prefix is known")
+                wait_for(lambda prompt=prompt: num_cached(stack, prompt, **body) == length, "the prefix is known")
             else:
-                assert num_cached(stack, prompt) == length
+                assert num_cached(stack, prompt, **body) == length

@@ -16,5 +16,6 @@ def test_prefixes_stay_with_their_worker(stack: Stack) -> None:
     for worker in workers:
         stack.wait_registered(worker)
     check_prefixes_stay(stack, 96)
+    check_prefixes_stay(stack, 96, nvext={"cache_salt": "of a tenant"})
     for worker in workers:
         assert "block_hash mismatch" not in worker.log

@@ -26,6 +26,7 @@ class Block:
         tokens: Token ids, as many as a block has.
         pages: The pages that hold its KV.
         lora_name: LoRA adapter that computed it, for a router; its digest is in the hash.
+        cache_salt: Salt of the request that computed it, for a router; it is in the hash.
     """
 
     hash: int
@@ -33,6 +34,7 @@ class Block:
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
     lora_name: str | None = None
+    cache_salt: str | None = None
 
     def is_made_of(self, parent: Block | None, tokens: list[int]) -> bool:
         """Whether this is the block of `tokens` after `parent`: equal hashes do not prove it."""

@@ -17,12 +17,14 @@ class BlocksStored:
         block_hashes: One hash per block.
         token_ids: Token ids of all blocks.
         lora_name: LoRA adapter that computed them, None for the model itself.
+        cache_salt: Salt of the request that they come from, None if it has none.
     """
 
     parent_hash: int
     block_hashes: tuple[int, ...]
     token_ids: tuple[int, ...]
     lora_name: str | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,13 @@ class BlockEvents:
         """Record a cached block; in the last event, if it follows that one's last block."""
         parent = block.parent.hash if block.parent else ROOT
         hashes: tuple[int, ...] = (block.hash,)
-        tokens = tuple(block.tokens)
+        tokens, of = tuple(block.tokens), (block.lora_name, block.cache_salt)
         last = self._events[-1] if self._events else None
         if isinstance(last, BlocksStored) and last.block_hashes[-1] == parent:
             hashes, tokens = last.block_hashes + hashes, last.token_ids + tokens
-            self._events[-1] = BlocksStored(last.parent_hash, hashes, tokens, block.lora_name)
+            self._events[-1] = BlocksStored(last.parent_hash, hashes, tokens, *of)
         else:
-            self._events.append(BlocksStored(parent, hashes, tokens, block.lora_name))
+            self._events.append(BlocksStored(parent, hashes, tokens, *of))
 
     def add_removed(self, hashes: Sequence[int]) -> None:
         """Record evicted blocks."""

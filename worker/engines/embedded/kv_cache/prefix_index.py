@@ -102,7 +102,7 @@ class PrefixIndex:
             tokens = request.tokens[index * size : (index + 1) * size]
             block = self.blocks.get(hashes[index])
             if block is None or not block.is_made_of(parent, tokens):
-                block = Block(hashes[index], parent, tokens, lora_name=lora_name)
+                block = Block(hashes[index], parent, tokens, lora_name=lora_name, cache_salt=request.cache_salt)
             self.attach(block, pages[index // self._per_page])
             parent = block
 

@@ -212,6 +212,6 @@ def report(events: Sequence[BlocksStored | BlocksRemoved], sink: KvEventSink) ->
     for event in events:
         if isinstance(event, BlocksStored):
             parent = None if event.parent_hash == ROOT else event.parent_hash
-            sink.stored(parent, event.block_hashes, event.token_ids, lora_name=event.lora_name)
+            sink.stored(parent, event.block_hashes, event.token_ids, event.cache_salt, event.lora_name)
         else:
             sink.removed(event.block_hashes)
