@@ -40,7 +40,6 @@ if [[ $HTTP_HOST == 127.* || $HTTP_HOST == ::1 || $HTTP_HOST == localhost ]]; th
     export FRONT_DOOR_PLAYGROUND=${FRONT_DOOR_PLAYGROUND:-true}
     export FRONT_DOOR_BATCH_DIR=${FRONT_DOOR_BATCH_DIR:-$(batch_directory)}
 fi
-[[ ${FRONT_DOOR_BATCH_DIR:-off} != off ]] || unset FRONT_DOOR_BATCH_DIR
 prepare_environment
 prepare_runtime
 prepare_model

@@ -47,6 +47,20 @@ def test_the_playground_is_a_switch(argv: list[str], environ: dict[str, str], ex
     assert parse_options([*UPSTREAM, *argv], environ).playground is expected
 
 
+@pytest.mark.parametrize(
+    ("argv", "environ", "expected"),
+    [
+        ([], {}, None),
+        ([], {"FRONT_DOOR_BATCH_DIR": "off"}, None),
+        (["--batch-dir", "off", "--reuse-port"], {"FRONT_DOOR_BATCH_DIR": "d"}, None),
+        (["--batch-dir", "./off"], {"FRONT_DOOR_BATCH_DIR": "off"}, "./off"),
+    ],
+)
+def test_batches_are_switched_off_by_name(argv: list[str], environ: dict[str, str], expected: str | None) -> None:
+    options = parse_options([*UPSTREAM, "--response-store-mib", "0", *argv], environ)
+    assert options.batch_dir == expected
+
+
 def test_third_party_processors_are_the_workers() -> None:
     arguments = ["--engine", "trtllm", "--logits-processor", "a/b=m:C", "--logits-processor=a/d=m:E"]
     options = parse_options([*UPSTREAM, "--", *arguments], {"WORKER_ALLOW_LOGITS_PROCESSORS": "x, y"})

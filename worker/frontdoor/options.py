@@ -95,6 +95,10 @@ def _origins(text: str) -> tuple[str, ...]:
     return origins
 
 
+def _directory(given: str) -> str | None:
+    return None if given == "off" else text(given)
+
+
 def _truth(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError("true or false")
@@ -205,8 +209,9 @@ class Options:
     )
     batch_dir: str | None = option(
         None,
-        "Directory in which files and batches are kept, for one front door at a time; without it they are off.",
-        parse=text,
+        "Directory in which files and batches are kept, for one front door at a time; without it, or with off, they are "
+        "off.",
+        parse=_directory,
     )
     batch_file_limit_mib: int = option(200, "Largest file of a batch, MiB; a larger one gets a 413.", parse=_count)
     batch_storage_mib: int = option(
