@@ -209,8 +209,8 @@ class Options:
     )
     batch_dir: str | None = option(
         None,
-        "Directory in which files and batches are kept, for one front door at a time; without it, or with off, they are "
-        "off.",
+        "Directory in which files and batches are kept, for one front door at a time; without it, or with off, they "
+        "are off.",
         parse=_directory,
     )
     batch_file_limit_mib: int = option(200, "Largest file of a batch, MiB; a larger one gets a 413.", parse=_count)
