@@ -15,13 +15,8 @@ from worker.errors import shown
 from worker.requests.receipts import TokenDigest
 from worker.requests.request import GenerationRequest
 
-VERSION = 3
-
-_WITHOUT_DIGESTS = 2
-"""The version before `Boundary.weights` and `Boundary.adapter`, of workers whose weights never
-change."""
-
-_DIGESTS = {"weights": "", "adapter": ""}
+VERSION = 4
+"""Version of the format, and of the random numbers that go on from a seed."""
 
 MAX_COUNT = 2**53
 """Tokens and attempts at most: every JSON parser reads it exactly."""
@@ -144,12 +139,10 @@ class Boundary:
             found: Any = json.loads(data)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
-        if not isinstance(found, dict) or found.get("version") not in (VERSION, _WITHOUT_DIGESTS):
+        if not isinstance(found, dict) or found.pop("version", None) != VERSION:
             raise ValueError(f"it is not of version {VERSION}")
-        if found.pop("digest", None) != _digest(found):
+        if found.pop("digest", None) != _digest({"version": VERSION, **found}):
             raise ValueError("it was altered")
-        if found.pop("version") == _WITHOUT_DIGESTS and not found.keys() & _DIGESTS.keys():
-            found |= _DIGESTS
         if set(found) != {field.name for field in fields(cls)}:
             raise ValueError("its fields are not those of this version")
         boundary = cls(**found)
