@@ -354,6 +354,14 @@ def test_fuzz(values: dict[str, Any], plain: bool) -> None:
     check(request)
 
 
+@given(
+    st.sampled_from(["top_logprobs:", "logprobs_mode:", "logits_processors:", "return_token_ids"]),
+    st.text(max_size=8) | st.sampled_from([1, 3, 20, 5000]).map(lambda count: "9" * count),
+)
+def test_fuzz_annotations(name: str, rest: str) -> None:
+    check(with_field("annotations", [name + rest]))
+
+
 @given(JSON)
 def test_fuzz_anything(request: Any) -> None:
     check(request)
