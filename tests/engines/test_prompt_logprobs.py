@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import engine_doubles
 import pytest
 import pytest_asyncio
 import torch
@@ -183,3 +184,12 @@ async def test_a_refused_request_ends_the_lease(served: Any) -> None:
         while prefill.num_leased():
             await asyncio.sleep(0.001)
     assert prefill.transfers()["released"] == 2
+
+
+def test_no_tap_is_left_of_a_request_that_ends_at_a_shut_gate() -> None:
+    model = engine_doubles.ScriptedModel()
+    engine = engine_doubles.stepper(model)
+    engine.add(engine_doubles.request(model, "one", [5, 6], SamplingParams(prompt_logprobs=1)))
+    engine.shut_gate()
+    assert engine.abort("one") is not None
+    assert not engine._tapped

@@ -168,6 +168,20 @@ async def test_records_of_a_directory_go_away(tmp_path: Path) -> None:
     await store.close()
 
 
+async def test_what_cannot_be_removed_fails_no_request(tmp_path: Path) -> None:
+    """A record was written when old ones are looked for: another user's in a shared directory, or a
+    directory of that name, is left to its owner.
+    """
+    now_s = [0.0]
+    store = FileStore(str(tmp_path), 10.0, clock=lambda: now_s[0])
+    (tmp_path / "00ff").mkdir()
+    (tmp_path / KEY).write_bytes(b"1")
+    for now_s[0] in (6.0, 12.0, 18.0, 24.0):
+        await store.put(OTHER, b"2")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00ff", OTHER]
+    await store.close()
+
+
 @pytest.mark.parametrize("shift_s", [-86_400.0, 86_400.0])
 async def test_setting_the_clock_neither_loses_nor_keeps_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift_s: float

@@ -21,7 +21,7 @@ from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavai
 from adapters.processors.grammar import grammar_cache, tokenizer_tables
 from adapters.vocabulary import Vocabulary
 from worker.arguments import Arguments, parse_arguments
-from worker.engines import EngineInfo, EngineRequest
+from worker.engines import EngineInfo, EngineRequest, ReadKv
 from worker.errors import GrammarsUnavailable, InvalidRequest, Overloaded, StartupError
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.requests.request import GenerationRequest
@@ -196,6 +196,27 @@ async def test_an_abort_while_a_grammar_compiles_ends_both(worker: Served, sandb
     assert outcomes(engine) == {"cancelled": 1}
     await build(chains, {"choice": ["after"]})
     assert (sandbox.num_running, sandbox.counts["cancelled"]) == (0, 1)
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+async def test_a_request_that_leaves_while_it_compiles_ends_its_lease(
+    worker: Served, sandbox: GrammarSandbox, monkeypatch: pytest.MonkeyPatch, is_aborted: bool
+) -> None:
+    """The runtime aborts it, or cancels the task that reads its stream."""
+    engine, chains = worker
+    server, released = engine.server, []
+    leased = ReadKv({"token": 1})
+    monkeypatch.setattr(server.disaggregation, "kv_of", lambda request, selection: leased)
+    monkeypatch.setattr(server.engine, "release_kv", lambda *kv: released.append(kv), raising=False)
+    slow = asyncio.create_task(collect(engine.generate(guided(SLOW), Context("slow"))))
+    await running(sandbox, chains)
+    if is_aborted:
+        await engine.abort(Context("slow"))
+    else:
+        slow.cancel()
+    await asyncio.wait([slow])
+    assert released == [(leased, len(guided(SLOW)["token_ids"]))]
+    assert len(server.in_flight) == 0
 
 
 async def test_a_drain_hands_off_what_still_compiles(worker: Served, sandbox: GrammarSandbox) -> None:

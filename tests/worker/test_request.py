@@ -219,6 +219,11 @@ def test_fields_without_effect_take_anything() -> None:
         ("sampling_options.top_k", -2, "must be between -1 and"),
         ("sampling_options.repetition_penalty", 0, "must be at least 0.01 and at most 100, got 0"),
         ("sampling_options.seed", 2**64, "must be between"),
+        ("routing.priority", 1e308, "must be between -2147483648 and 2147483648, got 1e+308"),
+        ("routing.priority", -(10**400), "must be between -2147483648 and 2147483648, got an integer of 1329 bits"),
+        ("routing.priority", float("inf"), "must be between -2147483648 and 2147483648, got inf"),
+        ("routing.priority", float("nan"), "must be a number, got nan"),
+        ("routing.priority", True, "must be a number, got True"),
         ("sampling_options.n", 2, "more than one choice cannot be streamed"),
         ("sampling_options.n", True, "more than one choice cannot be streamed"),
         ("output_options.logprobs", 101, "must be between 0 and 100, got 101"),
@@ -352,6 +357,14 @@ def test_fuzz(values: dict[str, Any], plain: bool) -> None:
         except (AttributeError, TypeError):  # the path runs through a value that another one has put there
             continue
     check(request)
+
+
+@given(
+    st.sampled_from(["top_logprobs:", "logprobs_mode:", "logits_processors:", "return_token_ids"]),
+    st.text(max_size=8) | st.sampled_from([1, 3, 20, 5000]).map(lambda count: "9" * count),
+)
+def test_fuzz_annotations(name: str, rest: str) -> None:
+    check(with_field("annotations", [name + rest]))
 
 
 @given(JSON)

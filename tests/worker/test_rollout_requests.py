@@ -95,7 +95,12 @@ def test_the_data_of_the_first_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("annotation", "problem"),
-    [("logprobs_mode:all", "must be one of raw, processed, train"), ("top_logprobs:101", "needs an integer from 0")],
+    [
+        ("logprobs_mode:all", "must be one of raw, processed, train"),
+        ("top_logprobs:101", "needs an integer from 0"),
+        ("top_logprobs:" + "9" * 5000, "needs an integer from 0"),  # more digits than Python reads
+        ("top_logprobs:\u0663", "needs an integer from 0"),
+    ],
 )
 def test_malformed_annotations_are_refused(annotation: str, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):

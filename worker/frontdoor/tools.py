@@ -121,17 +121,21 @@ def _scope(format: ToolCallSettings) -> dict[str, Any]:
 
 
 def _check_names(tools: list[Any], choice: str | dict[str, Any]) -> None:
-    names: list[Any] = []
+    names: set[str | None] = set()
     for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
+        name = _name(tool)
         if name in names:
             raise FieldRefused(f"tools[{i}].function.name", "is the name of an earlier tool")
-        names.append(name)
-    if isinstance(choice, dict):
-        function = choice.get("function")
-        if not isinstance(function, dict) or function.get("name") not in names:
-            raise FieldRefused("tool_choice.function.name", "is the name of none of the tools")
+        names.add(name)
+    if isinstance(choice, dict) and _name(choice) not in names - {None}:
+        raise FieldRefused("tool_choice.function.name", "is the name of none of the tools")
+
+
+def _name(tool: Any) -> str | None:
+    """The name of the function that a tool is; None if it has none."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _answer(fields: Body, choice: str | dict[str, Any]) -> dict[str, Any]:

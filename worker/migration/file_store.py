@@ -131,7 +131,7 @@ class FileStore:
             for entry in entries:
                 if not _OURS.fullmatch(entry.name):
                     continue
-                with contextlib.suppress(FileNotFoundError):  # another worker sweeps too
+                with contextlib.suppress(OSError):  # another worker sweeps too, or it is not ours to remove
                     changed_ns = entry.stat(follow_symlinks=False).st_mtime_ns
                     known = before.get(entry.name)
                     since_s = known[1] if known is not None and known[0] == changed_ns else now_s

@@ -7,7 +7,6 @@ A field is *honoured* (part of the `GenerationRequest`), *frontend* (Dynamo's fr
 from __future__ import annotations
 
 import array
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -35,6 +34,9 @@ characters.
 MAX_STOP_TOKEN_IDS = 1024
 MAX_STOP_STRINGS = 64
 
+MAX_PRIORITY = 2**31
+"""Highest priority, and of another sign the lowest: vLLM's are 64-bit integers, made of multiples.
+"""
 
 Parser = Callable[[str, Any], Any]
 
@@ -87,10 +89,13 @@ def boolean(path: str, value: Any) -> bool:
     return value
 
 
-def number(path: str, value: Any) -> float:
-    if type(value) is int or (type(value) is float and math.isfinite(value)):
-        return value
-    raise InvalidRequest(path, f"must be a number, got {shown(value)}")
+def priority(path: str, value: Any) -> float:
+    if type(value) not in (int, float) or value != value:
+        raise InvalidRequest(path, f"must be a number, got {shown(value)}")
+    if abs(value) > MAX_PRIORITY:
+        raise InvalidRequest(path, f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {shown(value)}")
+    number: float = value
+    return number
 
 
 def text(path: str, value: Any) -> str:
@@ -386,7 +391,7 @@ _OTHER_FIELDS: tuple[Field, ...] = (
     _no_effect("routing.strict_priority", _ROUTER),
     _honoured(
         "routing.priority",
-        number,
+        priority,
         "A hint about order, for the router and the waiting queues of TensorRT-LLM and vLLM; the embedded "
         "engine serves clients in turn.",
     ),

@@ -5,6 +5,7 @@ Each field has a row in `worker.requests.fields`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -229,6 +230,8 @@ LOGPROBS_MODE = "logprobs_mode:"
 TOP_LOGPROBS = "top_logprobs:"
 """Beginning of an annotation: alternatives to report per token, beside ``logprobs_mode:train``."""
 
+_COUNT = re.compile(r"[0-9]{1,9}")
+
 
 def asks_for_rollout(annotations: Iterable[str]) -> bool:
     """Whether annotations ask for what `worker.requests.rollout` says of tokens."""
@@ -244,7 +247,7 @@ def _read_annotations(values: dict[str, Any]) -> None:
             values["logprobs_mode"] = logprobs_mode("annotations", annotation.removeprefix(LOGPROBS_MODE))
         elif annotation.startswith(TOP_LOGPROBS):
             count = annotation.removeprefix(TOP_LOGPROBS)
-            if not count.isdecimal() or int(count) > MAX_LOGPROBS:
+            if not _COUNT.fullmatch(count) or int(count) > MAX_LOGPROBS:
                 raise InvalidRequest("annotations", f"{TOP_LOGPROBS}N needs an integer from 0 to {MAX_LOGPROBS}")
             values.setdefault("logprobs", int(count))
             values["hides_logprobs"] = True

@@ -39,6 +39,7 @@ from worker.requests.receipts import digest_of_model
 from worker.requests.refusals import ONLY_CHECKED, asks, empty_chunk
 from worker.server.adapters import ServedAdapters
 from worker.server.engine_port import EnginePort, open_engine_port
+from worker.server.interruptible import call_in
 from worker.server.kv_load import KvLoad
 from worker.server.preparation import MakeChains, Preparation
 from worker.server.reports import RequestReports
@@ -229,6 +230,7 @@ class RequestServer:
         served.admit(parsed)
         self._preparing[request_id] = served
         kv: KvPart | None = None
+        loop = asyncio.get_running_loop()
         try:
             request = await served.read_record(self._boundaries)
             kv = self.disaggregation.kv_of(request, selection)
@@ -239,9 +241,9 @@ class RequestServer:
             served.record.write(engine_request.seed)
             if chains.has_work(selection):
                 engine_request = await served.preparing.run(preparation.with_chain(engine_request, selection))
-        except (Aborted, ServingError) as error:
+        except BaseException as error:  # a cancellation, too: the engine gets no request that could end the lease
             if isinstance(kv, ReadKv) and isinstance(self.engine, ReleasesKv):
-                self.engine.release_kv(kv, len(request.token_ids))
+                call_in(loop, self.engine.release_kv, kv, len(request.token_ids))
             if isinstance(error, Aborted):
                 return served.aborted()
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from worker.text.begun_stops import BegunStops
 from worker.text.incremental_text import Decode, IncrementalText
 from worker.text.stop_strings import StopStrings
 
@@ -38,6 +39,7 @@ class AnswerText:
     ) -> None:
         self._pieces = IncrementalText(decode, context)
         self._stops = StopStrings(stops)
+        self._begun = BegunStops(stops)
         self._include = include
         self.is_too_short = False
         self._floor = 0  # stop strings that end at or before it are ignored
@@ -57,17 +59,17 @@ class AnswerText:
     @property
     def shown(self) -> str:
         """The text that is final: without a suffix that may be the start of a stop string."""
-        if self.stopped_by is not None:
-            return self.text
-        text = self.text
-        return text[: len(text) - self._stops.num_begun(text)]
+        return self.text[: self._num_final]
 
     @property
     def num_shown_tokens(self) -> int:
         """Number of tokens whose every character is in `shown`."""
-        if self.stopped_by is not None:
-            return self.num_tokens
-        return self._num_within(len(self.shown))
+        return self.num_tokens if self.stopped_by is not None else self._num_within(self._num_final)
+
+    @property
+    def _num_final(self) -> int:
+        """Number of characters of `shown`."""
+        return len(self.text) - (0 if self.stopped_by is not None else self._begun.length)
 
     def append(self, token_id: int) -> bool:
         """Take the next token; returns whether the answer ends here."""
@@ -95,6 +97,7 @@ class AnswerText:
 
     def _add(self, piece: str) -> None:
         self._text += piece
+        self._begun.append(piece)
         if self.is_too_short:
             self._floor = len(self._text)
 

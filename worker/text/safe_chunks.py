@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+from worker.text.begun_stops import BegunStops
 from worker.text.deltas import Delta, TokenBytes
-from worker.text.stop_strings import StopStrings
 
 D = TypeVar("D", bound=Delta)
 
@@ -30,18 +30,18 @@ class SafeChunks(Generic[D]):
 
     def __init__(self, token_bytes: TokenBytes, stops: Sequence[str] = ()) -> None:
         self._token_bytes = token_bytes
-        self._stops = StopStrings([stop.encode() for stop in stops if stop])
+        self._has_stops = any(stops)
+        self._begun = BegunStops([stop.encode() for stop in stops if stop])
         self._held: D | None = None
-        self._num_bytes_held = 0
-        self._text = b""  # as far back as a stop string may have begun, and all that is held
+        self._held_bytes = b""
 
     def take(self, delta: D) -> D | None:
         """Take the next delta; returns what may be sent, None if its tokens are held back."""
         added = b"".join([self._token_bytes[token_id] for token_id in delta.token_ids])
-        if not self._stops and self._held is None and added.isascii():
+        if not self._has_stops and self._held is None and added.isascii():
             return delta
-        self._text += added
-        self._num_bytes_held += len(added)
+        self._held_bytes += added
+        self._begun.append(added)
         if self._held is not None:
             delta.prepend(self._held)
         is_safe = delta.finish_reason is not None or not delta.token_ids or len(delta.token_ids) >= MAX_HELD
@@ -49,8 +49,7 @@ class SafeChunks(Generic[D]):
             self._held = delta
             return None
         self._held = None
-        self._num_bytes_held = 0
-        self._text = self._stops.tail(self._text)
+        self._held_bytes = b""
         return delta
 
     def _is_withheld(self) -> bool:
@@ -59,5 +58,4 @@ class SafeChunks(Generic[D]):
         A whole stop string in it changes nothing: the answer ends there, or goes on, since it is
         shorter than ``min_tokens``, and another one may begin.
         """
-        held = self._text[len(self._text) - self._num_bytes_held :]
-        return held.decode(errors="replace").endswith("\ufffd") or self._stops.is_begun(self._text)
+        return bool(self._begun.length) or self._held_bytes.decode(errors="replace").endswith("\ufffd")

@@ -40,21 +40,3 @@ class StopStrings(Generic[AnyStr]):
                 found.append((start + len(stop), start))
         end, start = min(found, default=(-1, -1))
         return None if end < 0 else (start, end)
-
-    def num_begun(self, text: AnyStr) -> int:
-        """Length of the longest end of `text` with which a stop string begins; less than the
-        longest stop string's.
-        """
-        for length in range(min(self._reach, len(text)), 0, -1):
-            end = text[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
-
-    def is_begun(self, text: AnyStr) -> bool:
-        """Whether `text` ends inside a stop string. A whole one at its end does not count."""
-        return any(
-            stop.startswith(text[-length:])
-            for stop in self._stops
-            for length in range(1, min(len(stop), len(text) + 1))
-        )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from connector_doubles import Side, run
-from kv_doubles import WIDTH, answer
+from kv_doubles import WIDTH, answer, recall_request
 
 from worker.engines.weights import WeightVersion
 from worker.errors import InvalidRequest
@@ -67,6 +67,17 @@ def test_what_is_on_its_way_is_recomputed(sides: list[Side], num_steps: int) -> 
     update(decode)
     run(sides, lambda: decode.finished("one") is not None)
     assert decode.tokens("one") == answer(PROMPT, 6)
+    run(sides, lambda: prefill.is_empty and decode.is_empty)
+
+
+def test_a_request_that_ends_before_it_is_taken_in_ends_its_lease(sides: list[Side]) -> None:
+    prefill, decode = sides
+    leased(sides, "one")
+    decode.stepper.shut_gate()
+    decode.stepper.add(recall_request(decode.model, "one", PROMPT, 4), prefill.handle("one"))
+    ended = decode.stepper.abort("one")
+    assert ended is not None
+    assert ended.finish_reason == "cancelled"
     run(sides, lambda: prefill.is_empty and decode.is_empty)
 
 

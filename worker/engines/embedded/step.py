@@ -111,11 +111,14 @@ class Stepper:
 
     def abort(self, request_id: str) -> Output | None:
         """End a request and free its pages; None if it has ended already."""
-        for entry in self.gate or ():
-            if entry[0].id == request_id and self.gate is not None:
-                self.gate.remove(entry)
-                return Output(request_id, finish_reason="cancelled", chain=entry[0].chain)
         self._tapped.discard(request_id)
+        for entry in self.gate or ():
+            request, kv = entry
+            if request.id == request_id and self.gate is not None:
+                self.gate.remove(entry)
+                if kv is not None and self.connector is not None:
+                    self.connector.release(kv)
+                return Output(request_id, finish_reason="cancelled", chain=request.chain)
         self.sampler.forget([request_id])
         self._held.drop(request_id, self.scheduler.cache.block_size)
         if self.connector is not None and (given_up := self.connector.abort(request_id)) is not None:

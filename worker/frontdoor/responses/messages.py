@@ -29,6 +29,7 @@ class Messages:
         self.messages: list[Message] = []
         self.origins: dict[str, str] = {}
         self._call_ids: set[str] = set()
+        self._texts: dict[tuple[int, str], list[str]] = {}  # by message and key: texts that are not joined yet
 
     def add_instructions(self, text: str) -> None:
         """Add the field ``instructions``."""
@@ -53,6 +54,17 @@ class Messages:
                 self._add_answer(placed)
             else:
                 self._add_message(placed)
+        for (index, key), texts in self._texts.items():
+            self.messages[index][key] = "\n\n".join(filter(None, texts))
+        self._texts.clear()
+
+    def _add_texts(self, key: str, texts: Iterable[str]) -> None:
+        """Add texts to one of the last message. They are joined at the end of all items: with each
+        of many items that would copy all texts before it.
+        """
+        message = self.messages[-1]
+        known = self._texts.setdefault((len(self.messages) - 1, key), [message.setdefault(key, "")])
+        known += texts
 
     @property
     def _last_path(self) -> str:
@@ -66,8 +78,7 @@ class Messages:
     def _add_message(self, placed: PlacedItem) -> None:
         role = "system" if placed.item["role"] == "developer" else placed.item["role"]
         if role == "system" and len(self.messages) == 1 and self.messages[0]["role"] == "system":
-            texts = [self.messages[0]["content"], *map(text_of, placed.item["content"])]
-            self.messages[0]["content"] = "\n\n".join(filter(None, texts))
+            self._add_texts("content", map(text_of, placed.item["content"]))
             return
         is_first_system = role == "system" and not self.messages
         self._begin(placed.path, {"role": role, "content": self._content(placed, joined=is_first_system)})
@@ -112,8 +123,8 @@ class Messages:
         text = "\n\n".join(part["text"] for part in parts)
         if not text:  # what clients send back that keep no reasoning
             return
-        turn = self._turn(placed, ("content", "tool_calls"))
-        turn["reasoning_content"] = "\n\n".join(filter(None, (turn.get("reasoning_content"), text)))
+        self._turn(placed, ("content", "tool_calls"))
+        self._add_texts("reasoning_content", (text,))
         self.origins[f"{self._last_path}.reasoning_content"] = placed.path
 
     def _add_answer(self, placed: PlacedItem) -> None:

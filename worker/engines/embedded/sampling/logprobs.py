@@ -57,9 +57,11 @@ def _tops(logprobs: torch.Tensor, counts: Sequence[int]) -> list[list[TokenLogpr
     all_values, all_ids = (each.tolist() for each in logprobs.topk(min(max(counts) + 1, logprobs.shape[-1])))
     tops = []
     for row, (count, values, ids) in enumerate(zip(counts, all_values, all_ids, strict=True)):
-        if 0 < count < len(values) and values[count - 1] == values[-1]:
-            ids = (logprobs[row] >= values[-1]).nonzero()[:, 0].tolist()
-            values = logprobs[row, ids].tolist()
+        last = values[-1]
+        if 0 < count < len(values) and values[count - 1] == last > -math.inf:  # masked tokens tie, too
+            ahead = sum(value > last for value in values)
+            tied = (logprobs[row] == last).nonzero()[: count - ahead, 0].tolist()
+            values, ids = values[:ahead] + [last] * len(tied), ids[:ahead] + tied
         best = sorted(zip(values, ids, strict=True), key=lambda pair: (-pair[0], pair[1]))[:count]
         ranked = enumerate(best, start=1)
         tops.append([TokenLogprob(token, value, rank) for rank, (value, token) in ranked if value > -math.inf])

@@ -314,9 +314,9 @@ class EmbeddedEngine:
         thread, connector = self._thread, self._connector
         if thread is not None and connector is not None:
             with suppress(InvalidRequest):  # one that is not for this worker
-                transport, handle = connector.transport, handle_from_json(kv.handle, connector.layout, num_tokens)
+                handle = handle_from_json(kv.handle, connector.layout, num_tokens)
                 done = asyncio.get_running_loop().create_future()
-                thread.tell(Call(lambda stepper: transport.release(handle), done))
+                thread.tell(Call(lambda stepper: connector.release(handle), done))
 
     def keep_alive(self) -> None:
         """Give an empty delta to each stream that has had none since the last call."""

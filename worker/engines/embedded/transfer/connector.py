@@ -117,6 +117,10 @@ class KvConnector:
         """Take in a request whose prompt's KV is leased to this worker."""
         self._decode.receive(request, handle)
 
+    def release(self, handle: KvHandle) -> None:
+        """End the lease on KV that was not received, and is not wanted."""
+        self.transport.release(handle)
+
     def abort(self, request_id: str) -> Output | None:
         """Drop a request that the scheduler does not run yet; None if there is none."""
         return self._decode.abort(request_id)
